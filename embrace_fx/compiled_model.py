@@ -223,7 +223,7 @@ class CompiledModel(nn.Module, Joinable):
 
     @property
     def process_group(self) -> dist.ProcessGroup | None:
-        """Returns the ranks that train together, as in DDP; None for a single process."""
+        """Returns the ranks that train together, as in DDP, or None for a single process."""
         return self._session.group
 
     @property

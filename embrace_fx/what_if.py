@@ -151,7 +151,7 @@ def plan(  # noqa: PLR0913
         batch: one rank's batch: a tensor, a tuple of arguments, or a mapping of keywords; or a list of these, one per
             rank. With fewer batches than ranks, further ranks are assumed to draw ids independently, with the
             frequencies in these batches (`embrace_fx.cost.sparsity.extrapolate`).
-        world_size: the number of ranks; None for one per batch.
+        world_size: the number of ranks, or None for one per batch.
         cluster: the links between ranks.
         optimizer: as `compile` takes it.
         strategy: as `compile` takes it.
@@ -217,7 +217,7 @@ def _batches_of_ranks(batch: Any, world_size: int | None) -> tuple[list[Any], in
 
 
 def _captured(model: nn.Module, state: ModelState, batch: Any) -> tuple[TrainingGraph, list[Any]]:
-    """Captures a batch's graph; returns it with the batch, flattened."""
+    """Captures a batch's graph. Returns it with the batch, flattened."""
     args, kwargs = _arguments(batch)
     parameter = state.any_parameter()
     with random_state_kept(torch.device("cpu") if parameter is None else parameter.device):

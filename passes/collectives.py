@@ -36,7 +36,7 @@ class Collective:
     Attributes:
         group: the communication class.
         op: the op, without its overload.
-        id: the launch's id as text; "" if it has none.
+        id: the launch's id as text, or "" if it has none.
         serves: the tables or parameters whose ids or gradients are packed into one launch, in order.
         options: the op's other plain arguments, by name.
             dtype: the dtype of the transferred tensor.

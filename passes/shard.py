@@ -113,7 +113,7 @@ class _Sizes(dict[str, int]):
 
 
 def shard_tables(graph: TrainingGraph, options: ShardTables) -> ExpectedSizes:
-    """Shards tables in place; returns the expected sizes of the results of exchanges."""
+    """Shards tables in place. Returns the expected sizes of the results of exchanges."""
     by_name = {table.parameter: table for table in graph.tables}
     rewriter, sizes = Rewriter(graph.module), _Sizes()
     exchanged = [by_name[name] for name in (*options.tables, *options.renormed)]
@@ -176,7 +176,7 @@ def _shard(
     options: ShardTables,
     sizes: _Sizes,
 ) -> list[tuple[fx.Node | None, OutputRole]]:
-    """Replaces a table with this rank's shard, and its lookups and gradient with exchanges; returns the graph's new
+    """Replaces a table with this rank's shard, and its lookups and gradient with exchanges. Returns the graph's new
     outputs.
     """
     read = options.expects(table)

@@ -20,7 +20,7 @@ class Progress:
         lagrangian: the augmented Lagrangian per sequence, after the joint updates.
         ra, rs, ro: root mean squares of the residuals after the joint updates.
         disagreement: root mean square of the ranks' weights minus the agreed ones; 0 in a single process.
-        staleness: maximum age of a rank's contribution, in updates; 0 unless ranks are asynchronous.
+        staleness: maximum age of a rank's contribution, in updates, or 0 unless ranks are asynchronous.
         elapsed_s: wall time since training began, including earlier parts of a resumed training.
     """
 

@@ -82,7 +82,7 @@ class Training:
 
 
 def group_of(parallel: Parallel, process_group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
-    """Returns the ranks that train together; None for a single process. Raises `ValueError` if they cannot."""
+    """Returns the ranks that train together, or None for a single process. Raises `ValueError` if they cannot."""
     ready, call = dist.is_available() and dist.is_initialized(), f"admm.train(parallel={parallel})"
     if parallel is None:
         size = dist.get_world_size(process_group) if ready else 1

@@ -23,7 +23,7 @@ class State:
     Attributes:
         penalties: the penalties of the Lagrangian.
         weights: this rank's own weights.
-        multipliers: the multipliers of this rank's sequences, divided by penalties; None on an asynchronous master.
+        multipliers: the multipliers of this rank's sequences, divided by penalties, or None on an asynchronous master.
         agreed: the weights that all ranks agree on (z); in a single process its own weights.
         duals: this rank's scaled multipliers of the agreement (u); zero in a single process.
         best: the agreed weights with the lowest loss, which training leaves in the modules.

@@ -125,7 +125,7 @@ class ReplayedEffects:
     Attributes:
         run: a function with the forward's arguments, which calls `outputs` instead of the graph.
         outputs: its last item is the graph's outputs while `run` runs.
-        model: the object whose method the forward is; None if it is a function.
+        model: the object whose method the forward is, or None if it is a function.
         objects: expressions over `scope` for the objects whose attributes or items are written.
         states: tensors and numbers that the graph reads besides the batch's tensors: expressions for those of objects,
             indices for those among the flattened arguments.

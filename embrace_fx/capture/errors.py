@@ -28,7 +28,7 @@ class CaptureError(RuntimeError):
     Attributes:
         raised: the error that a user's line in the forward raises by itself, or None.
         reason: the user's line and the reason why it cannot be captured, in one line.
-        where: the user's line, as "file:line in function"; "" if it is not known.
+        where: the user's line, as "file:line in function", or "" if it is not known.
         communicates: whether the forward has its own collective.
     """
 
@@ -56,7 +56,7 @@ def explained(model: nn.Module, error: Exception, raised: Exception | None) -> C
 
     Args:
         error: the error that the capture raised.
-        raised: the error that the forward itself raises on the batch; None if it runs.
+        raised: the error that the forward itself raises on the batch, or None if it runs.
     """
     kind, where = type(model).__name__, _user_line(error) or f"{type(model).__name__}.forward"
     skipped = _skipped(error)
@@ -89,7 +89,7 @@ def explained(model: nn.Module, error: Exception, raised: Exception | None) -> C
 
 
 def raised_by_forward(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], error: Exception) -> Any:
-    """Runs the forward to find the error that it raises by itself, if the failed capture suggests one; None if none.
+    """Runs the forward to find the error that it raises by itself, if the failed capture suggests one, or None if none.
 
     The forward runs once, without gradients. Buffers and random numbers are restored, and nothing is sent.
     """
@@ -149,7 +149,7 @@ class _NothingIsSent(TorchDispatchMode):
 
 
 def _skipped(error: Exception) -> str:
-    """Returns the function called by the forward that Dynamo does not trace; "" if the error has another reason."""
+    """Returns the function called by the forward that Dynamo does not trace, or "" if the error has another reason."""
     found = re.search(r"marked that the function `(\w+)`", str(error))
     return "" if found is None else found[1]
 

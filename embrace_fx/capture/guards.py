@@ -163,7 +163,7 @@ class _Checks(CheckFunctionManager):
 
 
 def _value(builder: Any, guard: Any) -> object:
-    """Returns the guarded value; None if it cannot be read, because the guard is on its absence."""
+    """Returns the guarded value, or None if it cannot be read, because the guard is on its absence."""
     try:
         found: object = builder.get(guard.originating_source)
     except Exception:  # reading an absent value may raise anything

@@ -96,7 +96,7 @@ class ModelWatch:
         return {} if old.keys() != new.keys() else {old[i]: new[i] for i in old if old[i] != new[i]}
 
     def _other(self) -> str | None:
-        """Returns the name of a parameter that was added, removed or replaced; None if none was."""
+        """Returns the name of a parameter that was added, removed or replaced, or None if none was."""
         same = [*map(id, chain.from_iterable(map(_values, self._parameters)))] == self._ids
         if same and self._keys_now() == self._keys and self._now() == self._were:
             return None
@@ -105,7 +105,7 @@ class ModelWatch:
         return next(found, None)
 
     def _converted(self) -> str | None:
-        """Returns the name of a parameter whose dtype has changed; None if none has."""
+        """Returns the name of a parameter whose dtype has changed, or None if none has."""
         now = self._gradients()
         if now == self._gradients_were:
             return None

@@ -51,7 +51,7 @@ class Traced:
         joint: forward and backward, or only the forward, from AOTAutograd: inputs and outputs have descriptors, and
             constants of the batch are inputs too.
         out_spec: the tree structure of the model's results.
-        replay: runs the forward's side effects from the graph's results; None if there are none.
+        replay: runs the forward's side effects from the graph's results, or None if there are none.
         constants: index among the flattened arguments -> an argument that the forward reads and that is not a tensor.
         names: index -> Dynamo's name of a flattened argument.
         symbols: name of a number that is an input -> its symbol.

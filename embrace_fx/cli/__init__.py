@@ -144,7 +144,7 @@ def show(saved: str, output: str | None) -> None:
 
 
 def plan_in(source: Path) -> Plan | None:
-    """Reads the plan in a .json written by `plan.save(path)` or `plan --output`; None if the file contains none."""
+    """Reads the plan in a .json written by `plan.save(path)` or `plan --output`, or None if the file contains none."""
     from embrace_fx.vocabulary.plan import Plan  # noqa: PLC0415
 
     try:
@@ -215,7 +215,7 @@ def bench(factory: str, steps: int) -> None:
 
 
 def made_by(factory: str) -> tuple[Any, Any, Any]:
-    """Calls a factory, which may be in the working folder; returns its model, batch and optimizer (or None)."""
+    """Calls a factory, which may be in the working folder. Returns its model, batch and optimizer (or None)."""
     name, colon, function = factory.partition(":")
     if not colon:
         raise click.UsageError(f"{factory!r} is not of the form module:function. It names {FACTORY}.")

@@ -32,7 +32,7 @@ class Finding:
         subject: the checked thing.
         state: "fails" if nothing trains; "limits" if something is slower or an option cannot be used.
         found: the result, in a few words.
-        to_do: the fix; "" if none is needed.
+        to_do: the fix, or "" if none is needed.
     """
 
     subject: str

@@ -53,7 +53,7 @@ class Contender:
 
 
 def compare(make: Callable[[], tuple[nn.Module, Any, torch.optim.Optimizer | None]], steps: int) -> list[str]:
-    """Times both systems; returns lines to print. Collective; starts and ends the process group.
+    """Times both systems. Returns lines to print. Collective; starts and ends the process group.
 
     Args:
         make: returns a new (model, batch, optimizer; None: SGD) at each call.

@@ -175,7 +175,7 @@ class Cluster:
         latency_ms: the latency of one message.
         links: (collective, its link) if it differs: pairwise messages may be slower than a ring.
         ranks_per_machine: number of consecutive ranks that share a machine.
-        inside: the link between two ranks of one machine; None if each rank has its own machine.
+        inside: the link between two ranks of one machine, or None if each rank has its own machine.
         handling: the speed at which a rank's processor gathers, sums and writes.
         compute: the speed of a rank's model compute, for schedules before measurement.
         pace: the milliseconds of `compute` that a rank computes in one, while all ranks do.

@@ -97,7 +97,7 @@ def measure(
 
     Args:
         ids_by_rank: (K,) unique int64 ids from 0 to num_units - 1 of each rank.
-        draws: the number of all ranks' ids with duplicates; None without duplicates.
+        draws: the number of all ranks' ids with duplicates, or None without duplicates.
     """
     world_size = len(ids_by_rank)
     first_ranks = range(0, world_size, math.ceil(world_size / NEIGHBOURHOODS))

@@ -33,7 +33,7 @@ class StorageTier:
         name: its name in reports.
         read_ms, write_ms: the fixed time of one row.
         byte_ms: the additional time per byte, in one direction.
-        holds_bytes: a rank's share of its size; None for no limit.
+        holds_bytes: a rank's share of its size, or None for no limit.
     """
 
     name: str

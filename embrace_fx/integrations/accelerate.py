@@ -34,7 +34,7 @@ class EmbraceAccelerator(Accelerator):  # type: ignore[misc]  # accelerate has n
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> nn.Module:
-        """Compiles a model; returns a compiled or evaluated one as it is."""
+        """Compiles a model. Returns a compiled or evaluated one as it is."""
         if isinstance(model, embrace_fx.CompiledModel):
             self._models.append(model)
             return model

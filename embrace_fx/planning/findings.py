@@ -51,7 +51,7 @@ def plan_on_links(
     """Returns rank 0's plan for the given links, or for probed links if a step sends enough. Collective.
 
     Args:
-        findings: the findings on rank 0; None on other ranks.
+        findings: the findings on rank 0, or None on other ranks.
         current: the plan in use, if any.
         known: the links, if they have been probed.
     """

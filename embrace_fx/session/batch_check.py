@@ -36,7 +36,7 @@ def batch_check(
     watched = [t for t in tables if t.parameter in plan.watched] if train else []
 
     def look(leaves: Sequence[Any]) -> str | None:
-        """Checks a batch's ids and counts the rows of watched tables; returns a failure's text, or None."""
+        """Checks a batch's ids and counts the rows of watched tables. Returns a failure's text, or None."""
         with torch.no_grad():
             try:
                 ids = read_ids(leaves)

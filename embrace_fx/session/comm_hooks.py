@@ -22,11 +22,11 @@ DTYPES: dict[Callable[..., Any], torch.dtype | None] = {
 
 
 def register_hook(communicator: Communicator, asked: CommHook, options: Options, begun: bool, registered: str) -> str:
-    """Registers a hook, which reduces gradients or sets their dtype on the wire; returns its name.
+    """Registers a hook, which reduces gradients or sets their dtype on the wire. Returns its name.
 
     Args:
         begun: whether the model has been called.
-        registered: the name of the model's hook; "" for none.
+        registered: the name of the model's hook, or "" for none.
     """
     if begun or registered:
         found = "the model has been called" if begun else f"{registered} is registered"

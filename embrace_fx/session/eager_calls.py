@@ -31,7 +31,7 @@ class EagerCalls:
     """Runs one model's calls eagerly, if no graph holds its forward or a graph would bring nothing.
 
     Attributes:
-        reason: the reason, in one line, why calls run eagerly; "" if calls are captured.
+        reason: the reason, in one line, why calls run eagerly, or "" if calls are captured.
     """
 
     def __init__(self, context: Context, programs: Programs) -> None:

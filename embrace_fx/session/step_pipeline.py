@@ -64,9 +64,9 @@ class StepPipeline:
     Attributes:
         monitor: on rank 0, the watch over the rows that batches read, if strategies depend on them.
         flow: the communication between steps. Before the first training program and at the end, it stays within steps.
-        schedule: the schedule of the steps; None before the first training program, and if nothing is scheduled.
+        schedule: the schedule of the steps, or None before the first training program, and if nothing is scheduled.
         decided: the schedule as the cost model has predicted it.
-        recorder: measures the steps; None if `schedule` is None.
+        recorder: measures the steps, or None if `schedule` is None.
         memory: the prediction for tables beyond memory, by row exchange.
         built: whether a training program is built.
     """

@@ -72,7 +72,7 @@ class DrawnSchedule(Schedule):
     """A schedule that prints its metrics and saves pictures of itself.
 
     Attributes:
-        background: computes the facts shown with it; None if they are not known.
+        background: computes the facts shown with it, or None if they are not known.
     """
 
     background: Callable[[], PictureFacts] | None = field(default=None, compare=False, repr=False)
@@ -100,7 +100,7 @@ class DrawnTimeline(Timeline):
 
     Attributes:
         schedule: the prediction, drawn above it.
-        background: computes the facts shown with it; None if they are not known.
+        background: computes the facts shown with it, or None if they are not known.
     """
 
     schedule: Schedule | None = None

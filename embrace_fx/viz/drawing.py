@@ -95,7 +95,7 @@ def fold(parts: Mapping[str, fx.GraphModule]) -> list[Cell]:
 
 
 def _waited_for(node: fx.Node) -> object | None:
-    """Returns the launch (its node if it has no id) that a node waits for; None if it does not wait."""
+    """Returns the launch (its node if it has no id) that a node waits for, or None if it does not wait."""
     if op_name(node) != "_c10d_functional::wait_tensor":
         return None
     source = node.all_input_nodes[0]
@@ -144,7 +144,7 @@ def svg(parts: Mapping[str, fx.GraphModule], title: str) -> str:
 
 
 def _laid_out(text: str) -> str | None:
-    """Runs Graphviz; returns None if it is not installed or takes too long."""
+    """Runs Graphviz. Returns None if it is not installed or takes too long."""
     program = shutil.which("dot")
     if program is None:
         return None

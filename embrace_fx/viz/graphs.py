@@ -29,7 +29,7 @@ class Graphs(Mapping[str, fx.GraphModule]):
         sources: returns phase name -> function that returns the source that runs, for phases that are built.
 
     Attributes:
-        reason: why these graphs contain only gradients (calls run eagerly); "" if they contain the forward.
+        reason: why these graphs contain only gradients (calls run eagerly), or "" if they contain the forward.
     """
 
     reason = ""
@@ -101,7 +101,7 @@ class Graphs(Mapping[str, fx.GraphModule]):
 
         Args:
             path: ends in `.svg` or `.dot`.
-            name: the pass whose result is drawn; None for the phases that run.
+            name: the pass whose result is drawn, or None for the phases that run.
 
         Raises:
             KeyError: there is no graph of that name.

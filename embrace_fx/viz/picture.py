@@ -189,7 +189,7 @@ class Panel:
                 yield Figure(share, ms, "ms", "compute", paint=OF_SHARE[share])
 
     def why(self) -> Why | None:
-        """Explains the time of a step; None if it takes none."""
+        """Explains the time of a step, or None if it takes none."""
         is_measured = self.status == "measured"
         return why(self.diagnostics.shares_ms, "A step takes" if is_measured else "A step is predicted to take")
 
@@ -266,7 +266,7 @@ class Picture:
         return self.panels[-1].why() if is_told else None
 
     def ratios(self) -> dict[str, str]:
-        """Maps each label to measured / predicted; "" if either is shown as 0."""
+        """Maps each label to measured / predicted, or "" if either is shown as 0."""
         if len(self.panels) < 2:
             return {}
         predicted, measured = ({figure.label: figure for figure in panel.figures()} for panel in self.panels)
@@ -326,7 +326,7 @@ class Picture:
 
 
 def _ratio(measured: Figure | None, predicted: Figure | None) -> str:
-    """Formats measured / predicted; "" if 0.00 was predicted, because the quotient would be noise.
+    """Formats measured / predicted, or "" if 0.00 was predicted, because the quotient would be noise.
 
     From 100 on it has no decimals, to fit a phone's width.
     """

@@ -120,7 +120,7 @@ class _Axis:
         return f'x="{left}" width="{max(self(item.end_ms) - left - 0.5, 0.5):.2f}"'
 
     def times(self, start_ms: float, end_ms: float, **more: object) -> str:
-        """Returns the attributes with which a script moves an element; "" without a script."""
+        """Returns the attributes with which a script moves an element, or "" without a script."""
         values = {"s": f"{start_ms:.4f}", "e": f"{end_ms:.4f}", **more} if self.live else {}
         return "".join(f' data-{key}="{escape(str(value))}"' for key, value in values.items())
 

@@ -87,7 +87,7 @@ class Why:
 
 
 def why(shares_ms: Mapping[Share, float], step: str = "A step takes") -> Why | None:
-    """Explains the time of a step; returns None if it takes none.
+    """Explains the time of a step. Returns None if it takes none.
 
     Args:
         shares_ms: part -> milliseconds.
@@ -111,7 +111,7 @@ def why(shares_ms: Mapping[Share, float], step: str = "A step takes") -> Why | N
 
 
 def unlike_predicted(shares_ms: Mapping[Share, float], schedule: Schedule) -> str:
-    """Reports a measured step that differs from the predicted one, with the option to try; "" if it does not differ.
+    """Reports a measured step that differs from the predicted one, with the option to try, or "" if it does not differ.
 
     Args:
         shares_ms: part of the measured step -> milliseconds.

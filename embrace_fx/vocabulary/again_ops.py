@@ -25,7 +25,7 @@ def _(device: torch.device) -> Tensor:
 
 @op("begin_replay", "(Tensor state, Device device) -> Tensor", tags=_RANDOM)
 def _(state: Tensor, device: torch.device) -> Tensor:
-    """Sets a device's generator to `state`; returns its previous state, for `end_replay`."""
+    """Sets a device's generator to `state`. Returns its previous state, for `end_replay`."""
     return torch.empty_like(state)
 
 

@@ -59,7 +59,7 @@ ELEMENT_WISE: frozenset[type[Optimizer]] = frozenset(
 
 
 def needs_whole(kind: type[Optimizer]) -> str:
-    """Returns the reason why tables stay whole under an optimizer class; "" if they can be sharded.
+    """Returns the reason why tables stay whole under an optimizer class, or "" if they can be sharded.
 
     A user's class is element-wise if it has its own attribute `element_wise = True`. Subclasses do not inherit it.
     """

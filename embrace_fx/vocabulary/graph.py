@@ -235,8 +235,8 @@ class TrainingGraph:
         phases: the graphs that run after `Partition`: "unique" (batch -> rows read), "ids" (their exchange -> routing),
             "forward" (-> results, mutations, saved), "backward" (tangents, saved -> gradients).
         results_behind: parameter -> the results that its gradient depends on.
-        varied: the phase of a non-steady variant; None if there is none.
-        memory_limit: maximum bytes that a step may hold; None for no limit.
+        varied: the phase of a non-steady variant, or None if there is none.
+        memory_limit: maximum bytes that a step may hold, or None for no limit.
         expected: numbers to use for data-dependent sizes, equal on all ranks.
         spaces: parameter name -> the row space that joins its tables.
         promised: index of a result that is hidden states -> the logits computed from them when they are read.
@@ -253,7 +253,7 @@ class TrainingGraph:
     promised: Mapping[int, PromisedLogits] = field(default_factory=dict)
 
     def members(self, parameter: str) -> tuple[str, ...]:
-        """Returns the tables of a row space; () for any other parameter."""
+        """Returns the tables of a row space, or () for any other parameter."""
         space = self.spaces.get(parameter)
         return () if space is None else space.tables
 

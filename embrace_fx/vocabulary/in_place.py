@@ -29,7 +29,7 @@ SHARES_MEMORY = (aten._unsafe_view.default, aten.reshape.default, aten.lift_fres
 
 
 def written_into(node: fx.Node) -> int | None:
-    """Returns the index of the argument that a node may write into; None if it needs new memory."""
+    """Returns the index of the argument that a node may write into, or None if it needs new memory."""
     if node.target not in IN_PLACE:
         return None
     for position in (0, 1) if node.target in _COMMUTE and not node.kwargs else (0,):

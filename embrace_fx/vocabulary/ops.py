@@ -60,7 +60,7 @@ LOCAL_OF_FLOW: frozenset[str] = frozenset({"embrace::join_rows", "embrace::hand_
 
 
 def op_name(node: fx.Node) -> str:
-    """Returns the name of the op that a node calls, "namespace::name" without overload; "" if it calls none."""
+    """Returns the name of the op that a node calls, "namespace::name" without overload, or "" if it calls none."""
     return _name_of(node.target) if isinstance(node.target, OpOverload) else ""
 
 
@@ -105,7 +105,7 @@ def device_of(node: fx.Node) -> torch.device:
 
 
 def launch_of(node: fx.Node) -> OperationId | None:
-    """Returns the launch that a node submits or awaits; None if it does neither."""
+    """Returns the launch that a node submits or awaits, or None if it does neither."""
     found = node.meta.get("launch")
     assert found is None or isinstance(found, OperationId)
     return found

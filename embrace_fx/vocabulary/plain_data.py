@@ -88,7 +88,7 @@ _hints = cache(get_type_hints)
 
 @cache
 def _names(kind: Any) -> tuple[str, ...] | None:
-    """Returns the field names of a dataclass or named tuple; None for any other type."""
+    """Returns the field names of a dataclass or named tuple, or None for any other type."""
     if is_dataclass(kind):
         return tuple(field.name for field in fields(kind))
     return getattr(kind, "_fields", None) if isinstance(kind, type) and issubclass(kind, tuple) else None

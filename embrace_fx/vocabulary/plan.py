@@ -81,7 +81,7 @@ class Candidate:
         sent_bytes_per_step: as in `Decision`.
         predicted_ms: as in `Decision`; candidates are compared by it.
         memory_bytes: of parameter, gradient and the exchange's buffers, on one rank; without the optimizer's state.
-        rejected: why it was not chosen, in a few words; "" for the chosen one.
+        rejected: why it was not chosen, in a few words, or "" for the chosen one.
         grid: as in `Decision`.
     """
 
@@ -124,10 +124,10 @@ class Decision:
         scheme: for "zen": "balanced" or "hierarchical"; else "".
         grid: the grid of shards, if it has more than one row; else None.
         candidates: the compared strategies: `CANDIDATES` and the requested one; empty if there was no choice.
-        measured: the measured sparsity of a table's gradients on all ranks, in one line; "" if unknown.
+        measured: the measured sparsity of a table's gradients on all ranks, in one line, or "" if unknown.
         rests: for shards, whether updates of rows without a gradient are deferred until the rows are next read.
         padding_idx: a table's row without a gradient, -1 for none.
-        rows: the number of table rows that a step is expected to read; None if unknown.
+        rows: the number of table rows that a step is expected to read, or None if unknown.
         head: the exchanges of the output layer, for a table of strategy "vocabulary".
         norm_bytes: the part of the sent bytes for squares of rows, if the optimizer is row-wise.
         travels_as: the format of its rows or its gradient on the wire.
@@ -177,7 +177,7 @@ class Plan:
         history: why earlier plans were replaced, one line each.
         spaces: row spaces of tables in `sharded`.
         schedule_name: the schedule of the steps, one of `SCHEDULES`.
-        chosen_because: why the schedule was chosen, in one line; "" if schedules were not compared.
+        chosen_because: why the schedule was chosen, in one line, or "" if schedules were not compared.
     """
 
     world_size: int

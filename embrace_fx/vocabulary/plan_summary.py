@@ -65,7 +65,7 @@ def advice(plan: Plan) -> str:
 
 
 def _cheapest(whole: list[Decision]) -> tuple[str, float] | None:
-    """Returns (the table that is cheapest to shard, the added ms per step); None if none can be sharded."""
+    """Returns (the table that is cheapest to shard, the added ms per step), or None if none can be sharded."""
     costs_ms = {
         decision.parameter: candidate.predicted_ms - decision.predicted_ms
         for decision in whole

@@ -46,7 +46,7 @@ class RowWiseAdagrad(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Takes one step; returns the loss of the closure.
+        """Takes one step. Returns the loss of the closure.
 
         Raises:
             RuntimeError: a sparse gradient.

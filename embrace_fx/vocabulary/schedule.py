@@ -64,7 +64,7 @@ class Operation:
         kind: the kind of operation.
         lane: where it runs.
         duration_ms: its time on an idle processor or link.
-        sent_bytes: bytes that one rank sends, the mean over ranks; 0 for compute.
+        sent_bytes: bytes that one rank sends, the mean over ranks, or 0 for compute.
         serves: its parameters, tables or blocks.
         held_bytes: memory held from its end until its last successor has ended (a bucket, received rows).
         id: its id in a program; None outside of programs.

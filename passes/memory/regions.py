@@ -65,7 +65,7 @@ def run_again(graph: TrainingGraph, regions: Mapping[str, int], kept: Collection
 
 
 def compute_again(graph: TrainingGraph) -> list[fx.Node]:
-    """Inserts copies of the nodes in regions into the backward, in place. Removes the regions; returns the copies."""
+    """Inserts copies of the nodes in regions into the backward, in place. Removes the regions. Returns the copies."""
     copies = _Copies(graph).insert()
     for node in graph.graph.nodes:
         node.meta.pop("region", None)

@@ -31,7 +31,7 @@ class PlanViolation:
     Attributes:
         late: parameters that get a gradient although the plan counts them as unused or frozen.
         whole: tables that the plan shards but that the batch's forward reads in a way that shards cannot be read.
-        eager: the reason, in one line, why no graph holds the batch's forward; "" if a graph does.
+        eager: the reason, in one line, why no graph holds the batch's forward, or "" if a graph does.
         sparse: the tables of `late` whose gradients are sparse.
         renamed: (old, new) names of parameters that the model has renamed since.
     """

@@ -226,7 +226,7 @@ class LinkMachine:
         return WindowTimes(starts, ends, max(rates))
 
     def critical(self, run: WindowTimes, order: Sequence[int]) -> list[tuple[int, int]]:
-        """Walks back from the last compute operation over two windows; returns the path as (window, operation)."""
+        """Walks back from the last compute operation over two windows. Returns the path as (window, operation)."""
         first = len(run.ends) - 2
         previous = {after: (0, before) for before, after in pairwise((*range(self.count),))}
         previous |= {after: (0, before) for before, after in pairwise(order)}

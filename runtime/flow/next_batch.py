@@ -287,7 +287,7 @@ class Announced:
         found: whether every rank's batch is the one that the rank has prepared.
         overtook: whether any rank's last window had launches out of turn, for which the next launches must not wait.
         rows: the count of unique rows by rank, by table.
-        coming: the same counts for the next batch; -1 if unknown.
+        coming: the same counts for the next batch, or -1 if unknown.
     """
 
     found: bool

@@ -140,7 +140,7 @@ def bad_ids(ids: Sequence[Tensor], num_rows: Sequence[int]) -> list[int | None]:
 
 
 def lookup(shard: Tensor, ids: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """Looks rows up, in the dtype in which they are sent; None for the shard's dtype."""
+    """Looks rows up, in the dtype in which they are sent, or None for the shard's dtype."""
     rows = shard.index_select(0, ids)
     return rows if dtype is None else rows.to(dtype)
 
@@ -195,7 +195,7 @@ def column_widths(embedding_dim: int, group_size: int) -> tuple[int, ...]:
 
 
 def coalesce(ids: Tensor, flat: Tensor, columns: int, padding_rows: Sequence[int], scale: float) -> list[Tensor]:
-    """Sums gradient rows of equal ids; returns the ids and the scaled sums."""
+    """Sums gradient rows of equal ids. Returns the ids and the scaled sums."""
     return sum_rows(flat, places_of_sums(ids, flat, padding_rows), columns, scale)
 
 

@@ -162,7 +162,7 @@ class _Left(NamedTuple):
 
     Attributes:
         rested: the count (K,) of the history's steps that the rows have applied.
-        leapt: weights (K, d) of the other elements, nan for elements to compute; None if all must be computed.
+        leapt: weights (K, d) of the other elements, nan for elements to compute, or None if all must be computed.
     """
 
     ids: Tensor

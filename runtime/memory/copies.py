@@ -105,7 +105,7 @@ class Copies(ABC):
         return coming.stored.layout.over(coming.data)
 
     def measure(self, device: torch.device) -> Measured:
-        """Measures the speed of copies out and back; returns the slower."""
+        """Measures the speed of copies out and back. Returns the slower."""
         start_ms = self._slower_ms(1, device)
         return PROBED_BYTES / max(self._slower_ms(PROBED_BYTES, device) - start_ms, 1e-3), start_ms
 
@@ -274,7 +274,7 @@ class PinnedCopies(Copies):
         return Reloading(stored, data, (self._copy("reload", data, stored.place, watch), data))
 
     def _copy(self, lane: Lane, target: Tensor, source: Tensor, watch: Watch) -> Any:
-        """Starts a copy; returns an event recorded after it."""
+        """Starts a copy. Returns an event recorded after it."""
         streams = self._streams
         ready = streams.record(watch.launch, "ready")
         with streams.on(lane, watch.launch):

@@ -26,7 +26,7 @@ class _Mallinfo2(ctypes.Structure):
 
 
 def bytes_in_use(device: torch.device) -> int:
-    """Returns the bytes of tensors on a device or, on the CPU, of all memory in use by this process; 0 if unknown.
+    """Returns the bytes of tensors on a device or, on the CPU, of all memory in use by this process, or 0 if unknown.
 
     Without glibc's malloc, returns the resident set, which does not change while freed blocks are reused.
     """
@@ -42,7 +42,7 @@ def bytes_in_use(device: torch.device) -> int:
 
 
 def available_bytes() -> int:
-    """Returns the available bytes of this machine's memory, according to the kernel; 0 if unknown."""
+    """Returns the available bytes of this machine's memory, according to the kernel, or 0 if unknown."""
     if not _MEMORY.exists():
         return 0
     found = dict(line.split(":", 1) for line in _MEMORY.read_text(encoding="ascii").splitlines())
@@ -51,7 +51,7 @@ def available_bytes() -> int:
 
 @cache
 def _mallinfo2() -> Callable[[], _Mallinfo2] | None:
-    """Returns glibc's function that reports malloc's memory; None if another malloc is used."""
+    """Returns glibc's function that reports malloc's memory, or None if another malloc is used."""
     try:
         function = ctypes.CDLL(None).mallinfo2
     except (OSError, AttributeError):

@@ -16,7 +16,7 @@ _INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
 
 def links_between(communicator: Communicator, sent_bytes: int, device: torch.device) -> Cluster | None:
-    """Measures the links of every collective; returns None if a step sends too little for it to matter. Collective.
+    """Measures the links of every collective. Returns None if a step sends too little for it to matter. Collective.
 
     The result of an earlier run between the same hosts is used if two short measurements agree with it; else the links
     are measured again. Only rank 0 reads and writes the cache.

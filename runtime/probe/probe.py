@@ -152,7 +152,7 @@ def _busy(communicator: Communicator, links: Cluster) -> float:
 
 
 def probe_handling(communicator: Communicator, device: torch.device = CPU) -> Handling:
-    """Measures this rank's processor while all ranks handle gradients; returns the mean over ranks. Collective."""
+    """Measures this rank's processor while all ranks handle gradients. Returns the mean over ranks. Collective."""
     row_bytes = {width: rows * width * 4 for width, rows in HANDLED_ROWS.items()}
     runs = [scanning(device), claiming(device), *(handling_of(*each, device) for each in HANDLED_ROWS.items())]
     runs.append(handling_of(NARROW, 1, device))
@@ -167,7 +167,7 @@ def probe_handling(communicator: Communicator, device: torch.device = CPU) -> Ha
 
 
 def together_ms(communicator: Communicator, run: Callable[[], None], device: torch.device = CPU) -> float:
-    """Measures the milliseconds of a run while all ranks run theirs; returns the mean over ranks."""
+    """Measures the milliseconds of a run while all ranks run theirs. Returns the mean over ranks."""
     run()
     spans_ms = [_span_ms(communicator, run, device) for _ in range(HANDLED_SPANS)]
     own_ms = torch.tensor(median(spans_ms), dtype=torch.float64, device=device)
@@ -197,7 +197,7 @@ def probed_links(
     device: torch.device = CPU,
     earlier: Callable[[], tuple[Cluster | None, bool]] = lambda: (None, False),
 ) -> Cluster | None:
-    """Returns the links between the ranks, probed once per group; None if a step sends less than a chunk.
+    """Returns the links between the ranks, probed once per group, or None if a step sends less than a chunk.
 
     Args:
         sent_bytes: about what a step sends; equal on all ranks.

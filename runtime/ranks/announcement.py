@@ -167,7 +167,7 @@ class Announcements:
         of_step: this rank's announcement of the next step, without sizes.
         asked_to_plan: whether any rank requested a new plan in the last announcement.
         buffers_differ: whether, in the last announcement, buffers differed or a rank had changed its own.
-        trouble: returns why this rank cannot take the next step, as found by another thread; None if it can.
+        trouble: returns why this rank cannot take the next step, as found by another thread, or None if it can.
         rows_read: table -> rows that each rank reads, if announced.
     """
 
@@ -185,7 +185,7 @@ class Announcements:
         communicator.let_ask(self.ask)
 
     def announce_step(self, sizes: Sequence[int], failure: str | None = None) -> list[tuple[int, ...]]:
-        """Announces the next step with these sizes; returns every rank's sizes. Raises like `announce`.
+        """Announces the next step with these sizes. Returns every rank's sizes. Raises like `announce`.
 
         Args:
             failure: an error found after `of_step` was built.
@@ -221,7 +221,7 @@ class Announcements:
         return own
 
     def announce(self, own: Announcement) -> list[tuple[int, ...]]:
-        """Announces a step; returns every rank's sizes.
+        """Announces a step. Returns every rank's sizes.
 
         Raises:
             PeerFailure: a rank has failed, or ranks do different things; on all ranks.
@@ -325,7 +325,7 @@ class Announcements:
         return [Announcement.decode(row, form, sizes) for row in rows]
 
     def _read(self, launched: Exchange) -> list[list[int]]:
-        """Waits for an exchange started by `launch`; returns the numbers of each rank."""
+        """Waits for an exchange started by `launch`. Returns the numbers of each rank."""
         _, everyone, work = launched
         try:
             self._watchdog.waiting_since_s = time.monotonic()
@@ -363,7 +363,7 @@ class Announcements:
         self.reports(self._decoded(own, self._read(self.launch(own))), failure)
 
     def ask(self, what: str, value: Tensor | None, reduce_op: Any) -> Tensor | None:
-        """Announces a read of a sharded table; returns the numbers sent with it, reduced over ranks.
+        """Announces a read of a sharded table. Returns the numbers sent with it, reduced over ranks.
 
         Args:
             what, value, reduce_op: as for `embrace_fx.runtime.ranks.questions.Question`.

@@ -18,7 +18,7 @@ def unreadable(error: Exception) -> str:
 def bad_id_report(
     ids: Sequence[Tensor], tables: Sequence[str], num_rows: Sequence[int], spaces: Mapping[str, RowSpace] = {}
 ) -> str | None:
-    """Returns an error text for the first id outside of its table; None if all ids are valid.
+    """Returns an error text for the first id outside of its table, or None if all ids are valid.
 
     Args:
         ids: row ids for each of `tables`.

@@ -35,7 +35,7 @@ class InFlight:
     """The result of a collective that may still be running; `wait` returns it.
 
     Attributes:
-        sent_bytes: returns the bytes that this rank has sent, after the end; None if they were known before.
+        sent_bytes: returns the bytes that this rank has sent, after the end, or None if they were known before.
         reads: further tensors that the collective reads, kept alive until it has ended.
     """
 
@@ -185,7 +185,7 @@ class Communicator(Groups):
         """Gathers the payload of `all_gather_ids`, whose sizes (by rank, by table) are known.
 
         Args:
-            counts: (T,) the number of valid ids in each of `unique`, if only the device knows it; None if all are.
+            counts: (T,) the number of valid ids in each of `unique`, if only the device knows it, or None if all are.
         """
         tables, longest = len(unique), max(map(sum, sizes))
         dtype = torch.int32 if max(num_rows) < 2**31 else torch.int64
@@ -331,7 +331,7 @@ class Communicator(Groups):
         return InFlight(written, None)
 
     def _turn(self, tensor: Tensor, group: str) -> AbstractContextManager[None] | None:
-        """Returns a context that orders a collective of the calling thread; None for a collective on the host."""
+        """Returns a context that orders a collective of the calling thread, or None for a collective on the host."""
         if self.in_turn is None and not tensor.is_cuda:
             return None
         of_hosts = not tensor.is_cuda and "nccl" in dist.get_backend_config(self.group)

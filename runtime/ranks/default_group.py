@@ -14,12 +14,12 @@ if TYPE_CHECKING:
 
 
 def default_group() -> dist.ProcessGroup | None:
-    """Returns the current default group; None if torch.distributed is not initialized."""
+    """Returns the current default group, or None if torch.distributed is not initialized."""
     return dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
 
 
 def group_of_mesh(mesh: DeviceMesh) -> dist.ProcessGroup | None:
-    """Returns the group of a 1D mesh; None for other meshes."""
+    """Returns the group of a 1D mesh, or None for other meshes."""
     return mesh.get_group() if mesh.ndim == 1 else None
 
 

@@ -67,7 +67,7 @@ class Groups:
     Without torch.distributed, or in a group of one, there are none.
 
     Args:
-        group: the ranks that train together; None for a single process, which may `join` a group later.
+        group: the ranks that train together, or None for a single process, which may `join` a group later.
 
     Attributes:
         meshes: the meshes of tables on a grid of these ranks (`embrace_fx.runtime.tables.layouts`).
@@ -112,7 +112,7 @@ class Groups:
         self._end = weakref.finalize(self, end_groups, self._liveness, self._made)
 
     def _meet(self, group: dist.ProcessGroup) -> str:
-        """Creates the groups of the calling thread; returns a text unique to this attempt of the job."""
+        """Creates the groups of the calling thread. Returns a text unique to this attempt of the job."""
         on_host = carries(group, CPU)
         if on_host:  # a message to a dead rank fails at once, but creating a group would wait
             self._hosts = group
@@ -206,11 +206,11 @@ class Groups:
         return self.group if carries(self.group, CPU) else self.open_group("joins", "gloo")
 
     def process_group(self, name: str) -> dist.ProcessGroup | None:
-        """Returns a communication class's group; None on a single process."""
+        """Returns a communication class's group, or None on a single process."""
         return self._groups.get(name)
 
     def waiter(self, name: str) -> Worker | None:
-        """Returns the worker that signals the end of a launcher class's messages; None for other classes."""
+        """Returns the worker that signals the end of a launcher class's messages, or None for other classes."""
         if name in LANE_GROUPS and name not in self._waiters:
             self._waiters[name] = Worker("messages")
         return self._waiters.get(name)
@@ -236,7 +236,7 @@ class Groups:
             )
 
     def sub_group(self, name: str, parts: Sequence[Sequence[int]], backend: str | None = None) -> dist.ProcessGroup:
-        """Creates a group of each part of these ranks; returns this rank's. Collective among all ranks.
+        """Creates a group of each part of these ranks. Returns this rank's. Collective among all ranks.
 
         Args:
             parts: lists of global ranks, without overlap.
@@ -262,7 +262,7 @@ class Groups:
             backend: None for the back ends of this group.
 
         Returns:
-            The group; None if this rank is not in it.
+            The group, or None if this rank is not in it.
         """
         assert self.group is not None
         ranks, options = list(ranks or dist.get_process_group_ranks(self.group)), None

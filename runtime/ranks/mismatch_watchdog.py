@@ -58,7 +58,7 @@ class _Stopped:
     Attributes:
         rank: in the model's process group.
         announced: the number of handshakes that it has begun.
-        reason: the error that it raises; "" if it waits in the last handshake.
+        reason: the error that it raises, or "" if it waits in the last handshake.
         begun: process group -> number of collectives that it has begun there.
     """
 
@@ -73,7 +73,7 @@ class MismatchWatchdog:
 
     Attributes:
         announced: the number of handshakes that this rank has begun.
-        waiting_since_s: start of the current wait for a handshake, by `time.monotonic`; None if there is none.
+        waiting_since_s: start of the current wait for a handshake, by `time.monotonic`, or None if there is none.
     """
 
     def __init__(self) -> None:

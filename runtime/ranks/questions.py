@@ -28,7 +28,7 @@ class Question:
 
     Attributes:
         what: "norm of the sharded words.weight"; equal on all ranks.
-        value: this rank's numbers; None if the read is not a reduction.
+        value: this rank's numbers, or None if the read is not a reduction.
         reduce_op: the reduction over ranks.
     """
 
@@ -54,7 +54,7 @@ class Question:
         return tuple(value.detach().reshape(-1).to(_wide(value)).view(torch.int64).tolist())
 
     def answer(self, numbers: Sequence[Sequence[int]]) -> Tensor | None:
-        """Reduces the numbers of all ranks; None if they were not sent with the question."""
+        """Reduces the numbers of all ranks, or None if they were not sent with the question."""
         value = self.value
         if value is None or not numbers[0]:
             return None

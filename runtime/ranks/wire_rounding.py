@@ -107,7 +107,7 @@ class Rounding:
         return self.form != "exact" and values.is_floating_point() and Wire(values.element_size(), self.form).rounds
 
     def report(self) -> str:
-        """Returns lines about the rounded values and this rank's error; "" if nothing is rounded."""
+        """Returns lines about the rounded values and this rank's error, or "" if nothing is rounded."""
         lines = []
         for kind, made_good in (
             ("rows", ""),

@@ -41,7 +41,7 @@ class LossArguments:
 
     Attributes:
         reduction: the number of the reduction, as in `aten.nll_loss_forward`.
-        smoothing: the label smoothing; 0 if `weight` is given, because both together are not supported.
+        smoothing: the label smoothing, or 0 if `weight` is given, because both together are not supported.
     """
 
     promise: PromisedLogits

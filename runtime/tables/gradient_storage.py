@@ -44,7 +44,7 @@ class GradientStorage(LocalStorage):
         like: this rank's part of the table (V', d).
         layout: the table's layout.
         siblings: returns the gradients of all sharded tables, in the same order on all ranks.
-        no_dense: the reason why the gradient cannot be dense; "" if it can.
+        no_dense: the reason why the gradient cannot be dense, or "" if it can.
 
     Attributes:
         unreduced: whether this is this rank's own sum of backwards under `no_sync`.
@@ -202,7 +202,7 @@ class GradientStorage(LocalStorage):
         return self.local
 
     def shown_rows(self) -> Rows | None:
-        """Returns the rows in memory that the caller may write; None while views of the dense gradient exist."""
+        """Returns the rows in memory that the caller may write, or None while views of the dense gradient exist."""
         self.wait()
         if self.local is not None and (self._read is None or self._viewer() is not None):
             return None

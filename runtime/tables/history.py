@@ -55,7 +55,7 @@ class History:
         members: first row of each table of a row space -> the table's history.
 
     Attributes:
-        open: the steps that some rows have not applied; None if there are none.
+        open: the steps that some rows have not applied, or None if there are none.
     """
 
     def __init__(self, unit: Unit, members: Mapping[int, History] | None = None) -> None:

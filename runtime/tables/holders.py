@@ -35,7 +35,7 @@ class Holders:
         return weakref.ref(optimizer) in self._known
 
     def add(self, optimizer: Optimizer) -> bool:
-        """Registers an optimizer; returns whether it is new."""
+        """Registers an optimizer. Returns whether it is new."""
         if self.has(optimizer):
             return False
         self._known.append(weakref.ref(optimizer))

@@ -111,7 +111,7 @@ class JoinedTable(Unit):
         return self._gradient.standing(late)
 
     def gradient(self) -> Rows | None:
-        """Returns the row gradient of all tables; None if any `.grad` was replaced or changed."""
+        """Returns the row gradient of all tables, or None if any `.grad` was replaced or changed."""
         return self._gradient.rows()
 
     @property

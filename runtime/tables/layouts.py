@@ -26,7 +26,7 @@ Slices = tuple[slice, slice]
 
 
 def mesh_of(communicator: Communicator, device_type: str, grid: Grid | None) -> DeviceMesh | None:
-    """Returns the device mesh of sharded tables; None on a single process. The first call for a grid is collective,
+    """Returns the device mesh of sharded tables, or None on a single process. The first call for a grid is collective,
     because each row and column of the grid gets a process group."""
     group = communicator.group
     if group is None or communicator.world_size == 1:
@@ -57,7 +57,7 @@ def own_part(shape: Sequence[int], mesh: DeviceMesh) -> Slices:
 
 
 def scatter_table(table: Tensor, group: dist.ProcessGroup, grid: Grid | None) -> Tensor:
-    """Scatters rank 0's table (V, D); returns this rank's part (V', d). Each rank passes a table of the same shape."""
+    """Scatters rank 0's table (V, D). Returns this rank's part (V', d). Each rank passes a table of the same shape."""
     if travels_by_host(table, group):
         return scatter_table(table.cpu(), group, grid).to(table.device)
     size, rank = dist.get_world_size(group), dist.get_rank(group)

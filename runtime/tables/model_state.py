@@ -244,7 +244,7 @@ class ModelState:
         return [table.parameter for table in self.tables.values()]
 
     def any_parameter(self) -> nn.Parameter | None:
-        """Returns one parameter, for the device that all share; None if the model has none."""
+        """Returns one parameter, for the device that all share, or None if the model has none."""
         return next(map(self.parameter, self.names), None)
 
     def with_unreduced(self, name: str, gradient: Tensor) -> Tensor:

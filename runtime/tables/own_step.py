@@ -34,7 +34,7 @@ def hyperparameters(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def plain_options(group: Mapping[str, Any], but: str = "") -> tuple[tuple[str, Hashable], ...] | None:
-    """Returns the options of a param group as a hashable key; None if some are tensors or other objects.
+    """Returns the options of a param group as a hashable key, or None if some are tensors or other objects.
 
     Args:
         but: name of an option to leave out.
@@ -147,7 +147,7 @@ _OF_ITS_STEP = ("param_groups", *_HOOKS, "grad_scale", "found_inf")
 def step_tensor(
     optimizer: Optimizer, options: Mapping[str, Any], values: Tensor, gradient: Tensor, state: Mapping[str, Any]
 ) -> State:
-    """Updates `values` in place by a gradient of the same shape; returns their new state.
+    """Updates `values` in place by a gradient of the same shape. Returns their new state.
 
     Args:
         options: the step's param group options.
@@ -287,7 +287,7 @@ def _adam(
 
 
 def counters_after(optimizer: Optimizer, options: Mapping[str, Any], local: Tensor, state: Mapping[str, Any]) -> State:
-    """Runs a step on no rows of a part (V', d); returns the counters after it."""
+    """Runs a step on no rows of a part (V', d). Returns the counters after it."""
     after = _step_nothing(optimizer, options, local, state)
     return {key: value for key, value in after.items() if not is_of_rows(value, 0)}
 

@@ -318,5 +318,5 @@ def own_part_of(value: Tensor, layout: Layout) -> Tensor:
 
 
 def whole(value: Any) -> Any:
-    """Gathers a part or DTensor; returns other values unchanged. Collective."""
+    """Gathers a part or DTensor. Returns other values unchanged. Collective."""
     return value.full_tensor() if isinstance(value, Part | DTensor) else value

@@ -63,7 +63,7 @@ class Axis:
         return slice(self.own.start, self.own.stop, self.own.step) if len(self.own) else slice(0, 0)
 
     def picked(self, asked: slice) -> tuple[Axis, slice]:
-        """Slices the axis; returns the new axis and the slice of this rank's part."""
+        """Slices the axis. Returns the new axis and the slice of this rank's part."""
         picks, own = range(self.size)[asked], self.own
         if not self.of:
             return Axis.whole(len(picks)), asked
@@ -88,7 +88,7 @@ class Layout:
 
     Attributes:
         name: the table's name.
-        mesh: the device mesh; None if this rank has the whole table.
+        mesh: the device mesh, or None if this rank has the whole table.
         communicator: returns the communicator of these ranks; None once the model is closed or deleted.
         group: the process group of all ranks of the mesh, which a mesh of rows and columns does not have.
         shape, stride: of the whole tensor. A table's shape is (V, D).
@@ -141,7 +141,7 @@ class Layout:
 
     @property
     def grid(self) -> Grid | None:
-        """Returns the grid of the table; None if it is sharded by columns."""
+        """Returns the grid of the table, or None if it is sharded by columns."""
         return Grid(*self.mesh.shape) if self.mesh is not None and self.mesh.ndim > 1 else None
 
     @property
@@ -232,7 +232,7 @@ class Layout:
         )
 
     def joined(self, own: Tensor) -> tuple[Tensor, slice]:
-        """Concatenates the ranks' ids (D, K); returns them and the slice of this rank's. K may differ. Collective."""
+        """Concatenates the ranks' ids (D, K). Returns them and the slice of this rank's. K may differ. Collective."""
         assert self.mesh is not None
         ranks = self.mesh.mesh.flatten().tolist()
         at, count = ranks.index(self.mesh.get_rank()), own.shape[1]
@@ -317,7 +317,7 @@ Viewed = tuple[tuple[Axis, ...], tuple[object, ...], Tensor]
 
 
 def view(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], layout: Layout, local: Tensor) -> Any:
-    """Applies a view op to a layout and this rank's part; returns one (layout, part) or a list of them.
+    """Applies a view op to a layout and this rank's part. Returns one (layout, part) or a list of them.
 
     Args:
         args: the op's arguments without the tensor.

@@ -27,7 +27,7 @@ aten = torch.ops.aten
 
 
 def _own_ids(ids: Tensor, axis: Axis) -> tuple[Tensor, Tensor | None]:
-    """Converts ids to this rank's indices; returns them and a mask of the ids on this rank, None if all are."""
+    """Converts ids to this rank's indices. Returns them and a mask of the ids on this rank, None if all are."""
     _check_ids(ids, axis)
     ids = torch.where(ids < 0, ids + axis.size, ids)
     if not axis.of:
@@ -50,7 +50,7 @@ def _check_ids(ids: Tensor, axis: Axis) -> None:
 
 
 def _ids_of(indices: Sequence[Any], part: Part) -> list[Tensor] | None:
-    """Returns ids along the leading dimensions; None if the indices are of another kind or are parts."""
+    """Returns ids along the leading dimensions, or None if the indices are of another kind or are parts."""
     found: list[Tensor] = []
     while indices and indices[-1] is None:
         indices = indices[:-1]
@@ -188,7 +188,7 @@ def _rows_of_all(part: Part, ids: Sequence[Tensor]) -> Tensor:
 
 
 def _rows_of(part: Any) -> Any:
-    """Returns the storage of a gradient kept as rows; None for any other part."""
+    """Returns the storage of a gradient kept as rows, or None for any other part."""
     held = part.held if isinstance(part, Part) else None
     return None if held is None or held.is_dense else held
 

@@ -189,7 +189,7 @@ def _meta(leaf: Tensor) -> Tensor:
 
 
 def _common(parts: Sequence[Part], leaves: Sequence[Tensor]) -> Layout | None:
-    """Returns the layout of an element-wise result; None if the operands are sharded differently."""
+    """Returns the layout of an element-wise result, or None if the operands are sharded differently."""
     first, shape = parts[0].spread, torch.broadcast_shapes(*(leaf.shape for leaf in leaves))
     if any(part.spread.is_flat for part in parts):
         alike = all(part.spread.fits(first) for part in parts)

@@ -134,7 +134,7 @@ def memory_to_share(part: Part, references: int | None = None) -> Tensor:
     """Returns memory for a tensor that will share a part's. Collective if the table is sharded.
 
     Args:
-        references: to the part, during `.data =`; None if another reference is certain.
+        references: to the part, during `.data =`, or None if another reference is certain.
 
     Raises:
         RuntimeError: something else refers to the part or its memory.

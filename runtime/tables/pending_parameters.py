@@ -428,7 +428,7 @@ _IN_A_GRAPH = (
 
 @torch.compiler.disable(reason=_IN_A_GRAPH)  # type: ignore[untyped-decorator]  # tracing would skip the update
 def _apply(parameter: Any) -> Any:
-    """Applies the pending updates; returns the parameter, which is then an ordinary one."""
+    """Applies the pending updates. Returns the parameter, which is then an ordinary one."""
     kind = type(parameter)
     if issubclass(kind, PendingParameter):  # otherwise another thread has applied them
         kind.updates.apply()

@@ -64,7 +64,7 @@ def shard_parameter(
     grid: Grid | None = None,
     mesh: DeviceMesh | None = None,
 ) -> Layout:
-    """Makes a parameter this rank's part of rank 0's table; returns its layout. Collective.
+    """Makes a parameter this rank's part of rank 0's table. Returns its layout. Collective.
 
     A single process keeps the whole table.
 

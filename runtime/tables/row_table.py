@@ -104,7 +104,7 @@ class RowTable(Unit):
 
     @property
     def grid(self) -> Grid | None:
-        """Returns the table's grid; None if it is sharded by columns."""
+        """Returns the table's grid, or None if it is sharded by columns."""
         return self.layout.grid
 
     no_dense = ""
@@ -112,14 +112,14 @@ class RowTable(Unit):
 
     @property
     def remark(self) -> str:
-        """Returns a line about the table for reports, besides its bytes; "" if there is none."""
+        """Returns a line about the table for reports, besides its bytes, or "" if there is none."""
         return ""
 
     # -- the gradient --------------------------------------------------------------------------------------------------
 
     @property
     def held(self) -> GradientStorage | None:
-        """Returns the storage of `.grad`; None if there is no gradient or it is zero."""
+        """Returns the storage of `.grad`, or None if there is no gradient or it is zero."""
         held = None if self.parameter.grad is None else self.open_gradient()
         return None if held is None or held.is_zero else held
 

@@ -80,7 +80,7 @@ _READ = ("momentum", "dampening", "weight_decay", "eps", "alpha")
 def form_of(
     optimizer: Optimizer, options: Mapping[str, Any], state: Mapping[str, Any], dtype: torch.dtype
 ) -> type[SkippedSteps] | None:
-    """Returns the form for an optimizer's steps; None if they cannot be deferred or the table has no state yet."""
+    """Returns the form for an optimizer's steps, or None if they cannot be deferred or the table has no state yet."""
     found = skipping(type(optimizer), options, dtype)
     if found is None:
         return None
@@ -97,7 +97,7 @@ Skipping = tuple[type[SkippedSteps], list[str]]
 
 @by_options
 def skipping(kind: type[Optimizer], options: Mapping[str, Any], dtype: torch.dtype) -> Skipping | None:
-    """Returns the form for an optimizer class and its options; None if its steps cannot be deferred."""
+    """Returns the form for an optimizer class and its options, or None if its steps cannot be deferred."""
     if dtype not in (torch.float32, torch.float64) or options.get("differentiable") or options.get("capturable"):
         return None
     if _tensors_among(options, _READ) or getattr(options["lr"], "requires_grad", False):

@@ -119,7 +119,7 @@ class Unit(ABC):
         return rule(self)
 
     def preview(self, ids: Tensor, rows: Tensor) -> tuple[Tensor, Options | None]:
-        """Predicts rows (K, d) after the next step, if that gives them no gradient; returns them and the step's
+        """Predicts rows (K, d) after the next step, if that gives them no gradient. Returns them and the step's
         options.
 
         Returns the rows unchanged and None if the step does not change them or cannot be predicted.

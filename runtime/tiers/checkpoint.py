@@ -209,7 +209,7 @@ def _together(communicator: Communicator, action: str) -> Iterator[None]:
 
 
 def _save_rows(table: TieredTable, path: Path) -> int:
-    """Writes this rank's rows to a file; returns their number. Requires that no update is pending."""
+    """Writes this rank's rows to a file. Returns their number. Requires that no update is pending."""
     count = 0
     with path.open("wb") as file:
         for rows, records in table.moved():
@@ -221,7 +221,7 @@ def _save_rows(table: TieredTable, path: Path) -> int:
 
 
 def _load_rows(table: TieredTable, paths: Sequence[Path], cuts: Sequence[range], own: range) -> int:
-    """Replaces all rows of a table by those of a checkpoint; returns their number.
+    """Replaces all rows of a table by those of a checkpoint. Returns their number.
 
     Args:
         paths: the files of the ranks that saved.

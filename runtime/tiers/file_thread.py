@@ -61,7 +61,7 @@ class FileThread:
         slots: the slots to fill.
         count: the number of slots.
         recorder: returns the recorder of reads, writes and waits.
-        streams: the device's streams; None if the slots are on the host.
+        streams: the device's streams, or None if the slots are on the host.
     """
 
     def __init__(
@@ -171,7 +171,7 @@ class FileThread:
         """Starts reading rows (K,) into slots (K,).
 
         Args:
-            numbers: (K,) the numbers of their records; -1 for rows with their first values.
+            numbers: (K,) the numbers of their records, or -1 for rows with their first values.
         """
         numbers, order = numbers.sort()
         rows, slots = rows.index_select(0, order), slots.index_select(0, order)
@@ -207,7 +207,7 @@ class FileThread:
         self._await_writes(range(self._most_waiting))
 
     def _room(self, count: int) -> tuple[range, Tensor | None]:
-        """Waits for buffer space for so many records to write; returns the positions and, on the host, the memory."""
+        """Waits for buffer space for so many records to write. Returns the positions and, on the host, the memory."""
         assert count <= self._most_waiting
         first = self._next if self._next + count <= self._most_waiting else 0
         at, self._next = range(first, first + count), first + count
@@ -240,7 +240,7 @@ class FileThread:
     def _bring_cached(
         self, rows: Tensor, numbers: Tensor, slots: Tensor, read: Callable[..., tuple[Tensor, Tensor]]
     ) -> tuple[Tensor, int]:
-        """Reads the rows (K,) that are in the page cache; returns the indices of the others, and the minimum of the
+        """Reads the rows (K,) that are in the page cache. Returns the indices of the others, and the minimum of the
         read rows' applied steps.
         """
         left, taken = [], torch.iinfo(torch.int64).max

@@ -43,7 +43,7 @@ class ManyReads:
         waits: whether to wait for the disk; if not, reads that need it are skipped.
 
     Attributes:
-        calls: system call numbers; None if they are missing or have failed.
+        calls: system call numbers, or None if they are missing or have failed.
     """
 
     def __init__(self, *, waits: bool = True) -> None:
@@ -62,7 +62,7 @@ class ManyReads:
                 weakref.finalize(self, self._system, self.calls[1], ctypes.c_ulong(self._context.value))
 
     def __call__(self, descriptor: int, offsets: Numbers, lengths: Numbers, buffers: Numbers) -> Numbers:
-        """Reads `lengths` (K,) bytes at `offsets` (K,) to addresses `buffers` (K,); returns the bytes read of each."""
+        """Reads `lengths` (K,) bytes at `offsets` (K,) to addresses `buffers` (K,). Returns the bytes read of each."""
         done = np.zeros(len(offsets), np.int64)
         if self.calls is None:
             return done

@@ -123,7 +123,7 @@ class RecordFile:
     def read_cached(
         self, numbers: Tensor, rows: Tensor | None = None, into: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Reads records without waiting for the disk; returns them and a mask (K,) of those that were read.
+        """Reads records without waiting for the disk. Returns them and a mask (K,) of those that were read.
 
         Args:
             numbers, rows, into: as for `read`.

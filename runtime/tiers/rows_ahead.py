@@ -51,7 +51,7 @@ class RowsAhead:
 
         Args:
             leaves: of the current batch.
-            coming: the batch of `ahead` calls later; None if it is not known.
+            coming: the batch of `ahead` calls later, or None if it is not known.
         """
         self._number += 1
         beyond = self._beyond()

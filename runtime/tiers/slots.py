@@ -57,7 +57,7 @@ class Slots:
         return lambda: into
 
     def come(self, places: Tensor, records: Tensor) -> Any:
-        """Writes records into slots (K,), from a thread; returns the argument of `arrive`."""
+        """Writes records into slots (K,), from a thread. Returns the argument of `arrive`."""
         self._put(places, records)
 
     def _put(self, places: Tensor, records: Tensor) -> None:
@@ -66,7 +66,7 @@ class Slots:
             self.columns[key].index_copy_(0, places, values)
 
     def begin(self, places: Tensor, weights: Tensor) -> Any:
-        """Writes initial values with weights (K, d) into slots (K,); returns the argument of `arrive`."""
+        """Writes initial values with weights (K, d) into slots (K,). Returns the argument of `arrive`."""
         self._put_first(places, weights)
 
     def _put_first(self, places: Tensor, weights: Tensor) -> None:

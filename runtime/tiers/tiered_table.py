@@ -139,7 +139,7 @@ class TieredTable(InSlots, RowTable):
         return self.local.is_cuda
 
     def expect(self, rows: Tensor | None) -> None:
-        """Sets the host rows (K,) that include the ids of the next lookup; None if they are not known."""
+        """Sets the host rows (K,) that include the ids of the next lookup, or None if they are not known."""
         self._expected = rows
 
     def note_rows(self, ids: Tensor, rows: Tensor) -> None:

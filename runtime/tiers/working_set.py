@@ -81,11 +81,11 @@ class WorkingSet:
         device: of the slots.
 
     Attributes:
-        failure: a permanent error of the file, which the next handshake reports to all ranks; "" if there is none.
+        failure: a permanent error of the file, which the next handshake reports to all ranks, or "" if there is none.
         initial: replaced when a checkpoint is loaded.
         columns: name -> (S, ...), the values in the slots.
         arrived: called with slots (K,) that rows have arrived in, and the minimum of the rows' applied steps.
-        row_of: (S,) the row in each slot; -1 for none.
+        row_of: (S,) the row in each slot, or -1 for none.
     """
 
     def __init__(
@@ -150,7 +150,7 @@ class WorkingSet:
         return self._on_device.index_select(0, ids).to(torch.int64).sub_(1)
 
     def _unless_failed(self, call: Callable[..., Any], *args: Any) -> Any:
-        """Calls a function that reads or writes rows; returns None once the file has failed. Handshakes report it."""
+        """Calls a function that reads or writes rows. Returns None once the file has failed. Handshakes report it."""
         if self.failure:
             return None
         try:
@@ -205,7 +205,7 @@ class WorkingSet:
                 self._waiting += [(left, step)] if left.numel() else []
 
     def _read_some(self, ids: Tensor, due: int) -> Tensor:
-        """Starts reading those of rows (K,) that have room; returns the others."""
+        """Starts reading those of rows (K,) that have room. Returns the others."""
         self._take_arrived()
         left, room = [ids[:0]], self._at_once - sum(slots.numel() for _, slots in self._coming)
         for part in ids.split(self._at_once):

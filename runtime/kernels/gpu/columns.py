@@ -73,7 +73,7 @@ def pack_columns(rows: Tensor, group_size: int, positions: Tensor | None = None)
     Args:
         rows: (U', D), contiguous.
         group_size: the count N of ranks.
-        positions: (U,) int64 into the rows; None for all, U = U'.
+        positions: (U,) int64 into the rows, or None for all, U = U'.
 
     Raises:
         ValueError: the rows are not contiguous.
@@ -93,7 +93,7 @@ def unpack_columns(flat: Tensor, out: Tensor, group_size: int, positions: Tensor
         flat: (U * D,), contiguous, block after block.
         out: (U', D), contiguous, written.
         group_size: the count N of ranks.
-        positions: (U,) int64, unique, of the rows in `out`; None for all in order, U = U'.
+        positions: (U,) int64, unique, of the rows in `out`, or None for all in order, U = U'.
 
     Raises:
         ValueError: `flat` or `out` is not contiguous.

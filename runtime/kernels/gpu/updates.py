@@ -101,7 +101,7 @@ def sgd_rows(
 
     Args:
         shard: (V, d), contiguous, written.
-        buffer: (V, d), `momentum_buffer`, contiguous, written; None without momentum.
+        buffer: (V, d), `momentum_buffer`, contiguous, written, or None without momentum.
         ids: (K,) int64, unique.
         rows: (K, d), contiguous: the gradients.
 
