@@ -77,7 +77,7 @@ def training_passes(
         join: the pass that adds exchanges that the batch does not need, or None for a forward alone.
         memory: the pass that keeps the step within a memory budget, or None without a budget.
     """
-    joined = join.exchanged if join is not None else ()  # none on a single process
+    joined = join.exchanged if join is not None else ()  # no exchanges on a single process
     exchanged = plan.row_exchanges.items()
     sharded = tuple(name for name, tables in exchanged if any(t in present or t in joined for t in tables))
     renormed = tuple(name for name in plan.renormed if name in present)

@@ -173,7 +173,7 @@ class _Sharding:
             for value, role in self._graph.outputs()
         ]
         if head.of_bias is not None and (loss is None or loss.backward is None):
-            with self._rewriter.before(head.of_bias):  # of a loss outside of the model, which brings it by itself
+            with self._rewriter.before(head.of_bias):  # a loss outside of the model provides the bias's gradient
                 like = head.of_bias.meta["val"]
                 none = self._call(
                     aten.zeros.default, list(like.shape), dtype=like.dtype, device=like.device, name="none"

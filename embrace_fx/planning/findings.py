@@ -189,7 +189,7 @@ def facts_of(
         sharded: sharded table -> its whole shape.
     """
     every = enumerate((type(each), group) for each in holders.optimizers for group in each.param_groups)
-    held: dict[int, list[tuple[type[Optimizer], int]]] = {}  # by parameter: optimizers, and numbers of param groups
+    held: dict[int, list[tuple[type[Optimizer], int]]] = {}  # parameter id -> (optimizer class, param group's index)
     for k, (kind, group) in every:
         for parameter in group["params"]:
             held.setdefault(id(parameter), []).append((kind, k))

@@ -226,7 +226,7 @@ def open_working_sets(context: Context, plan: Plan, beyond: Mapping[str, Tier]) 
 
     Returns the working set of each table and the table's first row in it. Collective: fails on all ranks or on none.
     """
-    joined = {space.tables[0]: space for space in plan.spaces if space.tables[0] in beyond}  # others follow it
+    joined = {space.tables[0]: space for space in plan.spaces if space.tables[0] in beyond}  # other tables follow
     among = {name for space in joined.values() for name in space.tables[1:]}
     found: dict[str, tuple[WorkingSet, int]] = {}
     told, directory = None, context.options.spill_to

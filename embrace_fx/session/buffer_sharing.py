@@ -36,7 +36,7 @@ class BufferSharing:
         self._counters = counters
         self._read = frozenset[str]()  # results of training forwards depend on them
         self._stale = frozenset[str]()  # changed by training since the ranks last shared them
-        self._written: set[str] = set()  # by forwards
+        self._written: set[str] = set()  # buffers that forwards write
         self.due = True
         self._were = AsSeen()
 

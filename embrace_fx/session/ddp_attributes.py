@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 if TYPE_CHECKING:
     from embrace_fx.session.session import Session
 
-_READ: Mapping[str, Callable[[Any], Any]] = {  # of a `Session`
+_READ: Mapping[str, Callable[[Any], Any]] = {  # attribute of DDP -> how to read it from a `Session`
     "require_backward_grad_sync": lambda session: session.state.synchronised,
     "require_forward_param_sync": lambda session: session.programs.buffers.due,
     "find_unused_parameters": lambda session: True,

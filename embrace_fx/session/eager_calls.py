@@ -68,7 +68,7 @@ class EagerCalls:
         """Runs the user's forward on a batch. Collective."""
         programs, announcements, trained = self._programs, self._context.announcements, self._trained()
         train = call.train and bool(trained)  # autograd passes gradients through a frozen model
-        announcements.wait()  # of a step without backward
+        announcements.wait()  # for a step without a backward
         entry = self._entry(trained, train=train)
         rows = self._rows_of(entry)
         if programs.pipeline is None:

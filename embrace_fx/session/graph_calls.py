@@ -126,7 +126,7 @@ class GraphCalls:
         try:
             inputs = entry.captured.inputs(coming)
             if is_next and entry.captured.replay is not None and max(of_ids.reads, default=-1) >= len(coming):
-                return None  # objects, from which the other inputs are read, may change until its turn
+                return None  # objects from which other inputs are read may change before the batch's turn
             with torch.no_grad(), autocast_is_in_the_graph():
                 return look_ahead(of_ids, inputs, program.flow.streams)
         except Exception:  # the batch's own call will report it to all ranks
@@ -142,7 +142,7 @@ class GraphCalls:
             with stage("capturing", rank):
                 captured = self._captured(kind, call)
                 analysed = analyse(captured.graph)
-        except Exception as error:  # of any kind: the other ranks must be informed
+        except Exception as error:  # any kind of error, because the other ranks must be informed
             failure = error
         options = context.options
         asks = options.memory_budget is not None or options.table_memory is not None  # only the graph route keeps these

@@ -76,7 +76,7 @@ class Programs:
         self._on_other_batch = on_other_batch
         self._on_placed = on_placed
         self._violation = PlanViolation()  # the last batch's needs that the plan does not meet
-        self._whole: set[str] = set()  # tables that some batch reads in a way shards cannot be read
+        self._whole: set[str] = set()  # tables that some batch reads in a way that shards cannot be read
         self._replanned: dict[str, int] = {}  # reason -> the call that last asked for a plan for it
         self._logged_reads = False
         self._no_steps = Flow.within_steps(context.announcements)

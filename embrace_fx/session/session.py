@@ -158,7 +158,7 @@ class Session:
             if self.communicator.group is None and group is not None:
                 self.communicator.join(group)
                 self._send_first_state()
-        own = self.model, self.optimizers, self.options  # they may have changed since `compile`
+        own = self.model, self.optimizers, self.options  # checked again, because they may have changed since `compile`
         agree_on_set_up(self.communicator, *own, hook=self._hook, is_called=True)
         self._look_again()
         self._begun = True

@@ -58,7 +58,7 @@ class ShadowRank(JoinHook):
         self._programs = programs
         self._fit = fit
         self._sharded: Plan | None = None  # the plan in use before tables became whole
-        self._left: set[str] = set()  # parameters of which this rank has left a sum
+        self._left: set[str] = set()  # parameters for which this rank has left a sum
         self.divides_by_all = True
 
     def meet(self, activity: int) -> int:
@@ -104,7 +104,7 @@ class ShadowRank(JoinHook):
         """Runs the collectives of one call of the others without a batch, which torch calls shadowing. Collective."""
         activity = self.meet(JOINED)
         unreduced = self._context.state.unreduced
-        self._left |= unreduced  # as under DDP, these wait until the rank has a batch again
+        self._left |= unreduced  # as under DDP, sums wait until the rank has a batch again
         unreduced.clear()
         while True:
             try:
@@ -124,7 +124,7 @@ class ShadowRank(JoinHook):
         with torch.no_grad(), autocast_is_in_the_graph(), self._context.state.pending.closed():
             step = Step(program, (), None)
             step.forward()
-            # As under DDP, what was reached since its last own step gets a gradient, of zeros from this rank alone.
+            # As under DDP, parameters reached since the last own step get a gradient, to which this rank adds zeros.
             step.unreduced = program.used.named(self._context.state.reached)
             if program.has_backward:
                 step.backward([None], for_parameters=False)

@@ -96,13 +96,13 @@ class StepPipeline:
         self._buffers = buffers
         self._on_other_batch = on_other_batch
         self._copies, self._copy_rate = offloading(context, plan.links.compute)
-        self._steps_of: WeakKeyDictionary[Program, StepGraphs] = WeakKeyDictionary()  # of training programs
-        self._last: Program | None = None  # of these
+        self._steps_of: WeakKeyDictionary[Program, StepGraphs] = WeakKeyDictionary()  # program -> its steps' graphs
+        self._last: Program | None = None  # the last training program
         self._besides: dict[str, Callable[[], fx.GraphModule]] = {}  # name -> phase of an evaluation or accumulation
         self._logged_least = False  # a relaxed budget was logged
-        self._ordering: tuple[OrderCompute, ...] = ()  # of the backward's units; empty: autograd's order
-        self._profiler: StepProfiler | None = StepProfiler()  # None: the steps have been measured
-        self._graph: TrainingGraph | None = None  # of the first training program
+        self._ordering: tuple[OrderCompute, ...] = ()  # reorders the backward; empty for autograd's order
+        self._profiler: StepProfiler | None = StepProfiler()  # None once the steps have been measured
+        self._graph: TrainingGraph | None = None  # graph of the first training program
 
     def monitor_rows(self) -> None:
         """Watches the rows that batches read from now on, if strategies depend on them."""
@@ -122,7 +122,7 @@ class StepPipeline:
         try:
             joint = self._compile(entry.analysed, train=train, reduce=reduce)
             compiled = self._overlap(joint, entry) if reduce else joint
-        except Exception as error:  # of any kind: the other ranks must be informed
+        except Exception as error:  # any kind of error, because the other ranks must be informed
             failure = error
         if reduce and not self.built:
             self._context.communicator.check_none_failed(failure)

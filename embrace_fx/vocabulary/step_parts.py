@@ -10,8 +10,8 @@ from embrace_fx.vocabulary.operation_id import BETWEEN, EARLY, Kind, OperationId
 
 Share = Literal[
     "loader",  # the next batch is read
-    "forward",  # of the model, including lookups
-    "backward",  # of the model
+    "forward",  # compute of the forward, including lookups
+    "backward",  # compute of the backward
     "optimizer",  # the optimizer's own step, and updates of tables and buckets
     "your code",  # the training loop, between calls, backward and step
     "ids",  # waits for ids, and for slower ranks
@@ -21,7 +21,7 @@ Share = Literal[
     "offload",  # waits for a saved value to be copied out
     "reload",  # waits for a saved value to be copied back
     "storage",  # waits for rows of tables beyond memory
-    "between",  # no operation of the schedule runs
+    "between",  # time in which no operation of the schedule runs
 ]
 SHARES: tuple[Share, ...] = get_args(Share)
 

@@ -117,13 +117,13 @@ def _nearer(
     if peak < backward:
         late = [c for c in copies if c.storage.last_forward < peak < c.left]
         if late:
-            copy = min(late, key=lambda c: (c.storage.born, c.left))  # the one whose offload started first
+            copy = min(late, key=lambda c: (c.storage.born, c.left))  # the copy whose offload started first
             held[peak : copy.left] -= copy.storage.nbytes
             copy.left = peak
         return bool(late)
     early = [c for c in copies if c.comes <= peak < c.back]
     if early:
-        copy = max(early, key=lambda c: (c.back, c.storage.born))  # the one whose reader is last
+        copy = max(early, key=lambda c: (c.back, c.storage.born))  # the copy whose reader is last
         held[copy.comes : peak + 1] -= copy.storage.nbytes
         copy.comes = peak + 1
     return bool(early)

@@ -8,7 +8,7 @@
                    updated = update_rows(shard, table, "table prior"); submit_rows(updated, ..., "table rows")
                    early = await_rows(..., "table early rows"); late = await_rows(..., "table rows")
                    flat = join_rows([early, late], ...)
-        backward   updated = update_rows(shard, table, "table delayed [0]")     # of the step before, at the head
+        backward   updated = update_rows(shard, table, "table delayed [0]")     # for the previous step, at the head
                    await_ids([ids], "ids"); submit_rows(updated, ..., "table early rows")
                    ...
                    submit_gradients(..., "table prior"); submit_gradients(..., "table delayed [0]")

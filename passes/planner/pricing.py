@@ -68,13 +68,13 @@ class ParameterFacts:
     shape: tuple[int, ...]
     itemsize: int
     trainable: bool
-    used: bool  # by any rank's first batch
+    used: bool  # whether any rank's first batch uses it
     row_update_blocker: str | None
-    param_group: int = 0  # index among all optimizers' param groups
+    param_group: int = 0  # index among the param groups of all optimizers
     moving: Moving = ""
-    local: bool = False  # each rank has its own
-    adds_up_norms: bool = False  # its optimizer needs the sum of a row's squares over all ranks
-    tied: tuple[str, ...] = ()  # further names in the model
+    local: bool = False  # whether each rank has its own value
+    adds_up_norms: bool = False  # whether its optimizer needs the sum of a row's squares over all ranks
+    tied: tuple[str, ...] = ()  # other names of the parameter in the model
 
     @property
     def nbytes(self) -> int:

@@ -114,7 +114,7 @@ class _Queue:
         self._needed = _needed_at(machine)
         self._processor = self._link = 0.0  # when they are free
         self._finished: list[list[float]] = []  # ends of operations, window by window
-        self._ends: list[float | None] = []  # of this window
+        self._ends: list[float | None] = []  # ends of this window's operations
         self._ran = 0  # compute operations of this window that have run
         self._copies: list[int] = []  # copies of this window that have not run
 

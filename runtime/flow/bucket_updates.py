@@ -44,13 +44,13 @@ class PendingGradient(Tensor):
 
     late: GradientFuture[Tensor]
     place: int
-    is_sparse: bool = False  # torch's asks no subclass
+    is_sparse: bool = False  # torch's own attribute does not dispatch to subclasses
 
     @staticmethod
     def each(parameters: Sequence[Tensor], late: GradientFuture[Tensor], *, sparse: bool) -> list[PendingGradient]:
         """Makes the stand-ins of all parameters whose gradients are in `late`."""
         found = list[PendingGradient]()
-        for place, like in enumerate(parameters):  # of every parameter: without calls
+        for place, like in enumerate(parameters):  # runs for every parameter, so it makes no calls
             made: PendingGradient = Tensor._make_wrapper_subclass(
                 PendingGradient,
                 like.shape,
@@ -90,7 +90,7 @@ class PendingGradient(Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        if func is torch.ops.prim.layout.default:  # asked of sparse ones alone
+        if func is torch.ops.prim.layout.default:  # torch asks this of sparse gradients only
             return torch.sparse_coo
         args, kwargs = torch.utils._pytree.tree_map_only(
             PendingGradient, PendingGradient.resolve, (args, dict(kwargs or {}))
@@ -150,7 +150,7 @@ class Bucket(Owed):
 
     def take(self, flat: Tensor, tickets: list[Ticket]) -> None:
         """Takes over gradients in flight from the backward."""
-        if self.sent is not None:  # of the step before, if no forward has read the parameters since
+        if self.sent is not None:  # from the previous step, if no forward has read the parameters since
             self._finish()
         self.parameters, self.sent = self._find(self._names), (flat, tickets)
 
@@ -184,7 +184,7 @@ class Bucket(Owed):
 
     def wanted(self, sent: _Sent) -> Sequence[Tensor]:
         """Waits for the gradients, one of which is about to be used, and returns them."""
-        # Rows of a forward to come may stand before it; parameters of other buckets may have to wait still.
+        # Rows of the next forward may come before it in the order, and other buckets may have to wait longer.
         with self._launcher.hurrying(), torch._C.DisableTorchFunctionSubclass():
             return self._finish() if self.sent is sent else self._land(sent)
 
@@ -262,9 +262,9 @@ class Buckets:
         self._communicator = communicator
         self._launcher, self._recorder = launcher, launcher.recorder
         self.all = [Bucket(names, parameters, launcher) for names in buckets]
-        self._submitted: dict[OperationId, Ticket] = {}  # of this window, and of no bucket yet
-        self._stood_in = False  # some `.grad` has been a stand-in
-        self._any_sparse = False  # some gradient was sparse
+        self._submitted: dict[OperationId, Ticket] = {}  # chunks of this window that no bucket has taken over
+        self._stood_in = False  # whether any `.grad` has been a stand-in
+        self._any_sparse = False  # whether any gradient was sparse
 
     # -- backward ------------------------------------------------------------------------------------------------------
 
@@ -327,7 +327,7 @@ class Buckets:
             if not summed:
                 bucket.deliver(without)
                 continue
-            with self._launcher.hurrying():  # rows of a forward to come may stand before the buckets
+            with self._launcher.hurrying():  # rows of the next forward may come before the buckets in the order
                 bucket.add_to(without)
 
     # -- updates -------------------------------------------------------------------------------------------------------
@@ -367,7 +367,7 @@ class Buckets:
                 if gradient is None:
                     continue
                 bucket: Bucket | None = None
-                if type(gradient) is PendingGradient:  # of every parameter: without calls
+                if type(gradient) is PendingGradient:  # runs for every parameter, so it makes no calls
                     late, n = gradient.late, gradient.place
                     if late.landed is not None:
                         parameter.grad = late.landed[n]  # put back by an assignment such as `p.grad *= 2`

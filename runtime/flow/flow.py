@@ -92,11 +92,11 @@ class Flow:
         self.after_announcement = after_announcement
         self._ahead: NextBatch | None = None
         self._coming: NextBatch | None = None  # the next batch, from a forward's announcement to its submission
-        self._has_cut = False  # the last backward has cut the rows of the batch that comes next
-        self._left = False  # delayed gradients of the last backward are still to be applied
-        self._valid = True  # what was prefetched may be used
-        self._handed_out = False  # parameters were, and anyone may have written them
-        self._ids_known: Event = None  # of the last forward, on a device
+        self._has_cut = False  # whether the last backward has cut the next batch's rows
+        self._left = False  # whether delayed gradients of the last backward are still to be applied
+        self._valid = True  # whether prefetched rows may be used
+        self._handed_out = False  # whether the caller got parameters, which it may have written
+        self._ids_known: Event = None  # event after the last forward's ids, on a device
         self.awaits_ids = False
         self.is_within_steps = not launcher.order
         self.shares_failures = self.communicator.world_size > 1 and streams is None
@@ -242,7 +242,7 @@ class Flow:
             return BackwardVariant()
         ahead = self._ahead if self._ahead is not None and not self._ahead.routed else None
         coming = ahead is not None
-        if ahead is not None and self.streams is not None:  # the host learns with its ids whether it may be used
+        if ahead is not None and self.streams is not None:  # the host learns from the ids whether the batch may be used
             ahead = self._ahead = self._route(ahead)
         read = {table: ids for table, (ids, _) in program.rows_of_ranks(values).items()}
         known = ahead.program.routes if ahead is not None else ()
@@ -268,7 +268,7 @@ class Flow:
 
     def begin_backward(self, program: IdsProgram, variant: BackwardVariant) -> None:
         """Applies the pending updates that no node of the program applies."""
-        self.recorder.mark(OWN_CODE)  # losses, since the forward
+        self.recorder.mark(OWN_CODE)  # code since the forward, such as losses
         self.recorder.window()
         self._has_cut = self._left = self.looks_ahead and variant.cut
         for bucket in self.buckets.all:
@@ -299,7 +299,7 @@ class Flow:
     def give_up_backward(self) -> None:
         """Forgets a backward, whose launches on all ranks have been submitted or dropped."""
         self._ahead = None
-        self._left = self.looks_ahead  # of this backward or of the one before
+        self._left = self.looks_ahead  # delayed gradients of this backward or the previous one
         self._forget_rows()
         self.buckets.forget_submitted()
         self.drop()
@@ -338,7 +338,7 @@ class Flow:
 
     def apply_buckets(self) -> None:
         """Applies pending updates of dense parameters, as `apply` does. On a device, those of tables too."""
-        if self.streams is not None:  # of dense ones alone, emulated devices found two receives that write one memory
+        if self.streams is not None:  # with dense updates alone, emulated devices found two receives into one memory
             self.apply()
             self.hand_out()
             return

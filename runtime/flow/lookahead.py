@@ -36,7 +36,7 @@ class Lookahead:
         self._active: Callable[[], Any] = lambda: None
         self._current: Any = None
         self._coming: Any = None
-        self._current_flat = self._coming_flat = _NOTHING  # their tensors, recorded before anybody could write them
+        self._current_flat = self._coming_flat = _NOTHING  # tensors recorded before anybody could write them
         self._further: deque[Any] = deque()
         self.known = False
         self._warned = False
@@ -101,7 +101,7 @@ class Lookahead:
         finally:
             self.known, self._current, self._coming = False, None, None
             self._current_flat = self._coming_flat = _NOTHING
-            if not sys.is_finalizing():  # at interpreter exit ranks have parted, and tensors are being freed
+            if not sys.is_finalizing():  # at interpreter exit, other ranks may be gone and tensors are being freed
                 self._at_end()
 
     def _read(self, loader: Iterable[Any]) -> Iterator[Any]:

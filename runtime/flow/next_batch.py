@@ -117,11 +117,11 @@ class NextBatch:
         self.current: Mapping[str, Routing] = {}
         self._counts = counts
         self._read = [leaves[k] for k in program.reads]
-        self._seen = AsSeen.of(self._read)  # a tensor that was written since makes another batch
+        self._seen = AsSeen.of(self._read)  # a batch with a tensor written since is another batch
 
     def is_batch(self, leaves: Sequence[Any]) -> bool:
         """Returns whether a flattened batch equals this one, in the tensors from which its ids are computed."""
-        for k, own in zip(self.program.reads, self._read, strict=True):  # at every step: without calls
+        for k, own in zip(self.program.reads, self._read, strict=True):  # runs at every step, so it makes no calls
             if (leaf := leaves[k]) is not own and (isinstance(leaf, Tensor) or leaf != own):
                 return False
         return not self._seen.written()
@@ -169,13 +169,13 @@ class DeviceBatch(NextBatch):
     def __init__(self, program: IdsProgram, leaves: Sequence[Any], values: Values, counts: Tensor, streams: Streams):
         super().__init__(program, leaves, values, counts)
         self._streams, self._of_tables = streams, counts
-        self._copies: list[Tensor] = []  # rows by table, and how many they are, on their way to the host
+        self._copies: list[Tensor] = []  # rows by table and their counts, in flight to the host
         self._copied: Event = None
         self._rank = 0
         self._tables: list[Routed] = []
         self._splits: dict[str, SplitAhead] = {}
-        self._sizes: Tensor | None = None  # on their way to the host
-        self._for_host: list[tuple[str, RowTable, Tensor]] = []  # ids on their way to tables whose host needs them
+        self._sizes: Tensor | None = None  # in flight to the host
+        self._for_host: list[tuple[str, RowTable, Tensor]] = []  # ids in flight to tables that need them on the host
 
     def copy_rows(self) -> None:
         """Copies the unique rows and the gathered ids to the host."""
@@ -336,7 +336,7 @@ def read_batch(announcements: Announcements, program: IdsProgram, leaves: Sequen
     """
     try:
         values = program.unique(leaves)
-    except Exception as error:  # of any kind: the other ranks must be informed
+    except Exception as error:  # any kind of error, because the other ranks must be informed
         announcements.announce_step((), unreadable(error))
         raise
     return values, program.bad_id(values)

@@ -263,10 +263,10 @@ class SplitAhead:
         ids = current.ids
         late, prior = among(following.ids, ids), among(ids, following.ids)
         owner = _by_rank(current.counts, ids.device)[0] if current.owner is None else current.owner
-        self._ahead = late.sort(stable=True, descending=True).indices  # late ones, early ones, then places of no row
+        self._ahead = late.sort(stable=True, descending=True).indices  # late rows, early rows, then places of no row
         key = torch.add(ids, prior, alpha=-num_rows)  # prior rows before all others
         ordered, order = key.sort(stable=True)
-        bounds = torch.arange(0, 2 * num_rows, num_rows, device=ids.device)  # keys at which delayed rows begin, and end
+        bounds = torch.arange(0, 2 * num_rows, num_rows, device=ids.device)  # keys at which delayed rows begin and end
         if chunks == 1:
             kind, counted = ~prior, [(following.owner, late), (owner, prior)]
         else:
@@ -280,7 +280,7 @@ class SplitAhead:
         torch.ne(ordered[1:], ordered[:-1], out=begins[2:])
         number = begins.cumsum(0)  # index of the sum that each row goes into, plus one
         self._sums = torch.empty_like(order).scatter_(0, order, number[1:])
-        self._ids = torch.empty_like(ids).scatter_(0, self._sums, ids)  # of equal ids, whichever is written
+        self._ids = torch.empty_like(ids).scatter_(0, self._sums, ids)  # any of the equal ids may be the one written
         ends = torch.searchsorted(ordered, bounds)
         none = torch.zeros(self._ranks, dtype=torch.int64, device=ids.device)
         counts = [none.index_add(0, of, mask.to(torch.int64)) for of, mask in counted]

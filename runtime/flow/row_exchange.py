@@ -77,12 +77,10 @@ class RowExchange:
         self.among = membership(table.shape[0], table.local.device)
         self.gradient = RowGradient(table, communicator, launcher, self._grid)
         self.sent: list[Sent] = []
-        self._early: Routing | None = None  # early rows of the batch to come, once two batches have been cut
-        self._preview: tuple[Tensor, Tensor, Tensor] | None = (
-            None  # their ids, as the table had them, as they were sent
-        )
-        self._expected: tuple[Optimizer | None, Options] | None = None  # the step that they were sent for
-        self._stale = False  # the table was written since, or another step was taken
+        self._early: Routing | None = None  # early rows of the next batch, once both batches are cut
+        self._preview: tuple[Tensor, Tensor, Tensor] | None = None  # (ids, rows in the table, rows as sent)
+        self._expected: tuple[Optimizer | None, Options] | None = None  # the step that early rows assume
+        self._stale = False  # whether the table was written since, or another step was taken
 
     def routing(self, ids: Tensor, counts: Tensor) -> Routing:
         """Returns the routing of all rows of a batch.
@@ -116,7 +114,7 @@ class RowExchange:
             (late,) = early.rest()
             self.gradient.begin_batch(batch)
             return late
-        self.gradient.apply()  # no row was early, or for another batch
+        self.gradient.apply()  # no row was early, or early rows were for another batch
         self.sent = []
         self.gradient.begin_batch(batch)
         return batch
@@ -215,7 +213,7 @@ class RowExchange:
     @property
     def usable(self) -> bool:
         """Returns whether early rows still equal the table's, as far as known without comparing values."""
-        # They were chosen for not being among the rows of the batch that ran then.
+        # Early rows are by definition not read by the batch that ran then.
         is_of_batch = not self.sent or self.gradient.batch is not None
         return is_of_batch and not self._stale and self._expected is None
 
@@ -224,7 +222,7 @@ class RowExchange:
         if self._preview is None:
             return True
         ids, before, after = self._preview
-        # If so, the step they were sent for is still to move the table's.
+        # If so, the step that early rows assume has not changed the table yet.
         waits = self.gradient.step is not None or self.table.has_resting_rows
         return torch.equal(self.table.peek(ids), before if waits else after)
 

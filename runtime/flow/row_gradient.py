@@ -70,7 +70,7 @@ class RowGradient(Owed):
         self.prior: Routing | None = None
         self.parts: dict[OperationId, Sent] = {}
         self.step: SparseUpdate | None = None
-        self._late: GradientFuture[Sequence[Rows]] | None = None  # as `.grad` knows it, once it is delivered
+        self._late: GradientFuture[Sequence[Rows]] | None = None  # the future in `.grad`, once delivered
         self._how: How = (local.dtype, 0, (), 1.0)
 
     # -- from its backward ---------------------------------------------------------------------------------------------
@@ -86,7 +86,7 @@ class RowGradient(Owed):
         """
         self.prior = None
         if self.step is not None:
-            with self._launcher.hurrying():  # rows of this forward stand before them
+            with self._launcher.hurrying():  # rows of this forward come before them in the order
                 for launch in list(self.parts):
                     if launch.part != "delayed":
                         self.apply(launch)
@@ -112,7 +112,7 @@ class RowGradient(Owed):
             self._send(launch, rows, self.prior.rest()[launch.number])
             return self
         self.apply()
-        self.wait()  # of an earlier backward: the step will want the sum
+        self.wait()  # for an earlier backward's gradient, because the step uses the sum
         batch = self.batch
         if batch is None or batch.ids is not ids:  # not the batch of the last forward
             batch = Routing(ids, tuple(counts.tolist()), self._grid, self._communicator.rank)
@@ -159,14 +159,14 @@ class RowGradient(Owed):
     def _landing(self) -> Callable[[], list[Sequence[Rows]]]:
         """Makes the future of each table's rows, which refers to the model weakly."""
         found, by, split = ref(self._table), ref(self._launcher), self._table.split
-        parts, how = tuple(self.parts.values()), self._how  # a step takes parts out
+        parts, how = tuple(self.parts.values()), self._how  # copied, because a step removes parts
 
         def wait() -> list[Sequence[Rows]]:
             """Waits for all parts of the gradient, and returns them split by table."""
             table, launcher = found(), by()
             if table is not None and launcher is not None:
                 arrived = _in_a_hurry(parts, table, launcher, how)
-            elif all(ticket.queue.draining for ticket, _ in parts):  # of a plan before, which all have waited for
+            elif all(ticket.queue.draining for ticket, _ in parts):  # launches of an earlier plan have all completed
                 arrived = [summed(routing, ticket.wait(), *how) for ticket, routing in parts]
             else:
                 raise RuntimeError(GONE)
@@ -181,7 +181,7 @@ class RowGradient(Owed):
         """Returns whether the gradient is in flight, untaken by a step, and `.grad` of a table still stands for it."""
         if self.step is not None or self._late is None:
             return False
-        if not self._table.standing(self._late):  # dropped, or someone has looked at it
+        if not self._table.standing(self._late):  # the gradient was dropped or read
             self._forget()
         return self._late is not None
 
@@ -295,5 +295,5 @@ def _arrived(parts: Iterable[Sent], table: RowTable | JoinedTable, launcher: Lau
 
 def _in_a_hurry(parts: Iterable[Sent], table: RowTable | JoinedTable, launcher: Launcher, how: How) -> list[Rows]:
     """Waits for parts of a gradient, ahead of rows of the next forward that may be launched first."""
-    with launcher.hurrying():  # rows of a forward to come may stand before them
+    with launcher.hurrying():  # rows of the next forward may come before them in the order
         return _arrived(parts, table, launcher, how)

@@ -82,7 +82,7 @@ def unique_ids(ids: Sequence[Tensor], num_rows: int, padding_idx: int) -> list[T
     flat = ids[0].reshape(-1) if len(ids) == 1 else torch.cat([i.reshape(-1) for i in ids])
     flat = flat.to(torch.int64)
     if padding_idx >= 0:
-        # Put the padding row first: replace padding ids by a number below all others, and add that number once. The
+        # Put the padding row first: replace padding ids with a number below all others, and add that number once. The
         # sort of `unique` then puts it first.
         flat = torch.where(flat == padding_idx, _BELOW_ALL, flat)
         flat = torch.cat([flat, flat.new_full((1,), _BELOW_ALL)])
@@ -240,7 +240,7 @@ def unpack_bucket(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
     if flat.is_sparse:  # rows of a table with its own bucket
         return [flat]
     parts, begin = list[Tensor](), flat.storage_offset()
-    # Autograd is to see no views: loops call `detach_()` on gradients, which refuses one.
+    # Autograd must not see views, because loops call `detach_()` on gradients, which refuses views.
     with torch._C._AutoDispatchBelowAutograd(), torch._C._ExcludeDispatchKeyGuard(_VIEWS):
         for each in like:  # one op each, instead of a split and a view
             shape = each.shape

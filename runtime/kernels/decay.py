@@ -84,7 +84,7 @@ class Moments:
         self._count, self._correction = 0, 1.0
         self.sums = torch.zeros(self.TERMS + 1, most, dtype=torch.float64, device="cpu")
         self.centre = torch.ones(most, dtype=torch.float64, device="cpu")
-        self._faded = torch.ones(most, dtype=torch.float64, device="cpu")  # of the momentum
+        self._faded = torch.ones(most, dtype=torch.float64, device="cpu")  # remaining fraction of the momentum
         self._root = torch.ones(most, dtype=torch.float64, device="cpu")  # 1 - u
 
     def add(self, counted: int, size: float, correction: float, fading: tuple[float, float, float]) -> None:

@@ -167,7 +167,7 @@ class LaunchQueue:
             if window.dropped:
                 ticket.drop()
             else:
-                if not any(map(WAITING, self.windows)):  # a standstill is of launches that wait to leave
+                if not any(map(WAITING, self.windows)):  # there is no standstill unless a launch waits
                     self.moved_s = max(self.moved_s, time.perf_counter())
                 window.waiting[ticket.id] = ticket
                 if ticket.sent_bytes >= LARGE_BYTES and self.wakes_s > -math.inf:
@@ -226,13 +226,13 @@ class LaunchQueue:
     def issue(self) -> None:
         """Makes all due launches, unless another thread is doing so, which then also finds the new ones."""
         while not self.issuing:
-            with self.lock:  # windows change under it alone
+            with self.lock:  # windows change only under this lock
                 if self.issuing or self.stopped or self.error is not None:  # type: ignore[redundant-expr]  # threads
                     return
                 if not any(map(WAITING, self.windows)):
                     return
                 if (ticket := self.next()) is None:
-                    # The thread that sleeps knows of a standstill; a launch that may be late is due before.
+                    # The sleeping thread watches for a standstill. A launch that may be late is due earlier.
                     may_be_late = bool(self.in_flight) and self.in_flight[-1].id in self.took_s
                     if (may_be_late or self.wakes_s == math.inf) and self.due_s() < self.wakes_s:
                         self.changed.notify_all()
@@ -243,7 +243,7 @@ class LaunchQueue:
                 self._launch(ticket)
             except BaseException as error:
                 self.fail(error)
-                if not isinstance(error, Exception):  # KeyboardInterrupt, say, is for the user's thread
+                if not isinstance(error, Exception):  # an error such as KeyboardInterrupt is for the user's thread
                     raise
             finally:
                 self.issuing = False
@@ -277,7 +277,7 @@ class LaunchQueue:
                 ticket.sent_bytes = ticket.measured()
             self.in_flight.remove(ticket)
             if (took_s := ticket.ended_s - ticket.started_s) > STANDSTILL_S:
-                self.took_s.pop(ticket.id, None)  # another rank was late
+                self.took_s.pop(ticket.id, None)  # not representative, because another rank was late
             elif ticket.tells:
                 self.took_s[ticket.id] = took_s
             if self.sleepers:
@@ -324,7 +324,7 @@ class LaunchQueue:
         room = self.at_once - len(self.in_flight)
         if room < 0 and not standing_still:
             return None
-        if room == 0 and not standing_still:  # one more leaves if the last one is late, or its time is unknown
+        if room == 0 and not standing_still:  # one more is launched if the last one is late or of unknown time
             last = self.in_flight[-1]
             took_s = self.took_s.get(last.id)
             if took_s is not None and now_s < last.started_s + max(LATE * took_s, SHORTEST_S):

@@ -170,7 +170,7 @@ class Launcher:
             if recorder.recording is not None or is_profiled():
                 with Waiting(recorder, ticket.id):
                     return ticket.wait()
-            began_s = time.perf_counter()  # at every launch: without a context
+            began_s = time.perf_counter()  # runs at every launch, so it uses no context
             value = ticket.wait()
             recorder.tally.waited(ticket.id, time.perf_counter() - began_s)
             return value

@@ -146,7 +146,7 @@ class Recorder:
         if self._bytes_in_use is not None:
             recording.memory.append((now, self._bytes_in_use()))
 
-    # A forward's compute is recorded by segments, which end where it waits or ends.
+    # A forward's compute is recorded in segments, which end when the forward waits or ends.
 
     def begin_segment(self, operation: OperationId) -> None:
         """Begins a segment: the forward computes this operation from here on."""

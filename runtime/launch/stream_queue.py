@@ -122,7 +122,7 @@ class StreamQueue(LaunchQueue):
                 while any(map(WAITING, self.windows)) and (ticket := self.next()) is not None:
                     assert isinstance(ticket, StreamTicket)
                     in_turn = agreed or not self.draining or not self._is_out_of_turn(ticket)
-                    if not in_turn:  # noted first: over gloo the host waits here until another rank does the same
+                    if not in_turn:  # noted first, because over gloo the host waits here for the other ranks
                         self.overtook, self.tells = True, self.place()
                     last = self._issued[-1][0] if self._issued else (-1,)
                     self._enqueue(ticket, in_turn, (*last, 1) if agreed else ticket.place)

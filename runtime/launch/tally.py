@@ -28,7 +28,7 @@ class Tally:
     def __init__(self) -> None:
         self.steps: deque[tuple[Mapping[Share, float], int]] = deque(maxlen=REMEMBERED)
         self._step: dict[Share, float] = {}
-        self._at_s: float | None = None  # the time of the last mark; None: no backward yet
+        self._at_s: float | None = None  # the time of the last mark, or None before the first backward
         self._waited_s = 0.0  # time waited since the last mark
         self._sent_bytes = 0
 

@@ -297,7 +297,7 @@ class Announcements:
         while (kinds := {each.kind for each in everyone}) & {BACKWARD, GAVE_UP, QUESTION}:
             if QUESTION in kinds:
                 raise PeerFailure(self.reports(everyone, own.failure))
-            self._warn(self.reports(everyone, None))  # these ranks will join the next exchange
+            self._warn(self.reports(everyone, None))  # the ranks that gave up will join the next exchange
             everyone = self._decoded(own, self._read(self.launch(own)))
         if len({each.kind for each in everyone}) > 1:
             outside = [rank for rank, each in enumerate(everyone) if each.kind == STEP]

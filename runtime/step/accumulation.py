@@ -82,8 +82,8 @@ class Accumulation:
         self._nodes: dict[str, tuple[nn.Parameter, Any]] = {}
         self._handles: list[Any] = []
         self._backward: _Backward | None = None
-        self._waiting: list[weakref.ref[GradientStep]] = []  # calls whose backwards may come, in their order
-        self._nests: bool | None = None  # whether a backward has contained another one; None: there has been none
+        self._waiting: list[weakref.ref[GradientStep]] = []  # calls whose backwards may still come, in order
+        self._nests: bool | None = None  # whether a backward has contained another one, or None before the first
 
     def watch(self, parameters: Mapping[str, nn.Parameter]) -> None:
         """Watches the nodes that accumulate the gradients of these parameters."""
@@ -99,7 +99,7 @@ class Accumulation:
                 node: Any = torch.autograd.graph.get_gradient_edge(parameter).node
             self._handles.append(node.register_prehook(NodeHook(_reached, itself, None)))
             self._handles.append(node.register_hook(NodeHook(_accumulated, itself, name)))
-            self._nodes[name] = (parameter, node)  # keeps the node alive: autograd does not
+            self._nodes[name] = (parameter, node)  # keeps the node alive, because autograd does not
 
     def forget(self) -> None:
         """Stops watching."""
@@ -142,7 +142,7 @@ class Accumulation:
         """Returns whether the running backward accumulates parameters' gradients, as `torch.autograd.grad` does not."""
         try:
             return any(torch._C._will_engine_execute_node(node) for _, node in self._nodes.values())
-        except RuntimeError:  # `torch.autograd.grad` is asked for the gradient of a parameter
+        except RuntimeError:  # raised if `torch.autograd.grad` asks for a parameter's gradient
             return False
 
     def end(self) -> None:

@@ -112,7 +112,7 @@ def _launch_on(
         own[size + rank] = written
         flags = streams.up(torch.tensor([*own, *used], device="cpu"))
         values = torch.stack(list(scalars))
-        torch.sum((values - values).ne(0), dim=0, out=flags[rank])  # of inf and nan the difference is nan
+        torch.sum((values - values).ne(0), dim=0, out=flags[rank])  # inf - inf and nan - nan are nan
         if size > 1:
             communicator.wait(communicator.all_reduce_(flags, "sum", "ids"))
         copy, done = streams.to_host(flags), streams.record("backward flags done")

@@ -45,7 +45,7 @@ class CallNode(torch.autograd.Function):
         """Runs the step's backward, and returns the gradients of the inputs."""
         program, twice = ctx.step.program, torch.is_grad_enabled()
         program.state.graph_task = torch._C._current_graph_task_id()
-        anchor, _ = ctx.next_functions[0]  # not reached by `torch.autograd.grad` or `backward(inputs=...)`
+        anchor, _ = ctx.next_functions[0]  # `torch.autograd.grad` and `backward(inputs=...)` do not reach it
         wanted = torch._C._will_engine_execute_node(anchor)
         final = twice and wanted and not program.state.tables and len(ctx.next_functions) == 1  # of no batch
         torch._C._set_grad_enabled(False)

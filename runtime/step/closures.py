@@ -51,7 +51,7 @@ class MeanLoss:
 
     def __init__(self, closure: Callable[[], Any], communicator: Communicator) -> None:
         self._closure, self._communicator = closure, communicator
-        self._tensors: list[tuple[Tensor, Tensor]] = []  # a mean, and the loss that takes its place
+        self._tensors: list[tuple[Tensor, Tensor]] = []  # (mean over ranks, this rank's own loss)
         self._numbers: list[_Number] = []
 
     def __call__(self) -> Any:

@@ -49,7 +49,7 @@ class _Sorted:
     """A backward's outputs by kind: the outputs to deliver, each with its place."""
 
     def __init__(self, roles: Sequence[OutputRole]) -> None:
-        self.roles = roles  # kept: they are known by identity
+        self.roles = roles  # kept alive, because they are compared by identity
         self.dense: list[tuple[int, str]] = []
         self.of_shards: list[tuple[int, str]] = []
         self.of_rows: dict[str, tuple[Sequence[str], int, int]] = {}  # of a table or space: its tables, ids, rows
@@ -132,7 +132,7 @@ class Delivery:
             if name in (absent_here if name in ignored else unreached):
                 continue
             # Two parameters may get the same tensor (the biases of an LSTM), but no two may share a `.grad`;
-            # nor may it be one that the backward was given, as of a parameter that is only added.
+            # nor may a `.grad` be a tensor passed to the backward, as for a parameter that is only added.
             value: Tensor = outputs[place]
             shares = others and not value.is_sparse and value.untyped_storage().data_ptr() in others
             if id(value) in given or shares:
@@ -155,7 +155,7 @@ class Delivery:
                 parameter = self.state.parameter(name)
                 if parameter.grad is not None and is_kept(parameter):
                     kept[parameter] = parameter.grad
-                parameter.grad = None  # the bucket took the accumulated part along
+                parameter.grad = None  # the bucket includes the accumulated part
                 self.state.unreduced.discard(name)
         self.flow.buckets.deliver([role.bucket for role in pending], [self.state.parameter(name) for name in absent])
         for parameter, gradient in kept.items():
@@ -183,7 +183,7 @@ def _deliver_dense(state: ModelState, name: str, gradient: Tensor, synchronised:
         gradient = gradient.contiguous() if parameter.is_contiguous() else gradient.clone()
     if synchronised and name in state.unreduced:
         state.unreduced.discard(name)
-        # The bucket took the accumulated part along.
+        # The bucket includes the accumulated part.
         parameter.grad = gradient if parameter.grad is None else parameter.grad.copy_(gradient)
     elif parameter.grad is None:
         parameter.grad = gradient

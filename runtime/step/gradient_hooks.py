@@ -28,7 +28,7 @@ def has_node_hooks(parameter: nn.Parameter) -> bool:
 
     Hooks of another compiled model that holds the parameter do not count.
     """
-    if getattr(parameter, "_in_backward_optimizers", None):  # torch.distributed.optim's
+    if getattr(parameter, "_in_backward_optimizers", None):  # set by torch.distributed.optim
         return True
     with torch.inference_mode(False), torch.enable_grad():
         node = torch.autograd.graph.get_gradient_edge(parameter).node

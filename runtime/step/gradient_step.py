@@ -134,7 +134,7 @@ class GradientStep(Step):
     def _begin_backward(self, variant: BackwardVariant, twice: bool) -> None:
         """Raises the failure of the call before a backward begins."""
         if self._failure is not None:
-            raise self._failure  # reported to the other ranks as any failure is
+            raise self._failure  # reported to the other ranks like any failure
 
     def _call_backward(
         self,
@@ -154,7 +154,7 @@ class GradientStep(Step):
                 taken[k] = self._as_exchanged(name, tangent)
         if isinstance(backward.run, InPieces):
             backward.run.run_ready(taken)
-            announce_end()  # while the last buckets are in flight
+            announce_end()  # called while the last buckets are in flight
         return backward.run(self._leaves, values, taken)
 
     def _as_exchanged(self, name: str, gradient: Tensor | None) -> Tensor:

@@ -59,7 +59,7 @@ class MissingLaunches:
         self._communicator = communicator
         self._flow = flow
         self._launches: list[_Launch] = []
-        self._names: set[str] = set()  # of saved values
+        self._names: set[str] = set()  # names of saved values
         self.on_the_spot = False
         self._made = 0  # count of launches made without a launcher in this run of the phase
 
@@ -104,7 +104,7 @@ class MissingLaunches:
             values: the result of `begin`.
         """
         if self._flow.awaits_ids and any(map(_needs_lookahead, self._launches)):
-            self._flow.await_ids()  # early and late rows are not known apart yet
+            self._flow.await_ids()  # early and late rows are not separated yet
         made, under_way = self._made, []
         for each in self._launches:
             if each.id is None and made:
@@ -128,8 +128,8 @@ class MissingLaunches:
         like, rank = launch.like, self._communicator.rank
         assert like is not None
         if launch.op in ("embrace::submit_rows", "embrace::gather_counts"):
-            return None  # it looks its rows up by itself, or scores no position
-        if launch.op in HEAD_LAUNCHES:  # of so many rows as counts say, which may be known to the exchange alone
+            return None  # looks up its rows itself, or scores no position
+        if launch.op in HEAD_LAUNCHES:  # the count of rows may be known only to the exchange
             arguments[0] = None
             return torch.zeros((0, *like.shape[1:]), dtype=like.dtype, device=like.device)
         if launch.op in ("embrace::submit_chunk", "_c10d_functional::all_reduce_", "embrace::exchange_gradient_"):

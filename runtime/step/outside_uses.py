@@ -36,7 +36,7 @@ class OutsideUses:
         self._state = state
         self._communicator = communicator
         self._unused: frozenset[str] = frozenset()
-        self._nodes: list[Any] = []  # a parameter does not keep its node alive
+        self._nodes: list[Any] = []  # keeps nodes alive, because parameters do not
         self._handles: list[Any] = []
 
     def watch(self, unused: frozenset[str]) -> None:

@@ -33,7 +33,7 @@ class Packer:
         if self._state.hooked or self._state.unreduced:
             part = self._hooked if self._state.hooked else self._state.with_unreduced
             parts = [part(name, gradient) for name, gradient in zip(self._names, gradients, strict=True)]
-        flat = parts[0].coalesce() if parts[0].is_sparse else self._joined(parts)  # rows are alone in their bucket
+        flat = parts[0].coalesce() if parts[0].is_sparse else self._joined(parts)  # sparse gradients have own buckets
         scale = scale * self._state.gradient_scale if self._scales else 1.0
         return flat.mul_(scale) if scale != 1.0 else flat
 
@@ -47,7 +47,7 @@ class Packer:
             kept = self._kept = torch.cat(flats)
         else:
             torch.cat(flats, out=kept)
-        return kept.detach()  # a tensor of its own, so that its holders are counted
+        return kept.detach()  # a separate tensor, so that references to it can be counted
 
     def _hooked(self, name: str, gradient: Tensor) -> Tensor:
         """Returns a gradient with this rank's earlier sum added, as changed by the parameter's hooks."""
@@ -62,4 +62,4 @@ class Packer:
 def _is_shared(kept: Tensor) -> bool:
     """Returns whether another tensor, such as a parameter's `.grad`, shares the memory of this one."""
     storage = kept.untyped_storage()
-    return int(torch._C._storage_Use_Count(storage._cdata)) > 2  # of `kept` and of `storage`
+    return int(torch._C._storage_Use_Count(storage._cdata)) > 2  # two references are `kept` and `storage`

@@ -51,7 +51,7 @@ class InPieces:
     def begin(self) -> None:
         """Begins a backward, of which nothing has run."""
         self._run, self._values = 0, Values()
-        self._missing = [set(needed) for _, needed in self._pieces]  # the gradients that have not been noted
+        self._missing = [set(needed) for _, needed in self._pieces]  # gradients not noted yet, by piece
 
     def note(self, tangent: int) -> bool | None:
         """Records a gradient. Returns whether the next piece may run now, or None if the gradient was already sent."""

@@ -91,11 +91,11 @@ class Step:
         self.program = program
         self._leaves = leaves
         self._following = following
-        self.anchor: Any = None  # a node of the backward that comes to this call
-        self._announced = 0  # announcements up to this call's own
-        self.unreduced: Collection[str] = program.state.unreduced  # parameters whose gradient goes along in any case
+        self.anchor: Any = None  # a node that every backward of this call reaches
+        self._announced = 0  # count of announcements up to this call's own
+        self.unreduced: Collection[str] = program.state.unreduced  # parameters whose gradients are reduced in any case
         self._values: Values | None = None
-        self._results: list[Any] = []  # tensors, and sizes the model returns
+        self._results: list[Any] = []  # tensors and sizes that the model returns
         self._read_again = AsSeen()
 
     def forward(self) -> list[Any]:
@@ -151,7 +151,7 @@ class Step:
         values: Values = {}
         try:
             program.unique.saved(self._leaves, values)
-        except Exception as error:  # of any kind: the other ranks must be informed
+        except Exception as error:  # any kind of error, because the other ranks must be informed
             program.announcements.announce_step((), unreadable(error))
             raise
         if not program.announces:
@@ -296,7 +296,7 @@ class Step:
     def _begin_backward(self, variant: BackwardVariant, twice: bool) -> None:
         """Begins the backward's exchanges; refuses a second derivative."""
         self.program.flow.begin_backward(self.program.ids_program, variant)
-        if twice:  # the others learn of it as of any failure
+        if twice:  # reported to the other ranks like any failure
             raise RuntimeError(TWICE)
 
     def _meeting(self) -> contextlib.AbstractContextManager[None]:
@@ -308,7 +308,7 @@ class Step:
     def _written(self) -> tuple[int, str]:
         """Counts the tensors read by the backward that were written since the forward, and names them."""
         written = self._read_again.written()
-        self._read_again = AsSeen()  # values die with their last use
+        self._read_again = AsSeen()  # values are freed after their last use
         return len(written), self.program.name_written(written, self._leaves)
 
     def _call_backward(
@@ -325,7 +325,7 @@ class Step:
         """
         program = self.program
         dense = {
-            # The graph was traced for contiguous gradients, and autograd leaves out those of unused results.
+            # The graph was traced for contiguous gradients, and autograd omits gradients of unused results.
             index: tangent.contiguous() if tangent is not None else torch.zeros_like(result)
             for index, tangent, result in zip(program.results, tangents, self._results, strict=True)
             if index in program.differentiable

@@ -116,7 +116,7 @@ class Stepping:
         self._state = state
         self._communicator = announcements.communicator
         self._make_whole = make_whole
-        self._steps: dict[int, _Step] = {}  # by the id of an optimizer
+        self._steps: dict[int, _Step] = {}  # id of an optimizer -> its step
 
     def follow(self, flow: Flow) -> None:
         """Uses another flow from now on, and records times with its recorder."""
@@ -133,7 +133,7 @@ class Stepping:
         """Makes an optimizer's steps and state dicts include the model's tables."""
         if not self.holders.add(optimizer):
             return
-        for parameter, state in list(optimizer.state.items()):  # loaded before anyone knew of it
+        for parameter, state in list(optimizer.state.items()):  # loaded before the optimizer was adopted
             if isinstance(parameter, nn.Parameter) and isinstance(state, dict):
                 optimizer.state[parameter] = own_state_of(parameter, state, self._state)
         optimizer.register_step_pre_hook(_hook(self, Stepping._before_step))
@@ -145,7 +145,7 @@ class Stepping:
     def _before_any_step(self, optimizer: Optimizer, *_: Any) -> None:
         """Adopts an optimizer that is about to step, if it holds a parameter of the model."""
         if not hasattr(optimizer, "_optimizer_state_dict_pre_hooks"):
-            return  # around another one, whose step calls this too; or it steps by ops on parameters, as a loop does
+            return  # wraps another optimizer, whose step calls this too, or steps by ops on parameters
         if not self.holders.has(optimizer):
             own = {id(parameter) for parameter in self._state.parameters()}
             if own.isdisjoint([id(p) for group in optimizer.param_groups for p in group["params"]]):
@@ -193,7 +193,7 @@ class Stepping:
 
         if decides:
             return MeanLoss(evaluate, self._communicator)
-        loss = evaluate()  # here and not by the class's step: gradients are taken before it begins
+        loss = evaluate()  # evaluated here, because gradients are taken before the class's step
         return lambda: loss
 
     def _sort_gradients(self, optimizer: Optimizer) -> None:
@@ -210,7 +210,7 @@ class Stepping:
         step.late = self._in_flight(exchanges, tables) if may_wait else []
         for exchange in exchanges:
             if exchange.gradient.step is not None:
-                exchange.gradient.apply()  # of the last step
+                exchange.gradient.apply()  # for the gradient of the last step
         self._sort_tables(step, tables, optimizer)
         for table in replicas:
             if (gradient := table.parameter.grad) is not None:
@@ -309,7 +309,7 @@ class Stepping:
         """Returns whether torch's own step does nothing that an update in the next forward could not do."""
         if type(optimizer) not in (*ELEMENT_WISE, RowWiseAdagrad):
             return False  # other optimizers may write into their groups while they step
-        if optimizer.__dict__.get("found_inf") is not None:  # a GradScaler leaves unscaling and skipping to the step
+        if optimizer.__dict__.get("found_inf") is not None:  # a GradScaler leaves unscaling and skipping to this step
             return False
         own = *optimizer._optimizer_step_pre_hooks.values(), *optimizer._optimizer_step_post_hooks.values()
         hooks = *own, *_global_optimizer_pre_hooks.values(), *_global_optimizer_post_hooks.values()
@@ -334,7 +334,7 @@ class Stepping:
         if (kwargs or args[1:]) and isinstance(closure := closure_of(args, kwargs), MeanLoss):
             closure.restore()
         step = self._steps.pop(id(optimizer), None)
-        if step is None:  # the step of the base class has ended it
+        if step is None:  # the base class's step has already ended it
             return
         step.restore(raised=False)
         self._count_step(optimizer)
@@ -353,7 +353,7 @@ class Stepping:
         moved_all, rewritten = set(map(id, step.own + step.dense)), set[int]()
         for table in step.dense + step.rows:
             held = table.open_gradient()
-            if not held.is_late and held.is_dense:  # by the loop
+            if not held.is_late and held.is_dense:  # the loop has made it dense
                 rewritten.add(id(table))
         if type(optimizer) is RowWiseAdagrad:
             self._step_row_wise(step)

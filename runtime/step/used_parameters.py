@@ -97,7 +97,7 @@ class UsedParameters:
         """Encodes names as a field of one word each, which ranks sum."""
         words = [0] * -(-len(self._place) // self._per_word)
         for name in reached:
-            if name in self._place:  # others are this rank's own
+            if name in self._place:  # other parameters are this rank's own
                 word, field = self._place[name]
                 words[word] += 1 << field * self._field
         return tuple(words)

@@ -19,7 +19,7 @@ from torch import Tensor
 from embrace_fx.runtime.kernels.gpu.tiles import on_its_device, refuse_strided, tile_of
 
 
-# In all these files: a width is the table's, and compiled for, because only then is it known by what it is divisible,
+# In all these files, kernels are compiled for the table's width, because only then its divisors are known,
 # and so how wide an access may be. A count differs from step to step; specialised on, it would be compiled for anew
 # when it is 1 or a multiple of 16.
 # A program takes one rank's columns of some rows (second axis: ranks), so that both its loads and its stores are

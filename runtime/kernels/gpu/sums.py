@@ -35,7 +35,7 @@ def _sum_segments(
     total = tl.zeros((ROWS, COLUMNS), SUM)
     longest = tl.max(length)
     k = 0
-    while k < longest:  # not range(longest), which the interpreter of Triton 3.6 fails at
+    while k < longest:  # not range(longest), at which the interpreter of Triton 3.6 fails
         member = tl.load(order + start + k, mask=k < length, other=0)
         inside = (k < length)[:, None] & (column < width)[None, :]
         total += factor * tl.load(rows + member[:, None] * width + column[None, :], mask=inside, other=0.0).to(SUM)
