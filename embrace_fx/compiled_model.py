@@ -412,10 +412,10 @@ class CompiledModel(nn.Module, Joinable):
     def metrics(self) -> dict[str, float]:
         """Returns the last complete step's figures as a flat dict, for a logger; times from the second backward on.
 
-        A step lasts from the start of a backward to the start of the next, on this rank's host. `step_ms` is the sum
-        of `loader_ms`, `forward_ms`, `backward_ms`, `optimizer_ms`, `your_code_ms`, `between_ms` and the waits:
+        A step lasts from the start of a backward to the start of the next, on this rank's host. `step_ms` is the sum of
+        `loader_ms`, `forward_ms`, `backward_ms`, `optimizer_ms`, `your_code_ms`, `between_ms` and the waits:
         `wait_ids_ms`, `wait_embedding_ms`, `wait_dense_ms`, `wait_delayed_ms`, `wait_offload_ms`, `wait_reload_ms`,
-        `wait_storage_ms`. `sent_bytes` is what this rank sent; `sent_bytes_predicted` and
-        `sent_bytes_ddp` are predictions for embrace_fx and DDP.
+        `wait_storage_ms`. `sent_bytes` are the bytes that this rank sent; `sent_bytes_predicted` and `sent_bytes_ddp`
+        are predictions for embrace_fx and DDP.
         """
         return self._session.views.metrics()

@@ -67,7 +67,7 @@ class Forecast(Plan):
 
     @classmethod
     def of(cls, planned: Plan, context: Context, graph: TrainingGraph) -> Forecast:
-        """Returns a plan with what it needs to forecast changes."""
+        """Returns a plan with the context and graph from which it can forecast changes."""
         found = cls(**vars(planned))
         vars(found).update(_context=context, _graph=graph)
         return found

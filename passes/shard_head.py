@@ -325,7 +325,7 @@ class _Sharding:
         return self._call(aten.addmm.default, bias, hidden, transposed, name=name)
 
     def _read_shard(self) -> fx.Node:
-        """Returns the shard in the dtype in which the model reads its weight."""
+        """Returns the shard in the model's dtype for its weight."""
         return self._in_dtype(self._shard, self._head.as_read.meta["val"].dtype)
 
     def _in_dtype(self, node: fx.Node, dtype: torch.dtype) -> fx.Node:
@@ -335,7 +335,7 @@ class _Sharding:
     # -- the backward --------------------------------------------------------------------------------------------------
 
     def _backward(self, loss: Loss, backward: fx.Node, scored: _Scored) -> tuple[list[fx.Node], fx.Node | None]:
-        """Inserts the loss's gradients. Returns those of hidden states and table, and replaces that of the bias."""
+        """Inserts the gradients of the loss. Returns the gradients of hidden states and of the table."""
         head, options, rewriter = self._head, self._options, self._rewriter
         follows = loss.of_sums is not None and backward < loss.of_sums
         with rewriter.before(loss.of_sums.next if follows else backward):  # type: ignore[union-attr]

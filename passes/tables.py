@@ -123,7 +123,7 @@ def _shares(lookups: list[fx.Node], backwards: list[fx.Node]) -> list[list[fx.No
 
 
 def _use(lookup: fx.Node, share: list[fx.Node], mutated: frozenset[Any]) -> TableUse:
-    """Returns what a lookup and its share of backwards tell about the use of a table."""
+    """Returns the use of a table by a lookup and its share of backwards."""
     ids = argument(lookup, "indices")
     assert isinstance(ids, fx.Node)
     bag = lookup.target is not aten.embedding.default

@@ -56,7 +56,7 @@ def compare(make: Callable[[], tuple[nn.Module, Any, torch.optim.Optimizer | Non
     """Times both systems. Returns lines to print. Collective; starts and ends the process group.
 
     Args:
-        make: returns a new (model, batch, optimizer; None: SGD) at each call.
+        make: returns a new (model, batch, optimizer) at each call; None as the optimizer means SGD.
         steps: steps of each system after warming up.
     """
     dist.init_process_group()

@@ -73,7 +73,9 @@ class Streaming:
     slots: int
 
     def busy(self, present: float) -> float:
-        """Returns the expected number of an aggregator's lanes that have any of `present` blocks at random places."""
+        """Returns the expected number of an aggregator's lanes that have at least one of `present` blocks at random
+        places.
+        """
         return self.lanes * -math.expm1(-present / self.lanes)
 
     def streams(self, busy_lanes: float) -> int:

@@ -74,7 +74,7 @@ class Sparsity:
         return self.mean_units / max(self.num_units, 1)
 
     def densification(self, ranks: int) -> float:
-        """Returns g(n): the units present on any of n ranks, divided by those of one rank."""
+        """Returns g(n): the units present on any of n ranks, divided by the units of one rank."""
         return self.unions[ranks - 1] / max(self.mean_units, 1.0)
 
     def __str__(self) -> str:

@@ -138,7 +138,7 @@ def findings_of(
     ranks: int,
     options: Options,
 ) -> Findings:
-    """Makes findings from what batches read.
+    """Makes findings from the rows that batches read.
 
     Args:
         reports: the reports of all ranks, or of some. Other ranks then count with the mean of the rows, and unknown

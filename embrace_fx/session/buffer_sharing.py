@@ -72,7 +72,9 @@ class BufferSharing:
             return CHANGED_BUFFERS if changed else _number_of(names())
 
         def share() -> None:
-            """Broadcasts the due buffers from the authority, and notes what this forward makes stale."""
+            """Broadcasts the due buffers from the rank with authority, and notes the buffers that this forward makes
+            stale.
+            """
             due, self.due = self.due, reduce
             if due:
                 # As ranks run out of batches, other ranks take over the authority, each with the buffers of

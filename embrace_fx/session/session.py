@@ -316,7 +316,7 @@ class Session:
         compare_replicas(self.state, self._context.stepping.holders.optimizers, self.communicator)
 
     def _saved(self) -> tuple[nn.Module, ModelState, Sequence[Optimizer], Communicator]:
-        """Returns what a checkpoint saves."""
+        """Returns the parts of the session that a checkpoint saves."""
         return self.model, self.state, self._context.stepping.holders.optimizers, self.communicator
 
     def save_checkpoint(self, folder: Path) -> None:

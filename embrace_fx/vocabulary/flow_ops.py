@@ -28,8 +28,8 @@ def _(ids: Sequence[Tensor], launch: str) -> Tensor:
     and late.
 
     Example, two ranks: this batch reads rows [2, 5] on rank 0 and [5] on rank 1, the next one rows [5, 9] on both. Row
-    5 is prior: each rank sends its gradient at once, and its owners update the row before they look it up for the next
-    batch, as a late row. Row 2 is delayed, and row 9 is early.
+    5 is prior: each rank sends its gradient immediately, and its owners update the row before they look it up for the
+    next batch, as a late row. Row 2 is delayed, and row 9 is early.
     """
     return empty_as(ids[0], (0,))
 

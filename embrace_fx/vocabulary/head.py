@@ -48,7 +48,7 @@ def last_dtype(steps: str) -> torch.dtype | None:
 
 
 def softmax_dtype(steps: str, dtype: torch.dtype) -> torch.dtype:
-    """Returns the dtype in which a softmax after `steps` sums up: never a half type. `dtype` is that of the product."""
+    """Returns the dtype of a softmax after `steps`, which is never a half type. `dtype` is that of the product."""
     last = last_dtype(steps) or dtype
     return last if last.itemsize >= 4 else torch.float32
 

@@ -67,7 +67,7 @@ def _(
 
 @op("chunk_of_positions", "(Tensor rows, Tensor counts, int chunk, int chunks) -> Tensor")
 def _(rows: Tensor, counts: Tensor, chunk: int, chunks: int) -> Tensor:
-    """Takes the rows of a chunk out of those of all scored positions of all ranks, (P, ..)."""
+    """Returns the rows of one chunk from the rows of all scored positions of all ranks, (P, ..)."""
     return empty_as(rows, (unknown_size(), *rows.shape[1:]))
 
 

@@ -141,7 +141,7 @@ def _(
     the shape of its ids. An id outside its table becomes a number outside the row space, which encodes table and id for
     `RowSpace.outside`.
 
-    Example: ids [2, 5] of a table of 10 rows, [[0], [3]] of one of 5 behind it, joined 2 -> [2, 5, 10, 13];
+    Example: ids [2, 5] of a table of 10 rows, [[0], [3]] of the next table of 5 rows, joined 2 -> [2, 5, 10, 13];
     joined 1 -> [2, 5], [[10], [13]].
     """
     sizes = [i.numel() for i in ids]
@@ -341,6 +341,6 @@ def _(flat: Tensor, rows: int, strategy: str, scheme: str, group: str, group_siz
 
     `strategy` is one of `embrace_fx.plan.EXCHANGES`; `scheme` is for "zen". All ranks get the same bits.
 
-    Example, two ranks, rows of one element: [0, 2, 0, 4] and [0, 6, 0, 0] -> [0, 4, 0, 2]; of four rows, two travel.
+    Example, two ranks, rows of one element: [0, 2, 0, 4] and [0, 6, 0, 0] -> [0, 4, 0, 2]; of four rows, two are sent.
     """
     return flat

@@ -204,7 +204,7 @@ class Plan:
 
     @property
     def overlapped(self) -> dict[str, tuple[str, ...]]:
-        """Returns those of `row_exchanges` that may overlap the next step."""
+        """Returns the row exchanges that may overlap the next step."""
         return {name: tables for name, tables in self.row_exchanges.items() if name not in self.heads}
 
     @property

@@ -137,7 +137,7 @@ def _(
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
-    """Saves what the backward of an RNN layer reads."""
+    """Saves the tensors that the backward of an RNN layer reads."""
     input, h0, c0, weights, batch_sizes, ctx.cell, ctx.reverse, ctx.kernel, save = inputs
     if not save:
         raise RuntimeError(

@@ -226,7 +226,7 @@ def _knapsack_order(
 
 
 def _copied_ms(step: TimedStep, storage: Storage, idle_ms: float) -> float:
-    """Returns the cost of offloading and reloading a storage, of which compute hides `idle_ms`."""
+    """Returns the cost of offloading and reloading a storage, when compute can hide `idle_ms` of the copies."""
     both_ms = 2 * step.copies.ms(storage.nbytes)
     return max(0.0, both_ms - idle_ms) + step.copies.share * both_ms
 

@@ -103,7 +103,7 @@ class BackwardUnits:
         return found
 
     def complete(self, order: Sequence[str]) -> tuple[str, ...]:
-        """Returns all units: first those of an order, then the others."""
+        """Returns all units: first those in `order`, then the others."""
         known = [unit for unit in order if unit in self.units]
         return (*known, *(unit for unit in self.units if unit not in known))
 

@@ -187,7 +187,8 @@ def in_flight_values_unread(scope: Scope) -> Iterator[Violation]:
 
 
 def values_agree(scope: Scope) -> Iterator[Violation]:
-    """Checks that `meta["val"]` of every node is what its op yields for the inputs' values: dtype, device and shape.
+    """Checks that `meta["val"]` of every node agrees with its op's result for the inputs' values in dtype, device and
+    shape.
 
     Data-dependent sizes get fresh symbols each time they are derived, so they need to agree only up to a one-to-one
     renaming.

@@ -14,7 +14,7 @@ from embrace_fx.cost.blocks import index_bytes, record_bytes
 
 
 def index_dtype(limit: int) -> torch.dtype:
-    """Returns the dtype in which indices from 0 to `limit` are sent."""
+    """Returns the smallest dtype for indices from 0 to `limit` on the wire."""
     return torch.int32 if index_bytes(limit) == 4 else torch.int64
 
 

@@ -337,7 +337,7 @@ class Flow:
         return any(exchange.sent or exchange.gradient.step is not None for exchange in self.exchanges.values())
 
     def apply_buckets(self) -> None:
-        """Applies pending updates of dense parameters, as `apply` does. On a device, those of tables too."""
+        """Applies pending updates of dense parameters, as `apply` does. On a device, also applies those of tables."""
         if self.streams is not None:  # with dense updates alone, emulated devices found two receives into one memory
             self.apply()
             self.hand_out()
@@ -366,7 +366,7 @@ class Flow:
 
     @contextlib.contextmanager
     def _out_of_turn(self) -> Iterator[None]:
-        """Opens a context in which launches may complete out of turn, because the caller may be anywhere in a step."""
+        """Opens a context in which launches may complete out of turn, because it may be opened anywhere in a step."""
         with outside_of_modes(), self.launcher.hurrying():
             yield
 

@@ -100,7 +100,7 @@ class RowExchange:
 
         Args:
             launch: the launch, which says which part. Early rows belong to the batch given to `cut`.
-            ids, counts: those of the batch that reads the rows, unless the rows are early.
+            ids, counts: the ids and counts of the batch that reads the rows, unless the rows are early.
         """
         rows = self._early if launch.part == "early" else self._begin_batch(ids, counts)
         assert rows is not None

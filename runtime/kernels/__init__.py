@@ -140,7 +140,7 @@ def bad_ids(ids: Sequence[Tensor], num_rows: Sequence[int]) -> list[int | None]:
 
 
 def lookup(shard: Tensor, ids: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """Looks rows up, in the dtype in which they are sent, or None for the shard's dtype."""
+    """Looks up rows in `dtype`, or in the shard's dtype if it is None."""
     rows = shard.index_select(0, ids)
     return rows if dtype is None else rows.to(dtype)
 

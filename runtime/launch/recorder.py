@@ -149,11 +149,11 @@ class Recorder:
     # A forward's compute is recorded in segments, which end when the forward waits or ends.
 
     def begin_segment(self, operation: OperationId) -> None:
-        """Begins a segment: the forward computes this operation from here on."""
+        """Begins a segment, because the forward computes this operation from here on."""
         self.segment, self._stands = operation, False
 
     def stand(self) -> None:
-        """Ends the segment, because the forward waits until it uses what it has awaited."""
+        """Ends the segment, because the forward begins to wait."""
         if self.segment is not None and not self._stands:
             self.mark(self.segment)
         self._stands = True

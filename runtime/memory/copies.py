@@ -239,7 +239,7 @@ class Slot:
         """Reads the bytes, releasing the GIL.
 
         Raises:
-            OSError: the file is shorter than what was written.
+            OSError: the file is shorter than the written bytes.
         """
         done = 0
         while done < self._nbytes:

@@ -108,7 +108,7 @@ def probe(communicator: Communicator, device: torch.device = CPU, computes_on: t
     """Measures the links of each way to send, and the processors' handling, on this device.
 
     Args:
-        computes_on: the model's device, where tensors are sent from another one.
+        computes_on: the model's device, if tensors are sent from another device.
 
     Returns: a cluster whose `links` are measured with launches in a row, and whose own figures with one AllReduce at
         a time. A single rank, which has no network, gets the default.
@@ -200,8 +200,8 @@ def probed_links(
     """Returns the links between the ranks, probed once per group, or None if a step sends less than a chunk.
 
     Args:
-        sent_bytes: about what a step sends; equal on all ranks.
-        device: the device whose tensors are sent. Over gloo those of a GPU travel from host to host.
+        sent_bytes: approximate bytes that a step sends; equal on all ranks.
+        device: the device whose tensors are sent. Over gloo, a GPU's tensors are sent from host to host.
         earlier: returns the links of an earlier run, or None, the same on all ranks, and whether all ranks are on one
             host; the links are used if they still hold.
     """

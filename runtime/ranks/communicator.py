@@ -264,12 +264,12 @@ class Communicator(Groups):
         *,
         narrows: bool = False,
     ) -> InFlight:
-        """Launches an AlltoAll of rows, which may travel in fewer bits.
+        """Launches an AlltoAll of rows, which may be sent in fewer bits.
 
         Args:
             leave, come: shapes (rows, columns) of the piece for each rank, and of the piece from each rank.
             encode: converts rounded rows to their form on the wire.
-            narrows: whether rows that are not rounded travel in the dtype of gradients.
+            narrows: whether rows that are not rounded are sent in the dtype of gradients.
         """
         if self.rounding.form != "exact" and group in LANE_GROUPS and self.rounding.rounds(sent):
             form, wire = self.rounding.form, encode(sent, leave)

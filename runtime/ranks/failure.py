@@ -261,7 +261,9 @@ class LivenessCheck:
         ) from error
 
     def _who_is_stuck(self, what: str) -> str:
-        """Names the ranks behind this one with the first launch that each has not reached; if none is behind, all."""
+        """Names the ranks behind this one, each with the first launch that it has not reached, or all ranks if none is
+        behind.
+        """
         own, found = self._progress.launched, []
         for r, each in self._statuses.items():
             absent = [name for name, step in own.items() if each.launched.get(name, 0) < step]

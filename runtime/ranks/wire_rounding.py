@@ -103,7 +103,7 @@ class Rounding:
             error.add(wanted, arrived())
 
     def rounds(self, values: Tensor) -> bool:
-        """Returns whether a tensor travels in fewer bits than it has."""
+        """Returns whether a tensor is sent in fewer bits than it has."""
         return self.form != "exact" and values.is_floating_point() and Wire(values.element_size(), self.form).rounds
 
     def report(self) -> str:

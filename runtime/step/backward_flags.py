@@ -37,15 +37,15 @@ def launch_flags(
         scalars: the step's scalar results.
         used: the parameters that its backward reaches, as `UsedParameters.words` encodes them.
         written: how many of the tensors that the backward reads were written since the forward; or `FAILED`.
-        streams: of the device that the results are on; None: they are on the host.
+        streams: the streams of the results' device, or None if they are on the host.
 
     Returns:
-        The function that ends it. Its arguments are the names of what was written on this rank, the error that ended
+        The function that ends it. Its arguments are the names of tensors written on this rank, the error that ended
         the backward here, and a function that says whether this rank's results may not be finite without harm to its
         gradients. It returns the sums over ranks of `used`. On every rank it raises
-            PeerFailure where a rank has failed,
-            RuntimeError where what the backward of any rank reads was written,
-            FloatingPointError where a scalar result of any rank is not finite, and does harm.
+            PeerFailure if a rank has failed,
+            RuntimeError if tensors that the backward of any rank reads were written,
+            FloatingPointError if a scalar result of any rank is not finite, and does harm.
     """
     if streams is None or not scalars:
         read = _launch(scalars, used, written, communicator)

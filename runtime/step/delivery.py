@@ -93,12 +93,12 @@ class Delivery:
         absent_here: frozenset[str],
         tangents: Sequence[Tensor],
     ) -> None:
-        """Delivers all gradients but those of parameters on which the loss does not depend.
+        """Delivers all gradients except those of parameters on which the loss does not depend.
 
         Args:
             roles, outputs: of the backward.
             absent, absent_here: parameters that no rank's backward reaches, and those that this rank's does not.
-            tangents: what the backward was given, which may be the user's own tensors.
+            tangents: the tangents of the backward, which may be the user's own tensors.
         """
         sorted_ = self._sorted.get(id(roles))
         if sorted_ is None:

@@ -75,7 +75,7 @@ class GradientStep(Step):
         """Informs the other ranks that this rank begins its backward.
 
         Raises:
-            PeerFailure: another rank does not, where that is known at once, or has failed before; on every rank.
+            PeerFailure: another rank is known not to, or has failed before; raised on every rank.
         """
         self.program.state.awaiting_backward.discard(self)
         self.program.announcements.wait()

@@ -60,7 +60,7 @@ class Runnable:
         return self.run(arguments)
 
     def source(self) -> str:
-        """Prints what runs, as Python."""
+        """Returns the Python code that runs."""
         return source(self.run)
 
     def saved(self, leaves: Sequence[Any], values: Values) -> Values:

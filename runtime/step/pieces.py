@@ -45,7 +45,7 @@ class InPieces:
         return self._rest.roles
 
     def source(self) -> str:
-        """Prints what runs, as Python, piece by piece."""
+        """Returns the Python code that runs, piece by piece."""
         return "\n".join(piece.source() for piece in (*[piece for piece, _ in self._pieces], self._rest))
 
     def begin(self) -> None:
@@ -76,7 +76,7 @@ class InPieces:
             keep(piece.roles, piece((), {}, tangents), self._values)
 
     def __call__(self, leaves: Sequence[Any], values: Values, tangents: Mapping[int, Tensor]) -> tuple[Any, ...]:
-        """Runs what is left of the backward; the next one begins anew."""
+        """Runs the remaining pieces of the backward, and resets for the next backward."""
         self.run_ready(tangents)
         saved = {**values, **self._values}
         self.begin()
@@ -102,7 +102,7 @@ def _cut(module: fx.GraphModule) -> list[fx.GraphModule]:
 
 
 def _part(module: fx.GraphModule, nodes: Collection[fx.Node], outputs: Sequence[_Output]) -> fx.GraphModule:
-    """Returns the graph of some nodes, with saved values for what they read from other nodes."""
+    """Returns the graph of some nodes. Values that they read from other nodes become saved values."""
     read = {each for node in nodes for each in node.all_input_nodes} | {value for value, _ in outputs}
     graph, env = fx.Graph(), dict[fx.Node, fx.Node]()
     for node in module.graph.nodes:

@@ -65,10 +65,10 @@ class Program:
         buckets: the buckets that the graph reduces, in launch order, or None if gradients stay this rank's own
             (`no_sync`).
         result_constants: results that are not tensors, by their index among the flattened results.
-        head: builds what a step on a flattened batch announces to all ranks.
+        head: builds the announcement of a step on a flattened batch.
         share_buffers: called once every rank has announced this same program, before anything reads a buffer; None:
             ranks share none.
-        flow: launches the exchanges, and keeps what an overlapped graph leaves to the next step.
+        flow: launches the exchanges, and keeps the updates that an overlapped graph leaves to the next step.
         links: the links for which exchanges are cut.
         regions: compiles the compute between communications, or None to call every op separately.
         variants: variant of a step -> the graph with its phase, or None if the graph serves every step.
@@ -155,7 +155,7 @@ class Program:
         )
 
     def _lowered_phase(self, phase: str, graph: TrainingGraph, bound: Bindings) -> LoweredPhase:
-        """Lowers a phase to what a step runs, with the launches that it may miss."""
+        """Lowers a phase, and registers its launches, which a failing rank must still make."""
         module, is_last = graph.phases[phase], phase == "backward"
         missing = MissingLaunches(self.communicator, self.flow)
 

@@ -226,7 +226,7 @@ class Step:
         """Begins a backward: announces it to the other ranks, and opens its window.
 
         Raises:
-            PeerFailure: a rank is not in this backward, where that is known at once; on every rank that is.
+            PeerFailure: a rank is known not to be in this backward; raised on every rank that is.
         """
         program, flow = self.program, self.program.flow
         gate = self._enter(1 + program.communicator.progress.step - self._announced)
@@ -333,7 +333,7 @@ class Step:
         return backward.run(self._leaves, values, dense)
 
     def _check_gate(self, gate: BackwardBarrier) -> None:
-        """Raises PeerFailure if a rank is not in this backward, of which nothing has been sent then."""
+        """Raises PeerFailure if a rank is not in this backward. Nothing of the backward has been sent then."""
         if gate.future.done():
             gate.wait()
         else:

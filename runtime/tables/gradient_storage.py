@@ -119,7 +119,7 @@ class GradientStorage(LocalStorage):
             self._read.append(ids)
 
     def _changed(self) -> None:
-        """Forgets what was computed from the values."""
+        """Clears the values cached from the gradient, after a change."""
         self._norms, self._is_zero = {}, False
 
     def set_zero(self) -> None:
@@ -306,7 +306,7 @@ def _whole_norms(asked: Sequence[GradientStorage], order: float) -> list[Tensor]
 
 
 def _together(held: GradientStorage, values: Sequence[Tensor], reduce_op: dist.ReduceOp.RedOpType) -> list[Tensor]:
-    """Reduces several numbers at once, in the widest of their dtypes. Collective."""
+    """Reduces several numbers together, in the widest of their dtypes. Collective."""
     widest = max((value.dtype for value in values), key=lambda dtype: dtype.itemsize)
     joined = torch.stack([value.to(widest) for value in values])
     held.layout.reduce(joined, reduce_op, "" if joined.is_cuda else "norm")

@@ -266,7 +266,7 @@ class _JoinedState:
         self._versions = {key: [*map(_VERSION, values)] for key, values in counted.items()}
 
     def _is_known(self) -> bool:
-        """Returns whether everything is what has been found last."""
+        """Returns whether the memory and counters are the same as when the state was last joined."""
         optimizer = self._members[0].optimizer
         if not self._kept or optimizer is None:
             return False
@@ -383,7 +383,7 @@ class _JoinedGradient:
 
 
 def _references() -> tuple[int, int]:
-    """Counts the references to a gradient that a list holds, and to what holds its memory, as `_are_free` does."""
+    """Counts the references to a gradient in a list, and to its storage, for comparison in `_are_free`."""
     made: Any = torch.empty(0, device="cpu")
     made.held = object()
     parts, of_parts = [made], [made.held]

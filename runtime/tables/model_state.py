@@ -82,7 +82,7 @@ class ParameterReads:
         self._stepped.add(id(optimizer))
 
     def note(self) -> None:
-        """Records a read of all parameters. Counts once between two steps."""
+        """Records a read of all parameters. Several reads between two steps count once."""
         if self._stepped:
             self._in_a_row = 1 if self._missed else self._in_a_row + 1
             self._stepped.clear()
@@ -273,7 +273,7 @@ class ModelState:
         return read
 
     def buffers_in(self, is_meant: Callable[[dict[str, Any]], bool]) -> list[str]:
-        """Returns the names of the buffers in those modules' buffer dicts that `is_meant` selects."""
+        """Returns the names of the buffers in the dicts of the modules that `is_meant` selects."""
         return [name for name, (owner, _) in self._buffers.items() if is_meant(owner)]
 
     def buffer_names(self) -> list[str]:

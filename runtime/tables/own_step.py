@@ -61,7 +61,7 @@ def by_options(decide: Decide) -> Decide:
         return decide(kind, dict(plain), *rest)
 
     def of(kind: type[Optimizer], options: Mapping[str, Any], *rest: Any) -> Any:
-        """Decides from the cache if the options can be a key, else anew."""
+        """Decides with the cache if the options can be its key, or else without it."""
         plain = plain_options(options)
         if plain is None:
             return decide(kind, options, *rest)
@@ -305,7 +305,7 @@ def new_state(optimizer: Optimizer, options: Mapping[str, Any], local: Tensor) -
 
 
 def makes_state(optimizer: Optimizer, options: Mapping[str, Any], values: Tensor, state: Mapping[str, Any]) -> bool:
-    """Returns whether the next step would create state entries, which must be created for all rows at once."""
+    """Returns whether the next step would create state entries, which must be created for all rows together."""
     before = _tensors(state)
     return _tensors(_step_nothing(optimizer, options, values, state)) != before
 

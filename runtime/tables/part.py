@@ -39,7 +39,7 @@ class Part(Tensor):
 
     Attributes:
         held: the part's memory.
-        spread: the layout: which elements of which table the part has.
+        spread: the layout, which says which elements of which table the part has.
         kind: the role of the tensor, in words: "", "the gradient of ", "the optimizer's state of ".
         is_sparse: whether the gradient looks like the sparse (COO) one that autograd would make.
     """

@@ -40,7 +40,8 @@ class Axis:
 
     Attributes:
         own: the indices that this rank has.
-        of: which indices of which table dimension this axis is, the same on all ranks. Empty if every rank has all.
+        of: the table dimension and its indices that this axis represents, equal on all ranks; empty if every rank has
+            all.
     """
 
     size: int
@@ -245,7 +246,7 @@ class Layout:
         return self.reduce(every, dist.ReduceOp.SUM, "rows"), mine
 
     def _gathered(self, own: Tensor, dim: int) -> Tensor:
-        """Gathers parts along the sharded column dimension, where the last ranks may have fewer."""
+        """Gathers parts along the sharded column dimension, in which the last ranks may have fewer columns."""
         assert self.mesh is not None
         sizes = [axis.size for axis in self.axes]
         own = own.reshape([len(axis.own) for axis in self.axes]).movedim(dim, 0)

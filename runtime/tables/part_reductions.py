@@ -75,7 +75,7 @@ def _looks(part: Part, layout: Layout, asked: _Asked, dims: tuple[int, ...]) -> 
 
 
 def _shape(layout: Layout, dims: tuple[int, ...], *, keep: bool) -> torch.Size:
-    """Returns the shape of a result of a reduction over `dims`."""
+    """Returns the shape of the result of a reduction over `dims`, which are kept with size 1 if `keep`."""
     return without_axes(layout, dims, keep=keep).shape
 
 
@@ -189,7 +189,7 @@ def _variance(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _extreme(func: Any, args: Any, kwargs: Any) -> Any:
-    """Returns the greatest or the least of the ranks' extremes."""
+    """Returns the largest or the smallest value of all ranks."""
     part, asked = args[0], _Asked.of(func, args, kwargs)
     func(part.spread.meta(part.dtype), *args[1:], **kwargs)
     if func._schema.name in ("aten::max", "aten::amax"):
@@ -198,7 +198,7 @@ def _extreme(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _truth(func: Any, args: Any, kwargs: Any) -> Any:
-    """Returns whether any or all values of any rank are true."""
+    """Returns whether any value, or whether all values, of all ranks are true."""
     part, asked = args[0], _Asked.of(func, args, kwargs)
     func(part.spread.meta(part.dtype), *args[1:], **kwargs)
     if func._schema.name == "aten::any":
@@ -246,7 +246,7 @@ def _renorm(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _dot(func: Any, args: Any, kwargs: Any) -> Any:
-    """Multiplies two parts of one layout and adds up the ranks' products."""
+    """Computes the dot product of two parts of one layout, summed over ranks. Collective."""
     one, other = args
     if not isinstance(one, Part) or not isinstance(other, Part) or not one.spread.fits(other.spread):
         return NotImplemented

@@ -194,7 +194,7 @@ def _rows_of(part: Any) -> Any:
 
 
 def _zero(func: Any, args: Any, kwargs: Any) -> Any:
-    """Sets a gradient to zero."""
+    """Sets a gradient kept as rows to zero."""
     if not args[0].held.of_gradient:
         return NotImplemented
     args[0].held.set_zero()

@@ -48,7 +48,7 @@ class Unit(ABC):
     @property
     @abstractmethod
     def lacks_state(self) -> bool:
-        """Returns whether the next step creates state, which must be created for all rows at once."""
+        """Returns whether the next step creates state, which must be created for all rows together."""
 
     @abstractmethod
     def keep(self, state: Mapping[str, Any]) -> None:

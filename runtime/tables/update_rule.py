@@ -108,7 +108,7 @@ class SparseUpdate:
 
 
 class DenseUpdate(SparseUpdate):
-    """A step that changes all rows at once."""
+    """A step that changes all rows together."""
 
     moves_all = True
 

@@ -27,7 +27,7 @@ _PARTS, _FEWEST, _MOST = 32, 8, 1 << 12
 
 
 def part_of(slots: int) -> int:
-    """Returns the number of rows that are read, written or moved at once."""
+    """Returns the number of rows that are read, written or moved together."""
     return min(max(slots // _PARTS, _FEWEST), _MOST)
 
 

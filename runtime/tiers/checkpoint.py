@@ -221,7 +221,7 @@ def _save_rows(table: TieredTable, path: Path) -> int:
 
 
 def _load_rows(table: TieredTable, paths: Sequence[Path], cuts: Sequence[range], own: range) -> int:
-    """Replaces all rows of a table by those of a checkpoint. Returns their number.
+    """Replaces all rows of a table with those of a checkpoint. Returns their number.
 
     Args:
         paths: the files of the ranks that saved.

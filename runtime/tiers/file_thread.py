@@ -129,7 +129,7 @@ class FileThread:
             self._writes.append((self._begin_write(partial(self._file.write, numbers, into)), numbers, at))
 
     def _begin_write(self, write: Callable[[], None]) -> Future[None]:
-        """Writes at once, or in the thread if it has pending writes or a recent write had to wait."""
+        """Writes immediately, or in the thread if it has pending writes or a recent write had to wait."""
         if self._by_thread or not all(written.done() for written, _, _ in self._writes):
             self._by_thread = max(self._by_thread - 1, 0)
             return self._writer.submit(write)
@@ -276,7 +276,7 @@ class FileThread:
 
         Args:
             taken: an upper bound for the minimum of applied steps.
-            behind: writes to wait for first.
+            behind: pending writes to wait for first.
         """
         _end(behind)
         arrivals = []

@@ -205,7 +205,7 @@ class WorkingSet:
                 self._waiting += [(left, step)] if left.numel() else []
 
     def _read_some(self, ids: Tensor, due: int) -> Tensor:
-        """Starts reading those of rows (K,) that have room. Returns the others."""
+        """Starts reading as many of rows (K,) as there is room for. Returns the others."""
         self._take_arrived()
         left, room = [ids[:0]], self._at_once - sum(slots.numel() for _, slots in self._coming)
         for part in ids.split(self._at_once):

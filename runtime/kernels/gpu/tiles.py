@@ -57,7 +57,7 @@ def offsets(ids, count, width: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.con
 
 
 def sum_type(dtype: torch.dtype) -> Any:
-    """Returns the dtype in which values of a dtype are summed."""
+    """Returns the dtype for sums of values of a dtype."""
     return tl.float64 if dtype == torch.float64 else tl.float32
 
 

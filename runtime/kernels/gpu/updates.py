@@ -224,7 +224,7 @@ def adam_rows(
         step_size: the learning rate over the bias correction of m (Adam), times the root of v's (SparseAdam).
         correction: 1 / sqrt(1 - beta2^t) for Adam and AdamW; 1 for SparseAdam, which adds eps to the uncorrected root.
         weight_decay: added to the gradient, times the weight (Adam).
-        shrink: what the weight is multiplied by first, 1 - lr * weight_decay (AdamW).
+        shrink: the factor of the weight before the step, 1 - lr * weight_decay (AdamW).
 
     Raises:
         ValueError: an argument is not contiguous.
