@@ -45,7 +45,7 @@ class ExchangedParameter:
     """A parameter whose rows or gradient the ranks exchange.
 
     Attributes:
-        padding_idx: the row of a sharded table that gets no gradient, or -1 if there is none, or None for a replica.
+        padding_idx: the row of a sharded table that gets no gradient, or -1 if there is none. None for a replica.
     """
 
     shape: tuple[int, ...]

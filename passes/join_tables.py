@@ -146,7 +146,7 @@ def _join_ids(
 
 
 def _look_up(rewriter: Rewriter, name: str, joined: Sequence[_Lookup], weight: fx.Node, ids: fx.Node) -> None:
-    """Makes the results of joined lookups views of the joint lookup."""
+    """Makes the results of joined lookups views of the joint lookup's result."""
     narrow = _one_of([_cast_dtype(user) for each in joined for user in each.node.users])
     with rewriter.before(min(each.node for each in joined)):
         rows = rewriter.call(aten.embedding.default, weight, ids, name=f"{name}_lookups")

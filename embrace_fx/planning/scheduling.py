@@ -84,7 +84,7 @@ def order(
         else:
             own = _search(context, plan, graph, steps, name, profiled)
     found = communicator.gather(own, _Found | None)[0]
-    assert found is not None  # rank 0 has found one
+    assert found is not None  # rank 0 has found a schedule
     agreed, units = found
     if units and compute_in_order is not None:
         graph = compute_in_order(units)

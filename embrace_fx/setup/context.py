@@ -36,5 +36,5 @@ class Context:
         return next((each for each in devices if each.type != "meta"), torch.get_default_device())
 
     def activity(self, *, train: bool) -> int:
-        """Returns the activity of a call made now, which ranks announce."""
+        """Returns the activity that ranks announce for a call made now."""
         return activity_of(train=train, reduces=self.state.synchronised)

@@ -70,10 +70,10 @@ class Accumulation:
     """The gradients that autograd accumulates in one model's parameters.
 
     Args:
-        look: refers to a method to call with a backward's gradients, by parameter, before they are exchanged.
+        look: a weak reference to a method, called with a backward's gradients by parameter before their exchange.
 
     Attributes:
-        parameters: name -> parameter, of those whose gradients are exchanged.
+        parameters: name -> parameter, for parameters whose gradients are exchanged.
     """
 
     def __init__(self, look: weakref.ReferenceType[Callable[[Mapping[str, Tensor]], None]]) -> None:

@@ -298,7 +298,7 @@ class Stepping:
         return [table for table in held if table.name not in whole] if whole else held
 
     def _own_replicas(self, optimizer: Optimizer) -> list[RowTable]:
-        """Returns the replicated tables of an optimizer that move by rows only."""
+        """Returns the replicated tables of an optimizer whose step changes only rows with a gradient."""
         own = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         found = [table for table in self.replicas if id(table.parameter) in own]
         for table in found:

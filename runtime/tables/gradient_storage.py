@@ -69,7 +69,7 @@ class GradientStorage(LocalStorage):
         self._seen = AsSeen()  # the memory that `_norms` were computed from
         self.late: tuple[GradientFuture[Sequence[Rows]], int] | None = None
         self._rows: list[Rows] = []
-        self._read: list[Tensor] | None = None  # if dense: the rows with a gradient from lookups; None: all rows
+        self._read: list[Tensor] | None = None  # if dense, the rows with a gradient from lookups, or None for all rows
         self._is_zero = True
         # Whether the caller may write the rows; and rows handed out earlier, which the gradient no longer uses.
         self._are_shown, self._left = False, AsSeen()

@@ -30,7 +30,7 @@ def state_of(optimizer: Optimizer, parameter: nn.Parameter) -> dict[str, Any]:
         if isinstance(value, Tensor) and value.dim() and not isinstance(value, Part):
             shape = shape or parameter.shape
             if value.shape == shape and isinstance(parameter, Part):
-                value = kept[key] = as_state(parameter, value)  # a whole tensor that the user put there
+                value = kept[key] = as_state(parameter, value)  # a whole tensor from the user
         if isinstance(value, Part):
             found[key] = value.held.memory()
     return found

@@ -118,8 +118,7 @@ def materialise(
     """Initializes parameters and buffers on the meta device with their modules' `reset_parameters`.
 
     A sharded table is initialized in blocks of rows, and each rank keeps its part of them. The values do not depend on
-    the
-    number of ranks, and no rank has the whole table at once. All ranks seed the generator alike.
+    the number of ranks, and no rank has the whole table at once. All ranks seed the generator alike.
 
     Args:
         sharded: table name -> its grid; None by columns.
@@ -227,8 +226,7 @@ def _row_blocks(rows: int, columns: int) -> list[tuple[int, int]]:
     """Splits a table into blocks of rows whose random numbers, drawn in order, equal those of the whole table.
 
     Torch's CPU generators draw 16 numbers at a time, so each block has a multiple of 16 elements, and the last one at
-    least
-    16.
+    least 16.
     """
     size = max(16, _BLOCK_ELEMENTS // max(columns, 1) // 16 * 16)
     starts = range(0, max(rows - 15, 1), size)

@@ -213,8 +213,7 @@ class RowTable(Unit):
         """Predicts the bytes of parameters, gradient and optimizer state on the rank with the most.
 
         A gradient counts all rows if steps are dense, and nothing if it is kept as rows. The bytes of state are None
-        while the
-        optimizer is unknown.
+        while the optimizer is unknown.
         """
         rows, columns = self.shape
         grid = self.grid or Grid(1, ranks)

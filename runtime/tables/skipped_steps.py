@@ -206,8 +206,7 @@ class Linear(SkippedSteps):
     """Deferred steps of SGD and RMSprop.
 
     For every step s of the history, stores the map from s to the end, w = a w_s + b u_s and u = c w_s + d u_s for a
-    weight
-    and its momentum, and the factor of the averages. A new step multiplies every map.
+    weight and its momentum, and the factor of the averages. A new step multiplies every map.
     """
 
     def __init__(self, device: torch.device) -> None:

@@ -38,7 +38,7 @@ def show_parts(state_dict: dict[str, Any], names: Iterable[str], *, prefix: str 
 
 
 def as_shown(part: Part) -> Tensor:
-    """Returns a part in the form of state dicts: by columns, and a copy if the table lies on a grid. Collective there.
+    """Returns a part in the form for state dicts: by columns, and a copy if the table is on a grid. Collective there.
 
     Returns a DTensor if `torch.distributed.checkpoint` will gather it or split a whole tensor by it.
     """
@@ -57,7 +57,7 @@ _OF_A_GRID = (
 
 
 def _is_gathered() -> bool:
-    """Whether `torch.distributed.checkpoint` calls state_dict() to gather it, or to split whole tensors by it."""
+    """Returns whether `torch.distributed.checkpoint` calls state_dict() to gather it, or to split tensors by it."""
     frame: Any = sys._getframe(1)
     while frame is not None:
         if frame.f_globals.get("__name__") == _CHECKPOINTS and (info := frame.f_locals.get("info")) is not None:
@@ -79,8 +79,7 @@ def take_own_parts(
     """Converts a state dict in place to the placements of the model that loads it.
 
     Values of sharded tables, whole or in parts, become this rank's parts. Parts of tables that are whole here are
-    gathered.
-    Collective if parts are gathered, or move between columns and a grid.
+    gathered. Collective if parts are gathered, or move between columns and a grid.
 
     Args:
         layouts: layouts of the tables, by all of their names.
@@ -109,8 +108,7 @@ def whole_state(state: Any) -> Any:
     """Returns a nested state dict with each sharded table gathered as a plain tensor on every rank. Collective.
 
     Other values stay the same objects. Tables are gathered in the order of their keys as text, because ranks may have
-    inserted
-    them in different orders.
+    inserted them in different orders.
     """
     if isinstance(state, Part | DTensor):
         return whole(state.detach())

@@ -376,7 +376,7 @@ class WorkingSet:
         self._await(slots)
         rows, number = self.row_of.index_select(0, slots), self._number.index_select(0, slots)
         dirty = self._dirty.index_select(0, slots)
-        self._where.index_copy_(0, rows, -number - 1)  # 0 if the row has no record
+        self._where.index_copy_(0, rows, -number - 1)  # the entry is 0 if the row has no record
         if self._on_device is not None:
             self._on_device.index_fill_(0, self._slots.to_index(rows), 0)
         if bool(dirty.any()):
