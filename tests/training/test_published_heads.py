@@ -182,7 +182,8 @@ def _scores_none(rank: int, ranks: int) -> None:
     head = HEADS["bert"]
     plain = head.make()
     other = DistributedDataParallel(copy.deepcopy(plain))
-    models = [embrace_fx.compile(plain, strategy={head.table: "vocabulary"}), other]
+    compiled = embrace_fx.compile(plain, strategy={head.table: "vocabulary"})
+    models: list[Any] = [compiled, other]
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
     for step in range(3):
         for model, optimizer in zip(models, optimizers, strict=True):
@@ -192,7 +193,7 @@ def _scores_none(rank: int, ranks: int) -> None:
             model(**batch).loss.backward()
             optimizer.step()
             optimizer.zero_grad()
-    found = models[0].full_state_dict()
+    found = compiled.full_state_dict()
     for name, parameter in other.module.named_parameters():
         torch.testing.assert_close(found[name], parameter.detach(), rtol=1e-9, atol=1e-9)
 
