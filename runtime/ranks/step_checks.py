@@ -23,7 +23,8 @@ def check_activities(activities: Sequence[int]) -> None:
     if len(set(activities)) > 1:
         raise PeerFailure(
             {
-                rank: f"ranks call the model in different modes: this one is {_ACTIVITIES[activity]}"
+                rank: f"ranks call the model in different modes: this one is {_ACTIVITIES[activity]}. Call it equally "
+                "often in each mode on every rank; a rank without data passes an empty batch"
                 for rank, activity in enumerate(activities)
             }
         )
