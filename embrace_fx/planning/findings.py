@@ -96,12 +96,12 @@ def find(
     communicator, state, options = context.communicator, context.state, context.options
     try:
         reads = reads_of(state, graph, leaves, communicator.rank, communicator.world_size)
-        own = Report(
+        own = RankFacts(
             tuple(sorted(used_parameters(graph))), _whole(state, graph), reads, scored_of(state, graph, leaves)
         )
     except Exception as error:  # the batch may be bad, on this rank alone
-        own = Report(failure=failure_text(error))
-    everyone = communicator.gather(own, Report)
+        own = RankFacts(failure=failure_text(error))
+    everyone = communicator.gather(own, RankFacts)
     if failures := {rank: report.failure for rank, report in enumerate(everyone) if report.failure is not None}:
         raise PeerFailure(failures)
     if communicator.rank:
@@ -134,7 +134,7 @@ def _whole(state: ModelState, graph: TrainingGraph) -> dict[str, str]:
 def findings_of(
     graph: TrainingGraph,
     facts: tuple[ParameterFacts, ...],
-    reports: Sequence[Report],
+    reports: Sequence[RankFacts],
     ranks: int,
     options: Options,
 ) -> Findings:
@@ -238,7 +238,7 @@ class Read:
 
 
 @dataclass(frozen=True)
-class Report:
+class RankFacts:
     """One rank's report of its batch.
 
     Attributes:
