@@ -28,7 +28,7 @@ from embrace_fx.passes.planner.decide import decide
 from embrace_fx.passes.planner.plan_fit import used_parameters
 from embrace_fx.passes.scheduler.schedule_facts import background_of
 from embrace_fx.planning.findings import (
-    Report,
+    RankFacts,
     drawn_ids,
     facts_of,
     findings_of,
@@ -180,7 +180,7 @@ def plan(  # noqa: PLR0913
         stepping.holders.add(each)
     captured = [_captured(model, state, each) for each in batches]
     reports = [
-        Report(
+        RankFacts(
             tuple(used_parameters(graph)),
             {},
             reads_of(state, graph, leaves, rank, ranks),

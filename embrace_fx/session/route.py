@@ -73,7 +73,7 @@ def runs_as_written(context: Context, programs: Programs, leaves: Sequence[Any])
     if not tables and not heads:
         return f"it has no table that only lookups read; {advice}"
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    graph = as_lookups(gradient_graph({**tables, **heads}, [*tables], {}, frozenset()))
+    graph = as_lookups(gradient_graph(trained, [*tables], {}, frozenset()))
     findings = find(context, graph, [_rows(ids, table) for table in tables.values()], frozenset(), schedule="none")
     plan = plan_on_links(context, findings, None, known=programs.links)
     programs.links = plan.links if plan.links_are == "probed" else None
