@@ -19,6 +19,7 @@ from embrace_fx.passes.planner.plan_fit import WHOLE, unshardable, used_paramete
 from embrace_fx.passes.planner.pricing import Findings, ParameterFacts
 from embrace_fx.runtime.kernels import unique_ids
 from embrace_fx.runtime.probe.links import links_between
+from embrace_fx.runtime.probe.probe import glance
 from embrace_fx.runtime.ranks.failure import PeerFailure, failure_text
 from embrace_fx.runtime.step.phases import reader
 from embrace_fx.runtime.tables.holders import Holders
@@ -46,7 +47,12 @@ HOOKED = "the communication hook reduces whole gradients"
 
 
 def plan_on_links(
-    context: Context, findings: Findings | None, current: Plan | None, *, known: Cluster | None = None
+    context: Context,
+    findings: Findings | None,
+    current: Plan | None,
+    *,
+    known: Cluster | None = None,
+    roughly: bool = False,
 ) -> Plan:
     """Returns rank 0's plan for the given links, or for probed links if a step sends enough. Collective.
 
@@ -54,6 +60,7 @@ def plan_on_links(
         findings: the findings on rank 0, or None on other ranks.
         current: the plan in use, if any.
         known: the links, if they have been probed.
+        roughly: whether a short measurement of the links is enough.
     """
     communicator = context.communicator
 
@@ -77,7 +84,8 @@ def plan_on_links(
         return decided(known, "probed")
     plan = decided(Cluster(), "assumed")
     with stage("probing links", communicator.rank):
-        probed = links_between(communicator, plan.sent_bytes_per_step, context.device)
+        links_of = glance if roughly else links_between
+        probed = links_of(communicator, plan.sent_bytes_per_step, context.device)
     return plan if probed is None else decided(probed, "probed")
 
 

@@ -23,6 +23,7 @@ from embrace_fx.cost import links as cost
 from embrace_fx.cost.links import CORE
 from embrace_fx.passes.planner.pricing import HEAD_EXCHANGES
 from embrace_fx.planning.findings import find, plan_on_links
+from embrace_fx.runtime.probe.probe import GLANCE_ERROR
 from embrace_fx.session.programs import Programs
 from embrace_fx.setup.agreement import agree_on_first_call
 from embrace_fx.setup.context import Context
@@ -75,17 +76,25 @@ def runs_as_written(context: Context, programs: Programs, leaves: Sequence[Any])
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     graph = as_lookups(gradient_graph(trained, [*tables], {}, frozenset()))
     findings = find(context, graph, [_rows(ids, table) for table in tables.values()], frozenset(), schedule="none")
-    plan = plan_on_links(context, findings, None, known=programs.links)
-    programs.links = plan.links if plan.links_are == "probed" else None
     dense = sum(p.numel() for name, p in trained.items() if name not in tables and p.dim() > 1)
     positions = max(communicator.gather(max(each.numel() for each in ids), int))
-    saved_ms = _saved_ms(plan) + sum(_saved_by_head_ms(plan, head, positions) for head in heads.values())
     compute_ms = FLOPS * dense * positions / CORE.flops_per_ms + PARAMETER_MS * len(trained)
     capture_ms = CAPTURE_MS * len(trained)
-    if (plan.sharded or heads) and saved_ms > max(WORTH * compute_ms, capture_ms / REPAID_IN):
+    least_ms = max(WORTH * compute_ms, capture_ms / REPAID_IN)
+
+    def saved_ms(plan: Plan) -> float:
+        """Predicts the milliseconds that shards save per step."""
+        return _saved_ms(plan) + sum(_saved_by_head_ms(plan, head, positions) for head in heads.values())
+
+    plan = plan_on_links(context, findings, None, roughly=True)
+    if plan.links_are == "probed" and GLANCE_ERROR * saved_ms(plan) > least_ms:  # exact links may decide otherwise
+        plan = plan_on_links(context, findings, None)
+    programs.links = plan.links if plan.links_are == "probed" else None
+    if (plan.sharded or heads) and saved_ms(plan) > least_ms:
         return ""
     names, of = ", ".join({**tables, **heads}), f"of a step of about {compute_ms:.0f} ms"
-    return f"shards of {names} would save {saved_ms:.1f} ms {of}, a capture take {capture_ms / 1e3:.1f} s; {advice}"
+    saved = f"shards of {names} would save {saved_ms(plan):.1f} ms {of}"
+    return f"{saved}, a capture take {capture_ms / 1e3:.1f} s; {advice}"
 
 
 def _asks_for_a_graph(context: Context) -> bool:

@@ -70,6 +70,8 @@ MOST_IN_ROW = 8
 FIRST_ROW, FIRST_MS, MOST_FIRST_RUNS = 4, 120.0, 40
 """For the first size: launches in a row, about the time of all runs, most runs. Start-up depends on when the scheduler
 wakes threads and is the noisiest figure, and chunk sizes are multiples of it."""
+GLANCED_BYTES, GLANCE_ERROR = 2**20, 1.5
+"""Larger size of a glance; ratio by which its times may differ from a probe's."""
 BURST_SHARE = 0.1
 """Most share by which the bandwidth may be below the largest size's own rate, for a burst: 5 of `LONG_MS`. The slope
 alone may be far off, where one of few runs met a busy core."""
@@ -218,6 +220,30 @@ def probed_links(
         holds = recalled is not None and still_holds(communicator, recalled, device, on_one_host)
         found[computes_on.type] = recalled if recalled and holds else probe(communicator, device, computes_on)
     return found[computes_on.type]
+
+
+def glance(communicator: Communicator, sent_bytes: int, device: torch.device = CPU) -> Cluster | None:
+    """Returns the links found in this process, or one link for all ways to send, measured in less than a tenth of a
+    probe's time; None if a step sends less than a chunk. Collective.
+
+    Its times may differ from a probe's by `GLANCE_ERROR`.
+
+    Args:
+        sent_bytes: approximate bytes that a step sends; equal on all ranks.
+        device: the device whose tensors are sent. Over gloo, a GPU's tensors are sent from host to host.
+    """
+    if communicator.group is None or sent_bytes <= MIN_CHUNK_BYTES:
+        return None
+    if (known := _PROBED.get(communicator.group, {}).get(device.type)) is not None:
+        return known
+    device, samples = device if communicator.uses_nccl(device) else CPU, []
+    for own_bytes, row in ((FIRST_BYTES, FIRST_ROW), (GLANCED_BYTES, IN_FLIGHT)):
+        launch = launch_of(communicator, "all_reduce", own_bytes, device)
+        alone_ms(communicator, launch, 1, 1, device)  # connects the ranks
+        time_ms = median_ms(communicator, launch, MOST_RUNS, row, IN_FLIGHT, device)
+        samples.append(Sample(exchange("all_reduce", own_bytes, communicator.world_size), time_ms))
+    link = fit(samples)
+    return Cluster(link.bandwidth_bytes_per_ms, link.latency_ms)
 
 
 def still_holds(

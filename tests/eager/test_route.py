@@ -7,11 +7,13 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import embrace_fx
+from embrace_fx.planning import findings
 from tests.support.ranks import run_ranks
 
 STEPS = 20
@@ -80,6 +82,38 @@ def test_is_captured_where_that_is_asked_for() -> None:
     for options in ({"route": "graph"}, {"schedule": "vertical"}):
         for reason, _ in run_ranks(2, _beside_ddp, embrace_fx.Cluster(1e6, 0.05), {}, options):
             assert reason == ""
+
+
+def _by_a_glance(
+    rank: int, world_size: int, glanced: embrace_fx.Cluster, probed: embrace_fx.Cluster
+) -> tuple[str, int]:
+    """Returns why calls run as they are written, and how often the links were probed."""
+    probes: list[int] = []
+
+    def links_between(*_: object) -> embrace_fx.Cluster:
+        probes.append(1)
+        return probed
+
+    torch.manual_seed(0)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(findings, "glance", lambda *_: glanced)
+        patch.setattr(findings, "links_between", links_between)
+        model = embrace_fx.compile(Chain(20_000))
+        _train(model, rank, 2, words=20_000)
+    found: str = model.graphs.reason
+    model.close()
+    return found, len(probes)
+
+
+def test_links_are_probed_only_where_a_glance_leaves_a_doubt() -> None:
+    fast, slow = embrace_fx.Cluster(1e7, 0.01), embrace_fx.Cluster(1e3, 20.0)
+    for reason, probes in run_ranks(2, _by_a_glance, fast, slow):
+        assert "shards of words.weight would save" in reason
+        assert probes == 0
+    for reason, probes in run_ranks(2, _by_a_glance, slow, fast):
+        assert "shards of words.weight would save" in reason
+        assert probes == 1
+    assert run_ranks(2, _by_a_glance, slow, slow) == [("", 1)] * 2
 
 
 class Tied(Chain):

@@ -130,5 +130,18 @@ def test_two_ranks_get_one_answer() -> None:
     assert 0 <= cluster.busy <= 1
 
 
+def glanced(rank: int, world_size: int) -> tuple[Cluster | None, Cluster | None]:
+    communicator = Communicator(dist.group.WORLD)
+    return measuring.glance(communicator, 2**30), measuring.glance(communicator, 1000)
+
+
+def test_a_glance_gives_all_ranks_one_link_and_spares_small_steps() -> None:
+    (found, none), (other, _) = run_ranks(2, glanced)
+    assert found is not None
+    assert found == other
+    assert found.bandwidth_bytes_per_ms > 10_000  # 80 Mb/s: the loopback, however busy
+    assert none is None
+
+
 def test_a_single_rank_has_no_network() -> None:
     assert probe(Communicator(None)) == Cluster()
