@@ -10,7 +10,6 @@ import random
 import time
 from collections import Counter
 
-from tests.support.ranks import close_pool
 from tests.support.tiers import DEEDS, OPTIMIZERS, Loop, assert_same_loop
 
 ROWS, STEPS = 2000, 60
@@ -52,7 +51,6 @@ def main() -> None:
             print(f"seed {seed}, {ranks} ranks, {loop}: {str(error)[:2000]}", flush=True)
         done.update(loop.deeds)
         done["rounds"] += 1
-    close_pool()
     print(f"{done.pop('rounds')} rounds of {STEPS} steps from seed {given.seed}, {len(wrong)} wrong: {wrong}")
     print(", ".join(f"{kind} {count}" for kind, count in sorted(done.items())))
     raise SystemExit(bool(wrong))

@@ -13,6 +13,7 @@ Protocol
 
 from __future__ import annotations
 
+import atexit
 import faulthandler
 import gc
 import multiprocessing
@@ -151,6 +152,9 @@ def fresh_ranks(world_size: int, fn: Callable[..., T], *args: Any, timeout_s: fl
 def close_pool() -> None:
     """Ends the processes of the shared pool; a later call starts new ones."""
     _pool.close(EXIT_S)
+
+
+atexit.register(close_pool)  # multiprocessing would wait for them, where a script calls `run_ranks`
 
 
 def reset_torch_state() -> None:
