@@ -6,6 +6,7 @@ import copy
 from collections.abc import Callable
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -186,3 +187,19 @@ def test_a_tied_table_with_labels_is_captured_where_its_head_is_worth_sharding()
     for reason, strategy in run_ranks(2, _labelled, embrace_fx.Cluster(1e7, 0.05)):
         assert reason
         assert strategy == "allreduce"
+
+
+def _priced(rank: int, world_size: int) -> list[float]:
+    """Bytes that a step sends by the plan for which links are to be probed."""
+    sent: list[float] = []
+    probe = mock.patch("embrace_fx.planning.findings.links_between", lambda of, sent_bytes, on: sent.append(sent_bytes))
+    model, ids = embrace_fx.compile(Labelled()), torch.randint(20_000, (3, 5))
+    with probe:
+        model(ids, ids).backward()
+    model.close()
+    return sent
+
+
+def test_links_are_probed_for_the_gradient_of_a_tied_table() -> None:
+    for sent in run_ranks(2, _priced):
+        assert sent[0] > Labelled().words.weight.nbytes
