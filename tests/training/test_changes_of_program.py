@@ -73,6 +73,11 @@ def _gradients_kept_over_plans(side: Side) -> Any:
     return [losses, side.kept]
 
 
+def _graphs_that_are_new_while_updates_are_pending(side: Side) -> Any:
+    """Of other tasks, and of other lengths."""
+    return [side.train(task, length) for task, length in zip("aabbcca", (3, 3, 3, 4, 4, 2, 5), strict=True)]
+
+
 LOOPS: dict[Callable[[Side], Any], str] = {
     _inference_after_the_first_step: "alltoall",
     _inference_before_the_first_step: "auto",
@@ -83,6 +88,7 @@ LOOPS: dict[Callable[[Side], Any], str] = {
     _no_graph_with_a_table_frozen_so_far: "auto",
     _gradients_kept_over_plans: "alltoall",
     _gradients_of_zeros_over_plans: "alltoall",
+    _graphs_that_are_new_while_updates_are_pending: "alltoall",
 }
 """Loops, and how tables are placed in each."""
 
@@ -94,7 +100,10 @@ def _trained(rank: int, world_size: int, loop: Callable[[Side], Any], strategy: 
     return differs(found, expected)
 
 
-BY_DEFAULT = (_inference_after_the_first_step, _another_route_on_one_rank_as_a_plan_begins, _gradients_kept_over_plans)
+BY_DEFAULT = (
+    *(_inference_after_the_first_step, _another_route_on_one_rank_as_a_plan_begins, _gradients_kept_over_plans),
+    _graphs_that_are_new_while_updates_are_pending,
+)
 
 
 @pytest.mark.parametrize(
