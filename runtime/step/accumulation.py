@@ -123,6 +123,7 @@ class Accumulation:
         """Begins the backward of a call. If `step` is None, the call is unknown, and the last one is taken."""
         if not self._is_of_parameters():
             return
+        of_results = step is not None
         if step is None:
             step = next((found for each in reversed(self._waiting) if (found := each()) is not None), None)
         if step is None:
@@ -136,7 +137,7 @@ class Accumulation:
             elif parameter.grad is not None:
                 backward.before[name], parameter.grad = parameter.grad, None
         with torch.no_grad():
-            step.begin_backward()
+            step.begin_backward(of_results=of_results)
 
     def _is_of_parameters(self) -> bool:
         """Returns whether the running backward accumulates parameters' gradients, as `torch.autograd.grad` does not."""

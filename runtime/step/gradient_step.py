@@ -11,7 +11,7 @@ from torch import Tensor
 from embrace_fx.runtime.step.phases import autocast_is_in_the_graph
 from embrace_fx.runtime.step.pieces import InPieces
 from embrace_fx.runtime.step.program import LoweredPhase, Program
-from embrace_fx.runtime.step.step import Opened, Step
+from embrace_fx.runtime.step.step import SECOND, Opened, Step
 from embrace_fx.vocabulary.as_seen import AsSeen
 from embrace_fx.vocabulary.graph import Values
 from embrace_fx.vocabulary.step_variant import BackwardVariant, ForwardVariant
@@ -35,6 +35,8 @@ class GradientStep(Step):
         self._places = {name: k for k, name in enumerate(names)}
         self._in_rows = in_rows
         self._failure: Exception | None = None
+        self._of_results = True
+        self._reduced: set[str] = set()  # parameters whose gradients earlier backwards of the results have reduced
         self._opened: Opened | None = None
         self._sent: InPieces | None = None  # sends gradients as they arrive, or None to send them at the end
         self._taken: dict[int, Tensor] = {}  # index of a parameter -> gradient in the layout of its exchange
@@ -71,8 +73,11 @@ class GradientStep(Step):
         self.program.flow.mark_forward()
         self._results = [each.detach() for each in results if isinstance(each, Tensor)]
 
-    def begin_backward(self) -> None:
+    def begin_backward(self, *, of_results: bool) -> None:
         """Informs the other ranks that this rank begins its backward.
+
+        Args:
+            of_results: whether it begins at the call's results, not at a parameter that a loss of its own reads.
 
         Raises:
             PeerFailure: another rank is known not to, or has failed before; raised on every rank.
@@ -80,7 +85,7 @@ class GradientStep(Step):
         self.program.state.awaiting_backward.discard(self)
         self.program.announcements.wait()
         self._opened = self._open({})
-        self._sent, self._taken = None, {}
+        self._sent, self._taken, self._of_results = None, {}, of_results
         if isinstance(run := self._opened.phase.run, InPieces):
             run.begin()
             may_leave = not self.program.state.unreduced and self.program.flow.shares_failures
@@ -91,10 +96,12 @@ class GradientStep(Step):
         """Adds a gradient, and sends its bucket if that is complete. Only on hosts, and not if `no_sync` left sums.
 
         Raises:
-            RuntimeError: a gradient that was sent is accumulated again.
+            RuntimeError: a gradient that was sent, or reduced by an earlier backward, is accumulated again.
         """
         if self._sent is None:
             return
+        if self._of_results and name in self._reduced:
+            raise RuntimeError(SECOND)
         k = self._places[name]
         if (completes := self._sent.note(k)) is None:
             raise RuntimeError(_AGAIN.format(name))
@@ -111,11 +118,14 @@ class GradientStep(Step):
             failure: the error that ended the backward early, or None.
 
         Raises:
+            RuntimeError: an earlier backward of this call has reduced one of these gradients.
             PeerFailure: a rank has failed; on every rank.
             FloatingPointError: a scalar result of any rank is not finite, nor are its gradients; on every rank.
         """
         program, opened = self.program, self._opened
         assert opened is not None
+        if self._of_results and not self._reduced.isdisjoint(gradients):
+            failure = RuntimeError(SECOND)  # under DDP each rank would add its own gradients to the means
         self._opened, self._sent, self._failure = None, None, failure
         given = tuple([k for k, name in enumerate(self._names) if name in gradients])
         used = program.used.words(given, program.state.unreduced)
@@ -125,6 +135,8 @@ class GradientStep(Step):
             absent_here = program.used.absent(used) | program.used.left(given)
             program.deliver(roles, outputs, program.used.absent(counts), absent_here, ())
             program.flow.mark_end()
+        if program.deliver.synchronised and self._of_results and program.communicator.world_size > 1:
+            self._reduced.update(gradients)
 
     def _is_harmless(self, tangents: Sequence[Tensor | None]) -> bool:
         """Returns whether the gradients are finite although the loss is not."""

@@ -33,6 +33,11 @@ from embrace_fx.vocabulary.as_seen import AsSeen
 from embrace_fx.vocabulary.graph import BatchInput, Gradient, OutputRole, Result, Values
 from embrace_fx.vocabulary.step_variant import BackwardVariant, ForwardVariant
 
+SECOND = (
+    "backward(): a second one for the results of the same call, after the gradients of the first have been reduced. "
+    "Call the model again, or add the losses and call backward once."
+)
+
 
 def run_step(program: Program, leaves: Sequence[Any], *, train: bool, following: NextBatch | None = None) -> list[Any]:
     """Runs the model on a flattened batch, and returns its flattened results.
@@ -176,11 +181,7 @@ class Step:
         """
         program = self.program
         if self._values is None:
-            raise RuntimeError(
-                "backward(): a second one for the results of the same call. What it needs has been freed, and the "
-                "gradients of the first have been reduced. Call the model again, or add the losses and call backward "
-                "once."
-            )
+            raise RuntimeError(SECOND)
         if twice and not self.program.flow.shares_failures:
             raise RuntimeError(TWICE)
         program.state.awaiting_backward.discard(self)

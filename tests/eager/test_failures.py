@@ -126,3 +126,40 @@ def test_all_ranks_leave_the_graph_with_the_first_one_that_has_to() -> None:
         assert strategies[2:] == ["allreduce", "allreduce"]
         assert "eager/models.py" in route
         assert "Data-dependent" in route
+
+
+class _Towers(torch.nn.Module):
+    """Two results, with a parameter in common or without one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.both = torch.nn.Linear(3, 1), torch.nn.Linear(3, 1), torch.nn.Linear(3, 3)
+
+    def forward(self, x: Tensor, shares: bool) -> tuple[Tensor, Tensor]:
+        hidden = self.both(x) if shares else x
+        return self.first(hidden).square().mean(), self.second(hidden).square().mean()
+
+
+def _second(rank: int, world_size: int) -> tuple[str, list[Tensor]]:
+    torch.manual_seed(0)
+    compiled = embrace_fx.compile(_Towers(), route="eager")
+    told, gradients = "", []
+    for shares in (False, True, False):
+        compiled.zero_grad()
+        first, second = compiled(torch.full((2, 3), 1.0 + rank), shares)
+        first.backward(retain_graph=True)
+        try:
+            second.backward()
+        except RuntimeError as error:
+            told += str(error)
+        gradients += [each.grad.clone() for each in compiled.parameters() if each.grad is not None]
+    return told, gradients
+
+
+def test_a_gradient_that_was_reduced_is_not_added_to_again() -> None:
+    (told, gradients), (other, same) = run_ranks(2, _second)
+    assert told == other
+    assert told.count("a second one for the results of the same call") == 1
+    assert len(gradients) == 4 + 4 + 4
+    for one, another in zip(gradients, same, strict=True):
+        assert torch.equal(one, another)
