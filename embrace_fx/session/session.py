@@ -24,8 +24,8 @@ from embrace_fx.runtime.flow.lookahead import Lookahead
 from embrace_fx.runtime.ranks.announcement import Announcement, Announcements
 from embrace_fx.runtime.ranks.communicator import Communicator
 from embrace_fx.runtime.ranks.default_group import check_call, check_group, default_group, group_of_mesh
-from embrace_fx.runtime.ranks.failure import FORKED, PlanDoesNotFit
-from embrace_fx.runtime.ranks.forks import watch_forks
+from embrace_fx.runtime.ranks.failure import PlanDoesNotFit
+from embrace_fx.runtime.ranks.forks import FORKED, watch_forks
 from embrace_fx.runtime.ranks.wire_rounding import Rounding
 from embrace_fx.runtime.step.hooked_buckets import CommHook
 from embrace_fx.runtime.step.outside_uses import OutsideUses

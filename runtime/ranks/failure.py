@@ -31,13 +31,6 @@ CLOSED = (
 )
 """The error of a closed model."""
 
-FORKED = (
-    "The model was called, or a sharded table read, in a forked child process, which cannot communicate with other "
-    "ranks. Before the fork, call full_tensor() of the table or model.full_state_dict() on every rank. Or fork inside "
-    "`with model.whole():`."
-)
-"""The error of a model in a forked child."""
-
 _LIBRARIES = tuple(
     str(path)
     for path in (

@@ -5,15 +5,27 @@
 Contract
     A child sees parameters, gradients and optimizer state after the last step. Pending updates are applied before the
     fork, because the child has no thread to apply them. Ops that need a connection to other ranks raise in the child,
-    because it has only copies of its parent's connections.
+    because it has only copies of its parent's connections. If the child ends by that error, its parent raises it too:
+    the parent may wait for an answer.
 """
 
 from __future__ import annotations
 
+import mmap
 import os
+import signal
+import threading
+from collections.abc import Callable
 from functools import cache
-from typing import Protocol
+from typing import Any, Protocol
 from weakref import WeakSet
+
+FORKED = (
+    "The model was called, or a sharded table read, in a forked child process, which cannot communicate with other "
+    "ranks. Before the fork, call full_tensor() of the table or model.full_state_dict() on every rank. Or fork inside "
+    "`with model.whole():`."
+)
+"""The error of a model in a forked child."""
 
 
 class Forking(Protocol):
@@ -41,8 +53,53 @@ def _listen() -> None:
     os.register_at_fork(before=_before, after_in_child=_in_child)
 
 
+@cache
+def _refused() -> mmap.mmap:
+    """Returns memory that this process shares with its children: the number of the last child that was refused."""
+    return mmap.mmap(-1, _BYTES)
+
+
+_BYTES = 8
+
+
+def refused_in_fork() -> RuntimeError:
+    """Notes for the parent that this child is refused, and returns the error."""
+    _refused()[:] = os.getpid().to_bytes(_BYTES, "little")
+    return RuntimeError(FORKED)
+
+
+@cache
+def _watch_children() -> None:
+    """Listens to the ends of children, unless the script ignores them."""
+    _refused()
+    before = signal.getsignal(signal.SIGCHLD)
+    if before is signal.SIG_DFL or callable(before):
+        signal.signal(signal.SIGCHLD, lambda number, frame: _child_ended(before, number, frame))
+
+
+def _child_ended(before: Callable[..., Any] | int, number: int, frame: Any) -> None:
+    """Raises the error of a child that was refused and has failed."""
+    if callable(before):
+        before(number, frame)
+    child = int.from_bytes(_refused()[:], "little")
+    if child and _has_failed(child):
+        _refused()[:] = bytes(_BYTES)
+        raise RuntimeError(f"A child process has ended by an error: {FORKED}")
+
+
+def _has_failed(child: int) -> bool:
+    """Returns whether a child has exited with an error. Its status can still be read afterwards."""
+    try:
+        found = os.waitid(os.P_PID, child, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:  # its status has been read, or it is a child of a child
+        return False
+    return found is not None and found.si_code == os.CLD_EXITED and found.si_status != 0
+
+
 def _before() -> None:
     """Prepares all models for a fork."""
+    if _MODELS and threading.current_thread() is threading.main_thread():
+        _watch_children()
     for model in list(_MODELS):
         model.before_fork()
 

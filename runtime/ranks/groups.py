@@ -26,7 +26,6 @@ from torch import Tensor
 from embrace_fx.runtime.ranks.backends import CPU, alone_on, backend_name, carries, timeout_of
 from embrace_fx.runtime.ranks.failure import (
     CLOSED,
-    FORKED,
     LaunchLog,
     LivenessCheck,
     PeerFailure,
@@ -34,6 +33,7 @@ from embrace_fx.runtime.ranks.failure import (
     failure_text,
     is_of_ranks,
 )
+from embrace_fx.runtime.ranks.forks import FORKED, refused_in_fork
 from embrace_fx.runtime.ranks.gathering import all_gather_single, gather_single
 from embrace_fx.runtime.ranks.group_deadlock import check_group_deadlock
 from embrace_fx.runtime.ranks.worker import Worker
@@ -148,12 +148,13 @@ class Groups:
     def check_open(self) -> None:
         """Raises `RuntimeError` if this object is closed."""
         if self._closed:
+            self.check_fork()
             raise RuntimeError(self._closed)
 
     def check_fork(self) -> None:
         """Raises `RuntimeError` in a forked child."""
         if self._closed == FORKED:
-            raise RuntimeError(FORKED)
+            raise refused_in_fork()
 
     def open_lanes(self, device: torch.device = CPU, lanes: Collection[Lane] = CLASS_LANES) -> None:
         """Creates the groups of the launcher. Only one thread launches on a group. Collective.

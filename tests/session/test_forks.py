@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import os
 import pickle
+import time
 from functools import partial
 from typing import Any
 
@@ -38,3 +41,26 @@ def test_what_needs_other_ranks_is_refused_in_a_child() -> None:
             assert "a forked child process" in told
             assert "model.whole()" in told
         assert whole == expected
+
+
+def _await(rank: int, world_size: int) -> tuple[str, float]:
+    training = Training(partial(embrace_fx.compile, strategy="alltoall"), OPTIMIZERS["adamw"], is_compiled=True)
+    training.update(training.batch(0))
+    context = multiprocessing.get_context("fork")
+    answers = context.Queue()
+    words, ids = training.module.words, torch.ones(2, dtype=torch.int64)
+    context.Process(target=os._exit, args=(1,)).start()  # another child's failure is the script's own affair
+    context.Process(target=lambda: answers.put(words(ids).sum().item())).start()
+    began = time.monotonic()
+    try:
+        answers.get(timeout=40)
+    except Exception as error:
+        return str(error), time.monotonic() - began
+    return "an answer", 0.0
+
+
+def test_a_parent_does_not_wait_for_a_child_that_was_refused() -> None:
+    for told, waited_s in run_ranks(2, _await):
+        assert "A child process has ended by an error" in told
+        assert "model.whole()" in told
+        assert waited_s < 20
