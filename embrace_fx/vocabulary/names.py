@@ -3,13 +3,20 @@
 Names are the plain model's, so that `name.startswith("module.emb")` or `name[7:]`, written for DistributedDataParallel,
 would do nothing or cut into the name, without a word. Both raise here. Where the prefix is only looked for
 (`name.startswith("module.")`, `name.removeprefix("module.")`), a name is as any other string.
+
+A set compares hashes first, so that `name in {"module.emb.weight"}` asks a name for nothing but its hash: the set is
+then read from the frame that asks.
 """
 
 from __future__ import annotations
 
 import codecs
+import dis
+import sys
 from collections import OrderedDict
 from collections.abc import ItemsView, Iterator, KeysView
+from functools import cache
+from types import CodeType, FrameType
 from typing import Any, TypeVar
 
 PREFIX = "module."
@@ -20,7 +27,14 @@ class Name(str):
     """A parameter's, buffer's or module's name: equal to the plain string, hashed alike, and pickled as one."""
 
     __slots__ = ()
-    __hash__ = str.__hash__
+
+    def __hash__(self) -> int:
+        caller = sys._getframe(1)
+        if caller.f_code.co_code[caller.f_lasti] == _CONTAINS:
+            names = _searched(caller)
+            if PREFIX + self in names and str(self) not in names:
+                self._refuse_if_prefixed(PREFIX + self, super().__eq__)
+        return super().__hash__()
 
     def startswith(self, prefix: Any, *bounds: Any) -> bool:
         """Returns whether the name starts with a prefix; refuses prefixes that only the compiled model's names have."""
@@ -67,6 +81,38 @@ class Name(str):
 
 
 _CUT = slice(len(PREFIX), None)
+_CONTAINS = dis.opmap["CONTAINS_OP"]
+
+
+def _searched(frame: FrameType) -> frozenset[Any]:
+    """Returns the set in which a frame looks up a name, empty if it is none or cannot be told."""
+    found: Any = None
+    for kind, what in _path_to_set(frame.f_code, frame.f_lasti):
+        if kind == "LOAD_CONST":
+            found = what
+        elif kind == "LOAD_ATTR":
+            found = getattr(found, what, None)
+        else:
+            found = frame.f_locals.get(what, frame.f_globals.get(what))
+    return frozenset(map(str, found)) if isinstance(found, set | frozenset) else frozenset()
+
+
+@cache
+def _path_to_set(code: CodeType, last: int) -> tuple[tuple[str, Any], ...]:
+    """Returns the loads (instruction, name or constant) that give the set of a CONTAINS_OP, if these are all."""
+    path: list[tuple[str, Any]] = []
+    for each in reversed([each for each in dis.get_instructions(code) if each.offset < last]):
+        if each.opname in ("CACHE", "EXTENDED_ARG", "NOP"):
+            continue
+        what = each.argval[-1] if isinstance(each.argval, tuple) else each.argval
+        kind = next((kind for kind in _LOADS if each.opname.startswith(kind)), "")
+        path.append((kind, what))
+        if kind != "LOAD_ATTR":
+            return tuple(reversed(path)) if kind else ()
+    return ()
+
+
+_LOADS = ("LOAD_CONST", "LOAD_ATTR", "LOAD_FAST", "LOAD_DEREF", "LOAD_GLOBAL", "LOAD_NAME")
 
 
 def named(found: Iterator[tuple[str, T]], prefix: str) -> Iterator[tuple[str, T]]:

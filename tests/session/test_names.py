@@ -36,12 +36,22 @@ def _handed_out(model: Any) -> list[str]:
     return [next(name for name in each if name == "words.weight") for each in found]
 
 
+NO_DECAY = {"module.words.weight", "module.out.bias"}
+
+
+class Groups:
+    slow = frozenset(NO_DECAY)
+
+
 HABITS: tuple[Callable[[str], Any], ...] = (
     lambda name: name.startswith("module.words"),
     lambda name: name.startswith(("module.out", "module.words")),
     lambda name: "module.words" in name,
     lambda name: name == "module.words.weight",
     lambda name: name in ["module.out.bias", "module.words.weight"],
+    lambda name: name in {"module.out.bias", "module.words.weight"},
+    lambda name: [each for each in (name,) if each in NO_DECAY],
+    lambda name: name not in Groups.slow,
     lambda name: name[7:],
     lambda name: name[len("module.") :],
 )
@@ -53,6 +63,8 @@ ANSWERED: tuple[Callable[[str], Any], ...] = (
     lambda name: "module." in name,
     lambda name: name == "module.words",
     lambda name: name in {"words.weight"},
+    lambda name: name in {"words.weight", "module.words.weight"},
+    lambda name: name in {"module.out.bias"},
     lambda name: name.removeprefix("module."),
     lambda name: name.replace("module.", ""),
     lambda name: name.split("module.")[-1],
