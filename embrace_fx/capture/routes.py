@@ -113,17 +113,29 @@ _SPARSE = {torch.nn.functional.embedding: 6, torch.nn.functional.embedding_bag: 
 """Lookup function -> the position of its argument `sparse`."""
 
 
+def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Computes `linear` as one product, with the bias in it, of a sequence in any memory format too.
+
+    torch would add the bias to the result where the input is not contiguous, such as an RNN's with `batch_first`.
+    """
+    copies = bias is not None and input.dim() == 3
+    return torch.nn.functional.linear(input.contiguous() if copies else input, weight, bias)
+
+
 def _keep_whole(read: fx.GraphModule) -> None:
-    """Makes Dynamo's graph and nested graphs call `whole` for RNNs, and lookups without sparse gradients.
+    """Makes Dynamo's graph and nested graphs call `whole` for RNNs, `_linear`, and lookups without sparse gradients.
 
     ATen graphs do not support the layout of sparse gradients. `meta["custom"]` marks the lookups that requested one.
     """
     for module in [each for each in read.modules() if isinstance(each, fx.GraphModule)]:
-        kinds: tuple[Any, ...] = (*CELLS, *_SPARSE)
+        kinds: tuple[Any, ...] = (*CELLS, *_SPARSE, torch.nn.functional.linear)
         found = [node for kind in kinds for node in module.graph.find_nodes(op="call_function", target=kind)]
         for node in found:
             if (cell := CELLS.get(node.target)) is not None:
                 node.target, node.args = whole, (cell, *node.args)
+                continue
+            if node.target is torch.nn.functional.linear:
+                node.target = _linear
                 continue
             place = _SPARSE[node.target]
             if node.args[place] if place < len(node.args) else node.kwargs.get("sparse", False):

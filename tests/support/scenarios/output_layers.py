@@ -105,6 +105,19 @@ class losses_weighed_by_position(WithLoss):
         return (losses * torch.linspace(0, 1, len(losses))).sum()
 
 
+@of_a_model()
+class sequences_of_a_recurrent_layer(WithLoss):
+    """Their memory is laid out by time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rnn = nn.GRU(DIM, DIM, batch_first=True)
+
+    def hidden(self, words_BT: Tensor) -> Tensor:
+        found: Tensor = self.rnn(super().hidden(words_BT))[0]
+        return found
+
+
 @of_a_model(whole=True)
 class a_z_loss(WithLoss):
     def loss(self, logits: Tensor, labels: Tensor) -> Tensor:
