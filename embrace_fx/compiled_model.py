@@ -100,8 +100,8 @@ class CompiledModel(nn.Module, Joinable):
         if session.shards:
             name, sharded = type(session.model).__name__, ", ".join(session.shards)
             raise TypeError(
-                f"A compiled {name} cannot be copied or pickled while {sharded} are sharded. Save full_state_dict(), "
-                "or copy model.module."
+                f"A compiled {name} cannot be copied or pickled while {sharded} are sharded. On every rank, copy or "
+                "pickle what `with model.whole() as plain:` yields, or save model.full_state_dict()."
             )
         return _compiled_again, (session.model, session.options)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 from unittest import mock
 
@@ -31,11 +32,16 @@ def _train(rank: int, world_size: int, looks: bool) -> tuple[list[Tensor], list[
                 rows: Any = found.rows
                 same.append(torch.equal(rows(ids), whole[ids]))
                 same.append(torch.equal(rows.weight, whole))
+                copied: Any = copy.deepcopy(found)
+            copied.rows(ids).sum().backward()
+            same.append(torch.equal(copied.rows.weight, whole))
             with pytest.raises(RuntimeError) as of_part:
                 model.rows(ids)
             with pytest.raises(RuntimeError) as between:
                 _whole_between(compiled, rank)
-            told = [str(of_part.value), str(between.value)]
+            with pytest.raises(TypeError, match="cannot be copied") as of_copy:
+                copy.deepcopy(compiled)
+            told = [str(of_part.value), str(between.value), str(of_copy.value)]
             optimizer.zero_grad()
     return [embrace_fx.full_state_dict(compiled)[name] for name in model.state_dict()], same, told
 
@@ -52,8 +58,9 @@ def _whole_between(compiled: embrace_fx.CompiledModel, rank: int) -> None:
 def test_parts_of_the_model_are_called_and_training_goes_on() -> None:
     looked, plain = run_ranks(2, _train, True), run_ranks(2, _train, False)
     for (found, same, told), (expected, _, _) in zip(looked, plain, strict=True):
-        assert same == [True, True]
+        assert same == [True, True, True]
         assert "with model.whole()" in told[0]
+        assert "with model.whole() as plain:" in told[2]
         assert "waits for its backward" in told[1]
         for own, other in zip(found, expected, strict=True):
             torch.testing.assert_close(own, other)
