@@ -22,8 +22,8 @@ from embrace_fx.runtime.tables.part import Part
 from embrace_fx.runtime.tables.part_layout import Layout
 from embrace_fx.vocabulary.plan import Grid
 
-REFUSED = "expected "
-"""How an error of ours begins."""
+REFUSED = "the sharded "
+"""What an error of ours says of the tensor."""
 
 
 class Parts:
@@ -111,7 +111,7 @@ def asked(make: Callable[[], Any], deed: Callable[[Any], Any]) -> tuple[str, Any
         try:
             answer = deed(tensor)
         except Exception as error:
-            kind = "refused" if str(error).startswith(REFUSED) else "error"
+            kind = "refused" if REFUSED in str(error) else "error"
             return kind, f"{type(error).__name__}: {error}"
         return "answer", (whole_of(answer), whole_of(tensor))
 
