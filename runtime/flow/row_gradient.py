@@ -24,7 +24,7 @@ from torch import Tensor
 
 from embrace_fx.runtime.flow.owed import Owed
 from embrace_fx.runtime.flow.routing import Routing
-from embrace_fx.runtime.kernels import coalesce, split_columns, split_selected_columns
+from embrace_fx.runtime.kernels import coalesce, split_columns, split_selected_columns, sum_into
 from embrace_fx.runtime.kernels.among import on_device
 from embrace_fx.runtime.kernels.grid import split_selected_grid
 from embrace_fx.runtime.launch.launcher import Launcher
@@ -277,10 +277,9 @@ def summed(
     flat = flat.to(dtype)
     if routing.sums is None:
         ids, rows = coalesce(routing.held_ids, flat, columns, padding_rows, scale)
-        return ids, rows
-    unique, places = routing.sums
-    rows = flat.view(places.numel(), columns)
-    return unique, rows.new_zeros((len(unique) + 1, columns)).index_add_(0, places, rows, alpha=scale)[:-1]
+    else:
+        ids, rows = sum_into(flat, routing.sums, columns, scale)
+    return ids, rows
 
 
 def _arrived(parts: Iterable[Sent], table: RowTable | JoinedTable, launcher: Launcher, how: How) -> list[Rows]:

@@ -220,6 +220,20 @@ def sum_rows(flat: Tensor, of: tuple[Tensor, ...], columns: int, scale: float) -
     return [unique[kept[0]], summed[kept[0]]] if kept else [unique, summed]
 
 
+def sum_into(flat: Tensor, sums: tuple[Tensor, Tensor], columns: int, scale: float) -> list[Tensor]:
+    """Computes `coalesce` where the host knows the sums.
+
+    Args:
+        sums: the ids (K,) of the sums, and the number (R,) of the sum that each row goes into: K for none.
+    """
+    if flat.is_cuda and gpu.takes(flat):
+        return gpu.sum_segments(flat, gpu.known_segments(*sums), columns, scale)
+    unique, number = sums
+    rows = flat.view(number.numel(), columns)
+    summed = rows.new_zeros((len(unique) + 1, columns)).index_add_(0, number, rows, alpha=scale)
+    return [unique, summed[:-1]]
+
+
 def sparse_gradient(gradient: Tensor, ids: Sequence[Tensor], paddings: Sequence[int]) -> Tensor:
     """Returns the rows of a dense gradient that lookups have read, as a coalesced COO tensor."""
     none = torch.empty(0, dtype=torch.int64, device=gradient.device)

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from embrace_fx.runtime.kernels.gpu.columns import pack_columns as pack_columns
     from embrace_fx.runtime.kernels.gpu.columns import unpack_columns as unpack_columns
     from embrace_fx.runtime.kernels.gpu.decay import decay_rows as decay_rows
+    from embrace_fx.runtime.kernels.gpu.sums import known_segments as known_segments
     from embrace_fx.runtime.kernels.gpu.sums import segments as segments
     from embrace_fx.runtime.kernels.gpu.sums import sum_segments as sum_segments
     from embrace_fx.runtime.kernels.gpu.updates import adagrad_rows as adagrad_rows
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
 _FILES = {
     "columns": ("pack_columns", "unpack_columns"),
     "decay": ("decay_rows",),
-    "sums": ("segments", "sum_segments"),
+    "sums": ("known_segments", "segments", "sum_segments"),
     "updates": ("adagrad_rows", "adam_rows", "sgd_rows"),
 }
 

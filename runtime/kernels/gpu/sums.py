@@ -64,6 +64,13 @@ def segments(ids: Tensor, padding_rows: Sequence[int]) -> Segments:
     return unique, order, starts, torch.searchsorted(in_order, unique, right=True)
 
 
+def known_segments(ids: Tensor, number: Tensor) -> Segments:
+    """Finds the segments of sums whose ids (K,) are known, by the number (R,) of the sum that each row goes into."""
+    in_order, order = number.sort(stable=True)
+    bounds = torch.searchsorted(in_order, torch.arange(len(ids) + 1, device=ids.device))
+    return ids, order, bounds[:-1], bounds[1:]
+
+
 @on_its_device
 def sum_segments(flat: Tensor, of: Segments, columns: int, scale: float) -> list[Tensor]:
     """Sums rows, times `scale`. Returns sorted ids (K,) and rows (K, d).
