@@ -83,7 +83,9 @@ def load(
         _check(rest, state, optimizers)
         for name, table in beyond.items():
             if name in rest["tables"]:
-                _load_table(table, rest["tables"][name], folder, communicator)
+                saved = rest["tables"][name]
+                _load_rows(table, [folder / each for each in saved["files"]], communicator)
+                table.load(saved)
             else:  # the checkpoint is from before the table was placed
                 _load_whole(table, rest["model"].pop(name), _take_state(rest, table, optimizers), communicator)
     model.load_state_dict(rest["model"], strict=False)
@@ -104,15 +106,6 @@ def load(
 def _is_of_elements(value: Any) -> bool:
     """Returns whether state is on its parameter's device. Counters stay on the host."""
     return isinstance(value, Tensor) and value.dim() > 0
-
-
-def _load_table(table: TieredTable, saved: Mapping[str, Any], folder: Path, communicator: Communicator) -> None:
-    """Loads this rank's columns of a table's rows from the files, then its optimizer's state."""
-    files, width = [folder / name for name in saved["files"]], table.shape[1]
-    cuts = [range(*own_columns(width, len(files), rank)) for rank in range(len(files))]
-    own = range(*own_columns(width, communicator.world_size, communicator.rank))
-    _load_rows(table, files, cuts, own)
-    table.load(saved)
 
 
 def _load_whole(table: TieredTable, values: torch.Tensor, state: Mapping[str, Any], communicator: Communicator) -> None:
@@ -208,65 +201,55 @@ def _together(communicator: Communicator, action: str) -> Iterator[None]:
 # -- the rows of a table -----------------------------------------------------------------------------------------------
 
 
-def _save_rows(table: TieredTable, path: Path) -> int:
-    """Writes this rank's rows to a file. Returns their number. Requires that no update is pending."""
-    count = 0
+def _save_rows(table: TieredTable, path: Path) -> None:
+    """Writes this rank's rows to a file. Requires that no update is pending."""
     with path.open("wb") as file:
-        for rows, records in table.moved():
+        for _, records in table.moved():
             file.write(records.numpy().data)
-            count += rows.numel()
         file.flush()
         os.fsync(file.fileno())
-    return count
 
 
-def _load_rows(table: TieredTable, paths: Sequence[Path], cuts: Sequence[range], own: range) -> int:
-    """Replaces all rows of a table with those of a checkpoint. Returns their number.
-
-    Args:
-        paths: the files of the ranks that saved.
-        cuts: the columns in each file.
-        own: this rank's columns.
+def _load_rows(table: TieredTable, paths: Sequence[Path], communicator: Communicator) -> None:
+    """Replaces this rank's columns of all rows of a table with those in the files of the ranks that saved.
 
     Raises:
         TierError: a file is damaged.
     """
-    shared = {k: range(max(cut.start, own.start), min(cut.stop, own.stop)) for k, cut in enumerate(cuts)}
-    needed = [k for k in shared if shared[k]] or [0]
-    count, columns = 0, table.memory.records.columns
+    width, columns = table.shape[1], table.memory.records.columns
+    own = range(*own_columns(width, communicator.world_size, communicator.rank))
+    cuts = [range(*own_columns(width, len(paths), rank)) for rank in range(len(paths))]
+    shared = [range(max(cut.start, own.start), min(cut.stop, own.stop)) for cut in cuts]
+    needed = [part for part in zip(paths, cuts, shared, strict=True) if part[2]] or [(paths[0], cuts[0], range(0))]
     table.memory.forget(table.rows)
     with contextlib.ExitStack() as stack:
-        chunks = [_chunks(columns, paths[k], len(cuts[k]), table.memory.part, stack) for k in needed]
-        for chunk in zip(*chunks, strict=True):
-            (rows, *others), parts = zip(*chunk, strict=True)
+        files = [_blocks(columns, *part, table.memory.part, stack) for part in needed]
+        for blocks in zip(*files, strict=True):
+            (rows, *others), parts = zip(*blocks, strict=True)
             if not all(torch.equal(each, rows) for each in others):
                 raise TierError(_BROKEN.format(paths[0].parent, "the files contain different rows"))
-            values = {key: parts[0][key] for key in columns}
-            for key in [key for key, column in columns.items() if column.size]:
-                pieces = [
-                    part[key][:, shared[k].start - cuts[k].start :][:, : len(shared[k])]
-                    for k, part in zip(needed, parts, strict=True)
-                ]
-                values[key] = torch.cat(pieces, 1)
+            of_parts = {key: [part[key] for part in parts] for key in columns}
+            values = {k: torch.cat(v, 1) if columns[k].size else v[0] for k, v in of_parts.items()}
             table.memory.store(table.numbers(rows), values)
-            count += rows.numel()
-    return count
 
 
-def _chunks(
-    columns: Mapping[str, Column], path: Path, width: int, part: int, stack: contextlib.ExitStack
+def _blocks(
+    columns: Mapping[str, Column], path: Path, cut: range, shared: range, count: int, stack: contextlib.ExitStack
 ) -> Iterator[tuple[Tensor, dict[str, Tensor]]]:
-    """Yields rows (K,) of a file and their columns (K, ...), in blocks."""
+    """Yields rows (K,) of a file, at most `count`, and the columns `shared` of their entries, of which the file has
+    `cut`.
+    """
     file = stack.enter_context(path.open("rb"))
-    records = Records({k: replace(c, size=(width,)) if c.size else c for k, c in columns.items()})
-    data = torch.empty(records.nbytes * part, dtype=torch.uint8, device="cpu")
+    records = Records({k: replace(c, size=(len(cut),)) if c.size else c for k, c in columns.items()})
+    data = torch.empty(records.nbytes * count, dtype=torch.uint8, device="cpu")
     while size := file.readinto(data.numpy().data):
         if size % records.nbytes:
             raise TierError(_BROKEN.format(path, "the last record is incomplete"))
         read = data[:size].view(-1, records.nbytes)
         if bool((wrong := records.wrong(read)).any()):
             raise TierError(_BROKEN.format(path, f"{int(wrong.sum())} records have a wrong checksum"))
-        yield records.rows(read), records.unpack(read)
+        found, first = records.unpack(read), shared.start - cut.start
+        yield records.rows(read), {k: v[:, first : first + len(shared)] if v.dim() > 1 else v for k, v in found.items()}
 
 
 _BROKEN = "the checkpoint's rows in {} are damaged: {}. Load an earlier checkpoint."
