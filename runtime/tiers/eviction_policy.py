@@ -2,12 +2,15 @@
 
 Contract
     A slot's mark is the number of the last call that used it. If a later step is known to use it, the mark is above all
-    call numbers, and lower for a farther step. Pinned slots have higher marks, and free slots have the highest.
+    call numbers, and lower for a farther step. Pinned and free slots have higher marks.
 
 Shape legend: S slots; K some of them.
 """
 
 from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -22,21 +25,23 @@ _SHARE = 64
 
 
 class EvictionPolicy:
-    """The marks of the slots.
+    """The marks of the slots, and the free ones.
 
     Attributes:
         step: the number of the current step.
+        free: (F,) int32, the free slots.
     """
 
     def __init__(self, slots: int) -> None:
         self._marks = torch.full((slots,), _FREE, dtype=torch.int64, device="cpu")
+        self.free = torch.arange(slots, dtype=torch.int32, device="cpu")
         self.step, self._call = 0, 0
         self._before, self._began = 0, 0  # the last calls before the previous step and before this one
 
     @property
     def nbytes(self) -> int:
-        """Returns the bytes of memory of the marks."""
-        return self._marks.nbytes
+        """Returns the bytes of memory of the marks and of a list of all slots."""
+        return self._marks.nbytes + 4 * len(self._marks)
 
     def begin_step(self, number: int) -> None:
         """Begins a step. Rows read ahead for earlier steps may be evicted."""
@@ -53,23 +58,28 @@ class EvictionPolicy:
         known = (marks > _KNOWN) & (marks < _SOON - self.step)
         self._marks.index_copy_(0, slots, torch.where(known, marks, self._call))
 
-    def keep(self, slots: Tensor) -> None:
-        """Pins slots (K,)."""
+    @contextlib.contextmanager
+    def pinned(self, slots: Tensor) -> Iterator[None]:
+        """Opens a context in which no slot of (K,) is evicted."""
         marks = self._marks.index_select(0, slots)
-        self._marks.index_copy_(0, slots, torch.where(marks > _SOON, marks, marks + _SOON))
-
-    def let_go(self, slots: Tensor) -> None:
-        """Unpins slots (K,) and restores their marks."""
-        marks = self._marks.index_select(0, slots)
-        self._marks.index_copy_(0, slots, torch.where(marks > _SOON, marks - _SOON, marks))
+        self._marks.index_fill_(0, slots, _FREE - 1)
+        yield
+        self._marks.index_copy_(0, slots, marks)
 
     def expect(self, slots: Tensor, due: int) -> None:
         """Marks slots (K,) as used by step `due`."""
         self._marks.index_fill_(0, slots, _SOON - due)
 
+    def take(self, count: int) -> Tensor:
+        """Takes (count,) free slots."""
+        left = len(self.free) - count
+        taken, self.free = self.free[left:].to(torch.int64), self.free[:left]
+        return taken
+
     def give_back(self, slots: Tensor) -> None:
-        """Marks slots (K,) as free."""
+        """Frees slots (K,)."""
         self._marks.index_fill_(0, slots, _FREE)
+        self.free = torch.cat([self.free, slots.to(torch.int32)])
 
     def first_to_go(self, count: int, due: int | None = None) -> tuple[Tensor, bool]:
         """Returns slots (K,) of about `count` rows to evict first, and whether there may be more.

@@ -15,13 +15,13 @@ import errno
 import os
 import tempfile
 import weakref
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from embrace_fx.runtime.tiers.many_reads import ManyReads, Numbers
 from embrace_fx.runtime.tiers.records import Records
 
 
@@ -39,9 +39,6 @@ class RecordFile:
         records: their columns.
         pinned: whether reads return pinned memory, from which a device copies.
 
-    Attributes:
-        reads, cached_reads: each used by one thread at a time. `cached_reads` never waits for the disk.
-
     Raises:
         TierError: the file cannot be created.
     """
@@ -50,7 +47,6 @@ class RecordFile:
         self, directory: str | Path, table: str, count: int, records: Records, *, pinned: bool = False
     ) -> None:
         self._directory, self._table, self._records, self._pinned = str(directory), table, records, pinned
-        self.reads, self.cached_reads = ManyReads(), ManyReads(waits=False)
         try:
             self.descriptor, path = tempfile.mkstemp(dir=directory)
             os.unlink(path)
@@ -64,24 +60,19 @@ class RecordFile:
         os.posix_fadvise(self.descriptor, 0, 0, os.POSIX_FADV_RANDOM)
 
     def write(self, numbers: Tensor, records: Tensor) -> None:
-        """Writes records (K, B) uint8 at numbers (K,), K > 0, with one write per run of consecutive numbers.
+        """Writes records (K, B) uint8 at numbers (K,), with one write per run of consecutive numbers.
 
         Raises:
             TierError: a write failed.
         """
-        cuts = (numbers.diff() != 1).nonzero().view(-1).add_(1).tolist()
-        for first, run in zip(numbers[[0, *cuts]].tolist(), records.tensor_split(cuts), strict=True):
-            self._write_run(first, run)
-
-    def _write_run(self, first: int, records: Tensor) -> None:
-        """Writes `records` one after another into the file, from record `first` on."""
-        data, at, done = records.numpy().data.cast("B"), first * self._records.nbytes, 0
         try:
-            while done < len(data):
-                more = os.pwrite(self.descriptor, data[done:], at + done)
-                if more == 0:
-                    raise OSError(errno.ENOSPC, f"{done} of {len(data)} bytes written")
-                done += more
+            for at, run in self._runs(numbers, records):
+                done = 0
+                while done < len(run):
+                    more = os.pwrite(self.descriptor, run[done:], at + done)
+                    if more == 0:
+                        raise OSError(errno.ENOSPC, f"{done} of {len(run)} bytes written")
+                    done += more
         except OSError as error:
             raise TierError(
                 f"writing {records.numel():,} bytes of rows of {self._table} to {self._directory} failed: {error}. "
@@ -100,11 +91,15 @@ class RecordFile:
             TierError: a read failed, or a record differs from what was written.
         """
         records = self._room(numbers, into)
-        data, (at, places, lengths) = records.numpy().data.cast("B"), self._runs(numbers)
         try:
-            done = self.reads(self.descriptor, at, lengths, records.data_ptr() + places)
-            for run in np.flatnonzero(done < lengths).tolist():
-                self._read_rest(data[places[run] : places[run] + lengths[run]], int(at[run]), int(done[run]))
+            for at, run in self._runs(numbers, records):
+                done = 0
+                while done < len(run):
+                    more = os.preadv(self.descriptor, [run[done:]], at + done)
+                    if more == 0:
+                        there = os.fstat(self.descriptor).st_size
+                        raise OSError(f"the file has only {there:,} of {at + len(run):,} bytes")
+                    done += more
         except OSError as error:
             raise TierError(
                 f"rows of {self._table} cannot be read from their file in {self._directory}: {error}. Check the disk, "
@@ -120,21 +115,20 @@ class RecordFile:
             )
         return records
 
-    def read_cached(
-        self, numbers: Tensor, rows: Tensor | None = None, into: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
-        """Reads records without waiting for the disk. Returns them and a mask (K,) of those that were read.
+    def read_cached(self, numbers: Tensor, rows: Tensor | None = None, into: Tensor | None = None) -> Tensor | None:
+        """Reads records without waiting for the disk. Returns None if one needs the disk or is wrong.
 
         Args:
             numbers, rows, into: as for `read`.
         """
-        records, (at, places, lengths) = self._room(numbers, into), self._runs(numbers)
+        records = self._room(numbers, into)
         try:
-            done = self.cached_reads(self.descriptor, at, lengths, records.data_ptr() + places)
+            for at, run in self._runs(numbers, records):
+                if os.preadv(self.descriptor, [run], at, os.RWF_NOWAIT) < len(run):
+                    return None
         except OSError:
-            done = np.zeros_like(lengths)
-        there = torch.from_numpy((done == lengths).repeat(lengths // self._records.nbytes))
-        return records, there.logical_and_(self._wrong(records, rows).logical_not_())
+            return None
+        return None if bool(self._wrong(records, rows).any()) else records
 
     def _room(self, numbers: Tensor, into: Tensor | None) -> Tensor:
         """Returns memory for the records: the first of `into`, or new memory."""
@@ -143,25 +137,18 @@ class RecordFile:
         size = numbers.numel(), self._records.nbytes
         return torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=self._pinned)
 
-    def _runs(self, numbers: Tensor) -> tuple[Numbers, Numbers, Numbers]:
-        """Returns the runs of ascending numbers (K,): offsets in the file, offsets in memory, and lengths in bytes."""
-        nbytes, found = self._records.nbytes, numbers.numpy().astype(np.int64)
-        starts = np.flatnonzero(np.diff(found, prepend=found[:1] - 2) != 1)
-        return found[starts] * nbytes, starts * nbytes, np.diff(starts, append=len(found)) * nbytes
+    def _runs(self, numbers: Tensor, records: Tensor) -> Iterator[tuple[int, memoryview]]:
+        """Yields the runs of consecutive numbers (K,): each run's offset in the file, and its bytes in the records."""
+        nbytes, data, found = self._records.nbytes, records.numpy().data.cast("B"), numbers.numpy()
+        starts = np.flatnonzero(np.diff(found) != 1) + 1
+        firsts = [0, *starts.tolist()]
+        for first, stop in zip(firsts, [*firsts[1:], len(found)], strict=True):
+            yield int(found[first]) * nbytes, data[first * nbytes : stop * nbytes]
 
     def _wrong(self, records: Tensor, rows: Tensor | None) -> Tensor:
         """Returns a mask of records with a wrong checksum or a wrong row."""
         wrong = self._records.wrong(records)
         return wrong if rows is None else wrong.logical_or_(self._records.rows(records) != rows)
-
-    def _read_rest(self, run: memoryview, at: int, done: int) -> None:
-        """Reads until `run` is full; the file gave only its first `done` bytes."""
-        while done < len(run):
-            more = os.preadv(self.descriptor, [run[done:]], at + done)
-            if more == 0:
-                there = os.fstat(self.descriptor).st_size
-                raise OSError(f"the file has only {there:,} of {at + len(run):,} bytes")
-            done += more
 
 
 class HostRecords:

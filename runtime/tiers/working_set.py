@@ -2,8 +2,7 @@
 
 Contract
     A *slot* holds a row's weights and optimizer state, with one tensor per column. A row that was never written is
-    stored
-    nowhere: its values are computed again.
+    stored nowhere: its values are computed again.
     The slots that `places` returns are valid until the next call of `places` or `read_ahead`. No other call moves a
     row. A thread reads and writes rows. Only the calling thread accesses the maps of rows, which are on the host: a row
     gets its slot as soon as its read starts. If the slots are on a device, a copy of the map is there. A caller with
@@ -36,7 +35,7 @@ from embrace_fx.runtime.tiers.initial import FirstOfTables
 from embrace_fx.runtime.tiers.record_file import HostRecords, RecordFile, TierError
 from embrace_fx.runtime.tiers.record_log import RecordLog, block_size, numbers_of
 from embrace_fx.runtime.tiers.records import Column, Records
-from embrace_fx.runtime.tiers.slots import DeviceSlots, Leave, Slots
+from embrace_fx.runtime.tiers.slots import DeviceSlots, Leave, Leaving, Slots
 
 _AHEAD, _BESIDE = 4, 12
 """Divisors of the slots: the maximum share of rows that arrive at a time, on the host and on a device, where arriving
@@ -125,14 +124,10 @@ class WorkingSet:
         # Per slot, the number of the record it was read from.
         self._number = torch.full((slots,), -1, dtype=torch.int32, device="cpu")
         self._dirty = torch.zeros(slots, dtype=torch.bool, device="cpu")
-        # Per slot, the number of the read that fills it.
-        self._job = torch.zeros(slots, dtype=torch.int32, device="cpu")
-        # The first `_idle` entries are free.
-        self._free, self._idle = torch.arange(slots, dtype=torch.int32, device="cpu"), slots
+        self._arriving = torch.zeros(slots, dtype=torch.bool, device="cpu")
         self._thread = FileThread(table, self.file, self.records, self._slots, slots, recorder, streams)
         self.part = self._thread.part  # rows moved at once
         self._coming: deque[tuple[Future[Come], Tensor]] = deque()  # reads in flight, with their slots
-        self._jobs = 0  # the number of reads started
         self._at_once = max(1, slots // (_AHEAD if streams is None else _BESIDE))
         self._waiting: list[tuple[Tensor, int]] = []  # rows to read ahead, and the step that needs them
 
@@ -160,29 +155,16 @@ class WorkingSet:
             return None
 
     def _hold(self, ids: Tensor, to_write: bool) -> Tensor:
-        """Reads the missing rows of ids (K,) into slots, in blocks that bound the temporary memory."""
-        parts, next_use = ids.split(self._at_once), self._next_use
-        next_use.begin_call()
-        several = parts if len(parts) > 1 else ()
-        for part in several:
-            where = self._where.index_select(0, part)
-            next_use.keep(where[where > 0].to(torch.int64).sub_(1))
-        slots, first = ids.new_empty(len(ids), dtype=torch.int64), 0
-        for part in parts:
-            where = self._where.index_select(0, part)
-            missing = where <= 0
-            if bool(missing.any()):
-                self._bring_missing(part, where, missing, ids)
-                where = self._where.index_select(0, part)
-            own = torch.sub(where, 1, out=slots[first : first + len(part)])
-            self._await(own)
-            if several:
-                next_use.keep(own)
-            first += len(part)
-        for own in slots.split(self._at_once):
-            if several:
-                next_use.let_go(own)
-            next_use.use(own)
+        """Returns the slots of ids (K,), after the missing rows have been read."""
+        self._next_use.begin_call()
+        where = self._where.index_select(0, ids)
+        missing = where <= 0
+        if bool(missing.any()):
+            self._bring_missing(ids, where, missing)
+            where = self._where.index_select(0, ids)
+        slots = where.to(torch.int64).sub_(1)
+        self._await(slots)
+        self._next_use.use(slots)
         if to_write:
             self._dirty.index_fill_(0, slots, True)
         return slots
@@ -207,20 +189,16 @@ class WorkingSet:
     def _read_some(self, ids: Tensor, due: int) -> Tensor:
         """Starts reading as many of rows (K,) as there is room for. Returns the others."""
         self._take_arrived()
-        left, room = [ids[:0]], self._at_once - sum(slots.numel() for _, slots in self._coming)
-        for part in ids.split(self._at_once):
-            where = self._where.index_select(0, part)
-            self._next_use.expect(where[where > 0].to(torch.int64).sub_(1), due)
-        for part in ids.split(self._at_once):
-            rows = part[self._where.index_select(0, part) <= 0].unique()
-            if count := min(rows.numel(), room):
-                self._make_room(count, due)
-                count = min(count, self._idle)
-                self._begin(rows[:count], slots := self._take(count))
-                self._next_use.expect(slots, due)
-                room = room - count if count == rows.numel() else 0
-            left.append(rows[count:])
-        return torch.cat(left)
+        where = self._where.index_select(0, ids)
+        self._next_use.expect(where[where > 0].to(torch.int64).sub_(1), due)
+        rows: Tensor = ids[where <= 0].unique()
+        count = min(len(rows), self._at_once - sum(slots.numel() for _, slots in self._coming))
+        if count > 0:
+            self._make_room(count, due)
+            count = min(count, len(self._next_use.free))
+            self._begin(rows[:count], slots := self._next_use.take(count))
+            self._next_use.expect(slots, due)
+        return rows[max(count, 0) :]
 
     def begin_step(self, number: int) -> None:
         """Begins a step. Rows read ahead for earlier steps may be evicted."""
@@ -235,7 +213,7 @@ class WorkingSet:
     def _take_arrived(self) -> None:
         """Finishes the reads that have completed."""
         while self._coming and self._thread.has_come(self._coming[0][0]):
-            self._await_jobs(self._jobs - len(self._coming) + 1)
+            self._await_oldest()
 
     def wrote(self, slots: Tensor) -> None:
         """Marks slots as different from their records in the file."""
@@ -243,8 +221,7 @@ class WorkingSet:
 
     def in_use(self, of: range) -> Tensor:
         """Returns the slots (K,) with arrived rows of a table."""
-        come = self._job <= self._jobs - len(self._coming)
-        return (come & (self.row_of >= of.start) & (self.row_of < of.stop)).nonzero().view(-1)
+        return ((self.row_of >= of.start) & (self.row_of < of.stop) & ~self._arriving).nonzero().view(-1)
 
     def to_index(self, slots: Tensor) -> Tensor:
         """Returns slots (K,) on the columns' device."""
@@ -263,7 +240,8 @@ class WorkingSet:
         """Yields rows (K,) of a table that differ from their first values, in ascending order, with their records (K,
         B), which are valid until the next iteration.
         """
-        self._drain()
+        self._await_all()
+        self._thread.await_writes()
         kept = self._dirty | (self._number >= 0)
         for begin in range(of.start, of.stop, ROWS_AT_ONCE):
             where = self._where[begin : min(begin + ROWS_AT_ONCE, of.stop)].to(torch.int64)
@@ -291,10 +269,10 @@ class WorkingSet:
         """Resets the rows of a table to their first values."""
         while self._coming:
             with suppress(TierError):  # errors of rows that are reset do not matter
-                self._drain()
+                self._await_oldest()
         with suppress(TierError):
             self._thread.await_writes()
-        self.failure = ""
+        self._thread.error, self.failure = None, ""
         for where in self._where[of.start : of.stop].split(ROWS_AT_ONCE):
             slots = where[where > 0].to(torch.int64).sub_(1)
             numbers = torch.cat([-where[where < 0] - 1, self._number.index_select(0, slots)])
@@ -315,7 +293,7 @@ class WorkingSet:
         columns = sum(each.nbytes for each in self.columns.values())
         if self._on_device is not None:
             return columns + self._on_device.nbytes
-        maps = (self.row_of, self._where, self._next_use, self._job, self._number, self._dirty, self._free)
+        maps = (self.row_of, self._where, self._next_use, self._arriving, self._number, self._dirty)
         return columns + sum(each.nbytes for each in maps) + self._log.nbytes + self._thread.nbytes
 
     @property
@@ -331,45 +309,31 @@ class WorkingSet:
 
     # -- moving rows ---------------------------------------------------------------------------------------------------
 
-    def _bring_missing(self, ids: Tensor, where: Tensor, missing: Tensor, whole: Tensor) -> None:
-        """Starts reading the missing rows of ids (K,) without evicting the others.
-
-        Args:
-            whole: all rows that the call reads, for the error.
-        """
+    def _bring_missing(self, ids: Tensor, where: Tensor, missing: Tensor) -> None:
+        """Reads the missing rows of ids (K,) without evicting the others."""
         new = ids[missing].unique()
         self.counts.missed += int(missing.sum())
-        self._next_use.keep(stays := where[~missing].to(torch.int64).sub_(1))
-        self._make_room(new.numel())
-        self._next_use.let_go(stays)
-        if self._idle < new.numel():
-            needed = whole.unique().numel()
+        with self._next_use.pinned(where[~missing].to(torch.int64).sub_(1)):
+            self._make_room(new.numel())
+        if len(self._next_use.free) < new.numel():
+            needed = ids.unique().numel()
             nbytes = least_bytes(self._where.numel(), needed, self.records.columns)
             raise TierError(
                 f"table_memory: a step reads or writes {needed:,} rows of {self._table} at once, which take "
                 f"{nbytes:,} bytes, but memory has room for only {self.slots:,} rows. Raise table_memory, or use "
                 "smaller batches."
             )
-        if self._on_device is None:
-            self._begin(new, self._take(new.numel()))
-            return
-        self._await_jobs(self._jobs)
-        for some in new.split(self._at_once):  # arriving rows take memory twice on a device
-            self._begin(some, self._take(some.numel()))
-            self._await_jobs(self._jobs)
+        for some in new.split(self._at_once):
+            self._begin(some, self._next_use.take(some.numel()))
+            self._await_all()
 
     def _make_room(self, count: int, due: int | None = None) -> None:
         """Evicts rows until `count` slots are free, or no more rows may be evicted."""
         more = True
-        while more and (short := count - self._idle) > 0:
+        while more and (short := count - len(self._next_use.free)) > 0:
             slots, more = self._next_use.first_to_go(min(short, self._at_once), due)
             for some in slots.split(self.part):
                 self._evict(some)
-
-    def _take(self, count: int) -> Tensor:
-        """Takes (count,) free slots."""
-        self._idle -= count
-        return self._free[self._idle : self._idle + count].to(torch.int64)
 
     def _evict(self, slots: Tensor) -> None:
         """Empties slots. Changed rows are written to the file first."""
@@ -391,8 +355,6 @@ class WorkingSet:
         """Marks slots as free."""
         self.row_of.index_fill_(0, slots, -1)
         self._next_use.give_back(slots)
-        self._free[self._idle : self._idle + slots.numel()] = slots
-        self._idle += slots.numel()
 
     def _write(self, rows: Tensor, leave: Leave) -> None:
         """Starts writing rows (K,), at most a part, whose previous records have been freed."""
@@ -415,16 +377,17 @@ class WorkingSet:
             self._log.give_back(numbers[only | copied])
             self._number.index_fill_(0, slots[copied], -1)
             self._dirty.index_fill_(0, slots[copied], True)
-            moved = self._log.take(rows[only])
-            self._where.index_copy_(0, rows[only], -moved - 1)
-            self._thread.move(moved, records, only)
+            left = only.nonzero().view(-1)
+            moved = self._log.take(rows[left])
+            self._where.index_copy_(0, rows[left], -moved - 1)
+            if left.numel():
+                self._thread.write(moved, rows[left], partial(_selected, records, left))
 
     def _begin(self, rows: Tensor, slots: Tensor) -> None:
         """Starts reading rows (K,) into free slots."""
         number = -self._where.index_select(0, rows) - 1
         self.counts.brought += rows.numel()
         self.counts.read += int((number >= 0).sum())
-        self._jobs += 1
         self._coming.append((self._thread.bring(rows, number, slots, self.initial), slots))
         if self._on_device is not None:
             self._on_device.index_copy_(0, *map(self._slots.to_index, (rows, (slots + 1).to(torch.int32))))
@@ -432,20 +395,26 @@ class WorkingSet:
         self.row_of.index_copy_(0, slots, rows)
         self._dirty.index_fill_(0, slots, False)
         self._number.index_copy_(0, slots, number)
-        self._job.index_fill_(0, slots, self._jobs)
+        self._arriving.index_fill_(0, slots, True)
 
     def _await(self, slots: Tensor) -> None:
         """Waits for reads into slots (K,)."""
-        if self._coming and slots.numel():
-            self._await_jobs(int(self._job.index_select(0, slots).max()))
+        while self._coming and bool(self._arriving.index_select(0, slots).any()):
+            self._await_oldest()
 
-    def _await_jobs(self, last: int) -> None:
-        """Waits for reads, the oldest first, until `last` jobs are done, and puts their rows into their slots."""
-        while self._coming and self._jobs - len(self._coming) < last:
-            coming, slots = self._coming.popleft()
-            self.arrived(slots, self._thread.await_rows(coming).taken)
+    def _await_all(self) -> None:
+        """Waits for all reads."""
+        while self._coming:
+            self._await_oldest()
 
-    def _drain(self) -> None:
-        """Waits for all reads and writes."""
-        self._await_jobs(self._jobs)
-        self._thread.await_writes()
+    def _await_oldest(self) -> None:
+        """Waits for the oldest read, and puts its rows into their slots."""
+        coming, slots = self._coming.popleft()
+        self._arriving.index_fill_(0, slots, False)
+        self.arrived(slots, self._thread.await_rows(coming).taken)
+
+
+def _selected(records: Tensor, only: Tensor, into: Tensor | None) -> Leaving:
+    """Copies some of the records (K, B)."""
+    found = torch.index_select(records, 0, only, out=into)
+    return lambda: found
