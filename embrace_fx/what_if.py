@@ -23,8 +23,8 @@ from embrace_fx.cost.storage import StorageTier
 from embrace_fx.cost.wire import Format
 from embrace_fx.passes.pipeline import analyse, overlap_passes, run_passes, training_passes
 from embrace_fx.passes.planner.asked_strategies import Strategy
-from embrace_fx.passes.planner.cutting import cuts
 from embrace_fx.passes.planner.decide import decide
+from embrace_fx.passes.planner.grouping import cuts
 from embrace_fx.passes.planner.plan_fit import used_parameters
 from embrace_fx.passes.scheduler.schedule_facts import background_of
 from embrace_fx.planning.findings import (

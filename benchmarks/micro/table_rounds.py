@@ -4,8 +4,8 @@
 
 Two ranks train a model with a table so small that its bytes do not count, whole and sharded, and with one bucket or
 several, in turns, under each schedule. Differences are told in processor time of the threads that run Python, the one
-that computes and the one that launches: they are `ROUNDS` of `passes/planner/shard_cost.py`, by launch, and
-`STEP_ROUNDS` and `UPDATE_ROUNDS` of `passes/planner/step_cost.py`.
+that computes and the one that launches: they are `ROUNDS`, by launch, `STEP_ROUNDS` and `UPDATE_ROUNDS` of
+`passes/planner/step_cost.py`.
 """
 
 from __future__ import annotations

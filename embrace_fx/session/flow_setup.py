@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
-from embrace_fx.passes.planner.cutting import cuts
+from embrace_fx.passes.planner.grouping import cuts
 from embrace_fx.planning.scheduling import launches
 from embrace_fx.runtime.exchanges.channel import Channel, run
 from embrace_fx.runtime.exchanges.in_place import (

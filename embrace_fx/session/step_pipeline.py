@@ -20,7 +20,7 @@ from embrace_fx.passes.memory.budget import Memory
 from embrace_fx.passes.overlap.buckets import ChunkBuckets
 from embrace_fx.passes.overlap.order import OrderCompute
 from embrace_fx.passes.pipeline import Compiled, overlap_passes, run_passes, training_passes
-from embrace_fx.passes.planner.cutting import cuts
+from embrace_fx.passes.planner.grouping import cuts
 from embrace_fx.passes.planner.pricing import Findings
 from embrace_fx.passes.planner.replanning import SparsityMonitor
 from embrace_fx.passes.step_graphs import StepGraphs

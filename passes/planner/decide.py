@@ -13,9 +13,8 @@ from math import ceil, inf
 
 from embrace_fx.cost import links as cost
 from embrace_fx.passes.planner.asked_strategies import requested_strategies
-from embrace_fx.passes.planner.bucketing import plan_buckets
+from embrace_fx.passes.planner.grouping import Joinable, plan_buckets, plan_spaces
 from embrace_fx.passes.planner.pricing import CLEARLY, Findings, ParameterFacts, Priced, Pricing, nothing_sent
-from embrace_fx.passes.planner.row_spaces import Joinable, plan_spaces
 from embrace_fx.passes.planner.step_cost import cheapest, compared, has_compute, prices
 from embrace_fx.vocabulary.graph import Table
 from embrace_fx.vocabulary.plan import EXCHANGES, SHARDED, STRATEGIES, Candidate, Decision, Grid, LinksAre, Plan

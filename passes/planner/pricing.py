@@ -22,7 +22,7 @@ from embrace_fx.passes.heads import Unmatched, find_head, forward_of, head_block
 from embrace_fx.passes.narrow import exchange_dtype
 from embrace_fx.passes.node_cost import node_ms
 from embrace_fx.passes.planner.asked_strategies import Strategy
-from embrace_fx.passes.planner.shard_cost import (
+from embrace_fx.passes.planner.step_cost import (
     FEWEST_RANKS,
     ROUNDS,
     LocalRows,

@@ -9,7 +9,7 @@ from embrace_fx.cost import links as cost
 from embrace_fx.passes.node_cost import estimate
 from embrace_fx.passes.overlap.submit_early import SubmitGradientsEarly
 from embrace_fx.passes.pipeline import overlap_passes, run_passes, training_passes
-from embrace_fx.passes.planner.row_spaces import Joinable, plan_spaces
+from embrace_fx.passes.planner.grouping import Joinable, plan_spaces
 from embrace_fx.passes.scheduler.step_graph import blocks
 from embrace_fx.vocabulary.graph import TrainingGraph
 from embrace_fx.vocabulary.operation_id import compute_id

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import fx
 
 from embrace_fx.cost import links as cost
-from embrace_fx.passes.planner.bucketing import plan_buckets
+from embrace_fx.passes.planner.grouping import plan_buckets
 from embrace_fx.vocabulary.graph import Gradient, Parameter, TrainingGraph
 from tests.support.planned import TABLE, planned
 

@@ -14,7 +14,7 @@ from embrace_fx.cost.sparsity import Sparsity
 from embrace_fx.cost.wire import Wire
 from embrace_fx.passes.planner.decide import decide
 from embrace_fx.passes.planner.pricing import CLEARLY, INDEX_BYTES, Findings, upkeep_of_replicas
-from embrace_fx.passes.planner.shard_cost import ROUNDS, UPDATE_PASSES, launches_of, shard_exchange, shard_work
+from embrace_fx.passes.planner.step_cost import ROUNDS, UPDATE_PASSES, launches_of, shard_exchange, shard_work
 from embrace_fx.vocabulary.plan import CANDIDATES, EXCHANGES, STRATEGIES, Decision, Plan
 from embrace_fx.vocabulary.sizes import RowCounts
 from tests.support.graphs import IDS, analysed, table_of, tables_model

@@ -14,7 +14,7 @@ from torch.optim import SGD
 
 import embrace_fx
 from embrace_fx.passes.planner.pricing import CLEARLY
-from embrace_fx.passes.planner.shard_cost import FEWEST_RANKS, USEFUL_COLUMNS
+from embrace_fx.passes.planner.step_cost import FEWEST_RANKS, USEFUL_COLUMNS
 from embrace_fx.vocabulary.plan import Grid
 from embrace_fx.vocabulary.row_wise import NOT_ON_A_GRID
 from tests.support.cases import long_but

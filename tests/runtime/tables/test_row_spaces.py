@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import SGD
 
 import embrace_fx
-from embrace_fx.passes.planner.row_spaces import Joinable, plan_spaces
+from embrace_fx.passes.planner.grouping import Joinable, plan_spaces
 from embrace_fx.runtime.flow.routing import routed
 from embrace_fx.runtime.kernels import join_ids
 from embrace_fx.vocabulary.row_space import SPACE_BYTES, RowSpace

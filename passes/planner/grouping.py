@@ -1,4 +1,4 @@
-"""Finds sharded tables that can be joined as row spaces.
+"""Groups what is sent together: dense parameters in buckets, sharded tables in row spaces; and cuts both into pieces.
 
 Contract
     Tables of a row space are sharded by columns, have the same width, dtype and param group, and get gradients from the
@@ -9,15 +9,62 @@ Contract
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
+from math import ceil
 
-from torch import fx
+from torch import Tensor, fx
 
+from embrace_fx.cost import links as cost
 from embrace_fx.passes.narrow import exchange_dtype
 from embrace_fx.passes.node_cost import computes
-from embrace_fx.vocabulary.graph import Table, TableUse, TrainingGraph
+from embrace_fx.passes.planner.step_cost import one_way_bytes
+from embrace_fx.vocabulary.graph import Table, TableUse, TrainingGraph, gradients_of, parameters_of
+from embrace_fx.vocabulary.plan import Plan
 from embrace_fx.vocabulary.row_space import SPACE_BYTES, RowSpace
+from embrace_fx.vocabulary.schedule import LOOKS_AHEAD, Cuts
+
+
+def plan_buckets(
+    graph: TrainingGraph,
+    reduced: set[str],
+    sizes: Mapping[str, int],
+    cluster: cost.Cluster,
+    world_size: int,
+    alone: Collection[str] = (),
+    *,
+    read_later: bool = True,
+) -> tuple[tuple[str, ...], ...]:
+    """Groups parameters into buckets in launch order, about the order of gradients in the backward.
+
+    Parameters are grouped in the forward's order, so that the forward needs at the same time what is reduced together.
+    Parameters that the forward does not read keep their order. A bucket has one dtype and a size chosen by the cost
+    model. A parameter with a sparse exchange has its own bucket.
+
+    Args:
+        reduced: replicas with a gradient.
+        alone: the parameters of `reduced` that have their own bucket.
+        read_later: whether the next forward waits for each bucket separately under the schedule.
+    """
+    position = {node: k for k, node in enumerate(graph.graph.nodes)}
+    gradients, parameters = gradients_of(graph.module).items(), parameters_of(graph.module)
+    produced = {name: node for name, node in gradients if name in reduced and node is not None}
+    read = {n: min((position[user] for user in parameters[n].users), default=len(position)) for n in produced}
+    together = sum(sizes[name] for name in produced if name not in alone)
+    given = all(node.op == "placeholder" for node in produced.values())  # true for a graph of gradients alone
+    limit = cost.bucket_bytes(cluster, world_size, together, read_later=read_later and not given)
+    buckets: list[list[str]] = []
+    filled, dtype = 0, None
+    for name in sorted(produced, key=lambda n: (read[n], n if read[n] < len(position) else "")):
+        apart = name in alone or (bool(buckets) and buckets[-1][-1] in alone)
+        if not buckets or apart or filled + sizes[name] > limit or produced[name].meta["val"].dtype != dtype:
+            buckets.append([])
+            filled = 0
+        buckets[-1].append(name)
+        filled += sizes[name]
+        dtype = produced[name].meta["val"].dtype
+    elsewhere = tuple(sorted(reduced - set(produced)))  # read only by other ranks' first batches
+    return tuple(tuple(bucket) for bucket in reversed(buckets)) + tuple((name,) for name in elsewhere)
 
 
 @dataclass(frozen=True)
@@ -114,3 +161,35 @@ class _Order:
             each.param_group,
             behind.get(table.parameter),
         )
+
+
+def cuts(plan: Plan, parameter: Callable[[str], Tensor]) -> Cuts:
+    """Cuts buckets into chunks, and delayed row gradients into pieces. With a single process, there are none.
+
+    Pieces are sized as if all of the first batch's rows were delayed.
+
+    Args:
+        parameter: returns a parameter by its name.
+    """
+    if plan.world_size == 1:
+        return Cuts((), ())
+    chunks = tuple(tuple(_chunks(plan, bucket, [*map(parameter, bucket)])) for bucket in plan.buckets)
+    piece_bytes = cost.chunk_bytes(plan.links, plan.world_size, "all_to_all") * (plan.world_size - 1)
+    exchanged = plan.overlapped.items() if plan.schedule_name in LOOKS_AHEAD else ()
+    own = {name: one_way_bytes(plan, tables) * plan.world_size for name, tables in exchanged}
+    return Cuts(chunks, tuple((name, max(1, round(nbytes / piece_bytes))) for name, nbytes in own.items()))
+
+
+def _chunks(plan: Plan, bucket: tuple[str, ...], parameters: list[Tensor]) -> list[int]:
+    """Returns the count of elements of each chunk of a bucket's AllReduce, with equal chunks of about the cost model's
+    size.
+
+    Schedule "none" reduces whole buckets, because no launch overtakes another. A sparse exchange, which sends in
+    rounds, takes a whole gradient.
+    """
+    elements = sum(parameter.numel() for parameter in parameters)
+    if plan.schedule_name == "none" or bucket[0] in plan.exchanged:
+        return [elements]
+    wanted = cost.chunk_bytes(plan.links, plan.world_size) / parameters[0].element_size()
+    size = ceil(elements / max(1, round(elements / wanted)))
+    return [min(size, elements - start) for start in range(0, elements, size)]
