@@ -69,7 +69,7 @@ class CompiledModel(nn.Module, Joinable):
             except AttributeError as error:
                 found = ddp_attributes.read(self._session, name, error)
         if isinstance(found, nn.Module | nn.Parameter):
-            self._session.parameters_may_change()
+            self._session.programs.parameters_may_change()
         return found
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -96,7 +96,7 @@ class CompiledModel(nn.Module, Joinable):
             TypeError: tables are sharded.
         """
         session = self._session
-        session.parameters_may_change()
+        session.programs.parameters_may_change()
         if session.shards:
             name, sharded = type(session.model).__name__, ", ".join(session.shards)
             raise TypeError(
@@ -264,12 +264,12 @@ class CompiledModel(nn.Module, Joinable):
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
         """Yields the model's parameters, which the caller may then change."""
-        self._session.parameters_may_change()
+        self._session.programs.parameters_may_change()
         return self._session.model.parameters(recurse)
 
     def named_parameters(self, prefix: str = "", *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         """Yields the model's parameters by their names in the plain model."""
-        self._session.parameters_may_change()
+        self._session.programs.parameters_may_change()
         return named(super().named_parameters(prefix, *args, **kwargs), prefix)
 
     def named_buffers(self, prefix: str = "", *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
@@ -278,12 +278,12 @@ class CompiledModel(nn.Module, Joinable):
 
     def named_modules(self, memo: Any = None, prefix: str = "", *args: Any, **kwargs: Any) -> Iterator[tuple[str, Any]]:
         """Yields the model's modules by their names in the plain model."""
-        self._session.parameters_may_change()
+        self._session.programs.parameters_may_change()
         return named(super().named_modules(memo, prefix, *args, **kwargs), prefix)
 
     def named_children(self) -> Iterator[tuple[str, nn.Module]]:
         """Yields the model's child modules by name."""
-        self._session.parameters_may_change()
+        self._session.programs.parameters_may_change()
         return super().named_children()
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
@@ -298,7 +298,7 @@ class CompiledModel(nn.Module, Joinable):
     @property
     def module(self) -> nn.Module:
         """Returns the plain model, like `DDP.module`, after all pending updates."""
-        self._session.parameters_may_change()
+        self._session.programs.parameters_may_change()
         return self._session.model
 
     @property
@@ -315,7 +315,7 @@ class CompiledModel(nn.Module, Joinable):
         `torch.distributed.checkpoint` saves and re-shards them. `torch.save` refuses shards: use `full_state_dict`.
         Collective if a table is on a grid; its shard is then a copy, by columns.
         """
-        self._session.parameters_may_change()
+        self._session.programs.parameters_may_change()
         found = self._session.model.state_dict(*args, **kwargs)
         return found if args or kwargs else StateDict.of(found)
 

@@ -197,7 +197,9 @@ def plan(  # noqa: PLR0913
         findings = replace(findings, sparsity=_extrapolated(graph, drawn, ranks))
     planned = decide(findings, cluster, links_are="assumed" if cluster == Cluster() else "given")
     context = Context(model, stepping, state, announcements, options)
-    return Forecast.of(fit_plan(context, planned, findings.sparsity, lambda records: storage), context, graph)
+    if table_memory is not None:
+        planned = fit_plan(context, planned, findings.sparsity, lambda records: storage)
+    return Forecast.of(planned, context, graph)
 
 
 def _batches_of_ranks(batch: Any, world_size: int | None) -> tuple[list[Any], int]:

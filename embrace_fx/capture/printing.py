@@ -2,7 +2,8 @@
 
 Dynamo defers `print` of tensors, constants and formatted strings until the graph has run. This module also defers
 prints of containers and of `.item()` results, including those in called functions; and calls of loggers' methods,
-`logging.info` and the like, and `warnings.warn`.
+`logging.info` and the like, and `warnings.warn`. Published models need it: Hugging Face's GPT-2 logs a warning in its
+forward, and would keep its table whole if it ran as written.
 
 rewrite: print("norm", x.norm().item()); return x.sum()  ->  graph(x) -> (norm, sum);   then   print("norm", norm)
 """

@@ -1,8 +1,8 @@
-"""Counts the rows that a batch reads, and gathers the counts of all ranks; rank 0 decides the plan by them."""
+"""Makes the plan of a batch: gathers the rows that all ranks read, by which rank 0 decides; or checks a given plan."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -16,7 +16,7 @@ from embrace_fx.passes.heads import labels_in_batch, means_of_labels
 from embrace_fx.passes.partition import extract_ids, extract_values
 from embrace_fx.passes.planner.decide import decide
 from embrace_fx.passes.planner.plan_fit import WHOLE, unshardable, used_parameters
-from embrace_fx.passes.planner.pricing import Findings, ParameterFacts
+from embrace_fx.passes.planner.pricing import Findings, ParameterFacts, shard_blocker, vocabulary_blocker
 from embrace_fx.runtime.kernels import unique_ids
 from embrace_fx.runtime.probe.links import links_between
 from embrace_fx.runtime.probe.probe import glance
@@ -31,7 +31,7 @@ from embrace_fx.setup.log import stage
 from embrace_fx.setup.options import Options
 from embrace_fx.vocabulary.exactness import STILL, Moving, RowUpdatesOption, needs_whole, semantics
 from embrace_fx.vocabulary.graph import Table, TrainingGraph
-from embrace_fx.vocabulary.plan import Grid, LinksAre, Plan
+from embrace_fx.vocabulary.plan import SHARDED, Grid, LinksAre, Plan
 from embrace_fx.vocabulary.random_state import random_state_kept
 from embrace_fx.vocabulary.row_wise import RowWiseAdagrad
 from embrace_fx.vocabulary.schedule import AUTO, FULL
@@ -43,7 +43,6 @@ SHARED = (
     "its data, a view, an array or another tensor that is kept has its memory: it would not see the table train; "
     "let go of that, or make the table of a clone, to shard it"
 )
-HOOKED = "the communication hook reduces whole gradients"
 
 
 def plan_on_links(
@@ -89,6 +88,51 @@ def plan_on_links(
     return plan if probed is None else decided(probed, "probed")
 
 
+def repeated(context: Context, graph: TrainingGraph, plan: Plan) -> Plan:
+    """Returns a given plan with the requested schedule. Raises if the plan does not fit some rank. Collective."""
+    own = next(_disagreements(context, graph, plan), None)
+    for found in context.communicator.reports(own).values():
+        raise ValueError(
+            f"plan=: the plan does not fit this model, optimizer or number of ranks: {found}. Save a plan of this run, "
+            "or leave out plan=."
+        )
+    asked = context.options.schedule
+    return plan if asked in (AUTO, plan.schedule_name) else replace(plan, schedule_name=asked, chosen_because="")
+
+
+def _disagreements(context: Context, graph: TrainingGraph, plan: Plan) -> Iterator[str]:
+    """Yields each disagreement between plan and model, in a few words."""
+    if plan.world_size != context.communicator.world_size:
+        yield f"a plan for {plan.world_size} ranks on {context.communicator.world_size}"
+    used = used_parameters(graph)
+    facts = facts_of(context.model, context.stepping.holders, context.options.row_updates, used, {})
+    planned, tables = {d.parameter: d for d in plan}, {table.parameter: table for table in graph.tables}
+    if missing := planned.keys() ^ {fact.name for fact in facts}:
+        yield f"parameters of the plan or of the model alone: {', '.join(sorted(missing)[:3])}"
+        return
+    asked = context.options.rows
+    for strategy in ("alltoall", "allreduce"):
+        found = {d.travels_as for d in plan if d.strategy == strategy}
+        if plan.world_size > 1 and found and (asked not in found or found - {asked, "exact"}):
+            yield f"{strategy} in {', '.join(sorted(found))} in the plan, where {asked!r} is asked for"
+    for fact in facts:
+        decision = planned[fact.name]
+        if tuple(decision.shape) != fact.shape:
+            yield f"{fact.name} of shape {tuple(decision.shape)} in the plan and {fact.shape} in the model"
+        if (decision.strategy == "frozen") == fact.trainable:
+            yield f"{fact.name}, which is frozen in the plan or in the model alone"
+        if fact.trainable and fact.used and decision.strategy == "unused":
+            yield f"{fact.name} is unused in the plan, but gets a gradient from this batch"
+        if decision.strategy not in SHARDED:
+            continue
+        if decision.strategy == "vocabulary":
+            blocker = vocabulary_blocker(graph, fact.name)
+        else:
+            blocker = shard_blocker(tables[fact.name]) if fact.name in tables else "no lookup reads it"
+        if blocker or fact.row_update_blocker:
+            yield f"{fact.name} in shards, which cannot be: {blocker or fact.row_update_blocker}"
+
+
 def find(
     context: Context, graph: TrainingGraph, leaves: Sequence[Any], used: Collection[str], schedule: str = ""
 ) -> Findings | None:
@@ -122,11 +166,7 @@ def find(
         for f in facts_of(context.model, context.stepping.holders, options.row_updates, used, sharded)
     )
     options = replace(options, schedule=schedule or options.schedule)
-    findings = findings_of(graph, facts, everyone, communicator.world_size, options)
-    if communicator.comm_hook is None:
-        return findings
-    dense = replace(graph, tables=tuple(table.with_dense_gradient() for table in graph.tables))
-    return replace(findings.with_whole([*findings.rows], HOOKED), strategy="allreduce", graph=dense)
+    return findings_of(graph, facts, everyone, communicator.world_size, options)
 
 
 def _whole(state: ModelState, graph: TrainingGraph) -> dict[str, str]:

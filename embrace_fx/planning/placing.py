@@ -31,10 +31,10 @@ def place(context: Context, graph: TrainingGraph, plan: Plan) -> None:
     grids = {name: plan[name].grid for name in plan.sharded}
     shapes = {name: parameter.shape for name, parameter in context.model.named_parameters()}
     with context.communicator.watching():
-        beyond = tiers(context, plan, context.communicator.rank)
+        beyond = tiers(context, plan, context.communicator.rank) if context.options.table_memory is not None else {}
         lazily = [context.state.parameter(name) for name in beyond if begins_lazily(context, name) is not None]
         made = materialise(context.model, grids, context.stepping.holders.optimizers, context.communicator, lazily)
-        sets = open_working_sets(context, plan, beyond)
+        sets = open_working_sets(context, plan, beyond) if beyond else {}
         for name in plan.sharded:
             if name in sets:
                 table = place_tiered(context, name, shapes[name], made.get(name), *sets[name])

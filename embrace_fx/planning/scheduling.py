@@ -33,9 +33,6 @@ from embrace_fx.vocabulary.schedule import Schedule, StepGraph
 MAY_HOLD = 1.05
 """Peak memory of a backward in another order, at most, over its peak in autograd's order; 1 under a budget."""
 
-ComputeInOrder = Callable[[tuple[str, ...]], TrainingGraph]
-"""Reorders the backward's units, and returns the new graph."""
-
 _Found = tuple[Schedule, tuple[str, ...]]
 """The schedule that rank 0 has found, and units of the backward in their new order; without units it is unchanged."""
 
@@ -57,7 +54,7 @@ def order(
     profiled: Profile | None = None,
     *,
     name: str = "",
-    compute_in_order: ComputeInOrder | None = None,
+    compute_in_order: Callable[[tuple[str, ...]], TrainingGraph] | None = None,
 ) -> tuple[Schedule, Mapping[str, RowMemory]]:
     """Returns, on every rank, the schedule that rank 0 computes, and the prediction for tables beyond memory.
     Collective.
@@ -67,7 +64,7 @@ def order(
     Args:
         graph: the graph of the first training batch, as it runs.
         name: the schedule to follow; "" means the plan's.
-        compute_in_order: reorders the backward if the profile predicts a gain, or None if its order is fixed.
+        compute_in_order: reorders the backward's units if the profile predicts a gain, and returns the new graph.
 
     Raises:
         VerificationError: the order breaks an invariant.
@@ -79,7 +76,7 @@ def order(
     if communicator.rank == 0:
         name, steps = name or plan.schedule_name, _step_graph(context, plan, graph, memory, profiled)
         # In another order, regions would have to be compiled, and copies placed, again.
-        if profiled is None or compute_in_order is None or context.options.backend != "eager" or _copies(graph):
+        if profiled is None or context.options.backend != "eager" or _copies(graph):
             own = schedule(steps, name, "profile" if profiled else "cost model"), ()
         else:
             own = _search(context, plan, graph, steps, name, profiled)

@@ -142,8 +142,7 @@ def tiers(context: Context, plan: Plan, rank: int) -> dict[str, Tier]:
 def _asked(context: Context, plan: Plan) -> dict[str, float]:
     """Returns the memory asked for by table, after checks of the option."""
     memory = context.options.table_memory
-    if memory is None:
-        return {}
+    assert memory is not None
     if not isinstance(memory, Mapping):
         if not plan.sharded:
             raise ValueError(

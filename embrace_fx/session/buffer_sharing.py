@@ -94,7 +94,6 @@ class BufferSharing:
         """Returns the buffers that no forward writes."""
         return self._state.buffers_but(self._written | self._state.ignored)
 
-    @property
     def shares_next(self) -> bool:
         """Returns whether the next forward shares buffers."""
         return self.due and bool(self.shared())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -48,9 +48,7 @@ def register_hook(communicator: Communicator, asked: CommHook, options: Options,
     if of_group and any(hook is each for each in DTYPES):
         communicator.gradient_dtype = DTYPES[hook]
         return asked.name
-    given, strategies = options.given_plan, options.strategy
-    wanted = strategies.values() if isinstance(strategies, Mapping) else [strategies]
-    for strategy in [d.strategy for d in given] if given is not None else wanted:
+    for strategy in options.asked_strategies:
         if strategy not in ("auto", "allreduce", "frozen", "unused", "local"):
             raise ValueError(
                 f"register_comm_hook(): the model has strategy={strategy!r}, but this hook reduces whole gradients in "

@@ -34,7 +34,7 @@ _READ: Mapping[str, Callable[[Any], Any]] = {  # attribute of DDP -> how to read
     "parameters_to_ignore": lambda session: set(session.state.ignored),
     "modules_buffers": lambda session: list(session.model.buffers()),
     "named_module_buffers": lambda session: dict(session.model.named_buffers()),
-    "will_sync_module_buffers": lambda session: lambda: session.programs.buffers.shares_next,
+    "will_sync_module_buffers": lambda session: session.programs.buffers.shares_next,
     "_set_static_graph": lambda session: lambda: None,
     "_get_ddp_logging_data": lambda session: lambda: _logged(session),
     "_distributed_rank": lambda session: session.communicator.rank,

@@ -169,16 +169,16 @@ class EagerCalls:
         return {name: parameter for name, parameter in found if parameter.requires_grad}
 
     def _graph(self, trained: Mapping[str, nn.Parameter]) -> TrainingGraph:
-        """Returns a graph of the gradients alone, and notes the model's tables."""
-        self._tables = lookup_tables(self._context.model, trained)
-        self._row_tables = frozenset(lookup_tables(self._context.model, trained, only_sparse=True))
+        """Returns a graph of the gradients alone, and notes the tables, of which a communication hook leaves none."""
+        if self._context.communicator.comm_hook is None:
+            self._tables = lookup_tables(self._context.model, trained)
+            self._row_tables = frozenset(lookup_tables(self._context.model, trained, only_sparse=True))
         whole = {name: table.shape for name, table in self._context.state.tables.items()}  # sharded tables become whole
         return gradient_graph(trained, self._tables, whole, self._row_tables)
 
     def _in_rows(self) -> frozenset[str]:
         """Returns the tables whose gradients stay sparse."""
-        plan, alone = self._programs.plan, self._context.communicator.world_size == 1
-        assert plan is not None
+        plan, alone = self._programs.in_use.plan, self._context.communicator.world_size == 1
         return frozenset(name for name in self._row_tables if alone or plan[name].strategy in BY_ROWS)
 
     def forget(self) -> None:

@@ -16,7 +16,8 @@ from embrace_fx.setup.context import Context
 
 
 def offloading(context: Context, compute: Compute) -> tuple[Copies | None, CopyRate]:
-    """Makes the copies that the options request. Returns them with the slowest rank's rate. Collective if any are made.
+    """Makes the copies that a memory budget may use. Returns them with the slowest rank's rate. Collective if any are
+    made.
 
     Args:
         compute: the assumed speed of nodes. Only the proportions of its estimates are right, so the copies' rate is
@@ -25,7 +26,7 @@ def offloading(context: Context, compute: Compute) -> tuple[Copies | None, CopyR
     options, devices = context.options, {parameter.device for parameter in context.model.parameters()}
     device = next(iter(devices), torch.device("cpu"))
     on = streams_of(device) if len(devices) == 1 else None
-    if options.memory_budget is None or (options.spill_to is None and on is None):
+    if options.spill_to is None and on is None:
         return None, NO_COPIES
     copies: FileCopies | PinnedCopies | None = None
     own, failure = (0.0, 0.0), None

@@ -11,7 +11,6 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from embrace_fx.capture import Captured
-from embrace_fx.runtime.ranks.announcement import Announcement
 from embrace_fx.runtime.step.program import Program
 from embrace_fx.vocabulary.graph import TrainingGraph
 
@@ -115,13 +114,6 @@ class StepCounters:
     authority: int = 0
     uneven: bool = False
     ahead: int = 0
-
-    def announcement(self, own: Announcement, optimizer_steps: int) -> Announcement:
-        """Adds to a step's announcement the values that are sent once, and clears these."""
-        seen, self.rows_seen = self.rows_seen, {}
-        steps = 0 if self.uneven else optimizer_steps
-        own.asks_to_plan, own.steps, own.rows_seen = bool(self.replan_for), steps, seen
-        return own
 
 
 def key_of(modes: tuple[bool, ...], leaves: Sequence[Any], spec: pytree.TreeSpec, train: bool) -> Any:

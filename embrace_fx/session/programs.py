@@ -22,8 +22,7 @@ from embrace_fx.cost.links import Cluster
 from embrace_fx.passes.planner.plan_fit import NO_MOMENT, RENAMED, WHOLE, PlanViolation, fitted, renamed, violation
 from embrace_fx.passes.planner.pricing import Findings
 from embrace_fx.passes.planner.replanning import SAMPLED_EVERY, changes, describe_replan
-from embrace_fx.planning.findings import find, plan_on_links
-from embrace_fx.planning.given_plan import repeated
+from embrace_fx.planning.findings import find, plan_on_links, repeated
 from embrace_fx.planning.placing import gather_tables, place, place_anew, spaces_by_place
 from embrace_fx.planning.tiering import at_rest, fit_plan
 from embrace_fx.runtime.flow.flow import Flow
@@ -91,9 +90,14 @@ class Programs:
         """The communication between steps."""
         return self._no_steps if self.pipeline is None else self.pipeline.flow
 
-    def _in_use(self) -> StepPipeline:
-        """Returns the pipeline, which must exist."""
-        assert self.pipeline is not None
+    @property
+    def in_use(self) -> StepPipeline:
+        """The pipeline. Raises RuntimeError before the first training call."""
+        if self.pipeline is None:
+            raise RuntimeError(
+                "There is no plan, report or graph yet: the graph is captured with the first batch. Call the model "
+                "once with gradients enabled."
+            )
         return self.pipeline
 
     # -- programs ------------------------------------------------------------------------------------------------------
@@ -104,7 +108,7 @@ class Programs:
         Raises:
             PlanDoesNotFit: the plan must be changed first, on every rank.
         """
-        pipeline = self._in_use()
+        pipeline = self.in_use
         if not entry.programs:
             state = self._context.state
             found = violation(pipeline.plan, entry.analysed, state.hooked, state.ignored)
@@ -138,7 +142,8 @@ class Programs:
                 plan = plan_on_links(context, findings, None, known=self.links)
         else:
             plan = repeated(context, analysed, given)
-        plan = fit_plan(context, plan, findings.sparsity if findings else {}, partial(at_rest, context))
+        if context.options.table_memory is not None:
+            plan = fit_plan(context, plan, findings.sparsity if findings else {}, partial(at_rest, context))
         self._adopt(plan, findings)
         with stage("placing parameters", rank):
             place(context, analysed, plan)
@@ -165,7 +170,7 @@ class Programs:
 
     def observe(self) -> None:
         """Follows the row counts of training calls, and asks for another plan if they drift."""
-        monitor = self._in_use().monitor
+        monitor = self.in_use.monitor
         if monitor is not None and self.counters.calls % SAMPLED_EVERY == 0:
             monitor.observe(self._context.announcements.rows_read)
             if monitor.wants_plan and self.counters.replan_for != DRIFT:
@@ -179,7 +184,7 @@ class Programs:
                 then stays for now if a rank's work is unfinished or a rank has run out of batches (`join`), because a
                 plan is made for all ranks' batches.
         """
-        context, pipeline, forced = self._context, self._in_use(), bool(reason)
+        context, pipeline, forced = self._context, self.in_use, bool(reason)
         old, communicator, asked = pipeline.plan, context.communicator, self.counters
         used, schedule = set[str](), ""
         if not forced:
@@ -208,7 +213,7 @@ class Programs:
     def change(self, new: Plan, reason: str) -> None:
         """Puts a modified copy of the plan in use. Collective."""
         analysed = next(self.cache.entries()).analysed
-        self._replace(analysed, new, self._in_use().findings, reason)
+        self._replace(analysed, new, self.in_use.findings, reason)
 
     def check_fit(self, found: PlanViolation, activity: int, *, meets: bool = False) -> None:
         """Makes all ranks change the plan if it does not meet the needs (`found`) of this rank's batch.
@@ -242,9 +247,9 @@ class Programs:
         if eager := next((each.eager for each in needed if each.eager), ""):
             return eager
         self._whole |= {name for each in needed for name in each.whole}
-        self.change(fitted(self._in_use().plan, needed), f"a batch uses {names} in another way")
+        self.change(fitted(self.in_use.plan, needed), f"a batch uses {names} in another way")
         if own.renamed:
-            self._adopt(renamed(self._in_use().plan, dict(own.renamed)), None)
+            self._adopt(renamed(self.in_use.plan, dict(own.renamed)), None)
         return ""
 
     def make_whole(self, names: Sequence[str], reason: str) -> None:
@@ -256,18 +261,18 @@ class Programs:
                 "an earlier call still waits for its backward, or the plan is fixed by plan=. Pass the optimizer to "
                 "compile(), and step after every backward."
             )
-        findings = self._in_use().findings
+        findings = self.in_use.findings
         findings = None if findings is None else findings.with_whole(names, reason)
         self._replace(entry.analysed, plan_on_links(self._context, findings, self.plan), findings, reason)
 
     @outside_of_modes()
     def _replace(self, analysed: TrainingGraph, new: Plan, findings: Findings | None, reason: str) -> None:
         """Replaces the plan in use with another one, between two steps. Collective."""
-        old, context = self._in_use().plan, self._context
+        old, context = self.in_use.plan, self._context
         new = replace(new, spaces=spaces_by_place(new, context.state.tables))
         with context.state.pending.closed():  # while parameters move, only the flow applies their updates
             context.state.pending.close()
-            self._in_use().close()
+            self.in_use.close()
             context.state.flush_tables()
             context.state.reads.restart()
             with stage("placing parameters anew", context.communicator.rank):
@@ -283,7 +288,7 @@ class Programs:
     def _may_change(self, entry: Entry) -> bool:
         """Returns whether the plan may change on this rank: no backward, `no_sync` sum or recording is unfinished."""
         state = self._context.state
-        tables = {decision.parameter for decision in self._in_use().plan if decision.is_table}
+        tables = {decision.parameter for decision in self.in_use.plan if decision.is_table}
         return (
             entry.train
             and not state.unreduced

@@ -85,7 +85,7 @@ class Session:
         close_bypasses()
         watch_forks(self)
         self._graphs = GraphCalls(self._context, self.programs, self.lookahead, self._watch)
-        self.views = Views(self._context, self.programs, lambda: self._eager.reason)
+        self.views = Views(self._context, self.programs, self._eager)
         self.shadow = ShadowRank(self._context, self.programs, self._eager.fit)
 
     def _send_first_state(self) -> None:
@@ -234,7 +234,7 @@ class Session:
                 programs.check_fit(PlanViolation(renamed=tuple(names.items())), self._context.activity(train=train))
             self._follow_names()
         if self._watch.modules_changed():
-            self.parameters_may_change()
+            self.programs.parameters_may_change()
             self._look_again()
             programs.cache.clear()
             if programs.pipeline is not None:
@@ -293,7 +293,8 @@ class Session:
         if self._eager.reason:  # autograd accumulates all gradients in `.grad`
             self._outside.stop()
         else:
-            self._outside.watch(frozenset(d.parameter for d in self.views.plan if d.strategy in ("unused", "frozen")))
+            plan = self.programs.in_use.plan
+            self._outside.watch(frozenset(d.parameter for d in plan if d.strategy in ("unused", "frozen")))
         if first and self._to_load is not None:
             checkpoint.load(*self._saved(), self._to_load)
         if first:
@@ -329,13 +330,9 @@ class Session:
         if self.programs.pipeline is None:
             self._to_load = folder
             return
-        self.parameters_may_change()
+        self.programs.parameters_may_change()
         checkpoint.load(*self._saved(), folder)
         self.parameters_were_loaded()
-
-    def parameters_may_change(self) -> None:
-        """Applies pending updates, and discards prefetched rows, because the caller may write parameters."""
-        self.programs.parameters_may_change()
 
     def close(self) -> None:
         """Applies pending updates, and ends the threads and process groups of the model."""

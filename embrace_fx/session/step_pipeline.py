@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from weakref import WeakKeyDictionary
 
 from torch import fx
@@ -17,6 +17,7 @@ from embrace_fx.cost.storage import RowMemory
 from embrace_fx.passes.collectives import sequence_hash
 from embrace_fx.passes.join_exchanges import ExchangedParameter, JoinExchanges
 from embrace_fx.passes.memory.budget import Memory
+from embrace_fx.passes.memory.copy_placement import NO_COPIES
 from embrace_fx.passes.overlap.buckets import ChunkBuckets
 from embrace_fx.passes.overlap.order import OrderCompute
 from embrace_fx.passes.pipeline import Compiled, overlap_passes, run_passes, training_passes
@@ -28,17 +29,30 @@ from embrace_fx.passes.step_memory import StepMemory, step_memory
 from embrace_fx.planning.findings import scores_nothing
 from embrace_fx.planning.scheduling import launches, order
 from embrace_fx.planning.scheduling import rows_beyond_memory as beyond_memory
+from embrace_fx.runtime.exchanges.channel import Channel, run
+from embrace_fx.runtime.exchanges.in_place import (
+    Exchange,
+    ExchangeKind,
+    ExchangeThread,
+    exchange_at_once,
+    exchange_gradient_,
+)
+from embrace_fx.runtime.exchanges.rounded import sum_rounded_
+from embrace_fx.runtime.flow.bucket_updates import BucketExchange, Buckets
 from embrace_fx.runtime.flow.flow import Flow
+from embrace_fx.runtime.flow.row_exchange import RowExchange
+from embrace_fx.runtime.launch.launch_queue import LaunchQueue
+from embrace_fx.runtime.launch.launcher import Launcher
 from embrace_fx.runtime.launch.profile import Profile, StepProfiler, agree_on_profile
 from embrace_fx.runtime.launch.recorder import Recorder
-from embrace_fx.runtime.launch.streams import streams_of
+from embrace_fx.runtime.launch.stream_queue import StreamQueue
+from embrace_fx.runtime.launch.streams import Streams, streams_of
 from embrace_fx.runtime.memory.resident import bytes_in_use
 from embrace_fx.runtime.ranks.announcement import Announcement, activity_of
 from embrace_fx.runtime.ranks.checksums import checksum_of_text
 from embrace_fx.runtime.step.program import Program
 from embrace_fx.session.batch_check import batch_check
 from embrace_fx.session.buffer_sharing import BufferSharing
-from embrace_fx.session.flow_setup import start_flow
 from embrace_fx.session.offloading import offloading
 from embrace_fx.session.program_cache import Entry, StepCounters
 from embrace_fx.setup.agreement import give_up
@@ -48,10 +62,8 @@ from embrace_fx.viz.graphs import Graphs
 from embrace_fx.vocabulary.graph import TrainingGraph
 from embrace_fx.vocabulary.plan import Plan
 from embrace_fx.vocabulary.plan_text import readable_bytes
-from embrace_fx.vocabulary.schedule import Cuts, Schedule
-
-if TYPE_CHECKING:
-    from embrace_fx.runtime.lower.inductor import RegionCompiler
+from embrace_fx.vocabulary.schedule import IN_FLIGHT, Cuts, Schedule
+from embrace_fx.vocabulary.submissions import submitted
 
 
 class StepPipeline:
@@ -95,7 +107,9 @@ class StepPipeline:
         self._counters = counters
         self._buffers = buffers
         self._on_other_batch = on_other_batch
-        self._copies, self._copy_rate = offloading(context, plan.links.compute)
+        budget = context.options.memory_budget
+        copies = (None, NO_COPIES) if budget is None else offloading(context, plan.links.compute)
+        self._copies, self._copy_rate = copies
         self._steps_of: WeakKeyDictionary[Program, StepGraphs] = WeakKeyDictionary()  # program -> its steps' graphs
         self._last: Program | None = None  # the last training program
         self._besides: dict[str, Callable[[], fx.GraphModule]] = {}  # name -> phase of an evaluation or accumulation
@@ -254,19 +268,74 @@ class StepPipeline:
         device = next(context.model.parameters()).device
         on = streams_of(device)
         self.recorder = Recorder(on.clock() if on is not None else None, partial(bytes_in_use, device))
-        self.flow = Flow.within_steps(context.announcements, on, self.recorder)
-        if several:
-            self.flow = start_flow(
-                context,
-                plan,
-                graph,
-                self.schedule,
-                self.recorder,
-                warn=self._on_other_batch,
-                after_announcement=self._after_announcement,
-                as_gradients=as_gradients,
-            )
+        self.flow = (
+            self._flow_between_steps(graph, self.schedule, self.recorder, on, as_gradients=as_gradients)
+            if several
+            else Flow.within_steps(context.announcements, on, self.recorder)
+        )
         context.stepping.follow(self.flow)
+
+    def _flow_between_steps(
+        self, graph: TrainingGraph, schedule: Schedule, recorder: Recorder, on: Streams | None, *, as_gradients: bool
+    ) -> Flow:
+        """Makes the flow that follows a schedule. Collective."""
+        context, plan, state = self._context, self.plan, self._context.state
+        communicator, device = context.communicator, next(context.model.parameters()).device
+        launched, pieces = launches(schedule, plan), dict(self._cuts.pieces)
+        communicator.connect(device)
+        communicator.open_lanes(device, {launch.lane for launch in launched})
+        queue: LaunchQueue
+        if on is None:
+            queue = LaunchQueue(recorder, at_once=len(launched) if as_gradients else IN_FLIGHT)
+        else:
+            queue = StreamQueue(recorder, on, communicator.channels(device))
+            communicator.look_each_time(queue.look)
+        launcher = Launcher(launched, submitted(graph.phases["forward"]), queue, communicator)
+        communicator.in_turn = queue.in_turn
+        communicator.rounding.forget()  # drops the residuals of other buckets
+        exchanges = {
+            name: RowExchange(
+                state.table(name), communicator, launcher, pieces.get(name, 0), overlaps=name in plan.overlapped
+            )
+            for name in plan.row_exchanges
+        }
+        return Flow(
+            context.announcements,
+            launcher,
+            exchanges,
+            Buckets(plan.buckets, state.parameters, communicator, launcher, self._bucket_exchanges(on)),
+            looks_ahead=plan.looks_ahead,
+            warn=self._on_other_batch,
+            after_announcement=self._after_announcement,
+            streams=on,
+        )
+
+    def _bucket_exchanges(self, on: Streams | None) -> dict[int, BucketExchange]:
+        """Makes the functions that start the exchanges of buckets that are not AllReduced. Collective.
+
+        On streams, the functions run the exchanges to their end immediately.
+        """
+        found = {k: each for k, names in enumerate(self.plan.buckets) if (each := self._exchange(names)) is not None}
+        if not found:
+            return {}
+        group = self._context.communicator.open_group("exchanges")
+        if on is not None:
+            channel = Channel(group)
+            return {k: partial(exchange_at_once, each, channel) for k, each in found.items()}
+        start = ExchangeThread(group).start
+        return {k: partial(start, each) for k, each in found.items()}
+
+    def _exchange(self, bucket: tuple[str, ...]) -> Exchange | None:
+        """Makes the sparse exchange of a bucket, or returns None if the bucket is AllReduced."""
+        plan, first = self.plan, self._context.state.parameter(bucket[0])
+        if bucket[0] in plan.exchanged:
+            decision = plan[bucket[0]]
+            kind = ExchangeKind(next(iter(first.shape), 1), decision.strategy, decision.scheme)
+            return lambda flat, _, channel: exchange_gradient_(flat, kind, channel, plan.links)
+        rounding = self._context.communicator.rounding
+        if not rounding.rounds(first):
+            return None
+        return lambda flat, name, channel: run(sum_rounded_(flat, name, channel, rounding))
 
     def _after_announcement(self) -> None:
         """Follows the order computed from all ranks' profiles, from the next window on, once there is a profile.
@@ -312,13 +381,19 @@ class StepPipeline:
         announced, share = self._buffers.of_forward(analysed, self._assigned(entry), train=train, reduce=reduce)
         check = batch_check(self._context, self.plan, analysed, self._counters, train=train)
         launched, activity = self._launched(joint, flow), activity_of(train=train, reduces=reduce)
+        counters, communicator, regions = self._counters, self._context.communicator, None
+        if self._context.options.backend != "eager":
+            from embrace_fx.runtime.lower.inductor import RegionCompiler  # noqa: PLC0415  (takes seconds to import)
+
+            regions = RegionCompiler()
 
         def head(leaves: Sequence[Any]) -> Announcement:
             """Returns the announcement at the head of a step."""
-            return self._counters.announcement(
-                Announcement(activity=activity, failure=check(leaves), program=launched, buffers=announced()),
-                self._context.communicator.progress.optimizer_steps,
-            )
+            own = Announcement(activity=activity, failure=check(leaves), program=launched, buffers=announced())
+            own.rows_seen, counters.rows_seen = counters.rows_seen, {}
+            own.steps = 0 if counters.uneven else communicator.progress.optimizer_steps
+            own.asks_to_plan = bool(counters.replan_for)
+            return own
 
         return Program(
             of_steps.steady.graph,
@@ -331,7 +406,7 @@ class StepPipeline:
             scores_nothing=partial(scores_nothing, self._context.state, analysed),
             share_buffers=share,
             links=self.plan.links,
-            regions=self._region_compiler(),
+            regions=regions,
             variants=of_steps.graph if reduce and of_steps.vary else None,
             copies=self._copies,
             of_gradients=entry.captured.route == EAGER,
@@ -343,11 +418,3 @@ class StepPipeline:
         if entry.captured.route == EAGER:  # the forward may write any buffer
             return frozenset(state.buffer_names())
         return frozenset() if replay is None else frozenset(state.buffers_in(replay.writes))
-
-    def _region_compiler(self) -> RegionCompiler | None:
-        """Returns the compiler of regions, or None if they run eagerly."""
-        if self._context.options.backend == "eager":
-            return None
-        from embrace_fx.runtime.lower.inductor import RegionCompiler  # noqa: PLC0415  (takes seconds to import)
-
-        return RegionCompiler()

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import textwrap
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 
 from embrace_fx.passes.scheduler.schedule_facts import background_of
 from embrace_fx.runtime.launch.timeline import gather_timeline
 from embrace_fx.session.comm_hooks import rounding_report
+from embrace_fx.session.eager_calls import EagerCalls
 from embrace_fx.session.memory_report import beyond_memory, memory_report, tables_report
 from embrace_fx.session.programs import Programs
-from embrace_fx.session.step_pipeline import StepPipeline
 from embrace_fx.setup.context import Context
 from embrace_fx.viz.graphs import Graphs
 from embrace_fx.viz.why import unlike_predicted, why
@@ -25,50 +25,36 @@ from embrace_fx.vocabulary.step_parts import SHARES, Share
 
 
 class Views:
-    """Shows a user one model's plan, graphs, schedule and timeline.
+    """Shows a user one model's plan, graphs, schedule and timeline."""
 
-    Args:
-        runs_eagerly: returns the reason why calls run eagerly, or "" if they are captured.
-    """
-
-    def __init__(self, context: Context, programs: Programs, runs_eagerly: Callable[[], str]) -> None:
+    def __init__(self, context: Context, programs: Programs, eager: EagerCalls) -> None:
         self._context = context
-        self._runs_eagerly = runs_eagerly
+        self._eager = eager
         self._programs = programs
         self._timeline: Timeline | None = None
 
     @property
-    def _in_use(self) -> StepPipeline:
-        """Returns the pipeline, or raises before the first call."""
-        if self._programs.pipeline is None:
-            raise RuntimeError(
-                "There is no plan, report or graph yet: the graph is captured with the first batch. Call the model "
-                "once with gradients enabled."
-            )
-        return self._programs.pipeline
-
-    @property
     def plan(self) -> Plan:
         """The plan in use."""
-        return self._in_use.plan
+        return self._programs.in_use.plan
 
     @property
     def graphs(self) -> Graphs:
         """Returns the graphs of the last training program."""
-        return self._in_use.graphs.instead(self._runs_eagerly())
+        return self._programs.in_use.graphs.instead(self._eager.reason)
 
     def report(self) -> Report:
         """The plan with its reasons, the measured step and advice, as a text."""
-        context, pipeline, plan = self._context, self._in_use, self.plan
+        context, pipeline, plan = self._context, self._programs.in_use, self.plan
         shares_ms, schedule = context.stepping.recorder.tally.shares_ms(), pipeline.schedule
         parts = [render(plan, folded=True) + rounding_report(context.communicator)]
         if shares_ms is not None and (found := why(shares_ms, "A step of this rank takes")) is not None:
             # There is no prediction for a forward as written, nor a useful one for assumed links.
-            predicts = not self._runs_eagerly() and plan.links_are != "assumed"
+            predicts = not self._eager.reason and plan.links_are != "assumed"
             unlike = unlike_predicted(shares_ms, pipeline.decided) if predicts and pipeline.decided is not None else ""
             parts.append(textwrap.fill(f"{found} {unlike}".rstrip(), terminal_width()))
         text = "\n".join(filter(None, (*parts, advice(plan))))
-        if reason := self._runs_eagerly():
+        if reason := self._eager.reason:
             text += f"\n\nroute: eager; tables are whole, and updates do not overlap the next forward: {reason}"
         if tables := context.state.tables:
             step_ms = None if schedule is None else schedule.beside_storage_ms
@@ -98,7 +84,7 @@ class Views:
     @property
     def schedule(self) -> Schedule:
         """The schedule in use."""
-        if (found := self._in_use.schedule) is None:
+        if (found := self._programs.in_use.schedule) is None:
             raise RuntimeError(_NOT_SCHEDULED)
         return found
 

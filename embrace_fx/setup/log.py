@@ -25,18 +25,10 @@ _of_thread = threading.local()
 
 def log(message: str, *args: object) -> None:
     """Logs one line at INFO; called on rank 0 only."""
-    configured = logger.hasHandlers()
-    if logger.isEnabledFor(logging.INFO) and configured:
+    if logger.hasHandlers():  # the program has configured logging
         logger.info(message, *args)
-    elif _shown_by_default():
+    elif not (logger.disabled or logger.level > logging.INFO or logging.root.manager.disable >= logging.INFO):
         print(f"embrace_fx: {message % args if args else message}", file=sys.stderr, flush=True)
-
-
-def _shown_by_default() -> bool:
-    """Returns whether the program has neither configured nor silenced logging of these lines."""
-    level_is_silent = logger.level != logging.NOTSET and logger.level > logging.INFO
-    off = logger.disabled or logging.root.manager.disable >= logging.INFO
-    return not (logger.hasHandlers() or level_is_silent or off)
 
 
 @contextlib.contextmanager

@@ -44,11 +44,16 @@ class Options:
         return self.broadcast_buffers is True
 
     @property
+    def asked_strategies(self) -> list[str | Grid]:
+        """Returns the strategies of the given plan, or those that were asked for."""
+        if self.given_plan is not None:
+            return [decision.strategy for decision in self.given_plan]
+        return [*self.strategy.values()] if isinstance(self.strategy, Mapping) else [self.strategy]
+
+    @property
     def shards_by_request(self) -> bool:
         """Returns whether a strategy or the given plan shards a table."""
-        asked = [*self.strategy.values()] if isinstance(self.strategy, Mapping) else [self.strategy]
-        sharded = self.given_plan is not None and bool(self.given_plan.sharded)
-        return sharded or any(each in SHARDED or isinstance(each, Grid) for each in asked)
+        return any(each in SHARDED or isinstance(each, Grid) for each in self.asked_strategies)
 
     @cached_property
     def given_plan(self) -> Plan | None:

@@ -221,10 +221,6 @@ class Table:
         """Returns whether autograd makes the gradient sparse (COO): all uses are lookups that request it."""
         return self.use == "sparse" and all(use.sparse and not use.scale_grad_by_freq for use in self.uses)
 
-    def with_dense_gradient(self) -> Table:
-        """Copies the table with lookups that do not request sparse gradients."""
-        return replace(self, uses=tuple(replace(use, sparse=False) for use in self.uses))
-
 
 @dataclass(frozen=True)
 class TrainingGraph:
