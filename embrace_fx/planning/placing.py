@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import nn
@@ -18,12 +18,10 @@ from embrace_fx.runtime.tables.placement import broadcast_state, materialise, sh
 from embrace_fx.runtime.tables.row_table import RowTable
 from embrace_fx.runtime.tiers.rows_ahead import RowsAhead
 from embrace_fx.runtime.tiers.tiered_table import REFUSAL, JoinedTiers, TieredTable
-from embrace_fx.runtime.tiers.working_set import WorkingSet
 from embrace_fx.setup.context import Context
 from embrace_fx.vocabulary.exactness import semantics
 from embrace_fx.vocabulary.graph import TrainingGraph
 from embrace_fx.vocabulary.plan import Plan
-from embrace_fx.vocabulary.row_space import RowSpace
 
 
 def place(context: Context, graph: TrainingGraph, plan: Plan) -> None:
@@ -70,24 +68,6 @@ def place_anew(context: Context, graph: TrainingGraph, old: Plan, new: Plan) -> 
     state.tables.clear()
     state.tables.update(ordered)
     _hand_over(context, graph, new)
-
-
-def spaces_by_place(plan: Plan, tables: Mapping[str, RowTable]) -> tuple[RowSpace, ...]:
-    """Splits row spaces by the place of their tables, in memory or in a working set, so that tables of one place stay
-    together.
-    """
-    found: list[RowSpace] = []
-    for space in plan.spaces:
-        sets: dict[WorkingSet, list[TieredTable]] = {}
-        for name in space.tables:
-            if isinstance(table := tables.get(name), TieredTable):
-                sets.setdefault(table.memory, []).append(table)
-        beyond = [sorted(own, key=lambda table: table.rows.start) for own in sets.values()]
-        together = [own for own in beyond if sum(len(table.rows) for table in own) == own[0].memory.num_rows]
-        in_memory = [name for name in space.tables if not isinstance(tables.get(name), TieredTable)]
-        parts = [in_memory, *[[table.name for table in own] for own in together]]
-        found += [plan.space_of(names) for names in parts if len(names) > 1]
-    return tuple(found)
 
 
 def gather_tables(context: Context, names: Sequence[str]) -> None:

@@ -23,7 +23,7 @@ from embrace_fx.passes.planner.plan_fit import NO_MOMENT, RENAMED, WHOLE, PlanVi
 from embrace_fx.passes.planner.pricing import Findings
 from embrace_fx.passes.planner.replanning import SAMPLED_EVERY, changes, describe_replan
 from embrace_fx.planning.findings import find, plan_on_links, repeated
-from embrace_fx.planning.placing import gather_tables, place, place_anew, spaces_by_place
+from embrace_fx.planning.placing import gather_tables, place, place_anew
 from embrace_fx.planning.tiering import at_rest, fit_plan
 from embrace_fx.runtime.flow.flow import Flow
 from embrace_fx.runtime.ranks.announcement import Announcement, activity_of
@@ -161,8 +161,9 @@ class Programs:
         """Asks all ranks, with the next announcement, for another plan, at most once in a hundred calls for the same
         reason.
         """
-        calls, last = self.counters.calls, self._replanned.get(reason)
-        if self._context.options.given_plan is not None or (last is not None and calls - last < ONCE_IN):
+        calls, last, options = self.counters.calls, self._replanned.get(reason), self._context.options
+        fixed = options.given_plan is not None or options.table_memory is not None  # a working set stays as it is
+        if fixed or (last is not None and calls - last < ONCE_IN):
             return False
         self._replanned[reason] = calls
         self.counters.replan_for = reason
@@ -253,7 +254,7 @@ class Programs:
         return ""
 
     def make_whole(self, names: Sequence[str], reason: str) -> None:
-        """Makes a plan with these tables whole, before the step of an optimizer that needs them whole. Collective."""
+        """Makes tables whole before the step of an optimizer that needs them whole. Collective."""
         entry = next(each for each in self.cache.entries() if each.train)
         if not self._may_change(entry) or self._context.options.given_plan is not None:
             raise RuntimeError(
@@ -261,15 +262,14 @@ class Programs:
                 "an earlier call still waits for its backward, or the plan is fixed by plan=. Pass the optimizer to "
                 "compile(), and step after every backward."
             )
-        findings = self.in_use.findings
-        findings = None if findings is None else findings.with_whole(names, reason)
-        self._replace(entry.analysed, plan_on_links(self._context, findings, self.plan), findings, reason)
+        if (findings := self.in_use.findings) is not None:
+            self.in_use.findings = findings.with_whole(names, reason)
+        self.change(fitted(self.in_use.plan, [PlanViolation((), tuple(names))], reason), reason)
 
     @outside_of_modes()
     def _replace(self, analysed: TrainingGraph, new: Plan, findings: Findings | None, reason: str) -> None:
         """Replaces the plan in use with another one, between two steps. Collective."""
         old, context = self.in_use.plan, self._context
-        new = replace(new, spaces=spaces_by_place(new, context.state.tables))
         with context.state.pending.closed():  # while parameters move, only the flow applies their updates
             context.state.pending.close()
             self.in_use.close()

@@ -309,7 +309,7 @@ class Session:
         if self.programs.pipeline is None:
             raise RuntimeError("replan(): there is no plan yet. Run a training call first.")
         if not self.programs.ask_to_replan(USER) and self.communicator.rank == 0:
-            log("the plan stays: it is fixed by plan=, or was made for model.replan() less than %d calls ago", ONCE_IN)
+            log(_STAYS, ONCE_IN)
 
     def check_replicas(self) -> None:
         """Raises if replicas differ between ranks. Collective."""
@@ -352,6 +352,9 @@ class Session:
         for handle in self._placed.handles:
             handle.remove()
         self.close()
+
+
+_STAYS = "the plan stays: plan= or table_memory= fixes it, or it was made for model.replan() less than %d calls ago"
 
 
 def _log_empty_groups(optimizer: Optimizer) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -64,3 +67,18 @@ def test_a_module_that_changed_asks_for_a_plan(monkeypatch: pytest.MonkeyPatch) 
     compiled(torch.ones(1, 2)).sum().backward()
 
     assert asked == [MODULE]
+
+
+def test_a_plan_with_table_memory_stays(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Embedding(200, 4), nn.Flatten(), nn.Linear(8, 1))
+    asked: Any = {"strategy": "alltoall", "table_memory": 0.5, "spill_to": tmp_path}
+    compiled = embrace_fx.compile(model, optimizer=Adagrad(model.parameters(), 0.05), **asked)
+    with logged() as lines:
+        for _ in range(3):
+            compiled(torch.arange(6).view(3, 2)).sum().backward()
+            compiled.optimizer.step()
+            compiled.optimizer.zero_grad()
+            compiled.replan()
+    assert any("the plan stays" in line for line in lines)
+    assert not any("planned again" in line for line in lines)
+    compiled.close()
