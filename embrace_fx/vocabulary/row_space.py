@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from types import MappingProxyType
 
-SPACE_BYTES = 2**30
+SPACE_BYTES = 2**32
 """Maximum bytes of a rank's part of a row space. The rank briefly holds twice as many when its tables are joined."""
 
 OUTSIDE = 2**48
