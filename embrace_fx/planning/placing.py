@@ -10,14 +10,15 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from embrace_fx.planning.tiering import begins_lazily, open_working_sets, place_tiered, tiers
 from embrace_fx.runtime.ranks.announcement import Form
-from embrace_fx.runtime.tables.joined_table import JoinedTable
+from embrace_fx.runtime.tables.member import Member
 from embrace_fx.runtime.tables.optimizer_state import own_state
 from embrace_fx.runtime.tables.part import Part
 from embrace_fx.runtime.tables.part_layout import Layout
 from embrace_fx.runtime.tables.placement import broadcast_state, materialise, shard_parameter, unshard_parameter
-from embrace_fx.runtime.tables.row_table import RowTable
+from embrace_fx.runtime.tables.table import Table
 from embrace_fx.runtime.tiers.rows_ahead import RowsAhead
-from embrace_fx.runtime.tiers.tiered_table import REFUSAL, JoinedTiers, TieredTable
+from embrace_fx.runtime.tiers.tiered_table import REFUSAL, SlotRows, beyond_memory
+from embrace_fx.runtime.tiers.working_set import WorkingSet
 from embrace_fx.setup.context import Context
 from embrace_fx.vocabulary.exactness import semantics
 from embrace_fx.vocabulary.graph import TrainingGraph
@@ -70,12 +71,28 @@ def place_anew(context: Context, graph: TrainingGraph, old: Plan, new: Plan) -> 
     _hand_over(context, graph, new)
 
 
+def spaces_by_place(plan: Plan, tables: Mapping[str, Table]) -> tuple[RowSpace, ...]:
+    """Splits row spaces by the place of their tables, in memory or in a working set, so that tables of one place stay
+    together.
+    """
+    found, beyond = list[RowSpace](), beyond_memory(tables)
+    for space in plan.spaces:
+        sets: dict[WorkingSet, list[str]] = {}
+        for name in [name for name in space.tables if name in beyond]:
+            sets.setdefault(beyond[name].memory, []).append(name)
+        of_sets = [sorted(own, key=lambda name: beyond[name].rows.start) for own in sets.values()]
+        together = [o for o in of_sets if sum(len(beyond[name].rows) for name in o) == beyond[o[0]].memory.num_rows]
+        parts = [[name for name in space.tables if name not in beyond], *together]
+        found += [plan.space_of(names) for names in parts if len(names) > 1]
+    return tuple(found)
+
+
 def gather_tables(context: Context, names: Sequence[str]) -> None:
     """Makes sharded tables whole, with their state and gradients, on every rank. Collective."""
     with context.communicator.watching(), torch.no_grad():
         for name in names:
             table = context.state.tables[name]
-            if isinstance(table, TieredTable):
+            if isinstance(table.store, SlotRows):
                 raise RuntimeError(REFUSAL.format(name=name, asked="an operation that gathers"))
             del context.state.tables[name]
             unshard_parameter(table, context.stepping.holders.optimizers)
@@ -94,7 +111,7 @@ def _shard(context: Context, name: str, plan: Plan, shape: torch.Size, mesh: Dev
     parameter, communicator = context.state.parameter(name), context.communicator
     layout = shard_parameter(name, parameter, shape, communicator, plan[name].grid, mesh)
     always, reads = context.options.row_updates == "replay", context.state.reads
-    table = RowTable(
+    table = Member(
         parameter,
         layout,
         semantics(context.options.row_updates),
@@ -121,17 +138,13 @@ def _hand_over(context: Context, graph: TrainingGraph, plan: Plan) -> None:
             found.parameter not in plan.sharded
             and stepping.holders.dense_update_policy(parameter, row_updates) == "lazy"
         ):
-            table = RowTable(parameter, Layout.of_table(found.parameter, parameter.shape), row_updates)
+            table = Member(parameter, Layout.of_table(found.parameter, parameter.shape), row_updates)
             table.is_read_densely = found.use != "sparse"
             stepping.replicas.append(table)
     exchanged = (*plan.sharded, *plan.renormed)
     tables = context.state.tables
-    beyond = [table.memory for table in tables.values() if isinstance(table, TieredTable)]
+    beyond = [rows.memory for rows in beyond_memory(tables).values()]
     context.announcements.trouble = lambda: next((each.failure for each in beyond if each.failure), None)
-    context.state.spaces = {}
-    for space in plan.spaces:
-        joined = [tables[name] for name in space.tables]
-        tiered = [table for table in joined if isinstance(table, TieredTable)]
-        context.state.spaces[space.name] = JoinedTiers(space, tiered) if tiered else JoinedTable(space, joined)
+    context.state.spaces = {space.name: Table.of(space, [tables[n] for n in space.tables]) for space in plan.spaces}
     watched = tuple(name for name in plan.watched if name not in exchanged)
     context.announcements.form = Form(len(plan.row_exchanges) + len(plan.renormed), watched)

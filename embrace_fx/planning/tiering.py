@@ -7,6 +7,7 @@ import socket
 import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from zlib import crc32
 
 import torch
@@ -19,6 +20,7 @@ from embrace_fx.runtime.launch.streams import streams_of
 from embrace_fx.runtime.memory.copies import PinnedCopies
 from embrace_fx.runtime.memory.resident import available_bytes
 from embrace_fx.runtime.tables.layouts import mesh_of, part_of
+from embrace_fx.runtime.tables.member import Member
 from embrace_fx.runtime.tables.part import Part, become_part, local_part, own_part_of
 from embrace_fx.runtime.tables.part_layout import Layout
 from embrace_fx.runtime.tables.placement import shard_parameter
@@ -30,7 +32,7 @@ from embrace_fx.runtime.tiers.records import TAKEN, WEIGHTS, Column, Records
 from embrace_fx.runtime.tiers.tiered_table import (
     REFUSAL,
     FileStorage,
-    TieredTable,
+    SlotRows,
     not_replayable,
     state_columns,
 )
@@ -264,7 +266,7 @@ def _initial(context: Context, name: str, decision: Decision) -> FirstValues:
 
 def place_tiered(
     context: Context, name: str, shape: torch.Size, mesh: DeviceMesh | None, memory: WorkingSet, first: int
-) -> TieredTable:
+) -> Member:
     """Moves a table into its file, or leaves its rows to be computed, and replaces it with a working set. Collective.
 
     Args:
@@ -292,15 +294,14 @@ def place_tiered(
         become_part(parameter, like, layout)
     assert isinstance(parameter, Part)
     parameter.held = FileStorage(like, REFUSAL.format(name=name, asked="an op"))
-    return TieredTable(
+    return Member(
         parameter,
         layout,
         semantics(context.options.row_updates),
         optimizer,
+        may_rest=lambda: True,
         gradients=context.state.gradients_reader(),
-        memory=memory,
-        first=first,
-        shown=columns.keys() & state.keys(),
+        store=partial(SlotRows, memory=memory, first=first, shown=columns.keys() & state.keys()),
     )
 
 

@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 
 from embrace_fx.cost.storage import RowMemory
 from embrace_fx.passes.step_memory import StepMemory
-from embrace_fx.runtime.tables.row_table import RowTable
+from embrace_fx.runtime.tables.member import Member
 
 SAMPLES = 60
 """Columns of the line that shows memory by time."""
@@ -36,7 +36,7 @@ def memory_report(held: StepMemory, model: nn.Module, optimizers: Sequence[Optim
     return "\n".join(lines)
 
 
-def tables_report(tables: Mapping[str, RowTable], ranks: int, beyond: Mapping[str, str]) -> str:
+def tables_report(tables: Mapping[str, Member], ranks: int, beyond: Mapping[str, str]) -> str:
     """Prints the bytes of each sharded table, predicted for any rank and measured on this one.
 
     Args:
@@ -49,7 +49,7 @@ def tables_report(tables: Mapping[str, RowTable], ranks: int, beyond: Mapping[st
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     aligned = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
     for name, table in tables.items():
-        aligned += [line for line in (table.remark, beyond.get(name) and f"  {beyond[name]}") if line]
+        aligned += [line for line in (table.store.remark, beyond.get(name) and f"  {beyond[name]}") if line]
     return "\n".join(["tables of this rank: predicted, then measured", *(f"  {each}" for each in aligned)])
 
 

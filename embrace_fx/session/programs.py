@@ -311,7 +311,7 @@ class Programs:
 
         def joined() -> list[Tensor]:
             """Returns the joined memory of all row spaces."""
-            return [memory for space in state.spaces.values() for memory in space.joined]
+            return [memory for space in state.spaces.values() for memory in space.store.joined]
 
         def apply_dense() -> None:
             """Applies the pending updates of buckets."""

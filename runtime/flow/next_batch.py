@@ -32,7 +32,7 @@ from embrace_fx.runtime.ranks.announcement import Announcements
 from embrace_fx.runtime.ranks.bad_batches import bad_id_report, unreadable
 from embrace_fx.runtime.ranks.communicator import Communicator, InFlight
 from embrace_fx.runtime.ranks.groups import LANE_GROUP
-from embrace_fx.runtime.tables.row_table import RowTable
+from embrace_fx.runtime.tables.member import Member
 from embrace_fx.vocabulary.as_seen import AsSeen
 from embrace_fx.vocabulary.graph import Values
 from embrace_fx.vocabulary.operation_id import IDS, OperationId
@@ -175,7 +175,7 @@ class DeviceBatch(NextBatch):
         self._tables: list[Routed] = []
         self._splits: dict[str, SplitAhead] = {}
         self._sizes: Tensor | None = None  # in flight to the host
-        self._for_host: list[tuple[str, RowTable, Tensor]] = []  # ids in flight to tables that need them on the host
+        self._for_host: list[tuple[str, Member, Tensor]] = []  # ids in flight to tables that need them on the host
 
     def copy_rows(self) -> None:
         """Copies the unique rows and the gathered ids to the host."""
@@ -221,7 +221,7 @@ class DeviceBatch(NextBatch):
         self._sizes = self._streams.to_host(torch.cat(parts))
         for table in self.program.routes:
             (first, *others) = exchanges[table].table.members
-            if first.needs_host and not others:
+            if first.store.needs_host and not others:
                 self._for_host.append((table, first, self._streams.to_host(self._routed(table).ids)))
         return InFlight(packed, None, reads=launched.reads)
 
@@ -256,7 +256,7 @@ class DeviceBatch(NextBatch):
         self.cuts = cuts
         for table, beyond, ids in self._for_host:
             own, _ = rows[table]
-            beyond.note_rows(own, ids[: own.numel()].unique())
+            beyond.store.note_rows(own, ids[: own.numel()].unique())
 
     def _cut_padding(self, counts: Sequence[int]) -> None:
         """Cuts the padding from this rank's unique rows. From here on, the compute stream uses the prepared tensors."""

@@ -38,8 +38,7 @@ from embrace_fx.runtime.launch.launcher import Launcher
 from embrace_fx.runtime.launch.ticket import Ticket
 from embrace_fx.runtime.ranks.communicator import Communicator, Counts, by_row
 from embrace_fx.runtime.ranks.groups import LANE_GROUP
-from embrace_fx.runtime.tables.joined_table import JoinedTable
-from embrace_fx.runtime.tables.row_table import RowTable
+from embrace_fx.runtime.tables.table import Table
 from embrace_fx.runtime.tables.update_rule import Options
 from embrace_fx.vocabulary.operation_id import EARLY, OperationId, compute_id
 from embrace_fx.vocabulary.plan import Grid
@@ -60,7 +59,7 @@ class RowExchange:
 
     def __init__(
         self,
-        table: RowTable | JoinedTable,
+        table: Table,
         communicator: Communicator,
         launcher: Launcher,
         delayed_chunks: int,

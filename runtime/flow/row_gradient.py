@@ -32,9 +32,8 @@ from embrace_fx.runtime.launch.ticket import Ticket
 from embrace_fx.runtime.ranks.communicator import Communicator, Counts, by_row
 from embrace_fx.runtime.ranks.groups import LANE_GROUP
 from embrace_fx.runtime.tables.gradient_storage import merged
-from embrace_fx.runtime.tables.joined_table import JoinedTable
 from embrace_fx.runtime.tables.local_storage import GONE, GradientFuture, Rows
-from embrace_fx.runtime.tables.row_table import RowTable
+from embrace_fx.runtime.tables.table import Table
 from embrace_fx.runtime.tables.update_rule import SparseUpdate
 from embrace_fx.vocabulary.operation_id import EARLY, OperationId, compute_id
 from embrace_fx.vocabulary.plan import Grid
@@ -60,7 +59,7 @@ class RowGradient(Owed):
         step: the step that has taken the gradient, or None.
     """
 
-    def __init__(self, table: RowTable | JoinedTable, communicator: Communicator, launcher: Launcher, grid: Grid):
+    def __init__(self, table: Table, communicator: Communicator, launcher: Launcher, grid: Grid):
         self._table, self._communicator = table, communicator
         self._launcher, self._recorder = launcher, launcher.recorder
         self._grid, (self._row, _) = grid, grid.place(communicator.rank)
@@ -200,7 +199,7 @@ class RowGradient(Owed):
         """Waits for the gradients that tables still show as pending, and drops the exchange."""
         if self.waiting and self._late is not None:
             for table in self._table.members:
-                if table.standing(self._late):
+                if table.waits_for(self._late):
                     table.open_gradient().wait()
         self.drop()
 
@@ -282,7 +281,7 @@ def summed(
     return ids, rows
 
 
-def _arrived(parts: Iterable[Sent], table: RowTable | JoinedTable, launcher: Launcher, how: How) -> list[Rows]:
+def _arrived(parts: Iterable[Sent], table: Table, launcher: Launcher, how: How) -> list[Rows]:
     """Waits for parts and returns their rows."""
     found = []
     for ticket, routing in parts:
@@ -292,7 +291,7 @@ def _arrived(parts: Iterable[Sent], table: RowTable | JoinedTable, launcher: Lau
     return found
 
 
-def _in_a_hurry(parts: Iterable[Sent], table: RowTable | JoinedTable, launcher: Launcher, how: How) -> list[Rows]:
+def _in_a_hurry(parts: Iterable[Sent], table: Table, launcher: Launcher, how: How) -> list[Rows]:
     """Waits for parts of a gradient, ahead of rows of the next forward that may be launched first."""
     with launcher.hurrying():  # rows of the next forward may come before them in the order
         return _arrived(parts, table, launcher, how)

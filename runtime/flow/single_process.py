@@ -21,7 +21,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from embrace_fx.runtime.kernels import padded_unique_ids
 from embrace_fx.runtime.launch.streams import Streams
 from embrace_fx.runtime.ranks.failure import PeerFailure
-from embrace_fx.runtime.tables.row_table import RowTable
+from embrace_fx.runtime.tables.member import Member
 from embrace_fx.vocabulary.graph import Saved, TrainingGraph, inputs_of
 from embrace_fx.vocabulary.ops import op_name
 
@@ -58,7 +58,7 @@ class SingleProcessRows:
         tables: the model's tables, which note which ids are subsets of which.
     """
 
-    def __init__(self, streams: Streams, tables: Mapping[str, RowTable]) -> None:
+    def __init__(self, streams: Streams, tables: Mapping[str, Member]) -> None:
         self._streams, self._tables = streams, tables
         self._counts: Any = WeakTensorKeyDictionary()
 

@@ -1,4 +1,4 @@
-"""Applies deferred steps of Adam to rows (`embrace_fx.runtime.tables.skipped_steps.Decaying`).
+"""Applies deferred steps of Adam to rows (`embrace_fx.runtime.tables.history.Decaying`).
 
 The CPU kernel has two methods. The sum over a row's deferred steps is computed from a few moments, which all rows
 share, if the error is below a weight's last bit (`_leap`); else it is computed term by term (`_decay`).

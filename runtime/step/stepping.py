@@ -32,12 +32,12 @@ from embrace_fx.runtime.step.closures import MeanLoss, closure_of, with_closure
 from embrace_fx.runtime.step.delivery import in_other_layouts
 from embrace_fx.runtime.step.row_norms import Step, add_up_squares
 from embrace_fx.runtime.tables.holders import Holders
-from embrace_fx.runtime.tables.joined_table import JoinedTable
 from embrace_fx.runtime.tables.local_storage import Rows
+from embrace_fx.runtime.tables.member import Member
 from embrace_fx.runtime.tables.model_state import ModelState
 from embrace_fx.runtime.tables.optimizer_state import own_parts, own_state_of, show_state
 from embrace_fx.runtime.tables.part import Part
-from embrace_fx.runtime.tables.row_table import RowTable
+from embrace_fx.runtime.tables.table import Table
 from embrace_fx.runtime.tables.update_rule import DenseUpdate, RowWiseUpdate, SparseUpdate
 from embrace_fx.vocabulary.exactness import ELEMENT_WISE, needs_whole
 from embrace_fx.vocabulary.operation_id import OPTIMIZER, OWN_CODE
@@ -64,11 +64,11 @@ class _Step:
     hidden: list[tuple[nn.Parameter, Tensor, Tensor | None]] = field(default_factory=list)
     buckets: dict[int, Bucket] = field(default_factory=dict)
     late: list[RowExchange] = field(default_factory=list)
-    joined: list[tuple[JoinedTable, Rows]] = field(default_factory=list)
-    rows: list[RowTable] = field(default_factory=list)
-    dense: list[RowTable] = field(default_factory=list)
-    own: list[RowTable] = field(default_factory=list)
-    replicas: list[tuple[RowTable, Tensor]] = field(default_factory=list)
+    joined: list[tuple[Table, Rows]] = field(default_factory=list)
+    rows: list[Member] = field(default_factory=list)
+    dense: list[Member] = field(default_factory=list)
+    own: list[Member] = field(default_factory=list)
+    replicas: list[tuple[Member, Tensor]] = field(default_factory=list)
 
     def hide(self, parameter: nn.Parameter, instead: Tensor | None = None) -> None:
         """Hides a gradient from torch's step, or replaces it with a plain one."""
@@ -76,7 +76,7 @@ class _Step:
         self.hidden.append((parameter, parameter.grad, instead))
         parameter.grad = instead
 
-    def hide_all(self, tables: Sequence[RowTable]) -> None:
+    def hide_all(self, tables: Sequence[Member]) -> None:
         """Hides each table's gradient, if there is one."""
         parameters = [table.parameter for table in tables]
         found = [(parameter, parameter.grad, None) for parameter in parameters]
@@ -110,7 +110,7 @@ class Stepping:
         self, state: ModelState, announcements: Announcements, make_whole: Callable[[Sequence[str], str], None]
     ) -> None:
         self.holders = Holders()
-        self.replicas: list[RowTable] = []
+        self.replicas: list[Member] = []
         self.of_any_layout = False
         self.follow(Flow.within_steps(announcements))
         self._state = state
@@ -223,14 +223,14 @@ class Stepping:
         else:  # torch's step reads all gradients, or rows must be cut out of whole gradients now
             self._flow.buckets.release(optimizer)
 
-    def _held_tables(self, optimizer: Optimizer) -> list[RowTable]:
+    def _held_tables(self, optimizer: Optimizer) -> list[Member]:
         """Returns the sharded tables that an optimizer holds.
 
         Raises:
             RuntimeError: the step would use gradients that each rank has accumulated on its own.
         """
         by_id = {id(table.parameter): table for table in self._state.tables.values()}
-        held, names = list[RowTable](), list[str]()
+        held, names = list[Member](), list[str]()
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 if (table := by_id.get(id(parameter))) is not None:
@@ -247,7 +247,7 @@ class Stepping:
             )
         return held
 
-    def _sort_tables(self, step: _Step, tables: Sequence[RowTable], optimizer: Optimizer) -> None:
+    def _sort_tables(self, step: _Step, tables: Sequence[Member], optimizer: Optimizer) -> None:
         """Hides the gradients of tables whose rows are stepped later, and finds the joined and dense ones."""
         done: set[int] = set()
         for exchange in step.late:
@@ -279,7 +279,7 @@ class Stepping:
                     step.hide(table.parameter, dense)
                 step.own.append(table)
 
-    def _own_tables(self, optimizer: Optimizer, held: Sequence[RowTable]) -> Sequence[RowTable]:
+    def _own_tables(self, optimizer: Optimizer, held: Sequence[Member]) -> Sequence[Member]:
         """Returns the tables among `held` that an optimizer is about to step, and makes it their optimizer."""
         whole: list[str] = []
         if reason := needs_whole(type(optimizer)):
@@ -297,7 +297,7 @@ class Stepping:
                 table.optimizer = optimizer
         return [table for table in held if table.name not in whole] if whole else held
 
-    def _own_replicas(self, optimizer: Optimizer) -> list[RowTable]:
+    def _own_replicas(self, optimizer: Optimizer) -> list[Member]:
         """Returns the replicated tables of an optimizer whose step changes only rows with a gradient."""
         own = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         found = [table for table in self.replicas if id(table.parameter) in own]
@@ -315,13 +315,13 @@ class Stepping:
         hooks = *own, *_global_optimizer_pre_hooks.values(), *_global_optimizer_post_hooks.values()
         return all(map(hasattr, hooks, repeat("stepping")))
 
-    def _exchanges(self, tables: Sequence[RowTable]) -> list[RowExchange]:
+    def _exchanges(self, tables: Sequence[Member]) -> list[RowExchange]:
         """Returns the row exchanges of tables, each once."""
         of_table = self._flow.of_table
         return list(dict.fromkeys([of_table[table.name] for table in tables if table.name in of_table]))
 
     @staticmethod
-    def _in_flight(exchanges: Sequence[RowExchange], tables: Sequence[RowTable]) -> list[RowExchange]:
+    def _in_flight(exchanges: Sequence[RowExchange], tables: Sequence[Member]) -> list[RowExchange]:
         """Lists the exchanges with gradients in flight that belong to these tables alone."""
         own, found = set(map(id, tables)), list[RowExchange]()
         for exchange in exchanges:

@@ -1,32 +1,46 @@
 """The history of a table: the steps without a gradient that each row has yet to apply.
 
 Contract
-    A row applies its deferred steps when it is next read. All rows apply them before a checkpoint, before parameters or
-    state are handed out, and before a step that cannot be deferred.
+    A row applies its deferred steps, all at once, when it is next read. Its values and state then equal those of the
+    optimizer, up to rounding. All rows apply them before a checkpoint, before parameters or state are handed out, and
+    before a step that cannot be deferred.
     One step calls `begin`; then, for rows with gradients, `apply_deferred`, the update and `took`; then `note`.
     The tables of a row space share the history of the space. A step of a single table uses its own history. One kind
     of history is closed before the other is opened.
 
-Shape legend: V' x d this rank's part of the table; K rows.
+Forms of steps. Values that the steps share for all rows are float64 tensors with one number per step.
+    linear    SGD with momentum or weight decay, RMSprop without weight decay. A step is a 2 x 2 matrix on a weight and
+              its momentum, and a factor on the averages. Consecutive steps multiply to one matrix.
+    decaying  Adam and AdamW without L2 weight decay. The averages decay by their betas, the weights by a factor and by
+              the sum of the remaining momentum terms. The sum stops once the remainder is below half of a weight's last
+              bit.
+    Others (Adam with L2 weight decay, Adagrad with weight decay, NAdam, RAdam, Adamax, Adadelta, Rprop, ASGD) need the
+    row's own weights at every step, so their steps update all rows.
+
+Shape legend: V' x d this rank's part of the table; K rows; T deferred steps.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
+from torch.optim import SGD, Adam, AdamW, Optimizer, RMSprop
 
-from embrace_fx.runtime.tables.own_step import put_rows, same_options
-from embrace_fx.runtime.tables.skipped_steps import MOST_STEPS, SkippedSteps, skipping
+from embrace_fx.runtime.kernels.decay import COLUMNS, Averages, Moments, TakenSteps, decay_rows
+from embrace_fx.runtime.tables.own_step import by_options, put_rows, same_options
 
 if TYPE_CHECKING:
-    from embrace_fx.runtime.tables.unit import Unit
+    from embrace_fx.runtime.tables.row_store import RowStore
 
+MOST_STEPS = 4096
+"""Steps in a history before all rows apply them and a new history begins."""
 ROWS_AT_ONCE = 1 << 16
 """Rows per block when all rows apply their deferred steps."""
 
@@ -51,16 +65,16 @@ class History:
     """The deferred steps of a table, or of the tables of a row space.
 
     Args:
-        unit: the table or row space.
+        store: the rows.
         members: first row of each table of a row space -> the table's history.
 
     Attributes:
         open: the steps that some rows have not applied, or None if there are none.
     """
 
-    def __init__(self, unit: Unit, members: Mapping[int, History] | None = None) -> None:
+    def __init__(self, store: RowStore, members: Mapping[int, History] | None = None) -> None:
         self.open: SkippedSteps | None = None
-        self._unit = unit
+        self._store = store
         self._members = tuple(members.values()) if members else ()
         self._space: History | None = None
         self._with = self, *self._members  # histories that are closed together
@@ -79,7 +93,7 @@ class History:
 
     def begin(self, optimizer: Optimizer, options: Mapping[str, Any]) -> None:
         """Begins a step that can be deferred, before any of its rows are updated."""
-        local, known = self._unit.local, self.open
+        local, known = self._store.local, self.open
         found = skipping(type(optimizer), options, local.dtype)
         assert found is not None
         form, _ = found
@@ -101,17 +115,17 @@ class History:
 
     def note(self, options: Mapping[str, Any]) -> None:
         """Records the current step as deferred for all other rows. The state is still as before the step."""
-        skipped, predicted, unit, taken = self.open, self._predicted, self._unit, self._taken
+        skipped, predicted, store, taken = self.open, self._predicted, self._store, self._taken
         assert skipped is not None
         assert taken is not None
-        skipped.note(options, {} if skipped.count else unit.state)
+        skipped.note(options, {} if skipped.count else store.state)
         self._predicted = None
         if predicted is None or not same_options(predicted.options, options):
             return
-        places, steps = unit.places(predicted.ids, to_write=True), self._before + skipped.count
+        places, steps = store.places(predicted.ids, to_write=True), self._before + skipped.count
         if bool((taken.index_select(0, places) == steps - 1).all()):  # no predicted row had a gradient
-            unit.local.index_copy_(0, places, predicted.rows)
-            put_rows(unit.state, predicted.state, places, len(taken))
+            store.local.index_copy_(0, places, predicted.rows)
+            put_rows(store.state, predicted.state, places, len(taken))
             taken.index_fill_(0, places, steps)
 
     def shorten(self) -> None:
@@ -122,7 +136,7 @@ class History:
     def apply_deferred(self, places: Tensor) -> None:
         """Applies the deferred steps of the rows at places (K,), before they are read."""
         if self.open is not None:
-            self.take(places, self._unit.local, self._unit.state)
+            self.take(places, self._store.local, self._store.state)
         elif self._space is not None and self._space.open is not None:
             self._space.apply_deferred(places + self._first if self._first else places)
         elif self._members and self.rest:
@@ -137,7 +151,7 @@ class History:
             yield each, places[of == k] - each._first
 
     def take(self, places: Tensor, local: Tensor, state: Mapping[str, Any]) -> None:
-        """Applies the open steps to rows at places (K,) of the unit's `local` and `state`."""
+        """Applies the open steps to rows at places (K,) of the store's `local` and `state`."""
         assert self.open is not None
         assert self._taken is not None
         if self.open.count:
@@ -155,10 +169,255 @@ class History:
         assert self.open is not None
         assert self._taken is not None
         if self.open.count:
-            local, state = self._unit.local, self._unit.state
+            local, state = self._store.local, self._store.state
             for places in torch.arange(len(local), device=local.device).split(ROWS_AT_ONCE):
                 self.take(places, local, state)
         self._taken.zero_()
 
 
 _OPEN = attrgetter("open")
+
+
+# -- the forms of steps ------------------------------------------------------------------------------------------------
+
+
+class SkippedSteps(ABC):
+    """The deferred steps of a history.
+
+    Args:
+        device: the table's device.
+
+    Attributes:
+        count: the number of steps.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.count = 0
+        self._device = device
+
+    @abstractmethod
+    def fits(self, options: Mapping[str, Any]) -> bool:
+        """Returns whether a step with these options can be added to this history."""
+
+    @abstractmethod
+    def note(self, options: Mapping[str, Any], state: Mapping[str, Any]) -> None:
+        """Adds a step. For the first one, the table's state is as before the step."""
+
+    @abstractmethod
+    def take(self, local: Tensor, state: Mapping[str, Any], ids: Tensor, taken: Tensor) -> None:
+        """Applies, in place, the steps that each row has not applied yet.
+
+        Args:
+            ids: row ids (K,), with possible duplicates.
+            taken: (V',) integers, updated in place: the number of steps that each row has applied. Rows with more than
+                `count` do not change.
+        """
+
+    @abstractmethod
+    def end(self) -> None:
+        """Frees the memory reserved for further steps."""
+
+
+_READ = ("momentum", "dampening", "weight_decay", "eps", "alpha")
+"""Options that a step reads on the host, besides lr and betas."""
+
+
+def form_of(
+    optimizer: Optimizer, options: Mapping[str, Any], state: Mapping[str, Any], dtype: torch.dtype
+) -> type[SkippedSteps] | None:
+    """Returns the form for an optimizer's steps, or None if they cannot be deferred or the table has no state yet."""
+    found = skipping(type(optimizer), options, dtype)
+    if found is None:
+        return None
+    form, names = found
+    for name in names:
+        if not isinstance(state.get(name), Tensor):
+            return None
+    return form
+
+
+Skipping = tuple[type[SkippedSteps], list[str]]
+"""A form, and the names of the state entries that it needs."""
+
+
+@by_options
+def skipping(kind: type[Optimizer], options: Mapping[str, Any], dtype: torch.dtype) -> Skipping | None:
+    """Returns the form for an optimizer class and its options, or None if its steps cannot be deferred."""
+    if dtype not in (torch.float32, torch.float64) or options.get("differentiable") or options.get("capturable"):
+        return None
+    if _tensors_among(options, _READ) or getattr(options["lr"], "requires_grad", False):
+        return None
+    if kind in (Adam, AdamW):
+        greatest = ["max_exp_avg_sq"] * options["amsgrad"]
+        return (Decaying, ["step", "exp_avg", "exp_avg_sq", *greatest]) if _decays(options) else None
+    if kind is SGD:
+        momentum = options["momentum"] != 0
+        return None if momentum and options["dampening"] != 0 else (Linear, ["momentum_buffer"] * momentum)
+    if kind is RMSprop and options["weight_decay"] == 0:
+        momentum, centered = options["momentum"] > 0, options["centered"]
+        return Linear, ["square_avg", *(["grad_avg"] * centered), *(["momentum_buffer"] * momentum)]
+    return None
+
+
+def _tensors_among(values: Mapping[str, Any], names: Iterable[str]) -> int:
+    """Counts the values that are tensors."""
+    return sum([isinstance(values.get(name), Tensor) for name in names])
+
+
+def _decays(options: Mapping[str, Any]) -> bool:
+    """Returns whether Adam's momentum without gradients decays faster than its denominator."""
+    beta1, beta2 = options["betas"]
+    if isinstance(beta1, Tensor) or isinstance(beta2, Tensor):
+        return False
+    if not (0 < beta1 < 1 and 0 < beta2 < 1 and beta1 < 0.99 * math.sqrt(beta2) and options["eps"] > 0):
+        return False
+    if not float(options["lr"]) >= 0:
+        return False
+    return options["weight_decay"] == 0 or (options["decoupled_weight_decay"] and 0 < _shrink(options) <= 1)
+
+
+def _shrink(options: Mapping[str, Any]) -> float:
+    """Returns the factor of one step's decoupled weight decay."""
+    return 1.0 - float(options["lr"]) * float(options["weight_decay"])
+
+
+class Decaying(SkippedSteps):
+    """Deferred steps of Adam and AdamW.
+
+    After step t of the history, a row with m, v, w from step s has (betas b1, b2, decay lambda, e the optimizer's step
+    count):
+
+        m = m_s B1[t] / B1[s]    v = v_s B2[t] / B2[s]    w = w_s S[t] / S[s] - sum over s < j <= t of
+            S[t] / S[j] * a[j] * m_j / (sqrt(v_j) * c[j] + eps[j])
+        a = lr / (1 - b1^e)      c = 1 / sqrt(1 - b2^e)   S[j] = S[j - 1] * (1 - lr lambda)   B[j] = B[j - 1] * b
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        self._coefficients: Tensor | None = None
+        self._moments: Moments | None = None
+        self._counted = 0  # the optimizer's step count
+        self._logs: tuple[float, ...] = (0.0, 0.0, 0.0)
+        self._bounds = (0.0, math.inf, 0.0)  # largest step size, smallest eps, largest ratio
+        self._amsgrad: bool | None = None
+
+    def fits(self, options: Mapping[str, Any]) -> bool:
+        """Returns whether a step with these options can join the history."""
+        return self._amsgrad in (None, options["amsgrad"])
+
+    def note(self, options: Mapping[str, Any], state: Mapping[str, Any]) -> None:
+        """Notes one step's coefficients."""
+        if self._coefficients is None:
+            self._coefficients = torch.zeros((MOST_STEPS + 1, COLUMNS), dtype=torch.float64, device=self._device)
+            self._counted = round(float(state["step"]))
+            self._amsgrad = options["amsgrad"]
+            if self._device.type == "cpu":
+                self._moments = Moments(MOST_STEPS, options["eps"], fades=not options["amsgrad"])
+        self.count += 1
+        self._counted += 1
+        (beta1, beta2), lr, eps = options["betas"], float(options["lr"]), options["eps"]
+        fading = (beta1, beta2, _shrink(options))
+        self._logs = tuple([log + math.log(factor) for log, factor in zip(self._logs, fading, strict=True)])
+        size = lr / (1 - beta1**self._counted)
+        correction = (1 - beta2**self._counted) ** -0.5
+        self._coefficients[self.count] = torch.tensor(
+            [*self._logs, size, correction, eps], dtype=torch.float64, device="cpu"
+        )
+        if self._moments is not None and self._moments.eps == eps:
+            self._moments.add(self._counted, size, correction, fading)
+        else:
+            self._moments = None
+        largest, least, ratio = self._bounds
+        self._bounds = (max(largest, size), min(least, eps), max(ratio, beta1 / math.sqrt(beta2)))
+
+    def take(self, local: Tensor, state: Mapping[str, Any], ids: Tensor, taken: Tensor) -> None:
+        """Applies the steps that rows have skipped, each from its `taken` count on."""
+        assert self._coefficients is not None
+        greatest = state["max_exp_avg_sq"] if self._amsgrad else None
+        averages = Averages(state["exp_avg"], state["exp_avg_sq"], greatest)
+        decay_rows(
+            local, averages, ids, taken, TakenSteps(self._coefficients, self.count, *self._bounds, self._moments)
+        )
+
+    def end(self) -> None:
+        """Ends the history and frees unused memory."""
+        if self._coefficients is not None:
+            self._coefficients = self._coefficients[: self.count + 1].clone()
+        if self._moments is not None:
+            self._moments.end()
+
+
+class Linear(SkippedSteps):
+    """Deferred steps of SGD and RMSprop.
+
+    For every step s of the history, stores the map from s to the end, w = a w_s + b u_s and u = c w_s + d u_s for a
+    weight and its momentum, and the factor of the averages. A new step multiplies every map.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        self._maps: Tensor | None = None  # (T + 1, 5)
+
+    def fits(self, options: Mapping[str, Any]) -> bool:
+        """Returns True: a step of any options can join the history."""
+        return True
+
+    def note(self, options: Mapping[str, Any], state: Mapping[str, Any]) -> None:
+        """Notes one step: its map follows all maps before it."""
+        if self._maps is None:
+            self._maps = torch.zeros((MOST_STEPS + 1, 5), dtype=torch.float64, device=self._device)
+            self._maps[0] = self._maps.new_tensor(_IDENTITY)
+        (p, q, r, s), factor = _map_of(options)
+        before = self._maps[: self.count + 1]
+        a, b, c, d = (column.clone() for column in before[:, :4].unbind(1))
+        before.copy_(
+            torch.stack([p * a + q * c, p * b + q * d, r * a + s * c, r * b + s * d, factor * before[:, 4]], 1)
+        )
+        self.count += 1
+        self._maps[self.count] = self._maps.new_tensor(_IDENTITY)
+
+    def take(self, local: Tensor, state: Mapping[str, Any], ids: Tensor, taken: Tensor) -> None:
+        """Applies the map of all steps that rows have skipped, each from its `taken` count on."""
+        assert self._maps is not None
+        rested = taken.index_select(0, ids)
+        if not local.is_cuda:  # on the CPU, where the selection needs no synchronization
+            behind = rested < self.count
+            ids, rested = ids[behind], rested[behind]
+        maps = self._maps.index_select(0, rested.clamp(max=self.count))
+        a, b, c, d, factor = (column.unsqueeze(1) for column in maps.unbind(1))
+        weight, momentum = local.index_select(0, ids), state.get("momentum_buffer")
+        if momentum is None:
+            local.index_copy_(0, ids, (a * weight).to(local.dtype))
+        else:
+            velocity = momentum.index_select(0, ids)
+            # In float64, like the maps, because a decayed weight and its momentum may nearly cancel.
+            local.index_copy_(0, ids, (a * weight + b * velocity).to(local.dtype))
+            momentum.index_copy_(0, ids, (c * weight + d * velocity).to(local.dtype))
+        for name in ("square_avg", "grad_avg"):
+            if name in state:
+                average = state[name].index_select(0, ids)
+                state[name].index_copy_(0, ids, (factor * average).to(local.dtype))
+        taken.index_copy_(0, ids, rested.clamp(min=self.count))
+
+    def end(self) -> None:
+        """Ends the history and frees unused memory."""
+        if self._maps is not None:
+            self._maps = self._maps[: self.count + 1].clone()
+
+
+_IDENTITY = (1.0, 0.0, 0.0, 1.0, 1.0)
+
+
+def _map_of(options: Mapping[str, Any]) -> tuple[tuple[float, float, float, float], float]:
+    """Returns one step without a gradient as a map (2 x 2) of a weight and its momentum, and the factor of the
+    averages.
+    """
+    lr, momentum = float(options["lr"]), options["momentum"]
+    if "alpha" in options:  # RMSprop
+        return (1.0, -lr * momentum, 0.0, momentum if momentum > 0 else 1.0), options["alpha"]
+    decay = options["weight_decay"]
+    if momentum == 0:
+        return (1 - lr * decay, 0.0, 0.0, 1.0), 1.0
+    if options["nesterov"]:
+        return (1 - lr * decay * (1 + momentum), -lr * momentum**2, decay, momentum), 1.0
+    return (1 - lr * decay, -lr * momentum, decay, momentum), 1.0

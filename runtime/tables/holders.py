@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-from embrace_fx.runtime.tables.skipped_steps import skipping
+from embrace_fx.runtime.tables.history import skipping
 from embrace_fx.runtime.tables.update_rule import dense_update_policy
 from embrace_fx.vocabulary.exactness import Moving, RowUpdates
 

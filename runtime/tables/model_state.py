@@ -12,12 +12,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from embrace_fx.runtime.tables.gradient_storage import GradientStorage
-from embrace_fx.runtime.tables.joined_table import JoinedTable
 from embrace_fx.runtime.tables.local_storage import Rows
+from embrace_fx.runtime.tables.member import Member
 from embrace_fx.runtime.tables.part import Part
 from embrace_fx.runtime.tables.part_layout import Layout
 from embrace_fx.runtime.tables.pending_parameters import PendingUpdates
-from embrace_fx.runtime.tables.row_table import RowTable
+from embrace_fx.runtime.tables.table import Table
 from embrace_fx.vocabulary.modes import outside_of_modes
 
 
@@ -123,10 +123,10 @@ class ModelState:
         self._note_parameters()
         self.ignored = names_to_ignore(model)
         """Names of parameters and buffers that each rank keeps for itself, as with DDP."""
-        self.tables: dict[str, RowTable] = {}
+        self.tables: dict[str, Member] = {}
         self.hints: Hints | None = None
         """Receives the rows of upcoming batches if tables lie beyond memory."""
-        self.spaces: dict[str, JoinedTable] = {}
+        self.spaces: dict[str, Table] = {}
         """Name of a row space -> its tables as one."""
         self.gathered: dict[str, Gathered] = {}
         """Whole tables, gathered for logits outside of training."""
@@ -151,16 +151,16 @@ class ModelState:
         self.awaiting_backward: WeakSet[object] = WeakSet()
         """Calls whose results are alive and have had no backward."""
 
-    def table(self, name: str) -> RowTable | JoinedTable:
+    def table(self, name: str) -> Table:
         """Returns the table or row space that launches name."""
         return self.spaces.get(name) or self.tables[name]
 
-    def units(self) -> list[RowTable | JoinedTable]:
+    def units(self) -> list[Table]:
         """Returns the row spaces, and the tables outside of row spaces."""
         joined = {id(table) for space in self.spaces.values() for table in space.members}
         return [*self.spaces.values(), *[table for table in self.tables.values() if id(table) not in joined]]
 
-    def joined(self, tables: Iterable[RowTable]) -> Iterator[tuple[RowTable | JoinedTable, Rows]]:
+    def joined(self, tables: Iterable[Member]) -> Iterator[tuple[Table, Rows]]:
         """Yields tables with their gradients; a row space as one where a joint update equals one per table."""
         left = {id(table): table for table in tables}
         for space in self.spaces.values() if left else ():

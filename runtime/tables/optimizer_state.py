@@ -85,8 +85,8 @@ def show_state(
     tables = {table.parameter: table for table in model.tables.values()}
     for key, parameter in _numbered(optimizer, state_dict):
         table = tables.get(parameter)
-        if table is not None and table.no_dense:
-            raise RuntimeError(table.no_dense)
+        if table is not None and table.store.refusal:
+            raise RuntimeError(table.store.refusal)
         if key not in shown or table is None or table.layout.mesh is None:
             continue
         with communicator.watching():
@@ -113,8 +113,8 @@ def own_state_of(parameter: nn.Parameter, state: dict[str, Any], model: ModelSta
     `own_parts`.
     """
     table = next((table for table in model.tables.values() if table.parameter is parameter), None)
-    if table is not None and table.no_dense:
-        raise RuntimeError(table.no_dense)
+    if table is not None and table.store.refusal:
+        raise RuntimeError(table.store.refusal)
     if table is not None:
         return own_state(parameter, table.layout, state)
     return {key: whole(value) for key, value in state.items()}

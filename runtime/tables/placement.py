@@ -14,10 +14,10 @@ from torch.optim import Optimizer
 
 from embrace_fx.runtime.ranks.communicator import Communicator
 from embrace_fx.runtime.tables.layouts import mesh_of, own_part, scatter_table
+from embrace_fx.runtime.tables.member import Member
 from embrace_fx.runtime.tables.optimizer_state import whole_state_of
 from embrace_fx.runtime.tables.part import Part, become_part, become_whole
 from embrace_fx.runtime.tables.part_layout import Layout
-from embrace_fx.runtime.tables.row_table import RowTable
 from embrace_fx.vocabulary.plan import Grid
 from embrace_fx.vocabulary.random_state import random_state_kept
 
@@ -84,7 +84,7 @@ def shard_parameter(
     return layout
 
 
-def unshard_parameter(table: RowTable, optimizers: Sequence[Optimizer]) -> None:
+def unshard_parameter(table: Member, optimizers: Sequence[Optimizer]) -> None:
     """Gathers a table, its gradient and its optimizer state on every rank. Collective."""
     parameter, gradient = table.parameter, table.whole_gradient()
     parameter.grad = None

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.optim import SGD, Adagrad, Optimizer, SparseAdam
 
-from embrace_fx.runtime.tables.history import PredictedUpdate
+from embrace_fx.runtime.tables.history import PredictedUpdate, skipping
 from embrace_fx.runtime.tables.local_storage import Rows
 from embrace_fx.runtime.tables.own_step import (
     State,
@@ -37,12 +37,11 @@ from embrace_fx.runtime.tables.own_step import (
     step_tensor,
     with_own_counters,
 )
-from embrace_fx.runtime.tables.skipped_steps import skipping
 from embrace_fx.vocabulary.exactness import ELEMENT_WISE, Moving, RowUpdates
 from embrace_fx.vocabulary.row_wise import RowWiseAdagrad, new_sums
 
 if TYPE_CHECKING:
-    from embrace_fx.runtime.tables.unit import Unit
+    from embrace_fx.runtime.tables.table import Table
 
 Options = Mapping[str, Any]
 """The options of a param group in one step."""
@@ -58,7 +57,7 @@ class SparseUpdate:
     moves_all = False
     """Whether rows without a gradient change, too."""
 
-    def __init__(self, table: Unit) -> None:
+    def __init__(self, table: Table) -> None:
         self.table, self.optimizer, self.options = table, table.holder, hyperparameters(table.param_group())
         # The bits of a fused kernel's result depend on the elements it updates together.
         self._of_some = {**self.options, "fused": False} if self.options.get("fused") else self.options
@@ -69,8 +68,8 @@ class SparseUpdate:
 
         May be called several times in a step, with different rows.
         """
-        ids = self.table.places(ids, to_write=True)
-        local, state = self.table.local, self.table.state
+        ids, store = self.table.places(ids, to_write=True), self.table.store
+        local, state = store.local, store.state
         if not step_rows_on_device(self.optimizer, self.options, local, state, ids, rows):
             self._counted = step_rows(self.optimizer, self._of_some, local, state, ids, rows) or self._counted
 
@@ -85,26 +84,28 @@ class SparseUpdate:
 
     def _take_first(self, parts: Sequence[Rows]) -> None:
         """Updates rows in the step that creates state."""
-        table, none = self.table, torch.empty(0, dtype=torch.int64, device=self.table.local.device)
-        ids, rows = (torch.cat(each) for each in zip((none, table.local[:0]), *parts, strict=True))
-        places, local = table.places(ids, to_write=True), table.local
-        state, values = table.state, local.index_select(0, places)
+        store = self.table.store
+        none = torch.empty(0, dtype=torch.int64, device=store.local.device)
+        ids, rows = (torch.cat(each) for each in zip((none, store.local[:0]), *parts, strict=True))
+        places, local = store.places(ids, to_write=True), store.local
+        state, values = store.state, local.index_select(0, places)
         after = step_tensor(self.optimizer, self._of_some, values, rows, rows_of_state(state, places, len(local)))
         local.index_copy_(0, places, values)
         counters: State = {key: value for key, value in after.items() if not is_of_rows(value, len(ids))}
         if self._of_some is not self.options:
             counters = counters_after(self.optimizer, self.options, local, state)
-        table.keep_first({key: value for key, value in after.items() if key not in counters}, places)
-        table.keep(counters)
+        store.keep_first({key: value for key, value in after.items() if key not in counters}, places)
+        store.keep(counters)
 
     def _count(self) -> None:
         """Advances the counters, which all rows share."""
+        store = self.table.store
         if self._counted and self._of_some is self.options:
-            self.table.keep(self._counted)
+            store.keep(self._counted)
             return
-        local, state = self.table.local, self.table.state
+        local, state = store.local, store.state
         if not all(is_of_rows(value, local.shape[0]) for value in state.values()):
-            self.table.keep(counters_after(self.optimizer, self.options, local, state))
+            store.keep(counters_after(self.optimizer, self.options, local, state))
 
 
 class DenseUpdate(SparseUpdate):
@@ -112,18 +113,19 @@ class DenseUpdate(SparseUpdate):
 
     moves_all = True
 
-    def __init__(self, table: Unit) -> None:
+    def __init__(self, table: Table) -> None:
         super().__init__(table)
         self._applied: list[Tensor] = []  # ids of rows updated by `apply`
 
     def apply(self, ids: Tensor, rows: Tensor) -> None:
         """Steps the given rows immediately."""
-        step_rows(self.optimizer, self.options, self.table.local, self.table.state, ids, rows)
+        step_rows(self.optimizer, self.options, self.table.store.local, self.table.store.state, ids, rows)
         self._applied.append(ids)
 
     def finish(self, parts: Sequence[Rows]) -> None:
         """Steps all other rows in one dense step, and keeps the results of rows stepped before."""
-        local, state = self.table.local, self.table.state
+        store = self.table.store
+        local, state = store.local, store.state
         total, gradient = local.shape[0], torch.zeros_like(local)
         for ids, rows in parts:
             gradient.index_copy_(0, ids, rows)
@@ -133,7 +135,7 @@ class DenseUpdate(SparseUpdate):
         for ids, values, of_rows in done:
             local.index_copy_(0, ids, values)
             put_rows(after, of_rows, ids, total)
-        self.table.keep(after)
+        store.keep(after)
 
 
 class DeferredUpdate(SparseUpdate):
@@ -141,15 +143,15 @@ class DeferredUpdate(SparseUpdate):
 
     moves_all = True
 
-    def __init__(self, table: Unit) -> None:
+    def __init__(self, table: Table) -> None:
         super().__init__(table)
         self._history = table.history
         self._history.begin(self.optimizer, self.options)
 
     def apply(self, ids: Tensor, rows: Tensor) -> None:
         """Applies the steps that these rows have skipped, and then this one."""
-        places = self.table.places(ids, to_write=True)
-        local, state = self.table.local, self.table.state
+        places, store = self.table.places(ids, to_write=True), self.table.store
+        local, state = store.local, store.state
         self._history.take(places, local, state)
         self._counted = step_rows(self.optimizer, self.options, local, state, places, rows) or self._counted
         self._history.took(places)
@@ -183,13 +185,13 @@ class RowWiseUpdate(SparseUpdate):
 
     def _update(self, ids: Tensor, rows: Tensor, squares: Tensor) -> None:
         """Updates rows by gradients (K, d) and their sums of squares over all columns (K,)."""
-        table, options = self.table, self.options
-        ids = table.places(ids, to_write=True)
-        local, state = table.local, table.state  # each property joins all tables of a row space
+        store, options = self.table.store, self.options
+        ids = store.places(ids, to_write=True)
+        local, state = store.local, store.state  # each property joins all tables of a row space
         if not state:
             state = {"sum": new_sums(local, dict(options))}
-            table.keep(state)
-        sums = state["sum"].index_select(0, ids).add_(squares / table.shape[1])
+            store.keep(state)
+        sums = state["sum"].index_select(0, ids).add_(squares / self.table.shape[1])
         state["sum"].index_copy_(0, ids, sums)
         steps = options["lr"] * rows / sums.sqrt_().add_(options["eps"]).unsqueeze(1)
         local.index_copy_(0, ids, local.index_select(0, ids).sub_(steps))
@@ -224,9 +226,9 @@ def steps_rows(options: Options) -> bool:
 # -- predicted steps ---------------------------------------------------------------------------------------------------
 
 
-def predict_update(table: Unit, ids: Tensor, rows: Tensor) -> PredictedUpdate:
+def predict_update(table: Table, ids: Tensor, rows: Tensor) -> PredictedUpdate:
     """Computes the next step of copies of rows (K, d) with ids (K,), as if they had no gradient."""
     rows, options = rows.clone(), hyperparameters(table.param_group())
-    state = rows_of_state(table.state, table.places(ids), table.local.shape[0])
+    state = rows_of_state(table.store.state, table.places(ids), len(table.store.local))
     after = step_tensor(table.holder, options, rows, torch.zeros_like(rows), state)
     return PredictedUpdate(options, ids, rows, after)

@@ -32,7 +32,7 @@ from embrace_fx.runtime.tables.state_dicts import whole_state
 from embrace_fx.runtime.tiers.record_file import TierError
 from embrace_fx.runtime.tiers.records import WEIGHTS, Column, Records
 from embrace_fx.runtime.tiers.slot_history import NO_HISTORIES
-from embrace_fx.runtime.tiers.tiered_table import TieredTable
+from embrace_fx.runtime.tiers.tiered_table import SlotRows, beyond_memory
 from embrace_fx.runtime.tiers.working_set import ROWS_AT_ONCE
 from embrace_fx.vocabulary.ops import own_columns
 
@@ -47,7 +47,7 @@ def save(
     Raises:
         TierError: a rank cannot write; on every rank.
     """
-    beyond = _beyond(state)
+    beyond = beyond_memory(state.tables)
     token = communicator.gather(uuid4().hex[:8], str)[0]
     ranks = communicator.world_size
     files = {name: [f"{k}.{r}-of-{ranks}.{token}.rows" for r in range(ranks)] for k, name in enumerate(beyond)}
@@ -62,7 +62,8 @@ def save(
     with communicator.watching():
         rest = whole_state({"model": others, "optimizers": [_of_optimizer(each, state) for each in optimizers]})
     rest["tables"] = {
-        name: {"shape": tuple(table.shape), "files": files[name], **table.saved()} for name, table in beyond.items()
+        name: {"shape": tuple(table.member.shape), "files": files[name], **table.saved()}
+        for name, table in beyond.items()
     }
     with _together(communicator, room):
         if communicator.rank == 0:
@@ -77,7 +78,7 @@ def load(
     Raises:
         TierError: the checkpoint is missing, damaged or of another model; on every rank.
     """
-    beyond = _beyond(state)
+    beyond = beyond_memory(state.tables)
     with _together(communicator, f"Loading the checkpoint in {folder}"):
         rest = torch.load(folder / REST, map_location="cpu", weights_only=True)
         _check(rest, state, optimizers)
@@ -99,7 +100,7 @@ def load(
                 }
                 own = own_state_of(parameter, there, state)
                 optimizer.state[parameter] = own
-            elif not any(parameter is table.parameter for table in beyond.values()):
+            elif not any(parameter is table.member.parameter for table in beyond.values()):
                 optimizer.state.pop(parameter, None)
 
 
@@ -108,12 +109,21 @@ def _is_of_elements(value: Any) -> bool:
     return isinstance(value, Tensor) and value.dim() > 0
 
 
-def _load_whole(table: TieredTable, values: torch.Tensor, state: Mapping[str, Any], communicator: Communicator) -> None:
+def _load_table(table: SlotRows, saved: Mapping[str, Any], folder: Path, communicator: Communicator) -> None:
+    """Loads this rank's columns of a table's rows from the files, then its optimizer's state."""
+    files, width = [folder / name for name in saved["files"]], table.member.shape[1]
+    cuts = [range(*own_columns(width, len(files), rank)) for rank in range(len(files))]
+    own = range(*own_columns(width, communicator.world_size, communicator.rank))
+    _load_rows(table, files, cuts, own)
+    table.load(saved)
+
+
+def _load_whole(table: SlotRows, values: torch.Tensor, state: Mapping[str, Any], communicator: Communicator) -> None:
     """Loads a table and its optimizer state from a checkpoint that contains them as tensors."""
-    own = range(*own_columns(table.shape[1], communicator.world_size, communicator.rank))
+    own = range(*own_columns(table.member.shape[1], communicator.world_size, communicator.rank))
     table.memory.forget(table.rows)
     of_rows = {key: value for key, value in {WEIGHTS: values, **state}.items() if key in table.memory.columns}
-    for some in torch.arange(table.shape[0], device="cpu").split(ROWS_AT_ONCE) if not values.is_meta else ():
+    for some in torch.arange(table.member.shape[0], device="cpu").split(ROWS_AT_ONCE) if not values.is_meta else ():
         cut = {key: value[some[0] : some[-1] + 1] for key, value in of_rows.items()}
         table.memory.store(
             table.numbers(some), {k: (v[:, own.start : own.stop] if v.dim() > 1 else v).cpu() for k, v in cut.items()}
@@ -122,11 +132,11 @@ def _load_whole(table: TieredTable, values: torch.Tensor, state: Mapping[str, An
     table.load({**table.saved(), "shown": of_rows.keys() - {WEIGHTS}, "histories": NO_HISTORIES, "counters": counters})
 
 
-def _take_state(rest: dict[str, Any], table: TieredTable, optimizers: Sequence[Optimizer]) -> dict[str, Any]:
+def _take_state(rest: dict[str, Any], table: SlotRows, optimizers: Sequence[Optimizer]) -> dict[str, Any]:
     """Removes a table's state from a checkpoint's optimizer states and returns it."""
     for optimizer, saved in zip(optimizers, rest["optimizers"], strict=True):
         for number, parameter in enumerate(_parameters(optimizer)):
-            if parameter is table.parameter:
+            if parameter is table.member.parameter:
                 found: dict[str, Any] = saved["state"].pop(number, {})
                 return found
     return {}
@@ -134,7 +144,7 @@ def _take_state(rest: dict[str, Any], table: TieredTable, optimizers: Sequence[O
 
 def _check(rest: Mapping[str, Any], state: ModelState, optimizers: Sequence[Optimizer]) -> None:
     """Raises if a checkpoint does not fit the model and its optimizers."""
-    beyond = {name: tuple(table.shape) for name, table in _beyond(state).items()}
+    beyond = {name: tuple(table.member.shape) for name, table in beyond_memory(state.tables).items()}
     saved = {name: of_table["shape"] for name, of_table in rest["tables"].items()}
     saved |= {name: tuple(rest["model"][name].shape) for name in beyond.keys() & rest["model"].keys()}
     if saved != beyond:
@@ -151,11 +161,6 @@ def _check(rest: Mapping[str, Any], state: ModelState, optimizers: Sequence[Opti
         )
 
 
-def _beyond(state: ModelState) -> dict[str, TieredTable]:
-    """Returns the tables that are kept in files."""
-    return {name: table for name, table in state.tables.items() if isinstance(table, TieredTable)}
-
-
 def _parameters(optimizer: Optimizer) -> list[nn.Parameter]:
     """Returns the parameters of an optimizer."""
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
@@ -166,7 +171,7 @@ def _of_optimizer(optimizer: Optimizer, state: ModelState) -> dict[str, Any]:
     tables, found = {table.parameter: table for table in state.tables.values()}, {}
     for number, parameter in enumerate(_parameters(optimizer)):
         table, own = tables.get(parameter), optimizer.state.get(parameter) or {}
-        if own and not isinstance(table, TieredTable):
+        if own and (table is None or not isinstance(table.store, SlotRows)):
             found[number] = {key: as_state(parameter, value) for key, value in own.items()}
     groups = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
     return {"groups": groups, "sizes": [len(group["params"]) for group in optimizer.param_groups], "state": found}
@@ -201,8 +206,9 @@ def _together(communicator: Communicator, action: str) -> Iterator[None]:
 # -- the rows of a table -----------------------------------------------------------------------------------------------
 
 
-def _save_rows(table: TieredTable, path: Path) -> None:
-    """Writes this rank's rows to a file. Requires that no update is pending."""
+def _save_rows(table: SlotRows, path: Path) -> int:
+    """Writes this rank's rows to a file. Returns their number. Requires that no update is pending."""
+    count = 0
     with path.open("wb") as file:
         for _, records in table.moved():
             file.write(records.numpy().data)
@@ -210,8 +216,13 @@ def _save_rows(table: TieredTable, path: Path) -> None:
         os.fsync(file.fileno())
 
 
-def _load_rows(table: TieredTable, paths: Sequence[Path], communicator: Communicator) -> None:
-    """Replaces this rank's columns of all rows of a table with those in the files of the ranks that saved.
+def _load_rows(table: SlotRows, paths: Sequence[Path], cuts: Sequence[range], own: range) -> int:
+    """Replaces all rows of a table with those of a checkpoint. Returns their number.
+
+    Args:
+        paths: the files of the ranks that saved.
+        cuts: the columns in each file.
+        own: this rank's columns.
 
     Raises:
         TierError: a file is damaged.

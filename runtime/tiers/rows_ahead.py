@@ -20,7 +20,7 @@ from torch import Tensor
 
 from embrace_fx.runtime.ranks.communicator import Communicator
 from embrace_fx.runtime.tables.model_state import ModelState, ToCome
-from embrace_fx.runtime.tiers.tiered_table import JoinedTiers, TieredTable
+from embrace_fx.runtime.tiers.tiered_table import SlotRows, beyond_memory
 from embrace_fx.runtime.tiers.working_set import WorkingSet
 
 
@@ -65,10 +65,10 @@ class RowsAhead:
             return
         found: Future[list[Tensor]] = Future()
         self._coming.append((self._number + ahead, found))
-        places = {name: (sets[table.memory], table.rows) for name, table in beyond.items()}
+        places = {name: (sets[rows.memory], rows.rows) for name, rows in beyond.items()}
         for name, space in self._state.spaces.items():
-            if isinstance(space, JoinedTiers):
-                places[name] = sets[space.memory], range(space.shape[0])
+            if isinstance(rows := space.store, SlotRows):
+                places[name] = sets[rows.memory], rows.rows
         self._jobs.put((coming, places, len(sets), found))
         while self._coming and self._coming[0][1].done():
             due, done = self._coming.popleft()
@@ -79,22 +79,22 @@ class RowsAhead:
 
     def end_call(self) -> None:
         """Ends a call: forgets the ids of its lookup."""
-        for table in self._beyond().values():
-            table.expect(None)
+        for rows in self._beyond().values():
+            rows.expect(None)
 
-    def _beyond(self) -> dict[str, TieredTable]:
-        """Returns the tables that are kept in files."""
-        return {name: table for name, table in self._state.tables.items() if isinstance(table, TieredTable)}
+    def _beyond(self) -> dict[str, SlotRows]:
+        """Returns the rows of the tables that are kept in files."""
+        return beyond_memory(self._state.tables)
 
     def _step_alone(self, leaves: Sequence[Any], coming: ToCome | None, ahead: int) -> None:
         """Reads ahead the known rows of upcoming calls; on a device, those that were known one call earlier."""
-        devices = [table for table in self._beyond().values() if table.needs_host]
+        devices = {name: rows for name, rows in self._beyond().items() if rows.needs_host}
         while self._to_come and self._to_come[0][0] <= self._number:
             due, batch = self._to_come.popleft()
             if devices and due == self._number and batch.is_batch(leaves):
                 rows = batch.rows()
-                for table in devices:
-                    table.expect(rows.get(table.name))
+                for name, store in devices.items():
+                    store.expect(rows.get(name))
         if coming is not None:
             self._to_come.append((self._number + ahead, coming))
             late = 1 if devices else 0

@@ -19,10 +19,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from embrace_fx.runtime.kernels.decay import Moments
-from embrace_fx.runtime.tables.history import History
+from embrace_fx.runtime.tables.history import Decaying, History, SkippedSteps
 from embrace_fx.runtime.tables.own_step import is_of_rows, step_tensor
-from embrace_fx.runtime.tables.skipped_steps import Decaying, SkippedSteps
-from embrace_fx.runtime.tables.unit import Unit
+from embrace_fx.runtime.tables.row_store import RowStore
 from embrace_fx.runtime.tiers.records import TAKEN, WEIGHTS
 from embrace_fx.runtime.tiers.working_set import WorkingSet
 
@@ -64,8 +63,8 @@ class SlotHistory(History):
     rows: range
     _taken: Tensor
 
-    def __init__(self, unit: Unit, memory: WorkingSet, rows: range, members: Sequence[SlotHistory] = ()) -> None:
-        super().__init__(unit, {each.rows.start: each for each in members})
+    def __init__(self, store: RowStore, memory: WorkingSet, rows: range, members: Sequence[SlotHistory] = ()) -> None:
+        super().__init__(store, {each.rows.start: each for each in members})
         self._memory, self.rows, self._tables, self._taken = memory, rows, tuple(members), memory.columns[TAKEN]
         for each in members:
             each._first = 0  # the tables share the row space's slots

@@ -1,4 +1,4 @@
-"""Tables and row spaces beyond memory, whose rows are addressed by slots of a working set.
+"""Rows of tables beyond memory, which are addressed by slots of a working set.
 
 Contract
     Rows are read into memory when they are looked up or updated. They get the same bits as in a table in memory with
@@ -18,19 +18,18 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from embrace_fx.runtime.tables.joined_table import JoinedTable
 from embrace_fx.runtime.tables.local_storage import LocalStorage, Rows
+from embrace_fx.runtime.tables.member import Member
+from embrace_fx.runtime.tables.optimizer_state import keep_state, state_of
 from embrace_fx.runtime.tables.own_step import hyperparameters, new_state
-from embrace_fx.runtime.tables.row_table import RowTable
-from embrace_fx.runtime.tables.skipped_steps import form_of
-from embrace_fx.runtime.tables.unit import Unit
-from embrace_fx.runtime.tables.update_rule import DeferredUpdate, Options, SparseUpdate
+from embrace_fx.runtime.tables.row_store import JoinedState, RowStore
+from embrace_fx.runtime.tables.table import Table
+from embrace_fx.runtime.tables.update_rule import SparseUpdate
 from embrace_fx.runtime.tiers.record_file import TierError
 from embrace_fx.runtime.tiers.records import WEIGHTS, Column
 from embrace_fx.runtime.tiers.slot_history import SlotHistory
 from embrace_fx.runtime.tiers.working_set import WorkingSet
-from embrace_fx.vocabulary.exactness import STILL, Moving
-from embrace_fx.vocabulary.row_space import RowSpace
+from embrace_fx.vocabulary.exactness import Moving
 from embrace_fx.vocabulary.row_wise import RowWiseAdagrad
 
 REFUSAL = (
@@ -70,60 +69,48 @@ class FileStorage(LocalStorage):
         return self.now()
 
 
-class InSlots(Unit):
-    """A table or row space beyond memory, whose rows are read and updated in slots.
-
-    Attributes:
-        memory: its working set.
-    """
-
-    memory: WorkingSet
-
-    @property
-    def local(self) -> Tensor:
-        """Weights in the slots."""
-        return self.memory.columns[WEIGHTS]
-
-    def places(self, ids: Tensor, *, to_write: bool = False) -> Tensor:
-        """Returns the slots of rows."""
-        return self.memory.places(ids, to_write=to_write)
-
-    def look_up(self, ids: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-        """Returns rows (K, d), after their deferred steps.
-
-        If a row cannot be read, the error is raised at the next handshake, because other ranks wait for this rank's
-        rows.
-        """
-        failed_before = self.memory.failure
-        self.memory.counts.asked += ids.numel()
-        found = super().look_up(ids, dtype)
-        if self.memory.failure and not failed_before:
-            raise TierError(self.memory.failure)
-        return found
-
-
-class TieredTable(InSlots, RowTable):
-    """A table beyond memory. Takes the arguments of `RowTable`, and:
+class SlotRows(RowStore):
+    """The rows of one or more tables in the slots of a working set.
 
     Args:
-        memory: its working set.
-        first: its first row in the working set.
+        member: the table, or the first of several.
+        memory: the working set.
+        first: the table's first row in the working set.
         shown: state columns that the optimizer has created.
+        tables: of several tables in one working set, in its order: each table's rows.
+
+    Attributes:
+        rows: the rows in the working set.
     """
 
     history: SlotHistory
 
     def __init__(
-        self, *args: Any, memory: WorkingSet, first: int = 0, shown: Collection[str] = (), **kwargs: Any
+        self,
+        member: Member,
+        memory: WorkingSet,
+        first: int = 0,
+        shown: Collection[str] = (),
+        tables: Sequence[SlotRows] = (),
+        counters: JoinedState | None = None,
     ) -> None:
-        super().__init__(*args, **kwargs)
-        self.memory = memory
+        self.member, self.memory, self._tables, self._joined = member, memory, tables, counters
+        self.rows = range(memory.num_rows) if tables else range(first, first + member.shape[0])
         self.shown: set[str] = self._with_made(shown)
-        self.rows = range(first, first + self.shape[0])
+        self.refusal = REFUSAL.format(name=member.layout.name, asked="A dense gradient or state")
         self._on_host: Any = WeakTensorKeyDictionary()  # device ids -> host rows that include them
         self._expected: Tensor | None = None
-        self.history = SlotHistory(self, memory, self.rows)
-        self.no_dense = REFUSAL.format(name=self.name, asked="A dense gradient or state")
+        self.history = SlotHistory(self, memory, self.rows, [each.history for each in tables])
+
+    def join(self, members: Sequence[Member], bounds: Sequence[int]) -> RowStore:
+        """Returns the rows of several tables in this working set as one store."""
+        tables = [each.store for each in members if isinstance(each.store, SlotRows)]
+        return SlotRows(members[0], self.memory, tables=tables, counters=JoinedState(members, bounds))
+
+    @property
+    def local(self) -> Tensor:
+        """Weights in the slots."""
+        return self.memory.columns[WEIGHTS]
 
     def numbers(self, ids: Tensor) -> Tensor:
         """Returns the row numbers of ids (K,) in the working set."""
@@ -132,6 +119,23 @@ class TieredTable(InSlots, RowTable):
     def places(self, ids: Tensor, *, to_write: bool = False) -> Tensor:
         """Returns the slots of rows."""
         return self.memory.places(self.numbers(ids), among=self._rows_on_host(ids), to_write=to_write)
+
+    def look_up(self, ids: Tensor, *, to_write: bool = False) -> Tensor:
+        """Returns the slots of rows that a lookup reads, with the expected ids as their host copy.
+
+        If a row cannot be read, other errors are raised at the next handshake, because other ranks wait for this rank's
+        rows.
+        """
+        if self._expected is not None:
+            self._on_host[ids], self._expected = self._expected, None
+        failed_before = self.memory.failure
+        self.memory.counts.asked += ids.numel()
+        found = self.places(ids, to_write=to_write)
+        if self.memory.failure and not failed_before:
+            raise TierError(self.memory.failure)
+        return found
+
+    # -- ids on a device -----------------------------------------------------------------------------------------------
 
     @property
     def needs_host(self) -> bool:  # type: ignore[override]
@@ -161,27 +165,36 @@ class TieredTable(InSlots, RowTable):
             rows = self._on_host[ids] = ids.cpu().unique()
         return rows
 
-    def look_up(self, ids: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-        """Looks up rows, with the expected ids as their host copy."""
-        if self._expected is not None:
-            self._on_host[ids], self._expected = self._expected, None
-        return super().look_up(ids, dtype)
+    # -- optimizer state -----------------------------------------------------------------------------------------------
+
+    @property
+    def counters(self) -> dict[str, Any]:
+        """Returns the state's counters, which all rows share."""
+        return state_of(self.member.holder, self.member.parameter)
 
     @property
     def state(self) -> Mapping[str, Any]:
         """Returns the counters and the state columns of the working set."""
-        return {**super().state, **{key: self.memory.columns[key] for key in sorted(self.shown)}}
+        shown = self._tables[0].shown if self._tables else self.shown
+        return {**self.counters, **{key: self.memory.columns[key] for key in sorted(shown)}}
 
-    def _rule(self, way: Moving, options: Options) -> type[SparseUpdate]:
-        """Returns the update rule, or raises if steps cannot be replayed for rows in a file."""
-        if way in STILL:
-            return SparseUpdate
-        if way == "either":
-            if form_of(self.holder, options, self.state, self.local.dtype) is not None:
-                return DeferredUpdate
-            if self.lacks_state:
-                return _FirstDeferred
-        raise RuntimeError(not_replayable(self.name, type(self.holder)))
+    @property
+    def entries(self) -> Mapping[str, Any]:
+        """Returns the counters and the state columns of the working set."""
+        return self.state
+
+    def is_alike(self) -> bool:
+        """Returns whether all tables have the same state entries and equal counters."""
+        if self._joined is None:
+            return True
+        return self._joined.is_alike() and all(each.shown == self._tables[0].shown for each in self._tables)
+
+    def keep(self, state: Mapping[str, Any]) -> None:
+        """Stores the counters that a step has changed."""
+        if self._joined is None:
+            keep_state(self.member.holder, self.member.parameter, state)
+        else:
+            self._joined.keep(state)
 
     def keep_first(self, state: Mapping[str, Any], places: Tensor) -> None:
         """Writes the first optimizer state of slots."""
@@ -189,18 +202,21 @@ class TieredTable(InSlots, RowTable):
             self.memory.columns[key].index_copy_(0, places, value)
         self.shown |= state.keys()
 
-    @property
-    def counters(self) -> dict[str, Any]:
-        """Returns the state's counters, which all rows share."""
-        return dict(super().state)
+    def other_rule(self, policy: Moving) -> type[SparseUpdate]:
+        """Returns the rule of the step that creates state, or raises if rows in a file cannot replay steps."""
+        if policy == "either" and self.member.lacks_state:
+            return _FirstDeferred
+        raise RuntimeError(not_replayable(self.member.name, type(self.member.holder)))
 
     def _with_made(self, shown: Collection[str]) -> set[str]:
         """Adds the state column that the optimizer creates before the first step, if any."""
-        return {*shown, "sum"} if type(self.optimizer) is RowWiseAdagrad else {*shown}
+        return {*shown, "sum"} if type(self.member.optimizer) is RowWiseAdagrad else {*shown}
+
+    # -- checkpoints and reports ---------------------------------------------------------------------------------------
 
     def saved(self) -> dict[str, Any]:
         """Returns the contents of a checkpoint besides rows. Requires that no update is pending."""
-        self.flush()
+        self.member.flush()
         first = self.memory.initial.tables[self.rows.start]
         of_rows = {"shown": sorted(self.shown), "histories": self.history.saved(), "seed": first.seed}
         return {**of_rows, "counters": self.counters, "padding": first.padding}
@@ -210,10 +226,9 @@ class TieredTable(InSlots, RowTable):
         initial = self.memory.initial
         first = replace(initial.tables[self.rows.start], seed=saved["seed"], padding=saved["padding"])
         self.memory.initial = initial.having(self.rows.start, first)
-        self.history.load(saved["histories"], self.holder)
+        self.history.load(saved["histories"], self.member.holder)
         self.shown = self._with_made(saved["shown"])
-        self._made = None
-        self.holder.state[self.parameter] = dict(saved["counters"])
+        self.member.holder.state[self.member.parameter] = dict(saved["counters"])
 
     def moved(self) -> Iterator[tuple[Tensor, Tensor]]:
         """Yields like `WorkingSet.moved`, with the table's row ids."""
@@ -221,80 +236,39 @@ class TieredTable(InSlots, RowTable):
             own = rows - self.rows.start
             yield own, self.memory.records.sign(records, own) if self.rows.start else records
 
-    def begin_step(self) -> SparseUpdate:
-        """Begins a step, which the first table of a file also counts."""
-        self.memory.counts.steps += not self.rows.start
-        return super().begin_step()
-
     @property
-    def remark(self) -> str:
+    def remark(self) -> str:  # type: ignore[override]
         """Returns a report on the file's memory, or an empty text for all but the first table of a file."""
         return "" if self.rows.start else self.memory.report
 
-    def step_dense(self) -> NoReturn:
-        """Refuses a dense step."""
-        raise RuntimeError(self.no_dense)
-
-    def held_bytes(self) -> tuple[int, int, int]:
-        """Returns the bytes of weights, gradient and optimizer state in memory."""
-        held = self.held
-        weights, _, others = self.predicted_bytes(1)
-        return weights, 0 if held is None or held.is_late else held.values().nbytes, others
-
-    def predicted_bytes(self, ranks: int) -> tuple[int, int, int]:
-        """Returns the predicted bytes of weights, gradient and optimizer state in memory."""
+    def held_bytes(self) -> tuple[int, int]:
+        """Returns this table's share of the bytes of weights and of state in memory."""
         weights, others = self.local.nbytes, self.memory.nbytes - self.local.nbytes
-        return self._share(weights), 0, self._share(others)
+        return self._share(weights), self._share(others)
 
     def _share(self, nbytes: int) -> int:
         """Returns this table's share of a number of bytes of the working set."""
         return nbytes * len(self.rows) // self.memory.num_rows
 
 
-class JoinedTiers(InSlots, JoinedTable):
-    """Tables beyond memory that are exchanged together. Ids are rows of the row space.
-
-    Args:
-        members: the tables in one working set, in the order of the row space.
-    """
-
-    members: tuple[TieredTable, ...]
-
-    def __init__(self, space: RowSpace, members: Sequence[TieredTable]) -> None:
-        self.memory = members[0].memory
-        super().__init__(space, members)
-
-    def _make_history(self) -> SlotHistory:
-        """Returns a history in slots that joins those of the members."""
-        return SlotHistory(self, self.memory, range(self.memory.num_rows), [each.history for each in self.members])
-
-    def is_one(self) -> bool:
-        """Returns whether one update can step all members, whose states have equal keys."""
-        return super().is_one() and all(each.shown == self.members[0].shown for each in self.members)
-
-    @property
-    def state(self) -> dict[str, Any]:
-        """Optimizer state of the members."""
-        return dict(self.members[0].state)
-
-    def begin_step(self) -> SparseUpdate:
-        """Counts a step, and begins it."""
-        self.memory.counts.steps += 1
-        return super().begin_step()
+def beyond_memory(tables: Mapping[str, Table]) -> dict[str, SlotRows]:
+    """Returns the rows of the tables beyond memory, by name."""
+    return {name: table.store for name, table in tables.items() if isinstance(table.store, SlotRows)}
 
 
 class _FirstDeferred(SparseUpdate):
     """The step that creates state. Rows without a gradient apply it when they are next in memory."""
 
-    table: TieredTable
     moves_all = True
 
     def finish(self, parts: Sequence[Rows]) -> None:
         """Steps the rows, and gives their slots' first state to the history."""
-        table, counters = self.table, self.table.counters
+        store = self.table.store
+        assert isinstance(store, SlotRows)
+        counters = store.counters
         super().finish(parts)
-        slots = table.places(torch.cat([ids for ids, _ in parts]), to_write=True)
-        table.history.took_first(slots, self.optimizer, self._of_some, counters)
+        slots = store.places(torch.cat([ids for ids, _ in parts]), to_write=True)
+        store.history.took_first(slots, self.optimizer, self._of_some, counters)
 
 
 def not_replayable(table: str, kind: type[Optimizer]) -> str:

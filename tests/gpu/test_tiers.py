@@ -122,7 +122,7 @@ def steady(rank: int, world_size: int) -> list[int]:
                 streams, _, copies = (now - then for now, then in zip(host_waits(), before, strict=True))
                 waits = [streams, copies, len(events)]
     table: Any = session_of(compiled).state.tables["table.weight"]
-    assert table.memory.counts.written > 0
+    assert table.store.memory.counts.written > 0
     compiled.close()
     return waits
 

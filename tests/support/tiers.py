@@ -11,6 +11,7 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +21,13 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer, RMSprop
 
 import embrace_fx
+from embrace_fx.runtime.tables.member import Member
 from embrace_fx.runtime.tables.part import Part, become_part
 from embrace_fx.runtime.tables.part_layout import Layout
-from embrace_fx.runtime.tables.row_table import RowTable
 from embrace_fx.runtime.tiers.initial import FirstOfTables, FirstValues
 from embrace_fx.runtime.tiers.record_file import RecordFile
 from embrace_fx.runtime.tiers.records import TAKEN, WEIGHTS, Column
-from embrace_fx.runtime.tiers.tiered_table import FileStorage, TieredTable, state_columns
+from embrace_fx.runtime.tiers.tiered_table import FileStorage, SlotRows, state_columns
 from embrace_fx.runtime.tiers.working_set import WorkingSet
 from tests.support.inside import session_of
 from tests.support.ranks import RankError, run_ranks
@@ -48,13 +49,13 @@ OPTIMIZERS: Mapping[str, Make] = {
 }
 
 
-def in_memory(table: Tensor, make: Make) -> RowTable:
+def in_memory(table: Tensor, make: Make) -> Member:
     """A table whose rows rest, all of it in memory."""
     parameter = nn.Parameter(table.clone())
-    return RowTable(parameter, Layout.of_table("t", table.shape), "exact", make([parameter]), may_rest=lambda: True)
+    return Member(parameter, Layout.of_table("t", table.shape), "exact", make([parameter]), may_rest=lambda: True)
 
 
-def beyond_memory(table: Tensor, make: Make, slots: int, directory: str | Path) -> TieredTable:
+def beyond_memory(table: Tensor, make: Make, slots: int, directory: str | Path) -> Any:
     """The same with so many rows in memory."""
     parameter = nn.Parameter(table.clone())
     optimizer = make([parameter])
@@ -71,7 +72,8 @@ def beyond_memory(table: Tensor, make: Make, slots: int, directory: str | Path) 
     become_part(parameter, like, layout)
     assert isinstance(parameter, Part)
     parameter.held = FileStorage(like, "expected rows by ids")
-    return TieredTable(parameter, layout, "exact", optimizer, memory=memory, shown=shown)
+    store = partial(SlotRows, memory=memory, shown=shown)
+    return Member(parameter, layout, "exact", optimizer, may_rest=lambda: True, store=store)
 
 
 ROWS, COLUMNS = 200, 6
@@ -197,7 +199,7 @@ def train(rank: int, world_size: int, run: Run) -> list[float]:
             compiled.save_checkpoint(run.folder)
         if run.fault and not loads and rank == 1 and step == run.steps * 2 // 3:
             table: Any = session_of(compiled).state.tables["table.weight"]
-            FAULTS[run.fault](table.memory.file)
+            FAULTS[run.fault](table.store.memory.file)
         loss = compiled(*batch)
         loss.backward()
         stepping.step()

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer, SparseAdam
 
 from embrace_fx.runtime.kernels import decay
+from embrace_fx.runtime.tables.member import Member
 from embrace_fx.runtime.tables.part_layout import Layout
-from embrace_fx.runtime.tables.row_table import RowTable
 from tests.support.kernel_values import Put, assert_near, assert_same, plain, random
 
 OPTIMIZERS: list[tuple[type[Optimizer], dict[str, Any]]] = [
@@ -79,9 +79,9 @@ def _train(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     make: Any = kind
     parameter = nn.Parameter(put(table.clone()))
-    made = RowTable(parameter, Layout.of_table("t", table.shape), "lazy", make([parameter], **options))
+    made = Member(parameter, Layout.of_table("t", table.shape), "lazy", make([parameter], **options))
     made.begin_step().finish([(put(ids[:0]), put(gradients[0][:0]))])  # makes state, as torch does at its first step
-    made.keep({name: value * 0 for name, value in made.state.items() if name == "step"})
+    made.store.keep({name: value * 0 for name, value in made.state.items() if name == "step"})
     for gradient in gradients:
         made.begin_step().finish([(put(ids), put(gradient))])
     return made.local, {name: value for name, value in made.state.items() if isinstance(value, Tensor)}

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
 
-from embrace_fx.runtime.tables.joined_table import JoinedTable
+from embrace_fx.runtime.tables.member import Member
 from embrace_fx.runtime.tables.part import become_part
 from embrace_fx.runtime.tables.part_layout import Layout
-from embrace_fx.runtime.tables.row_table import RowTable
+from embrace_fx.runtime.tables.table import Table
 from embrace_fx.runtime.tables.update_rule import DeferredUpdate
 from embrace_fx.vocabulary.row_space import RowSpace
 
@@ -30,18 +30,18 @@ TAKES: dict[str, Callable[[int], tuple[int, ...]]] = {
 }
 
 
-def _tables(values: list[Tensor], make: Callable[..., Optimizer], *, rests: bool) -> list[RowTable]:
+def _tables(values: list[Tensor], make: Callable[..., Optimizer], *, rests: bool) -> list[Member]:
     parameters = [nn.Parameter(each.clone()) for each in values]
     optimizer, found = make(parameters), []
     for k, parameter in enumerate(parameters):
         layout = Layout.of_table(f"t{k}", parameter.shape)
         become_part(parameter, parameter.detach().clone(), layout)
-        found.append(RowTable(parameter, layout, "exact", optimizer, may_rest=lambda: rests))
+        found.append(Member(parameter, layout, "exact", optimizer, may_rest=lambda: rests))
     return found
 
 
-def _space(tables: list[RowTable]) -> JoinedTable:
-    return JoinedTable(RowSpace.of({table.name: table.shape[0] for table in tables}), tables)
+def _space(tables: list[Member]) -> Table:
+    return Table.of(RowSpace.of({table.name: table.shape[0] for table in tables}), tables)
 
 
 @pytest.mark.parametrize("takes", TAKES)

@@ -8,8 +8,8 @@ from torch import nn
 from torch.optim import ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, Optimizer, RAdam, RMSprop, Rprop
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from embrace_fx.runtime.tables.member import Member
 from embrace_fx.runtime.tables.part_layout import Layout
-from embrace_fx.runtime.tables.row_table import RowTable
 from embrace_fx.runtime.tables.update_rule import (
     DeferredUpdate,
     DenseUpdate,
@@ -99,10 +99,10 @@ def test_a_table_tells_the_rule_of_its_next_step(definition: Definition, can_res
     assert found == rules
 
 
-def _table(optimizer: Optimizer, *, can_rest: bool) -> RowTable:
+def _table(optimizer: Optimizer, *, can_rest: bool) -> Member:
     parameter: nn.Parameter = optimizer.param_groups[0]["params"][0]
     layout = Layout.of_table("t", parameter.shape)
-    return RowTable(parameter, layout, "exact", optimizer, may_rest=lambda: can_rest)
+    return Member(parameter, layout, "exact", optimizer, may_rest=lambda: can_rest)
 
 
 def test_a_scheduler_changes_the_rule() -> None:

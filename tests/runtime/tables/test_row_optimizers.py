@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adagrad, Adam, AdamW, SparseAdam
 
 from embrace_fx.runtime.tables import own_step
+from embrace_fx.runtime.tables.member import Member
 from embrace_fx.runtime.tables.own_step import State
 from embrace_fx.runtime.tables.part_layout import Layout
-from embrace_fx.runtime.tables.row_table import RowTable
 from embrace_fx.runtime.tables.update_rule import SparseUpdate
 from tests.support.definitions import DTYPES, EXACT, LAZY, STEPS, D, Definition, V
 
@@ -50,10 +50,10 @@ def random_steps(
     return result
 
 
-def by_rows(definition: Definition, table: Tensor) -> RowTable:
+def by_rows(definition: Definition, table: Tensor) -> Member:
     """A table whose rows without gradient stand still."""
     parameter = nn.Parameter(table.clone())
-    made = RowTable(parameter, Layout.of_table("t", table.shape), "lazy", definition(parameter))
+    made = Member(parameter, Layout.of_table("t", table.shape), "lazy", definition(parameter))
     assert made.rule is SparseUpdate
     return made
 
@@ -67,7 +67,7 @@ def train_rows(definition: Definition, table: Tensor, steps: list[Step]) -> tupl
     return made.local, made_state(made)
 
 
-def made_state(table: RowTable) -> State:
+def made_state(table: Member) -> State:
     """What has been made of a table's state."""
     return {name: value for name, value in table.state.items() if value is not None}
 

@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adagrad, Adam, AdamW, NAdam, Optimizer, RMSprop
 
 from embrace_fx.runtime.kernels import decay
-from embrace_fx.runtime.tables.history import History, PredictedUpdate
-from embrace_fx.runtime.tables.skipped_steps import Decaying, Linear, form_of
+from embrace_fx.runtime.tables.history import Decaying, History, Linear, PredictedUpdate, form_of
 from embrace_fx.runtime.tables.update_rule import DeferredUpdate, predict_update
 from tests.support.tiers import OPTIMIZERS
 
@@ -57,6 +56,10 @@ class _Table:
 
     @property
     def unit(self) -> Any:
+        return self
+
+    @property
+    def store(self) -> Any:
         return self
 
     def places(self, ids: Tensor, *, to_write: bool = False) -> Tensor:

@@ -16,13 +16,13 @@ def test_rows_looked_up_early_stay_until_their_gradients_are_applied(tmp_path: P
     table, steps = beyond_memory(torch.randn(V, 2), OPTIMIZERS["adamw"], 80, tmp_path), torch.arange(V).split(10)
     with torch.no_grad():
         for step in range(2, 60):
-            table.memory.begin_step(step)
+            table.store.memory.begin_step(step)
             if step > 6:
                 table.begin_step().finish([(steps[step - 2], torch.randn(10, 2))])
-            table.memory.read_ahead(steps[step + AHEAD], step + AHEAD)
+            table.store.memory.read_ahead(steps[step + AHEAD], step + AHEAD)
             if step > 3:
                 table.look_up(steps[step + 1])
-    assert table.memory.counts.brought == 10 * len(range(2 + AHEAD, 60 + AHEAD))
+    assert table.store.memory.counts.brought == 10 * len(range(2 + AHEAD, 60 + AHEAD))
 
 
 def test_rows_are_read_as_soon_as_there_is_room(tmp_path: Path) -> None:
@@ -30,19 +30,19 @@ def test_rows_are_read_as_soon_as_there_is_room(tmp_path: Path) -> None:
     table, steps = beyond_memory(torch.randn(V, 2), OPTIMIZERS["adamw"], 48, tmp_path), torch.arange(V).split(10)
     with torch.no_grad():
         for step in range(2, 60):
-            table.memory.begin_step(step)
+            table.store.memory.begin_step(step)
             if step > 10:
                 table.begin_step().finish([(steps[step - 1], torch.randn(10, 2))])
-            table.memory.read_ahead(steps[step + 4], step + 4)
+            table.store.memory.read_ahead(steps[step + 4], step + 4)
             if step > 6:
                 table.look_up(steps[step])
-    assert table.memory.counts.missed == 0
-    assert len(table.memory.row_of.unique()) == 48, "all slots are used"
+    assert table.store.memory.counts.missed == 0
+    assert len(table.store.memory.row_of.unique()) == 48, "all slots are used"
 
 
 def test_rows_of_the_nearest_step_are_read_first(tmp_path: Path) -> None:
     """A farther step's, which have been told before and fill all slots, make room, and those that wait go on to."""
-    memory = beyond_memory(torch.randn(V, 2), OPTIMIZERS["adamw"], 20, tmp_path).memory
+    memory = beyond_memory(torch.randn(V, 2), OPTIMIZERS["adamw"], 20, tmp_path).store.memory
     memory.begin_step(1)
     for due, rows in ((4, torch.arange(40)), (2, torch.arange(40, 60))):
         for _ in range(4):  # a fourth of the slots at a time

@@ -40,9 +40,9 @@ def test_rows_that_rest_move_as_in_memory(optimizer: str, share: float, tmp_path
     with torch.no_grad():
         for step in range(130):
             coming = (V ** torch.rand(4, generator=generator) - 1).long()
-            found.memory.begin_step(step)
+            found.store.memory.begin_step(step)
             if step % 3:  # some of what was told comes in the second step from now, some does not
-                found.memory.read_ahead(coming, step + 2)
+                found.store.memory.read_ahead(coming, step + 2)
             told.append(coming)
             ids = told.popleft() if step % 5 else (V ** torch.rand(4, generator=generator) - 1).long()
             assert torch.equal(found.look_up(ids), expected.look_up(ids)), step
@@ -55,7 +55,7 @@ def test_rows_that_rest_move_as_in_memory(optimizer: str, share: float, tmp_path
         for ids in torch.arange(V).split(6):
             assert torch.equal(found.look_up(ids), expected.look_up(ids))
     moved = not optimizer.startswith(("sgd", "adagrad", "row-wise")) or optimizer == "sgd, decayed"
-    assert found.memory.counts.written > (V // 2 if moved and share < 0.1 else 0)
+    assert found.store.memory.counts.written > (V // 2 if moved and share < 0.1 else 0)
 
 
 def _late(write: Callable[..., None]) -> Callable[..., None]:
@@ -194,7 +194,7 @@ def test_rows_read_ahead_leave_room_for_others(tmp_path: Path) -> None:
     values = torch.randn(V, D)
     table = beyond_memory(values, OPTIMIZERS["adamw"], 40, tmp_path)
     for first in range(0, V - 40, 40):
-        table.memory.read_ahead(torch.arange(first, first + 5), due=1)
+        table.store.memory.read_ahead(torch.arange(first, first + 5), due=1)
         asked = torch.arange(first + 3, first + 43)
         assert torch.equal(table.look_up(asked), values[asked])
 
@@ -203,13 +203,13 @@ def test_rows_stay_that_were_looked_up_before_the_step_they_were_due_in(tmp_path
     """Their update comes a step later; others go first that were asked for before."""
     table = beyond_memory(torch.randn(V, D), OPTIMIZERS["adamw"], 40, tmp_path)
     table.look_up(torch.arange(50, 60))
-    table.memory.begin_step(1)
-    table.memory.read_ahead(early := torch.arange(10), due=2)
+    table.store.memory.begin_step(1)
+    table.store.memory.read_ahead(early := torch.arange(10), due=2)
     table.look_up(early)
-    table.memory.begin_step(2)
+    table.store.memory.begin_step(2)
     table.look_up(torch.arange(100, 120))
-    table.memory.begin_step(3)
-    table.memory.read_ahead(torch.arange(200, 210), due=5)
-    before = table.memory.counts.missed
+    table.store.memory.begin_step(3)
+    table.store.memory.read_ahead(torch.arange(200, 210), due=5)
+    before = table.store.memory.counts.missed
     table.begin_step().finish([(early, torch.ones(10, D))])
-    assert table.memory.counts.missed == before
+    assert table.store.memory.counts.missed == before

@@ -1,15 +1,12 @@
-"""A sharded table: its storage, its gradient, and its optimizer steps.
+"""A table of one parameter, by itself or in a row space: its gradient and its optimizer.
 
 The table's parameter stays the same object and becomes a part (`part.py`). On a single process it stays a plain tensor.
 Row ids index the part, V' x d: by columns they are the table's ids, on a grid id // rows.
-
-Each step has an update rule (`update_rule.py`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -18,9 +15,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from embrace_fx.runtime.tables.gradient_storage import GradientStorage
-from embrace_fx.runtime.tables.history import History
+from embrace_fx.runtime.tables.history import form_of
 from embrace_fx.runtime.tables.local_storage import GradientFuture, Rows
-from embrace_fx.runtime.tables.optimizer_state import keep_state, state_of
 from embrace_fx.runtime.tables.own_step import (
     hyperparameters,
     makes_state,
@@ -31,8 +27,8 @@ from embrace_fx.runtime.tables.own_step import (
 )
 from embrace_fx.runtime.tables.part import Part
 from embrace_fx.runtime.tables.part_layout import Layout
-from embrace_fx.runtime.tables.skipped_steps import form_of
-from embrace_fx.runtime.tables.unit import Unit
+from embrace_fx.runtime.tables.row_store import RowStore
+from embrace_fx.runtime.tables.table import Table
 from embrace_fx.runtime.tables.update_rule import (
     DeferredUpdate,
     DenseUpdate,
@@ -40,15 +36,14 @@ from embrace_fx.runtime.tables.update_rule import (
     RowWiseUpdate,
     SparseUpdate,
     dense_update_policy,
-    steps_rows,
 )
-from embrace_fx.vocabulary.exactness import STILL, Moving, RowUpdates
+from embrace_fx.vocabulary.exactness import STILL, RowUpdates
 from embrace_fx.vocabulary.plan import Grid
 from embrace_fx.vocabulary.row_wise import RowWiseAdagrad
 
 
-class RowTable(Unit):
-    """A table updated by rows: its part on this rank, its gradient and its optimizer.
+class Member(Table):
+    """A table of one parameter.
 
     Args:
         parameter: the table's parameter, which holds this rank's part.
@@ -56,6 +51,7 @@ class RowTable(Unit):
         row_updates: the semantics that the user chose.
         may_rest: returns, at each step, whether updates of rows without a gradient may be deferred.
         gradients: returns the gradients of all sharded tables, in the same order on all ranks.
+        store: makes the row store of this table.
 
     Attributes:
         optimizer: the optimizer that updates the table; None until it is known.
@@ -72,10 +68,10 @@ class RowTable(Unit):
         *,
         may_rest: Callable[[], bool] = lambda: False,
         gradients: Callable[[], Sequence[GradientStorage]] = lambda: (),
+        store: Callable[[Member], RowStore] = RowStore,
     ) -> None:
-        self.name = layout.name
         self.parameter = parameter
-        self.layout = layout
+        self.layout, self.shape = layout, layout.shape
         self.row_updates = row_updates
         self.optimizer = optimizer
         self.is_read_densely = self.has_sparse_gradient = False
@@ -83,37 +79,7 @@ class RowTable(Unit):
         self._made: object = None  # options and state for which a step creates no new state
         self._may_rest = may_rest
         self._gradients = gradients
-        self.members, self.shape, self.history = (self,), layout.shape, History(self)
-
-    @property
-    def local(self) -> Tensor:
-        """This rank's shard of the table."""
-        parameter = self.parameter
-        return parameter.held.now() if isinstance(parameter, Part) else parameter.detach()
-
-    def move(self, local: Tensor) -> None:
-        """Replaces the memory of this rank's part by other memory with the same values."""
-        assert isinstance(self.parameter, Part)
-        self.parameter.held.replace(local)
-
-    needs_host = False
-    """Whether the host must know the row ids of each lookup on the device."""
-
-    def note_rows(self, ids: Tensor, rows: Tensor) -> None:
-        """Records which host ids (K,) the device ids come from, if the table `needs_host`."""
-
-    @property
-    def grid(self) -> Grid | None:
-        """Returns the table's grid, or None if it is sharded by columns."""
-        return self.layout.grid
-
-    no_dense = ""
-    """The reason why the gradient cannot be made dense; "" if it can."""
-
-    @property
-    def remark(self) -> str:
-        """Returns a line about the table for reports, besides its bytes, or "" if there is none."""
-        return ""
+        super().__init__(layout.name, (self,), (0, layout.shape[0]), store(self))
 
     # -- the gradient --------------------------------------------------------------------------------------------------
 
@@ -129,7 +95,7 @@ class RowTable(Unit):
         if isinstance(gradient, Part) and isinstance(gradient.held, GradientStorage):
             return gradient.held
         like = self.parameter.held.now() if isinstance(self.parameter, Part) else self.parameter.detach()
-        held = GradientStorage(like, self.layout, self._gradients, self.no_dense)
+        held = GradientStorage(like, self.layout, self._gradients, self.store.refusal)
         if isinstance(gradient, Part):  # computed from parts of another layout
             if not gradient.spread.fits(self.layout):
                 raise gradient.refused(f"setting it as the gradient of {self.name}, which has other rows or columns")
@@ -157,12 +123,8 @@ class RowTable(Unit):
             held.add_dense(gradient)
             held.unreduced = unreduced
 
-    def deliver(
-        self, late: GradientFuture[Sequence[Rows]], absent: Collection[str] = (), *, k: int = 0, unreduced: bool = False
-    ) -> None:
-        """Sets `.grad` to the k-th pending gradient, or adds that to `.grad`, unless the table is `absent`."""
-        if self.name in absent:
-            return
+    def add_late_gradient(self, late: GradientFuture[Sequence[Rows]], k: int, *, unreduced: bool) -> None:
+        """Sets `.grad` to the k-th pending gradient, or adds that to `.grad`."""
         held = self.open_gradient()
         if held.is_zero:
             held.will_be(late, k)
@@ -171,15 +133,10 @@ class RowTable(Unit):
                 held.add_rows(*rows)
         held.unreduced = unreduced
 
-    def standing(self, late: GradientFuture[Sequence[Rows]]) -> int:
-        """Returns 1 if `.grad` still is this future's gradient and has not been read, else 0."""
+    def waits_for(self, late: GradientFuture[Sequence[Rows]]) -> bool:
+        """Returns whether `.grad` still is this future's gradient and has not been read."""
         held = self.held
-        return int(held is not None and held.waits_for(late))
-
-    @property
-    def has_gradient(self) -> bool:
-        """Returns whether `.grad` is not zero."""
-        return self.held is not None
+        return held is not None and held.waits_for(late)
 
     def whole_gradient(self) -> Tensor | None:
         """Returns the gradient of the whole table (V, D), None if there is none. Collective."""
@@ -215,6 +172,9 @@ class RowTable(Unit):
         A gradient counts all rows if steps are dense, and nothing if it is kept as rows. The bytes of state are None
         while the optimizer is unknown.
         """
+        if self.store.refusal:
+            weights, state = self.store.held_bytes()
+            return weights, 0, state
         rows, columns = self.shape
         grid = self.grid or Grid(1, ranks)
         parameters = -(-rows // grid.rows) * -(-columns // grid.columns) * self.local.element_size()
@@ -229,10 +189,8 @@ class RowTable(Unit):
 
     def held_bytes(self) -> tuple[int, int, int]:
         """Returns the bytes of parameters, gradient and optimizer state on this rank."""
-        state = tuple(self.state.values()) if self.optimizer is not None else ()
-        held = self.held
-        gradient = 0 if held is None or held.is_late else held.values().nbytes
-        return self.local.nbytes, gradient, sum(value.nbytes for value in state if isinstance(value, Tensor))
+        held, (weights, state) = self.held, self.store.held_bytes()
+        return weights, 0 if held is None or held.is_late else held.values().nbytes, state
 
     # -- steps ---------------------------------------------------------------------------------------------------------
 
@@ -253,6 +211,10 @@ class RowTable(Unit):
             "Do not remove or replace parameters of an optimizer after compile()."
         )
 
+    def is_one(self) -> bool:
+        """Returns whether one update can step the table, as a single table always can."""
+        return self.optimizer is not None
+
     def steps_by(self, optimizer: Optimizer | None, options: Options) -> bool:
         """Returns whether this optimizer would update the table now, with these options."""
         return self.optimizer is optimizer and same_options(options, hyperparameters(self.param_group()))
@@ -263,24 +225,18 @@ class RowTable(Unit):
         options = self.param_group()
         if type(self.optimizer) is RowWiseAdagrad:
             return RowWiseUpdate
-        return self._rule(
-            dense_update_policy(type(self.holder), options, self.row_updates, self.parameter.dtype), options
-        )
-
-    def _rule(self, way: Moving, options: Options) -> type[SparseUpdate]:
-        """Returns the update rule for an optimizer's class and options."""
-        if way in STILL:
+        policy = dense_update_policy(type(self.holder), options, self.row_updates, self.parameter.dtype)
+        if policy in STILL:
             return SparseUpdate
-        if way != "either" or not self._may_rest():
-            return DenseUpdate
-        kept = self.holder.state.get(self.parameter) or {}
-        return DeferredUpdate if form_of(self.holder, options, kept, self.parameter.dtype) else DenseUpdate
+        can_rest = policy == "either" and self._may_rest()
+        if can_rest and form_of(self.holder, options, self.store.entries, self.parameter.dtype):
+            return DeferredUpdate
+        return self.store.other_rule(policy)
 
     @property
     def lacks_state(self) -> bool:
         """Returns whether the optimizer would make state for this table at its next step."""
-        options = self.param_group()
-        kept: Mapping[str, Any] = self.holder.state.get(self.parameter) or {}
+        options, kept = self.param_group(), self.store.entries
         asked = plain_options(options, but="lr"), *kept, *map(type, kept.values())
         if asked[0] is None or self._made != asked:
             if makes_state(self.holder, options, self.local, self.state):
@@ -288,31 +244,8 @@ class RowTable(Unit):
             self._made = asked
         return False
 
-    def can_wait(self) -> bool:
-        """Returns whether the update can be deferred to the next forward and applied by rows."""
-        return self.optimizer is not None and steps_rows(self.param_group()) and not self.lacks_state
-
-    def is_one(self) -> bool:
-        """Returns whether one update can step the table, as a single table always can."""
-        return True
-
-    @staticmethod
-    def split(ids: Tensor, rows: Tensor) -> list[Rows]:
-        """Returns the rows of each table: here, of the one. Holds no reference to the table."""
-        return [(ids, rows)]
-
-    @property
-    def state(self) -> Mapping[str, Any]:
-        """Optimizer state of this rank's shard."""
-        return MappingProxyType(state_of(self.holder, self.parameter))
-
-    def keep(self, state: Mapping[str, Any]) -> None:
-        """Keeps new optimizer state of this rank's shard."""
-        keep_state(self.holder, self.parameter, state)
-
     def step_dense(self) -> None:
         """Applies a step with a gradient of all rows."""
-        self.flush()
-        options, state = self.param_group(), self.state
         gradient = self.open_gradient().memory()
-        self.keep(step_tensor(self.holder, options, self.local, gradient, state))
+        self.flush()
+        self.store.keep(step_tensor(self.holder, self.param_group(), self.local, gradient, self.state))

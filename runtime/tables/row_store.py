@@ -1,0 +1,285 @@
+"""Row stores: where the rows of a table and their optimizer state are.
+
+Contract
+    A table addresses rows by *places*, which index the weights and the state.
+    In memory that several tables share, the parameter and the state of each table are views. If a checkpoint or
+    `Module.to` replaces them, the next use notices it and copies the new values. No use costs a Python call per table.
+
+Shape legend: V' rows of this rank's part, d columns of it; S rows in the store's memory; K rows; T tables.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from itertools import chain, pairwise
+from operator import attrgetter, is_, itemgetter
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from embrace_fx.runtime.tables.history import History
+from embrace_fx.runtime.tables.optimizer_state import keep_state, state_of
+from embrace_fx.runtime.tables.own_step import is_of_rows
+from embrace_fx.runtime.tables.part import Part
+from embrace_fx.runtime.tables.update_rule import DenseUpdate, SparseUpdate
+from embrace_fx.vocabulary.exactness import Moving
+
+if TYPE_CHECKING:
+    from embrace_fx.runtime.tables.member import Member
+
+_LOCAL, _PARAMETER, _HELD_LOCAL = map(attrgetter, ("parameter.held.local", "parameter", "held.local"))
+_VERSION = attrgetter("_version")
+
+
+class RowStore:
+    """The rows of a table and their optimizer state: here, of one table in memory.
+
+    Attributes:
+        history: the deferred steps of the rows.
+        refusal: the reason why all rows cannot be in memory at once; "" if they can.
+        remark: a line for reports, besides the bytes, or "".
+        needs_host: whether the host must know the row ids of each lookup on the device.
+        joined: the tensors, besides the parameters, that own the rows' memory.
+    """
+
+    history: History
+    refusal: str = ""
+    remark: str = ""
+    needs_host: bool = False
+    joined: Sequence[Tensor] = ()
+
+    def __init__(self, member: Member) -> None:
+        self.member = member
+        self.history = History(self)
+
+    @property
+    def local(self) -> Tensor:
+        """Returns the weights (S, d) of the rows in memory."""
+        parameter = self.member.parameter
+        return parameter.held.now() if isinstance(parameter, Part) else parameter.detach()
+
+    def places(self, ids: Tensor, *, to_write: bool = False) -> Tensor:
+        """Returns the places of rows (K,), valid until the next call."""
+        return ids
+
+    def look_up(self, ids: Tensor, *, to_write: bool = False) -> Tensor:
+        """Returns the places of rows (K,) that a lookup reads."""
+        return ids
+
+    def note(self, ids: Tensor, among: Tensor) -> None:
+        """Records that device ids (K,) are among the ids `among`, if the host must know the looked-up rows."""
+
+    def note_rows(self, ids: Tensor, rows: Tensor) -> None:
+        """Records which host ids (K,) the device ids come from, if the store `needs_host`."""
+
+    @property
+    def state(self) -> Mapping[str, Any]:
+        """Returns the optimizer state of the rows in `local` as plain tensors. `keep` stores changed values."""
+        return MappingProxyType(state_of(self.member.holder, self.member.parameter))
+
+    @property
+    def entries(self) -> Mapping[str, Any]:
+        """Returns the state for a look at its keys and types."""
+        return self.member.holder.state.get(self.member.parameter) or {}
+
+    def is_alike(self) -> bool:
+        """Returns whether all tables have the same state entries and equal counters."""
+        return True
+
+    def keep(self, state: Mapping[str, Any]) -> None:
+        """Stores state values that a step has changed."""
+        keep_state(self.member.holder, self.member.parameter, state)
+
+    def keep_first(self, state: Mapping[str, Any], places: Tensor) -> None:
+        """Stores the state that the first step of a table has created for the rows at places (K,), and zeros."""
+        kept, rows = self.state, len(self.local)
+        made = {key: value.new_zeros((rows, *value.shape[1:])) for key, value in state.items() if key not in kept}
+        for key, value in state.items():
+            (made if key in made else kept)[key].index_copy_(0, places, value)
+        self.keep(made)
+
+    def other_rule(self, policy: Moving) -> type[SparseUpdate]:
+        """Returns the rule of a step that changes all rows and cannot be deferred."""
+        return DenseUpdate
+
+    def held_bytes(self) -> tuple[int, int]:
+        """Returns the bytes of the weights and of the state in memory."""
+        state = self.state.values() if self.member.optimizer is not None else ()
+        return self.local.nbytes, sum(value.nbytes for value in state if isinstance(value, Tensor))
+
+    def join(self, members: Sequence[Member], bounds: Sequence[int]) -> RowStore:
+        """Returns the rows of several tables, the first with these rows, as one store.
+
+        Args:
+            bounds: the first row of each table, and the total number of rows.
+        """
+        return JoinedRows(members, bounds)
+
+
+class JoinedRows(RowStore):
+    """The rows of several tables in memory, as one matrix. Steps that create state run table by table."""
+
+    def __init__(self, members: Sequence[Member], bounds: Sequence[int]) -> None:
+        self.member, self._members, self._rows = members[0], members, bounds[-1]
+        self._weights, self._state = _Joined(bounds), JoinedState(members, bounds)
+        self.history = History(self, {first: m.history for first, m in zip(bounds, members, strict=False)})
+
+    @property
+    def local(self) -> Tensor:
+        """Returns the tables' parts as one tensor (V', d)."""
+        parts, known = [*map(_LOCAL, self._members)], self._weights
+        if known.all is not None and all(map(is_, parts, known.views)):  # ten times a step: without a call
+            return known.all
+        found = known.of(parts, self._move)
+        self.joined = (found,)
+        return found
+
+    def _move(self, k: int, view: Tensor) -> None:
+        """Moves a table's part into a view."""
+        parameter = self._members[k].parameter
+        assert isinstance(parameter, Part)
+        parameter.held.replace(view)
+
+    @property
+    def state(self) -> Mapping[str, Any]:
+        """Returns one tensor per entry with rows, and the first table's counters."""
+        return self._state.now()
+
+    def is_alike(self) -> bool:
+        """Returns whether one step may read the first table's counters for all."""
+        return self._state.is_alike()
+
+    def keep(self, state: Mapping[str, Any]) -> None:
+        """Stores the counters that a step has changed, for each table."""
+        self._state.keep({key: value for key, value in state.items() if not is_of_rows(value, self._rows)})
+
+
+class _Joined:
+    """One tensor, with the tables' tensors as views into it.
+
+    Args:
+        bounds: the first row of each table, and the end of the last one.
+    """
+
+    def __init__(self, bounds: Sequence[int]) -> None:
+        self._bounds = bounds
+        self.all: Tensor | None = None
+        self.views: list[Tensor] = []
+
+    def of(self, parts: Sequence[Tensor], move: Callable[[int, Tensor], None]) -> Tensor:
+        """Returns all rows of `parts` as one tensor (V', d).
+
+        Args:
+            move: called with a table's index and the view that replaces its part.
+        """
+        if self.all is not None and all(map(is_, parts, self.views)):
+            return self.all
+        found = parts[0].new_empty((self._bounds[-1], *parts[0].shape[1:]))
+        views = [found[first:last] for first, last in pairwise(self._bounds)]
+        for k, (part, view) in enumerate(zip(parts, views, strict=True)):
+            move(k, view.copy_(part))
+        self.all, self.views = found, views
+        return found
+
+
+class JoinedState:
+    """The optimizer state of several tables.
+
+    The joined state is cached as long as the memory is the same and no counter was written, so that a lookup needs no
+    call per table. The cache holds no reference to parts of the state: such a reference would look like a user's.
+    """
+
+    def __init__(self, members: Sequence[Member], bounds: Sequence[int]) -> None:
+        self._members, self._bounds = members, bounds
+        self._of_rows: dict[str, _Joined] = {}
+        self._kept: list[dict[str, Any]] = []  # each table's state when it was joined
+        self._counters: dict[str, list[Any]] = {}  # key -> one counter per table
+        self._versions: dict[str, list[int]] = {}  # key -> version of each counter that is a tensor
+        self._joined: dict[str, Any] = {}
+        self._is_alike = False
+
+    def is_alike(self) -> bool:
+        """Returns whether all tables have the same entries and equal counters."""
+        if not self._is_known():
+            states = self._states()
+            if not all(_alike(state, states[0]) for state in states):
+                return False
+            self._join(states)
+        return self._is_alike
+
+    def now(self) -> dict[str, Any]:
+        """Returns the state of all rows as one tensor (V', d) per entry, and the first table's counters."""
+        if not self._is_known():
+            self._join(self._states())
+        return dict(self._joined)
+
+    def _states(self) -> list[dict[str, Any]]:
+        """Returns the state of each table."""
+        return [state_of(member.holder, member.parameter) for member in self._members]
+
+    def _join(self, states: Sequence[Mapping[str, Any]]) -> None:
+        """Joins the tables' states: tensors with a value per row become one tensor for all tables."""
+        joined, rows = dict(states[0]), self._bounds[1]
+        for key, value in states[0].items():
+            if is_of_rows(value, rows):
+                of_key = self._of_rows.setdefault(key, _Joined(self._bounds))
+                joined[key] = of_key.of([each[key] for each in states], partial(self._move, key))
+        self._joined, self._is_alike = joined, all(_alike(state, states[0]) for state in states)
+        state = self._members[0].holder.state
+        self._kept = [state.get(member.parameter) or {} for member in self._members]
+        self._counters = {key: [each.get(key) for each in self._kept] for key in joined if key not in self._of_rows}
+        self._note_versions()
+
+    def _move(self, key: str, k: int, view: Tensor) -> None:
+        """Moves a table's optimizer state into a view."""
+        keep_state(self._members[k].holder, self._members[k].parameter, {key: view})
+
+    def _note_versions(self) -> None:
+        """Remembers the versions of the counters, so that a write by others is seen."""
+        tensors = {key: values for key, values in self._counters.items() if isinstance(values[0], Tensor)}
+        counted = {key: values for key, values in tensors.items() if True not in map(Tensor.is_inference, values)}
+        self._versions = {key: [*map(_VERSION, values)] for key, values in counted.items()}
+
+    def _is_known(self) -> bool:
+        """Returns whether the memory and counters are the same as when the state was last joined."""
+        optimizer = self._members[0].optimizer
+        if not self._kept or optimizer is None:
+            return False
+        by_id = dict(zip(map(id, optimizer.state), optimizer.state.values(), strict=True))  # hashes no parameter
+        kept = map(by_id.get, map(id, map(_PARAMETER, self._members)))
+        if not all(map(is_, kept, self._kept)) or set(map(len, self._kept)) != {len(self._joined)}:
+            return False
+        try:
+            for key, counters in self._counters.items():
+                if not all(map(is_, map(itemgetter(key), self._kept), counters)):
+                    return False
+            for key, of_rows in self._of_rows.items():
+                if not all(map(is_, map(_HELD_LOCAL, map(itemgetter(key), self._kept)), of_rows.views)):
+                    return False
+        except (KeyError, AttributeError):  # the user's own tensor, or missing
+            return False
+        now = chain.from_iterable(map(self._counters.__getitem__, self._versions))
+        return [*map(_VERSION, now)] == [*chain.from_iterable(self._versions.values())]
+
+    def keep(self, counters: Mapping[str, Any]) -> None:
+        """Stores the counters after a step in each table's state."""
+        if not counters:
+            return
+        if self._is_alike and self._is_known() and self._versions.keys() >= counters.keys():
+            for key, value in counters.items():
+                torch._foreach_copy_(self._counters[key], [value] * len(self._members))
+            self._joined |= {key: self._counters[key][0] for key in counters}
+            self._note_versions()
+            return
+        for member in self._members:
+            own = {k: v.clone() if isinstance(v, Tensor) else v for k, v in counters.items()}
+            keep_state(member.holder, member.parameter, own)
+
+
+def _alike(state: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    """Returns whether two tables' states have the same entries and equal counters."""
+    counters = [key for key, value in other.items() if not isinstance(value, Tensor) or not value.dim()]
+    return state.keys() == other.keys() and [state[key] for key in counters] == [other[key] for key in counters]

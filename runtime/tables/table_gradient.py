@@ -1,0 +1,113 @@
+"""The `.grad` of a table's members, which one backward delivers together."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from sys import getrefcount
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from embrace_fx.runtime.tables.gradient_storage import GradientStorage
+from embrace_fx.runtime.tables.local_storage import GradientFuture, Rows
+from embrace_fx.runtime.tables.part import Part
+
+if TYPE_CHECKING:
+    from embrace_fx.runtime.tables.member import Member
+
+
+class TableGradient:
+    """The gradients of a table's members. Reuses their objects if the loop has dropped them unread.
+
+    Attributes:
+        kept: ids (K,) and rows (K, d) of all members, if they had arrived when they were delivered, or None.
+    """
+
+    def __init__(self, members: Sequence[Member]) -> None:
+        self._members = members
+        self._given: list[tuple[Member, nn.Parameter, Part, GradientStorage]] = []  # by the last backward
+        self._late: GradientFuture[Sequence[Rows]] | None = None  # the last delivered
+        self.kept: Rows | None = None
+
+    def deliver(
+        self, late: GradientFuture[Sequence[Rows]], absent: Collection[str], rows: Rows | None, *, unreduced: bool
+    ) -> None:
+        """Sets each member's `.grad` to its pending gradient, or adds the gradient to an existing `.grad`.
+
+        Args:
+            absent: names of members without a gradient.
+            rows: ids (K,) and rows (K, d) of all members, if they have arrived.
+            unreduced: whether the gradients are this rank's own sums.
+        """
+        if not absent and self._are_free():
+            for k, (_, parameter, part, held) in enumerate(self._given):
+                held.late, held.unreduced = (late, k), unreduced
+                parameter.grad = part
+        else:
+            for k, member in enumerate(self._members):
+                if member.name not in absent:
+                    member.add_late_gradient(late, k, unreduced=unreduced)
+            self._given = self._slots(late)
+        self._late, self.kept = late, rows
+
+    def _slots(self, late: GradientFuture[Sequence[Rows]]) -> list[tuple[Member, nn.Parameter, Part, GradientStorage]]:
+        """Returns the gradient objects, for reuse by later backwards, if each has only this gradient."""
+        found = []
+        for member in self._members:
+            part = member.parameter.grad
+            held = part.held if isinstance(part, Part) else None
+            if not isinstance(part, Part) or not isinstance(held, GradientStorage) or not held.waits_for(late):
+                return []
+            found.append((member, member.parameter, part, held))
+        return found
+
+    def _are_free(self) -> bool:
+        """Whether the gradients of the last backward have been dropped, and nobody has looked at them or keeps them."""
+        late, (alone, of_gradient) = self._late, _ALONE
+        for member, parameter, part, held in self._given:
+            if member.parameter is not parameter or parameter.grad is not None:
+                return False
+            if held.late is None or held.late[0] is not late or part._use_count() != 1:  # type: ignore[attr-defined]
+                return False
+            if getrefcount(part) != alone or getrefcount(held) != of_gradient:
+                return False
+        return bool(self._given)
+
+    def give_back(self) -> None:
+        """Frees the memory of dropped gradients."""
+        if self._are_free():
+            self._late, self.kept = GradientFuture(tuple), None
+            for k, (_, _, _, held) in enumerate(self._given):
+                held.late = self._late, k
+
+    def standing(self, late: GradientFuture[Sequence[Rows]]) -> int:
+        """Counts the members whose `.grad` still is this future's gradient and has not been read."""
+        if late is self._late and self._given:
+            for member, parameter, part, held in self._given:
+                is_same = member.parameter is parameter and parameter.grad is part
+                if not is_same or held.late is None or held.late[0] is not late:
+                    break
+            else:
+                return len(self._members)
+        return sum([member.waits_for(late) for member in self._members])
+
+    def rows(self) -> Rows | None:
+        """Returns the row gradient of all members, or None if any `.grad` was replaced or changed."""
+        if self.kept is None or self._late is None or self.standing(self._late) < len(self._members):
+            self.kept = None
+        return self.kept
+
+
+def _references() -> tuple[int, int]:
+    """Counts the references to an unused gradient, and to its storage, for comparison in `_are_free`."""
+    made: Any = torch.empty(0, device="cpu")
+    made.held = object()
+    given = [(None, None, made, made.held)]
+    del made
+    for _, _, part, held in given:
+        return getrefcount(part), getrefcount(held)
+    raise AssertionError
+
+
+_ALONE = _references()
