@@ -32,7 +32,6 @@ from embrace_fx.runtime.step.outside_uses import OutsideUses
 from embrace_fx.runtime.step.stepping import Stepping
 from embrace_fx.runtime.tables.model_state import ModelState, names_to_ignore
 from embrace_fx.runtime.tables.placement import broadcast_state
-from embrace_fx.runtime.tables.replica_check import compare_replicas
 from embrace_fx.runtime.tiers import checkpoint
 from embrace_fx.session.comm_hooks import register_hook
 from embrace_fx.session.eager_calls import EagerCalls
@@ -48,6 +47,7 @@ from embrace_fx.setup.agreement import RunsEagerly, agree_on_first_call, agree_o
 from embrace_fx.setup.context import Context
 from embrace_fx.setup.log import log, stage
 from embrace_fx.setup.options import Options
+from embrace_fx.setup.replica_check import compare_replicas
 
 
 class Session:

@@ -19,9 +19,9 @@ from embrace_fx.runtime.ranks.step_checks import check_activities
 from embrace_fx.runtime.step.gradient_hooks import has_node_hooks
 from embrace_fx.runtime.tables.model_state import names_to_ignore
 from embrace_fx.runtime.tables.part import Part
-from embrace_fx.runtime.tables.replica_check import settings_of
-from embrace_fx.runtime.tables.shared_memory import refuse_shared_memory
 from embrace_fx.setup.options import Options
+from embrace_fx.setup.replica_check import settings_of
+from embrace_fx.setup.shared_memory import refuse_shared_memory
 
 
 class SetUpError(ValueError, RuntimeError):
