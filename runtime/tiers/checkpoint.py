@@ -109,15 +109,6 @@ def _is_of_elements(value: Any) -> bool:
     return isinstance(value, Tensor) and value.dim() > 0
 
 
-def _load_table(table: SlotRows, saved: Mapping[str, Any], folder: Path, communicator: Communicator) -> None:
-    """Loads this rank's columns of a table's rows from the files, then its optimizer's state."""
-    files, width = [folder / name for name in saved["files"]], table.member.shape[1]
-    cuts = [range(*own_columns(width, len(files), rank)) for rank in range(len(files))]
-    own = range(*own_columns(width, communicator.world_size, communicator.rank))
-    _load_rows(table, files, cuts, own)
-    table.load(saved)
-
-
 def _load_whole(table: SlotRows, values: torch.Tensor, state: Mapping[str, Any], communicator: Communicator) -> None:
     """Loads a table and its optimizer state from a checkpoint that contains them as tensors."""
     own = range(*own_columns(table.member.shape[1], communicator.world_size, communicator.rank))
@@ -206,9 +197,8 @@ def _together(communicator: Communicator, action: str) -> Iterator[None]:
 # -- the rows of a table -----------------------------------------------------------------------------------------------
 
 
-def _save_rows(table: SlotRows, path: Path) -> int:
-    """Writes this rank's rows to a file. Returns their number. Requires that no update is pending."""
-    count = 0
+def _save_rows(table: SlotRows, path: Path) -> None:
+    """Writes this rank's rows to a file. Requires that no update is pending."""
     with path.open("wb") as file:
         for _, records in table.moved():
             file.write(records.numpy().data)
@@ -216,18 +206,13 @@ def _save_rows(table: SlotRows, path: Path) -> int:
         os.fsync(file.fileno())
 
 
-def _load_rows(table: SlotRows, paths: Sequence[Path], cuts: Sequence[range], own: range) -> int:
-    """Replaces all rows of a table with those of a checkpoint. Returns their number.
-
-    Args:
-        paths: the files of the ranks that saved.
-        cuts: the columns in each file.
-        own: this rank's columns.
+def _load_rows(table: SlotRows, paths: Sequence[Path], communicator: Communicator) -> None:
+    """Replaces this rank's columns of all rows of a table with those in the files of the ranks that saved.
 
     Raises:
         TierError: a file is damaged.
     """
-    width, columns = table.shape[1], table.memory.records.columns
+    width, columns = table.member.shape[1], table.memory.records.columns
     own = range(*own_columns(width, communicator.world_size, communicator.rank))
     cuts = [range(*own_columns(width, len(paths), rank)) for rank in range(len(paths))]
     shared = [range(max(cut.start, own.start), min(cut.stop, own.stop)) for cut in cuts]
