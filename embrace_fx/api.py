@@ -107,7 +107,7 @@ def compile(
         spill_to=spill_to,
     )
     optimizers = as_tuple(optimizer)
-    if isinstance(model, CompiledModel) and model._is_as_asked(options, optimizers, process_group):
+    if isinstance(model, CompiledModel) and model._has_options(options, optimizers, process_group):
         return model
     session = Session(model, optimizers, process_group, options)
     return CompiledModel(session, single=not isinstance(optimizer, list | tuple))
@@ -117,7 +117,7 @@ class HasState(Protocol):
     """Anything with a state dict: a module, an optimizer."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the state to save."""
+        """Returns the state as a dict."""
 
 
 def full_state_dict(stateful: HasState | dict[str, Any]) -> dict[str, Any]:

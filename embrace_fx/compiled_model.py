@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 def _compiled_again(model: nn.Module, options: Options) -> CompiledModel:
-    """Compiles a copied or unpickled model again, for a single process."""
+    """Compiles a copied or unpickled model anew, for a single process."""
     from embrace_fx.session.session import Session  # noqa: PLC0415  (torch's compiler takes seconds to import)
 
     return CompiledModel(Session(model, (), None, options), single=True)
@@ -78,7 +78,7 @@ class CompiledModel(nn.Module, Joinable):
         else:
             super().__setattr__(name, value)
 
-    def _is_as_asked(
+    def _has_options(
         self, options: Options, optimizers: tuple[Optimizer, ...], group: dist.ProcessGroup | DeviceMesh | None
     ) -> bool:
         """Returns whether `compile` with these arguments would return this model."""
@@ -273,7 +273,7 @@ class CompiledModel(nn.Module, Joinable):
         return named(super().named_parameters(prefix, *args, **kwargs), prefix)
 
     def named_buffers(self, prefix: str = "", *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
-        """Yields the model's buffers by their names in the plain model."""
+        """Yields (name, buffer), with the names of the plain model."""
         return named(super().named_buffers(prefix, *args, **kwargs), prefix)
 
     def named_modules(self, memo: Any = None, prefix: str = "", *args: Any, **kwargs: Any) -> Iterator[tuple[str, Any]]:
@@ -372,7 +372,8 @@ class CompiledModel(nn.Module, Joinable):
 
     @property
     def graphs(self) -> Graphs:
-        """Maps each pass to the graph after it: first "captured"; last "ids", "forward" and "backward", which run.
+        """Maps the name of each pass to the graph after it. The first is "captured"; "ids", "forward" and "backward"
+        run.
 
         `graphs.diff(first, second)` compares two as text; `graphs.save("graphs.svg")` draws the phases that run.
         """

@@ -67,7 +67,7 @@ class Forecast(Plan):
 
     @classmethod
     def of(cls, planned: Plan, context: Context, graph: TrainingGraph) -> Forecast:
-        """Returns a plan with the context and graph from which it can forecast changes."""
+        """Returns a forecast of a plan."""
         found = cls(**vars(planned))
         vars(found).update(_context=context, _graph=graph)
         return found
@@ -115,8 +115,8 @@ class Forecast(Plan):
         return DrawnSchedule.of(schedule, lambda: background_of(self, schedule))
 
 
-class _Imagined(Communicator):
-    """A stand-in for the communicator of rank 0 in a group that does not exist."""
+class _SingleCommunicator(Communicator):
+    """The communicator of a rank 0 whose other ranks do not exist."""
 
     def __init__(self, world_size: int) -> None:
         super().__init__(None)
@@ -173,7 +173,7 @@ def plan(  # noqa: PLR0913
         raise ValueError("plan(): the model is compiled already. Read model.plan, or pass the plain model.")
     batches, ranks = _batches_of_ranks(batch, world_size)
     optimizers = (optimizer,) if isinstance(optimizer, Optimizer) else tuple(optimizer or ())
-    state, communicator = ModelState(model), _Imagined(ranks)
+    state, communicator = ModelState(model), _SingleCommunicator(ranks)
     announcements = Announcements(communicator)
     stepping = Stepping(state, announcements, lambda names, reason: None)  # never used, because no step runs
     for each in optimizers:
@@ -239,13 +239,13 @@ def _arguments(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 
 def _extrapolated(
-    graph: TrainingGraph, everyone: Sequence[Mapping[str, tuple[Tensor, Tensor]]], ranks: int
+    graph: TrainingGraph, by_batch: Sequence[Mapping[str, tuple[Tensor, Tensor]]], ranks: int
 ) -> dict[str, Sparsity]:
     """Extrapolates each table's sparsity to more ranks than batches, if all batches show its rows."""
     found = {}
     for table in graph.tables:
-        drawn = [each[table.parameter][0].cpu() for each in everyone if table.parameter in each]
-        if len(drawn) == len(everyone):
+        drawn = [each[table.parameter][0].cpu() for each in by_batch if table.parameter in each]
+        if len(drawn) == len(by_batch):
             shape = table.num_rows, table.embedding_dim, table.dtype.itemsize
             found[table.parameter] = extrapolate(drawn, *shape, world_size=ranks)
     return found

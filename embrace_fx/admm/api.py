@@ -7,12 +7,12 @@ import os
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from embrace_fx.admm.asynchronous import MASTER, Asynchronous, Master, open_lines, work
+from embrace_fx.admm.asynchronous import MASTER, Asynchronous, Master, open_connections, work
 from embrace_fx.admm.consensus import OnIteration, Run, train_in_step
 from embrace_fx.admm.lagrangian import Penalties
 from embrace_fx.admm.model import write_weights
 from embrace_fx.admm.progress import Stopping
-from embrace_fx.admm.setup import Own, Parallel, Training, begin, group_of, read_own, together
+from embrace_fx.admm.setup import Own, Parallel, Training, begin, group_of, prepare_on_all, read_own
 from embrace_fx.admm.state import State
 from embrace_fx.admm.timeline import save_timeline
 from embrace_fx.runtime.launch.recorder import Recorder
@@ -82,7 +82,9 @@ def train(
             state.check_fits(own.weights, own.data if own.trains else None, asked.penalties)
         return own
 
-    own = together(communicator, prepare, lambda own: asked.told(own, draws=timeline is not None, state=state))
+    own = prepare_on_all(
+        communicator, prepare, lambda own: asked.shared_values(own, draws=timeline is not None, state=state)
+    )
     state = state if state is not None else begin(communicator, own, asked.penalties, rescale=rescale)
     run = Run(iterations, batch_size, asked.stopping, own.monitored, on_iteration, Recorder())
     recording = run.recorder.start() if timeline is not None else None
@@ -98,7 +100,7 @@ def _train(state: State, own: Own, run: Run, communicator: Communicator, paralle
     if not isinstance(parallel, Asynchronous):
         train_in_step(state, own.data, run, communicator, parallel.strength if parallel is not None else 0.0)
         return
-    lines = open_lines(communicator, own.weights.flat())
+    lines = open_connections(communicator, own.weights.flat())
     if own.trains:
         work(state, own.data, run, communicator, lines[MASTER], parallel.strength)
     else:

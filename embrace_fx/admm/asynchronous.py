@@ -86,8 +86,8 @@ class Reply(NamedTuple):
     loss: float = 0.0
 
 
-class Line:
-    """A connection to a peer, which is a rank of the default group, for vectors of weights."""
+class Connection:
+    """A connection to one peer, a rank of the default group, for messages of weights."""
 
     def __init__(self, group: dist.ProcessGroup, peer: int, like: Tensor) -> None:
         self._group, self._peer, self._like = group, peer, like
@@ -104,15 +104,15 @@ class Line:
         return message[:NUMBERS].tolist(), message[NUMBERS:].to(self._like)
 
 
-def open_lines(communicator: Communicator, like: Tensor) -> dict[int, Line]:
-    """Returns this rank's connections by peer: the master's to every worker, a worker's to the master."""
+def open_connections(communicator: Communicator, like: Tensor) -> dict[int, Connection]:
+    """Returns this rank's connections by peer. The master has one to every worker, a worker one to the master."""
     group = communicator.host_group()
     ranks = dist.get_process_group_ranks(group)
     peers = range(1, communicator.world_size) if communicator.rank == MASTER else [MASTER]
-    return {peer: Line(group, ranks[peer], like) for peer in peers}
+    return {peer: Connection(group, ranks[peer], like) for peer in peers}
 
 
-def work(state: State, data: Data, run: Run, communicator: Communicator, line: Line, strength: float) -> None:
+def work(state: State, data: Data, run: Run, communicator: Communicator, line: Connection, strength: float) -> None:
     """Runs a worker's iterations until the master ends them, or a rank is dead or late. The master has the best
     weights.
     """
@@ -127,7 +127,7 @@ def work(state: State, data: Data, run: Run, communicator: Communicator, line: L
         run.log(state.history[-1])
         recorder.mark(FIGURES)
         with communicator.watching():
-            reply = _converse(line, splits, contribution(state), recorder)
+            reply = _exchange(line, splits, contribution(state), recorder)
         if reply.order == "go on":
             take_agreed(state, reply.vector)
             recorder.mark(DUALS)
@@ -138,8 +138,8 @@ def work(state: State, data: Data, run: Run, communicator: Communicator, line: L
             raise failure(reply.order, int(reply.culprit), communicator.rank)
 
 
-def _converse(line: Line, splits: Sums, vector: Tensor, recorder: Recorder) -> Reply:
-    """Sends this worker's contribution and waits for the reply."""
+def _exchange(line: Connection, splits: Sums, vector: Tensor, recorder: Recorder) -> Reply:
+    """Sends this worker's contribution to the master and waits for the reply."""
     started_s = time.perf_counter()
     with recorder.waiting(TO_WORKER):
         line.send(astuple(splits), vector)
@@ -151,7 +151,7 @@ def _converse(line: Line, splits: Sums, vector: Tensor, recorder: Recorder) -> R
 
 
 def failure(order: Order, culprit: int, rank: int) -> RuntimeError:
-    """Returns the error that every other rank raises for a dead or late worker."""
+    """Returns the error that every other rank raises if a worker is dead or late."""
     dead = (
         f"Rank(s) {culprit} of an asynchronous training no longer answer rank {rank}. Look at their logs, and restart "
         "the job from saved states."
@@ -167,16 +167,18 @@ Arrivals = queue.SimpleQueue[tuple[int, tuple[Sums, Tensor] | RuntimeError]]
 """(worker, its sums and its theta + u, or the error of a broken connection)."""
 
 
-class Carrier(threading.Thread):
-    """Receives a worker's messages until a reply ends them or the connection breaks."""
+class MessageThread(threading.Thread):
+    """A thread of the master that receives one worker's messages until the worker is dismissed or the connection
+    breaks.
+    """
 
-    def __init__(self, worker: int, line: Line, arrivals: Arrivals) -> None:
+    def __init__(self, worker: int, line: Connection, arrivals: Arrivals) -> None:
         super().__init__(name=f"embrace_fx admm {worker}", daemon=True)
         self._worker, self._line, self._arrivals, self.dismissed = worker, line, arrivals, False
         self.replies: queue.SimpleQueue[Reply] = queue.SimpleQueue()
 
     def run(self) -> None:
-        """Passes a worker's messages on to the master, and the master's replies back, until the master dismisses the
+        """Passes the worker's messages to the master, and the master's replies back, until the master dismisses the
         worker.
         """
         try:
@@ -211,7 +213,7 @@ class Contributions:
         self.arrived.add(worker)
 
     def missing(self) -> list[int]:
-        """Returns the workers needed for the next update, or all that have not arrived if only their count matters."""
+        """Returns the workers that the next update still needs."""
         absent = [worker for worker in range(1, len(self._ages) + 1) if worker not in self.arrived]
         stale = [worker for worker in absent if self._ages[worker - 1] >= self._options.staleness]
         return stale or (absent if len(self.arrived) < self._options.arrivals else [])
@@ -228,31 +230,31 @@ class Contributions:
         return reduce(add, self._sums.values())
 
 
-class Lost(Exception):
-    """A worker is dead or late: an `Order`, and the worker."""
+class LostWorker(Exception):
+    """Raised by the master if a worker is dead or late: the `Order` to send to the others, and the worker."""
 
 
 class Master:
-    """Leads a training over connections to the workers."""
+    """The master of an asynchronous training, with connections to its workers."""
 
     def __init__(
-        self, state: State, run: Run, communicator: Communicator, lines: Mapping[int, Line], options: Asynchronous
+        self, state: State, run: Run, communicator: Communicator, lines: Mapping[int, Connection], options: Asynchronous
     ) -> None:
         self._state, self._run, self._communicator, self._options = state, run, communicator, options
         self._inbox: Arrivals = queue.SimpleQueue()
-        self._carriers = {worker: Carrier(worker, line, self._inbox) for worker, line in lines.items()}
+        self._carriers = {worker: MessageThread(worker, line, self._inbox) for worker, line in lines.items()}
 
     def lead(self) -> None:
-        """Runs the iterations, each an update of the agreed weights, until they end or a rank is dead or late."""
+        """Runs iterations, each an update of the agreed weights, until they end or a worker is dead or late."""
         state = self._state
         for carrier in self._carriers.values():
             carrier.start()
         try:
             self._iterate()
             self._dismiss(Reply("end", state.best.weights.flat(), -1, state.best.iteration, state.best.loss))
-        except Lost as lost:
+        except LostWorker as lost:
             order, culprit = lost.args
-            with contextlib.suppress(Lost):  # the lost worker does not confirm the end
+            with contextlib.suppress(LostWorker):  # the lost worker does not confirm the end
                 self._dismiss(Reply(order, state.agreed.flat(), culprit))
             raise failure(order, culprit, self._communicator.rank) from lost.__cause__
 
@@ -280,21 +282,23 @@ class Master:
             run.log(progress)
 
     def _collect(self, contributions: Contributions) -> None:
-        """Takes arrived contributions until an update is possible, or raises `Lost`."""
+        """Receives contributions until an update is possible. Raises `LostWorker` if a needed worker is dead or
+        late.
+        """
         deadline_s = time.monotonic() + self._options.patience_s
         while not self._inbox.empty() or contributions.missing():
             try:
                 worker, report = self._inbox.get(timeout=max(0.0, deadline_s - time.monotonic()))
             except queue.Empty:
-                raise Lost("late", contributions.missing()[0]) from None
+                raise LostWorker("late", contributions.missing()[0]) from None
             if isinstance(report, RuntimeError):
                 # A connection breaks when its worker dies, or after a timeout longer than the patience.
-                raise Lost("dead" if worker in self._communicator.missing_ranks() else "late", worker) from report
+                raise LostWorker("dead" if worker in self._communicator.missing_ranks() else "late", worker) from report
             contributions.take(worker, *report)
 
     def _dismiss(self, reply: Reply) -> None:
         """Replies to the current or next report of every worker, and waits until all have the reply; or raises
-        `Lost`.
+        `LostWorker`.
         """
         for carrier in self._carriers.values():
             carrier.replies.put(reply)
@@ -302,4 +306,4 @@ class Master:
         for worker, carrier in self._carriers.items():
             carrier.join(max(0.0, deadline_s - time.monotonic()))
             if not carrier.dismissed:
-                raise Lost("late" if carrier.is_alive() else "dead", worker)
+                raise LostWorker("late" if carrier.is_alive() else "dead", worker)

@@ -31,7 +31,8 @@ OnIteration = Callable[[Progress], object]
 
 @dataclass(frozen=True)
 class Synchronous:
-    """Ranks that wait for each other after each iteration, pulled to the agreed weights with `strength` (g).
+    """Options of synchronous training: ranks wait for each other after each iteration, and `strength` (g) pulls their
+    weights to the agreed ones.
 
     The strength is per sequence of a batch, like penalties.
     """
@@ -61,7 +62,7 @@ class Run:
 
 
 def pull_of(state: State, strength: float) -> Consensus:
-    """Returns the pull of a rank's weights to the agreed ones: z - u, with strength g."""
+    """Returns the pull on a rank's weights: to z - u, with strength g."""
     return Consensus(state.agreed.unflat(state.agreed.flat() - state.duals.flat()), strength)
 
 

@@ -44,7 +44,7 @@ class Weights:
         return self.head_CG[:, :-1]
 
     def tensors(self) -> tuple[Tensor, Tensor]:
-        """Returns both matrices."""
+        """Returns both matrices: the cell's and the head's."""
         return self.cell_HF, self.head_CG
 
     def flat(self) -> Tensor:
@@ -59,7 +59,9 @@ class Weights:
 
 @dataclass(frozen=True)
 class PerConstraint:
-    """A residual or a multiplier for each constraint a_n = ..., s_n = ..., o_m = ... of each sequence."""
+    """One tensor for each kind of constraint (a_n = ..., s_n = ..., o_m = ...): a residual or a multiplier per sequence
+    and step.
+    """
 
     a_NBH: Tensor
     s_NBH: Tensor
@@ -76,11 +78,11 @@ class PerConstraint:
         return PerConstraint(*(-each for each in self.tensors()))
 
     def of(self, chosen_B: Tensor) -> PerConstraint:
-        """Copies the values of some sequences."""
+        """Returns the values of some sequences, given by index."""
         return PerConstraint(*(each.index_select(1, chosen_B) for each in self.tensors()))
 
     def put(self, chosen_B: Tensor, other: PerConstraint) -> None:
-        """Overwrites the values of some sequences."""
+        """Overwrites the values of some sequences, given by index, with `other`."""
         for each, new in zip(self.tensors(), other.tensors(), strict=True):
             each.index_copy_(1, chosen_B, new)
 
@@ -98,7 +100,7 @@ class Data:
         return self.x_NBI.shape[1]
 
     def of(self, chosen_B: Tensor) -> Data:
-        """Copies some of the sequences."""
+        """Returns some of the sequences, given by index."""
         return Data(self.x_NBI.index_select(1, chosen_B), self.y_MB.index_select(1, chosen_B))
 
 

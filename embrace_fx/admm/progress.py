@@ -55,14 +55,14 @@ class Sums:
 
     @classmethod
     def of(cls, weights: Weights, data: Data) -> Sums:
-        """Evaluates a model by a plain forward pass."""
+        """Returns the sums for a model's loss and accuracy on some data, by a plain forward pass."""
         o_MBC = run_forward(weights, data.x_NBI, len(data.y_MB)).o_MBC
         correct = (o_MBC.argmax(-1) == data.y_MB).sum()
         return cls(float(summed_loss(o_MBC, data.y_MB)), float(correct), float(data.y_MB.numel()))
 
     @classmethod
     def between(cls, weights: Weights, agreed: Weights) -> Sums:
-        """Measures the distance of a rank's weights from the agreed ones."""
+        """Returns the mean squared difference between a rank's weights and the agreed ones."""
         return cls(gap=float((weights.flat() - agreed.flat()).square().mean()), ranks=1.0)
 
     def __add__(self, other: Sums) -> Sums:
@@ -85,14 +85,14 @@ class Best:
     weights: Weights
 
     def or_better(self, progress: Progress, weights: Weights) -> Best:
-        """Returns the better of these weights and others. A loss that is nan is never better."""
+        """Returns the pair with the lower loss: this one, or the given weights. A loss that is nan is never lower."""
         return Best(progress.iteration, progress.loss, weights) if progress.loss < self.loss else self
 
 
 @dataclass(frozen=True)
 class Stopping:
-    """Ends training after `patience` iterations without a lower loss, or at an `accuracy`. None disables a
-    criterion.
+    """Criteria to end training early: `patience` iterations without a lower loss, or an `accuracy`. None disables
+    one.
     """
 
     patience: int | None = 100

@@ -28,7 +28,7 @@ PREACTIVATIONS, OUTPUTS, ROUNDS = 0.5, 0.3, 8
 
 @dataclass(frozen=True)
 class Own:
-    """A rank's own part of a training. Weights are evaluated on `monitored`. An asynchronous master does not train."""
+    """This rank's own inputs of a training: its weights, its data, and the data to evaluate weights on."""
 
     weights: Weights
     data: Data
@@ -38,7 +38,7 @@ class Own:
 
 @dataclass(frozen=True)
 class Training:
-    """Options of a call of `train`, which must be equal on all ranks."""
+    """The options of a call of `train`, which must be equal on all ranks."""
 
     iterations: int
     batch_size: int
@@ -49,7 +49,7 @@ class Training:
 
     @property
     def in_step(self) -> bool:
-        """Returns whether workers iterate in step, rather than asynchronously."""
+        """Returns whether ranks train synchronously."""
         return not isinstance(self.parallel, Asynchronous)
 
     def check(self, timeout: timedelta | None) -> None:
@@ -71,8 +71,8 @@ class Training:
                 f"group's timeout of {limit_s:g} s. Lower it, or raise the timeout of init_process_group().",
             )
 
-    def told(self, own: Own, *, draws: bool, state: State | None) -> dict[str, str]:
-        """Returns, by name, the values that ranks compare: the options, and their own data and state."""
+    def shared_values(self, own: Own, *, draws: bool, state: State | None) -> dict[str, str]:
+        """Returns, by name, the values that must be equal on all ranks: the options, and facts about data and state."""
         return {each.name: str(getattr(self, each.name)) for each in fields(self)} | {
             "weights": ", ".join(f"{each.dtype} {tuple(each.shape)}" for each in own.weights.tensors()),
             "a class for": "the last step" if len(own.data.y_MB) == 1 else "every step",
@@ -124,11 +124,13 @@ def read_own(
     return Own(weights, own, judged, trains)
 
 
-def together(communicator: Communicator, prepare: Callable[[], Own], asked: Callable[[Own], dict[str, str]]) -> Own:
-    """Calls `prepare` on every rank, and raises `PeerFailure` on all if it raises on one. Collective.
+def prepare_on_all(
+    communicator: Communicator, prepare: Callable[[], Own], shared_values: Callable[[Own], dict[str, str]]
+) -> Own:
+    """Calls `prepare` on every rank. Raises `PeerFailure` on all ranks if it raises on one. Collective.
 
     Args:
-        asked: returns, by name, the settings that must be equal on all ranks.
+        shared_values: returns, by name, the settings that must be equal on all ranks.
     """
     if communicator.world_size == 1:
         return prepare()
@@ -139,7 +141,7 @@ def together(communicator: Communicator, prepare: Callable[[], Own], asked: Call
         failure = error
     communicator.check_none_failed(failure)
     assert own is not None
-    first, *others = communicator.gather(asked(own), dict[str, str])
+    first, *others = communicator.gather(shared_values(own), dict[str, str])
     failures = {}
     for rank, theirs in enumerate(others, start=1):
         if other := [f"{name} {theirs[name]}, not {value}" for name, value in first.items() if theirs[name] != value]:
@@ -150,8 +152,8 @@ def together(communicator: Communicator, prepare: Callable[[], Own], asked: Call
 
 
 def begin(communicator: Communicator, own: Own, penalties: Penalties, *, rescale: bool) -> State:
-    """Returns a new training from rank 0's weights, with an order of batches from torch's global generator.
-    Collective.
+    """Returns the state of a new training: rank 0's weights, and an order of batches seeded by torch's global
+    generator.
     """
     add = partial(add_over_ranks, communicator)
     flat, seed = own.weights.flat(), torch.randint(2**31, (1,))

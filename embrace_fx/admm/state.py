@@ -111,7 +111,7 @@ def multiplier_sizes(weights: Weights, data: Data) -> Sizes:
 
 
 def _description(weights: Weights, multipliers: Sizes, penalties: Penalties) -> dict[str, str]:
-    """Returns the settings that must be equal before and after a break."""
+    """Returns the values that must not change between saving a state and resuming from it."""
     return {
         "weights": ", ".join(f"{each.dtype} {tuple(each.shape)}" for each in weights.tensors()),
         "multipliers of": str(multipliers),

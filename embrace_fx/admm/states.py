@@ -44,7 +44,7 @@ class Jacobian:
         return torch.matmul(moved_NBH[-len(r.o_MBC) :], self._V_CH.t()).add_(r.o_MBC)
 
     def transposed_times(self, y: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns the blocks of J' y for a and s, by a pass backward in time. That for o is y itself.
+        """Returns the blocks of J' y for a and s, by a pass backward in time. The block for o is y itself.
 
         Args:
             y: (M, B, C), or (M, K, B, C) for K vectors at once.
@@ -113,7 +113,7 @@ def solve_by_passes(
         return PerConstraint(a / -penalties.p1, s / -penalties.p2, y_MBC / -penalties.p3)
 
     def dot(v_MBC: Tensor, w_MBC: Tensor) -> Tensor:
-        """Returns the dot product of each sequence's vectors (1, B, 1)."""
+        """Returns the dot products of each sequence's vectors, (1, B, 1)."""
         return (v_MBC * w_MBC).sum((0, 2), keepdim=True)
 
     y_MBC = g_MBC

@@ -36,11 +36,11 @@ def save_timeline(
 
 
 def by_time(recording: Recording, window_s: float) -> Recording:
-    """Returns the same marks in windows of equal length since the first mark, regardless of iterations."""
+    """Returns the same recording, cut into windows of equal length instead of iterations."""
     start_s, end_s = recording.marks[0][2], recording.marks[-1][2]
 
     def window(at_s: float) -> int:
-        """Returns the window at a time."""
+        """Returns the index of the window that contains a time."""
         return int((at_s - start_s) / window_s)
 
     return Recording(

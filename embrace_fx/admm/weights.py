@@ -25,7 +25,7 @@ FLOOR = 1e-3
 
 @dataclass(frozen=True)
 class Grams:
-    """Running means of phi phi', or None before the first batch."""
+    """Running means of phi phi' for the cell and the head; None before the first batch."""
 
     cell_FF: Tensor | None = None
     head_GG: Tensor | None = None
@@ -47,7 +47,7 @@ def moved_weights(
     penalties: Penalties,
     consensus: Consensus | None = None,
 ) -> tuple[Weights, Grams]:
-    """Returns the weights and running means after a batch, from the forward pass before any update, and r^ after it."""
+    """Returns the weights and running means after a batch."""
     targets = consensus.target.tensors() if consensus is not None else (None, None)
     matrices, running = [], []
     for matrix, gram, rows, r, p, target in (
@@ -66,7 +66,7 @@ def moved_weights(
 def fitted(
     matrix: Tensor, gram: Tensor, phi_RK: Tensor, r: Tensor, damping: float, pull: tuple[Tensor, float] | None
 ) -> Tensor:
-    """Returns the matrix at the minimum, from Gb, phi and r^ by rows.
+    """Returns the matrix that minimizes the damped least squares for the residuals `r` on the inputs `phi`.
 
     Args:
         pull: a target, and g relative to a mean square of 1.

@@ -22,7 +22,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental.symbolic_shapes import SYMPY_INTERP
 from torch.utils import _pytree as pytree
 
-from embrace_fx.capture.arguments import agree, check_arguments, flatten_arguments, shares_memory
+from embrace_fx.capture.arguments import check_arguments, flatten_arguments, same_constant, shares_memory
 from embrace_fx.capture.effects import ReplayedEffects
 from embrace_fx.capture.errors import CaptureError, RefusedError, explained, line_of_branch, raised_by_forward
 from embrace_fx.capture.guards import Conditions
@@ -70,18 +70,22 @@ class Captured:
     deciding: frozenset[str] = frozenset()
 
     def guarded_again(self) -> Captured:
-        """Copies the capture with all guards added since, because compiling a graph adds some."""
+        """Returns a copy that also checks the guards added since the capture, because compiling a graph adds some."""
         return replace(self, guard=_guard(self.fakes)) if self.fakes else self
 
     def changed(self, leaves: Sequence[Any]) -> list[Changed]:
-        """Returns the changed values that make the graph invalid for a batch; empty if only its shapes do."""
+        """Returns the constants that have changed, so that the graph is invalid for a batch; empty if only the batch's
+        shapes have.
+        """
         constants = ((self.names.get(k, ""), value, leaves[k]) for k, value in self.constants.items())
-        changed = [Changed(name, value, now) for name, value, now in constants if not agree(now, value)]
+        changed = [Changed(name, value, now) for name, value, now in constants if not same_constant(now, value)]
         return changed + self.conditions.values.changed()
 
     @property
     def switches(self) -> bool:
-        """Returns whether the forward assigns a value that determines the graph of the next call."""
+        """Returns whether the forward assigns an attribute that it also reads, so that the next call needs another
+        graph.
+        """
         return self.replay is not None and bool(self.replay.switches)
 
     def inputs(self, leaves: Sequence[Any]) -> Sequence[Any]:
@@ -89,14 +93,16 @@ class Captured:
         return leaves if self.replay is None else [*leaves, *self.replay.read_states(leaves)]
 
     def results(self, results: Sequence[Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Rebuilds the forward's results from the graph's flattened ones, and replays the forward's side effects."""
+        """Builds the forward's result for the caller from the graph's flattened outputs, and replays the forward's side
+        effects.
+        """
         own = pytree.tree_unflatten(results, self.result_spec)
         return own if self.replay is None else self.replay(own, args, kwargs)
 
     def accepts(self, leaves: Sequence[Any]) -> bool:
         """Returns whether the graph is valid for flattened arguments whose types and dtypes are already checked."""
         for k, value in self.constants.items():  # a hot path: no generator
-            if not agree(leaves[k], value):
+            if not same_constant(leaves[k], value):
                 return False
         if not self.conditions.hold():
             return False
@@ -163,7 +169,7 @@ def _refuse_backward_hooks(model: nn.Module) -> None:
 
 
 def _captured(model: nn.Module, traced: Traced, leaves: Sequence[Any]) -> Captured:
-    """Returns a traced model with the roles of its graph's inputs and outputs, and its guards."""
+    """Builds a `Captured` from a trace: gives the graph's inputs and outputs their roles, and compiles the guards."""
     of_arguments = len(leaves)
     if traced.replay is not None:
         leaves = [*leaves, *traced.replay.read_states(leaves)]
@@ -213,7 +219,7 @@ def _refuse_fake_constants(module: fx.GraphModule) -> None:
 def _guarded(
     fake_mode: Any, placeholders: Mapping[int, fx.Node], leaves: Sequence[Any]
 ) -> tuple[tuple[int, ...], tuple[Tensor | Symbol, ...]]:
-    """Returns (indices of the batch's tensors and of numbers that are inputs, their values in the trace)."""
+    """Returns the indices of the tensors and numbers that shape guards may refer to, and their values in the trace."""
     if fake_mode is None or fake_mode.shape_env is None:
         return (), ()
     indices = tuple(i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) or i in placeholders)

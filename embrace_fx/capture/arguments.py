@@ -50,12 +50,12 @@ _SPECS: dict[pytree.TreeSpec, pytree.TreeSpec] = {}
 
 
 def _the_only(spec: pytree.TreeSpec) -> pytree.TreeSpec:
-    """Returns the one kept instance of equal specs, so that comparisons by identity suffice."""
+    """Returns the one stored instance of equal specs, so that later comparisons can use `is`."""
     return _SPECS.setdefault(spec, spec)
 
 
 def _register(kind: type) -> None:
-    """Registers a class with pytree, by its fields or its attributes."""
+    """Registers a class with pytree, so that tensors in its fields or attributes are found."""
     if dataclasses.is_dataclass(kind) and all(field.init for field in dataclasses.fields(kind)):
         pytree.register_dataclass(kind)
     else:
@@ -93,13 +93,14 @@ def check_read(leaves: Sequence[Any], kind: str) -> None:
     for leaf in leaves:
         if not isinstance(leaf, _TAKEN):
             raise RefusedError(
-                f"{kind}: an argument is {_spoken(leaf)}. Pass tensors, numbers and strings, in containers or objects "
-                "with attributes. Store any other object as an attribute of the model."
+                f"{kind}: an argument is {_described(leaf)}. Pass tensors, numbers and strings, in containers or "
+                "objects with attributes. Store any other object as an attribute of the model."
             )
 
 
 def shares_memory(written: Collection[int], leaves: Sequence[Any]) -> tuple[int, int] | None:
-    """Returns (argument that the forward writes, other argument that shares memory), by index; None if there is none.
+    """Finds a written argument that shares memory with another one. Returns (index of the written one, index of the
+    other), or None.
 
     Args:
         written: indices among `leaves`, the flattened arguments.
@@ -118,14 +119,14 @@ def _overlap(a: Tensor, b: Tensor) -> bool:
     return a.data_ptr() < _end(b) and b.data_ptr() < _end(a)
 
 
-def _end(of: Tensor) -> int:
+def _end(tensor: Tensor) -> int:
     """Returns the address just after the last element of a tensor."""
-    last = sum((size - 1) * stride for size, stride in zip(of.shape, of.stride(), strict=True))
-    return of.data_ptr() + (last + 1) * of.element_size()
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.data_ptr() + (last + 1) * tensor.element_size()
 
 
-def _spoken(leaf: Any) -> str:
-    """Describes a leaf by its class, for a message."""
+def _described(leaf: Any) -> str:
+    """Describes an argument in an error message by its class."""
     return f"the class {leaf.__name__}" if isinstance(leaf, type) else f"a {type(leaf).__name__}"
 
 
@@ -172,8 +173,8 @@ def constants_read(leaves: Sequence[Any], names: Mapping[int, str], guards: Coll
     }
 
 
-def agree(one: Any, other: Any) -> bool:
-    """Returns whether a graph may take one non-tensor argument for the other: they have the same type and are equal."""
+def same_constant(one: Any, other: Any) -> bool:
+    """Returns whether a graph captured with one non-tensor argument is valid for the other: same type, equal value."""
     if one is other or type(one) is not type(other):
         return one is other
     try:

@@ -39,7 +39,7 @@ def close_bypasses() -> None:
 
 
 def _applying(function: Callable[..., Any], values: Callable[..., Any] = lambda *args, **kwargs: (args, kwargs)) -> Any:
-    """Returns a function that applies pending updates and then calls another function.
+    """Returns a function that applies the pending updates of its arguments' parameters, and then calls `function`.
 
     Args:
         values: (arguments) -> the values that may contain parameters.
@@ -47,7 +47,7 @@ def _applying(function: Callable[..., Any], values: Callable[..., Any] = lambda 
 
     @functools.wraps(function)
     def applying(*args: Any, **kwargs: Any) -> Any:
-        """Applies pending updates of the arguments' values, and calls the function."""
+        """Applies pending updates of parameters among the arguments, and calls the original function."""
         if not torch.compiler.is_dynamo_compiling():  # the function is about to be traced
             apply_pending(values(*args, **kwargs))
         return function(*args, **kwargs)

@@ -28,7 +28,9 @@ _SAVING = (torch_checkpoint.CheckpointPolicy.MUST_SAVE, torch_checkpoint.Checkpo
 
 @contextlib.contextmanager
 def regions_noted() -> Iterator[None]:
-    """Opens a context in which checkpointed functions run once and their nodes are marked with their regions."""
+    """Opens a context that marks the nodes traced inside a checkpointed function with the function's region, and runs
+    it once.
+    """
     regions = _Regions()
     generator, function = torch_checkpoint._checkpoint_without_reentrant_generator, torch_checkpoint.CheckpointFunction
     torch_checkpoint._checkpoint_without_reentrant_generator = regions.without_reentrant
@@ -41,14 +43,14 @@ def regions_noted() -> Iterator[None]:
 
 
 class _Regions:
-    """Replaces both modes of torch's checkpointing."""
+    """Replaces the functions of both modes of torch.utils.checkpoint while a model is traced."""
 
     def __init__(self) -> None:
         self._path: tuple[int, ...] = ()
         self._numbers = itertools.count()
 
     def apply(self, function: Callable[..., Any], preserve: bool, *args: Any) -> Any:
-        """Replaces `CheckpointFunction.apply`, the reentrant mode."""
+        """Replaces `CheckpointFunction.apply`, the reentrant mode: runs the function once, in a region."""
         with self._region(contextlib.nullcontext()):
             return function(*args)
 
@@ -60,7 +62,7 @@ class _Regions:
         *args: Any,
         **kwargs: Any,
     ) -> Iterator[None]:
-        """Replaces the generator around the function in the non-reentrant mode."""
+        """Replaces the generator that surrounds the function in the non-reentrant mode with one that opens a region."""
         forward_context, _ = context_fn()
         with self._region(forward_context):
             yield
@@ -86,7 +88,7 @@ class _Regions:
 
 
 def mark_backward(graph: fx.Graph) -> None:
-    """Gives backward nodes the regions of the forward nodes that they differentiate."""
+    """Marks each backward node with the region of the forward node whose derivative it computes."""
     if not any(node.meta.get("region") for node in graph.nodes):
         return
     differentiated: dict[int, tuple[int, ...]] = {}

@@ -31,25 +31,25 @@ _FUNCTIONS = frozenset(
 
 
 class _Refused(UserFunctionVariable):
-    """A collective during tracing by Dynamo; a call raises."""
+    """Stands for a collective while Dynamo traces; calling it raises `CaptureError`."""
 
     def call_function(self, *_: Any) -> NoReturn:
-        """Raises a CaptureError, because a forward calls a collective."""
+        """Raises `CaptureError`, because the forward calls a collective."""
         raise CaptureError(f"torch.distributed.{getattr(self.fn, '__name__', '')} cannot be captured")
 
 
 @contextlib.contextmanager
 def collectives_refused() -> Iterator[None]:
-    """Opens a context in which Dynamo stops at a forward's first collective."""
+    """Opens a context in which tracing a collective in a forward raises `CaptureError`."""
     kind: Any = CollectiveFunctionRewriteVariable
     can_rewrite, create = kind.__dict__["can_rewrite"], kind.__dict__["create"]
 
     def is_known(variable: Any) -> bool:
-        """Returns whether a variable is a collective of torch.distributed."""
+        """Returns whether a traced variable is a collective of torch.distributed."""
         return inspect.isfunction(variable) and variable in _FUNCTIONS
 
     def refused(tx: Any, old_fn: Any, source: Any, **options: Any) -> _Refused:
-        """Returns the variable that refuses a call of a collective."""
+        """Returns the variable that Dynamo traces in place of a collective; calling it raises."""
         return _Refused(old_fn, source=source, **options)
 
     kind.can_rewrite, kind.create = staticmethod(is_known), staticmethod(refused)

@@ -24,7 +24,7 @@ from torch._dynamo.source import GlobalSource, TempLocalSource
 
 from embrace_fx.capture.errors import RefusedError
 from embrace_fx.capture.guards import OF_PROGRAMS
-from embrace_fx.capture.printing import put_off
+from embrace_fx.capture.printing import deferred_prints
 from embrace_fx.capture.read_values import ReadValues
 
 _NO_CONSTANT = object()
@@ -48,10 +48,10 @@ class Effects:
     tensor_hooks: bool = False
     globals: list[str] = field(default_factory=list)
 
-    def of(self, itself: str) -> Effects:
-        """Copies the effects, with the model called `L['self']`."""
-        objects = [name.replace(itself, "L['self']") for name in self.objects]
-        attributes = {name.replace(itself, "L['self']"): value for name, value in self.attributes.items()}
+    def of(self, model_name: str) -> Effects:
+        """Returns a copy in which the model is named `L['self']` instead of `model_name`."""
+        objects = [name.replace(model_name, "L['self']") for name in self.objects]
+        attributes = {name.replace(model_name, "L['self']"): value for name, value in self.attributes.items()}
         return replace(self, objects=objects, attributes=attributes)
 
     def __bool__(self) -> bool:
@@ -59,7 +59,7 @@ class Effects:
 
 
 @contextlib.contextmanager
-def noted_effects() -> Iterator[Effects]:
+def recorded_effects() -> Iterator[Effects]:
     """Opens a context that records the side effects of the forward that Dynamo traces in it."""
     effects = Effects()
     suffix = OutputGraph.codegen_suffix
@@ -71,7 +71,7 @@ def noted_effects() -> Iterator[Effects]:
 
     OutputGraph.codegen_suffix = noting  # type: ignore[method-assign]
     try:
-        with put_off():
+        with deferred_prints():
             yield effects
     finally:
         OutputGraph.codegen_suffix = suffix  # type: ignore[method-assign]
@@ -95,7 +95,7 @@ def _note(effects: Effects, found: Any, tx: Any) -> None:
 
 
 def refuse_effects(effects: Effects, model: nn.Module) -> None:
-    """Raises `RefusedError` for side effects that cannot be replayed at each call."""
+    """Raises `RefusedError` if the forward has a side effect that cannot be replayed at each call."""
     kind = type(model).__name__
     if effects.tensor_hooks:
         raise RefusedError(
@@ -109,7 +109,7 @@ def refuse_effects(effects: Effects, model: nn.Module) -> None:
 
 
 def _switches(effects: Effects, guards: Mapping[str, Any]) -> bool:
-    """Returns whether a forward assigns a new constant to an attribute that it reads.
+    """Returns whether a forward assigns a new constant to an attribute that it also reads.
 
     Args:
         guards: name -> value of everything that Dynamo guards by value.
@@ -120,7 +120,7 @@ def _switches(effects: Effects, guards: Mapping[str, Any]) -> bool:
 
 @dataclass(frozen=True)
 class ReplayedEffects:
-    """Dynamo's code for after the graph: replays the side effects and returns the forward's results.
+    """The side effects of a forward, replayed after its graph has run by the code that Dynamo has generated.
 
     Attributes:
         run: a function with the forward's arguments, which calls `outputs` instead of the graph.
@@ -153,10 +153,12 @@ class ReplayedEffects:
 
     def writes(self, holder: Mapping[str, Any]) -> bool:
         """Returns whether the forward writes items of this dict."""
-        return any(found is holder for name in self.objects if (found := _found(name, self.scope)) is not None)
+        return any(
+            found is holder for name in self.objects if (found := _evaluated_or_none(name, self.scope)) is not None
+        )
 
 
-def _found(name: str, scope: Mapping[str, Any]) -> Any:
+def _evaluated_or_none(name: str, scope: Mapping[str, Any]) -> Any:
     """Returns the value of an expression, or None if it can no longer be evaluated."""
     try:
         return eval(name, dict(scope))
@@ -164,20 +166,20 @@ def _found(name: str, scope: Mapping[str, Any]) -> Any:
         return None
 
 
-def state_inputs(graph: torch.fx.Graph, itself: str) -> dict[int, str]:
+def state_inputs(graph: torch.fx.Graph, model_name: str) -> dict[int, str]:
     """Returns the placeholders of Dynamo's graph that are tensors read from objects: position -> expression."""
     sources = [node._dynamo_source.name for node in graph.nodes if node.op == "placeholder"]
     return {
-        position: name.replace(itself, "L['self']")
+        position: name.replace(model_name, "L['self']")
         for position, name in enumerate(sources)
-        if not OF_PROGRAMS.search(name) and (name.startswith("G[") or (itself in name and name != itself))
+        if not OF_PROGRAMS.search(name) and (name.startswith("G[") or (model_name in name and name != model_name))
     }
 
 
 def replay_of(
     out: Any, model: nn.Module, effects: Effects, states: Sequence[str | int], values: ReadValues
 ) -> ReplayedEffects:
-    """Makes Dynamo's generated code for after the graph callable.
+    """Returns the object that replays a forward's side effects with the code that Dynamo has generated.
 
     Args:
         out: Dynamo's capture, with side effects to replay.

@@ -37,11 +37,11 @@ class CaptureError(RuntimeError):
 
     def __init__(self, message: str, reason: str = "", where: str = "") -> None:
         super().__init__(message)
-        self.reason = reason or _of_message(message)
+        self.reason = reason or _first_sentence(message)
         self.where = where
 
 
-def _of_message(message: str) -> str:
+def _first_sentence(message: str) -> str:
     """Returns the first sentence of an error, without the leading class name of the model."""
     sentence = " ".join(message.split()).partition(". ")[0]
     return re.sub(r"^\w+: ", "", sentence)
@@ -52,7 +52,7 @@ class RefusedError(CaptureError):
 
 
 def explained(model: nn.Module, error: Exception, raised: Exception | None) -> CaptureError:
-    """Returns the error for a failed capture.
+    """Returns the `CaptureError` that explains a failed capture.
 
     Args:
         error: the error that the capture raised.
@@ -89,7 +89,8 @@ def explained(model: nn.Module, error: Exception, raised: Exception | None) -> C
 
 
 def raised_by_forward(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], error: Exception) -> Any:
-    """Runs the forward to find the error that it raises by itself, if the failed capture suggests one, or None if none.
+    """Runs the forward once to find the error that it raises by itself. Returns None if it raises none, or if the
+    failed capture gives no reason to run it.
 
     The forward runs once, without gradients. Buffers and random numbers are restored, and nothing is sent.
     """
@@ -116,7 +117,7 @@ def raised_by_forward(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str,
 
 
 def _observed(error: Exception) -> Exception | None:
-    """Rebuilds the built-in exception that Dynamo has observed in the forward."""
+    """Rebuilds the built-in exception that Dynamo saw the forward raise, or returns None."""
     found = re.search(r"raised exception (\w+)(\(.*\))", str(error))
     kind = getattr(builtins, found[1], None) if found is not None else None
     try:
@@ -127,18 +128,18 @@ def _observed(error: Exception) -> Exception | None:
 
 
 def _is_of_users_code(model: nn.Module, raised: Exception) -> bool:
-    """Returns whether the user's own code raised the error, which the loop may then expect."""
+    """Returns whether the error comes from the user's own code, so that the training loop may expect it."""
     frames = traceback.extract_tb(raised.__traceback__)
     own = getattr(sys.modules.get(type(model).__module__), "__file__", None)
     return not frames or frames[-1].filename == own or _is_of_user(frames[-1].filename)
 
 
 class _Sends(Exception):
-    """The forward communicates, which must not happen on one rank alone."""
+    """Raised in place of a collective, because the forward runs on one rank alone."""
 
 
 class _NothingIsSent(TorchDispatchMode):
-    """Stops a forward at its first collective."""
+    """A mode that raises `_Sends` at a forward's first collective."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -149,13 +150,13 @@ class _NothingIsSent(TorchDispatchMode):
 
 
 def _skipped(error: Exception) -> str:
-    """Returns the function called by the forward that Dynamo does not trace, or "" if the error has another reason."""
+    """Returns the name of a called function that Dynamo does not trace, or "" if the error has another reason."""
     found = re.search(r"marked that the function `(\w+)`", str(error))
     return "" if found is None else found[1]
 
 
 def _in_short(error: Exception) -> str:
-    """Returns an error's first line, or the call of a function that Dynamo does not trace."""
+    """Returns the first line of an error, or names the call that Dynamo does not trace."""
     if skipped := _skipped(error):
         return f"calls {skipped}()"
     line = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
@@ -163,7 +164,7 @@ def _in_short(error: Exception) -> str:
 
 
 def _collective(error: Exception) -> str | None:
-    """Returns the torch.distributed function, called by the forward, that raised the error."""
+    """Returns the name of the torch.distributed function whose call raised the error, or None."""
     files = (dist.distributed_c10d.__file__, dist.nn.functional.__file__)
     refused = re.match(r"torch\.distributed\.(\w+) ", str(error))
     names = [name for file, _, name in _frames(error) if file in files] if refused is None else [refused[1]]

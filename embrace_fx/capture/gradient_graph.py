@@ -48,7 +48,7 @@ def gradient_graph(
     whole: Mapping[str, torch.Size],
     in_rows: Collection[str],
 ) -> TrainingGraph:
-    """Builds the graph of the gradients of `parameters`: the k-th gradient is tangent k.
+    """Builds a graph that only exchanges gradients. Input k is the gradient of the k-th parameter.
 
     Args:
         parameters: name -> trained parameter, in the assumed order of the forward.
@@ -77,13 +77,15 @@ def gradient_graph(
 
 
 def as_lookups(graph: TrainingGraph) -> TrainingGraph:
-    """Copies the graph with bag lookups, which a capture of the forward would most likely contain."""
+    """Returns a copy that assumes bag lookups of the tables, which a capture of the forward would most likely
+    contain.
+    """
     tables = (replace(t, uses=tuple(replace(use, kind="bag:sum") for use in t.uses)) for t in graph.tables)
     return replace(graph, tables=tuple(tables))
 
 
 def captured_of(graph: TrainingGraph) -> Captured:
-    """Returns a capture, valid for every batch, of a graph of gradients."""
+    """Wraps a graph of gradients as a `Captured` that is valid for every batch."""
     return Captured(graph, pytree.tree_structure(()), {}, ROUTE, None, (), (), Conditions(NO_VALUES))
 
 
@@ -107,6 +109,6 @@ def _placeholder(graph: fx.Graph, name: str, role: InputRole, value: Tensor) -> 
 
 
 def _table(name: str, weight: Tensor, rows: fx.Node, *, sparse: bool) -> Table:
-    """Returns a table that is known only from its gradient."""
+    """Returns a table whose lookups are not captured; only its gradient is known."""
     use = TableUse("", (), rows.name, -1, FROM_GRADIENT, False, True, False, "", sparse)
     return Table(name, weight.shape[0], weight.shape[1], weight.dtype, (use,), (), False)

@@ -67,31 +67,31 @@ class Conditions:
             frame = {**frame, **{name: cell.cell_contents for name, cell in self.cells.items()}}
         return bool(self.manager.check(frame)) and self.tensors.hold()
 
-    def in_scope(self, name: str, itself: str) -> str:
-        """Converts a name of Dynamo's to an expression over the scope of `values`.
+    def in_scope(self, name: str, model_name: str) -> str:
+        """Converts Dynamo's name of a value to an expression that can be evaluated in the scope of `values`.
 
         Args:
-            itself: Dynamo's name for the model.
+            model_name: Dynamo's name for the model.
         """
-        name = name.replace(itself, "L['self']")
+        name = name.replace(model_name, "L['self']")
         root = re.match(r"L\['(\w+)'\]", name)
         cell = root is not None and root[1] in self.cells
         return name if root is None or not cell else f"C[{root[1]!r}].cell_contents{name[root.end() :]}"
 
     def without(self, tensors: Collection[str | int]) -> Conditions:
-        """Copies the conditions without those on tensors that are not constants of the graph."""
+        """Returns a copy without the conditions on some tensors, because those are no longer constants of the graph."""
         return replace(self, tensors=self.tensors.without(tensors), values=self.values.without(tensors))
 
     def unchanged(self) -> Conditions:
-        """Copies the conditions without values that have changed since: the forward or its tracing writes them."""
+        """Returns a copy without conditions on values that tracing or running the forward has changed."""
         written = {id(each) for each in self.numbers.written()}
         own = replace(self, numbers=AsSeen.of_all(each for each in self.numbers.tensors if id(each) not in written))
         return own if own.hold() else replace(own, manager=None, values=self.values.unchanged())
 
 
-def name_in_frame(name: str, itself: str) -> str:
+def name_in_frame(name: str, model_name: str) -> str:
     """Returns Dynamo's name for an expression over the scope of `values`: the inverse of `in_scope`."""
-    return re.sub(r"C\['(\w+)'\]\.cell_contents", r"L['\1']", name.replace("L['self']", itself))
+    return re.sub(r"C\['(\w+)'\]\.cell_contents", r"L['\1']", name.replace("L['self']", model_name))
 
 
 def name_of_model(model: nn.Module) -> str:
@@ -133,7 +133,7 @@ def dynamo_guards(gm: fx.GraphModule, model: nn.Module) -> Conditions:
 
 
 class _Checks(CheckFunctionManager):
-    """Guards that do not outlive their owner.
+    """Torch's guards, without the hooks that keep them alive as long as the guarded objects.
 
     Torch's guards register with each guarded object to learn of its end, which keeps guards on a library's class or
     module alive forever. These guards hold references to the guarded objects instead.
@@ -150,7 +150,7 @@ class _Checks(CheckFunctionManager):
         super().__init__(*args, **kwargs)
 
     def build_guards(self, sorted_guards: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
-        """Builds only the guards to be kept, and notes their values."""
+        """Builds the guards that `is_kept` selects, and stores the guarded values."""
         kept = [guard for guard in sorted_guards if self._is_kept(guard.name)]
         builder, manager = super().build_guards(kept, *args, **kwargs)
         self.values = [_value(builder, guard) for guard in kept]
@@ -163,7 +163,7 @@ class _Checks(CheckFunctionManager):
 
 
 def _value(builder: Any, guard: Any) -> object:
-    """Returns the guarded value, or None if it cannot be read, because the guard is on its absence."""
+    """Returns the value that a guard checks, or None if the guard checks that it does not exist."""
     try:
         found: object = builder.get(guard.originating_source)
     except Exception:  # reading an absent value may raise anything
@@ -172,12 +172,12 @@ def _value(builder: Any, guard: Any) -> object:
 
 
 def _values(
-    output: Any, function: types.FunctionType, model: nn.Module, itself: str, cells: Mapping[str, Any]
+    output: Any, function: types.FunctionType, model: nn.Module, model_name: str, cells: Mapping[str, Any]
 ) -> ReadValues:
-    """Collects the guarded values: numbers and texts by value, tensors by identity."""
+    """Collects the guarded values for comparison: numbers and strings by value, tensors by identity."""
     names = []
     for guard in output.guards:
-        name = _OF_NUMPY.sub(r"\1", guard.name.replace(itself, "L['self']"))
+        name = _OF_NUMPY.sub(r"\1", guard.name.replace(model_name, "L['self']"))
         root = re.match(r"(.*?)([LG])\['(\w+)'\]", name)
         if guard.create_fn_name() not in _VALUE_GUARDS or root is None or OF_PROGRAMS.search(name):
             continue

@@ -18,7 +18,7 @@ MOST_RESULTS = 4_000
 
 @contextlib.contextmanager
 def capture_metrics() -> Iterator[None]:
-    """Opens Dynamo's metrics context, which tracing needs, without the record at its end.
+    """Opens Dynamo's metrics context, which tracing needs, without storing a record at its end.
 
     Torch keeps the last 64 records, each with its whole configuration as text, and torch 2.11 logs an error if the
     configuration contains functions.
@@ -58,16 +58,16 @@ def _forget_texts() -> None:
     the name of the code.
     """
     texts = fx.graph_module._loader.eval_cache
-    for name in set(texts).difference(_living(fx.GraphModule)):
+    for name in set(texts).difference(_code_names(fx.GraphModule)):
         texts.pop(name, None)
         linecache.cache.pop(name, None)
 
 
-def _living(base: type) -> Iterator[str]:
-    """Yields the code names of all existing graph modules."""
+def _code_names(base: type) -> Iterator[str]:
+    """Yields the names of the generated code of all graph modules that exist."""
     classes: list[type] = base.__subclasses__()
     for each in classes:
         code: CodeType | None = getattr(vars(each).get("forward"), "__code__", None)
         if code is not None:
             yield code.co_filename
-        yield from _living(each)
+        yield from _code_names(each)

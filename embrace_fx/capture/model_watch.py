@@ -44,18 +44,18 @@ class ModelWatch:
         kinds = {type(module): None for module in self._modules}
         # Modules without Python methods.
         self._kinds = [kind for kind in kinds if not issubclass(kind, torch.jit.ScriptModule)]
-        self._were = self._now()
+        self._were = self._current()
         self._root_was = self._root()
         self._buffers = list(self._model.buffers())
         self.note_parameters()
         self._dtypes = [parameter.dtype for parameter in self._state.parameters()]
-        self._look(self._gradients())
+        self._record_gradients(self._gradients())
 
     def note_parameters(self) -> None:
         """Records the current parameters, after tables have been placed or loaded."""
         self._held = [*chain.from_iterable(map(_values, self._parameters))]  # keeps their ids from being reused
-        self._ids, self._keys = [*map(id, self._held)], self._keys_now()
-        self._names = self._named()
+        self._ids, self._keys = [*map(id, self._held)], self._parameter_keys()
+        self._names = self._ids_by_name()
 
     def all_stand_ins(self, *, buffers: bool) -> bool:
         """Returns whether plain tensors replace all parameters during a call, as in `functional_call`.
@@ -81,26 +81,26 @@ class ModelWatch:
 
     def modules_changed(self) -> bool:
         """Returns whether modules, methods of their classes, or the model's own forward or hooks have changed."""
-        return self._now() != self._were or self._root() != self._root_was
+        return self._current() != self._were or self._root() != self._root_was
 
     def refusal(self) -> RuntimeError | None:
-        """Returns the error for a model whose parameters, or their dtypes, have changed; None if they are the same."""
-        if (name := self._other()) is not None:
+        """Returns the error to raise if a parameter or its dtype has changed since the programs were built, or None."""
+        if (name := self._replaced()) is not None:
             return RuntimeError(OTHER_PARAMETERS.format(name))
         return None if (name := self._converted()) is None else RuntimeError(CONVERTED.format(name))
 
     def renamed(self) -> dict[str, str]:
         """Maps old parameter names to new ones; empty if the parameters themselves have changed, or nothing has."""
-        now = self._named()
+        now = self._ids_by_name()
         old, new = ({number: name for name, number in reversed(names.items())} for names in (self._names, now))
         return {} if old.keys() != new.keys() else {old[i]: new[i] for i in old if old[i] != new[i]}
 
-    def _other(self) -> str | None:
+    def _replaced(self) -> str | None:
         """Returns the name of a parameter that was added, removed or replaced, or None if none was."""
         same = [*map(id, chain.from_iterable(map(_values, self._parameters)))] == self._ids
-        if same and self._keys_now() == self._keys and self._now() == self._were:
+        if same and self._parameter_keys() == self._keys and self._current() == self._were:
             return None
-        now = self._named()
+        now = self._ids_by_name()
         found = (name for name in {**self._names, **now} if self._names.get(name) != now.get(name))
         return next(found, None)
 
@@ -109,7 +109,7 @@ class ModelWatch:
         now = self._gradients()
         if now == self._gradients_were:
             return None
-        self._look(now)
+        self._record_gradients(now)
         found = zip(self._state.names, self._dtypes, now, strict=True)
         return next((name for name, was, (_, dtype, _) in found if dtype != was), None)
 
@@ -119,13 +119,13 @@ class ModelWatch:
         hooked = [*map(any, map(_HOOKS, found))]  # inlines `is_hooked` to save a Python call each
         return [(each.requires_grad, each.dtype, has) for each, has in zip(found, hooked, strict=True)]
 
-    def _look(self, now: list[tuple[bool, torch.dtype, bool]]) -> None:
-        """Notes which parameters are trained, and which have hooks."""
+    def _record_gradients(self, now: list[tuple[bool, torch.dtype, bool]]) -> None:
+        """Stores which parameters are trained, and which have hooks."""
         self._gradients_were = now
         self._trains = tuple(trains for trains, _, _ in now)
         self._state.hooked = frozenset(n for n, (*_, hooked) in zip(self._state.names, now, strict=True) if hooked)
 
-    def _now(self) -> tuple[list[Any], list[Any]]:
+    def _current(self) -> tuple[list[Any], list[Any]]:
         """Returns the values of the modules and their classes' forwards, for comparison."""
         return [*map(tuple, map(_values, self._children))], [kind.forward for kind in self._kinds]
 
@@ -135,11 +135,11 @@ class ModelWatch:
         hooks = root._forward_pre_hooks, root._forward_hooks, root._backward_pre_hooks, root._backward_hooks
         return root.forward, *map(tuple, hooks)
 
-    def _keys_now(self) -> list[str]:
-        """Returns the names that modules give their parameters."""
+    def _parameter_keys(self) -> list[str]:
+        """Returns the attribute names under which modules hold their parameters."""
         return [*chain.from_iterable(map(_keys, self._parameters))]
 
-    def _named(self) -> dict[str, int]:
+    def _ids_by_name(self) -> dict[str, int]:
         """Returns the ids of the model's parameters by name."""
         return {name: id(each) for name, each in self._model.named_parameters(remove_duplicate=False)}
 

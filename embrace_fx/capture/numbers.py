@@ -22,7 +22,7 @@ Symbol = SymInt | SymFloat
 
 @contextlib.contextmanager
 def numbers_as_inputs(names: Collection[str]) -> Iterator[None]:
-    """Opens a context in which Dynamo makes the numbers of these names, such as `L['self'].scale`, inputs."""
+    """Opens a context in which Dynamo makes the named numbers, such as `L['self'].scale`, inputs of the graph."""
     wrap, config = VariableBuilder.wrap_symfloat, cast(Any, torch.compiler.config)
 
     def wrapped(self: VariableBuilder, value: float) -> Any:
@@ -43,13 +43,17 @@ def numbers_as_inputs(names: Collection[str]) -> Iterator[None]:
 
 
 def symbols_of(sizes: ShapeEnv, names: Collection[str]) -> dict[str, Symbol]:
-    """Returns the symbols that Dynamo has given to the named numbers. A number whose value it has read has none."""
+    """Returns the symbol that Dynamo has created for each named number. A number whose value was needed while tracing
+    has none.
+    """
     tracked = {each.source.name: each.fake for each in sizes.tracked_fakes or () if isinstance(each.fake, Symbol)}
     return {name: symbol for name, symbol in tracked.items() if name in names}
 
 
 def number_inputs(graph: fx.Graph, symbols: Mapping[str, Symbol]) -> dict[str, int]:
-    """Returns the positions of numbers among the inputs of Dynamo's graph. Tensors made from floats become floats."""
+    """Returns the position of each number among the inputs of Dynamo's graph. Replaces the tensors that Dynamo makes of
+    floats by floats.
+    """
     found = {}
     for position, node in enumerate(graph.find_nodes(op="placeholder")):
         if node._dynamo_source.name not in symbols:
@@ -63,6 +67,6 @@ def number_inputs(graph: fx.Graph, symbols: Mapping[str, Symbol]) -> dict[str, i
 
 
 def deciding(symbols: Mapping[str, Symbol]) -> frozenset[str]:
-    """Returns the names of numbers that must keep their value for the graph to stay valid."""
+    """Returns the names of the numbers that guards fix to one value."""
     values = {name: symbol.node.shape_env.replace(symbol.node._expr) for name, symbol in symbols.items()}
     return frozenset(name for name, value in values.items() if value.is_number)

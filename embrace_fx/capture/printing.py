@@ -39,19 +39,19 @@ _AS_THEY_ARE = (
 
 
 @contextlib.contextmanager
-def put_off() -> Iterator[None]:
+def deferred_prints() -> Iterator[None]:
     """Opens a context in which Dynamo defers the forward's prints and logs."""
     call, log = DebuggingVariable.call_function, LoggingLoggerVariable.call_method
 
     def called(self: Any, tx: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
         """Notes a print or warning of the forward, to be made after the graph has run."""
         category = [kwargs["category"]] if "category" in kwargs else []
-        args = [_as_now(each) for each in (*args, *category)]
+        args = [_formatted(each) for each in (*args, *category)]
         # In a checkpointed region, whose values are not known outside.
         in_region = tx.output.current_tracer.parent is not None
         known = variables.ConstantVariable if in_region else _AS_THEY_ARE
         if kwargs.keys() - _HEEDED or not all(isinstance(each, known) for each in args):
-            _cannot(self.value)
+            _break_graph(self.value)
         # Use the forward's locals, because Dynamo drops those of called functions.
         tx.output.root_tx.debug_locals.append((self, args))
         return variables.ConstantVariable.create(None)
@@ -74,8 +74,8 @@ def put_off() -> Iterator[None]:
         LoggingLoggerVariable.call_method = log  # type: ignore[method-assign]
 
 
-def _cannot(function: Any) -> NoReturn:
-    """Breaks the graph at a call that cannot be deferred."""
+def _break_graph(function: Any) -> NoReturn:
+    """Stops the capture at a call that cannot be deferred."""
     torch._dynamo.exc.unimplemented(
         gb_type="cannot be deferred",
         context="",
@@ -84,8 +84,8 @@ def _cannot(function: Any) -> NoReturn:
     )
 
 
-def _as_now(value: Any) -> Any:
-    """Formats a list now, because the forward may change it before it is printed."""
+def _formatted(value: Any) -> Any:
+    """Formats a list immediately, because the forward may change it before it is printed."""
     if isinstance(value, _AS_THEY_ARE):
         return value
     if isinstance(value, variables.ListVariable) and all(isinstance(each, _AS_THEY_ARE) for each in value.items):

@@ -70,29 +70,29 @@ class ReadValues:
     def of(names: Iterable[str], scope: Mapping[str, Any]) -> ReadValues:
         """Evaluates the expressions, and keeps those whose values can be compared."""
         own = dict(scope)
-        return ReadValues._made({name: v for name, v in _evaluated(names, own).items() if _comparable(v)}, own)
+        return ReadValues._compiled({name: v for name, v in _evaluated(names, own).items() if _comparable(v)}, own)
 
     @staticmethod
-    def _made(values: Mapping[str, Any], scope: dict[str, Any]) -> ReadValues:
-        """Returns expressions and their values, with the expressions compiled."""
+    def _compiled(values: Mapping[str, Any], scope: dict[str, Any]) -> ReadValues:
+        """Compiles the expressions of some values."""
         code = compile("(" + "".join(f"{name}, " for name in values) + ")", "<values read>", "eval")
         return ReadValues(tuple(values), code, scope, tuple(values.values()))
 
     def without(self, names: Collection[str | int]) -> ReadValues:
-        """Copies the values without those of these names."""
+        """Returns a copy without the values of these names."""
         return ReadValues.of([name for name in self.names if name not in names], self.scope)
 
     def of_arrays(self) -> ReadValues:
-        """Copies only the tensors and NumPy values, of which Dynamo guards only the type."""
+        """Returns a copy with only the tensors and NumPy values, because Dynamo guards only their type."""
         kinds = (Tensor, np.generic, np.ndarray)
         names = [n for n, value in zip(self.names, self.values, strict=True) if isinstance(value, kinds)]
         return ReadValues.of(names, self.scope)
 
     def unchanged(self) -> ReadValues:
-        """Copies the values without those that have changed since, because the forward or its tracing writes them."""
+        """Returns a copy without values that tracing or running the forward has changed."""
         now = _evaluated(self.names, self.scope)
         same = {n: v for n, v in zip(self.names, self.values, strict=True) if n in now and _same(v, now[n])}
-        return ReadValues._made(same, self.scope)
+        return ReadValues._compiled(same, self.scope)
 
     def changed(self) -> list[Changed]:
         """Returns the values that have changed."""
@@ -129,9 +129,7 @@ def numbers_read(graph: fx.Graph, constants: Mapping[fx.Node, Tensor]) -> AsSeen
 
 
 def _of_instance(match: re.Match[str], scope: dict[str, Any]) -> str:
-    """Rewrites an expression for a class attribute to one for the instance's, which may hide it. A property stays,
-    because reading it runs code that may write (spectral normalisation updates its buffers).
-    """
+    """Rewrites an expression for a class attribute to one for the instance's attribute, which may shadow it."""
     whole, instance, name = match[0], match[1], match[2]
     try:
         found = inspect.getattr_static(eval(f"type({instance})", scope), name)
@@ -147,7 +145,7 @@ def spoken(name: str) -> str:
 
 
 def _evaluated(names: Iterable[str], scope: dict[str, Any]) -> dict[str, Any]:
-    """Evaluates the expressions, except those that refer to objects of the trace that no longer exist."""
+    """Evaluates the expressions. Skips those that refer to objects of the trace that no longer exist."""
     found = {}
     for name in (_OF_CLASS.sub(lambda match: _of_instance(match, scope), each) for each in names):
         with contextlib.suppress(Exception):

@@ -30,7 +30,7 @@ _CONSTANTS = (torch.dtype, torch.device, torch.layout, type, enum.Enum, types.Fu
 
 @dataclass(frozen=True)
 class _Opened:
-    """An object with tensors inside, as its class and its attributes."""
+    """An object of a result, flattened to its class and its attributes."""
 
     kind: type
     attributes: dict[str, Any]
@@ -38,7 +38,7 @@ class _Opened:
 
 @dataclass(frozen=True, eq=False)
 class _Constant:
-    """A part of a result that is equal for every batch."""
+    """A part of a result that is the same for every batch."""
 
     value: Any
 
@@ -51,7 +51,7 @@ class _Constant:
 
 
 def open_objects(result: Any, inputs: Iterable[Any] = (), *, every: bool = False) -> Any:
-    """Turns the result of a forward into a tree of tensors and numbers.
+    """Flattens a forward's result to a tree of tensors and numbers, with `_Opened` in place of objects.
 
     Args:
         inputs: the forward's arguments and parameters. A result that needs a gradient and shares memory with one of
@@ -62,12 +62,12 @@ def open_objects(result: Any, inputs: Iterable[Any] = (), *, every: bool = False
 
 
 def _open(result: Any, copied: frozenset[int]) -> Any:
-    """Opens the objects of a tree; `copied`: ids of the tensors to copy."""
+    """Flattens the objects of a tree, and copies the tensors whose ids are in `copied`."""
     return pytree.tree_map(lambda leaf: _open_leaf(leaf, copied), result)
 
 
 def _open_leaf(leaf: Any, copied: frozenset[int]) -> Any:
-    """Returns a leaf of the result in a form that each call can copy."""
+    """Returns a leaf that the graph can output: a tensor (copied if its id is in `copied`), a number or a constant."""
     if isinstance(leaf, _CONSTANTS):
         return _Constant(leaf)
     if id(leaf) in copied:
@@ -80,7 +80,7 @@ def _open_leaf(leaf: Any, copied: frozenset[int]) -> Any:
 
 
 def _sharing(leaves: Iterable[Any], inputs: Iterable[Any], every: bool) -> frozenset[int]:
-    """Returns the ids of results that need a gradient, or all if `every`, and share memory with a result or input."""
+    """Returns the ids of the results that share memory with an input or another result, and so must be copied."""
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     others = [_memory(each) for each in inputs if isinstance(each, Tensor) and (every or each.requires_grad)]
     count = Counter([*map(_memory, tensors), *set(others)])

@@ -53,7 +53,7 @@ class KeepRnnWhole(TorchFunctionMode):
 
 
 def whole(cell: str, *args: Any, kernel: str | None = None, **kwargs: Any) -> Any:
-    """Computes `torch.lstm` and the like with one op per layer and direction.
+    """Computes `torch.lstm`, `torch.gru` or `torch.rnn_tanh` with one op per layer and direction.
 
     A graph calls this instead of torch's functions, so that tracing the graph needs no mode, which would intercept
     every function and every tensor access.
@@ -68,7 +68,7 @@ def whole(cell: str, *args: Any, kernel: str | None = None, **kwargs: Any) -> An
 
 @dataclass(frozen=True)
 class _Stack:
-    """The options shared by all layers of a recurrent network."""
+    """The options that all layers of a recurrent network share."""
 
     cell: str
     kernel: str | None
@@ -158,7 +158,7 @@ def choose_kernel(cell: str, input: Tensor, projected: bool, packed: bool) -> st
 
 
 def _autocast(tensor: Tensor) -> Tensor:
-    """Casts a tensor like a matrix product under the active autocast (float64 stays)."""
+    """Casts a tensor as the active autocast would cast the inputs of a matrix product. float64 stays."""
     device = tensor.device.type
     if not torch.is_autocast_enabled(device) or not tensor.is_floating_point() or tensor.dtype == torch.float64:
         return tensor

@@ -46,7 +46,7 @@ class Joint:
 
 
 def with_roles(joint: fx.GraphModule, model: nn.Module, constants: Collection[int] = ()) -> Joint:
-    """Gives a traced graph's inputs and outputs roles and readable names; removes unused nodes.
+    """Gives the inputs and outputs of a traced graph their roles and readable names, and removes unused nodes.
 
     Args:
         constants: indices of flattened arguments that are constants of the graph.
@@ -85,7 +85,7 @@ def with_roles(joint: fx.GraphModule, model: nn.Module, constants: Collection[in
 
 
 def _drop_zero_tangent(module: fx.GraphModule, tangent: fx.Node) -> None:
-    """Removes the gradient of a mutated parameter's new value (`max_norm`), which is zero."""
+    """Removes the gradient of the value that `max_norm` writes into a parameter, which is always zero."""
     for user in list(tangent.users):
         if user.target is torch.ops.aten.add.Tensor and not user.kwargs:
             other = user.args[1] if user.args[0] is tangent else user.args[0]
@@ -183,7 +183,7 @@ def _set_output_roles(module: fx.GraphModule, first_names: Mapping[str, str]) ->
 
 
 def _drop_identities(module: fx.GraphModule) -> None:
-    """Removes nodes that matter only to autograd."""
+    """Removes nodes such as `detach`, which return their input and matter only to autograd."""
     for node in list(module.graph.nodes):
         if node.target in _IDENTITIES:
             node.replace_all_uses_with(node.args[0])

@@ -26,7 +26,14 @@ from torch.utils import _pytree as pytree
 from embrace_fx.capture.arguments import argument_names, check_read, constants_read
 from embrace_fx.capture.checkpointing import mark_backward, regions_noted
 from embrace_fx.capture.collectives import check_collectives, collectives_refused
-from embrace_fx.capture.effects import Effects, ReplayedEffects, noted_effects, refuse_effects, replay_of, state_inputs
+from embrace_fx.capture.effects import (
+    Effects,
+    ReplayedEffects,
+    recorded_effects,
+    refuse_effects,
+    replay_of,
+    state_inputs,
+)
 from embrace_fx.capture.guards import (
     Conditions,
     dynamo_guards,
@@ -70,7 +77,8 @@ class Traced:
 def private_copies(
     args: tuple[Any, ...], kwargs: dict[str, Any], dynamic: frozenset[tuple[int, int]]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Copies the batch's tensors without values, because the capture marks dimensions on them.
+    """Returns the arguments with tensors replaced by uninitialized copies, because the capture marks dimensions on
+    them.
 
     Each copy begins at the start of its own storage, because batches sliced from one long tensor have varying offsets.
     """
@@ -200,7 +208,7 @@ def trace(
 def _without_unread(
     args: tuple[Any, ...], kwargs: dict[str, Any], read: Mapping[int, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Returns arguments in which a placeholder stands for every leaf that the forward does not read."""
+    """Returns the arguments with a placeholder for every leaf that the forward does not read."""
     leaves, spec = pytree.tree_flatten((args, kwargs))
     kept = [leaf if isinstance(leaf, Tensor) or k in read else UNREAD for k, leaf in enumerate(leaves)]
     found: tuple[tuple[Any, ...], dict[str, Any]] = pytree.tree_unflatten(kept, spec)
@@ -208,7 +216,7 @@ def _without_unread(
 
 
 def _with_states(
-    model: nn.Module, read: _Read, symbols: Mapping[str, Symbol], itself: str
+    model: nn.Module, read: _Read, symbols: Mapping[str, Symbol], model_name: str
 ) -> tuple[OpenResults, list[Any], ReplayedEffects]:
     """Makes the values that a forward reads from objects inputs of the graph.
 
@@ -218,27 +226,29 @@ def _with_states(
     Returns:
         The module to trace, the values of those inputs, and the forward's side effects.
     """
-    graph, effects = read.gm.graph, read.effects.of(itself)
+    graph, effects = read.gm.graph, read.effects.of(model_name)
     refuse_effects(effects, model)
     places = number_inputs(graph, symbols)
-    states = {k: name for k, name in state_inputs(graph, itself).items() if k not in places.values()}
-    anew = _read_anew(read, symbols, itself)
+    states = {k: name for k, name in state_inputs(graph, model_name).items() if k not in places.values()}
+    anew = _read_anew(read, symbols, model_name)
     replay = replay_of(read.out, model, effects, [*states.values(), *anew], read.conditions.values)
     given = replay.read_states(pytree.tree_leaves((read.args, read.kwargs)))[: len(states)]
     module = OpenResults(read.gm, (*states, *(places.get(name) for name in symbols)))
     return module, [*given, *symbols.values()], replay
 
 
-def _read_anew(read: _Read, symbols: Mapping[str, Symbol], itself: str) -> list[str | int]:
-    """Returns, for each number that is an input, its index among the flattened arguments or its expression."""
+def _read_anew(read: _Read, symbols: Mapping[str, Symbol], model_name: str) -> list[str | int]:
+    """Returns where each number that is an input is read at a call: an index among the flattened arguments, or an
+    expression.
+    """
     of_arguments = {name: k for k, name in read.names.items()}
-    return [of_arguments.get(name, read.conditions.in_scope(name, itself)) for name in symbols]
+    return [of_arguments.get(name, read.conditions.in_scope(name, model_name)) for name in symbols]
 
 
-def _numbers_read(graph: fx.Graph, itself: str, values: ReadValues) -> AsSeen:
+def _numbers_read(graph: fx.Graph, model_name: str, values: ReadValues) -> AsSeen:
     """Returns the tensors of the model and of globals whose numbers Dynamo's graph reads."""
     inputs, found = graph.find_nodes(op="placeholder"), dict(zip(values.names, values.values, strict=True))
-    tensors = {inputs[k]: found.get(name) for k, name in state_inputs(graph, itself).items()}
+    tensors = {inputs[k]: found.get(name) for k, name in state_inputs(graph, model_name).items()}
     return numbers_read(graph, {node: each for node, each in tensors.items() if isinstance(each, Tensor)})
 
 
@@ -288,7 +298,7 @@ def _read_by_dynamo(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, A
     """Captures like `dynamo_graph_capture_for_export`, with side effects to replay."""
     with (
         collectives_refused(),
-        noted_effects() as effects,
+        recorded_effects() as effects,
         _compiling_state_context(),
         torch._dynamo.config.patch(replay_side_effects=True, side_effect_replay_policy="silent"),
         capture_metrics(),

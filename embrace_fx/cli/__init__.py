@@ -65,10 +65,10 @@ def plan(
     """
     import embrace_fx  # noqa: PLC0415  (`--help` needs no torch)
 
-    model, batch, optimizer = made_by(factory)
+    model, batch, optimizer = call_factory(factory)
     if cluster is not None and (bandwidth or device):
         raise click.UsageError("--cluster replaces --bandwidth and --device. Give one or the other.")
-    links = as_named(bandwidth, device) if cluster is None else read_cluster(Path(cluster))
+    links = cluster_named(bandwidth, device) if cluster is None else read_cluster(Path(cluster))
     with usage_errors():
         forecast = embrace_fx.plan(
             model,
@@ -79,7 +79,7 @@ def plan(
             schedule=schedule,
             row_updates=row_updates,
         )
-        text = described(forecast)
+        text = forecast_text(forecast)
         for path in map(Path, output):
             write(forecast, text, path)
             click.echo(f"wrote {path}", err=True)
@@ -87,13 +87,13 @@ def plan(
         click.echo(text)
 
 
-def described(forecast: Forecast) -> str:
+def forecast_text(forecast: Forecast) -> str:
     """Returns a forecast's report, with the schedule's metrics if it has a schedule."""
     return str(forecast) if forecast.world_size == 1 else f"{forecast}\n{forecast.schedule}"
 
 
 def write(forecast: Forecast, text: str, path: Path) -> None:
-    """Writes a forecast in the format of the path's suffix."""
+    """Writes a forecast to a file, in the format of the path's suffix."""
     if path.suffix == ".txt":
         path.write_text(text, encoding="utf-8")
     elif path.suffix == ".json":
@@ -209,13 +209,13 @@ def bench(factory: str, steps: int) -> None:
         command = f"torchrun --standalone --nproc-per-node 2 -m embrace_fx.cli bench {factory}"
         raise click.UsageError(f"This command needs several ranks. Start it with: {command}")
     with usage_errors():
-        lines = compare(lambda: made_by(factory), steps)
+        lines = compare(lambda: call_factory(factory), steps)
     if os.environ["RANK"] == "0":
         click.echo("\n".join(lines))
 
 
-def made_by(factory: str) -> tuple[Any, Any, Any]:
-    """Calls a factory, which may be in the working folder. Returns its model, batch and optimizer (or None)."""
+def call_factory(factory: str) -> tuple[Any, Any, Any]:
+    """Calls a factory, given as "module:function". Returns its model, batch, and optimizer or None."""
     name, colon, function = factory.partition(":")
     if not colon:
         raise click.UsageError(f"{factory!r} is not of the form module:function. It names {FACTORY}.")
@@ -233,12 +233,12 @@ def made_by(factory: str) -> tuple[Any, Any, Any]:
 _RATE = re.compile(r"(\d+(?:\.\d+)?) *([KMGT])(b|bit|B)(?:/s|ps)", re.IGNORECASE)
 
 
-def as_named(bandwidth: str | None, device: str | None) -> Cluster:
+def cluster_named(bandwidth: str | None, device: str | None) -> Cluster:
     """Returns a cluster from the names of a bandwidth and a device; None means `Cluster`'s default.
 
-    >>> as_named("25Gb/s", None) == Cluster()
+    >>> cluster_named("25Gb/s", None) == Cluster()
     True
-    >>> as_named("3 GB/s", "h100").compute.launch_ms
+    >>> cluster_named("3 GB/s", "h100").compute.launch_ms
     0.005
     """
     from embrace_fx.cost.devices import DEVICES  # noqa: PLC0415

@@ -26,7 +26,7 @@ OLDEST_PYTHON, OLDEST_TORCH = (3, 11), (2, 11)
 
 @dataclass(frozen=True)
 class Finding:
-    """The result of one check.
+    """The result of one check by `embrace-fx doctor`.
 
     Attributes:
         subject: the checked thing.

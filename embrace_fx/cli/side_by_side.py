@@ -23,7 +23,7 @@ STEPS_PER_TURN = 5
 
 
 class Contender:
-    """A model that trains on one batch repeatedly, and the measured times of its steps."""
+    """One of the two compared systems: a model that trains on one batch repeatedly, with the times of its steps."""
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, batch: Any) -> None:
         self.model, self.optimizer = model, optimizer
@@ -41,7 +41,7 @@ class Contender:
             self.optimizer.zero_grad()
 
     def turn(self, steps: int) -> None:
-        """Trains between two barriers, to measure the time of all ranks together."""
+        """Trains `steps` steps between two barriers, and stores their times."""
         dist.barrier()
         began_s, before = time.perf_counter(), sent_by_connection()
         self.train(steps)
@@ -78,7 +78,7 @@ def compare(make: Callable[[], tuple[nn.Module, Any, torch.optim.Optimizer | Non
             for each in (ddp, own) if turn % 2 == 0 else (own, ddp):
                 each.turn(STEPS_PER_TURN)
         compiled.synchronize()
-        return _told(ddp, own, compiled)
+        return _result_lines(ddp, own, compiled)
     finally:
         dist.destroy_process_group()
 
@@ -103,12 +103,14 @@ def loss_of(results: Any) -> Tensor:
 
 
 def _sgd(model: nn.Module) -> torch.optim.Optimizer:
-    """Returns the optimizer of the comparison."""
+    """Returns the optimizer for a factory that returns none: SGD."""
     return torch.optim.SGD(model.parameters(), 0.01)
 
 
-def _told(ddp: Contender, own: Contender, compiled: embrace_fx.CompiledModel) -> list[str]:
-    """Returns the lines that compare both contenders."""
+def _result_lines(ddp: Contender, own: Contender, compiled: embrace_fx.CompiledModel) -> list[str]:
+    """Returns the lines to print: the step times of both systems, their ratio, the bytes sent, and the model's
+    report.
+    """
     ddp_ms, own_ms = median(ddp.step_ms), median(own.step_ms)
     lines = [
         f"{dist.get_world_size()} ranks, medians over {len(ddp.step_ms)} turns of {STEPS_PER_TURN} steps, on one batch",

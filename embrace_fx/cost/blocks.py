@@ -62,7 +62,7 @@ def cheapest_block(run: int, itemsize: int, cluster: Cluster) -> int:
 
 @dataclass(frozen=True)
 class Streaming:
-    """The assignment of an aggregator's blocks to lanes in `omnireduce`.
+    """How `omnireduce` streams blocks: each aggregator processes `lanes` blocks at a time, grouped into messages.
 
     Attributes:
         lanes: lanes of an aggregator, each of which processes one block at a time.
@@ -110,12 +110,12 @@ def streaming_of(num_blocks: int, width: int, itemsize: int, world_size: int, cl
 
 
 def places_of_lane(num_blocks: int, world_size: int, lanes: int) -> int:
-    """Returns the number of blocks, present or not, of the longest lane."""
+    """Returns the number of blocks of the longest lane, with or without values."""
     return math.ceil(math.ceil(num_blocks / world_size) / lanes)
 
 
 def place_bytes(places: int) -> int:
-    """Returns the bytes that encode one of this many places of a lane, or none."""
+    """Returns the bytes that encode a position in a lane, from 0 to `places`."""
     return 1 if places < 2**8 else 4
 
 

@@ -117,15 +117,15 @@ def cheaper_scheme(sparsity: Sparsity, cluster: Cluster) -> Scheme:
 
 
 def paired_ranks(world_size: int) -> int:
-    """Returns the largest power of two of ranks. The other ranks send them their units and get the result."""
+    """Returns the largest power of two up to `world_size`: the ranks that take part in recursive doubling."""
     return 1 << (world_size.bit_length() - 1)
 
 
 def _all_gather(sparsity: Sparsity) -> Prediction:
     """Predicts "allgather". The slowest rank is the one with the most units."""
-    others, record = sparsity.world_size - 1, _record(sparsity)
+    others, record = sparsity.world_size - 1, _record_bytes(sparsity)
     most, everyone = max(sparsity.units_by_rank), sparsity.world_size * sparsity.mean_units
-    work = _found(sparsity, most, times=3) + _added(sparsity, everyone, sparsity.union) + _written(sparsity)
+    work = _find_work(sparsity, most, times=3) + _add_work(sparsity, everyone, sparsity.union) + _write_work(sparsity)
     return _prediction(
         others * (COUNT_BYTES + sparsity.mean_units * record),
         others * (COUNT_BYTES + most * record),
@@ -136,11 +136,11 @@ def _all_gather(sparsity: Sparsity) -> Prediction:
 
 def _parameter_server(sparsity: Sparsity) -> Prediction:
     """Predicts "ps". The slowest rank is the server of the fullest range."""
-    others, record = sparsity.world_size - 1, _record(sparsity)
+    others, record = sparsity.world_size - 1, _record_bytes(sparsity)
     pushed, push_critical = _push_bytes(sparsity, record, sparsity.push_imbalance)
     pulled, pull_critical = _pull_bytes(sparsity, record, sparsity.pull_imbalance)
     counts = 2 * others * COUNT_BYTES
-    work = _served(sparsity, 2, sparsity.push_imbalance, sparsity.pull_imbalance, given_out=2)
+    work = _server_work(sparsity, 2, sparsity.push_imbalance, sparsity.pull_imbalance, given_out=2)
     return _prediction(
         counts + pushed + pulled,
         counts + push_critical + pull_critical,
@@ -153,8 +153,8 @@ def _balanced(sparsity: Sparsity) -> Prediction:
     """Predicts "zen", balanced. Hashing makes servers equally full; means are returned with a bitmap instead of
     indices.
     """
-    others, values = sparsity.world_size - 1, _values(sparsity)
-    pushed, push_critical = _push_bytes(sparsity, _record(sparsity), imbalance=1.0)
+    others, values = sparsity.world_size - 1, _value_bytes(sparsity)
+    pushed, push_critical = _push_bytes(sparsity, _record_bytes(sparsity), imbalance=1.0)
     pulled, pull_critical = _pull_bytes(sparsity, values, imbalance=1.0)
     fixed = others * (COUNT_BYTES + sparsity.num_units / sparsity.world_size / 8)
     hashed = Work(units=max(sparsity.units_by_rank), rounds=2)
@@ -162,7 +162,7 @@ def _balanced(sparsity: Sparsity) -> Prediction:
         fixed + pushed + pulled,
         fixed + push_critical + pull_critical,
         4 * others,
-        _served(sparsity, 3, 1.0, 1.0, given_out=1) + hashed + claim(sparsity.union * values) + Work(rounds=4),
+        _server_work(sparsity, 3, 1.0, 1.0, given_out=1) + hashed + claim(sparsity.union * values) + Work(rounds=4),
     )
 
 
@@ -171,7 +171,7 @@ def _hierarchical(sparsity: Sparsity) -> Prediction:
     world_size = sparsity.world_size
     paired = paired_ranks(world_size)
     extra = world_size - paired
-    record, values = _record(sparsity), _values(sparsity)
+    record, values = _record_bytes(sparsity), _value_bytes(sparsity)
 
     def sent_bytes(units: float) -> float:
         """Returns the bytes of one message with some units."""
@@ -184,12 +184,12 @@ def _hierarchical(sparsity: Sparsity) -> Prediction:
         return min(sparsity.union, max(grown, most[-1]))
 
     def met(units: float, union: float) -> Work:
-        """Returns the work to encode, receive, join and sum two ranks' units, equally many on both."""
+        """Returns the work of a round: to encode, receive, join and sum the units of two ranks."""
         received, joined = claim(units * record), claim(2 * units * values)
-        return passes_over(3 * units * values) + received + joined + _added(sparsity, 2 * units, union)
+        return passes_over(3 * units * values) + received + joined + _add_work(sparsity, 2 * units, union)
 
     mean = critical = 0.0
-    work = _found(sparsity, max(sparsity.units_by_rank), times=1)
+    work = _find_work(sparsity, max(sparsity.units_by_rank), times=1)
     distance = 1
     while distance < paired:
         # At this point, groups of this many neighbours have the same union.
@@ -207,7 +207,7 @@ def _hierarchical(sparsity: Sparsity) -> Prediction:
         work += met(largest_union(1), largest_union(2)) + passes_over(sparsity.union * values)
         rounds += 2
     divided = passes_over(sparsity.union * values) + claim(sparsity.union * values)
-    return _prediction(mean, critical, 2 * rounds, work + divided + _written(sparsity) + Work(rounds=2 * rounds))
+    return _prediction(mean, critical, 2 * rounds, work + divided + _write_work(sparsity) + Work(rounds=2 * rounds))
 
 
 def _streamed(blocks: Sparsity, streaming: Streaming) -> Prediction:
@@ -216,7 +216,7 @@ def _streamed(blocks: Sparsity, streaming: Streaming) -> Prediction:
     With more than one stream, blocks arrive while means are sent. A single stream sums before it replies. Means are
     kept until the last one has arrived.
     """
-    world_size, record = blocks.world_size, _record(blocks)
+    world_size, record = blocks.world_size, _record_bytes(blocks)
     others = world_size - 1
     pushed, push_critical = _push_bytes(blocks, record, blocks.push_imbalance)
     pulled, pull_critical = _pull_bytes(blocks, record, blocks.pull_imbalance)
@@ -234,30 +234,30 @@ def _streamed(blocks: Sparsity, streaming: Streaming) -> Prediction:
         first + pushed + pulled,
         first + critical,
         round(2 * others * (1 + rounds)),
-        _served(blocks, 3, blocks.push_imbalance, blocks.pull_imbalance, given_out=1)
+        _server_work(blocks, 3, blocks.push_imbalance, blocks.pull_imbalance, given_out=1)
         + lanes
         + claim(blocks.union * record),
     )
 
 
-def _found(sparsity: Sparsity, units: float, times: float) -> Work:
-    """Returns the work to search a tensor, and to gather and encode its units in `times` passes."""
-    return Work(scanned_bytes=sparsity.tensor_bytes) + passes_over(units * _values(sparsity), times)
+def _find_work(sparsity: Sparsity, units: float, times: float) -> Work:
+    """Returns the work to search a tensor for non-zero units, and to gather and encode them."""
+    return Work(scanned_bytes=sparsity.tensor_bytes) + passes_over(units * _value_bytes(sparsity), times)
 
 
-def _added(sparsity: Sparsity, units: float, union: float) -> Work:
+def _add_work(sparsity: Sparsity, units: float, union: float) -> Work:
     """Returns the work to join units, add them to a cleared tensor of their union, and divide it."""
-    added, total = units * _values(sparsity), union * _values(sparsity)
+    added, total = units * _value_bytes(sparsity), union * _value_bytes(sparsity)
     return Work(units=units) + passes_over(2 * added + 2 * total) + claim(total)
 
 
-def _written(sparsity: Sparsity) -> Work:
+def _write_work(sparsity: Sparsity) -> Work:
     """Returns the work to write the mean into the gradient."""
-    return passes_over(sparsity.union * _values(sparsity))
+    return passes_over(sparsity.union * _value_bytes(sparsity))
 
 
-def _served(sparsity: Sparsity, to_send: float, push: float, pull: float, given_out: float) -> Work:
-    """Returns the work of an exchange by servers, at the fullest server.
+def _server_work(sparsity: Sparsity, to_send: float, push: float, pull: float, given_out: float) -> Work:
+    """Returns the work of the fullest server in an exchange by servers.
 
     Args:
         to_send: passes over a rank's units before they are sent.
@@ -266,19 +266,19 @@ def _served(sparsity: Sparsity, to_send: float, push: float, pull: float, given_
     """
     union = min(pull * sparsity.union / sparsity.world_size, sparsity.union)
     return (
-        _found(sparsity, max(sparsity.units_by_rank), to_send)
-        + _added(sparsity, push * sparsity.mean_units, union)
-        + passes_over(union * _values(sparsity), given_out)
-        + _written(sparsity)
+        _find_work(sparsity, max(sparsity.units_by_rank), to_send)
+        + _add_work(sparsity, push * sparsity.mean_units, union)
+        + passes_over(union * _value_bytes(sparsity), given_out)
+        + _write_work(sparsity)
     )
 
 
-def _values(sparsity: Sparsity) -> int:
+def _value_bytes(sparsity: Sparsity) -> int:
     """Returns the bytes of one unit's values."""
     return sparsity.width * sparsity.itemsize
 
 
-def _record(sparsity: Sparsity) -> int:
+def _record_bytes(sparsity: Sparsity) -> int:
     """Returns the bytes of one unit with its id."""
     return record_bytes(sparsity.num_units, sparsity.width, sparsity.itemsize)
 

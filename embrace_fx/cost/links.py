@@ -154,12 +154,12 @@ class Work:
 
 
 def passes_over(nbytes: float, times: float = 1.0) -> Work:
-    """Returns the work of `times` passes over the same bytes."""
+    """Returns the work to read or write `nbytes` bytes `times` times."""
     return Work(passed_bytes=times * nbytes)
 
 
 def claim(nbytes: float) -> Work:
-    """Returns the work of the first write to new memory."""
+    """Returns the work to write `nbytes` bytes of newly allocated memory."""
     return Work(claimed_bytes=nbytes if nbytes >= LARGE_BLOCK_BYTES else 0.0)
 
 
@@ -279,20 +279,20 @@ class Exchange:
 
 
 def all_reduce(tensor_bytes: int, world_size: int) -> Exchange:
-    """Prices a ring AllReduce: reduce-scatter and all-gather; each rank sends 2 (N-1)/N of the tensor."""
+    """Returns the bytes and messages of a ring AllReduce: each rank sends 2 (N-1)/N of the tensor."""
     steps = 2 * (world_size - 1)
     return Exchange(round(steps * tensor_bytes / world_size), steps)
 
 
 def all_gather(own_bytes: int, world_size: int) -> Exchange:
-    """Prices a ring AllGather of `own_bytes` per rank: each rank sends its own bytes and forwards those of N-2
+    """Returns the bytes and messages of a ring AllGather: each rank sends its own bytes and forwards those of N-2
     ranks.
     """
     return Exchange((world_size - 1) * own_bytes, world_size - 1)
 
 
 def gather_ids(rows_by_rank: tuple[int, ...], num_rows: int) -> Exchange:
-    """Prices one table's share of the id exchange, two AllGathers at the start of the step.
+    """Returns one table's share of the id exchange, which is two AllGathers at the start of a step.
 
     The first announces each table's number of ids as an int64 (`Announcements.announce`; the state before it is the
     step's own). The second has that number again and the ids (`Communicator.all_gather_ids`), int32 if they fit, padded
@@ -303,12 +303,12 @@ def gather_ids(rows_by_rank: tuple[int, ...], num_rows: int) -> Exchange:
 
 
 def all_to_all(own_bytes: int, world_size: int) -> Exchange:
-    """Prices an AlltoAll of `own_bytes` per rank in equal parts, of which one stays."""
+    """Returns the bytes and messages of an AlltoAll of `own_bytes` per rank. A rank keeps 1/N of them."""
     return Exchange(round((world_size - 1) * own_bytes / world_size), world_size - 1)
 
 
 def exchange(collective: Collective, own_bytes: int, world_size: int) -> Exchange:
-    """Prices one launch of a collective on a tensor of `own_bytes` on each rank."""
+    """Returns the bytes and messages of one launch of a collective on a tensor of `own_bytes` on each rank."""
     counted = {"all_reduce": all_reduce, "all_to_all": all_to_all, "all_gather": all_gather, "messages": all_to_all}
     return counted[collective](own_bytes, world_size)
 

@@ -74,7 +74,7 @@ class Sparsity:
         return self.mean_units / max(self.num_units, 1)
 
     def densification(self, ranks: int) -> float:
-        """Returns g(n): the units present on any of n ranks, divided by the units of one rank."""
+        """Returns g(n), the number of units present on any of n ranks divided by the number on one rank."""
         return self.unions[ranks - 1] / max(self.mean_units, 1.0)
 
     def __str__(self) -> str:
@@ -116,7 +116,7 @@ def measure(
 
 
 def _unions(ids_by_rank: Sequence[Tensor], num_units: int) -> list[int]:
-    """Returns the number of units of the first rank, of the first two, ..."""
+    """Returns the number of distinct units on the first rank, on the first two ranks, and so on."""
     seen = torch.zeros(num_units, dtype=torch.bool, device=ids_by_rank[0].device)
     sizes, size = [], 0
     for ids in ids_by_rank:
@@ -147,7 +147,9 @@ def extrapolate(ids_by_batch: Sequence[Tensor], num_units: int, width: int, item
     draws = ids.numel() / len(ids_by_batch)
 
     def present(ranks: int) -> tuple[Tensor, float]:
-        """Returns the probabilities that any of `ranks` ranks has each of `units`, and each of the missing units."""
+        """Returns the probability that any of `ranks` ranks has a unit: one for each known unit, and one for every
+        unseen unit.
+        """
         return 1 - (1 - often) ** (draws * ranks), 1 - math.pow(1 - new / max(lacking, 1), draws * ranks)
 
     def union(ranks: int) -> float:
@@ -175,14 +177,14 @@ def extrapolate(ids_by_batch: Sequence[Tensor], num_units: int, width: int, item
 
 
 def independent(num_units: int, width: int, itemsize: int, units_by_rank: tuple[int, ...]) -> Sparsity:
-    """Returns the sparsity of ranks that have these numbers of units, each drawn uniformly and independently."""
+    """Returns the sparsity of ranks that draw their units uniformly and independently."""
     absent = accumulate((1.0 - units / max(num_units, 1) for units in units_by_rank), operator.mul)
     unions = tuple(num_units * (1.0 - probability) for probability in absent)
     return Sparsity(num_units, width, itemsize, units_by_rank, unions)
 
 
 def with_units(sparsity: Sparsity, units_by_rank: tuple[int, ...]) -> Sparsity:
-    """Returns the sparsity with other numbers of units, with the same degree of overlap between ranks.
+    """Returns a copy with other numbers of units per rank, whose overlap between ranks is scaled accordingly.
 
     The degree is the position of the unions between those of equal ranks and those of independent ones.
     """
@@ -206,7 +208,7 @@ def with_units(sparsity: Sparsity, units_by_rank: tuple[int, ...]) -> Sparsity:
 
 
 def in_blocks(sparsity: Sparsity, block_size: int) -> Sparsity:
-    """Returns the sparsity of the same gradients in blocks of `block_size` consecutive values.
+    """Returns the sparsity of the same gradients, counted in blocks of `block_size` consecutive values.
 
     A row longer than a block counts as several blocks. Blocks of several rows are counted for rows at random places;
     clustered rows have fewer.
@@ -236,7 +238,7 @@ def even_ranges(num_units: int, ranges: int) -> list[int]:
 
 
 def range_index(ids: Tensor, num_units: int, ranges: int) -> Tensor:
-    """Returns the number of the even range, of N, that contains each id."""
+    """Returns, for each id, the index of its range when the units are divided into even ranges."""
     starts = torch.tensor(even_ranges(num_units, ranges)[1:], dtype=torch.int64, device=ids.device)
     return torch.bucketize(ids, starts, right=True)
 

@@ -56,15 +56,17 @@ class Draws:
     ids: float
 
     @classmethod
-    def of(cls, lies: Sparsity) -> Draws:
-        """Fits the exponent so that the expected distinct rows of a rank equal the measured ones."""
-        drawn = lies.draws_per_unit * lies.mean_units
+    def of(cls, sparsity: Sparsity) -> Draws:
+        """Fits the exponent to a measured sparsity, so that the expected distinct rows of a rank equal the measured
+        ones.
+        """
+        drawn = sparsity.draws_per_unit * sparsity.mean_units
 
         def are_few(exponent: float) -> bool:
-            """Returns whether draws with an exponent yield no more rows than were seen."""
-            return cls(lies.num_units, exponent, drawn).rows <= lies.mean_units
+            """Returns whether this exponent yields at most as many distinct rows as were measured."""
+            return cls(sparsity.num_units, exponent, drawn).rows <= sparsity.mean_units
 
-        return cls(lies.num_units, _least(are_few, _STEEPEST), drawn * lies.world_size)
+        return cls(sparsity.num_units, _least(are_few, _STEEPEST), drawn * sparsity.world_size)
 
     @cached_property
     def _spectrum(self) -> tuple[Tensor, Tensor]:
@@ -83,7 +85,7 @@ class Draws:
         return -float((rows * absent.expm1()).sum())
 
     def lacking(self, slots: int) -> float:
-        """Predicts the number of rows that a step reads and that a working set of this many slots does not contain."""
+        """Predicts how many of the rows that a step reads are not among the `slots` rows in memory."""
         if slots >= self.num_rows or not self.ids:
             return 0.0
         absent, rows = self._spectrum
@@ -93,7 +95,7 @@ class Draws:
 
 @dataclass(frozen=True)
 class _Together(Draws):
-    """The ids of several tables."""
+    """The combined ids of several tables."""
 
     tables: tuple[Draws, ...] = ()
 
@@ -106,7 +108,7 @@ class _Together(Draws):
 
 @dataclass(frozen=True)
 class RowMemory:
-    """A sharded table with only some rows in a rank's memory, and its prediction for the steady state.
+    """Predicts the steady state of a sharded table that keeps only some rows in a rank's memory.
 
     Attributes:
         num_rows: rows of the table.
@@ -139,7 +141,7 @@ class RowMemory:
 
     @cached_property
     def moved(self) -> tuple[tuple[StorageTier, float], ...]:
-        """Returns (storage, number of rows that a step reads from it and writes to it)."""
+        """Returns, for each storage tier, the number of rows that a step reads from it; as many are written back."""
         found, held = [], self.slots
         for place in self.storage:
             found.append((place, self.draws.lacking(held)))
@@ -148,12 +150,12 @@ class RowMemory:
 
     @property
     def moved_rows(self) -> float:
-        """Returns the number of rows that a step reads; it writes equally many."""
+        """Returns the number of rows that a step reads from storage, which is also the number it writes."""
         return self.moved[0][1]
 
     @property
     def moved_bytes(self) -> float:
-        """Returns the bytes that a step reads; it writes equally many."""
+        """Returns the bytes that a step reads from storage, which are also the bytes it writes."""
         return self.moved_rows * self.record_bytes
 
     @property
@@ -172,19 +174,19 @@ class RowMemory:
         return sum(rows * (each.write_ms + self.record_bytes * each.byte_ms) for each, rows in self.moved)
 
     def with_slots(self, slots: int) -> RowMemory:
-        """Copies the prediction with this many rows in memory."""
+        """Returns a copy with this many rows in memory."""
         return replace(self, slots=min(slots, self.num_rows))
 
     @property
     def least(self) -> RowMemory:
-        """Returns the prediction with the fewest slots that hold a known batch."""
+        """Returns a copy with the fewest rows in memory that still hold a known batch."""
         return self.with_slots(max(self.at_once, 1))
 
     def at_speed(self, step_ms: float, ahead: int = 1) -> RowMemory:
-        """Returns a copy with the fewest slots whose reads and writes are hidden by a step of `step_ms`."""
+        """Returns a copy with the fewest rows in memory for which a step of `step_ms` hides all reads and writes."""
 
         def is_hidden(slots: float) -> bool:
-            """Returns whether reads and writes fit into the step's time with some slots."""
+            """Returns whether a step hides its reads and writes with this many rows in memory."""
             found = self.with_slots(math.ceil(slots))
             return found.read_ms + found.write_ms <= step_ms
 
@@ -203,7 +205,7 @@ def together(memories: Sequence[RowMemory]) -> RowMemory:
 
 
 def _least(holds: Callable[[float], bool], most: float) -> float:
-    """Returns the smallest number up to `most` that meets a condition, which all larger numbers meet too."""
+    """Finds, by bisection, the smallest number up to `most` for which `holds` is true."""
     low, high = 0.0, float(most)
     for _ in range(_HALVINGS):
         middle = (low + high) / 2

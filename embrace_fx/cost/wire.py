@@ -17,7 +17,7 @@ BLOCK = 256
 
 @dataclass(frozen=True)
 class Wire:
-    """The bytes of numbers on the wire.
+    """The format of numbers on the wire, and the bytes that they take there.
 
     Attributes:
         itemsize: bytes of a number in memory.
@@ -33,7 +33,7 @@ class Wire:
         return self.form != "exact" and self.itemsize > (1 if self.form == "int8" else 2)
 
     def piece_bytes(self, columns: int) -> int:
-        """Returns the bytes of `columns` columns of a row."""
+        """Returns the bytes of one row's piece of `columns` columns."""
         if not self.rounds or not columns:
             return columns * self.itemsize
         return columns + 1 if self.form == "int8" else 2 * columns

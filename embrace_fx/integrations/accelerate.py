@@ -27,14 +27,14 @@ class EmbraceAccelerator(Accelerator):  # type: ignore[misc]  # accelerate has n
         self.compile_options = dict(compile_options or {})
 
     def prepare(self, *args: Any, **kwargs: Any) -> Any:
-        """Prepares as Accelerate does; optimizers prepared in the same call as the model step its tables."""
+        """Prepares objects like Accelerate. Optimizers prepared in the same call as a model step its tables."""
         self._prepared_together = [each for each in args if isinstance(each, Optimizer)]
         return super().prepare(*args, **kwargs)
 
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> nn.Module:
-        """Compiles a model. Returns a compiled or evaluated one as it is."""
+        """Compiles a model. Returns a model that is compiled already, or is only evaluated, unchanged."""
         if isinstance(model, embrace_fx.CompiledModel):
             self._models.append(model)
             return model
@@ -53,7 +53,7 @@ class EmbraceAccelerator(Accelerator):  # type: ignore[misc]  # accelerate has n
         return prepared
 
     def unwrap_model(self, model: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
-        """Returns the plain model; by its class a Trainer decides how labels are shifted."""
+        """Returns the plain model. A Trainer decides by its class how labels are shifted."""
         plain = model.module if isinstance(model, embrace_fx.CompiledModel) else model
         found: nn.Module = super().unwrap_model(plain, *args, **kwargs)
         return found

@@ -48,7 +48,7 @@ class EmbraceStrategy(DDPStrategy):
         self.setup_precision_plugin()
 
     def configure_ddp(self) -> None:
-        """Compiles the module, or its only trained child, in place of a wrap by DDP."""
+        """Compiles the module, or its only trained child. DDPStrategy would wrap the module here."""
         assert self.model is not None
         if self.compiled is not None:  # fit() may be called again
             return
@@ -73,7 +73,7 @@ class EmbraceStrategy(DDPStrategy):
         return embrace_fx.compile(network, **self._compile_options)
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Replaces the module's forward with the compiled one."""
+        """Calls the compiled module. Replaces the module's `forward`."""
         assert self.compiled is not None
         assert self.model is not None
         self._calls += 1
@@ -130,6 +130,6 @@ StrategyRegistry.register("embrace_fx", EmbraceStrategy, description="tables in 
 
 
 def _trained_children(module: nn.Module) -> list[str]:
-    """Lists the children, and own parameters, that hold a module's trainable parameters."""
+    """Returns the names of the children, and of own parameters, that hold a module's trainable parameters."""
     trainable = [name for name, parameter in module.named_parameters() if parameter.requires_grad]
     return sorted({name.split(".")[0] for name in trainable})

@@ -127,7 +127,7 @@ class DrawnTimeline(Timeline):
 
 
 def _table(picture: Picture) -> str:
-    """Returns a table of the diagnostics, with one column per panel and, for two panels, their ratio."""
+    """Returns the metrics of a picture as a text table, with one column per panel."""
     text = Table()
     text.add_column("per step")
     for panel in picture.panels:

@@ -13,7 +13,7 @@ Item = Span | Wait | Gap
 
 
 class Facts:
-    """Descriptions of the items of a picture. An operation has its predicted and measured times."""
+    """Describes the items of a picture in words, for hover texts."""
 
     def __init__(self, picture: Picture) -> None:
         self._picture = picture
@@ -30,7 +30,7 @@ class Facts:
             self._needed_by[each.before].append(each.after + (" (next window)" if each.distance else ""))
 
     def text(self, panel: Panel, item: Item) -> str:
-        """Returns all lines about an item."""
+        """Returns the description of an item, one fact per line."""
         step = f"t{item.window:+d}" if item.window else "t"
         where = f"where: {panel.status}, rank {item.rank}, window {step}"
         return "\n".join((f"{name(item)}: {_ms(item.end_ms - item.start_ms)}", where, *self._lines(panel, item)))
@@ -84,7 +84,7 @@ class Facts:
 
 
 def name(item: Item) -> str:
-    """Returns the name of an item, which is equal in each window."""
+    """Returns the name of an item, which is the same in every window."""
     if isinstance(item, Span):
         return item.operation.name
     return f"waits for {item.launch}" if isinstance(item, Wait) else "between operations"

@@ -47,7 +47,7 @@ def _edge(before: str, after: str, attributes: str = "") -> str:
 
 
 def _node(operation: Operation, place: int | None, is_critical: bool) -> str:
-    """Returns an operation's node in the DOT language."""
+    """Returns an operation as a node in the DOT language, with its place in the launch order if it is a launch."""
     lines = [operation.name, f"{operation.duration_ms:.2f} ms"]
     if not operation.is_compute:
         lines[1] += f", {operation.sent_bytes / MIB:.2f} MiB"

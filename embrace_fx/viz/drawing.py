@@ -64,11 +64,13 @@ class Cell:
         return self.lane if self.lane != "compute" else "backward" if self.phase == "backward" else "forward"
 
 
-def fold(parts: Mapping[str, fx.GraphModule]) -> list[Cell]:
-    """Folds consecutive modules into cells."""
+def fold(modules: Mapping[str, fx.GraphModule]) -> list[Cell]:
+    """Folds the graphs' nodes into cells: one for each communication, one for all compute between two
+    communications.
+    """
     cells: list[Cell] = []
     sent: dict[object, int] = {}  # launch (its node if it has no id) -> its cell
-    for phase, module in parts.items():
+    for phase, module in modules.items():
         cell_of: dict[fx.Node, int] = {}
         block: int | None = None
         ends = True  # the next compute node begins a block
@@ -110,14 +112,14 @@ def _lane(node: fx.Node) -> Lane:
     return next((lane for lane in LANES[1:] if lane in node.args), "dense")
 
 
-def dot(parts: Mapping[str, fx.GraphModule], title: str) -> str:
+def dot(modules: Mapping[str, fx.GraphModule], title: str) -> str:
     """Returns graph modules as text in the DOT language of Graphviz."""
     lines = [
         f"  label={quoted(title)}; labelloc=t; rankdir=TB; nodesep=0.2; ranksep=0.25;",
         '  node [style=filled, fontname="Helvetica", fontsize=10, height=0.3, penwidth=0.6];',
         "  edge [arrowsize=0.6];",
     ]
-    cells = fold(parts)
+    cells = fold(modules)
     for k, cell in enumerate(cells):
         shape = "box" if cell.lane == "compute" else "ellipse"
         fill, ink = LIGHT.fill[cell.paint], LIGHT.ink[cell.paint]
@@ -137,14 +139,14 @@ LAYOUT_S = 60.0
 """Maximum seconds for Graphviz. A graph that takes longer is drawn as a table."""
 
 
-def svg(parts: Mapping[str, fx.GraphModule], title: str) -> str:
+def svg(modules: Mapping[str, fx.GraphModule], title: str) -> str:
     """Returns modules as an SVG file, in the reader's light or dark scheme."""
-    laid_out = _laid_out(dot(parts, title))
-    return _table(fold(parts), title) if laid_out is None else laid_out
+    laid_out = _graphviz_svg(dot(modules, title))
+    return _table(fold(modules), title) if laid_out is None else laid_out
 
 
-def _laid_out(text: str) -> str | None:
-    """Runs Graphviz. Returns None if it is not installed or takes too long."""
+def _graphviz_svg(text: str) -> str | None:
+    """Returns Graphviz's SVG for a graph in DOT, or None if Graphviz is not installed or takes too long."""
     program = shutil.which("dot")
     if program is None:
         return None
@@ -161,7 +163,7 @@ def _laid_out(text: str) -> str | None:
 
 
 def _style_of_layout() -> str:
-    """Returns the style sheet that replaces the layout's light colours by dark ones."""
+    """Returns the style sheet that replaces Graphviz's light colours in dark mode."""
     whole = ".embrace-graphs"
     rules = [f"{whole}{{background:{DARK.page}}}{whole} .graph>polygon{{fill:{DARK.page};stroke:none}}"]
     rules.append(f"{whole} .graph>text{{fill:{DARK.text}}}{whole} .edge path{{stroke:{DARK.faint}}}")
@@ -178,7 +180,9 @@ _CHARACTER = 6.2
 
 
 def _table(cells: Sequence[Cell], title: str) -> str:
-    """Draws the blocks in a column, each with its number, its label, and the numbers it depends on."""
+    """Draws the cells as a column of boxes, each with its number, label and dependences, for machines without
+    Graphviz.
+    """
     needs = ["after " + ", ".join(str(k + 1) for k in sorted(cell.after)) if cell.after else "" for cell in cells]
     wide = 44 + _CHARACTER * max((len(cell.label) for cell in cells), default=0)
     width = round(wide + 20 + _CHARACTER * max([len(title), *map(len, needs)]))

@@ -69,7 +69,7 @@ class Graphs(Mapping[str, fx.GraphModule]):
 
     def text(self, name: str) -> str:
         """Returns a graph as text; after a pass over phases, all phases."""
-        return "\n".join(f"# {phase}\n{_readable(module)}" for phase, module in self._parts(name).items())
+        return "\n".join(f"# {phase}\n{_readable(module)}" for phase, module in self._phases_of(name).items())
 
     def source(self, name: str = "backward") -> str:
         """Returns a phase as the Python code that runs, with each line's launch or await as a comment.
@@ -115,24 +115,24 @@ class Graphs(Mapping[str, fx.GraphModule]):
             )
         if not self:
             raise ValueError("graphs.save(): there is no graph yet. Run a training step first.")
-        parts = self._parts(name) if name is not None else self._last()
+        parts = self._phases_of(name) if name is not None else self._last()
         text = renderers[target.suffix.lower()](parts, name or _WHAT_RUNS)
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_text(text, encoding="utf-8")
 
-    def _parts(self, name: str) -> Mapping[str, fx.GraphModule]:
-        """Returns the phases of a graph, or the graph itself if it is not split."""
+    def _phases_of(self, name: str) -> Mapping[str, fx.GraphModule]:
+        """Returns the phases of a graph by name, or the graph alone if it is not split."""
         return self._phases.get(name) or {name: self[name]}
 
     def _last(self) -> Mapping[str, fx.GraphModule]:
-        """Returns the graphs that run in a step, or else the last graph."""
+        """Returns the phases that run in a step, or else the last graph."""
         ran = {phase: self._modules[phase] for phase in PHASES if phase in self._modules}
-        return ran or self._parts(list(self._modules)[-1])
+        return ran or self._phases_of(list(self._modules)[-1])
 
 
 _WHAT_RUNS = "what runs in a step"
 
 
 def _readable(module: fx.GraphModule) -> str:
-    """Returns the code of a module."""
+    """Returns a module's code as torch prints it, without strides and devices."""
     return str(module.print_readable(print_output=False, include_stride=False, include_device=False))

@@ -56,7 +56,7 @@ GLOSSARY: Mapping[str, str] = {
 
 
 def render(picture: Picture) -> str:
-    """Returns a picture as a page."""
+    """Returns a picture as an HTML page."""
     files = resources.files("embrace_fx.viz")
     page = Template(files.joinpath("page.html").read_text(encoding="utf-8"))
     # A "<" inside a script element could close it.
@@ -82,7 +82,7 @@ _NAMED = Theme(
 
 
 def _section(picture: Picture, panel: Panel) -> str:
-    """Returns a panel as a section of the page."""
+    """Returns a panel as an HTML section."""
     status = panel.status
     return "\n".join(
         (
@@ -97,7 +97,7 @@ def _section(picture: Picture, panel: Panel) -> str:
 
 
 def _colours() -> str:
-    """Returns the style rules of both themes."""
+    """Returns the CSS rules of both themes."""
     dark = _variables(DARK)
     return (
         f":root {{ color-scheme: light; {_variables(LIGHT)} }}\n"
@@ -115,7 +115,7 @@ def _variables(theme: Theme) -> str:
 
 
 def _data(picture: Picture) -> dict[str, Any]:
-    """Returns the data of the page's script."""
+    """Returns the values that the page's script reads."""
     schedule = picture.schedule
     return {
         "left": svg.LEFT,
@@ -138,7 +138,7 @@ def _data(picture: Picture) -> dict[str, Any]:
 
 
 def _panel(panel: Panel) -> dict[str, Any]:
-    """Returns a panel for the page's script."""
+    """Converts a panel to the values that the page's script reads."""
     return {
         "status": panel.status,
         "ranks": panel.ranks,
@@ -168,5 +168,5 @@ def _operations(picture: Picture) -> Iterator[dict[str, Any]]:
 
 
 def _figure(figure: Figure) -> dict[str, Any]:
-    """Returns a figure for the page's script."""
+    """Converts a metric to the values that the page's script reads."""
     return {**asdict(figure), "text": str(figure)}

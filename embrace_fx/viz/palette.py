@@ -109,10 +109,10 @@ OF_SHARE: Mapping[Share, str] = {
 
 
 def paint(operation: Operation) -> str:
-    """Returns an operation's key in `PAINTS`: for compute its part of a step, else its lane."""
+    """Returns the key of an operation's colour in `PAINTS`: its part of a step if it is compute, else its lane."""
     return OF_SHARE.get(operation.share, operation.lane)
 
 
 def lane_paint(lane: Lane) -> str:
-    """Returns a whole lane's key in `PAINTS`."""
+    """Returns the key of a lane's colour in `PAINTS`."""
     return "backward" if lane == "compute" else lane

@@ -56,7 +56,7 @@ class Gap:
 
 @dataclass(frozen=True)
 class Figure:
-    """One metric, with its colour.
+    """One metric of a panel: its name, value and colour.
 
     Attributes:
         lane: its lane, or None.
@@ -73,7 +73,7 @@ class Figure:
 
     @property
     def digits(self) -> int:
-        """Returns the number of decimals shown."""
+        """Returns the number of decimals to show."""
         return 3 if self.unit == "" else 2
 
     def __str__(self) -> str:
@@ -183,7 +183,7 @@ class Panel:
             end_ms = max(end_ms, item.end_ms)
 
     def _computed(self) -> Iterator[Figure]:
-        """Yields the present parts of compute, in execution order."""
+        """Yields the metrics of the parts of compute that take time, in execution order."""
         for share in ("backward", "your code", "optimizer", "loader", "forward"):
             if ms := self.diagnostics.shares_ms.get(share, 0.0):
                 yield Figure(share, ms, "ms", "compute", paint=OF_SHARE[share])
@@ -194,7 +194,7 @@ class Panel:
         return why(self.diagnostics.shares_ms, "A step takes" if is_measured else "A step is predicted to take")
 
     def figures(self) -> tuple[Figure, ...]:
-        """Returns the metrics, in display order."""
+        """Returns the metrics of a panel, in display order."""
         d = self.diagnostics
         copies = tuple(lane for lane in COPIES if d.communication_ms.get(lane))  # most steps copy nothing
         classes = (*CLASS_LANES, *copies)
@@ -214,7 +214,7 @@ class Panel:
 
 @dataclass(frozen=True)
 class Bar:
-    """A step's time as a bar of its parts, in order."""
+    """One step of one system, drawn as a bar of its parts."""
 
     name: str
     parts: tuple[Figure, ...]
@@ -223,7 +223,7 @@ class Bar:
 
 @dataclass(frozen=True)
 class Picture:
-    """A prediction, a measurement, or both.
+    """The contents of a picture: a prediction, a measurement, or both.
 
     Attributes:
         background: facts to show with them, or None.
@@ -266,14 +266,14 @@ class Picture:
         return self.panels[-1].why() if is_told else None
 
     def ratios(self) -> dict[str, str]:
-        """Maps each label to measured / predicted, or "" if either is shown as 0."""
+        """Maps the label of each metric to measured / predicted, or "" if either is shown as 0."""
         if len(self.panels) < 2:
             return {}
         predicted, measured = ({figure.label: figure for figure in panel.figures()} for panel in self.panels)
         return {label: _ratio(measured.get(label), predicted.get(label)) for label in {**predicted, **measured}}
 
     def bars(self) -> tuple[Bar, ...]:
-        """Returns a bar for a step of each panel, and one for DDP with the last panel's compute."""
+        """Returns the bars that compare a step: predicted, measured, and under DDP with the same compute."""
         found = []
         for panel in self.panels:
             parts = tuple(f for f in panel.figures() if f.paint or f.label == "between operations")
@@ -287,7 +287,7 @@ class Picture:
         return tuple(found)
 
     def _links_slower(self) -> float:
-        """Returns measured / predicted time of dense gradients, because DDP would use the same links."""
+        """Returns measured / predicted time of dense gradients, by which DDP's estimated time is scaled."""
         predicted, *measured = (panel.diagnostics.communication_ms.get("dense", 0.0) for panel in self.panels)
         return measured[0] / predicted if measured and measured[0] and predicted else 1.0
 
@@ -338,14 +338,14 @@ def _ratio(measured: Figure | None, predicted: Figure | None) -> str:
 
 def labels(operation: Operation) -> tuple[str, ...]:
     """Returns possible labels of an operation, longest first: its name, or its table or bucket."""
-    served = ", ".join(_of_stack(name) for name in operation.serves)
+    served = ", ".join(_short_name(name) for name in operation.serves)
     return (operation.name, served, re.split(r"[. ](?!\+)", served)[-1])
 
 
-def _of_stack(name: str) -> str:
+def _short_name(name: str) -> str:
     """Shortens the name of a table, or of a row space, which becomes its first table and the number of the others.
 
-    >>> _of_stack("user.weight and 2 more")
+    >>> _short_name("user.weight and 2 more")
     'user +2'
     """
     first, _, others = name.partition(" and ")

@@ -69,7 +69,7 @@ def document(title: str, width: int, height: int, head: Sequence[str], lines: Se
 
 
 def strips(picture: Picture, panel: Panel) -> Iterator[str]:
-    """Yields an element for each rank of a panel, with all windows, and with times for the page's script."""
+    """Yields an SVG element for each rank of a panel, which the page's script moves when the reader zooms."""
     low, high = (
         edge(getattr(s, at) for s in panel.timeline.spans) for edge, at in ((min, "start_ms"), (max, "end_ms"))
     )
@@ -87,7 +87,7 @@ def strips(picture: Picture, panel: Panel) -> Iterator[str]:
 
 @dataclass(frozen=True)
 class _Part:
-    """Lines of SVG, and their bottom edge."""
+    """A part of the picture: its SVG lines, and the y of its bottom edge."""
 
     lines: list[str]
     bottom: float
@@ -95,7 +95,7 @@ class _Part:
 
 @dataclass(frozen=True)
 class _Axis:
-    """Maps a time to its x. Times outside map to the border. `start_ms` and `end_ms` count from `origin_ms`.
+    """The time axis: maps a time in ms to an x in the picture. Times outside map to the border.
 
     Attributes:
         live: whether a script moves elements, by the times in their attributes.
@@ -296,7 +296,7 @@ def _arrows(path: Sequence[Span], axis: _Axis, place: Mapping[int, float]) -> It
 
 
 def _line(axis: _Axis, from_ms: float, to_ms: float, y1: float, y2: float, kind: str) -> str:
-    """Returns a line."""
+    """Returns a line between two times and two heights."""
     times = axis.times(from_ms, to_ms)
     return f'<line x1="{axis(from_ms)}" x2="{axis(to_ms)}" y1="{y1}" y2="{y2}" {kind}{times}/>'
 
@@ -317,7 +317,7 @@ def _ticks(axis: _Axis, y: float) -> Iterator[str]:
 
 
 def _summary(panel: Panel) -> str:
-    """Returns a panel's figures in one line."""
+    """Returns a panel's metrics in one line."""
     figures = panel.figures()
     shown = [f for f in figures if not f.label.endswith("busy") and not (f.is_wait and f.value == 0)]
     return ", ".join(f"{figure.label} {figure}" for figure in shown)
@@ -330,7 +330,7 @@ def _text(x: float, y: float, text: str, kind: str = "") -> str:
 
 
 def definitions(picture: Picture) -> str:
-    """Draws the hatches of waits and the head of an arrow."""
+    """Returns the SVG definitions of the hatching patterns and the arrow head."""
     size = 'markerUnits="userSpaceOnUse" markerWidth="7" markerHeight="6" refX="6" refY="3"'
     head = f'<marker id="head" class="head" orient="auto" {size}>'
     hatches = "".join(_hatch(lane) for lane in picture.lanes if lane != "compute")
@@ -338,7 +338,7 @@ def definitions(picture: Picture) -> str:
 
 
 def _hatch(lane: Lane) -> str:
-    """Returns the hatching pattern of a lane."""
+    """Returns the hatching pattern of waits for a lane."""
     return (
         f'<pattern id="h-{lane}" width="5" height="5" patternUnits="userSpaceOnUse" patternTransform="rotate(45)">'
         f'<rect width="2" height="5" class="f-{lane}"/></pattern>'
@@ -346,7 +346,7 @@ def _hatch(lane: Lane) -> str:
 
 
 def style(theme: Theme) -> str:
-    """Returns the style sheet of a picture in a theme's colours."""
+    """Returns the style sheet of a picture in one theme."""
     fixed = (
         "text{font:10px Helvetica,Arial,'DejaVu Sans',sans-serif}"
         ".title{font-size:15px;font-weight:bold}.heading{font-size:12px;font-weight:bold}.rank{font-weight:bold}"

@@ -63,7 +63,7 @@ def read(path: str | os.PathLike[str]) -> tuple[Schedule | None, Timeline | None
 
 
 def _plain(kind: type[Schedule | Timeline], value: Schedule | Timeline | None) -> Any:
-    """Converts the fields that a class declares to plain data, without those of a drawing subclass."""
+    """Converts a schedule or timeline to plain data, without the fields that drawing adds."""
     return None if value is None else {field.name: to_plain(getattr(value, field.name)) for field in fields(kind)}
 
 
@@ -113,18 +113,18 @@ def _arrows(panel: Panel, pid: int) -> Iterator[Event]:
 
 
 def _tid(panel: Panel, lane: Lane, row: int) -> int:
-    """Returns a thread's sort index: by lane, then by row."""
+    """Returns the trace's thread number for a row of a lane; viewers sort rows by it."""
     most = max(len(rows) for rows in panel.rows.values())
     return LANES.index(lane) * most + row + 1
 
 
 def _name(what: str, pid: int, tid: int, name: str) -> Event:
-    """Returns an event that names a process or thread."""
+    """Returns the trace event that names a process or a thread."""
     return {"ph": "M", "name": f"{what}_name", "pid": pid, "tid": tid, "args": {"name": name}}
 
 
 def _complete(name: str, category: str, pid: int, tid: int, item: Span | Wait, args: dict[str, Any]) -> Event:
-    """Returns a complete event: one with a duration."""
+    """Returns the trace event of a span or wait."""
     start_us = _us(item.start_ms)
     duration_us = round(_us(item.end_ms) - start_us, 3)
     return {
@@ -140,5 +140,5 @@ def _complete(name: str, category: str, pid: int, tid: int, item: Span | Wait, a
 
 
 def _us(time_ms: float) -> float:
-    """Rounds to the nanosecond, so that consecutive spans stay adjacent."""
+    """Converts ms to µs, rounded to the nanosecond, so that consecutive spans stay adjacent."""
     return round(time_ms * 1e3, 3)

@@ -69,7 +69,7 @@ LEAST = 0.02
 
 @dataclass(frozen=True)
 class Why:
-    """A step's parts, largest first.
+    """The explanation of a step's time: its parts, the largest first, and the change that would help most.
 
     Attributes:
         headline: the largest parts, in a sentence.
@@ -111,7 +111,7 @@ def why(shares_ms: Mapping[Share, float], step: str = "A step takes") -> Why | N
 
 
 def unlike_predicted(shares_ms: Mapping[Share, float], schedule: Schedule) -> str:
-    """Reports a measured step that differs from the predicted one, with the option to try, or "" if it does not differ.
+    """Returns a sentence about a step that is clearly slower than predicted, with the option to try, or "".
 
     Args:
         shares_ms: part of the measured step -> milliseconds.

@@ -18,23 +18,25 @@ _RANDOM = (torch.Tag.nondeterministic_seeded,)
 
 
 @op("random_state", "(Device device) -> Tensor", tags=_RANDOM)
-def _(device: torch.device) -> Tensor:
+def random_state(device: torch.device) -> Tensor:
     """Returns the state of a device's default generator: uint8 on the host, 5,056 bytes for a CPU, 16 for a GPU."""
     return torch.empty(5056 if device.type == "cpu" else 16, dtype=torch.uint8, device="cpu")
 
 
 @op("begin_replay", "(Tensor state, Device device) -> Tensor", tags=_RANDOM)
-def _(state: Tensor, device: torch.device) -> Tensor:
+def begin_replay(state: Tensor, device: torch.device) -> Tensor:
     """Sets a device's generator to `state`. Returns its previous state, for `end_replay`."""
     return torch.empty_like(state)
 
 
 @op("end_replay", "(Tensor state, Device device) -> ()", tags=_RANDOM)
-def _(state: Tensor, device: torch.device) -> None:
+def end_replay(state: Tensor, device: torch.device) -> None:
     """Sets a device's generator back to its state before `begin_replay`."""
 
 
 @op("copy_unwritten", "(Tensor state) -> Tensor")
-def _(state: Tensor) -> Tensor:
-    """Copies, for the backward, state that the forward reads and later writes (a buffer, a tensor of the batch)."""
+def copy_unwritten(state: Tensor) -> Tensor:
+    """Copies state before the forward overwrites it (a buffer, a tensor of the batch), for recomputation in the
+    backward.
+    """
     return torch.empty_like(state)

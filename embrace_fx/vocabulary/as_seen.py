@@ -13,20 +13,22 @@ _VERSION = attrgetter("_version")
 
 @dataclass(frozen=True)
 class AsSeen:
-    """Tensors with their version counters at the time of recording."""
+    """A snapshot of tensors and their version counters, to detect later writes."""
 
     tensors: tuple[Tensor, ...] = ()
     writes: tuple[int, ...] = ()
 
     @staticmethod
     def of(values: Iterable[object]) -> AsSeen:
-        """Records the tensors among some values, except inference tensors, which have no version counter."""
+        """Takes a snapshot of the tensors among `values`. Leaves out inference tensors, which have no version
+        counter.
+        """
         found = tuple([each for each in values if isinstance(each, Tensor) and not each.is_inference()])
         return AsSeen(found, tuple(map(_VERSION, found)))
 
     @staticmethod
     def of_all(tensors: Iterable[Tensor]) -> AsSeen:
-        """Records tensors.
+        """Takes a snapshot of tensors.
 
         Raises:
             RuntimeError: a tensor was created in inference mode.
@@ -35,14 +37,14 @@ class AsSeen:
         return AsSeen(found, tuple(map(_VERSION, found)))
 
     def written(self) -> list[Tensor]:
-        """Returns the tensors that have been written since."""
+        """Returns the tensors that have been written since the snapshot."""
         now = tuple(map(_VERSION, self.tensors))
         if now == self.writes:
             return []
         return [each for each, one, other in zip(self.tensors, self.writes, now, strict=True) if one != other]
 
     def is_of(self, values: Iterable[object]) -> bool:
-        """Returns whether the values contain the same tensors, unwritten since."""
+        """Returns whether `values` contain exactly the tensors of the snapshot, unwritten since."""
         now = [each for each in values if isinstance(each, Tensor) and not each.is_inference()]
         return [*map(id, now)] == [*map(id, self.tensors)] and tuple(map(_VERSION, self.tensors)) == self.writes
 

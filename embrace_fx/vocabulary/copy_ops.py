@@ -24,26 +24,28 @@ COPY_OPS: frozenset[str] = frozenset({OFFLOAD, AWAIT_OFFLOAD, RELOAD, AWAIT_RELO
 
 
 @op("offload", "(Tensor value, str launch) -> Tensor")
-def _(value: Tensor, launch: str) -> Tensor:
-    """Starts copying a value out of memory. The memory is held until the copy has ended."""
+def offload(value: Tensor, launch: str) -> Tensor:
+    """Starts copying a value out of memory. Its memory stays allocated until the copy has ended."""
     return torch.empty_like(value)
 
 
 @op("await_offload", "(Tensor leaving, str launch) -> Tensor")
-def _(leaving: Tensor, launch: str) -> Tensor:
-    """Waits until a value is copied out, and frees its memory. The result uses no memory."""
+def await_offload(leaving: Tensor, launch: str) -> Tensor:
+    """Waits until a value is copied out, and frees its memory. Returns a tensor without memory that stands for the
+    value.
+    """
     return torch.empty_like(leaving)
 
 
 @op("reload", "(Tensor stored, str launch) -> Tensor")
-def _(stored: Tensor, launch: str) -> Tensor:
-    """Allocates memory, and starts copying a value back into it."""
+def reload(stored: Tensor, launch: str) -> Tensor:
+    """Allocates memory for an offloaded value, and starts copying the value back."""
     return torch.empty_like(stored)
 
 
 @op("await_reload", "(Tensor coming, str launch) -> Tensor")
-def _(coming: Tensor, launch: str) -> Tensor:
-    """Waits until a value is copied back, and returns it."""
+def await_reload(coming: Tensor, launch: str) -> Tensor:
+    """Waits until a value is copied back, and returns the value."""
     return torch.empty_like(coming)
 
 

@@ -47,9 +47,9 @@ each step ("sweep"); each when it is next read ("replay"); or the faster of thes
 STILL = ("", "lazy")
 
 
-def semantics(asked: RowUpdatesOption) -> RowUpdates:
-    """Returns the semantics that an option asks for."""
-    return "lazy" if asked == "lazy" else "exact"
+def semantics(option: RowUpdatesOption) -> RowUpdates:
+    """Returns the semantics of row updates that the option `row_updates` selects."""
+    return "lazy" if option == "lazy" else "exact"
 
 
 ELEMENT_WISE: frozenset[type[Optimizer]] = frozenset(

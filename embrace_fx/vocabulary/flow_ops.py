@@ -17,13 +17,15 @@ from embrace_fx.vocabulary.fake_results import empty_as, op, unknown_size
 
 
 @op("submit_ids", "(Tensor[] ids, str launch) -> Tensor")
-def _(ids: Sequence[Tensor], launch: str) -> Tensor:
-    """Submits the AllGather of the next batch's ids. Keeps `ids` (R,), this batch's by table, to split rows later."""
+def submit_ids(ids: Sequence[Tensor], launch: str) -> Tensor:
+    """Submits the AllGather of the next batch's ids. `ids` are this batch's, for each table (R,), which `await_ids`
+    needs to split rows.
+    """
     return empty_as(ids[0], (0,))
 
 
 @op("await_ids", "(Tensor[] ids, str launch) -> Tensor")
-def _(ids: Sequence[Tensor], launch: str) -> Tensor:
+def await_ids(ids: Sequence[Tensor], launch: str) -> Tensor:
     """Waits for the next batch's ids. Splits this batch's rows into prior and delayed, and the next batch's into early
     and late.
 
@@ -35,8 +37,8 @@ def _(ids: Sequence[Tensor], launch: str) -> Tensor:
 
 
 @op("submit_rows", "(Tensor shard, Tensor ids, Tensor counts, str table, ScalarType dtype, str launch) -> Tensor")
-def _(shard: Tensor, ids: Tensor, counts: Tensor, table: str, dtype: torch.dtype, launch: str) -> Tensor:
-    """Looks up this rank's columns of some of a batch's rows and submits their AlltoAll, in `dtype`.
+def submit_rows(shard: Tensor, ids: Tensor, counts: Tensor, table: str, dtype: torch.dtype, launch: str) -> Tensor:
+    """Looks up rows of a batch in this rank's columns, and submits their AlltoAll in `dtype`.
 
     `ids` (R,) and `counts` (N,) are results of `unpack_ids` for the forward's batch; for early rows, which a backward
     submits, for the backward's batch. The result is an empty tensor.
@@ -45,14 +47,16 @@ def _(shard: Tensor, ids: Tensor, counts: Tensor, table: str, dtype: torch.dtype
 
 
 @op("await_rows", "(Tensor ids, Tensor counts, str table, ScalarType dtype, str launch) -> Tensor")
-def _(ids: Tensor, counts: Tensor, table: str, dtype: torch.dtype, launch: str) -> Tensor:
-    """Waits for some of the rows that this rank reads: flat (k * D,), in blocks by the sending rank."""
+def await_rows(ids: Tensor, counts: Tensor, table: str, dtype: torch.dtype, launch: str) -> Tensor:
+    """Waits for rows that `submit_rows` has sent. Returns them as received: flat (k * D,), in blocks by the sending
+    rank.
+    """
     return empty_as(ids, (unknown_size(),), dtype=dtype)
 
 
 @op("join_rows", "(Tensor[] parts, Tensor ids, Tensor counts, str table) -> Tensor")
-def _(parts: Sequence[Tensor], ids: Tensor, counts: Tensor, table: str) -> Tensor:
-    """Joins the received parts into the rows that this rank reads, flat (U * D,), row after row."""
+def join_rows(parts: Sequence[Tensor], ids: Tensor, counts: Tensor, table: str) -> Tensor:
+    """Joins the received parts (early and late) into all rows that this rank reads, flat (U * D,), row after row."""
     return empty_as(parts[0], (unknown_size(),))
 
 
@@ -60,7 +64,7 @@ def _(parts: Sequence[Tensor], ids: Tensor, counts: Tensor, table: str) -> Tenso
     "submit_gradients",
     "(Tensor rows, Tensor ids, Tensor counts, str table, int[] padding_rows, float scale, str launch) -> Tensor",
 )
-def _(
+def submit_gradients(
     rows: Tensor,
     ids: Tensor,
     counts: Tensor,
@@ -78,28 +82,28 @@ def _(
 
 
 @op("update_rows", "(Tensor(a) shard, str table, str launch) -> Tensor(a)")
-def _(shard: Tensor, table: str, launch: str) -> Tensor:
-    """Waits for some of a shard's row gradients, applies the last step's update with them, and returns the shard."""
+def update_rows(shard: Tensor, table: str, launch: str) -> Tensor:
+    """Waits for row gradients of the last step, updates the shard with them, and returns the shard."""
     return shard.view(shard.shape)
 
 
 @op("submit_chunk", "(Tensor(a!) flat, int start, int length, str launch) -> Tensor(a!)")
-def _(flat: Tensor, start: int, length: int, launch: str) -> Tensor:
+def submit_chunk(flat: Tensor, start: int, length: int, launch: str) -> Tensor:
     """Submits the in-place AllReduce of elements `start` to `start + length` of a packed bucket, or the sparse exchange
     of a whole bucket if the plan has one. The result shares the bucket's memory."""
     return flat
 
 
 @op("await_chunk", "(Tensor(a) value, str launch) -> Tensor(a)")
-def _(value: Tensor, launch: str) -> Tensor:
+def await_chunk(value: Tensor, launch: str) -> Tensor:
     """Waits for a chunk and returns `value`: the bucket, or a parameter that the chunk updates."""
     same: Tensor = torch.ops.aten.alias.default(value)
     return same
 
 
 @op("hand_over", "(Tensor flat, int bucket) -> Tensor")
-def _(flat: Tensor, bucket: int) -> Tensor:
-    """Passes a bucket in flight to the optimizer and the next forward. No later node reads `flat`.
+def hand_over(flat: Tensor, bucket: int) -> Tensor:
+    """Leaves a bucket in flight to the optimizer and the next forward, at the end of a backward.
 
     The result is an empty tensor that represents the gradients among the backward's outputs.
     """
@@ -107,6 +111,6 @@ def _(flat: Tensor, bucket: int) -> Tensor:
 
 
 @op("update_bucket", "(Tensor(a -> *)[] parameters, int bucket) -> Tensor(a)[]")
-def _(parameters: Sequence[Tensor], bucket: int) -> list[Tensor]:
-    """Applies the last step's update of a bucket to its parameters, in place, and returns them."""
+def update_bucket(parameters: Sequence[Tensor], bucket: int) -> list[Tensor]:
+    """Applies the last step's update to a bucket's parameters, in place, and returns the parameters."""
     return [torch.ops.aten.alias.default(p) for p in parameters]

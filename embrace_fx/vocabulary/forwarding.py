@@ -23,7 +23,7 @@ READ_MEMORY = (
 
 
 def forward(kind: type, names: Iterable[str], find: Callable[[Any, str], Any]) -> None:
-    """Adds methods to a proxy class that call the same methods of the represented object.
+    """Adds methods to a proxy class, each of which calls the same method of the object that the proxy represents.
 
     Args:
         find: (proxy, method name) -> the represented object.
@@ -33,11 +33,11 @@ def forward(kind: type, names: Iterable[str], find: Callable[[Any, str], Any]) -
 
 
 def _forwarded(name: str, find: Callable[[Any, str], Any]) -> Callable[..., Any]:
-    """Returns a method that forwards its calls to the found object."""
+    """Returns a method of a proxy that calls the same method of the represented object."""
 
-    def method(itself: Any, *args: Any, **kwargs: Any) -> Any:
-        """Calls the found object's method."""
-        return getattr(find(itself, name), name)(*args, **kwargs)
+    def method(proxy: Any, *args: Any, **kwargs: Any) -> Any:
+        """Calls the represented object's method."""
+        return getattr(find(proxy, name), name)(*args, **kwargs)
 
     return method
 
@@ -77,7 +77,7 @@ _MEMORY_OF: dict[type[Tensor], Callable[[Any, int], Tensor]] = {}
 
 
 def _may_share(tensor: Tensor, data: Tensor) -> bool:
-    """Implements `_has_compatible_shallow_copy_type` for tensors of a registered class."""
+    """Returns whether `tensor.data = data` may share memory: torch's check, extended to the proxy classes."""
     find = _MEMORY_OF.get(type(data)) if type(tensor) not in _MEMORY_OF else None
     memory = None if find is None else find(data, sys.getrefcount(data) + data._use_count())  # type: ignore[attr-defined]
     with torch._C._DisableTorchDispatch():

@@ -67,7 +67,7 @@ class Tangent:
 
 @dataclass(frozen=True)
 class Saved:
-    """A value that a phase saves for a later phase (only in a partitioned graph)."""
+    """A value that one phase computes and a later phase reads, in a partitioned graph."""
 
     name: str
 
@@ -118,7 +118,7 @@ class GradientOfRows:
 
     @property
     def tables(self) -> tuple[str, ...]:
-        """Returns the parameters that the gradient belongs to."""
+        """Returns the tables whose gradient this is: the members of a row space, or the one table."""
         return self.members or (self.table,)
 
 
@@ -134,7 +134,7 @@ class GradientOfShard:
 
 @dataclass(frozen=True)
 class PendingGradients:
-    """The gradients of a bucket's parameters, whose reduction is in flight."""
+    """The reduction of a bucket's gradients, in flight at the end of a backward."""
 
     bucket: int
     parameters: tuple[str, ...]
@@ -142,14 +142,14 @@ class PendingGradients:
 
 @dataclass(frozen=True)
 class PendingRows:
-    """The row gradient of a table, or of a row space with these members, in flight to its owners."""
+    """The exchange of a row gradient, in flight at the end of a backward."""
 
     table: str
     members: tuple[str, ...] = ()
 
     @property
     def tables(self) -> tuple[str, ...]:
-        """Returns the parameters that the gradient belongs to."""
+        """Returns the tables whose gradient is in flight: the members of a row space, or the one table."""
         return self.members or (self.table,)
 
 
@@ -224,7 +224,7 @@ class Table:
 
 @dataclass(frozen=True)
 class TrainingGraph:
-    """A graph module whose placeholders and outputs have roles.
+    """A graph of a model's forward and backward, with a role for each placeholder and output.
 
     Attributes:
         module: the joint forward and backward. After `Partition` it is only for reading.
@@ -330,7 +330,7 @@ def reached(
     following: Callable[[T], Iterable[T]],
     joins: Callable[[T, set[T]], bool] = lambda each, found: True,
 ) -> set[T]:
-    """Returns all nodes reachable from `starts`, which are included.
+    """Returns `starts` and all nodes that can be reached from them.
 
     Args:
         following: returns the successors of a node.
@@ -353,7 +353,7 @@ def ancestors(nodes: Iterable[fx.Node]) -> set[fx.Node]:
 
 
 def after_tangents(module: fx.GraphModule) -> set[fx.Node]:
-    """Returns the tangents and all nodes that depend on one."""
+    """Returns the tangents and all nodes that depend on them: the backward."""
     tangents = (node for node, role in inputs_of(module) if isinstance(role, Tangent))
     return reached(tangents, lambda node: node.users)
 

@@ -24,11 +24,11 @@ def written(steps: Sequence[Step]) -> str:
     return ", ".join(" ".join((name, *_operand(name, by, dtype))) for name, by, dtype in steps)
 
 
-def _operand(name: str, by: float, dtype: torch.dtype | None) -> tuple[str, ...]:
-    """Returns a step's operand as text, if the step has one."""
+def _operand(name: str, operand: float, dtype: torch.dtype | None) -> tuple[str, ...]:
+    """Returns the operand of a step as text: a number or a dtype, or nothing."""
     if name == "tanh":
         return ()
-    return (str(by) if dtype is None else str(dtype).removeprefix("torch."),)
+    return (str(operand) if dtype is None else str(dtype).removeprefix("torch."),)
 
 
 @lru_cache(maxsize=64)
@@ -37,9 +37,9 @@ def read(steps: str) -> tuple[Step, ...]:
     return tuple(_step(*each.split()) for each in steps.split(", ") if each)
 
 
-def _step(name: str, by: str = "") -> Step:
+def _step(name: str, operand: str = "") -> Step:
     """Parses an element-wise step from its name and operand."""
-    return (name, 0.0, getattr(torch, by)) if name == "to" else (name, float(by or 0), None)
+    return (name, 0.0, getattr(torch, operand)) if name == "to" else (name, float(operand or 0), None)
 
 
 def last_dtype(steps: str) -> torch.dtype | None:
@@ -55,7 +55,7 @@ def softmax_dtype(steps: str, dtype: torch.dtype) -> torch.dtype:
 
 @dataclass(frozen=True)
 class HeadPlan:
-    """The way an output layer over a sharded table exchanges the positions of a batch.
+    """The plan for an output layer over a sharded table: how the hidden states of a batch's positions are exchanged.
 
     Attributes:
         chunks: the count of chunks in which positions are sent.
@@ -70,7 +70,8 @@ class HeadPlan:
 
 @dataclass(frozen=True)
 class PromisedLogits:
-    """A result of the model that is made of hidden states (.., D) when it is read: logits (.., V) of a sharded head.
+    """Logits (.., V) of a sharded output layer that are computed only when the caller reads them. The model's graph
+    returns hidden states (.., D) instead.
 
     Attributes:
         table: the parameter whose rows the logits are products with.

@@ -25,8 +25,9 @@ from embrace_fx.vocabulary.head import softmax_dtype
 
 
 @op("scored_positions", "(Tensor labels, int ignore_index, int num_rows) -> Tensor[]")
-def _(labels: Tensor, ignore_index: int, num_rows: int) -> list[Tensor]:
-    """Finds the labels (L,) that are scored: [their positions (S,), the labels (S,)]. Refuses labels outside the table.
+def scored_positions(labels: Tensor, ignore_index: int, num_rows: int) -> list[Tensor]:
+    """Finds the labels (L,) that are not ignored. Returns [their positions (S,), the labels (S,)]. Raises if a label is
+    outside the table.
 
     Example: labels [-100, 2], ignore_index -100 -> [1], [2].
     """
@@ -35,8 +36,8 @@ def _(labels: Tensor, ignore_index: int, num_rows: int) -> list[Tensor]:
 
 
 @op("gather_counts", "(Tensor labels, str table, str group, int group_size, str launch) -> Tensor")
-def _(labels: Tensor, table: str, group: str, group_size: int, launch: str) -> Tensor:
-    """Launch: how many labels (S,) each rank scores: (N,) on the host. [1, 0] in the example."""
+def gather_counts(labels: Tensor, table: str, group: str, group_size: int, launch: str) -> Tensor:
+    """Launches the AllGather of the number of scored labels. Returns each rank's number, (N,), on the host."""
     return torch.empty((group_size,), dtype=torch.int64, device="cpu")
 
 
@@ -46,10 +47,10 @@ _CHUNK = (
 
 
 @op("gather_positions", _CHUNK)
-def _(
+def gather_positions(
     rows: Tensor, counts: Tensor, chunk: int, chunks: int, table: str, group: str, group_size: int, launch: str
 ) -> Tensor:
-    """Launch: the rows of a chunk of all ranks' scored positions, in rank order: (P, ..), from a rank's own (S, ..).
+    """Launches the gather of one chunk of all ranks' rows: each rank has (S, ..), and gets (P, ..) in rank order.
 
     Example: chunk 1 of 2, with 3 positions on rank 0 and 4 on rank 1: rows 1 and 2 of rank 0, 2 and 3 of rank 1.
     """
@@ -57,25 +58,26 @@ def _(
 
 
 @op("scatter_positions", _CHUNK)
-def _(
+def scatter_positions(
     rows: Tensor, counts: Tensor, chunk: int, chunks: int, table: str, group: str, group_size: int, launch: str
 ) -> Tensor:
-    """Launch: the mirror of `gather_positions`. Each rank has rows (P, ..) for all positions of a chunk; a rank gets
-    those of its own from every rank, in rank order: (N * S, ..), with S of the chunk."""
+    """Launches the inverse of `gather_positions`: each rank has rows (P, ..) for all positions of a chunk, and gets the
+    rows of its own positions from every rank, (N * S, ..), in rank order.
+    """
     return empty_as(rows, (unknown_size(), *rows.shape[1:]))
 
 
 @op("chunk_of_positions", "(Tensor rows, Tensor counts, int chunk, int chunks) -> Tensor")
-def _(rows: Tensor, counts: Tensor, chunk: int, chunks: int) -> Tensor:
+def chunk_of_positions(rows: Tensor, counts: Tensor, chunk: int, chunks: int) -> Tensor:
     """Returns the rows of one chunk from the rows of all scored positions of all ranks, (P, ..)."""
     return empty_as(rows, (unknown_size(), *rows.shape[1:]))
 
 
 @op("head_statistics", "(Tensor logits, Tensor labels, bool smooths, str steps, int rank, int group_size) -> Tensor")
-def _(logits: Tensor, labels: Tensor, smooths: bool, steps: str, rank: int, group_size: int) -> Tensor:
-    """Computes of this rank's columns of the logits (P, V'), before `steps`: (P, 3), the maximum, the sum of
-    exponentials relative to it, and the label's logit, or 0 where the label is another rank's; and the sum, (P, 4),
-    where a loss `smooths` labels.
+def head_statistics(logits: Tensor, labels: Tensor, smooths: bool, steps: str, rank: int, group_size: int) -> Tensor:
+    """Returns statistics of this rank's columns of the logits (P, V'), after applying `steps`: (P, 3), with the
+    maximum, the sum of exponentials relative to it, and the label's logit, or 0 if another rank has the label. If the
+    loss smooths labels, (P, 4), with the sum of the logits.
 
     Example: [[3, 1 + exp(-2), 3]] on rank 0, [[2, 1 + exp(-2), 0]] on rank 1.
     """
@@ -86,7 +88,7 @@ def _(logits: Tensor, labels: Tensor, smooths: bool, steps: str, rank: int, grou
     "head_loss",
     "(Tensor[] statistics, Tensor positions, Tensor labels, Tensor? weight, int reduction, int group_size) -> Tensor[]",
 )
-def _(
+def head_loss(
     statistics: list[Tensor],
     positions: Tensor,
     labels: Tensor,
@@ -111,7 +113,7 @@ def _(
     "head_smoothing",
     "(Tensor[] statistics, Tensor log_sums, Tensor positions, Tensor like, int num_rows, int group_size) -> Tensor",
 )
-def _(
+def head_smoothing(
     statistics: list[Tensor], log_sums: Tensor, positions: Tensor, like: Tensor, num_rows: int, group_size: int
 ) -> Tensor:
     """Combines the statistics of all ranks, (N * S, 4) for each chunk, to the sum of the log-softmax over the table's
@@ -127,7 +129,7 @@ def _(
     "(Tensor grad_output, Tensor? grad_sums, Tensor log_sums, Tensor positions, Tensor labels, Tensor? weight, "
     "int reduction, int num_rows) -> Tensor",
 )
-def _(
+def head_coefficients(
     grad_output: Tensor,
     grad_sums: Tensor | None,
     log_sums: Tensor,
@@ -147,7 +149,9 @@ def _(
     "head_gradient",
     "(Tensor logits, Tensor labels, Tensor coefficients, str steps, int rank, int group_size) -> Tensor",
 )
-def _(logits: Tensor, labels: Tensor, coefficients: Tensor, steps: str, rank: int, group_size: int) -> Tensor:
+def head_gradient(
+    logits: Tensor, labels: Tensor, coefficients: Tensor, steps: str, rank: int, group_size: int
+) -> Tensor:
     """Computes the gradient of this rank's columns of the logits, before `steps`, (P, V'): (softmax - one-hot) times
     the gradient of the position's loss, back through `steps`; where labels are smoothed, softmax (c - b V) - one-hot c
     + b."""
@@ -155,7 +159,7 @@ def _(logits: Tensor, labels: Tensor, coefficients: Tensor, steps: str, rank: in
 
 
 @op("spread_positions", "(Tensor[] parts, Tensor rows, Tensor like, int group_size) -> Tensor")
-def _(parts: list[Tensor], rows: Tensor, like: Tensor, group_size: int) -> Tensor:
+def spread_positions(parts: list[Tensor], rows: Tensor, like: Tensor, group_size: int) -> Tensor:
     """Sums the parts of all ranks by position, (N * S, D) for each chunk, and puts them at `rows` (S,) of zeros of the
     shape of `like` (M, D)."""
     return empty_as(parts[0], like.shape)

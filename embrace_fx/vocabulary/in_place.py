@@ -29,7 +29,7 @@ SHARES_MEMORY = (aten._unsafe_view.default, aten.reshape.default, aten.lift_fres
 
 
 def written_into(node: fx.Node) -> int | None:
-    """Returns the index of the argument that a node may write into, or None if it needs new memory."""
+    """Returns the index of the argument that a node's result may overwrite, or None if the result needs new memory."""
     if node.target not in IN_PLACE:
         return None
     for position in (0, 1) if node.target in _COMMUTE and not node.kwargs else (0,):
@@ -41,13 +41,13 @@ def written_into(node: fx.Node) -> int | None:
 
 @functools.cache
 def yields_views(op: OpOverload) -> bool:
-    """Returns whether an op's result is a view of an input, which it does not write into."""
+    """Returns whether an op returns a view of an input."""
     returns = op._schema.returns
     return bool(returns) and returns[0].alias_info is not None and not returns[0].alias_info.is_write
 
 
 def _dies_here(source: fx.Node, user: fx.Node) -> bool:
-    """Returns whether `user` is the only reader of new memory."""
+    """Returns whether `user` is the only reader of `source`, whose memory is its own."""
     return len(source.users) == 1 and user.all_input_nodes.count(source) == 1 and _is_new_memory(source)
 
 

@@ -37,7 +37,7 @@ class Name(str):
         return super().__hash__()
 
     def startswith(self, prefix: Any, *bounds: Any) -> bool:
-        """Returns whether the name starts with a prefix; refuses prefixes that only the compiled model's names have."""
+        """Returns whether the name starts with a prefix. Raises if it would only after DDP's prefix "module."."""
         found = super().startswith(prefix, *bounds)
         if not found:
             for each in prefix if isinstance(prefix, tuple) else (prefix,):
@@ -69,13 +69,15 @@ class Name(str):
         # This is the only function that torch.load(weights_only=True) may call and that returns a string.
         return codecs.encode, (codecs.encode(str(self), "rot13"), "rot13")
 
-    def _refuse_if_prefixed(self, asked: object, matches: Any) -> None:
-        """Raises if a name with DDP's prefix would match, and the caller asked for more than the prefix."""
-        if isinstance(asked, str) and len(asked) > len(PREFIX) and asked.startswith(PREFIX):
-            rest = asked[len(PREFIX) :]
+    def _refuse_if_prefixed(self, prefix: object, matches: Any) -> None:
+        """Raises if the name would match only with DDP's prefix "module.", because a filter by such names would select
+        nothing.
+        """
+        if isinstance(prefix, str) and len(prefix) > len(PREFIX) and prefix.startswith(PREFIX):
+            rest = prefix[len(PREFIX) :]
             if matches(rest):
                 raise ValueError(
-                    f"A compiled model's names have no prefix {PREFIX!r}: {str(self)!r} was compared with {asked!r}. "
+                    f"A compiled model's names have no prefix {PREFIX!r}: {str(self)!r} was compared with {prefix!r}. "
                     f"Compare it with {rest!r}; name.removeprefix({PREFIX!r}) works with DistributedDataParallel too."
                 )
 
@@ -116,7 +118,9 @@ _LOADS = ("LOAD_CONST", "LOAD_ATTR", "LOAD_FAST", "LOAD_DEREF", "LOAD_GLOBAL", "
 
 
 def named(found: Iterator[tuple[str, T]], prefix: str) -> Iterator[tuple[str, T]]:
-    """Yields (name, value) with each name as a `Name`, or unchanged if a prefix makes the names another module's."""
+    """Yields (name, value), with each name as a `Name`. A prefix, which another module has added, leaves names
+    unchanged.
+    """
     return found if prefix else ((Name(name), value) for name, value in found)
 
 
@@ -128,8 +132,8 @@ class StateDict(OrderedDict[str, Any]):
 
     @classmethod
     def of(cls, state: Any) -> Any:
-        """Returns a state dict with these values, or the model's own `state_dict` result unchanged if it has another
-        class.
+        """Converts a state dict to a `StateDict`. Returns the result of a model's own `state_dict` of another class
+        unchanged.
         """
         if type(state) is not OrderedDict:
             return state
@@ -141,11 +145,11 @@ class StateDict(OrderedDict[str, Any]):
         return map(Name, super().__iter__())
 
     def keys(self) -> KeysView[str]:  # type: ignore[override]  # a C type, which asks no subclass for its keys
-        """Returns the keys, through the methods of this class."""
+        """Returns the keys as `Name`s."""
         return KeysView(self)
 
     def items(self) -> ItemsView[str, Any]:  # type: ignore[override]  # as keys
-        """Returns the items, through the methods of this class."""
+        """Returns the items, with their keys as `Name`s."""
         return ItemsView(self)
 
     def __missing__(self, key: str) -> Any:

@@ -104,7 +104,7 @@ ROW_NORMS = OperationId("all_reduce", "row norms", lane="dense")
 
 @cache
 def bucket_name(bucket: int) -> str:
-    """Returns the `what` of a bucket's operations: "bucket 0"."""
+    """Returns the name of a bucket in operation ids: "bucket 0"."""
     return f"bucket {bucket}"
 
 
@@ -140,9 +140,9 @@ def storage_id(kind: Literal["read", "write"], table: str) -> OperationId:
 
 
 @cache
-def compute_id(kind: Kind, what: str) -> OperationId:
+def compute_id(kind: Kind, subject: str) -> OperationId:
     """Returns the id of a compute operation for a table or bucket."""
-    return OperationId(kind, what)
+    return OperationId(kind, subject)
 
 
 EARLY = OperationId("rows", "early rows", "early")

@@ -82,7 +82,7 @@ def argument(node: fx.Node, name: str) -> Any:
 
 
 def set_argument(node: fx.Node, name: str, value: Any) -> None:
-    """Sets argument `name` of an ATen call, by position. Preceding defaults are passed explicitly."""
+    """Sets an argument of an ATen call by its name in the schema."""
     assert isinstance(node.target, OpOverload)
     parameters = node.target._schema.arguments
     position = next(k for k, p in enumerate(parameters) if p.name == name)
@@ -93,7 +93,7 @@ def set_argument(node: fx.Node, name: str, value: Any) -> None:
 
 
 def draws(node: fx.Node) -> bool:
-    """Returns whether a node uses a random generator."""
+    """Returns whether a node draws random numbers."""
     return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
 
 
@@ -112,7 +112,7 @@ def launch_of(node: fx.Node) -> OperationId | None:
 
 
 def id_of(node: fx.Node) -> OperationId:
-    """Returns the launch of a node that submits or awaits one."""
+    """Returns the launch that a node submits or awaits. Raises if the node does neither."""
     found = launch_of(node)
     assert found is not None
     return found
@@ -131,10 +131,10 @@ def own_columns(embedding_dim: int, world_size: int, rank: int) -> tuple[int, in
 
 
 @op("join_ids", "(Tensor[] ids, int[] tables, int[] first_rows, int[] num_rows, int joined) -> Tensor[]")
-def _(
+def join_ids(
     ids: Sequence[Tensor], tables: Sequence[int], first_rows: Sequence[int], num_rows: Sequence[int], joined: int
 ) -> list[Tensor]:
-    """Converts ids of tables to rows of their row space (`embrace_fx.plan.RowSpace`), int64.
+    """Converts ids of several tables to row numbers of their row space (`embrace_fx.plan.RowSpace`), int64.
 
     Takes, for each of `ids`, the index of its table in the row space, the table's first row there and its number of
     rows. Returns the rows of the first `joined` ids as one tensor (N,), if `joined` > 0, and those of each other one in
@@ -153,7 +153,7 @@ def _(
 
 
 @op("unique_ids", "(Tensor[] ids, int num_rows, int padding_idx) -> Tensor[]")
-def _(ids: Sequence[Tensor], num_rows: int, padding_idx: int) -> list[Tensor]:
+def unique_ids(ids: Sequence[Tensor], num_rows: int, padding_idx: int) -> list[Tensor]:
     """Returns the unique rows that this rank reads, and for each id the position of its row.
 
     Returns [unique (U,) int64, inverse of ids[0], inverse of ids[1], ...]; an inverse has the shape of its ids, int64.
@@ -168,7 +168,7 @@ def _(ids: Sequence[Tensor], num_rows: int, padding_idx: int) -> list[Tensor]:
 
 
 @op("all_gather_ids", "(Tensor[] unique, int[] num_rows, str group, int group_size) -> Tensor")
-def _(unique: Sequence[Tensor], num_rows: Sequence[int], group: str, group_size: int) -> Tensor:
+def all_gather_ids(unique: Sequence[Tensor], num_rows: Sequence[int], group: str, group_size: int) -> Tensor:
     """Launch: AllGathers the ids of the rows of each table that every rank reads.
 
     The ranks first exchange sizes and state, so that an id outside a table, or any failure of a rank, raises on *every*
@@ -179,8 +179,9 @@ def _(unique: Sequence[Tensor], num_rows: Sequence[int], group: str, group_size:
 
 
 @op("unpack_ids", "(Tensor packed, int tables, int group_size) -> Tensor[]")
-def _(packed: Tensor, tables: int, group_size: int) -> list[Tensor]:
-    """Returns [ids of table 0 (R,), counts of table 0 (N,) on the host, ids of table 1, counts of table 1, ...], int64.
+def unpack_ids(packed: Tensor, tables: int, group_size: int) -> list[Tensor]:
+    """Returns, for each table, the ids that all ranks read (R,) and the number of each rank's ids (N,) on the host,
+    int64.
 
     `ids` is the concatenation, in rank order, of the rows that each rank reads; `counts[r]` is the number of rank r's.
 
@@ -193,7 +194,7 @@ def _(packed: Tensor, tables: int, group_size: int) -> list[Tensor]:
 
 
 @op("route_grid", "(Tensor ids, Tensor counts, int rank, int grid_rows, int grid_columns) -> Tensor[]")
-def _(ids: Tensor, counts: Tensor, rank: int, grid_rows: int, grid_columns: int) -> list[Tensor]:
+def route_grid(ids: Tensor, counts: Tensor, rank: int, grid_rows: int, grid_columns: int) -> list[Tensor]:
     """Routes the ids of a table on a grid of ranks (`embrace_fx.plan.Grid`).
 
     Takes `ids` (R,) and `counts` (N,) of `unpack_ids`. Returns [rows of this rank's shard (M,), one per id in the
@@ -209,7 +210,7 @@ def _(ids: Tensor, counts: Tensor, rank: int, grid_rows: int, grid_columns: int)
 
 
 @op("lookup", "(Tensor shard, Tensor ids) -> Tensor")
-def _(shard: Tensor, ids: Tensor) -> Tensor:
+def lookup(shard: Tensor, ids: Tensor) -> Tensor:
     """Looks up rows `ids` (R,) in this rank's columns (V, d): (R, d), grouped by the rank that reads them."""
     return empty_as(shard, (ids.shape[0], shard.shape[1]))
 
@@ -218,7 +219,9 @@ def _(shard: Tensor, ids: Tensor) -> Tensor:
     "all_to_all_rows",
     "(Tensor columns, Tensor counts, int embedding_dim, str group, int group_size, int grid_rows=1) -> Tensor",
 )
-def _(columns: Tensor, counts: Tensor, embedding_dim: int, group: str, group_size: int, grid_rows: int = 1) -> Tensor:
+def all_to_all_rows(
+    columns: Tensor, counts: Tensor, embedding_dim: int, group: str, group_size: int, grid_rows: int = 1
+) -> Tensor:
     """Launch: AlltoAll of this rank's columns of all ranks' rows (R, d) -> all columns of this rank's rows, flat (U *
     D,).
 
@@ -235,7 +238,7 @@ def _(columns: Tensor, counts: Tensor, embedding_dim: int, group: str, group_siz
 
 
 @op("join_columns", "(Tensor flat, int embedding_dim, int group_size) -> Tensor")
-def _(flat: Tensor, embedding_dim: int, group_size: int) -> Tensor:
+def join_columns(flat: Tensor, embedding_dim: int, group_size: int) -> Tensor:
     """Joins flat (U * D,), in blocks by sending rank, into rows (U, D).
 
     Example: a0 a1 b0 b1 | a2 a3 b2 b3 -> [[a0 a1 a2 a3], [b0 b1 b2 b3]].
@@ -244,13 +247,13 @@ def _(flat: Tensor, embedding_dim: int, group_size: int) -> Tensor:
 
 
 @op("split_columns", "(Tensor rows, int group_size) -> Tensor")
-def _(rows: Tensor, group_size: int) -> Tensor:
+def split_columns(rows: Tensor, group_size: int) -> Tensor:
     """Splits rows (U, D) into flat (U * D,), in blocks by receiving rank: the inverse of `join_columns`."""
     return empty_as(rows, (rows.shape[0] * rows.shape[1],))
 
 
 @op("join_grid", "(Tensor flat, Tensor order, Tensor counts, int embedding_dim, int rank) -> Tensor")
-def _(flat: Tensor, order: Tensor, counts: Tensor, embedding_dim: int, rank: int) -> Tensor:
+def join_grid(flat: Tensor, order: Tensor, counts: Tensor, embedding_dim: int, rank: int) -> Tensor:
     """Joins flat (U * D,), in blocks by sending rank of a grid, into rows (U, D), in the order of the ids.
 
     Example, a grid of 2 x 2, D = 2; rank 0 reads rows 4 and 5, order is [0, 1]. Columns are written a0 a1 for row 4,
@@ -260,13 +263,13 @@ def _(flat: Tensor, order: Tensor, counts: Tensor, embedding_dim: int, rank: int
 
 
 @op("split_grid", "(Tensor rows, Tensor order, Tensor counts, int rank) -> Tensor")
-def _(rows: Tensor, order: Tensor, counts: Tensor, rank: int) -> Tensor:
+def split_grid(rows: Tensor, order: Tensor, counts: Tensor, rank: int) -> Tensor:
     """Splits rows (U, D) into flat (U * D,), in blocks by receiving rank: the inverse of `join_grid`."""
     return empty_as(rows, (rows.shape[0] * rows.shape[1],))
 
 
 @op("round_rows", "(Tensor rows, Tensor ids, str form, int grid_columns, str table) -> Tensor")
-def _(rows: Tensor, ids: Tensor, form: str, grid_columns: int, table: str) -> Tensor:
+def round_rows(rows: Tensor, ids: Tensor, form: str, grid_columns: int, table: str) -> Tensor:
     """Rounds the gradients (U, D) of rows `ids` (U,) to `form`, separately for each rank's columns, after adding the
     errors of the last rounding of the same rows.
 
@@ -280,7 +283,9 @@ def _(rows: Tensor, ids: Tensor, form: str, grid_columns: int, table: str) -> Te
     "all_to_all_gradients",
     "(Tensor flat, Tensor counts, int embedding_dim, str group, int group_size, int grid_rows=1) -> Tensor",
 )
-def _(flat: Tensor, counts: Tensor, embedding_dim: int, group: str, group_size: int, grid_rows: int = 1) -> Tensor:
+def all_to_all_gradients(
+    flat: Tensor, counts: Tensor, embedding_dim: int, group: str, group_size: int, grid_rows: int = 1
+) -> Tensor:
     """Launch: the inverse of `all_to_all_rows`: flat (U * D,) by receiving rank -> this rank's columns, (R * d,).
 
     It can be viewed as (R, d), because the blocks arrive in rank order, like the `ids` of `unpack_ids`. On a grid the
@@ -290,7 +295,7 @@ def _(flat: Tensor, counts: Tensor, embedding_dim: int, group: str, group_size: 
 
 
 @op("coalesce", "(Tensor ids, Tensor flat, int columns, int[] padding_rows, float scale) -> Tensor[]")
-def _(ids: Tensor, flat: Tensor, columns: int, padding_rows: Sequence[int], scale: float) -> list[Tensor]:
+def coalesce(ids: Tensor, flat: Tensor, columns: int, padding_rows: Sequence[int], scale: float) -> list[Tensor]:
     """Sums the rows of equal ids (R,) of `flat` (R * d,), d = `columns`, times `scale`: [ids (K,) sorted, rows (K, d)].
 
     Padding rows are left out because they have no gradient.
@@ -302,7 +307,7 @@ def _(ids: Tensor, flat: Tensor, columns: int, padding_rows: Sequence[int], scal
 
 
 @op("sparse_gradient", "(Tensor gradient, Tensor[] ids, int[] paddings) -> Tensor")
-def _(gradient: Tensor, ids: Sequence[Tensor], paddings: Sequence[int]) -> Tensor:
+def sparse_gradient(gradient: Tensor, ids: Sequence[Tensor], paddings: Sequence[int]) -> Tensor:
     """Returns the rows of a whole table's gradient (V, D) that lookups of `ids` have read, as a sparse tensor (COO).
 
     The rows are sorted and unique, and may be zero. A lookup's padding row is left out. Fake values stay dense.
@@ -313,13 +318,13 @@ def _(gradient: Tensor, ids: Sequence[Tensor], paddings: Sequence[int]) -> Tenso
 
 
 @op("pack_bucket", "(Tensor[] gradients, float scale) -> Tensor")
-def _(gradients: Sequence[Tensor], scale: float) -> Tensor:
+def pack_bucket(gradients: Sequence[Tensor], scale: float) -> Tensor:
     """Concatenates gradients, each times `scale`, into one flat tensor."""
     return empty_as(gradients[0], (sum(g.numel() for g in gradients),))
 
 
 @op("unpack_bucket", "(Tensor(a -> *) flat, Tensor[] like) -> Tensor(a)[]")
-def _(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
+def unpack_bucket(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
     """Returns views into the flat tensor with the shapes of `like` (the parameters)."""
     begin, starts = flat.storage_offset(), accumulate((t.numel() for t in like), initial=0)
     # Twice as fast as a fake `view`, which uses torch's Python decomposition.
@@ -336,7 +341,7 @@ def _strides(shape: Sequence[int]) -> list[int]:
     "exchange_gradient_",
     "(Tensor(a!) flat, int rows, str strategy, str scheme, str group, int group_size) -> Tensor(a!)",
 )
-def _(flat: Tensor, rows: int, strategy: str, scheme: str, group: str, group_size: int) -> Tensor:
+def exchange_gradient_(flat: Tensor, rows: int, strategy: str, scheme: str, group: str, group_size: int) -> Tensor:
     """Launch: averages one parameter's packed gradient (rows * width,) over ranks without sending its zeros.
 
     `strategy` is one of `embrace_fx.plan.EXCHANGES`; `scheme` is for "zen". All ranks get the same bits.

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class TablePlace:
-    """The placement of a table.
+    """How a table is distributed over ranks, and its share of memory and bytes.
 
     Attributes:
         parts: each rank's part, in words; a single entry if all ranks have the same.
@@ -27,7 +27,7 @@ class TablePlace:
 
 @dataclass(frozen=True)
 class StepOn:
-    """A step of the same plan on another number of ranks, each with a batch of the same size."""
+    """The estimated step of the same plan on another number of ranks, each with a batch of the same size."""
 
     ranks: int
     step_ms: float

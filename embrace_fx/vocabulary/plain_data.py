@@ -95,7 +95,7 @@ def _names(kind: Any) -> tuple[str, ...] | None:
 
 
 def _of_union(kinds: tuple[Any, ...], value: Any, where: str) -> Any:
-    """Returns the value as the first type of a union that accepts it. The last type's error is raised if none does."""
+    """Converts a value to the first type of a union that accepts it."""
     if value is None and NoneType in kinds:
         return None
     *others, last = (kind for kind in kinds if kind is not NoneType)
@@ -108,7 +108,7 @@ def _of_union(kinds: tuple[Any, ...], value: Any, where: str) -> Any:
 
 
 def _integers(value: list[Any], where: str) -> Tensor:
-    """Decodes a tensor of integers."""
+    """Converts a list to a tensor of integers, or raises `ValueError`."""
     try:
         dtype, data = value
         content = bytearray(base64.b64decode(data, validate=True))

@@ -61,7 +61,7 @@ class Grid:
         return slice(self.place(rank)[0], num_rows, self.rows)
 
     def takes(self, num_rows: int) -> bool:
-        """Returns whether torch's placements can express the layout: chunks of `rows` table rows, one per grid row.
+        """Returns whether torch's placements can express this grid for a table of `num_rows` rows.
 
         They cannot for a few tables of up to rows * (rows - 1) rows, whose equal chunks are smaller than that.
         """
@@ -100,7 +100,7 @@ class Candidate:
 
 
 def _name(strategy: str, scheme: str, grid: Grid | None) -> str:
-    """Returns a strategy's name with its scheme or grid."""
+    """Formats a strategy with its scheme or grid, as in "zen balanced"."""
     kind = scheme or str(grid or "")
     return f"{strategy}, {kind}" if kind else strategy
 
@@ -233,7 +233,7 @@ class Plan:
 
     @property
     def rows_as(self) -> Format:
-        """Returns the format of sharded tables' rows on the wire; "exact" if they are not rounded."""
+        """Returns the wire format of sharded tables' rows; "exact" if they are not rounded."""
         return next(
             (d.travels_as for d in self.decisions if d.strategy in SHARDED and d.travels_as != "exact"), "exact"
         )
@@ -274,7 +274,7 @@ class Plan:
         return iter(self.decisions)
 
     def space_of(self, tables: Sequence[str]) -> RowSpace:
-        """Makes a row space of tables in this order."""
+        """Makes a row space of these tables, in this order."""
         decisions = {name: self[name] for name in tables}
         return RowSpace.of(
             {name: each.shape[0] for name, each in decisions.items()},

@@ -40,7 +40,7 @@ def summary(plan: Plan) -> str:
 
 
 def _tables(count: int) -> str:
-    """Returns a count of tables as a text."""
+    """Formats a number of tables: "1 table", "2 tables"."""
     return f"{count} table" if count == 1 else f"{count} tables"
 
 
@@ -65,7 +65,7 @@ def advice(plan: Plan) -> str:
 
 
 def _cheapest(whole: list[Decision]) -> tuple[str, float] | None:
-    """Returns (the table that is cheapest to shard, the added ms per step), or None if none can be sharded."""
+    """Returns the whole table that would be cheapest to shard, and the ms per step that shards would add, or None."""
     costs_ms = {
         decision.parameter: candidate.predicted_ms - decision.predicted_ms
         for decision in whole

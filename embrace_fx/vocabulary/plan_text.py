@@ -72,7 +72,7 @@ def render(plan: Plan, *, folded: bool = False) -> str:
 
 
 def _formats(plan: Plan) -> list[str]:
-    """Returns lines about parameters that are rounded on the wire, and about those still sent exactly."""
+    """Returns lines that list the parameters rounded on the wire, and those sent exactly."""
     rounded: dict[str, list[str]] = {}
     for decision in plan.decisions:
         if decision.travels_as != "exact":
@@ -85,7 +85,7 @@ def _formats(plan: Plan) -> list[str]:
 
 
 def _row(decision: Decision) -> tuple[str, ...]:
-    """Returns the cells of a decision's row."""
+    """Returns a decision as the cells of a table row."""
     return (
         decision.parameter,
         " x ".join(map(str, decision.shape)) or "scalar",
@@ -98,7 +98,7 @@ def _row(decision: Decision) -> tuple[str, ...]:
 
 
 def _row_of_many(decisions: Sequence[Decision]) -> tuple[str, ...]:
-    """Returns the cells of one row for many equal decisions."""
+    """Returns several equal decisions as the cells of one table row."""
     return (
         f"{len(decisions)} others",
         f"{sum(prod(d.shape) for d in decisions):,} in all",

@@ -56,7 +56,7 @@ def compute_dtype(input: Tensor) -> torch.dtype:
     "(Tensor input, Tensor h0, Tensor? c0, Tensor[] weights, Tensor? batch_sizes, str cell, bool reverse, str kernel,"
     " bool save) -> Tensor[]",
 )
-def _(
+def rnn_layer(
     input: Tensor,
     h0: Tensor,
     c0: Tensor | None,
@@ -113,7 +113,7 @@ def _(
     "(Tensor? grad_output, Tensor? grad_h, Tensor? grad_c, Tensor input, Tensor h0, Tensor? c0, Tensor[] weights,"
     " Tensor? batch_sizes, Tensor[] results, str cell, bool reverse, str kernel, bool input_grad) -> Tensor[]",
 )
-def _(
+def rnn_layer_backward(
     grad_output: Tensor | None,
     grad_h: Tensor | None,
     grad_c: Tensor | None,

@@ -16,7 +16,7 @@ OUTSIDE = 2**48
 
 @dataclass(frozen=True)
 class RowSpace:
-    """Sharded tables of one width, dtype and update rule. A row's number is its table's first row + id.
+    """Several sharded tables as one: row i of a table is row `first row of the table + i` of the space.
 
     Attributes:
         tables: parameter names, in the order of their rows.
@@ -52,7 +52,7 @@ class RowSpace:
         return f"{self.tables[0]} and {len(self.tables) - 1} more"
 
     def outside(self, value: int) -> tuple[str, int]:
-        """Returns the table and the invalid id that `embrace::join_ids` has encoded as a number.
+        """Decodes the number by which `embrace::join_ids` marks an invalid id. Returns the table and the id.
 
         >>> RowSpace(("user.weight", "item.weight"), (0, 10, 30)).outside(25 - 2 * 2**48)
         ('item.weight', 25)
@@ -63,7 +63,7 @@ class RowSpace:
         return self.tables[number - 1], value + number * OUTSIDE
 
     def rows_of(self, table: str) -> range:
-        """Returns the rows of one of its tables.
+        """Returns the range of a table's rows in the space.
 
         >>> RowSpace(("user.weight", "item.weight"), (0, 10, 30)).rows_of("item.weight")
         range(10, 30)

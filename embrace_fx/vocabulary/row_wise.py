@@ -74,7 +74,7 @@ class RowWiseAdagrad(Optimizer):
 
 
 def new_sums(parameter: Tensor, group: dict[str, Any]) -> Tensor:
-    """Returns the initial state of a parameter: one sum per row."""
+    """Returns the initial optimizer state of a parameter: one sum per row."""
     return torch.full(
         parameter.shape[:1], group["initial_accumulator_value"], dtype=parameter.dtype, device=parameter.device
     )

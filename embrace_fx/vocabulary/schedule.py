@@ -43,7 +43,7 @@ INTO_FORWARD: frozenset[str] = frozenset({"horizontal", "2d"})
 
 @dataclass(frozen=True)
 class Cuts:
-    """The pieces of the communication.
+    """How communication is cut: buckets into chunks, and delayed gradients into pieces.
 
     Attributes:
         chunks: for each bucket, the elements of each chunk.
@@ -104,7 +104,9 @@ class Operation:
 
 @dataclass(frozen=True)
 class Dependence:
-    """`after` of window w cannot start before `before` of window w - `distance` has ended."""
+    """A dependence between two operations: `after` in window w starts once `before` in window w - `distance` has
+    ended.
+    """
 
     before: str
     after: str
@@ -199,7 +201,7 @@ class Diagnostics:
 
 @dataclass(frozen=True)
 class MemoryAt:
-    """The bytes that a rank holds from a point in time on.
+    """The bytes that a rank holds from a point in time until the next one.
 
     Predicted: the bytes that forward and backward have allocated. Measured: the growth, which may be negative, of the
     memory in use (of a device's allocator, or of the process) since the first time shown.
@@ -255,7 +257,7 @@ class Schedule:
 
     @property
     def beside_storage_ms(self) -> float:
-        """Returns the milliseconds of a predicted step without its waits for rows of tables beyond memory."""
+        """Returns the predicted step time without waits for rows of tables beyond memory."""
         figures = self.diagnostics()
         return figures.step_ms - figures.exposed_ms.get("storage", 0.0)
 
@@ -312,7 +314,7 @@ _Window = tuple[int, int]  # rank, window
 def _shares(
     lengths: Mapping[_Window, float], spans: Mapping[_Window, list[Span]], waits: Mapping[_Window, list[Wait]]
 ) -> dict[Share, float]:
-    """Returns the mean over ranks of the parts of each rank's window of median length, so that the parts add up."""
+    """Returns the time of each part of a step. Takes each rank's window of median length, and averages over ranks."""
     found: dict[Share, float] = dict.fromkeys(SHARES, 0.0)
     by_rank: dict[int, list[_Window]] = defaultdict(list)
     for key in lengths:

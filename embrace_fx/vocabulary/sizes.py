@@ -13,7 +13,7 @@ UNKNOWN_SIZE = 64
 
 @dataclass(frozen=True)
 class RowCounts:
-    """The number of a table's rows that a step is expected to read; equal on all ranks.
+    """How many rows of a table a step is expected to read; equal on all ranks.
 
     Attributes:
         own: unique rows of the rank that reads the most.
@@ -39,7 +39,7 @@ class RowCounts:
 
 @dataclass(frozen=True)
 class ExpectedSizes:
-    """Numbers for a graph's symbolic sizes, used only for estimates.
+    """The numbers that estimates use for symbolic sizes of a graph.
 
     Attributes:
         by_symbol: symbol of a data-dependent size -> the expected number.

@@ -16,7 +16,7 @@ ARRIVALS: tuple[Arrival, ...] = get_args(Arrival)
 
 @dataclass(frozen=True)
 class ForwardVariant:
-    """A variant of the forward.
+    """Which communication a forward takes part in: rows sent early by the previous backward, and ids of the next batch.
 
     Attributes:
         arrives: "cut" if the previous backward has split its gradients and sent early rows for this batch; "whole" if
@@ -41,7 +41,7 @@ class ForwardVariant:
 
 @dataclass(frozen=True)
 class BackwardVariant:
-    """A variant of the backward.
+    """Which communication a backward takes part in: delayed gradients of the previous one, and rows of the next batch.
 
     Attributes:
         left: whether delayed gradients of the previous backward have not been applied.
@@ -71,7 +71,7 @@ StepVariant = ForwardVariant | BackwardVariant
 
 @dataclass(frozen=True)
 class Varied:
-    """The phase of a graph whose variant is not the steady one.
+    """The phase of a graph that differs from the steady step, and its variant.
 
     Attributes:
         variant: the variant of that phase.

@@ -14,7 +14,7 @@ from torch import Tensor
 
 import embrace_fx
 from embrace_fx.capture import capture
-from embrace_fx.capture.arguments import agree
+from embrace_fx.capture.arguments import same_constant
 from embrace_fx.capture.errors import line_of_branch
 from tests.support.captures import Model, model_of, plain
 from tests.support.graphs import IDS
@@ -64,10 +64,10 @@ def test_texts_and_arrays_that_change_at_each_step_need_one_capture() -> None:
 
 def test_values_agree_where_they_are_of_one_type_and_equal() -> None:
     array = np.ones(2)
-    assert agree(array, array)
-    assert agree("a text", "a text"[:])
-    assert not agree(1, 1.0)
-    assert not agree(array, np.ones(2))  # whose comparison gives no single answer
+    assert same_constant(array, array)
+    assert same_constant("a text", "a text"[:])
+    assert not same_constant(1, 1.0)
+    assert not same_constant(array, np.ones(2))  # whose comparison gives no single answer
 
 
 def test_a_branch_on_a_size_is_named_by_its_line() -> None:
