@@ -24,7 +24,7 @@ def mutated_buffers(graph: TrainingGraph) -> tuple[str, ...]:
 
 
 def read_buffers(graph: TrainingGraph) -> tuple[str, ...]:
-    """Lists the buffers that the forward's results depend on."""
+    """Returns the buffers that the forward's results depend on."""
     results = {node for node, role in graph.outputs() if isinstance(role, Result)}
     return tuple(
         role.name
@@ -39,5 +39,5 @@ def _readers(buffer: fx.Node) -> set[fx.Node]:
 
 
 def _ignores_statistics(node: fx.Node) -> bool:
-    """Returns whether a node is BatchNorm in training, which updates the running statistics without using them."""
+    """Returns whether a node is BatchNorm in training, which updates the running statistics but does not use them."""
     return node.target is _BATCH_NORM and node.args[_TRAINING] is True

@@ -31,7 +31,7 @@ _GROUP_ARGUMENTS = frozenset({"group", "group_name"})
 
 @dataclass(frozen=True)
 class Collective:
-    """The properties of a launch that must be equal on all ranks.
+    """Everything about a launch that must be equal on all ranks.
 
     Attributes:
         group: the communication class.

@@ -35,7 +35,9 @@ class EagerDropout:
 
 
 def _copies(graph: TrainingGraph) -> list[fx.Node]:
-    """Lists copies of computed values, in the same layout, that do not leave the graph."""
+    """Returns the copies of computed values that can be removed: their layout is the same, and they do not leave the
+    graph.
+    """
     found = []
     for node in graph.graph.find_nodes(op="call_function", target=aten.clone.default):
         original = node.args[0]
@@ -46,7 +48,7 @@ def _copies(graph: TrainingGraph) -> list[fx.Node]:
 
 
 def _leaves(node: fx.Node) -> bool:
-    """Returns whether a value, or a view of the value, is an output of its graph."""
+    """Returns whether a value, or a view of it, is an output of the graph."""
     return any(user.op == "output" or (_is_view(user) and _leaves(user)) for user in node.users)
 
 
@@ -57,7 +59,7 @@ def _is_view(node: fx.Node) -> bool:
 
 
 def _use_original(rewriter: Rewriter, node: fx.Node) -> None:
-    """Removes a node and lets its users read its only input instead."""
+    """Replaces a node by its only input."""
     (original,) = node.all_input_nodes
     node.replace_all_uses_with(original)
     rewriter.graph.erase_node(node)

@@ -56,7 +56,7 @@ _BACKWARD = frozenset(
 
 
 class Unmatched(Exception):
-    """Says in one line why an output layer cannot be sharded."""
+    """Raised if an output layer cannot be sharded; says why in one line."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ class Loss:
 
 @dataclass(frozen=True)
 class ResultLogits:
-    """A result of the model that is logits; its attributes are as in `Loss`.
+    """A result of the model that is an output layer's logits.
 
     Attributes:
         is_cut: whether the result leaves out some positions.
@@ -144,7 +144,7 @@ def head_blocker(graph: TrainingGraph, parameter: str, forward: set[fx.Node] | N
 
 
 def losses_of(graph: TrainingGraph) -> dict[str, Loss]:
-    """Maps each table whose output layer has its loss in the graph to that loss. A loss in the training loop does not
+    """Maps each table to the loss of its output layer, if the graph contains it. A loss in the training loop does not
     count.
     """
     if all(node.target is not aten.nll_loss_forward.default for node in graph.graph.nodes):
@@ -168,14 +168,14 @@ def labels_in_batch(graph: TrainingGraph) -> dict[str, tuple[fx.Node, int]]:
 
 
 def means_of_labels(graph: TrainingGraph) -> list[tuple[fx.Node, int]]:
-    """Lists the labels that losses average over, with the ignored label, if the labels depend on the batch alone."""
+    """Returns (labels, ignored label) of every mean loss in the graph whose labels depend on the batch alone."""
     losses = [n for n in graph.graph.nodes if n.target in _MEANS and argument(n, "reduction") == 1]
     found = [(argument(node, "target"), argument(node, "ignore_index")) for node in losses]
     return [(labels, ignored) for labels, ignored in found if _of_batch(labels)]
 
 
 def find_head(graph: TrainingGraph, parameter: str, forward: set[fx.Node] | None = None) -> Head:
-    """Finds the head over a table by the table's name.
+    """Returns the output layer over a table, given by its name.
 
     Raises:
         Unmatched: the table has no head, or its head has another form.
@@ -184,7 +184,7 @@ def find_head(graph: TrainingGraph, parameter: str, forward: set[fx.Node] | None
 
 
 def head_of(graph: TrainingGraph, weight: fx.Node, forward: set[fx.Node]) -> Head:
-    """Finds the head over a table by the table's node, as `find_head` does."""
+    """Returns the output layer over a table, given by its node. Raises like `find_head`."""
     product, as_read = _product(weight, forward)
     hidden, added = product.args[-2], product.args[0] if product.target is aten.addmm.default else None
     assert isinstance(hidden, fx.Node)
@@ -202,22 +202,24 @@ def head_of(graph: TrainingGraph, weight: fx.Node, forward: set[fx.Node]) -> Hea
 
 
 def _last(node: fx.Node) -> list[Any]:
-    """Returns the last dimension of a node's value, in a list."""
+    """Returns the size of the last dimension of a node's value, in a list."""
     return [*node.meta["val"].shape[-1:]]
 
 
 def _product(weight: fx.Node, forward: set[fx.Node]) -> tuple[fx.Node, fx.Node]:
-    """Returns the product that reads a table, and the node of the table whose transpose the product reads."""
+    """Returns the matrix product that reads a table, and the node whose transpose it reads: the table or a cast of
+    it.
+    """
     found: list[tuple[fx.Node, fx.Node]] = []
     for reader in _dense_readers(weight, forward):
         as_read = weight
         if reader.target is _CAST:
-            as_read, (reader, *others) = reader, _early(reader, forward) or [reader]
+            as_read, (reader, *others) = reader, _forward_users(reader, forward) or [reader]
             if others:
                 raise Unmatched(f"a copy of it is read several times ({_line(as_read)})")
         if reader.target is not _TRANSPOSE:
             raise Unmatched(f"read densely by {_line(reader)}")
-        for product in _early(reader, forward):
+        for product in _forward_users(reader, forward):
             if product.target not in (aten.mm.default, aten.addmm.default) or product.args[-1] is not reader:
                 raise Unmatched(f"read densely by {_line(product)}")
             found.append((product, as_read))
@@ -228,20 +230,20 @@ def _product(weight: fx.Node, forward: set[fx.Node]) -> tuple[fx.Node, fx.Node]:
 
 def _dense_readers(weight: fx.Node, forward: set[fx.Node]) -> Iterator[fx.Node]:
     """Yields the nodes of the forward that read a table other than by looking up rows or reading its sizes."""
-    for user in _early(weight, forward):
+    for user in _forward_users(weight, forward):
         if user.target in LOOKUPS and argument(user, "weight") is weight:
             continue
         if user.target not in (aten.sym_size.int, aten.sym_numel.default):
             yield user
 
 
-def _early(node: fx.Node, forward: set[fx.Node]) -> list[fx.Node]:
-    """Lists the users of a node in the forward."""
+def _forward_users(node: fx.Node, forward: set[fx.Node]) -> list[fx.Node]:
+    """Returns the users of a node that belong to the forward."""
     return [user for user in node.users if user in forward]
 
 
 def _follow(graph: TrainingGraph, head: Head, forward: set[fx.Node]) -> None:
-    """Follows the logits to the model's results and to the loss, and notes both in the head."""
+    """Follows the logits to the model's results and to the loss, and stores both in `head`."""
     results: dict[fx.Node, list[int]] = {}
     for value, role in graph.outputs():
         if value is not None and isinstance(role, Result):
@@ -252,11 +254,11 @@ def _follow(graph: TrainingGraph, head: Head, forward: set[fx.Node]) -> None:
         is_cut = any(shape.target is aten.slice.Tensor for shape in shapes)
         head.results += [ResultLogits(index, node, steps, is_cut) for index in results.get(node, ())]
         head.sizes += [user for user in node.users if user.target is aten.sym_size.int]
-        for user in _early(node, forward):
+        for user in _forward_users(node, forward):
             if user in head.sizes:
                 continue
             if user.target is aten._log_softmax.default:
-                _end(head, user, steps, shapes, forward)
+                _store_loss(head, user, steps, shapes, forward)
             else:
                 step, reshapes = _step(user, node)
                 waiting.append((user, (*steps, *step), (*shapes, user) if reshapes else shapes))
@@ -269,7 +271,7 @@ def _follow(graph: TrainingGraph, head: Head, forward: set[fx.Node]) -> None:
 
 
 def _step(node: fx.Node, logits: fx.Node) -> tuple[tuple[Step, ...], bool]:
-    """Returns the element-wise step that a node applies to logits, or None, and whether the node changes their leading
+    """Returns how a node changes logits: by which element-wise step, if any, and whether it changes their leading
     shape.
     """
     target = node.target
@@ -289,17 +291,17 @@ def _step(node: fx.Node, logits: fx.Node) -> tuple[tuple[Step, ...], bool]:
     raise Unmatched(f"its logits are read by {_line(node)}")
 
 
-def _end(
+def _store_loss(
     head: Head, softmax: fx.Node, steps: tuple[Step, ...], shapes: tuple[fx.Node, ...], forward: set[fx.Node]
 ) -> None:
-    """Notes the loss that reads a log-softmax of the logits."""
+    """Finds the loss that reads a log-softmax of the logits, and stores it in `head`."""
     if argument(softmax, "dim") not in (-1, softmax.meta["val"].dim() - 1):
         raise Unmatched(f"its softmax is not over the table's rows ({_line(softmax)})")
     if argument(softmax, "half_to_float"):
         steps = (*steps, ("to", 0.0, torch.float32))
     readers, likelihoods, sums = [softmax], list[fx.Node](), list[fx.Node]()
     for reader in readers:
-        for user in _early(reader, forward):
+        for user in _forward_users(reader, forward):
             if user.target is aten.nll_loss_forward.default:
                 likelihoods.append(user)
             elif user.target is aten.sym_size.int:
@@ -322,21 +324,21 @@ def _end(
 def _check_loss(node: fx.Node, forward: set[fx.Node]) -> None:
     """Raises `Unmatched` if a negative log-likelihood has another form than supported."""
     weight = argument(node, "weight")
-    if weight is not None and any(map(draws, _cone(weight))):
+    if weight is not None and any(map(draws, _with_ancestors(weight))):
         raise Unmatched("its class weights are drawn at random")
     if node.meta["val"][0].dim() > 1 or node.args[0].meta["val"].dim() != 2:  # type: ignore[union-attr]
         raise Unmatched(f"its loss is not over a list of positions ({_line(node)})")
-    if any(_early(item, forward) for item in node.users if item.args[1] == 1):
+    if any(_forward_users(item, forward) for item in node.users if item.args[1] == 1):
         raise Unmatched(f"the weight of its loss is read ({_line(node)})")
-    if any(map(draws, _cone(argument(node, "target")))):
+    if any(map(draws, _with_ancestors(argument(node, "target")))):
         raise Unmatched("its labels are drawn at random")
 
 
 def _check_smoothing(node: fx.Node, likelihood: fx.Node, forward: set[fx.Node]) -> None:
     """Raises `Unmatched` if the sum of a log-softmax is read in another way than `F.cross_entropy` smooths labels."""
     is_plain = node.args[1] in ([1], [-1]) and len(node.args) == 2 and not node.kwargs
-    readers = _early(node, forward)
-    masked = [user for reader in readers for user in _early(reader, forward)]
+    readers = _forward_users(node, forward)
+    masked = [user for reader in readers for user in _forward_users(reader, forward)]
     if (
         not is_plain
         or node < likelihood
@@ -360,7 +362,7 @@ def _backward_of(readers: Sequence[fx.Node]) -> fx.Node | None:
     return found[0] if found else None
 
 
-def _cone(node: fx.Node) -> set[fx.Node]:
+def _with_ancestors(node: fx.Node) -> set[fx.Node]:
     """Returns a node and all its ancestors."""
     return reached([node], lambda each: each.all_input_nodes)
 
@@ -371,8 +373,8 @@ def labels_from_batch(loss: Loss) -> bool:
 
 
 def _of_batch(value: fx.Node) -> bool:
-    """Returns whether a value depends on inputs of the batch alone."""
-    inputs = [node.meta["role"] for node in _cone(value) if node.op == "placeholder"]
+    """Returns whether a value depends only on inputs of the batch."""
+    inputs = [node.meta["role"] for node in _with_ancestors(value) if node.op == "placeholder"]
     return all(isinstance(role, BatchInput) for role in inputs)
 
 
@@ -397,9 +399,9 @@ def _find_gradients(graph: TrainingGraph, head: Head, forward: set[fx.Node]) -> 
                 raise Unmatched(f"the gradient of its logits is read by {_line(user)}")
     for node in chain:
         if node.target is aten.add.Tensor and (others := [n for n in node.all_input_nodes if n not in chain]):
-            _note_smoothing(head, node, others)
+            _store_smoothing(head, node, others)
     for end in dict.fromkeys(ends):
-        _note_gradient(head, end, chain)
+        _store_gradient(head, end, chain)
     if head.of_weight is not None:
         gradient = gradients_of(graph.module)[head.weight.meta["role"].name]
         assert gradient is not None
@@ -410,8 +412,8 @@ def _find_gradients(graph: TrainingGraph, head: Head, forward: set[fx.Node]) -> 
         head.of_table = terms[0]
 
 
-def _note_smoothing(head: Head, node: fx.Node, others: Sequence[fx.Node]) -> None:
-    """Notes the gradient of the sum of a log-softmax, as opposed to that of the negative log-likelihood."""
+def _store_smoothing(head: Head, node: fx.Node, others: Sequence[fx.Node]) -> None:
+    """Stores the gradient of the sum of a log-softmax, which smooths labels, in the head's loss."""
     loss, (other, *more) = head.loss, others
     narrow = other.all_input_nodes[0] if other.target is aten.expand.default else other
     is_of_sums = loss is not None and loss.sums is not None and loss.backward in node.all_input_nodes
@@ -421,8 +423,8 @@ def _note_smoothing(head: Head, node: fx.Node, others: Sequence[fx.Node]) -> Non
     head.loss = replace(loss, of_sums=narrow.all_input_nodes[0])
 
 
-def _note_gradient(head: Head, end: fx.Node, chain: set[fx.Node]) -> None:
-    """Notes which gradient a product or sum with the logits' gradient computes: of hidden states, table or bias."""
+def _store_gradient(head: Head, end: fx.Node, chain: set[fx.Node]) -> None:
+    """Stores in `head` which gradient a node computes: of hidden states, table or bias."""
     if end.target is aten.sum.dim_IntList:
         kind = "of_bias" if head.bias is not None and argument(end, "dim") == [0] else ""
     elif end.args[0] in chain and _is_table(head, end.args[1]):
@@ -437,7 +439,7 @@ def _note_gradient(head: Head, end: fx.Node, chain: set[fx.Node]) -> None:
 
 
 def _is_table(head: Head, node: Any) -> bool:
-    """Returns whether a node is the table as the product reads it, transposed twice or not at all."""
+    """Returns whether a node is the table as the product reads it, possibly transposed twice."""
     turned = 0
     while isinstance(node, fx.Node) and node.target is _TRANSPOSE:
         node, turned = node.args[0], turned + 1
@@ -445,12 +447,12 @@ def _is_table(head: Head, node: Any) -> bool:
 
 
 def _line(node: fx.Node) -> str:
-    """Returns a node's name and source line, for a message."""
+    """Returns a node's name and source line, for an error message."""
     return f"{node.name}, {source_of(node)}"
 
 
 def parameter_of(node: fx.Node) -> str:
-    """Returns the parameter that a node is or casts."""
+    """Returns the name of the parameter that a node reads or casts."""
     while node.op != "placeholder":
         node = node.all_input_nodes[0]
     role = node.meta["role"]

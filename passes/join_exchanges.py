@@ -56,7 +56,7 @@ class ExchangedParameter:
 
 @dataclass(frozen=True)
 class JoinExchanges:
-    """Adds the exchanges of the plan that a training graph lacks.
+    """Adds the plan's exchanges that a training graph lacks, so that every rank takes part in each.
 
     Attributes:
         exchanged: name -> parameter, in the order of the plan.
@@ -85,7 +85,7 @@ class JoinExchanges:
                 with rewriter.before(next(iter(rewriter.graph.nodes))):
                     rewriter.placeholder(name, Parameter(name), each.shape, each.dtype, each.device)
         for name in idle:
-            _look_nothing_up(result, rewriter, name, self.exchanged[name])
+            _add_empty_lookup(result, rewriter, name, self.exchanged[name])
         return replace(result, tables=find_tables(result))
 
 
@@ -107,8 +107,8 @@ def idle_graph(name: str, parameter: Tensor) -> TrainingGraph:
     return TrainingGraph(fx.GraphModule(nn.Module(), graph))
 
 
-def _look_nothing_up(graph: TrainingGraph, rewriter: Rewriter, name: str, like: ExchangedParameter) -> None:
-    """Adds a lookup without ids, and the gradient of its rows."""
+def _add_empty_lookup(graph: TrainingGraph, rewriter: Rewriter, name: str, like: ExchangedParameter) -> None:
+    """Adds a lookup of no ids to a graph, and its gradient, so that the rank takes part in the table's exchange."""
     weight = parameters_of(graph.module)[name]
     lookups = [graph.node(use.lookup) for table in graph.tables if table.parameter == name for use in table.uses]
     padding = argument(lookups[0], "padding_idx") if lookups else like.padding_idx

@@ -100,7 +100,7 @@ def _join(graph: TrainingGraph, space: RowSpace) -> None:
     rows = _join_ids(rewriter, space, joined, apart)
     gradients = list[fx.Node]()
     if joined:
-        _look_up(rewriter, space.name, joined, weight, rows[0])
+        _replace_lookups(rewriter, space.name, joined, weight, rows[0])
         gradients += _sum_gradients(rewriter, space, joined, rows[0])
     for each, ids in zip(apart, rows[bool(joined) :], strict=True):
         _read_space(rewriter, each, weights[each.table.parameter], weight, ids)
@@ -127,10 +127,10 @@ def _lookups(graph: TrainingGraph, space: RowSpace) -> list[_Lookup]:
 
 
 def _join_ids(
-    rewriter: Rewriter, space: RowSpace, joined: Sequence[_Lookup], apart: Sequence[_Lookup]
+    rewriter: Rewriter, space: RowSpace, joined: Sequence[_Lookup], others: Sequence[_Lookup]
 ) -> list[fx.Node]:
     """Inserts, at the head of the graph, the ids of lookups as rows of the row space. Joined lookups get one tensor."""
-    lookups = [*joined, *apart]
+    lookups = [*joined, *others]
     numbers = [each.number for each in lookups]
     first_rows = [space.bounds[number] for number in numbers]
     num_rows = [each.table.num_rows for each in lookups]
@@ -139,20 +139,22 @@ def _join_ids(
         found = rewriter.call(
             embrace.join_ids.default, ids, numbers, first_rows, num_rows, len(joined), name=f"{space.name}_row_ids"
         )
-        count = bool(joined) + len(apart)
+        count = bool(joined) + len(others)
         return [
             rewriter.item(found, k, name=f"{space.name}_ids_{k}" if k else f"{space.name}_ids") for k in range(count)
         ]
 
 
-def _look_up(rewriter: Rewriter, name: str, joined: Sequence[_Lookup], weight: fx.Node, ids: fx.Node) -> None:
-    """Makes the results of joined lookups views of the joint lookup's result."""
-    narrow = _one_of([_cast_dtype(user) for each in joined for user in each.node.users])
+def _replace_lookups(rewriter: Rewriter, name: str, joined: Sequence[_Lookup], weight: fx.Node, ids: fx.Node) -> None:
+    """Inserts one lookup in the joined table, and replaces the results of the lookups it joins with views of its
+    result.
+    """
+    narrow = _common([_cast_dtype(user) for each in joined for user in each.node.users])
     with rewriter.before(min(each.node for each in joined)):
         rows = rewriter.call(aten.embedding.default, weight, ids, name=f"{name}_lookups")
         if narrow is not None:
             rows = rewriter.cast(rows, narrow, name=f"{name}_lookups_cast")
-        sizes = [_size(rewriter, each.ids) for each in joined]
+        sizes = [_shape(rewriter, each.ids) for each in joined]
         parts = rewriter.call(
             aten.split_with_sizes.default, rows, [_product(rewriter, size) for size in sizes], name=f"{name}_by_lookup"
         )
@@ -175,7 +177,7 @@ def _sum_gradients(rewriter: Rewriter, space: RowSpace, joined: Sequence[_Lookup
         return []
     backwards = [node for each in joined for node in each.backward]
     given = [argument(node, "grad_output") for node in backwards]
-    narrow = _one_of([_came_from(node) for node in given])
+    narrow = _common([_came_from(node) for node in given])
     name, wide = space.name, given[0].meta["val"].dtype
     with rewriter.before(max(backwards).next):
         flat = [
@@ -191,24 +193,24 @@ def _sum_gradients(rewriter: Rewriter, space: RowSpace, joined: Sequence[_Lookup
         return [rewriter.call(target, together, ids, space.bounds[-1], -1, False, name=f"{name}_gradient")]
 
 
-def _one_of(dtypes: Sequence[torch.dtype | None]) -> torch.dtype | None:
-    """Returns the common dtype, or None if the dtypes differ or one is None."""
+def _common(dtypes: Sequence[torch.dtype | None]) -> torch.dtype | None:
+    """Returns the dtype if all are equal, or None if they differ or one is None."""
     return dtypes[0] if len(set(dtypes)) == 1 else None
 
 
 def _cast_dtype(node: fx.Node) -> torch.dtype | None:
-    """Returns the dtype that a node casts to, if it is only a cast."""
+    """Returns the dtype that a node casts to, or None if the node is not just a cast."""
     return node.meta["val"].dtype if is_plain_cast(node) else None
 
 
 def _came_from(node: fx.Node) -> torch.dtype | None:
-    """Returns the dtype that a node casts from, if it is only a cast."""
+    """Returns the dtype that a node casts from, or None if the node is not just a cast."""
     found: torch.dtype | None = node.all_input_nodes[0].meta["val"].dtype if is_plain_cast(node) else None
     return found
 
 
-def _size(rewriter: Rewriter, ids: fx.Node) -> list[int | fx.Node]:
-    """Returns the shape of ids, with nodes for unknown sizes."""
+def _shape(rewriter: Rewriter, ids: fx.Node) -> list[int | fx.Node]:
+    """Returns the shape of ids. An unknown size is a node that computes it."""
     return [
         size if isinstance(size, int) else rewriter.call(aten.sym_size.int, ids, dim, name=f"{ids.name}_size_{dim}")
         for dim, size in enumerate(ids.meta["val"].shape)
@@ -216,7 +218,7 @@ def _size(rewriter: Rewriter, ids: fx.Node) -> list[int | fx.Node]:
 
 
 def _product(rewriter: Rewriter, size: Sequence[int | fx.Node]) -> int | fx.Node:
-    """Returns the product of sizes, which are ints or nodes."""
+    """Returns the product of sizes. Inserts nodes to multiply unknown sizes."""
     found: int | fx.Node = 1
     for each in size:
         if isinstance(found, int) and isinstance(each, int):
@@ -229,7 +231,7 @@ def _product(rewriter: Rewriter, size: Sequence[int | fx.Node]) -> int | fx.Node
 
 
 def _read_space(rewriter: Rewriter, lookup: _Lookup, before: fx.Node, weight: fx.Node, ids: fx.Node) -> None:
-    """Makes a lookup, and the inputs of its gradient, read rows of the row space instead of the lookup's table."""
+    """Replaces the table and the ids in a lookup, and in its gradient, by the row space and its row numbers."""
     readers = [node for node in before.users if node.target is SAMPLE_WEIGHTS_BACKWARD]
     for node in (lookup.node, *lookup.backward, *(n for n in readers if argument(n, "indices") is lookup.ids)):
         set_argument(node, "indices", ids)
@@ -242,7 +244,7 @@ def _read_space(rewriter: Rewriter, lookup: _Lookup, before: fx.Node, weight: fx
 
 
 def _return_sum(graph: TrainingGraph, rewriter: Rewriter, space: RowSpace, gradients: Sequence[fx.Node]) -> None:
-    """Returns the gradient of the row space instead of its tables' gradients."""
+    """Replaces the gradients of the tables in the graph's outputs with the gradient of the row space."""
     of_tables = {Gradient(Parameter(name)) for name in space.tables}
     outputs = [(value, role) for value, role in graph.outputs() if role not in of_tables]
     total: fx.Node | None = None

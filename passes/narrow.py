@@ -62,7 +62,7 @@ def exchange_dtype(graph: TrainingGraph, table: Table) -> torch.dtype:
 
 
 def narrow(graph: TrainingGraph, join: fx.Node) -> bool:
-    """Narrows one table's exchange in place. Returns False if it must stay wide."""
+    """Narrows one table's exchange in place. Returns False if it has to stay in the wide dtype."""
     lookups = [user for user in join.users if user.target is aten.embedding.default]
     if any(user not in lookups and user.target is not aten.sym_size.int for user in join.users):
         return False
@@ -99,9 +99,7 @@ def is_plain_cast(node: fx.Node) -> bool:
 
 
 def _split_of(graph: TrainingGraph, join: fx.Node) -> fx.Node | None:
-    """Returns the split that sends the gradient of `join`'s rows, found by the counts of the id exchange that both
-    read.
-    """
+    """Returns the split of the gradient of `join`'s rows: the one that reads the same counts of the id exchange."""
     launch = join.all_input_nodes[0].all_input_nodes[0]
     counts = launch.args[1]
     for split in graph.graph.nodes:
@@ -111,11 +109,11 @@ def _split_of(graph: TrainingGraph, join: fx.Node) -> fx.Node | None:
     return None
 
 
-def _grad_comes_from(term: fx.Node, dtype: torch.dtype) -> bool:
-    """Returns whether a lookup's backward reads a gradient that was cast from `dtype`."""
-    gradient = term.args[0]
+def _grad_comes_from(backward: fx.Node, dtype: torch.dtype) -> bool:
+    """Returns whether the gradient that a lookup's backward reads has been cast from `dtype`."""
+    gradient = backward.args[0]
     return (
-        term.target in LOOKUP_BACKWARDS
+        backward.target in LOOKUP_BACKWARDS
         and isinstance(gradient, fx.Node)
         and gradient.target is _CAST
         and gradient.all_input_nodes[0].meta["val"].dtype == dtype

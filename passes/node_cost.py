@@ -81,19 +81,19 @@ def computes(node: fx.Node) -> bool:
 
 
 def _formula(node: fx.Node) -> Formula | None:
-    """Returns the formula of a node's operations, or None if there is none."""
+    """Returns the FLOP formula of a node's op, or None if there is none."""
     assert isinstance(node.target, torch._ops.OpOverload)
     packet = node.target.overloadpacket
     return _OWN.get(packet) or flop_registry.get(packet)
 
 
 def _as_sized(argument: Any, expected: ExpectedSizes) -> Any:
-    """Replaces an argument that is a node with the node's value in its expected sizes."""
+    """Replaces an argument that is a node with a tensor of the node's expected sizes."""
     return _sized(argument.meta.get("val"), expected) if isinstance(argument, fx.Node) else argument
 
 
 def _sized(value: Any, expected: ExpectedSizes) -> Any:
-    """Returns a meta tensor with the sizes of a fake tensor. Data-dependent sizes are replaced with expected ones."""
+    """Returns a meta tensor of a fake tensor's sizes, with expected numbers for data-dependent sizes."""
     if isinstance(value, list | tuple):
         return type(value)(_sized(each, expected) for each in value)
     return torch.empty(_shape(value, expected), device="meta") if isinstance(value, Tensor) else value

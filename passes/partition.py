@@ -61,13 +61,13 @@ class Partition:
 
 
 def members_of(graph: TrainingGraph) -> dict[str, set[fx.Node]]:
-    """Returns the nodes of each of `PHASES` in a joint graph, without placeholders and the output."""
+    """Maps each phase to its nodes in a joint graph."""
     nodes = [node for node in graph.graph.nodes if node.op not in ("placeholder", "output")]
     head = ancestors(node for node in nodes if _is_ids_op(node))
     wanted = [n for n, role in graph.outputs() if n is not None and isinstance(role, Result | Mutation)]
     wanted += [node for node in nodes if op_name(node) in _OF_FORWARD]
     forward = ancestors(wanted) - head
-    _draw_sizes_and_parts(nodes, head, forward)
+    _move_sizes_and_items(nodes, head, forward)
     ids: set[fx.Node] = set()
     for node in nodes:
         if node in head and (op_name(node) == _LAUNCH or not ids.isdisjoint(node.all_input_nodes)):
@@ -99,10 +99,10 @@ def partition(graph: TrainingGraph) -> dict[str, fx.GraphModule]:
     return phases
 
 
-def _draw_sizes_and_parts(nodes: list[fx.Node], ids: set[fx.Node], forward: set[fx.Node]) -> None:
+def _move_sizes_and_items(nodes: list[fx.Node], ids: set[fx.Node], forward: set[fx.Node]) -> None:
     """Moves sizes and tuple items to the phase of their source, so that saving them keeps no whole tensor alive."""
     for node in nodes:
-        if node in ids or node in forward or not _is_size_or_part(node):
+        if node in ids or node in forward or not _is_size_or_item(node):
             continue
         sources = node.all_input_nodes
         if sources and all(source in ids for source in sources):
@@ -111,8 +111,8 @@ def _draw_sizes_and_parts(nodes: list[fx.Node], ids: set[fx.Node], forward: set[
             forward.add(node)
 
 
-def _is_size_or_part(node: fx.Node) -> bool:
-    """Returns whether a node is a size, an item of a tuple or another call that is not an op."""
+def _is_size_or_item(node: fx.Node) -> bool:
+    """Returns whether a node is a size, an item of a tuple or any other call that is not an op."""
     return node.target is torch.ops.aten.sym_size.int or not isinstance(node.target, torch._ops.OpOverload)
 
 
@@ -128,7 +128,7 @@ def _is_ids_op(node: fx.Node) -> bool:
 
 
 def extract_ids(graph: TrainingGraph, tables: Sequence[Table]) -> fx.GraphModule:
-    """Extracts a graph, roles included, that computes the ids of every use of `tables` from the batch.
+    """Extracts a graph that computes, from the batch, the ids of every lookup of `tables`.
 
     rewrite:  def joint(weight, batch, tangent): ids = batch + 1; e = embedding(weight, ids); ...
     ->        def ids(batch): ids = batch + 1; return (ids,)
@@ -137,7 +137,7 @@ def extract_ids(graph: TrainingGraph, tables: Sequence[Table]) -> fx.GraphModule
 
 
 def extract_values(graph: TrainingGraph, wanted: Sequence[fx.Node]) -> fx.GraphModule:
-    """Extracts a graph, roles included, that computes the values of some nodes."""
+    """Extracts a graph that computes the values of the `wanted` nodes."""
     needed = ancestors(wanted)
     return _phase(graph, [n for n in graph.graph.nodes if n in needed], [(n, Saved(n.name)) for n in wanted], [])
 
@@ -145,7 +145,7 @@ def extract_values(graph: TrainingGraph, wanted: Sequence[fx.Node]) -> fx.GraphM
 def _phase(
     graph: TrainingGraph, nodes: list[fx.Node], wanted: list[tuple[fx.Node, OutputRole]], saved: list[fx.Node]
 ) -> fx.GraphModule:
-    """Builds one phase with placeholders for its inputs, its nodes in order, and its outputs."""
+    """Builds one phase: placeholders for its inputs, `nodes` in order, and outputs for `wanted` and `saved`."""
     own = set(nodes)
     read = {source for node in nodes for source in node.all_input_nodes if source not in own}
     read |= {node for node, _ in wanted if node not in own}

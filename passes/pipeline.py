@@ -56,7 +56,7 @@ class Compiled:
 
 
 def analyse(graph: TrainingGraph) -> TrainingGraph:
-    """Finds a captured graph's tables, for the planner."""
+    """Returns a captured graph with its tables found."""
     return replace(graph, tables=find_tables(graph), results_behind=results_behind(graph))
 
 
@@ -128,19 +128,19 @@ def overlap_passes(plan: Plan, schedule: str, rank: int, cuts: Cuts) -> tuple[Pa
     )
 
 
-def run_passes(analysed: TrainingGraph, passes: Iterable[Pass], done: Compiled | None = None) -> Compiled:
+def run_passes(analysed: TrainingGraph, passes: Iterable[Pass], earlier: Compiled | None = None) -> Compiled:
     """Runs the passes, keeps a snapshot after each, and verifies the last graph, which is the one that runs.
 
     Args:
-        done: the result of earlier passes on `analysed`, or None.
+        earlier: the result of earlier passes on `analysed`, or None.
 
     Raises:
         VerificationError: a pass broke an invariant; the message names the pass.
     """
-    graph = start = done.graph if done else analysed
+    graph = start = earlier.graph if earlier else analysed
     changed: list[tuple[str, TrainingGraph]] = []
-    graphs = {**done.graphs} if done else {"captured": analysed.module}
-    phases, ms = ({**done.phases}, {**done.ms}) if done else ({}, {})
+    graphs = {**earlier.graphs} if earlier else {"captured": analysed.module}
+    phases, ms = ({**earlier.phases}, {**earlier.ms}) if earlier else ({}, {})
     for name in graph.phases:
         del graphs[name]  # phases are added last
     for each in passes:
@@ -158,16 +158,16 @@ def run_passes(analysed: TrainingGraph, passes: Iterable[Pass], done: Compiled |
     return Compiled(graph, graphs, phases, ms)
 
 
-def _verify(changed: Sequence[tuple[str, TrainingGraph]], captured: TrainingGraph, start: TrainingGraph) -> None:
+def _verify(changed: Sequence[tuple[str, TrainingGraph]], captured: TrainingGraph, analysed: TrainingGraph) -> None:
     """Verifies the last graph. If that fails, verifies each graph to name the pass that broke it.
 
     Verifying every graph in every run took a sixth of all Python calls when planning twelve layers.
     """
     try:
         for name, graph in changed[-1:]:
-            verify(graph, after=name, captured=captured, previous=start)
+            verify(graph, after=name, captured=captured, previous=analysed)
     except VerificationError:
-        for (name, graph), (_, before) in zip(changed, [("", start), *changed[:-1]], strict=True):
+        for (name, graph), (_, before) in zip(changed, [("", analysed), *changed[:-1]], strict=True):
             verify(graph, after=name, captured=captured, previous=before)
         raise
 

@@ -109,7 +109,7 @@ def reduce_gradients(
 
 
 def _with_means(graph: TrainingGraph, means: dict[str, fx.Node]) -> list[tuple[fx.Node | None, OutputRole]]:
-    """Returns the graph's outputs, with gradients replaced by their means."""
+    """Returns the outputs of the graph, with each gradient replaced by its mean over ranks."""
     outputs: list[tuple[fx.Node | None, OutputRole]] = []
     waiting = dict(means)
     for value, role in graph.outputs():

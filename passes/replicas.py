@@ -27,7 +27,7 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class GlobalFrequency:
-    """Counts ids over all ranks if a data-parallel table scales its gradient by frequency."""
+    """The pass that counts ids over all ranks for whole tables that divide gradients by the ids' frequency."""
 
     world_size: int
 
@@ -36,7 +36,7 @@ class GlobalFrequency:
 
 
 def _scaled(graph: TrainingGraph) -> list[fx.Node]:
-    """Returns the backwards of lookups that scale gradients by the counts of the ids."""
+    """Returns the backward nodes of lookups that divide gradients by the frequency of ids."""
     return [n for n in graph.graph.nodes if n.target in LOOKUP_BACKWARDS and argument(n, "scale_grad_by_freq")]
 
 

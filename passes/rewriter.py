@@ -33,7 +33,7 @@ class Derived:
 
 @contextlib.contextmanager
 def derives(mode: FakeTensorMode) -> Iterator[None]:
-    """Opens a context in which ops run under `mode`, without its cache.
+    """Opens a context in which ops run under `mode`, to compute fake values without its cache.
 
     Data-dependent sizes are new symbols at each call, so caching a call would cost more than the call.
     """
@@ -46,7 +46,7 @@ def derives(mode: FakeTensorMode) -> Iterator[None]:
 
 
 class Rewriter:
-    """Edits one graph. Inserted calls get a name and a fake value.
+    """Edits one graph. Every inserted call gets a readable name and a fake value.
 
     The fake mode is the capture's own, found in the graph's values.
     """
@@ -137,7 +137,7 @@ class Rewriter:
         node.meta["derived"] = Derived(node.target, args, kwargs, value)
 
     def retype(self, node: fx.Node, dtype: torch.dtype) -> None:
-        """Changes the dtype of a call's fake value, and keeps its shape, whose unknown sizes later nodes read."""
+        """Changes the dtype of a call's fake value. Keeps its sizes, because later nodes refer to their symbols."""
         with self.fake_mode:
             node.meta["val"] = torch.empty_like(node.meta["val"], dtype=dtype)
 
@@ -149,7 +149,9 @@ def first_after_placeholders(graph: fx.Graph) -> fx.Node:
 
 
 def hoist(nodes: Sequence[fx.Node]) -> fx.Node:
-    """Moves `nodes`, and the nodes that they depend on, to the head of the graph. Returns the first node after them."""
+    """Moves `nodes`, and everything that they depend on, to the head of the graph. Returns the first node after
+    them.
+    """
     head = first_after_placeholders(nodes[0].graph)
     for needed in sorted(ancestors(nodes)):
         if needed is head:

@@ -19,7 +19,9 @@ _PAGE_BYTES = 4096
 
 
 def saved_workspace_bytes(node: fx.Node, expected: ExpectedSizes) -> int | None:
-    """Returns the bytes of a layer's last result, the workspace that oneDNN saves, or None for other nodes."""
+    """Returns the bytes of the workspace that oneDNN saves as the last result of an RNN layer, or None for other
+    nodes.
+    """
     if op_name(node) != _LAYER or node.args[-2:] != ("mkldnn", True):
         return None
     input_TBI, output_TBH = node.all_input_nodes[0].meta["val"], node.meta["val"][0]
@@ -38,7 +40,7 @@ def lstm_workspace_bytes(steps: int, sequences: int, width: int, own: int, items
     """
 
     def row(values: int) -> int:
-        """Returns the padded size of a line of values, in values."""
+        """Returns the padded length of a row of `values` values."""
         line = 64 // itemsize
         filled = -(-values // line) * line
         return filled + line if filled % 256 == 0 else filled

@@ -24,7 +24,7 @@ embrace = torch.ops.embrace
 
 @dataclass(frozen=True)
 class RoundRowGradients:
-    """Rounds row gradients to the format of the wire before their exchange.
+    """The pass that rounds row gradients to their wire format before they are exchanged.
 
     Attributes:
         form: the format of rows on the wire.
@@ -36,7 +36,7 @@ class RoundRowGradients:
         return rewrite_each(graph, self._launches, self._round)
 
     def _launches(self, graph: TrainingGraph) -> list[fx.Node]:
-        """Returns the all-to-alls of row gradients that the form rounds."""
+        """Returns the all-to-alls of the row gradients to round."""
         launches = graph.graph.find_nodes(op="call_function", target=embrace.all_to_all_gradients.default)
         return [each for each in launches if Wire(each.meta["val"].element_size(), self.form).rounds]
 

@@ -63,7 +63,7 @@ embrace = torch.ops.embrace
 
 @dataclass(frozen=True)
 class ShardTables:
-    """Shards `tables` over the ranks; gathers the ids of `renormed` tables, which stay whole.
+    """The pass that shards tables: replaces each by this rank's part, and its lookups by exchanges of rows.
 
     Attributes:
         tables: parameter names, in the order of their exchange; equal on all ranks.
@@ -97,7 +97,7 @@ class ShardTables:
 
 @dataclass(frozen=True)
 class _Ids:
-    """The result nodes of one table's id exchange."""
+    """The nodes of one table's exchanged ids."""
 
     where: dict[fx.Node, fx.Node]
     all_ids: fx.Node
@@ -214,7 +214,7 @@ def _shard(
 
 
 def _put_in_order(graph: TrainingGraph, tables: Sequence[str]) -> None:
-    """Moves the launch of each table's gradient after the launch of the previous table's gradient."""
+    """Moves the launch of each table's gradient after that of the previous table."""
     gradients = embrace.all_to_all_gradients.default
     launches = {n.meta["launch"].what: n for n in graph.graph.find_nodes(op="call_function", target=gradients)}
     before: fx.Node | None = None
@@ -227,7 +227,7 @@ def _put_in_order(graph: TrainingGraph, tables: Sequence[str]) -> None:
 
 @dataclass(frozen=True)
 class _Route:
-    """The ids that a table's launches, lookup and gradient sum read: all ids, or on a grid those sent to this rank.
+    """The ids that this rank serves for a table: all ranks' ids, or on a grid only those sent to this rank.
 
     Attributes:
         ids, counts: results of `unpack_ids` or `route_grid`.
@@ -241,18 +241,18 @@ class _Route:
     rank: int
 
     def send(self, launch: Any, sent: fx.Node, embedding_dim: int) -> tuple[Any, ...]:
-        """Returns the call that launches rows or their gradients."""
+        """Returns the target and arguments of the call that launches the exchange of rows or gradients."""
         ranks, on_grid = self.grid.rows * self.grid.columns, () if self.order is None else (self.grid.rows,)
         return launch, sent, self.counts, embedding_dim, "embedding", ranks, *on_grid
 
     def join(self, flat: fx.Node, embedding_dim: int) -> tuple[Any, ...]:
-        """Returns the call that converts received columns to rows."""
+        """Returns the target and arguments of the call that joins received columns to rows."""
         if self.order is None:
             return embrace.join_columns.default, flat, embedding_dim, self.grid.columns
         return embrace.join_grid.default, flat, self.order, self.counts, embedding_dim, self.rank
 
     def split(self, gradient: fx.Node) -> tuple[Any, ...]:
-        """Returns the call that converts gradients of rows to columns to send."""
+        """Returns the target and arguments of the call that splits row gradients into columns to send."""
         if self.order is None:
             return embrace.split_columns.default, gradient, self.grid.columns
         return embrace.split_grid.default, gradient, self.order, self.counts, self.rank
@@ -276,7 +276,7 @@ def _route(rewriter: Rewriter, short: str, ids: _Ids, grid: Grid, rank: int) -> 
 
 
 def _read_rows(rewriter: Rewriter, weight: fx.Node, rows: fx.Node, ids: _Ids, table: Table) -> None:
-    """Makes every lookup read the batch's rows instead of the table. Positions in these rows replace the ids."""
+    """Makes every lookup read the exchanged rows instead of the table. Positions in these rows replace the ids."""
     num_rows: fx.Node | None = None
     names = {name for use in table.uses for name in (use.lookup, *use.backward)}
     touched = [n for n in weight.graph.nodes if n.name in names]
@@ -334,7 +334,7 @@ def _row_gradient(
 
 
 def _refresh_sum(rewriter: Rewriter, gradient: fx.Node) -> None:
-    """Recomputes the fake values of sums over a table's lookups, which now have the shape of the batch's rows."""
+    """Recomputes the fake values of the sums over a table's lookups, whose shape is now that of the exchanged rows."""
     if gradient.target is aten.add.Tensor:
         for term in gradient.all_input_nodes:
             _refresh_sum(rewriter, term)
@@ -342,7 +342,7 @@ def _refresh_sum(rewriter: Rewriter, gradient: fx.Node) -> None:
 
 
 def _renorm_everywhere(graph: TrainingGraph, table: Table, ids: _Ids) -> None:
-    """Makes `max_norm` rescale, on every replica, the rows that any rank reads, so that the replicas stay equal."""
+    """Makes `max_norm` rescale, on every replica, the rows that any rank reads."""
     weight = parameters_of(graph.module)[table.parameter]
     for node in graph.graph.nodes:
         if node.target is RENORM and argument(node, "indices") in ids.where and weight in _sources(node):

@@ -136,7 +136,7 @@ class _Chunk:
 
 
 class _Sharding:
-    """The rewrite of the graph for one head.
+    """Shards one output layer in a graph.
 
     Attributes:
         sizes: symbol of a data-dependent size -> its expected value.
@@ -200,7 +200,7 @@ class _Sharding:
         return launch
 
     def _numbered(self, name: str, chunk: int) -> str:
-        """Returns a name, with the chunk's number if there are several chunks."""
+        """Returns a node name, with the chunk's number appended if there are several chunks."""
         return name if self._chunks == 1 else f"{name}_{chunk}"
 
     def _launch_chunk(self, target: Any, rows: fx.Node, counts: fx.Node, chunk: int, part: HeadPart) -> fx.Node:
@@ -222,7 +222,7 @@ class _Sharding:
         return found
 
     def _expect(self, node: fx.Node, count: int) -> None:
-        """Notes the expected first size of a node's result, if that size is a new symbol."""
+        """Records the expected value of the first size of a node's result, if that size is a new symbol."""
         if not isinstance(size := node.meta["val"].shape[0], int):
             self.sizes[str(size.node.expr)] = count
 
@@ -329,7 +329,7 @@ class _Sharding:
         return self._in_dtype(self._shard, self._head.as_read.meta["val"].dtype)
 
     def _in_dtype(self, node: fx.Node, dtype: torch.dtype) -> fx.Node:
-        """Returns a node in a dtype, with a cast inserted if it has another one."""
+        """Returns a node in a dtype. Inserts a cast if its dtype differs."""
         return node if node.meta["val"].dtype == dtype else self._rewriter.cast(node, dtype, f"{node.name}_cast")
 
     # -- the backward --------------------------------------------------------------------------------------------------
@@ -395,7 +395,7 @@ class _Sharding:
         return self._call(aten.addmm.default, before, turned, mean, name="shard_gradient")
 
     def _put_in_bias(self, node: fx.Node, own: fx.Node) -> None:
-        """Replaces the bias's gradient with one that holds only this rank's share."""
+        """Replaces a gradient of the bias with this rank's share of it."""
         options, every = self._options, self._weight.shape[0]
         share = self._call(
             aten.slice_backward.default, own, [every], 0, options.rank, every, options.world_size, name="bias_gradient"
@@ -415,7 +415,7 @@ class _Sharding:
         return self._shown[node]
 
     def _tangents(self, hidden: Mapping[int, fx.Node]) -> list[fx.Node]:
-        """Replaces the tangents of logits with those of hidden states, and returns them as (M, D)."""
+        """Replaces the tangents of logits with tangents of the hidden states, and returns these as (M, D)."""
         found = []
         for node, role in list(self._graph.inputs()):
             if not isinstance(role, Tangent) or role.index not in hidden:
@@ -440,7 +440,7 @@ class _Sharding:
         before.replace_all_uses_with(first)
 
     def _promise(self, steps: Sequence[Step]) -> PromisedLogits:
-        """Returns what the runtime needs to compute logits on demand."""
+        """Returns the description by which the runtime computes logits when they are read."""
         head = self._head
         narrow = head.as_read.meta["val"].dtype
         bias = parameter_of(head.bias) if head.bias is not None else ""
@@ -453,7 +453,9 @@ class _Sharding:
     def _take_out(
         self, term: fx.Node, outputs: Sequence[tuple[fx.Node | None, OutputRole]]
     ) -> list[tuple[fx.Node | None, OutputRole]]:
-        """Removes a term from the sum that is the table's gradient."""
+        """Removes the output layer's term from the sum that is the table's gradient. Returns the graph's new
+        outputs.
+        """
         role = Gradient(Parameter(self._table))
         if any(value is term and each == role for value, each in outputs):
             return [(value, each) for value, each in outputs if each != role]

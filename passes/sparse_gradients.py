@@ -54,7 +54,7 @@ class SparseGradients:
 
 
 def _keep_rows(graph: TrainingGraph, name: str) -> None:
-    """Makes a table's gradient sparse, in place, if its lookups request it."""
+    """Makes a table's gradient sparse, in place, if all of its lookups request it."""
     table = next((table for table in graph.tables if table.parameter == name), None)
     if table is None or not table.has_sparse_gradient or any(use.kind == FROM_GRADIENT for use in table.uses):
         return
@@ -71,7 +71,7 @@ def _keep_rows(graph: TrainingGraph, name: str) -> None:
 
 
 def _add_no_rows(graph: TrainingGraph, name: str) -> None:
-    """Adds a gradient without rows, in place."""
+    """Adds an empty sparse gradient of a table to the outputs, in place."""
     rewriter, weight = Rewriter(graph.module), parameters_of(graph.module)[name]
     with rewriter.before(graph.graph.output_node()):
         zeros = rewriter.call(aten.zeros_like.default, weight, name=f"{weight.name}_no_gradient")

@@ -11,14 +11,14 @@ from functools import partial
 
 from torch import fx
 
-from embrace_fx.passes.overlap.variants import PhaseAs, splits_rows
+from embrace_fx.passes.overlap.variants import DerivePhase, splits_rows
 from embrace_fx.passes.pipeline import Compiled, Pass, run_passes
 from embrace_fx.vocabulary.graph import TrainingGraph
 from embrace_fx.vocabulary.step_variant import VARIANTS, StepVariant
 
 
 class StepGraphs:
-    """Derives the graphs of one training program's steps, each once.
+    """Derives the graphs of a program's step variants from its steady step, each once.
 
     Attributes:
         steady: the graph of a step between two other steps, with the next batch known.
@@ -41,7 +41,7 @@ class StepGraphs:
             VerificationError: that phase breaks an invariant.
         """
         if variant not in self._derived:
-            self._derived[variant] = run_passes(self._analysed, [PhaseAs(variant)], self.steady).graph
+            self._derived[variant] = run_passes(self._analysed, [DerivePhase(variant)], self.steady).graph
         return self._derived[variant]
 
     def order(self, passes: Sequence[Pass]) -> None:
@@ -56,5 +56,5 @@ class StepGraphs:
         return {str(variant): partial(self._module, variant) for variant in VARIANTS if not variant.is_steady}
 
     def _module(self, variant: StepVariant) -> fx.GraphModule:
-        """Returns the graph of the variant's phase."""
+        """Returns the module of a variant's phase."""
         return self.graph(variant).phases[variant.phase]

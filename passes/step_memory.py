@@ -117,7 +117,7 @@ class StepMemory:
         stands[[self.position[node] for node in order]] = np.arange(self.backward, count)
         dies = last_reads(self.reads.storage, stands[self.reads.reader], len(self.storages))
         dies[self.outlives] = count
-        return int(held(stands[self.born], dies, self.nbytes, count)[self.backward :].max(initial=0))
+        return int(bytes_over_time(stands[self.born], dies, self.nbytes, count)[self.backward :].max(initial=0))
 
     @property
     def saved(self) -> list[Storage]:
@@ -151,18 +151,18 @@ class StepMemory:
 
     @cached_property
     def outlives(self) -> Numbers:
-        """Returns the indices of the storages that outlive the step."""
+        """Returns the indices of the storages that are still needed after the step."""
         return np.array([s.number for s in self.storages if s.dies == len(self.nodes)], dtype=np.int64)
 
     def _held(self, storages: Sequence[Storage]) -> list[int]:
         """Returns the bytes that storages hold at each node."""
         born, dies, nbytes = np.array([(s.born, s.dies, s.nbytes) for s in storages], dtype=np.int64).reshape(-1, 3).T
-        by_time: list[int] = held(born, dies, nbytes, len(self.nodes)).tolist()
+        by_time: list[int] = bytes_over_time(born, dies, nbytes, len(self.nodes)).tolist()
         return by_time
 
 
-def held(born: Numbers, dies: Numbers, nbytes: Numbers, count: int) -> Numbers:
-    """Returns the bytes held while each of `count` nodes runs, for storages with these lifetimes."""
+def bytes_over_time(born: Numbers, dies: Numbers, nbytes: Numbers, count: int) -> Numbers:
+    """Returns the bytes held while each of `count` nodes runs, by storages with these lifetimes."""
     change = np.zeros(count + 1, dtype=np.int64)
     np.add.at(change, born, nbytes)
     np.subtract.at(change, np.minimum(dies + 1, count), nbytes)
@@ -189,7 +189,7 @@ def first_reads(storage: Numbers, position: Numbers, count: int) -> Numbers:
 
 def step_memory(graph: TrainingGraph) -> StepMemory:
     """Computes the memory of a step from its phases, or from its future phases if the graph is not partitioned yet."""
-    in_order, outputs, saved = _phases(graph) if graph.phases else _phases_to_be(graph)
+    in_order, outputs, saved = _phases(graph) if graph.phases else _future_phases(graph)
     nodes = [node for phase in in_order for node in phase]
     return memory_of(nodes, len(nodes) - len(in_order[-1]), outputs, saved, graph.expected)
 
@@ -198,7 +198,7 @@ _Ordered = tuple[list[list[fx.Node]], set[fx.Node], dict[fx.Node, fx.Node]]
 """(the nodes of each phase, the values that outlive the step, placeholder of a saved value -> that value)."""
 
 
-def _phases_to_be(graph: TrainingGraph) -> _Ordered:
+def _future_phases(graph: TrainingGraph) -> _Ordered:
     """Returns the nodes of the phases that a whole graph will be split into, its outputs, and no saved values."""
     in_order = [[node for node in graph.graph.nodes if node in phase] for phase in members_of(graph).values()]
     return in_order, {value for value, _ in graph.outputs() if value is not None}, {}
@@ -260,15 +260,15 @@ def memory_of(
     reads: list[tuple[int, int, int]] = []
     places: dict[fx.Node, dict[int, int]] = {}  # cached, because a node may have a thousand results
 
-    def make(node: fx.Node, k: int, sizes: Sequence[int]) -> list[Storage]:
-        """Appends a storage for each size that is not zero, and returns the new storages."""
+    def make(node: fx.Node, position: int, sizes: Sequence[int]) -> list[Storage]:
+        """Adds a storage for each nonzero size, allocated by node number `position`. Returns the new storages."""
         known, first = _is_known(node), len(storages)
         for size in filter(None, sizes):
-            storages.append(Storage(len(storages), node, size, k, known=known))
+            storages.append(Storage(len(storages), node, size, position, known=known))
         return storages[first:]
 
-    def lies_in(value: fx.Node) -> Sequence[Storage]:
-        """Returns the storages that hold a node's value."""
+    def storages_of(value: fx.Node) -> Sequence[Storage]:
+        """Returns the storages of a node's value."""
         return of.get(saved.get(value, value), ())
 
     for k, node in enumerate(nodes):
@@ -276,27 +276,27 @@ def memory_of(
         if op_name(node) == AWAIT_OFFLOAD:
             of[node] = []
         elif shared:
-            of[node] = [storage for source in shared for storage in lies_in(source)]
+            of[node] = [storage for source in shared for storage in storages_of(source)]
         elif _is_item(node):
             source = node.all_input_nodes[0]
             if source not in places:
                 places[source] = _places(source, expected)
-            of[node] = _item(lies_in(source), node, places[source])
+            of[node] = _item(storages_of(source), node, places[source])
         else:
             of[node] = make(node, k, _sizes(node, expected))
         for storage in of[node]:
             storage.names.append(node)
         for value in (node, *node.all_input_nodes):
-            reads += [(k, position[saved.get(value, value)], storage.number) for storage in lies_in(value)]
+            reads += [(k, position[saved.get(value, value)], storage.number) for storage in storages_of(value)]
     for k, node in enumerate(nodes):  # temporaries of the op
         reads += [(k, k, storage.number) for storage in make(node, k, [scratch_bytes(node, expected)])]
-    outlives = [storage.number for value in outputs for storage in lies_in(value)]
+    outlives = [storage.number for value in outputs for storage in storages_of(value)]
     by_column = np.array(reads, dtype=np.int64).reshape(-1, 3).T
     return _with_lives(StepMemory(nodes, backward, storages, of, Reads(*by_column)), outlives)
 
 
 def _with_lives(found: StepMemory, outlives: Sequence[int]) -> StepMemory:
-    """Returns the storages with the positions of their reads."""
+    """Returns the memory with each storage's lifetime set from its reads."""
     reads, count = found.reads, len(found.storages)
     early = reads.reader < found.backward
     dies = last_reads(reads.storage, reads.reader, count)
@@ -325,7 +325,7 @@ def _is_known(node: fx.Node) -> bool:
 
 
 def _shared(node: fx.Node, position: dict[fx.Node, int], backward: int) -> Iterator[fx.Node]:
-    """Yields the inputs whose memory a node's result shares or reuses."""
+    """Yields the inputs of a node whose memory its result shares or overwrites."""
     if node.op != "call_function" or _is_item(node):
         return
     if node.target in SHARES_MEMORY or op_name(node) in (OFFLOAD, AWAIT_RELOAD):
@@ -347,7 +347,7 @@ def _is_item(node: fx.Node) -> bool:
 
 
 def _places(source: fx.Node, expected: ExpectedSizes) -> dict[int, int]:
-    """Maps the index of each result that has memory to its index among such results."""
+    """Maps the index of each result that has memory to its index among the results that have."""
     with_memory = (k for k, size in enumerate(_sizes(source, expected)) if size)
     return {k: place for place, k in enumerate(with_memory)}
 

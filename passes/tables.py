@@ -76,7 +76,7 @@ def _table(weight: fx.Node, role: Parameter, gradient: fx.Node | None, mutated: 
 
 
 def _readers(weight: fx.Node) -> tuple[list[fx.Node], list[fx.Node]]:
-    """Returns the nodes that read the weight or a copy made by `max_norm`, and then the weight with these copies."""
+    """Returns the nodes that read a table, or a copy of it made by `max_norm`; and the table with these copies."""
     readers: list[fx.Node] = []
     copies = [weight]
     for node in copies:
@@ -101,7 +101,7 @@ def _needs_only_shape(node: fx.Node) -> bool:
 
 
 def gradient_terms(gradient: fx.Node) -> list[fx.Node]:
-    """Returns the terms of the sum that is a table's gradient."""
+    """Returns the nodes whose sum is a table's gradient."""
     terms, waiting = [], [gradient]
     while waiting:
         node = waiting.pop(0)
@@ -113,7 +113,7 @@ def gradient_terms(gradient: fx.Node) -> list[fx.Node]:
 
 
 def _shares(lookups: list[fx.Node], backwards: list[fx.Node]) -> list[list[fx.Node]]:
-    """Returns the nodes that make each lookup's share of the gradient. Each node has one share, even if ids repeat."""
+    """Returns, for each lookup, the backward nodes that compute its share of the gradient."""
     shares: list[list[fx.Node]] = [[] for _ in lookups]
     for backward in sorted(backwards, reverse=True):  # autograd goes through the lookups from the last to the first
         able = [k for k, lookup in enumerate(lookups) if _is_backward_of(backward, lookup)]

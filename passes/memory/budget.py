@@ -17,12 +17,12 @@ from dataclasses import dataclass, replace
 from math import inf
 
 from embrace_fx.cost import links as cost
-from embrace_fx.passes.memory.choose import NEVER, Choice, Growing, TimedStep, choices
+from embrace_fx.passes.memory.choose import NEVER, Choice, EvictionSequence, TimedStep, choices
 from embrace_fx.passes.memory.copy_placement import NO_COPIES, CopyRate, place
 from embrace_fx.passes.memory.memory_simulator import MemorySimulator, SimulatedMemory
 from embrace_fx.passes.memory.offload import InsertCopies, values_that_leave
 from embrace_fx.passes.memory.recompute_cheap import RecomputeCheap
-from embrace_fx.passes.memory.regions import can_run_again, run_again
+from embrace_fx.passes.memory.regions import can_recompute, with_recomputed
 from embrace_fx.passes.node_cost import estimate
 from embrace_fx.passes.step_memory import step_memory
 from embrace_fx.vocabulary.graph import TrainingGraph, written_by
@@ -39,7 +39,7 @@ MOST_TAKEN_BACK = 100
 
 @dataclass(frozen=True)
 class Memory:
-    """Keeps the memory of a step within a budget.
+    """The pass that keeps a step's memory within a budget, by recomputing and offloading values.
 
     Attributes:
         budget: bytes; below 1, a fraction of the bytes that the step holds if everything is saved.
@@ -75,10 +75,10 @@ class Memory:
         return replace(found, memory_limit=least)
 
 
-def _within(graph: TrainingGraph, free: TrainingGraph, step: TimedStep, limit: int) -> TrainingGraph:
-    """Searches for a graph within a limit. Returns the graph with the lowest peak, or `free`, if there is none."""
+def _within(graph: TrainingGraph, recomputed: TrainingGraph, step: TimedStep, limit: int) -> TrainingGraph:
+    """Returns the fastest graph found that stays within the limit, or else the one with the lowest peak."""
     written = written_by(graph.module)
-    simulator, sequences = MemorySimulator(step), list(choices(step, lambda node: can_run_again(node, written)))
+    simulator, sequences = MemorySimulator(step), list(choices(step, lambda node: can_recompute(node, written)))
     aim = limit
     for _ in range(AIMS):
         best = _Search(simulator, aim).best(sequences)
@@ -89,7 +89,7 @@ def _within(graph: TrainingGraph, free: TrainingGraph, step: TimedStep, limit: i
         if over <= 0:
             return result
         aim -= over
-    leanest, least = free, step_memory(free).peak_bytes
+    leanest, least = recomputed, step_memory(recomputed).peak_bytes
     for simulated in _leanest(simulator, sequences, limit):
         if simulated.peak_bytes < least:
             result = apply(graph, step, simulated.choice, limit)
@@ -100,17 +100,17 @@ def _within(graph: TrainingGraph, free: TrainingGraph, step: TimedStep, limit: i
     return leanest
 
 
-def _counts(growing: Growing) -> list[int]:
-    """Returns up to nine counts of storages to evict.
+def _counts(sequence: EvictionSequence) -> list[int]:
+    """Returns up to nine numbers of storages to evict, from none to all.
 
     Evicting more storages may hold more bytes, because the backward holds recomputed values.
     """
-    return sorted({1 + (len(growing) - 1) * part // 8 for part in range(9)})
+    return sorted({1 + (len(sequence) - 1) * part // 8 for part in range(9)})
 
 
-def _leanest(simulator: MemorySimulator, sequences: Sequence[Growing], limit: int) -> list[SimulatedMemory]:
-    """Returns each sequence's choice with the lowest predicted peak, sorted by that peak."""
-    simulated = ([simulator.simulate(growing.first(n), limit) for n in _counts(growing)] for growing in sequences)
+def _leanest(simulator: MemorySimulator, sequences: Sequence[EvictionSequence], limit: int) -> list[SimulatedMemory]:
+    """Returns, for each sequence, its choice with the lowest predicted peak, sorted by peak."""
+    simulated = ([simulator.simulate(sequence.first(n), limit) for n in _counts(sequence)] for sequence in sequences)
     return sorted((min(each, key=lambda f: f.peak_bytes) for each in simulated), key=lambda f: f.peak_bytes)
 
 
@@ -118,28 +118,28 @@ class _Search:
     """Searches for the fastest choice within a limit, simulating as few choices as possible."""
 
     def __init__(self, simulator: MemorySimulator, limit: int) -> None:
-        self._foresight = simulator
+        self._simulator = simulator
         self._limit = limit
         self._best_ms = inf
 
-    def best(self, sequences: Sequence[Growing]) -> SimulatedMemory | None:
+    def best(self, sequences: Sequence[EvictionSequence]) -> SimulatedMemory | None:
         """Returns the choice within the limit that adds the least time, or None if there is none."""
-        found = [each for growing in sequences for each in self._first_of(growing)]
-        better = [self._taken_back(*each) for each in sorted(found, key=lambda each: each[0].added_ms)[:BETTERED]]
+        found = [each for sequence in sequences for each in self._first_of(sequence)]
+        better = [self._saved_again(*each) for each in sorted(found, key=lambda each: each[0].added_ms)[:BETTERED]]
         return min(better, key=lambda simulated: simulated.added_ms, default=None)
 
-    def _first_of(self, growing: Growing) -> Iterator[tuple[SimulatedMemory, Growing, int]]:
-        """Yields the choice of a sequence that fits with the fewest evicted storages, and their count."""
+    def _first_of(self, sequence: EvictionSequence) -> Iterator[tuple[SimulatedMemory, EvictionSequence, int]]:
+        """Yields the choices of a sequence that fit, from the fewest evicted storages on, with that number."""
         tried: dict[int, SimulatedMemory] = {}
 
         def fits(count: int) -> bool:
-            """Returns whether the peak stays within the limit if the first `count` storages are given up."""
-            tried[count] = tried.get(count) or self._foresight.simulate(growing.first(count), self._limit)
+            """Returns whether the peak stays within the limit if the first `count` storages are evicted."""
+            tried[count] = tried.get(count) or self._simulator.simulate(sequence.first(count), self._limit)
             return tried[count].peak_bytes <= self._limit
 
         low, high, before = 1, 0, 0
-        for count in _counts(growing):
-            if self._foresight.recomputed_ms(growing.first(before + 1)) >= self._best_ms:
+        for count in _counts(sequence):
+            if self._simulator.recomputed_ms(sequence.first(before + 1)) >= self._best_ms:
                 return
             if fits(count):
                 high = count
@@ -154,32 +154,32 @@ class _Search:
             else:
                 low = middle + 1
         self._best_ms = min(self._best_ms, tried[high].added_ms)
-        yield tried[high], growing, high
+        yield tried[high], sequence, high
 
-    def _taken_back(self, simulated: SimulatedMemory, growing: Growing, count: int) -> SimulatedMemory:
-        """Saves storages again, from the last evicted one back, as long as the choice still fits and gets faster."""
-        given_up = list(growing.given_up[:count])
-        for each in given_up[-MOST_TAKEN_BACK:][::-1]:
-            fewer = [other for other in given_up if other is not each]
-            kept = self._foresight.simulate(growing.choice(fewer), self._limit)
+    def _saved_again(self, simulated: SimulatedMemory, sequence: EvictionSequence, count: int) -> SimulatedMemory:
+        """Saves storages again, the last evicted first, as long as the choice still fits and gets faster."""
+        evicted = list(sequence.evicted[:count])
+        for each in evicted[-MOST_TAKEN_BACK:][::-1]:
+            fewer = [other for other in evicted if other is not each]
+            kept = self._simulator.simulate(sequence.choice(fewer), self._limit)
             if kept.peak_bytes <= self._limit and kept.added_ms < simulated.added_ms:
-                simulated, given_up = kept, fewer
+                simulated, evicted = kept, fewer
         return simulated
 
 
-def apply(graph: TrainingGraph, step: TimedStep, choice: Choice, limit: int) -> TrainingGraph:
+def apply(graph: TrainingGraph, step: TimedStep, choice: Choice, limit_bytes: int) -> TrainingGraph:
     """Builds the graph whose backward recomputes and reloads according to the choice.
 
     Args:
         step: the step of `graph`.
-        limit: maximum bytes that the step may hold, used to place copies.
+        limit_bytes: maximum bytes that the step may hold, used to place copies.
     """
     nodes = step.memory.nodes
     regions = {nodes[k].name: number for k, number in enumerate(choice.segment) if number != NEVER}
-    result = run_again(graph, regions, {nodes[k].name for k in choice.kept})
+    result = with_recomputed(graph, regions, {nodes[k].name for k in choice.kept})
     if choice.offloaded:
         leave = values_that_leave(step.memory)
-        _offload(result, {leave[storage].name for storage in choice.offloaded}, limit, step)
+        _offload(result, {leave[storage].name for storage in choice.offloaded}, limit_bytes, step)
     return result
 
 

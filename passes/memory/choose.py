@@ -57,11 +57,11 @@ class TimedStep:
         return list(accumulate(self.ms, initial=0.0))
 
     def unread_ms(self, storage: Storage) -> float:
-        """Returns the milliseconds from the last read of a storage in the forward to the first in the backward."""
+        """Returns how long a storage is unread: from its last read in the forward to its first in the backward."""
         return self.starts_ms[storage.first_backward or 0] - self.starts_ms[storage.last_forward + 1]
 
     def names(self, storage: Storage) -> list[int]:
-        """Returns the positions of the nodes whose values are in a storage."""
+        """Returns the positions, in the step, of the nodes whose values are in a storage."""
         return [self.memory.position[node] for node in storage.names]
 
 
@@ -93,7 +93,7 @@ class Evicted:
 
 
 @dataclass(frozen=True)
-class Growing:
+class EvictionSequence:
     """A sequence of choices, each of which evicts one more storage than the previous one.
 
     Attributes:
@@ -102,28 +102,28 @@ class Growing:
 
     segment: Sequence[int]
     kept: frozenset[int]
-    given_up: Sequence[Evicted]
+    evicted: Sequence[Evicted]
 
     def __len__(self) -> int:
-        return len(self.given_up)
+        return len(self.evicted)
 
     def first(self, count: int) -> Choice:
-        """Returns the choice that evicts the first `count` storages."""
-        return self.choice(self.given_up[:count])
+        """Returns the choice that evicts the first `count` storages of the sequence."""
+        return self.choice(self.evicted[:count])
 
-    def choice(self, given_up: Sequence[Evicted]) -> Choice:
-        """Returns the choice that evicts these storages."""
-        again = frozenset[int]().union(*(each.names for each in given_up if each.names is not None))
-        return Choice(self.segment, self.kept - again, tuple(each.storage for each in given_up if each.names is None))
+    def choice(self, evicted: Sequence[Evicted]) -> Choice:
+        """Returns the choice that evicts exactly these storages."""
+        again = frozenset[int]().union(*(each.names for each in evicted if each.names is not None))
+        return Choice(self.segment, self.kept - again, tuple(each.storage for each in evicted if each.names is None))
 
 
-def choices(step: TimedStep, runs_again: Callable[[fx.Node], bool]) -> Iterator[Growing]:
-    """Yields a sequence of choices for each count of segments and each order of storages."""
+def choices(step: TimedStep, can_recompute: Callable[[fx.Node], bool]) -> Iterator[EvictionSequence]:
+    """Yields sequences of choices to compare: one for each number of recomputed segments and each order of storages."""
     held = step.memory
     candidates = _candidates(held)
     if not candidates:
         return
-    able = [runs_again(node) for node in held.nodes[: held.backward]]
+    able = [can_recompute(node) for node in held.nodes[: held.backward]]
     cut = _Cut(held, able)
     can_leave = values_that_leave(held) if step.copies.bytes_per_ms else {}
     copied = {storage for storage in candidates if storage in can_leave}
@@ -136,18 +136,18 @@ def choices(step: TimedStep, runs_again: Callable[[fx.Node], bool]) -> Iterator[
 def _in_both_orders(
     step: TimedStep,
     candidates: Sequence[Storage],
-    able: Sequence[bool],
+    recomputable: Sequence[bool],
     copied: Set[Storage],
     cut: _Cut,
     counts: Sequence[int],
-) -> Iterator[Growing]:
-    """Yields the storages to give up, for each count of recomputed segments in both orders of the candidates."""
-    found = [s for s in candidates if able[s.born] or s in copied]
-    orders = _filter_order(step, found), _knapsack_order(step, found, able, copied)
+) -> Iterator[EvictionSequence]:
+    """Yields the sequences of choices for two orders of eviction, each with several numbers of segments."""
+    found = [s for s in candidates if recomputable[s.born] or s in copied]
+    orders = _filter_order(step, found), _knapsack_order(step, found, recomputable, copied)
     for count in counts:
-        segment = cut.segments(count) if count else [NEVER] * len(able)
+        segment = cut.segments(count) if count else [NEVER] * len(recomputable)
         for order in orders:
-            yield _giving_up(step, segment, order, copied)
+            yield _sequence(step, segment, order, copied)
 
 
 def _candidates(held: StepMemory) -> list[Storage]:
@@ -181,11 +181,11 @@ class _Cut:
             found.append(number if able else NEVER)
         return found
 
-    def _place(self, share: float, around: float) -> int:
+    def _place(self, share: float, crossing: float) -> int:
         """Returns a position that few bytes cross and before which about `share` of all saved bytes is saved."""
         total = self._saved[-1]
-        first = bisect_left(self._saved, (share - around) * total)
-        last = bisect_right(self._saved, (share + around) * total, first)
+        first = bisect_left(self._saved, (share - crossing) * total)
+        last = bisect_right(self._saved, (share + crossing) * total, first)
         near = range(first, min(last, len(self._able))) or [bisect_left(self._saved, share * total)]
         return min(near, key=lambda p: (self._crossing[p], abs(self._saved[p] - total * share)))
 
@@ -211,27 +211,27 @@ def _filter_order(step: TimedStep, candidates: Sequence[Storage]) -> list[Storag
 
 
 def _knapsack_order(
-    step: TimedStep, candidates: Sequence[Storage], able: Sequence[bool], copied: Set[Storage]
+    step: TimedStep, candidates: Sequence[Storage], recomputable: Sequence[bool], copied: Set[Storage]
 ) -> list[Storage]:
     """Sorts storages by the time that evicting them costs per byte, cheapest first."""
-    segment = [0 if each else NEVER for each in able]
+    segment = [0 if each else NEVER for each in recomputable]
     saved = {name for storage in step.memory.saved for name in step.names(storage)}
 
     def least_ms(storage: Storage) -> float:
-        """Returns the least time that giving up a storage adds: of its copy or of its recomputation."""
-        copied_ms = _copied_ms(step, storage, step.unread_ms(storage)) if storage in copied else inf
-        return min(copied_ms, _again_ms(step, storage, saved, segment, copied_ms))
+        """Returns the least time that evicting a storage adds: by offloading or by recomputation."""
+        copied_ms = _offload_ms(step, storage, step.unread_ms(storage)) if storage in copied else inf
+        return min(copied_ms, _recompute_ms(step, storage, saved, segment, copied_ms))
 
     return sorted(candidates, key=lambda s: least_ms(s) / s.nbytes)
 
 
-def _copied_ms(step: TimedStep, storage: Storage, idle_ms: float) -> float:
+def _offload_ms(step: TimedStep, storage: Storage, idle_ms: float) -> float:
     """Returns the cost of offloading and reloading a storage, when compute can hide `idle_ms` of the copies."""
     both_ms = 2 * step.copies.ms(storage.nbytes)
     return max(0.0, both_ms - idle_ms) + step.copies.share * both_ms
 
 
-def _again_ms(step: TimedStep, storage: Storage, saved: Set[int], segment: Sequence[int], most_ms: float) -> float:
+def _recompute_ms(step: TimedStep, storage: Storage, saved: Set[int], segment: Sequence[int], most_ms: float) -> float:
     """Returns the time to recompute a storage from the other saved ones, counted up to `most_ms`."""
     total, seen, waiting = 0.0, set(), [storage.born]
     if segment[waiting[0]] == NEVER:
@@ -245,26 +245,30 @@ def _again_ms(step: TimedStep, storage: Storage, saved: Set[int], segment: Seque
     return total
 
 
-def _giving_up(step: TimedStep, segment: Sequence[int], order: Sequence[Storage], copied: Set[Storage]) -> Growing:
-    """Decides for each storage of `order` whether to evict it by recomputation or, if in `copied`, by offloading."""
+def _sequence(
+    step: TimedStep, segment: Sequence[int], order: Sequence[Storage], copied: Set[Storage]
+) -> EvictionSequence:
+    """Decides for each storage, in this order, whether to evict it by recomputation or, if it is in `copied`, by
+    offloading.
+    """
     across = _read_across(step, segment)
     saved = {name for storage in step.memory.saved for name in step.names(storage)}
     kept = frozenset(saved | across)
     busy_ms = 0.0
-    given_up = []
+    evicted = []
     for storage in order:
         maker = storage.born
         runs_again = segment[maker] != NEVER and maker not in across
         if storage in copied:
-            copied_ms = _copied_ms(step, storage, step.unread_ms(storage) - busy_ms)
-            if not runs_again or copied_ms < _again_ms(step, storage, saved, segment, copied_ms):
+            copied_ms = _offload_ms(step, storage, step.unread_ms(storage) - busy_ms)
+            if not runs_again or copied_ms < _recompute_ms(step, storage, saved, segment, copied_ms):
                 busy_ms += 2 * step.copies.ms(storage.nbytes)
-                given_up.append(Evicted(storage, None))
+                evicted.append(Evicted(storage, None))
                 continue
         names = step.names(storage)
         saved.difference_update(names)
-        given_up.append(Evicted(storage, frozenset(names) - across))
-    return Growing(segment, kept, given_up)
+        evicted.append(Evicted(storage, frozenset(names) - across))
+    return EvictionSequence(segment, kept, evicted)
 
 
 def _read_across(step: TimedStep, segment: Sequence[int]) -> set[int]:

@@ -55,14 +55,14 @@ class PlacedCopy:
 
     @property
     def back(self) -> int:
-        """Returns the position where the reload is awaited."""
+        """Returns the position of the node before which the reload is awaited."""
         assert self.storage.first_backward is not None
         return self.storage.first_backward
 
 
 @dataclass(frozen=True)
 class Placement:
-    """All copies of a step, the step's peak with them, and the time that they add."""
+    """The placed copies of a step, with the step's peak memory and the time that the copies add."""
 
     copies: tuple[PlacedCopy, ...]
     peak_bytes: int
@@ -85,18 +85,22 @@ def place(
         backward: the position of the first node of the backward.
     """
     held = np.array(by_time, dtype=np.int64)
-    copies = _hidden(storages, starts_ms, backward, rate)
+    copies = _place_hidden(storages, starts_ms, backward, rate)
     for copy in copies:
         held[copy.left : copy.comes] -= copy.storage.nbytes
     while held.size and held.max() > limit:
-        if not _nearer(copies, held, int(held.argmax()), backward):
+        if not _move_one(copies, held, int(held.argmax()), backward):
             break
     peak = int(held.max()) if held.size else 0
     return Placement(tuple(copies), peak, _added_ms(copies, starts_ms, rate))
 
 
-def _hidden(storages: Sequence[Storage], starts_ms: Sequence[float], backward: int, rate: CopyRate) -> list[PlacedCopy]:
-    """Places awaits of offloads as early, and starts of reloads as late, as hiding the copies allows."""
+def _place_hidden(
+    storages: Sequence[Storage], starts_ms: Sequence[float], backward: int, rate: CopyRate
+) -> list[PlacedCopy]:
+    """Places the await of each offload as early, and the start of each reload as late, as compute can hide the
+    copies.
+    """
     lane_ms = 0.0
     copies = []
     for storage in sorted(storages, key=lambda s: s.born):
@@ -110,10 +114,10 @@ def _hidden(storages: Sequence[Storage], starts_ms: Sequence[float], backward: i
     return copies
 
 
-def _nearer(
+def _move_one(
     copies: Sequence[PlacedCopy], held: np.ndarray[tuple[int], np.dtype[np.int64]], peak: int, backward: int
 ) -> bool:
-    """Moves one copy to reduce the peak. Returns False if no copy can be moved."""
+    """Moves one copy nearer to its readers to reduce the peak. Returns False if no move reduces it."""
     if peak < backward:
         late = [c for c in copies if c.storage.last_forward < peak < c.left]
         if late:
@@ -130,7 +134,7 @@ def _nearer(
 
 
 def _added_ms(copies: Sequence[PlacedCopy], starts_ms: Sequence[float], rate: CopyRate) -> float:
-    """Returns the time that the program waits for copies, plus the compute time that copying takes."""
+    """Returns the time that copies add to a step: waits for them, and the compute time that they take."""
     events: list[tuple[int, int, int]] = []  # (position, event, copy)
     for k, copy in enumerate(copies):
         events += [(copy.storage.born + 1, 0, k), (copy.left, 1, k), (copy.comes, 2, k), (copy.back, 3, k)]

@@ -13,12 +13,12 @@ import numpy as np
 
 from embrace_fx.passes.memory.choose import Choice, TimedStep
 from embrace_fx.passes.memory.copy_placement import place
-from embrace_fx.passes.step_memory import NEVER_READ, Numbers, first_reads, held, last_reads
+from embrace_fx.passes.step_memory import NEVER_READ, Numbers, bytes_over_time, first_reads, last_reads
 
 
 @dataclass(frozen=True)
 class SimulatedMemory:
-    """A choice, the step's peak with it, and the time that it adds."""
+    """A choice with its predicted peak memory and the time that it adds to a step."""
 
     choice: Choice
     peak_bytes: int
@@ -27,7 +27,7 @@ class SimulatedMemory:
 
 @dataclass(frozen=True)
 class _Places:
-    """The positions of nodes under a choice.
+    """The positions of all nodes when a choice's recomputed nodes are inserted.
 
     Attributes:
         own: the positions of the step's own nodes, and the end.
@@ -71,7 +71,7 @@ class MemorySimulator:
         copied = np.flatnonzero(dies[count:] >= 0)
         born = np.concatenate([places.own[self._memory.born], places.copies[self._memory.born[copied]]])
         nbytes = np.concatenate([self._memory.nbytes, self._memory.nbytes[copied]])
-        by_time = held(born, np.concatenate([dies[:count], dies[count + copied]]), nbytes, end)
+        by_time = bytes_over_time(born, np.concatenate([dies[:count], dies[count + copied]]), nbytes, end)
         if not choice.offloaded:
             return SimulatedMemory(choice, int(by_time.max(initial=0)), added_ms)
         late = position >= self._memory.backward
@@ -103,7 +103,9 @@ class MemorySimulator:
         return found
 
     def _places(self, choice: Choice, again: set[int]) -> _Places:
-        """Places each segment's recomputed nodes before the first node of the backward that reads one of them."""
+        """Returns the positions of all nodes. A segment's copies come before the first node of the backward that reads
+        one of them.
+        """
         nodes = np.array(sorted(again), dtype=np.int64)
         segment = np.array(choice.segment, dtype=np.int64)[nodes]
         before = first_reads(segment, self._first_read[nodes], segment.max(initial=-1) + 1)[segment]
@@ -115,7 +117,7 @@ class MemorySimulator:
         return _Places(own + np.searchsorted(before, own, side="right"), nodes, copies)
 
     def _reads(self, choice: Choice, places: _Places) -> tuple[Numbers, Numbers]:
-        """Returns the storage and the position of each read. A recomputed storage has its own number plus the count of
+        """Returns the storage and the position of each read. A recomputed storage s has the number s + count of
         storages.
         """
         reads, count, backward = self._memory.reads, len(self._memory.storages), self._memory.backward

@@ -11,13 +11,13 @@ from embrace_fx.vocabulary.operation_id import BESIDE, BETWEEN
 from embrace_fx.vocabulary.schedule import MemoryAt, Span, Timeline
 
 
-def memory_line(predicted: Timeline, found: StepMemory, node_ms: NodeMs) -> tuple[MemoryAt, ...]:
-    """Computes the line for a predicted timeline of one rank.
+def memory_line(predicted: Timeline, memory: StepMemory, node_ms: NodeMs) -> tuple[MemoryAt, ...]:
+    """Returns the bytes that a rank holds over the time of a predicted timeline.
 
     The nodes of a backward or forward are spread over its compute spans, one after the other, each for its share of the
     time. The held bytes do not change while compute waits.
     """
-    backward, forward = slice(found.backward, None), slice(0, found.backward)
+    backward, forward = slice(memory.backward, None), slice(0, memory.backward)
     points: list[MemoryAt] = []
     for window in sorted({span.window for span in predicted.spans}):
         compute = sorted(
@@ -25,13 +25,13 @@ def memory_line(predicted: Timeline, found: StepMemory, node_ms: NodeMs) -> tupl
         )
         cuts = [k for k, s in enumerate(compute) if s.operation.id in (BETWEEN, *BESIDE)] or [len(compute)]
         for spans, part in ((compute[: cuts[0]], backward), (compute[cuts[-1] + 1 :], forward)):
-            times = _starts(spans, [node_ms(node) for node in found.nodes[part]])
-            points += [MemoryAt(0, at, nbytes) for at, nbytes in zip(times, found.by_time[part], strict=False)]
+            times = _starts(spans, [node_ms(node) for node in memory.nodes[part]])
+            points += [MemoryAt(0, at, nbytes) for at, nbytes in zip(times, memory.by_time[part], strict=False)]
     return tuple(next(same) for _, same in groupby(points, key=lambda point: point.held_bytes))
 
 
 def _starts(spans: Sequence[Span], durations_ms: Sequence[float]) -> Iterator[float]:
-    """Yields the start time of each node in some spans. Each node takes its share of the spans' time."""
+    """Yields the start time of each node, spread over the spans by its share of their time."""
     total, offered = sum(durations_ms), sum(s.end_ms - s.start_ms for s in spans)
     if not spans:
         return

@@ -81,7 +81,7 @@ def _leads_to(node: fx.Node | None, value: fx.Node) -> bool:
 
 
 def _is_made_by_compute(node: fx.Node) -> bool:
-    """Returns whether compute makes a node's value; of this package's own ops, only the RNN layer counts."""
+    """Returns whether compute makes a node's value. Of this package's own ops, only RNN layers count."""
     while node.op == "call_function" and not isinstance(node.target, OpOverload):
         node = node.all_input_nodes[0]
     if not isinstance(node.target, OpOverload) or node.target.namespace == "_c10d_functional":
@@ -104,7 +104,7 @@ def _is_dense(node: fx.Node) -> bool:
 
 
 class InsertCopies:
-    """Inserts offloads and reloads into a joint graph, in place.
+    """Inserts offloads and reloads of storages into a joint graph, in place.
 
     Args:
         found: the memory of the graph without them.
@@ -131,10 +131,10 @@ class InsertCopies:
             coming[copy.storage] = self._insert(copy.storage, embrace.reload, stored[copy.storage], before)
         for copy in sorted(copies, key=lambda c: (c.back, c.storage.born)):
             back = self._insert(copy.storage, embrace.await_reload, coming[copy.storage], nodes[copy.back])
-            self._read_back(copy.storage, self._values[copy.storage], back)
+            self._use_reloaded(copy.storage, self._values[copy.storage], back)
 
     def _insert(self, storage: Storage, op: torch._ops.OpOverloadPacket, value: fx.Node, before: fx.Node) -> fx.Node:
-        """Inserts a node that starts or awaits a copy of a storage."""
+        """Inserts a node that starts or awaits a copy, before the node `before`."""
         name = self._values[storage].name
         leaves = op in (embrace.offload, embrace.await_offload)
         launch = copy_ops.offload_id(name) if leaves else copy_ops.reload_id(name)
@@ -144,29 +144,29 @@ class InsertCopies:
             node.meta["copy_ms"] = self._rate.ms(storage.nbytes)
         return node
 
-    def _read_back(self, storage: Storage, value: fx.Node, back: fx.Node) -> None:
+    def _use_reloaded(self, storage: Storage, value: fx.Node, back: fx.Node) -> None:
         """Makes the backward read the reloaded value and views of it."""
         for name in storage.names:
             readers = [user for user in name.users if self._held.position.get(user, -1) >= self._held.backward]
             if self._held.position[name] >= self._held.backward or not readers:
                 continue
-            made = self._made_of(name, value, back, min(readers, key=self._held.position.__getitem__))
+            made = self._view_again(name, value, back, min(readers, key=self._held.position.__getitem__))
             for reader in readers:
                 reader.replace_input_with(name, made)
 
-    def _made_of(self, name: fx.Node, value: fx.Node, back: fx.Node, before: fx.Node) -> fx.Node:
-        """Recreates a view of a value from the reloaded value."""
+    def _view_again(self, name: fx.Node, value: fx.Node, back: fx.Node, before: fx.Node) -> fx.Node:
+        """Inserts a view of the reloaded value that equals a view of the original value."""
         source = view_of(name)
         if name is value:
             return back
         assert source is not None
-        own = self._made_of(source, value, back, before)
+        own = self._view_again(source, value, back, before)
         with self._rewriter.before(before):
             return self._rewriter.copy(name, lambda n: own if n is source else n, f"{name.name}_back")
 
 
 def _next(node: fx.Node) -> fx.Node:
-    """Returns the next node of the graph that is not a placeholder."""
+    """Returns the first node from this one on that is not a placeholder."""
     following = node.next
     while following.op == "placeholder":
         following = following.next

@@ -23,7 +23,7 @@ from torch import fx
 
 from embrace_fx.cost import links as cost
 from embrace_fx.passes.memory.offload import view_of
-from embrace_fx.passes.memory.regions import can_run_again, run_again
+from embrace_fx.passes.memory.regions import can_recompute, with_recomputed
 from embrace_fx.passes.node_cost import NodeMs, estimate
 from embrace_fx.passes.step_memory import StepMemory, Storage, step_memory
 from embrace_fx.vocabulary.graph import TrainingGraph, reached, written_by
@@ -56,7 +56,7 @@ TIMES: dict[str, float] = (
 
 @dataclass(frozen=True)
 class RecomputeCheap:
-    """Puts copies of cheap nodes into the backward of a joint graph.
+    """The pass that recomputes values in the backward if that is cheaper than saving them.
 
     Attributes:
         compute: how fast nodes run.
@@ -73,14 +73,14 @@ class RecomputeCheap:
         chosen = _Cuts(graph, found, estimate(self.compute, graph.expected)).chosen()
         if not chosen:
             return graph
-        result = run_again(graph, {node.name: number for number, nodes in enumerate(chosen) for node in nodes})
+        result = with_recomputed(graph, {node.name: number for number, nodes in enumerate(chosen) for node in nodes})
         # All recomputed values may be held at the same time.
         return result if step_memory(result).peak_bytes <= found.peak_bytes else graph
 
 
 @dataclass(frozen=True)
 class _Piece:
-    """The decision of one minimum cut.
+    """Storages to recompute together, as one minimum cut has chosen them.
 
     Attributes:
         again: storages that are recomputed instead of saved.
@@ -94,7 +94,7 @@ class _Piece:
 
 
 class _Cuts:
-    """The minimum cuts of one graph, part by part."""
+    """Finds the storages to recompute, by a minimum cut of each connected part of a graph."""
 
     def __init__(self, graph: TrainingGraph, found: StepMemory, node_ms: NodeMs) -> None:
         self._held = found
@@ -148,7 +148,7 @@ class _Cuts:
         read: dict[Storage, None] = {}
         for node in nodes:
             is_op = isinstance(node.target, torch._ops.OpOverload)
-            if node not in self._forward or not can_run_again(node, self._written):
+            if node not in self._forward or not can_recompute(node, self._written):
                 return None
             if is_op and view_of(node) is None and op_name(node) not in TIMES:
                 return None
@@ -159,7 +159,7 @@ class _Cuts:
         return list(read)
 
     def _pieces(self) -> Iterator[_Piece]:
-        """Cuts each connected part of the storages, and yields the pieces that save bytes."""
+        """Yields the minimum cut of each connected part of the storages, if it saves bytes."""
         reads: nx.Graph[Storage] = nx.Graph()
         reads.add_nodes_from(self._storages)
         reads.add_edges_from((source, storage) for storage, sources in self._sources.items() for source in sources)
@@ -170,9 +170,7 @@ class _Cuts:
                     yield piece
 
     def _cut(self, storages: Sequence[Storage]) -> _Piece | None:
-        """Returns the recomputation of some storages that saves the least bytes, or None if it frees too little per
-        kernel.
-        """
+        """Returns the recomputation of these storages that saves most bytes, or None if it saves too few per kernel."""
         position = {s: k for k, s in enumerate(storages)}
         outlives = [s.dies == len(self._held.nodes) for s in storages]
         sizes = [0 if stays else s.nbytes for s, stays in zip(storages, outlives, strict=True)]
@@ -189,7 +187,7 @@ class _Cuts:
         return _Piece(tuple(again), less, sum(self._node_ms(n) * TIMES.get(op_name(n), 0.0) for n in nodes))
 
     def _again(self, needed: Iterable[Storage], saved: set[Storage]) -> list[Storage]:
-        """Returns the storages to recompute so that all of `needed` exist."""
+        """Returns the storages to recompute so that all of `needed` exist, given the saved ones."""
         found = reached(needed, lambda storage: () if storage in saved else self._sources[storage])
         return sorted(found - saved, key=lambda s: s.number)
 

@@ -40,17 +40,17 @@ Path = tuple[int, ...]
 
 @dataclass(frozen=True)
 class RecomputeRegions:
-    """Inserts copies of checkpointed nodes into the backward of the joint graph."""
+    """The pass that recomputes the checkpointed nodes of a joint graph in its backward."""
 
     def __call__(self, graph: TrainingGraph) -> TrainingGraph:
         if not any(node.meta.get("region") for node in graph.graph.nodes):
             return graph
         result = graph.edit()
-        return result if compute_again(result) else graph
+        return result if insert_copies(result) else graph
 
 
-def run_again(graph: TrainingGraph, regions: Mapping[str, int], kept: Collection[str] = ()) -> TrainingGraph:
-    """Builds the graph whose backward recomputes some nodes.
+def with_recomputed(graph: TrainingGraph, regions: Mapping[str, int], kept: Collection[str] = ()) -> TrainingGraph:
+    """Returns the graph whose backward recomputes the nodes of the given regions.
 
     Args:
         regions: node name -> the number of its region, which is recomputed as one piece.
@@ -60,12 +60,14 @@ def run_again(graph: TrainingGraph, regions: Mapping[str, int], kept: Collection
     for node in result.graph.nodes:
         if node.name in regions:
             node.meta["region"], node.meta["kept"] = (regions[node.name],), node.name in kept
-    compute_again(result)
+    insert_copies(result)
     return result
 
 
-def compute_again(graph: TrainingGraph) -> list[fx.Node]:
-    """Inserts copies of the nodes in regions into the backward, in place. Removes the regions. Returns the copies."""
+def insert_copies(graph: TrainingGraph) -> list[fx.Node]:
+    """Inserts copies of the nodes in regions into the backward, in place, and removes the regions. Returns the
+    copies.
+    """
     copies = _Copies(graph).insert()
     for node in graph.graph.nodes:
         node.meta.pop("region", None)
@@ -73,8 +75,8 @@ def compute_again(graph: TrainingGraph) -> list[fx.Node]:
     return copies
 
 
-def can_run_again(node: fx.Node, written: frozenset[object]) -> bool:
-    """Returns whether a node may be recomputed: its only effect is its value, a tensor.
+def can_recompute(node: fx.Node, written: frozenset[object]) -> bool:
+    """Returns whether a node may be recomputed: its only effect is its value, which is a tensor.
 
     Sizes are saved. A reader of a parameter that the forward writes (`max_norm`) would read another value.
 
@@ -83,7 +85,7 @@ def can_run_again(node: fx.Node, written: frozenset[object]) -> bool:
     """
     if not isinstance(node.target, OpOverload):
         source = _source(node)
-        return source is not node and isinstance(node.meta.get("val"), torch.Tensor) and can_run_again(source, written)
+        return source is not node and isinstance(node.meta.get("val"), torch.Tensor) and can_recompute(source, written)
     own = _is_own(node) and not op_name(node).startswith("embrace::rnn_layer")
     if own or node.target.namespace == "_c10d_functional" or node.target._schema.is_mutable:
         return False
@@ -95,7 +97,9 @@ def can_run_again(node: fx.Node, written: frozenset[object]) -> bool:
 
 
 class _Copies:
-    """Inserts the copies of a graph's forward nodes, by level."""
+    """Inserts recomputed copies of a graph's forward nodes, level by level: level k has the copies that readers in k
+    regions read.
+    """
 
     def __init__(self, graph: TrainingGraph) -> None:
         self._graph = graph.graph
@@ -116,7 +120,7 @@ class _Copies:
         """Inserts the copies, and returns them."""
         for node in self._backward:
             for value in node.all_input_nodes:
-                self._want(value, self._level(value, node.meta.get("region")))
+                self._request(value, self._level(value, node.meta.get("region")))
         for node in self._backward:
             levels = {value: self._level(value, node.meta.get("region")) for value in node.all_input_nodes}
             for value, level in levels.items():
@@ -133,14 +137,12 @@ class _Copies:
         paths: dict[fx.Node, Path] = {}
         for node in self._graph.nodes:
             path = _source(node).meta.get("region", ())
-            if path and node in forward and can_run_again(node, self._written):
+            if path and node in forward and can_recompute(node, self._written):
                 paths[node] = path
         return paths
 
     def _level(self, value: fx.Node, reader: Path | None) -> int:
-        """Returns the level of the copy that a reader in regions `reader` reads, or None if it reads a node of the
-        backward.
-        """
+        """Returns the level of the copy of `value` that a reader in the regions `reader` reads."""
         path = self._paths.get(value, ())
         shared = len(path)
         if reader is not None:
@@ -148,8 +150,8 @@ class _Copies:
             shared = next((k for k, (own, other) in enumerate(pairs) if own != other), min(len(path), len(reader)))
         return min(shared, len(path) - 1) if value in self._kept else shared
 
-    def _want(self, value: fx.Node, level: int) -> None:
-        """Records that a copy of `value` is needed, and the copies that it reads."""
+    def _request(self, value: fx.Node, level: int) -> None:
+        """Records that a copy of `value` is needed on a level, and all copies that this copy reads."""
         waiting = [(value, level)]
         while waiting:
             value, level = waiting.pop()
@@ -199,7 +201,7 @@ class _Copies:
                     self._rewriter.call(embrace.end_replay.default, now, device_of(node), name=f"{node.name}_replayed")
 
     def _copy(self, node: fx.Node, region: Path) -> None:
-        """Copies a node into a recomputed region, where the copy reads the region's copies of the node's inputs."""
+        """Inserts a copy of a node into a recomputed region. It reads the region's copies of the node's inputs."""
         inputs = {value: self._level(value, region) for value in node.all_input_nodes}
         name = f"{node.name}_again" + (f"_{len(region)}" if len(region) > 1 else "")
         copy = self._rewriter.copy(node, lambda n: self._copies[n, inputs[n]] if inputs[n] else n, name)
@@ -215,7 +217,7 @@ class _Copies:
         return list(found.values())
 
     def _begin(self, first: fx.Node) -> fx.Node:
-        """Inserts the start of a chain's replay, and saves the random state before the chain's first draw."""
+        """Inserts the start of a replay of random draws, and saves the random state before the first draw."""
         device = device_of(first)
         if first not in self._states:
             with self._rewriter.before(first):
@@ -226,7 +228,7 @@ class _Copies:
         return self._rewriter.call(embrace.begin_replay.default, state, device, name=f"{first.name}_replay")
 
     def _read_unwritten(self) -> None:
-        """Makes the copies read state that the forward writes as it was before the forward."""
+        """Makes copies read buffers that the forward overwrites as they were before the forward."""
         first = next(node for node in self._graph.nodes if node.op != "placeholder")
         for copy in self._copies.values():
             for value in copy.all_input_nodes:
@@ -240,12 +242,14 @@ class _Copies:
 
 
 def _source(node: fx.Node) -> fx.Node:
-    """Returns the op whose result a tuple's item is taken from; any other node itself."""
+    """Returns the op that computes a node's value: of a tuple's item the op that returns the tuple, else the node
+    itself.
+    """
     while node.op == "call_function" and not isinstance(node.target, OpOverload) and len(node.all_input_nodes) == 1:
         node = node.all_input_nodes[0]
     return node
 
 
 def _is_own(node: fx.Node) -> bool:
-    """Returns whether a node calls an op of this package."""
+    """Returns whether a node calls one of this package's ops."""
     return isinstance(node.target, OpOverload) and node.target.namespace == "embrace"

@@ -38,7 +38,7 @@ class AwaitRowsLate:
 
 @dataclass(frozen=True)
 class _Moved:
-    """The nodes of a table to move, in order, and the reader before which to insert them."""
+    """The nodes of a table that move down, in order, and the reader before which they are inserted."""
 
     nodes: list[fx.Node]
     reader: fx.Node
@@ -52,10 +52,10 @@ def _rewrite(phases: Phases) -> None:
 
 
 def _awaits_to_move(forward: fx.GraphModule) -> Iterator[_Moved]:
-    """Yields the awaits that have compute between them and their first reader."""
+    """Yields the awaits of rows that have compute between them and their first reader."""
     computing = [node for node in forward.graph.nodes if computes(node)]
     for awaits in all_by_table(forward, torch.ops.embrace.await_rows.default).values():
-        moved = _made_of(awaits)
+        moved = _movable(awaits)
         readers = [user for node in moved for user in node.users if user not in moved]
         if readers:
             reader, first = min(readers), min(moved)
@@ -63,8 +63,8 @@ def _awaits_to_move(forward: fx.GraphModule) -> Iterator[_Moved]:
                 yield _Moved(sorted(moved), reader)
 
 
-def _made_of(awaits: list[fx.Node]) -> set[fx.Node]:
-    """Returns a table's awaits, and the light nodes that read only the awaits, each other and saved values.
+def _movable(awaits: list[fx.Node]) -> set[fx.Node]:
+    """Returns a table's awaits, and the light nodes that read only these, each other and saved values.
 
     No node writes into a saved value, so a node that moves down reads the same value.
     """
@@ -77,7 +77,7 @@ def _made_of(awaits: list[fx.Node]) -> set[fx.Node]:
 
 
 def _is_light(node: fx.Node) -> bool:
-    """Returns whether a node may move, is not a user's op and takes little time."""
+    """Returns whether a node may move and takes little time. A user's own op may not."""
     if op_name(node) == "embrace::join_rows":
         return True
     own = not isinstance(node.target, torch._ops.OpOverload) or node.target.namespace in ("aten", "embrace")

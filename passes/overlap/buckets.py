@@ -70,7 +70,7 @@ class ChunkBuckets:
 
 
 def _await(rewriter: Rewriter, flat: fx.Node, bucket: int, count: int) -> list[fx.Node]:
-    """Awaits the chunks of a bucket in order. Returns the awaits, from the last to the first, and then `flat`."""
+    """Inserts the awaits of a bucket's chunks, in order. Returns them, last first, followed by `flat`."""
     awaits = [flat]
     for k in range(count):
         launch, name = chunk_id(bucket, k), f"bucket_{bucket}_there_{k}"
@@ -122,7 +122,7 @@ class UpdateBeforeRead:
 
 
 def _hand_over(backward: fx.GraphModule, buckets: Sequence[tuple[str, ...]]) -> None:
-    """Ends the backward with buckets that are submitted but not awaited, and drops the gradients unpacked from them."""
+    """Ends the backward with buckets in flight, and drops the gradients unpacked from them."""
     rewriter = Rewriter(backward)
     outputs = list(outputs_of(backward))
     handed_over: list[tuple[fx.Node | None, OutputRole]] = []

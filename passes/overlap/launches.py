@@ -14,7 +14,9 @@ from embrace_fx.vocabulary.ops import id_of
 
 
 class Phases:
-    """A graph's phases. Each is copied when it is first read, so that the others stay verified."""
+    """The phases of a graph, by name. A phase is copied when it is first read, so that unread phases need no new
+    verification.
+    """
 
     def __init__(self, phases: Mapping[str, fx.GraphModule]) -> None:
         self._phases = phases
@@ -38,7 +40,7 @@ def rewrite_phases(graph: TrainingGraph, rewrite: Callable[[Phases], None]) -> T
 
 
 def rename(node: fx.Node, launch: OperationId) -> None:
-    """Gives a node the id of another launch."""
+    """Replaces the launch id of a node."""
     node.args = (*node.args[:-1], str(launch))
     node.meta["launch"] = launch
 
@@ -49,12 +51,12 @@ def nodes_of(module: fx.GraphModule, target: OpOverload) -> list[fx.Node]:
 
 
 def by_table(module: fx.GraphModule, target: OpOverload) -> dict[str, fx.Node]:
-    """Maps each table or row space to its call of an op."""
+    """Maps each table or row space to the node that calls an op for it."""
     return {table: nodes[-1] for table, nodes in all_by_table(module, target).items()}
 
 
 def all_by_table(module: fx.GraphModule, target: OpOverload) -> dict[str, list[fx.Node]]:
-    """Maps each table or row space to all of its calls of an op."""
+    """Maps each table or row space to the nodes that call an op for it."""
     found: dict[str, list[fx.Node]] = {}
     for node in nodes_of(module, target):
         found.setdefault(id_of(node).what, []).append(node)
@@ -62,7 +64,7 @@ def all_by_table(module: fx.GraphModule, target: OpOverload) -> dict[str, list[f
 
 
 def erase_chain(graph: fx.Graph, node: fx.Node, keep: set[fx.Node]) -> None:
-    """Erases a node without readers, and the nodes that only it depended on."""
+    """Erases a node without readers, and the nodes that only it has read, except those in `keep`."""
     if node.users or node.op == "placeholder" or node in keep:
         return
     inputs = node.all_input_nodes

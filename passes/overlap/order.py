@@ -34,7 +34,8 @@ from embrace_fx.vocabulary.submissions import is_submission
 
 @dataclass(frozen=True)
 class OrderCompute:
-    """Reorders the backward's units.
+    """The pass that reorders the backward's compute by units. A unit is the compute that one submission of gradients
+    needs.
 
     Attributes:
         units: names of tables, row spaces and buckets, in the new order. Other units follow in their old order.
@@ -81,15 +82,15 @@ class BackwardUnits:
         units = tuple(dict.fromkeys(member.values()))
         bit = {what: 1 << k for k, what in enumerate(units)}
         needed = {node: bit[member[node]] if node in member else 0 for node in nodes}
-        before = _standing(nodes, member)
+        before = _fixed_before(nodes, member)
         for node in reversed(nodes):
             for value in (*node.all_input_nodes, *before.get(node, ())):
                 if value in needed:
                     needed[value] |= needed[node]
         return cls(units, needed)
 
-    def standing(self) -> dict[fx.Node, str]:
-        """Maps each node to the unit of the next submission after it. Nodes after all submissions are left out."""
+    def unit_of_node(self) -> dict[fx.Node, str]:
+        """Maps each node to the unit of the next submission after it. Leaves out the nodes after all submissions."""
         found: dict[fx.Node, str] = {}
         among: list[fx.Node] = []
         last = None
@@ -108,7 +109,9 @@ class BackwardUnits:
         return (*known, *(unit for unit in self.units if unit not in known))
 
     def ordered(self, order: Sequence[str]) -> list[fx.Node]:
-        """Returns the nodes, each with the first unit of an order that needs it. Nodes that no unit needs come last."""
+        """Returns the nodes in the order of the units: each with the first unit that needs it, and the nodes without a
+        unit last.
+        """
         groups: dict[int, list[fx.Node]] = {k: [] for k in range(len(self.units) + 1)}
         first = self.first_of(order)
         for node, mask in self.needed_by.items():
@@ -116,7 +119,7 @@ class BackwardUnits:
         return [node for k in sorted(groups) for node in groups[k]]
 
     def first_of(self, order: Sequence[str]) -> Callable[[int], int]:
-        """Returns a function that maps a mask of units to the place of its first unit in an order.
+        """Returns a function that maps a bit mask of units to the index of its first unit in `order`.
 
         The function maps an empty mask to the count of units.
         """
@@ -134,7 +137,7 @@ def _bits(mask: int) -> Iterator[int]:
 
 
 def _unit(node: fx.Node) -> str | None:
-    """Returns the table, row space or bucket whose gradients a node submits or hands over, or None for other nodes."""
+    """Returns the unit whose gradients a node submits: a table, row space or bucket; None for other nodes."""
     launch = launch_of(node)
     if op_name(node) == "embrace::hand_over":
         launch = launch_of(node.all_input_nodes[0])
@@ -143,8 +146,8 @@ def _unit(node: fx.Node) -> str | None:
     return launch.what if launch is not None else None
 
 
-def _standing(nodes: Sequence[fx.Node], member: Mapping[fx.Node, str]) -> dict[fx.Node, list[fx.Node]]:
-    """Maps each node to the nodes that must stay before it although it does not read them.
+def _fixed_before(nodes: Sequence[fx.Node], member: Mapping[fx.Node, str]) -> dict[fx.Node, list[fx.Node]]:
+    """Maps each node to the nodes that must stay before it although it does not read their values.
 
     Nodes with effects keep their order. The head, up to its last submission of rows, stays first, because it finishes
     the previous step.

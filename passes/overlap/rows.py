@@ -55,7 +55,7 @@ class SubmitRows:
 
 @dataclass(frozen=True)
 class _Route:
-    """A `route_grid` of the forward: its ids and counts, and the results that are saved for the backward."""
+    """The inputs and results of a `route_grid` in the forward."""
 
     ids: fx.Node
     counts: fx.Node
@@ -63,7 +63,7 @@ class _Route:
 
 
 def _overlap(phases: Phases, within_step: Collection[str]) -> None:
-    """Splits the row exchanges of all tables but `within_step` into submissions and awaits."""
+    """Splits the row exchanges of all tables except `within_step` into submissions and awaits."""
     forward, backward = phases["forward"], phases["backward"]
     routes: dict[str, _Route] = {}  # name of the ids that `coalesce` reads -> route
     head = first_after_placeholders(forward.graph).prev  # updates and submissions are inserted after this node
@@ -94,9 +94,9 @@ def _table_of(join: fx.Node) -> str:
     return str(_lookup_of(join).all_input_nodes[0].meta["role"].table)
 
 
-def _gradient_of(coalesced: fx.Node, outputs: Sequence[tuple[fx.Node | None, OutputRole]]) -> GradientOfRows:
-    """Returns the role of the gradient that a `coalesce` sums."""
-    return next(role for value, role in outputs if value in coalesced.users and isinstance(role, GradientOfRows))
+def _gradient_of(coalesce: fx.Node, outputs: Sequence[tuple[fx.Node | None, OutputRole]]) -> GradientOfRows:
+    """Returns the role of the output that a `coalesce` computes."""
+    return next(role for value, role in outputs if value in coalesce.users and isinstance(role, GradientOfRows))
 
 
 def _await_rows(
@@ -128,49 +128,51 @@ def _await_rows(
 
 
 def submit_rows(
-    rewriter: Rewriter, what: str, given: tuple[Any, Any, Any], dtype: torch.dtype, *, trained: bool
+    rewriter: Rewriter, table: str, inputs: tuple[Any, Any, Any], dtype: torch.dtype, *, trained: bool
 ) -> fx.Node:
     """Inserts the update of a table or row space, if it is trained, and the submission of its rows. Returns the
     submission.
 
     Args:
-        given: the shard, the ids and the counts.
+        inputs: the shard, the ids and the counts.
     """
-    name, (shard, *read) = what.removesuffix(".weight"), given
+    name, (shard, *read) = table.removesuffix(".weight"), inputs
     if trained:
-        launch = gradients_id(what, "whole")
-        shard = rewriter.launch(embrace.update_rows.default, shard, what, launch=launch, name=f"{name}_updated")
-    launch = rows_id(what, "whole")
-    return rewriter.launch(embrace.submit_rows.default, shard, *read, what, dtype, launch=launch, name=f"{name}_sent")
+        launch = gradients_id(table, "whole")
+        shard = rewriter.launch(embrace.update_rows.default, shard, table, launch=launch, name=f"{name}_updated")
+    launch = rows_id(table, "whole")
+    return rewriter.launch(embrace.submit_rows.default, shard, *read, table, dtype, launch=launch, name=f"{name}_sent")
 
 
-def await_rows(rewriter: Rewriter, what: str, read: tuple[Any, Any], dtype: torch.dtype) -> fx.Node:
+def await_rows(rewriter: Rewriter, table: str, ids_and_counts: tuple[Any, Any], dtype: torch.dtype) -> fx.Node:
     """Inserts the await of the rows of a table or row space, and the join of their columns.
 
     Args:
-        read: the ids and counts of the rows.
+        ids_and_counts: the ids and counts of the rows.
     """
-    name, launch = what.removesuffix(".weight"), rows_id(what, "whole")
-    part = rewriter.launch(embrace.await_rows.default, *read, what, dtype, launch=launch, name=f"{name}_part")
-    return rewriter.call(embrace.join_rows.default, [part], *read, what, name=f"{name}_arrived")
+    name, launch = table.removesuffix(".weight"), rows_id(table, "whole")
+    part = rewriter.launch(
+        embrace.await_rows.default, *ids_and_counts, table, dtype, launch=launch, name=f"{name}_part"
+    )
+    return rewriter.call(embrace.join_rows.default, [part], *ids_and_counts, table, name=f"{name}_arrived")
 
 
 def submit_gradients(
-    rewriter: Rewriter, what: str, given: tuple[Any, Any, Any], padding_rows: Any, scale: Any
+    rewriter: Rewriter, table: str, inputs: tuple[Any, Any, Any], padding_rows: Any, scale: Any
 ) -> fx.Node:
     """Inserts the submission of the row gradients of a table or row space.
 
     Args:
-        given: the gradients, ids and counts.
+        inputs: the gradients, ids and counts.
         padding_rows, scale: the arguments of `coalesce`.
     """
-    name, launch = f"{what.removesuffix('.weight')}_submitted", gradients_id(what, "whole")
+    name, launch = f"{table.removesuffix('.weight')}_submitted", gradients_id(table, "whole")
     target = embrace.submit_gradients.default
-    return rewriter.launch(target, *given, what, padding_rows, scale, launch=launch, name=name)
+    return rewriter.launch(target, *inputs, table, padding_rows, scale, launch=launch, name=name)
 
 
 def _drop_routes(forward: fx.GraphModule, backward: fx.GraphModule, saved: list[str]) -> None:
-    """Erases `route_grid` and its saved results, because the exchange computes them."""
+    """Erases the `route_grid` nodes and their saved results, because the runtime's exchange computes them."""
     for node, role in list(inputs_of(backward)):
         if isinstance(role, Saved) and role.name in saved:
             backward.graph.erase_node(node)
@@ -182,12 +184,12 @@ def _drop_routes(forward: fx.GraphModule, backward: fx.GraphModule, saved: list[
 
 def _submit_gradients(
     rewriter: Rewriter,
-    coalesced: fx.Node,
+    coalesce: fx.Node,
     outputs: list[tuple[fx.Node | None, OutputRole]],
     routes: Mapping[str, _Route],
 ) -> list[tuple[fx.Node | None, OutputRole]]:
     """Replaces the exchange and sum of a row gradient with its submission, and returns the remaining outputs."""
-    ids, received, _, padding_rows, scale = coalesced.args
+    ids, received, _, padding_rows, scale = coalesce.args
     wait = received if isinstance(received, fx.Node) else None
     assert wait is not None
     while wait.target is not torch.ops._c10d_functional.wait_tensor.default:
@@ -196,10 +198,10 @@ def _submit_gradients(
     split, counts = launch.args[:2]
     assert isinstance(split, fx.Node)
     assert isinstance(ids, fx.Node)
-    role = _gradient_of(coalesced, outputs)
+    role = _gradient_of(coalesce, outputs)
     if (route := routes.get(ids.meta["role"].name)) is not None:
         ids, counts = rewriter.copy_of(route.ids), rewriter.copy_of(route.counts)
     with rewriter.before(launch):
         token = submit_gradients(rewriter, role.table, (split.all_input_nodes[0], ids, counts), padding_rows, scale)
-    kept = [(value, role) for value, role in outputs if value not in coalesced.users]
+    kept = [(value, role) for value, role in outputs if value not in coalesce.users]
     return [*kept, (token, PendingRows(role.table, role.members))]

@@ -105,7 +105,9 @@ def _split_backward(backward: fx.GraphModule, submitted: dict[str, fx.Node], pie
 
 
 def _early_rows(rewriter: Rewriter, submitted: dict[str, fx.Node], pieces: dict[str, int]) -> None:
-    """Inserts, at the start of a backward, the previous step's delayed updates and the next batch's early rows."""
+    """Inserts, at the start of a backward, the updates by the previous step's delayed gradients and the submission of
+    the next batch's early rows.
+    """
     shards = {table: _read_here(rewriter, _shard_of(node)) for table, node in submitted.items()}
     routes = {table: [_read_here(rewriter, each) for each in node.args[1:3]] for table, node in submitted.items()}
     with rewriter.before(first_after_placeholders(rewriter.graph)):
@@ -135,7 +137,7 @@ def _early_rows(rewriter: Rewriter, submitted: dict[str, fx.Node], pieces: dict[
 
 
 def _read_here(rewriter: Rewriter, value: Argument) -> fx.Node:
-    """Finds or inserts the backward's placeholder with the role of one of the forward's."""
+    """Returns the backward's placeholder for a value that the forward reads too. Inserts it if it is missing."""
     assert isinstance(value, fx.Node)
     role = value.meta["role"]
     found = (node for node in rewriter.graph.nodes if node.op == "placeholder" and node.meta["role"] == role)
@@ -143,7 +145,7 @@ def _read_here(rewriter: Rewriter, value: Argument) -> fx.Node:
 
 
 def _shard_of(submitted: fx.Node) -> fx.Node:
-    """Returns the placeholder of the shard whose rows a submission sends."""
+    """Returns the placeholder of the shard that a submission of rows reads."""
     found = submitted.all_input_nodes[0]
     while found.op != "placeholder":
         found = found.all_input_nodes[0]

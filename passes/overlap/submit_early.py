@@ -38,15 +38,15 @@ class SubmitGradientsEarly:
 
 
 def _rewrite(phases: Phases) -> None:
-    """Submits each table's gradients as early as their inputs allow."""
+    """Moves the submission of each table's gradients to where their inputs are computed."""
     backward = phases["backward"]
     for submissions in all_by_table(backward, torch.ops.embrace.submit_gradients.default).values():
         _move_up(backward.graph, submissions)
 
 
 def _move_up(graph: fx.Graph, submissions: list[fx.Node]) -> None:
-    """Moves up the submissions of one gradient, with the nodes that only they depend on."""
-    moved = made_for(submissions)
+    """Moves the submissions of one gradient, and the nodes that only they need, to right after their inputs."""
+    moved = needed_only_by(submissions)
     inputs = [value for node in moved for value in node.all_input_nodes if value not in moved]
     place = max(*inputs, _head(graph))
     for node in sorted(moved):
@@ -55,7 +55,7 @@ def _move_up(graph: fx.Graph, submissions: list[fx.Node]) -> None:
 
 
 def _head(graph: fx.Graph) -> fx.Node:
-    """Returns the last node of a backward's head, which finishes the previous step and submits early rows."""
+    """Returns the last node of the backward's head, which finishes the previous step and submits early rows."""
     head = [node for node in graph.nodes if op_name(node) in HEAD]
     return head[-1] if head else first_after_placeholders(graph).prev
 
@@ -64,8 +64,8 @@ HEAD = ("embrace::update_rows", "embrace::await_ids", "embrace::submit_rows")
 """The ops in the head of a backward, which finishes the previous step and submits early rows."""
 
 
-def made_for(readers: list[fx.Node]) -> set[fx.Node]:
-    """Returns the readers, and the nodes whose values only the readers use."""
+def needed_only_by(readers: list[fx.Node]) -> set[fx.Node]:
+    """Returns the readers, and all nodes whose values only they use."""
     return reached(
         readers, lambda node: node.all_input_nodes, lambda node, found: may_move(node) and found.issuperset(node.users)
     )

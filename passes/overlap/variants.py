@@ -45,8 +45,8 @@ embrace = torch.ops.embrace
 
 
 @dataclass(frozen=True)
-class PhaseAs:
-    """Derives a variant's forward or backward from the steady step's."""
+class DerivePhase:
+    """The pass that derives the forward or backward of a step variant from the steady step's."""
 
     variant: StepVariant
 
@@ -61,7 +61,7 @@ class PhaseAs:
         return replace(rewrite_phases(graph, partial(self._rewrite, delayed=delayed)), varied=varied)
 
     def _rewrite(self, phases: Phases, delayed: Sequence[OperationId]) -> None:
-        """Removes what this variant of a phase does not run."""
+        """Removes from a phase what the variant does not run."""
         module = phases[self.variant.phase]
         if isinstance(self.variant, ForwardVariant):
             _forward(module, self.variant, delayed)

@@ -95,7 +95,7 @@ def plan_spaces(graph: TrainingGraph, tables: Collection[Joinable], *, overlaps:
     order = _Order(graph)
     runs: list[list[Joinable]] = []
     for each in sorted(fit, key=lambda each: order.lookup(each.table)):
-        alike = (run for run in runs if order.common(run[-1]) == order.common(each) and _room(run, each))
+        alike = (run for run in runs if order.common(run[-1]) == order.common(each) and _fits(run, each))
         run = next((run for run in alike if not overlaps or order.follows(run[-1], each)), None)
         if run is None:
             runs.append([each])
@@ -117,8 +117,8 @@ def _is_joined(use: TableUse) -> bool:
     return use.padding_idx < 0 or (use.kind == "embedding" and not use.scale_grad_by_freq)
 
 
-def _room(run: list[Joinable], table: Joinable) -> bool:
-    """Returns whether a table still fits into the space of `run`."""
+def _fits(run: list[Joinable], table: Joinable) -> bool:
+    """Returns whether a table can be added to the row space of the tables in `run`."""
     return sum(each.part_bytes for each in run) + table.part_bytes <= SPACE_BYTES
 
 
@@ -146,12 +146,14 @@ class _Order:
         return max((self._had[node] for node in nodes), default=-1)
 
     def follows(self, one: Joinable, other: Joinable) -> bool:
-        """Returns whether no compute lies between the lookups of two tables, nor between their gradients."""
+        """Returns whether two tables are neighbours: no compute lies between their lookups, nor between their
+        gradients.
+        """
         between = [sorted(map(where, (one.table, other.table))) for where in (self.lookup, self._gradient)]
         return not any(first < 0 or any(first < at < last for at in self._computes) for first, last in between)
 
     def common(self, each: Joinable) -> tuple[object, ...]:
-        """Returns the properties that tables of a row space must share."""
+        """Returns the properties of a table that must be equal for all tables of one row space."""
         table = each.table
         behind: Mapping[str, frozenset[int]] = self._graph.results_behind
         return (

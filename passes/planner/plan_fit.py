@@ -26,7 +26,7 @@ NO_MOMENT = (
 
 @dataclass(frozen=True)
 class PlanViolation:
-    """The needs of a batch that a plan does not meet.
+    """What a batch needs that a plan does not provide.
 
     Attributes:
         late: parameters that get a gradient although the plan counts them as unused or frozen.
@@ -56,7 +56,7 @@ def used_parameters(graph: TrainingGraph) -> frozenset[str]:
 
 
 def unshardable(graph: TrainingGraph) -> Iterator[str]:
-    """Yields the matrices that lookups or an output layer read in a way that shards cannot be read."""
+    """Yields the names of matrices that are read in a way that prevents sharding."""
     tables = {table.parameter: table for table in graph.tables}
     forward = forward_of(graph)
     for name, node in parameters_of(graph.module).items():
@@ -90,7 +90,7 @@ def violation(
 
 
 def fitted(plan: Plan, violations: Sequence[PlanViolation], why_whole: str = WHOLE) -> Plan:
-    """Adds the needs of the ranks' batches to a plan; the result is the same on all ranks."""
+    """Returns a plan that meets the needs of all ranks' batches; the same on all ranks."""
     late = sorted({name for each in violations for name in each.late})
     whole = sorted({name for each in violations for name in each.whole})
     # No lookup reads a pruned or parametrized table directly.
@@ -100,7 +100,7 @@ def fitted(plan: Plan, violations: Sequence[PlanViolation], why_whole: str = WHO
     reduced_as: Format = next((d.travels_as for d in plan if d.strategy == "allreduce"), "exact")
 
     def reduced(decision: Decision) -> Decision:
-        """Returns a decision that all-reduces or all-gathers the gradient instead of sharding the parameter."""
+        """Returns the decision to keep a parameter whole, and to all-reduce or all-gather its gradient."""
         by_rows = decision.sparse or decision.parameter in sparse
         return replace(
             decision,

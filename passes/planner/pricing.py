@@ -158,13 +158,13 @@ class Priced:
 
     @property
     def start_ups_ms(self) -> float:
-        """Returns the latency that this exchange saves if it shares latency with others."""
+        """Returns the latency that is saved if this exchange shares its latency with others."""
         return self.predicted_ms - self.sharing_ms
 
     @property
     def added_ms(self) -> float:
-        """Returns the time that this strategy adds to a step. Only buckets always exist, so only they share latency for
-        sure.
+        """Returns the time that this strategy adds to a step. A replica shares the latency of its bucket, which exists
+        anyway.
         """
         return self.predicted_ms if self.strategy in SHARDED else self.sharing_ms
 
@@ -204,9 +204,7 @@ class Pricing:
     def of_table(
         self, table: Table, fact: ParameterFacts, rows: tuple[int, ...], wanted: str | Grid = "auto"
     ) -> dict[str, Priced]:
-        """Prices a table's candidates, the requested strategy and the one in use, with shards on the present or best
-        grid.
-        """
+        """Returns the price of each strategy for a table: its candidates, the requested strategy and the one in use."""
         upkeep = upkeep_of_replicas(table, rows, self.world_size)
         used = self.in_use[fact.name].strategy if fact.name in self.in_use else wanted
         weighed = [each for each in ("allreduce", *EXCHANGES) if each in (*CANDIDATES, wanted, used)]
@@ -224,7 +222,7 @@ class Pricing:
         return replicas | shards
 
     def of_dense(self, fact: ParameterFacts, strategies: Collection[str]) -> dict[str, Priced]:
-        """Prices a parameter that no lookup reads, assuming a gradient without zeros."""
+        """Returns the price of each strategy for a parameter that no lookup reads. Assumes a gradient without zeros."""
         packed = cost.passes_over(fact.nbytes) + cost.claim(fact.nbytes)  # packing into its bucket
         replicas = [each for each in strategies if each != "vocabulary"]
         priced = self._replicas(fact, _all_rows(fact, self.world_size), cost.Exchange(0, 0), packed, replicas)
@@ -261,7 +259,8 @@ class Pricing:
         )
 
     def _positions(self, fact: ParameterFacts) -> tuple[cost.Exchange, HeadPlan, float]:
-        """Prices the exchanges of a head for the positions of a batch, and returns the milliseconds that are hidden.
+        """Returns the exchanges of an output layer for the positions of a batch, and the milliseconds of them that
+        compute hides.
 
         With K chunks, hidden states are sent while other chunks' products are computed, which hides all but 1 / K of
         the shorter of both. Each chunk takes three exchanges. K minimizes the sum.
@@ -308,7 +307,7 @@ class Pricing:
         around: cost.Work,
         strategies: Collection[str],
     ) -> dict[str, Priced]:
-        """Prices strategies of replicas. All of them need `upkeep` and the work `around` the exchange."""
+        """Returns the price of each strategy that keeps a table whole on every rank."""
         priced = {}
         wire = Wire(fact.itemsize, self.findings.travels_as)
         for strategy in strategies:
@@ -334,8 +333,9 @@ class Pricing:
             )
         return priced
 
-    def _laid_out(self, table: Table, fact: ParameterFacts, rows: tuple[int, ...], wanted: str | Grid) -> Priced:
-        """Prices shards as requested, or else on their present grid, or else by columns or on a clearly faster grid.
+    def _laid_out(self, table: Table, fact: ParameterFacts, rows: tuple[int, ...], requested: str | Grid) -> Priced:
+        """Prices the shards of a table: on the requested grid, else on the present one, else by columns or on a clearly
+        faster grid.
 
         Both send the same bytes. By columns, a rank handles a piece of every row that any rank reads: N u pieces of D /
             N columns,
@@ -344,9 +344,9 @@ class Pricing:
         columns (`shard_work`). Of the grids with useful columns, the one with most columns is priced, because columns
         share the work evenly for any ids, and rows only if ids are spread evenly.
         """
-        if isinstance(wanted, Grid):
-            check_grid(wanted, fact.name, fact.shape, self.world_size)
-            return self._sharded(table, fact, rows, wanted)
+        if isinstance(requested, Grid):
+            check_grid(requested, fact.name, fact.shape, self.world_size)
+            return self._sharded(table, fact, rows, requested)
         used = self.in_use.get(fact.name)
         if used is not None and used.strategy == "alltoall":
             return self._sharded(table, fact, rows, used.grid)
@@ -366,7 +366,7 @@ class Pricing:
         exchange = shard_exchange(table, rows, wire, self.world_size, grid, local_rows, self.findings.schedule)
         norms = self._norms(table, fact, rows)
         exchange += norms
-        rests, moving = self._moving(table, fact, rows)
+        rests, moving = self._update_rule_cost(table, fact, rows)
         work = shard_work(table, rows, itemsize, self.world_size, grid, self.findings.schedule) + moving
         shared_ms = replace(exchange, messages=0).time_ms(self.cluster, "all_to_all")
         return Priced(
@@ -387,15 +387,17 @@ class Pricing:
         )
 
     def _norms(self, table: Table, fact: ParameterFacts, rows: tuple[int, ...]) -> cost.Exchange:
-        """Prices the AllReduce of one number for each row that any rank reads, if the optimizer needs these numbers."""
+        """Prices the AllReduce of one number per row read, which row-wise optimizers need."""
         if not fact.adds_up_norms or not rows or self.world_size == 1:
             return cost.Exchange(0, 0)
         found = self.findings.sparsity.get(table.parameter)
         together = sum(rows) if found is None else round(found.union)
         return cost.all_reduce(min(together, table.num_rows) * fact.itemsize, self.world_size)
 
-    def _moving(self, table: Table, fact: ParameterFacts, rows: tuple[int, ...]) -> tuple[bool, cost.Work]:
-        """Chooses between updating all rows and deferring updates. Returns whether to defer, and the work."""
+    def _update_rule_cost(self, table: Table, fact: ParameterFacts, rows: tuple[int, ...]) -> tuple[bool, cost.Work]:
+        """Chooses between sweeping all rows and deferring their updates. Returns whether to defer, and the work of the
+        choice.
+        """
         if fact.moving in STILL:
             return False, cost.Work()
         sweep = sweep_work(fact.nbytes, self.world_size)
@@ -405,7 +407,7 @@ class Pricing:
         return rests, replay if rests else sweep
 
     def _times_ms(self, predicted_ms: float, sharing_ms: float) -> tuple[float, float]:
-        """Returns both times, which are 0 on a single rank."""
+        """Returns both times, or zeros on a single rank."""
         return (predicted_ms, sharing_ms) if self.world_size > 1 else (0.0, 0.0)
 
     def _sparsity_of(self, table: Table, fact: ParameterFacts, rows: tuple[int, ...]) -> Sparsity:
@@ -418,7 +420,7 @@ class Pricing:
         return self.findings.sparsity.get(table.parameter, assumed)
 
     def _units(self, rows: Sparsity, strategy: str) -> Sparsity:
-        """Returns the sparsity of the units a strategy sends: rows, or blocks for omnireduce."""
+        """Returns a sparsity in the units that a strategy sends: rows, or blocks for omnireduce."""
         if strategy != "omnireduce":
             return rows
         return in_blocks(rows, cheapest_block(rows.width, rows.itemsize, self.links))
@@ -468,7 +470,7 @@ def _all_rows(fact: ParameterFacts, world_size: int) -> Sparsity:
 
 
 def upkeep_of_replicas(table: Table, rows_by_rank: tuple[int, ...], world_size: int) -> cost.Exchange:
-    """Returns the bytes that one rank sends per step, besides the gradient, to keep a table's replicas equal."""
+    """Returns what a rank sends per step, besides the gradient, to keep the replicas of a table equal."""
     upkeep = cost.Exchange(0, 0)
     if world_size == 1 or not rows_by_rank:
         return upkeep

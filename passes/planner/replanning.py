@@ -27,7 +27,8 @@ DRIFTED = 0.2
 
 
 class SparsityMonitor:
-    """Follows the row counts of tables whose strategy depends on them, on rank 0.
+    """Follows, on rank 0, how many rows are read of the tables whose strategy depends on it, and requests a new
+    plan.
 
     Attributes:
         wants_plan: whether another plan is clearly better; True until that plan is made.
@@ -59,10 +60,10 @@ class SparsityMonitor:
                     mean[rank] += WEIGHT * (share * n - mean[rank])
         self._samples += 1
         if self._samples % LOOK_EVERY == 0 and not self.wants_plan:
-            self._look()
+            self._reconsider()
 
-    def _look(self) -> None:
-        """Decides again if the rows have drifted, and wants a new plan if several looks in a row want the same one."""
+    def _reconsider(self) -> None:
+        """Plans anew if the counts have drifted. Requests the new plan once several plans in a row agree."""
         wanted: tuple[str, ...] = ()
         if any(_far(self._means[name], self._planned_for[name]) for name in self._means):
             plan = decide(self._findings.with_rows(self.rows), self._plan.links, self._plan)
@@ -76,7 +77,7 @@ class SparsityMonitor:
 
 
 def _shares(plan: Plan) -> dict[str, tuple[str, float]]:
-    """Maps each table of a row space to (the space, the table's planned share of the space's announced rows)."""
+    """Maps each table of a row space to the space, and the table's planned share of the rows read in it."""
     rows = plan.rows
     return {
         table: (space.name, rows[table].own / max(rows[space.name].own, 1))
@@ -86,9 +87,9 @@ def _shares(plan: Plan) -> dict[str, tuple[str, float]]:
     }
 
 
-def _far(mean: Sequence[float], planned_for: Sequence[float]) -> bool:
-    """Returns whether the mean row counts are far from the planned ones."""
-    return abs(sum(mean) - sum(planned_for)) > DRIFTED * sum(planned_for)
+def _far(mean: Sequence[float], planned: Sequence[float]) -> bool:
+    """Returns whether the mean row counts differ much from the planned ones."""
+    return abs(sum(mean) - sum(planned)) > DRIFTED * sum(planned)
 
 
 def changes(old: Plan, new: Plan) -> tuple[str, ...]:

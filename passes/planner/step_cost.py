@@ -188,7 +188,7 @@ class Added:
 
 
 def compared(price: Mapping[str, Added], chosen: str) -> str:
-    """Explains a schedule in one line: the hidden time (for "none", the time that "2d" would hide) and the work."""
+    """Explains in one line why a schedule was chosen: by the time that it hides and the work that it adds."""
     shown = chosen if chosen != "none" else FULL
     hides_ms = price["none"].waits_ms - price[shown].waits_ms
     costs_ms = price[shown].work_ms - price["none"].work_ms
@@ -198,13 +198,13 @@ def compared(price: Mapping[str, Added], chosen: str) -> str:
     return f'"{chosen}": {hides} {hidden} and {work} ms of a processor'
 
 
-def cheapest(price: Mapping[str, Added], in_use: str | None = None) -> str:
+def cheapest(price: Mapping[str, Added], current: str | None = None) -> str:
     """Returns the schedule with the shortest step. If predictions are too close, returns the schedule with less work.
 
     Args:
-        in_use: the schedule to keep unless another one is clearly shorter.
+        current: the schedule to keep unless another one is clearly shorter.
     """
-    best, *others = sorted(price, key=lambda name: (name != in_use, price[name].work_ms))
+    best, *others = sorted(price, key=lambda name: (name != current, price[name].work_ms))
     for name in others:
         if _clearly_shorter(price[name], price[best]):
             best = name
@@ -233,9 +233,7 @@ class _Compute:
 
 @dataclass(frozen=True)
 class _Rows:
-    """The transfers of a table or row space (rows in one direction, and ids), and the time when its last gradient is
-    ready.
-    """
+    """The exchange of a table or row space: its transfers, and when the backward has its last gradient."""
 
     one_way_ms: float
     ids_ms: float
@@ -249,9 +247,7 @@ def has_compute(graph: TrainingGraph) -> bool:
 
 
 def prices(graph: TrainingGraph, plans: Mapping[str, Plan]) -> dict[str, Added]:
-    """Predicts the time that communication adds to a step: schedule -> its price, under the plan made for that
-    schedule.
-    """
+    """Returns, for each schedule, the predicted time that communication adds to a step under that schedule's plan."""
     node_ms = estimate(next(iter(plans.values())).links.compute, graph.expected)
     return {name: _added(plan, _compute(graph, plan, node_ms)) for name, plan in plans.items()}
 
@@ -279,7 +275,7 @@ def _added(plan: Plan, compute: _Compute) -> Added:
 
 
 def _compute(graph: TrainingGraph, plan: Plan, node_ms: NodeMs) -> _Compute:
-    """Estimates the compute of a step on this plan's processors.
+    """Returns the estimated compute of a step on the plan's processors.
 
     The lookups' own backward counts only if the table is whole.
     """
@@ -298,7 +294,7 @@ def _compute(graph: TrainingGraph, plan: Plan, node_ms: NodeMs) -> _Compute:
 
 
 def _rows(plan: Plan, tables: Sequence[str], cluster: cost.Cluster, compute: _Compute) -> _Rows:
-    """Predicts the exchange of some tables' rows and ids, and when the backward has their gradients."""
+    """Returns the predicted exchange of some tables: rows, ids, and when the backward has the gradients."""
     ids = [ids_exchange(plan[name], plan.world_size) for name in tables]
     one_way_bytes = sum(rows_bytes(plan[name], plan.world_size) for name in tables) // 2
     messages = ONE_WAY[plan.schedule_name] * (plan.world_size - 1)
@@ -329,7 +325,7 @@ def ids_exchange(decision: Decision, world_size: int) -> cost.Exchange:
 
 
 def _bucket(plan: Plan, names: Sequence[str], cluster: cost.Cluster, compute: _Compute) -> tuple[float, float]:
-    """Predicts the backward's compute before a bucket is full, and the bucket's transfer, both in milliseconds."""
+    """Returns, in milliseconds, the backward's compute before a bucket is full, and the bucket's transfer."""
     ready_ms = max(compute.ready_ms.get(name, 0.0) for name in names)
     if plan[names[0]].strategy in EXCHANGES:
         return ready_ms, plan[names[0]].predicted_ms
@@ -337,16 +333,16 @@ def _bucket(plan: Plan, names: Sequence[str], cluster: cost.Cluster, compute: _C
     return ready_ms, sent.time_ms(cluster, "all_reduce")
 
 
-def _end_ms(transfers: Iterable[tuple[float, float]]) -> float:
-    """Simulates when the backward's last transfer ends. Each starts when it is ready and the link is free."""
+def _end_ms(ready_and_transfer_ms: Iterable[tuple[float, float]]) -> float:
+    """Returns when the last transfer of a backward ends. Each starts when its data is ready and the link is free."""
     end_ms = 0.0
-    for ready_ms, transfer_ms in sorted(transfers):
+    for ready_ms, transfer_ms in sorted(ready_and_transfer_ms):
         end_ms = max(end_ms, ready_ms) + transfer_ms
     return end_ms
 
 
 def _table_ms(decision: Decision, world_size: int, cluster: cost.Cluster, schedule: str) -> float:
-    """Returns a table's predicted time without transfers, which is its work."""
+    """Returns a table's predicted time in a step without transfers: the work of the processor."""
     sent_bytes, others = decision.sent_bytes_per_step, world_size - 1
     if decision.strategy in SHARDED:
         sent_ms = cluster.transfer_ms(sent_bytes, launches_of(schedule) * others, "all_to_all")

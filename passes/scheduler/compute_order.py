@@ -41,7 +41,7 @@ Held = Callable[[Sequence[str]], int]
 
 @dataclass(frozen=True)
 class Atoms:
-    """A backward's compute in atoms. An atom is the nodes that the same units need, which are moved together.
+    """A backward's compute in atoms. An atom is all nodes that are needed by the same units, and moves as one.
 
     Attributes:
         units: the units in their present order.
@@ -64,22 +64,22 @@ class Atoms:
             node_ms: estimated milliseconds of a node.
             measured: unit -> measured milliseconds of its compute in the present order. Other units use estimates.
         """
-        standing = found.standing()
+        unit_of_node = found.unit_of_node()
         estimated = dict.fromkeys(found.units, 0.0)
-        for node, unit in standing.items():
+        for node, unit in unit_of_node.items():
             estimated[unit] += node_ms(node)
         scale = {unit: measured[unit] / each for unit, each in estimated.items() if unit in measured and each}
         ms: dict[int, float] = {}
         for node, mask in found.needed_by.items():
             if mask and not is_submission(node):  # submissions are the launcher's work
-                ms[mask] = ms.get(mask, 0.0) + node_ms(node) * scale.get(standing.get(node, ""), 1.0)
+                ms[mask] = ms.get(mask, 0.0) + node_ms(node) * scale.get(unit_of_node.get(node, ""), 1.0)
         for place, unit in enumerate(found.units):
             if unit in measured and not estimated[unit]:
                 ms[1 << place] = ms.get(1 << place, 0.0) + measured[unit]
         return cls(found, ms)
 
     def durations(self, order: Sequence[str]) -> dict[str, float]:
-        """Maps each unit to the milliseconds of the compute placed with it in an order."""
+        """Returns, for each unit, the milliseconds of the compute that runs with it under an order of units."""
         found = dict.fromkeys(self.found.complete(order), 0.0)
         names, first = tuple(found), self.found.first_of(order)
         for mask, each in self.ms.items():
@@ -88,7 +88,7 @@ class Atoms:
 
 
 def reordered(steps: StepGraph, atoms: Atoms, order: Sequence[str]) -> StepGraph:
-    """Returns the step with its backward's units in another order."""
+    """Returns the step graph with the backward's units in another order."""
     durations = {str(compute_id("backward", unit)): ms for unit, ms in atoms.durations(order).items()}
     operations = tuple(
         replace(each, duration_ms=durations[each.name]) if each.name in durations else each for each in steps.operations
@@ -99,21 +99,22 @@ def reordered(steps: StepGraph, atoms: Atoms, order: Sequence[str]) -> StepGraph
 
 
 def search(
-    steps: StepGraph, name: str, source: str, atoms: Atoms, held: Held, held_limit: float
+    steps: StepGraph, name: str, source: str, atoms: Atoms, predicted_peak: Held, limit_bytes: float
 ) -> tuple[Schedule, tuple[str, ...]]:
-    """Finds the best schedule of a step and its order of the backward's units. An empty order means that nothing moves.
+    """Searches for the best schedule of a step, together with an order of the backward's units; () keeps the present
+    order.
 
     The present order of units is tried too: autograd computes some nodes long before the unit that needs them.
 
     Args:
         name, source: the arguments of `launch_order.schedule`.
-        held: a function that predicts a backward's peak in an order.
-        held_limit: the maximum bytes of that peak.
+        predicted_peak: a function that predicts a backward's peak in an order.
+        limit_bytes: the maximum bytes of that peak.
     """
     stands = schedule(steps, name, source)
     if name == "none" or len(atoms.units) < 2:
         return stands, ()
-    order = _Search(steps, atoms, held, held_limit).best()
+    order = _Search(steps, atoms, predicted_peak, limit_bytes).best()
     if not order:
         return stands, ()
     found = schedule(reordered(steps, atoms, order), name, source)
@@ -148,7 +149,9 @@ class _Search:
         return best
 
     def _better(self, order: tuple[str, ...], best: tuple[str, ...], best_ms: float) -> tuple[tuple[str, ...], float]:
-        """Returns the faster order and its time: `order` if it is new, clearly faster and within the memory limit."""
+        """Returns (`order`, its step time) if it is new, clearly faster and within the memory limit; else (`best`,
+        `best_ms`).
+        """
         if order in self._tried:
             return best, best_ms
         self._tried.add(order)
@@ -167,7 +170,7 @@ class _Search:
 
 
 def _moves(order: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
-    """Yields the orders that differ by one unit's place, with short moves first."""
+    """Yields the orders that differ from this one by the place of one unit, short moves first."""
     for distance in range(1, len(order)):
         for place in range(len(order) - distance):
             for source, target in ((place, place + distance), (place + distance, place)):

@@ -6,7 +6,7 @@ Contract
     bounded by a count, not by time.
 
     order                     while the link is free: launch the ready communication with the least key
-    policies                  readiness | paper: two such keys
+    policies                  readiness_key | embrace_key: two such keys
     schedule                  the best policy's order, then moves and swaps that shorten the step
 
 Source: 2D communication scheduling, EmbRace (ICPP 2022, section 4), which runs a priority queue during training. Here
@@ -48,18 +48,20 @@ Key = Callable[[Ready], Any]
 """A policy: the candidate with the least key is launched; of equal ones, the first by name."""
 
 
-def readiness(candidate: Ready) -> float:
-    """Returns the key that orders communication as it becomes ready, which is the naive order."""
+def readiness_key(candidate: Ready) -> float:
+    """Returns the sort key of the naive order: communication is launched as it becomes ready."""
     return candidate.ready_ms
 
 
-def paper(candidate: Ready) -> tuple[int, float]:
-    """Returns the key of EmbRace (section 4): embedding chain, then need in the next forward, then delayed rows."""
+def embrace_key(candidate: Ready) -> tuple[int, float]:
+    """Returns the sort key of EmbRace (section 4): first the embedding chain, then by need in the next forward, then
+    delayed rows.
+    """
     classes = {"gradients": 0, "ids": 0, "lookups": 0, "delayed": 2}
     return classes.get(candidate.operation.kind, 1), candidate.needed_at
 
 
-POLICIES: tuple[Key, ...] = (paper, readiness)
+POLICIES: tuple[Key, ...] = (embrace_key, readiness_key)
 """In order of preference, where two are equally fast."""
 
 
@@ -76,7 +78,7 @@ def schedule(steps: StepGraph, name: str, source: str = "cost model") -> Schedul
     if name not in SCHEDULES:
         raise ValueError(f"There is no schedule {name!r}. Choose one of {', '.join(SCHEDULES)}.")
     machine = LinkMachine(steps)
-    naive = order(machine, readiness)
+    naive = order(machine, readiness_key)
     chosen = naive if name == "none" else refine(machine, [order(machine, key) for key in POLICIES], one_link_ms(steps))
     timeline, critical_path = machine.picture(machine.run(machine.sequence(chosen)), chosen)
     return Schedule(name, machine.names(chosen), steps, timeline, critical_path, source)
@@ -92,7 +94,7 @@ def quick_ms(steps: StepGraph) -> float:
 
 
 def order(machine: LinkMachine, key: Key) -> list[int]:
-    """Computes the launch order of a priority queue in simulated time, in the last of several windows.
+    """Returns the launch order of a priority queue in simulated time, in the last of several windows.
 
     In the last window the link is as busy as in training.
 
@@ -106,7 +108,7 @@ def order(machine: LinkMachine, key: Key) -> list[int]:
 
 
 class _Queue:
-    """A priority queue in simulated time, window after window."""
+    """Launches communication from a priority queue, in simulated time."""
 
     def __init__(self, machine: LinkMachine, key: Key) -> None:
         self._machine = machine
@@ -119,7 +121,7 @@ class _Queue:
         self._copies: list[int] = []  # copies of this window that have not run
 
     def window(self) -> list[int]:
-        """Simulates the next window, and returns its launches in launch order."""
+        """Simulates the next window. Returns its launches in launch order."""
         machine, begun = self._machine, self._processor
         self._ends, self._ran, self._copies = [None] * len(machine.operations), 0, machine.copies_in_order
         waiting, order = list(range(machine.count, machine.copying)), list[int]()
@@ -131,7 +133,7 @@ class _Queue:
                 raise AssertionError("a blocked order was not refused")
             self._link = max(self._link, min(times.values()))
             launched = min(
-                (k for k, ready in times.items() if ready <= self._link), key=partial(self._rank, times, begun)
+                (k for k, ready in times.items() if ready <= self._link), key=partial(self._sort_key, times, begun)
             )
             self._ends[launched] = self._link = self._link + machine.durations[launched]
             waiting.remove(launched)
@@ -142,10 +144,10 @@ class _Queue:
         self._finished.append([end for end in self._ends if end is not None])
         return order
 
-    def _rank(self, times: Mapping[int, float], begun: float, k: int) -> tuple[Any, str]:
-        """Returns a ready operation's key in the queue, with its name to break ties."""
+    def _sort_key(self, times: Mapping[int, float], free_at_ms: float, k: int) -> tuple[Any, str]:
+        """Returns the sort key of a ready operation, with its name to break ties."""
         operation = self._machine.operations[k]
-        return self._key(Ready(operation, times[k] - begun, self._needed[k])), operation.name
+        return self._key(Ready(operation, times[k] - free_at_ms, self._needed[k])), operation.name
 
     def _compute(self) -> None:
         """Runs the program until it waits for a communication that has not been launched yet."""
@@ -166,10 +168,12 @@ class _Queue:
         assert ready is not None
         self._ends[first] = ready + self._machine.durations[first]
 
-    def _ready(self, k: int) -> float | None:
-        """Returns the time when the dependences of operation `k` end, or None if one of them has no end yet."""
+    def _ready(self, operation: int) -> float | None:
+        """Returns when all dependences of an operation have ended, or None if one of them has not been simulated
+        yet.
+        """
         ready = 0.0
-        for distance, before in self._machine.dependences(k):
+        for distance, before in self._machine.dependences(operation):
             if distance > len(self._finished):
                 continue
             end = self._finished[-distance][before] if distance else self._ends[before]
@@ -180,7 +184,7 @@ class _Queue:
 
 
 def _needed_at(machine: LinkMachine) -> list[float]:
-    """Computes `Ready.needed_at` of each operation."""
+    """Returns `Ready.needed_at` of each operation."""
     windows = max(2, machine.reach + 1)
     size, sequence = len(machine.operations), machine.any_sequence()
     causes = [machine.dependences(k) for k in range(size)]

@@ -77,7 +77,7 @@ class _Search:
         return order, step_ms
 
     def shaken(self, order: list[int]) -> list[int]:
-        """Returns a legal order a few random moves away, or the order itself."""
+        """Returns a legal order that is a few random moves away, or the order itself if none was found."""
         for _ in range(3):
             moved = _moved(order, self._below(len(order)), self._below(len(order)))
             if self.machine.sequence_if_legal(moved) is not None:
@@ -109,7 +109,7 @@ class _Search:
                 yield swapped
 
     def _below(self, bound: int) -> int:
-        """Draws a random int below `bound`."""
+        """Returns a random integer from 0 to `bound` - 1."""
         return int(self._draw() * bound)
 
 
@@ -121,7 +121,7 @@ def _moved(order: list[int], source: int, target: int) -> list[int]:
 
 
 def _critical_blocks(path: list[tuple[int, int]], order: list[int]) -> Iterator[tuple[int, int]]:
-    """Yields, once each, (first, last) position of launches that follow each other directly on a critical path."""
+    """Yields the blocks of a critical path: (first, last) position of launches that directly follow each other."""
     position = {launch: k for k, launch in enumerate(order)}
     seen = set()
     block: list[tuple[int, int]] = []  # (window, position)

@@ -28,7 +28,7 @@ TOLERANCE = 1e-9
 
 @dataclass(frozen=True)
 class WindowTimes:
-    """Starts and ends of the simulated windows, by window and operation's index."""
+    """The simulated start and end of each operation in each window, by operation index."""
 
     starts: list[list[float]]
     ends: list[list[float]]
@@ -36,7 +36,7 @@ class WindowTimes:
 
 
 class LinkMachine:
-    """One step on the machine.
+    """Simulates the steps of training on a machine with one processor and one link.
 
     A simulation needs few of the dependences. Compute operations follow the program's order, and communications follow
     the launch order. Of the compute operations that a communication needs, only the last one matters.
@@ -69,7 +69,9 @@ class LinkMachine:
         self._order_copies()
 
     def _order_copies(self) -> None:
-        """Orders copies. Each starts once the program has submitted it and the previous copy on its lane has ended."""
+        """Adds dependences between copies: each starts after the program has submitted it and its lane's previous copy
+        has ended.
+        """
         self._copies_behind: dict[int, list[int]] = {}  # the last compute operation that it needs -> copies
         lanes: dict[str, list[int]] = {}
         last_need = {k: max(self.needs[k], default=-1) for k in range(self.copying, len(self.operations))}
@@ -131,12 +133,12 @@ class LinkMachine:
         return tuple(self.operations[k].name for k in order)
 
     def sequence_if_legal(self, order: Sequence[int]) -> list[int] | None:
-        """Sorts operations as `sequence` does, or returns None if no legal sequence exists."""
+        """Returns what `sequence` returns, or None if no legal sequence exists."""
         found = self._sequence(order)
         return found if isinstance(found, list) else None
 
     def sequence(self, order: Sequence[int]) -> list[int]:
-        """Sorts all operations of a window so that each comes after the operations that it waits for.
+        """Returns all operations of a window in an order in which each comes after everything it waits for.
 
         Raises:
             ValueError: no such sequence exists.
@@ -156,7 +158,8 @@ class LinkMachine:
         )
 
     def _sequence(self, order: Sequence[int]) -> list[int] | tuple[int, int]:
-        """Returns the sequence, or the first launch that waits for a later one, and that later launch.
+        """Returns the sequence of operations. If there is none, returns (first launch that waits for a later one, that
+        launch).
 
         Only dependences inside a window matter, because windows are launched one after the other.
         """
@@ -226,7 +229,7 @@ class LinkMachine:
         return WindowTimes(starts, ends, max(rates))
 
     def critical(self, run: WindowTimes, order: Sequence[int]) -> list[tuple[int, int]]:
-        """Walks back from the last compute operation over two windows. Returns the path as (window, operation)."""
+        """Returns the critical path of the last two windows as (window, operation)."""
         first = len(run.ends) - 2
         previous = {after: (0, before) for before, after in pairwise((*range(self.count),))}
         previous |= {after: (0, before) for before, after in pairwise(order)}
@@ -252,7 +255,7 @@ class LinkMachine:
         return path[::-1]
 
     def picture(self, run: WindowTimes, order: Sequence[int]) -> tuple[Timeline, tuple[tuple[int, str], ...]]:
-        """Returns the last two windows of a run, as on one rank, and their critical path.
+        """Returns the timeline of the last two simulated windows, as on one rank, and its critical path.
 
         The path is (window, name) of the operations that determine the windows' length, in order.
         """
@@ -280,12 +283,16 @@ class LinkMachine:
         path = tuple((window - first, self.operations[k].name) for window, k in self.critical(run, order))
         return Timeline(spans, shown, 1, self.steps.dependences), path
 
-    def dependences(self, k: int) -> list[tuple[int, int]]:
-        """Lists (distance, operation) for everything that an operation waits for, except its lane."""
-        return [*((0, p) for p in self.needs[k]), *self.needs_launches[k], *self.needs_earlier[k]]
+    def dependences(self, operation: int) -> list[tuple[int, int]]:
+        """Returns (distance in windows, operation) for each dependence of an operation."""
+        return [
+            *((0, p) for p in self.needs[operation]),
+            *self.needs_launches[operation],
+            *self.needs_earlier[operation],
+        ]
 
     def any_sequence(self) -> list[int]:
-        """Sorts a window's operations so that each comes after its dependences, under no particular launch order."""
+        """Returns a window's operations, each after its dependences, without a launch order."""
         needs = {k: [p for distance, p in self.dependences(k) if distance == 0] for k in range(len(self.operations))}
         for before, after in pairwise(range(self.count)):
             needs[after].append(before)
@@ -297,7 +304,7 @@ class LinkMachine:
 
 
 def _shifted(before: list[float], after: list[float]) -> bool:
-    """Returns whether a window repeats the one before it, shifted in time."""
+    """Returns whether a window repeats the previous one, only later."""
     if not after:
         return True
     shift = after[0] - before[0]
@@ -306,7 +313,7 @@ def _shifted(before: list[float], after: list[float]) -> bool:
 
 
 def _compute_operations(steps: StepGraph, by_name: dict[str, Operation]) -> list[Operation]:
-    """Returns the compute operations in their order, after checks of names and order."""
+    """Returns the compute operations in program order. Raises if names or order are invalid."""
     if len(by_name) != len(steps.operations):
         names = [o.name for o in steps.operations]
         raise ValueError(

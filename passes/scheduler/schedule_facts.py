@@ -55,11 +55,11 @@ def ddp_exposed_ms(plan: Plan, steps: StepGraph, ranks: int) -> float:
 
 
 def on_ranks(steps: StepGraph, plan: Plan, ranks: int) -> StepGraph:
-    """Returns a step with the times that its launches take between this many ranks."""
-    return replace(steps, operations=tuple(_on_ranks(each, plan, ranks) for each in steps.operations))
+    """Returns the step graph with the durations of launches between `ranks` ranks."""
+    return replace(steps, operations=tuple(_scaled(each, plan, ranks) for each in steps.operations))
 
 
-def _on_ranks(operation: Operation, plan: Plan, ranks: int) -> Operation:
+def _scaled(operation: Operation, plan: Plan, ranks: int) -> Operation:
     """Returns an operation with its duration scaled from the plan's ranks to `ranks`."""
     collective = _COLLECTIVE.get(operation.kind)
     if collective is None or not operation.is_communication or not operation.sent_bytes:
@@ -73,7 +73,7 @@ def _on_ranks(operation: Operation, plan: Plan, ranks: int) -> Operation:
 
 
 def places_of(plan: Plan) -> tuple[TablePlace, ...]:
-    """Describes the place of each table, with the largest table first."""
+    """Returns the placement of each table, the largest table first."""
     all_elements = sum(prod(decision.shape) for decision in plan)
     found = [
         TablePlace(
@@ -92,7 +92,7 @@ def places_of(plan: Plan) -> tuple[TablePlace, ...]:
 
 
 def _parts(decision: Decision, world_size: int) -> tuple[str, ...]:
-    """Describes the part of a parameter that each rank holds."""
+    """Describes in words what each rank holds of a parameter."""
     if decision.strategy not in SHARDED or world_size == 1:
         return ("all of it",)
     width = decision.shape[1]

@@ -55,7 +55,7 @@ from embrace_fx.vocabulary.submissions import awaited, begun_or_awaited, compute
 
 @dataclass(frozen=True)
 class Sizes:
-    """Bytes sent in a window that are not known from the graph.
+    """The bytes that launches send, as far as the graph does not determine them.
 
     Attributes:
         sent: launch -> bytes one rank sends, if measured or otherwise known.
@@ -110,7 +110,7 @@ def blocks(graph: TrainingGraph, node_ms: NodeMs) -> list[Block]:
 
 
 def _is_lookup(node: fx.Node) -> bool:
-    """Returns whether a node belongs to the lookups of positions."""
+    """Returns whether a node submits or awaits the AlltoAll of looked-up rows."""
     launch = launch_of(node)
     return launch is not None and launch.kind == "lookups"
 
@@ -131,7 +131,7 @@ def _of_backward(backward: fx.GraphModule, early: Block, end: Block, node_ms: No
         elif is_submission(node):
             what = compute_id("backward", id_of(node).what)
             if block.id != what:
-                block = Block(what, end.ms, _cuts_taken(end))
+                block = Block(what, end.ms, _take_cuts(end))
                 end.ms = 0.0
                 yield block
             block.submits.append(node)
@@ -163,7 +163,7 @@ def _of_forward(forward: fx.GraphModule, between: Block, node_ms: NodeMs) -> Ite
             waiting.awaits.append((launch, 0))
         else:
             (segment or waiting).ms += node_ms(node)
-        ends = _what_awaits_lead_to(node) if not of_rows or launch is None else compute_id("rows", launch.what)
+        ends = _operation_after_await(node) if not of_rows or launch is None else compute_id("rows", launch.what)
         if ends is not None:
             waiting.id = ends
             yield waiting
@@ -220,8 +220,10 @@ def _add_copies(block: Block, operations: list[Operation], dependences: list[Dep
 
 
 def _up_to(node: fx.Node, block: Block) -> Block:
-    """Ends a block at the begin or await of a copy or of an output layer's exchange. `block` continues after it."""
-    ended = Block(compute_up_to(node), block.ms, _cuts_taken(block))
+    """Ends a block at the node that begins or awaits a copy or an output layer's exchange. `block` continues after
+    it.
+    """
+    ended = Block(compute_up_to(node), block.ms, _take_cuts(block))
     block.ms = 0.0
     found = begun_or_awaited(node)
     assert found is not None
@@ -233,20 +235,20 @@ def _up_to(node: fx.Node, block: Block) -> Block:
     return ended
 
 
-def _cuts_taken(block: Block) -> list[tuple[OperationId, int]]:
-    """Moves what a block awaits and begins into a new block that ends here."""
-    found = [each for each in block.awaits if _cuts(each[0])]
-    block.awaits = [each for each in block.awaits if not _cuts(each[0])]
+def _take_cuts(block: Block) -> list[tuple[OperationId, int]]:
+    """Removes from a block the awaits that end a block, of copies and of gathered positions, and returns them."""
+    found = [each for each in block.awaits if _ends_block(each[0])]
+    block.awaits = [each for each in block.awaits if not _ends_block(each[0])]
     return found
 
 
-def _cuts(launch: OperationId) -> bool:
-    """Returns whether a launch ends a block: a copy, or a gather of positions."""
+def _ends_block(launch: OperationId) -> bool:
+    """Returns whether a launch ends a block of compute: a copy or a gather of positions does."""
     return launch.lane in COPIES or launch.kind == "positions"
 
 
-def _what_awaits_lead_to(node: fx.Node) -> OperationId | None:
-    """Returns the operation of a node that uses awaited rows or an awaited bucket, or None for any other node."""
+def _operation_after_await(node: fx.Node) -> OperationId | None:
+    """Returns the operation that a node starts by reading awaited rows or an awaited bucket, or None."""
     match op_name(node):
         case "embrace::join_rows":
             return compute_id("rows", _source(node).what)
@@ -304,7 +306,7 @@ def build(
 
 
 def _with_norms(steps: StepGraph, sizes: Sizes, cluster: cost.Cluster, world_size: int) -> StepGraph:
-    """Adds the exchange of rows' squares after these tables' gradients, if an optimizer needs any."""
+    """Returns the step graph with the exchange of row norms, if an optimizer needs it."""
     tables = {table for table, nbytes in sizes.norm_bytes.items() if nbytes}
     if not tables:
         return steps

@@ -22,7 +22,7 @@ WRITES_BEHIND = 2
 
 
 def read_ahead(memory: RowMemory, batches: int, world_size: int) -> RowMemory:
-    """Sets how many windows in advance a table's rows are read.
+    """Returns `memory` with the number of windows by which its rows are read ahead.
 
     Args:
         batches: how many batches the loader is ahead. With several ranks one less counts, because ranks learn one call
@@ -33,7 +33,7 @@ def read_ahead(memory: RowMemory, batches: int, world_size: int) -> RowMemory:
 
 
 def at_pace(table: str, memory: RowMemory, byte_ms: Mapping[OperationId, float]) -> RowMemory:
-    """Sets the measured speed of a table's reads and writes.
+    """Returns `memory` with the measured speed of its reads and writes.
 
     Args:
         byte_ms: read or write operation -> milliseconds per byte.
@@ -46,7 +46,7 @@ def at_pace(table: str, memory: RowMemory, byte_ms: Mapping[OperationId, float])
 
 
 def with_storage(steps: StepGraph, memory: Mapping[str, RowMemory]) -> StepGraph:
-    """Adds the reads and writes of tables beyond memory to a window."""
+    """Returns the step graph with the reads and writes of tables beyond memory."""
     operations, dependences = [*steps.operations], [*steps.dependences]
     for table, of in memory.items():
         readers = lookups(steps, table)
@@ -62,7 +62,7 @@ def with_storage(steps: StepGraph, memory: Mapping[str, RowMemory]) -> StepGraph
 
 
 def lookups(steps: StepGraph, table: str) -> list[str]:
-    """Lists, in order, the compute operations that look up a table's rows before they are sent.
+    """Returns the names of the compute operations that look up a table's rows, in order.
 
     With a single process, this is the forward.
     """
@@ -74,6 +74,6 @@ def lookups(steps: StepGraph, table: str) -> list[str]:
 
 
 def _just_before(steps: StepGraph, name: str) -> tuple[str, int]:
-    """Returns the compute operation before another one, and 1 if it is in the previous window, else 0."""
+    """Returns the compute operation before another one, and 1 if it belongs to the previous window, else 0."""
     place = steps.compute_order.index(name)
     return steps.compute_order[place - 1], int(place == 0)

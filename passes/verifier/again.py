@@ -22,8 +22,8 @@ from embrace_fx.vocabulary.ops import AWAITS, SUBMISSIONS, device_of, draws, op_
 _STATE, _BEGIN, _END = "embrace::random_state", "embrace::begin_replay", "embrace::end_replay"
 
 
-def computed_again_alike(graph: TrainingGraph) -> Iterator[Violation]:
-    """Checks that a recomputed copy calls its original's op on the same values or copies of them.
+def copies_equal_originals(graph: TrainingGraph) -> Iterator[Violation]:
+    """Checks that each recomputed copy calls the op of its original, on the same values or copies of them.
 
     A copy must also launch and await nothing, and read no state that the forward writes.
     """
@@ -43,8 +43,8 @@ def computed_again_alike(graph: TrainingGraph) -> Iterator[Violation]:
                 yield Violation(node, f"{value.name} as the forward read it", "as the forward has written it", remedy)
 
 
-def drawn_again_alike(graph: TrainingGraph) -> Iterator[Violation]:
-    """Checks that random numbers are drawn again from the state before their first draw, in the same order."""
+def replays_draw_equally(graph: TrainingGraph) -> Iterator[Violation]:
+    """Checks that random numbers are drawn again from the random state before their first draw, in the same order."""
     drawn: dict[torch.device, list[str]] = {}
     states: dict[str, tuple[torch.device, int]] = {}  # state -> (device, number of draws before it)
     replays: dict[torch.device, _Replay] = {}
@@ -84,7 +84,7 @@ def drawn_again_alike(graph: TrainingGraph) -> Iterator[Violation]:
 
 @dataclass
 class _Replay:
-    """A replay: the node that began it, the count of the forward's draws before it, and the draws since then."""
+    """A replay of random draws: the node that begins it, the number of draws before it, and the draws in it so far."""
 
     begin: str
     after: int
@@ -92,7 +92,7 @@ class _Replay:
 
 
 def _call(node: fx.Node) -> tuple[Any, ...]:
-    """Returns a node's call as text for comparison. A copy counts as its original."""
+    """Returns a node's call in a form to compare. A copy counts as its original."""
     leaves, spec = pytree.tree_flatten((node.args, dict(node.kwargs)))
     return str(node.target), str(spec), [_origin(leaf) if isinstance(leaf, fx.Node) else str(leaf) for leaf in leaves]
 

@@ -56,19 +56,19 @@ def freed_values_unread(graph: TrainingGraph) -> Iterator[Violation]:
         for node in module.graph.nodes:
             source = view_of(node)
             if source is not None:
-                of_source = views.setdefault(_called(source, saved), {_called(source, saved)})
+                of_source = views.setdefault(_saved_name(source, saved), {_saved_name(source, saved)})
                 of_source.add(node.name)
                 views[node.name] = of_source
             if op_name(node) == AWAIT_OFFLOAD:
-                value = _called(node.all_input_nodes[0].all_input_nodes[0], saved)
+                value = _saved_name(node.all_input_nodes[0].all_input_nodes[0], saved)
                 freed |= dict.fromkeys(views.get(value, {value}), node.name)
             if node.op == "output":
                 continue
             for read in node.all_input_nodes:
-                gone = freed.get(_called(read, saved))
+                gone = freed.get(_saved_name(read, saved))
                 if gone is not None and op_name(node) != AWAIT_OFFLOAD:
                     remedy = "read it earlier, or what its reload's await yields"
-                    yield Violation(node, f"{_called(read, saved)} read before {gone}", "this place", remedy)
+                    yield Violation(node, f"{_saved_name(read, saved)} read before {gone}", "this place", remedy)
         for placeholder, name in saved.items():
             if (
                 placeholder.users
@@ -90,6 +90,6 @@ def within_memory_limit(graph: TrainingGraph) -> Iterator[Violation]:
         yield Violation(node, f"at most {graph.memory_limit:,} bytes held", f"{found.known_peak_bytes:,}", remedy)
 
 
-def _called(node: fx.Node, saved: dict[fx.Node, str]) -> str:
+def _saved_name(node: fx.Node, saved: dict[fx.Node, str]) -> str:
     """Returns the name under which a node's value is saved, or else the node's own name."""
     return saved.get(node, node.name)

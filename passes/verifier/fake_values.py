@@ -60,7 +60,7 @@ def unchanged(node: fx.Node, verified: Mapping[str, fx.Node]) -> bool:
 
 
 def _same(a: Any, b: Any) -> bool:
-    """Returns whether arguments are equal. A node counts as its fake value, which must be the same object."""
+    """Returns whether two arguments are equal. Nodes are equal if they have the same fake value."""
     if isinstance(b, fx.Node):
         return (a.meta.get("val", a) if isinstance(a, fx.Node) else a) is b.meta.get("val", b)
     if isinstance(a, list | tuple) and isinstance(b, list | tuple):
@@ -107,7 +107,7 @@ def _derive(node: fx.Node, module: fx.GraphModule, inputs: Mapping[fx.Node, Any]
 
 
 def _agree(derived: Any, recorded: Any, inputs: Mapping[fx.Node, Any]) -> bool:
-    """Returns whether two values agree. Data-dependent sizes are new symbols each time.
+    """Returns whether two values agree in kind and shape. Data-dependent sizes need to agree only up to renaming.
 
     The new symbols must map one to one to the recorded sizes, which must be data-dependent too.
     """
@@ -130,7 +130,7 @@ def _agree(derived: Any, recorded: Any, inputs: Mapping[fx.Node, Any]) -> bool:
 
 
 def _kind(leaf: Any) -> tuple[object, ...]:
-    """Returns everything about a leaf except its sizes."""
+    """Returns all properties of a leaf except its sizes."""
     if isinstance(leaf, Tensor):
         return leaf.dtype, leaf.device, leaf.layout, leaf.dim()
     for symbolic, plain in ((torch.SymBool, bool), (torch.SymInt, int), (torch.SymFloat, float)):

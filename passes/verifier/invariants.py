@@ -27,7 +27,7 @@ from embrace_fx.passes.collectives import (
     is_wait,
 )
 from embrace_fx.passes.rewriter import fake_mode_of
-from embrace_fx.passes.verifier.again import computed_again_alike, drawn_again_alike
+from embrace_fx.passes.verifier.again import copies_equal_originals, replays_draw_equally
 from embrace_fx.passes.verifier.copies import copies_in_pairs, freed_values_unread, within_memory_limit
 from embrace_fx.passes.verifier.fake_values import disagreement, is_derived, nothing_recorded, unchanged
 from embrace_fx.passes.verifier.violation import Violation
@@ -107,7 +107,7 @@ def verify(
 
 @dataclass(frozen=True)
 class Scope:
-    """One module of a graph, and facts known before it is checked.
+    """One module to verify, and what is known about it beforehand.
 
     Attributes:
         phase: "joint", or the name of the phase.
@@ -265,8 +265,8 @@ _AGAINST_THE_CAPTURED: tuple[Callable[[TrainingGraph, TrainingGraph], Iterator[V
 
 _OF_THE_GRAPH: tuple[Callable[[TrainingGraph], Iterator[Violation]], ...] = (
     collectives_in_one_order,
-    computed_again_alike,
-    drawn_again_alike,
+    copies_equal_originals,
+    replays_draw_equally,
     copies_in_pairs,
     freed_values_unread,
     within_memory_limit,

@@ -35,7 +35,9 @@ def check_storage(steps: StepGraph, memory: Mapping[str, RowMemory]) -> None:
             raise ValueError(f"{write!r} does not follow {last!r}, which takes its rows' slots.")
         asked = [(d.before, d.distance) for d in steps.dependences if d.after == read and d.before in order]
         ahead = max(awaited.values())
-        held = 1 + max(_asked_meanwhile(order[before] - order[last], ahead + distance) for before, distance in asked)
+        held = 1 + max(
+            _reads_before_lookup(order[before] - order[last], ahead + distance) for before, distance in asked
+        )
         if held > 1 and held * of.at_once > of.slots:
             raise ValueError(
                 f"{table} has {of.slots:,} slots, too few for the rows of {held} steps of at most {of.at_once:,} each: "
@@ -43,7 +45,7 @@ def check_storage(steps: StepGraph, memory: Mapping[str, RowMemory]) -> None:
             )
 
 
-def _asked_meanwhile(ahead_in_window: int, distance: int) -> int:
+def _reads_before_lookup(ahead_in_window: int, distance: int) -> int:
     """Returns the count of windows whose reads are submitted before this window's rows have been looked up.
 
     Args:

@@ -33,12 +33,12 @@ Launches = frozenset[OperationId]
 
 
 def window(graph: TrainingGraph) -> list[fx.Node]:
-    """Returns the nodes of a window: a backward and the next forward."""
+    """Returns the nodes of a window: of a backward and of the next forward."""
     return [node for phase in ("backward", "forward") for node in graph.phases[phase].graph.nodes]
 
 
 def crosses(launch: OperationId) -> bool:
-    """Returns whether a launch is awaited in the window after its submission."""
+    """Returns whether a launch is awaited one window after its submission."""
     return launch == IDS or launch.part == "delayed"
 
 
@@ -72,7 +72,7 @@ def under_way_agrees(graph: TrainingGraph) -> Iterator[Violation]:
 
 
 def ends(varied: Varied) -> tuple[Launches, Launches]:
-    """Returns the launches in flight at the start and at the end of a variant's phase."""
+    """Returns the launches in flight before, and those after, a variant's phase."""
     steady, variant = varied.steady, varied.variant
     prior = frozenset(each for each in steady if each.part == "prior")
     delayed = frozenset(each for each in steady if each.part == "delayed")
@@ -88,7 +88,9 @@ def ends(varied: Varied) -> tuple[Launches, Launches]:
 
 
 def _looked_up(node: fx.Node, launch: OperationId, under_way: set[OperationId]) -> Iterator[Violation]:
-    """Yields a violation if rows are looked up before their last update. Late rows have no delayed update."""
+    """Yields a violation if rows are looked up while one of their updates is in flight. Late rows have no delayed
+    update.
+    """
     gradients = {each for each in under_way if each.what == launch.what and each.kind in ("gradients", "delayed")}
     if launch.part == "late" and rows_id(launch.what, "early") in under_way:
         gradients = {each for each in gradients if each.part != "delayed"}

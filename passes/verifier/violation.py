@@ -9,7 +9,7 @@ from torch import fx
 
 @dataclass(frozen=True)
 class Violation:
-    """A place where an invariant does not hold. `node` is None if no single node causes it."""
+    """A place in a graph where an invariant does not hold. `node` is None if no single node is the cause."""
 
     node: fx.Node | None
     expected: str

@@ -87,7 +87,7 @@ def collectives_in_one_order(graph: TrainingGraph) -> Iterator[Violation]:
                 remedy = "give all launches of a group the same group_size"
                 yield Violation(launch, f"{sizes[group]} ranks in group {group}", f"{size}", remedy)
     if not graph.phases or overlaps_steps(graph):
-        return  # the schedule determines the order; `handed_over_once` checks that no launch was lost
+        return  # the schedule determines the order; `exchanged_once` checks that no launch was lost
     joint, run = (_by_group(collective_sequence(g)) for g in (TrainingGraph(graph.module), graph))
     for group in sorted(joint | run):
         if joint.get(group) != run.get(group):
@@ -102,8 +102,7 @@ def _output_roles(graph: TrainingGraph) -> Iterator[OutputRole]:
 
 
 def _gradients(graph: TrainingGraph) -> dict[str, Counter[str]]:
-    """Counts, for each parameter, the outputs of its gradient by part: "dense", "ids", "rows", "pending rows" or
-    "shard"."""
+    """Counts the gradient outputs of each parameter by kind: "dense", "ids", "rows", "pending rows" or "shard"."""
     found: dict[str, Counter[str]] = {}
     for role in _output_roles(graph):
         match role:

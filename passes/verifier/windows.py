@@ -24,8 +24,9 @@ from embrace_fx.vocabulary.submissions import awaited, is_submission, submitted
 # ---- launches ----
 
 
-def handed_over_once(graph: TrainingGraph) -> Iterator[Violation]:
-    """Checks that an overlapped graph has each exchange of the joint graph once: as itself, a submission, or an await.
+def exchanged_once(graph: TrainingGraph) -> Iterator[Violation]:
+    """Checks that an overlapped graph has each exchange of the joint graph exactly once: as a launch, a submission or
+    an await.
 
     Early and delayed parts, and further chunks, are not counted.
     """
@@ -78,7 +79,7 @@ def rows_current(graph: TrainingGraph) -> Iterator[Violation]:
 
 
 def _updates_behind(value: object) -> Iterator[OperationId]:
-    """Yields the ids of the updates that a value passes through."""
+    """Yields the ids of the updates that a value has passed through."""
     while isinstance(value, fx.Node) and op_name(value) == "embrace::update_rows":
         yield id_of(value)
         value = value.args[0]
@@ -99,7 +100,7 @@ def rows_joined(graph: TrainingGraph) -> Iterator[Violation]:
 
 
 def gradients_cut_once(graph: TrainingGraph) -> Iterator[Violation]:
-    """Checks that a table's gradient is sent whole, or as a prior part and all delayed pieces, each row once."""
+    """Checks that a table's gradient is sent either whole, or as one prior part and all delayed pieces."""
     by_table: dict[str, list[OperationId]] = defaultdict(list)
     for launch in _submitted(graph) if graph.varied is None else ():
         if launch.kind in ("gradients", "delayed"):
@@ -201,7 +202,7 @@ def _chunks_behind(update: fx.Node) -> Iterator[OperationId]:
 
 
 INVARIANTS = (
-    handed_over_once,
+    exchanged_once,
     launches_identified,
     under_way_agrees,
     rows_current,

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import fx
 
 from embrace_fx.passes.overlap.launches import Phases
-from embrace_fx.passes.overlap.variants import PhaseAs, splits_rows
+from embrace_fx.passes.overlap.variants import DerivePhase, splits_rows
 from embrace_fx.passes.verifier.invariants import verify
 from embrace_fx.passes.verifier.under_way import under_way_agrees
 from embrace_fx.vocabulary.graph import TrainingGraph
@@ -29,7 +29,7 @@ SPLIT = ("vertical", "2d")
 
 @functools.cache
 def graph_of(variant: StepVariant, schedule: str = "2d") -> TrainingGraph:
-    return PhaseAs(variant)(translator(schedule)[0])
+    return DerivePhase(variant)(translator(schedule)[0])
 
 
 @functools.cache

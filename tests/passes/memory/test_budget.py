@@ -17,7 +17,7 @@ from embrace_fx.passes.dropout import EagerDropout
 from embrace_fx.passes.memory.budget import Memory, apply
 from embrace_fx.passes.memory.choose import TimedStep, choices
 from embrace_fx.passes.memory.memory_simulator import MemorySimulator
-from embrace_fx.passes.memory.regions import can_run_again
+from embrace_fx.passes.memory.regions import can_recompute
 from embrace_fx.passes.node_cost import estimate, node_ms
 from embrace_fx.passes.pipeline import run_passes
 from embrace_fx.passes.step_memory import step_memory
@@ -51,7 +51,7 @@ def test_what_is_simulated_of_a_choice_is_what_its_graph_holds(blocks: Callable[
     before, written = step_memory(graph), written_by(graph.module)
     step = TimedStep(before, estimate(CORE))
     simulator = MemorySimulator(step)
-    for growing in choices(step, lambda node: can_run_again(node, written)):
+    for growing in choices(step, lambda node: can_recompute(node, written)):
         for count in (1, len(growing) // 2, len(growing)):
             choice = growing.first(count)
             simulated, found = simulator.simulate(choice, 0), step_memory(apply(graph, step, choice, 0))

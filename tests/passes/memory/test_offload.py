@@ -93,7 +93,7 @@ def fails(rank: int, world_size: int, how: str, directory: str) -> tuple[bool, l
             signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
             resource.setrlimit(resource.RLIMIT_FSIZE, (34 * 2**20, limits[1]))
         # Else a slow disk would have everything run again, and nothing copied.
-        with mock.patch.object(budget_pass, "can_run_again", return_value=False):
+        with mock.patch.object(budget_pass, "can_recompute", return_value=False):
             loss = compiled(ids if how != "disk full" else ids.repeat(1, 200))
         if how == "cut off" and rank == 1:
             copies: Any = pipeline_of(compiled)._copies

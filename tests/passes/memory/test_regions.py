@@ -136,11 +136,11 @@ def _with_copies() -> TrainingGraph:
 @pytest.mark.parametrize(
     ("change", "invariant"),
     [
-        (_other_input, "computed_again_alike"),
-        (_other_op, "computed_again_alike"),
-        (_end_too_early, "drawn_again_alike"),
-        pytest.param(_another_state, "drawn_again_alike", marks=pytest.mark.long),
-        (_first_draw_left_out, "drawn_again_alike"),
+        (_other_input, "copies_equal_originals"),
+        (_other_op, "copies_equal_originals"),
+        (_end_too_early, "replays_draw_equally"),
+        pytest.param(_another_state, "replays_draw_equally", marks=pytest.mark.long),
+        (_first_draw_left_out, "replays_draw_equally"),
     ],
 )
 def test_a_copy_that_is_none_is_refused(change: Callable[[dict[str, fx.Node]], None], invariant: str) -> None:

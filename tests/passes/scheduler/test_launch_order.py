@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from embrace_fx.passes.scheduler import launch_order
-from embrace_fx.passes.scheduler.launch_order import Key, Ready, paper, readiness, schedule
+from embrace_fx.passes.scheduler.launch_order import Key, Ready, embrace_key, readiness_key, schedule
 from embrace_fx.passes.scheduler.link_machine import LinkMachine
 from embrace_fx.vocabulary.schedule import SCHEDULES, Dependence, StepGraph
 from tests.support.timelines import dependence_graph
@@ -31,7 +31,7 @@ from tests.support.windows import (
 EXACT = 1e-9
 
 
-def order(steps: StepGraph, key: Key = readiness) -> tuple[str, ...]:
+def order(steps: StepGraph, key: Key = readiness_key) -> tuple[str, ...]:
     machine = LinkMachine(steps)
     return machine.names(launch_order.order(machine, key))
 
@@ -196,7 +196,7 @@ def test_a_policy_of_ones_own() -> None:
     assert order(three, longest_first) == ("b", "c", "a")
 
 
-@given(steps(), st.sampled_from([readiness, paper]))
+@given(steps(), st.sampled_from([readiness_key, embrace_key]))
 def test_every_policy_yields_a_legal_order(drawn: StepGraph, policy: Key) -> None:
     check_order(drawn, order(drawn, policy))
 
@@ -208,10 +208,10 @@ def test_every_policy_yields_a_legal_order(drawn: StepGraph, policy: Key) -> Non
 def test_a_schedule_is_legal_and_never_slower_than_the_naive_order(drawn: StepGraph, name: str) -> None:
     found = schedule(drawn, name)
     check_order(drawn, found.launch_order)
-    naive_ms = simulate(drawn, order(drawn, readiness)).step_ms
+    naive_ms = simulate(drawn, order(drawn, readiness_key)).step_ms
     assert simulate(drawn, found.launch_order).step_ms <= naive_ms * (1 + EXACT)
     if name == "none":
-        assert found.launch_order == order(drawn, readiness)
+        assert found.launch_order == order(drawn, readiness_key)
 
 
 @settings(max_examples=60, deadline=None)

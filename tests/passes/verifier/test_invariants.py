@@ -282,7 +282,7 @@ BROKEN: dict[str, dict[str, tuple[Callable[[], TrainingGraph], Break]]] = {
         "an option from the batch": (table_graph, option_from_the_batch),
         "a launch lost in partition": (partitioned_graph, launch_lost_in_partition),
     },
-    "handed_over_once": {
+    "exchanged_once": {
         "a row gradient that is not submitted": (overlapped_graph, lost_row_gradient),
         "rows awaited twice": (overlapped_graph, rows_awaited_twice),
     },
