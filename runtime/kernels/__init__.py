@@ -21,7 +21,7 @@ from embrace_fx.vocabulary.row_space import OUTSIDE
 
 
 def sorted_unique(ids: Tensor) -> tuple[Tensor, Tensor]:
-    """Computes `torch.unique` with the inverse, with five fewer Python calls."""
+    """Returns (sorted unique ids, position of each id among them), like `torch.unique`, with fewer Python calls."""
     unique, inverse, _ = torch._unique2(ids, True, True)
     return unique, inverse
 
@@ -29,14 +29,14 @@ def sorted_unique(ids: Tensor) -> tuple[Tensor, Tensor]:
 def join_ids(
     ids: Sequence[Tensor], tables: Sequence[int], first_rows: Sequence[int], num_rows: Sequence[int], joined: int
 ) -> list[Tensor]:
-    """Maps ids of several tables to rows of their joined table.
+    """Implements the op `join_ids`: converts ids of several tables to row numbers of their row space.
 
     Args:
         joined: count of the first `ids` that are joined to one tensor; the others keep their shapes.
     """
     flat = torch.cat([i.reshape(-1) for i in ids])
     sizes = [i.numel() for i in ids]
-    first, last, shift, outside = _places(
+    first, last, shift, outside = _bounds_and_shifts(
         tuple(tables), tuple(first_rows), tuple(num_rows), _lengths(sizes), flat.device
     )
     if first.dim() == 2:
@@ -51,20 +51,20 @@ def join_ids(
 
 
 def _lengths(sizes: list[int]) -> tuple[int, ...]:
-    """Returns the lengths of the ids in turn, or () if all are equal, so that facts about tables need no copies."""
+    """Returns the number of ids of each tensor, or () if all are equal."""
     return () if sizes.count(sizes[0]) == len(sizes) else tuple(sizes)
 
 
 @lru_cache(maxsize=16)
-def _places(
+def _bounds_and_shifts(
     tables: tuple[int, ...],
     first_rows: tuple[int, ...],
     num_rows: tuple[int, ...],
     sizes: tuple[int, ...],
     device: torch.device,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Returns, for each id, the first and the last id of its table, the shift to add, and the shift of an id outside of
-    it.
+    """Returns, for each id, the first and last valid id of its table, the number to add to a valid id, and the number
+    to add to an invalid one.
 
     The shape is (N,), or (T, 1) if `sizes` is (), so that all tables have equally many ids.
     """
@@ -78,7 +78,9 @@ def _places(
 
 
 def unique_ids(ids: Sequence[Tensor], num_rows: int, padding_idx: int) -> list[Tensor]:
-    """Returns the sorted unique ids, padding first, and the positions of each tensor's ids among them."""
+    """Implements the op `unique_rows`: returns [the unique ids, padding row first, then sorted; for each of `ids`, the
+    positions of its ids].
+    """
     flat = ids[0].reshape(-1) if len(ids) == 1 else torch.cat([i.reshape(-1) for i in ids])
     flat = flat.to(torch.int64)
     if padding_idx >= 0:
@@ -126,7 +128,7 @@ def padded_unique_ids(ids: Sequence[Tensor], num_rows: int, padding_idx: int) ->
 
 
 def bad_ids(ids: Sequence[Tensor], num_rows: Sequence[int]) -> list[int | None]:
-    """Returns, for each tensor of ids, one id outside of its table, or None.
+    """Returns, for each tensor of ids, one id that is outside of its table, or None.
 
     Reads the device only once for all tensors, because each read waits for all enqueued work.
     """
@@ -140,7 +142,7 @@ def bad_ids(ids: Sequence[Tensor], num_rows: Sequence[int]) -> list[int | None]:
 
 
 def lookup(shard: Tensor, ids: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """Looks up rows in `dtype`, or in the shard's dtype if it is None."""
+    """Returns rows `ids` (R,) of the shard, in `dtype` if it is given."""
     rows = shard.index_select(0, ids)
     return rows if dtype is None else rows.to(dtype)
 
@@ -195,7 +197,7 @@ def column_widths(embedding_dim: int, group_size: int) -> tuple[int, ...]:
 
 
 def coalesce(ids: Tensor, flat: Tensor, columns: int, padding_rows: Sequence[int], scale: float) -> list[Tensor]:
-    """Sums gradient rows of equal ids. Returns the ids and the scaled sums."""
+    """Implements the op `coalesce`: sums the rows of equal ids, and returns [the ids, the sums times `scale`]."""
     return sum_rows(flat, places_of_sums(ids, flat, padding_rows), columns, scale)
 
 
@@ -209,12 +211,12 @@ def places_of_sums(ids: Tensor, flat: Tensor, padding_rows: Sequence[int]) -> tu
     return (unique, inverse, ~among(unique, tuple(padding_rows))) if padding_rows else (unique, inverse)
 
 
-def sum_rows(flat: Tensor, of: tuple[Tensor, ...], columns: int, scale: float) -> list[Tensor]:
-    """Computes the sums of `coalesce` from the result of `places_of_sums`."""
+def sum_rows(flat: Tensor, sums: tuple[Tensor, ...], columns: int, scale: float) -> list[Tensor]:
+    """Returns the sorted ids and the scaled sums of `coalesce`, given the result of `plan_sums`."""
     if flat.is_cuda and gpu.takes(flat):
-        unique, order, starts, ends = of
+        unique, order, starts, ends = sums
         return gpu.sum_segments(flat, (unique, order, starts, ends), columns, scale)
-    unique, inverse, *kept = of
+    unique, inverse, *kept = sums
     rows = flat.view(inverse.numel(), columns)
     summed = rows.new_zeros((unique.numel(), columns)).index_add_(0, inverse, rows, alpha=scale)
     return [unique[kept[0]], summed[kept[0]]] if kept else [unique, summed]
@@ -244,7 +246,7 @@ def sparse_gradient(gradient: Tensor, ids: Sequence[Tensor], paddings: Sequence[
 
 
 def pack_bucket(gradients: Sequence[Tensor], scale: float) -> Tensor:
-    """Joins gradients into one flat tensor, scaled."""
+    """Concatenates gradients, times `scale`, into one flat tensor."""
     flat = torch.cat([g.reshape(-1) for g in gradients])
     return flat.mul_(scale) if scale != 1.0 else flat
 
@@ -258,7 +260,7 @@ def unpack_bucket(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
     with torch._C._AutoDispatchBelowAutograd(), torch._C._ExcludeDispatchKeyGuard(_VIEWS):
         for each in like:  # one op each, instead of a split and a view
             shape = each.shape
-            parts.append(flat.as_strided(shape, _contiguous(shape), begin))
+            parts.append(flat.as_strided(shape, _contiguous_strides(shape), begin))
             begin += each.numel()
     return parts
 
@@ -267,13 +269,15 @@ _VIEWS = torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)
 
 
 @cache
-def _contiguous(shape: torch.Size) -> tuple[int, ...]:
+def _contiguous_strides(shape: torch.Size) -> tuple[int, ...]:
     """Returns the strides of a contiguous tensor."""
     return torch.empty(shape, device="meta").stride()
 
 
 def unpack_ids(packed: Tensor, tables: int, group_size: int) -> list[Tensor]:
-    """Splits `packed` (N, T + M): each rank's T counts, then its ids table after table, then padding up to M."""
+    """Implements the op `unpack_ids`. A row of `packed` (N, T + M) has a rank's T counts, then its ids table after
+    table, then padding.
+    """
     host = packed[:, :tables].to("cpu", torch.int64)
     counts: list[list[int]] = host.tolist()
     out: list[Tensor] = []
@@ -291,14 +295,14 @@ def random_state(device: torch.device) -> Tensor:
 
 
 def begin_replay(state: Tensor, device: torch.device) -> Tensor:
-    """Sets the random state of a replay and returns the state before it."""
+    """Sets a device's random state to `state`, and returns the state before."""
     now = random_state(device)
     end_replay(state, device)
     return now
 
 
 def end_replay(state: Tensor, device: torch.device) -> None:
-    """Restores the random state from before a replay."""
+    """Sets a device's random state back to `state`, from before the replay."""
     if device.type == "cpu":
         torch.set_rng_state(state)
     else:

@@ -1,7 +1,8 @@
 """Applies deferred steps of Adam to rows (`embrace_fx.runtime.tables.history.Decaying`).
 
 The CPU kernel has two methods. The sum over a row's deferred steps is computed from a few moments, which all rows
-share, if the error is below a weight's last bit (`_leap`); else it is computed term by term (`_decay`).
+share, if the error is below a weight's last bit (`_apply_together`); else it is computed term by term
+(`_apply_in_order`).
 
 Shape legend: V' x d this rank's part of a table; K rows; C steps of a block; T steps of the history.
 """
@@ -27,7 +28,9 @@ _ELEMENTS = 1 << 19
 
 
 class Averages(NamedTuple):
-    """The averages of Adam for a table, (V', d) each. With amsgrad, `greatest` replaces `second` in the denominator."""
+    """Adam's running averages of a table's rows: (V', d) each. With amsgrad, `greatest` replaces `second` in the
+    denominator.
+    """
 
     first: Tensor
     second: Tensor
@@ -35,7 +38,8 @@ class Averages(NamedTuple):
 
 
 class TakenSteps(NamedTuple):
-    """Skipped steps, and bounds that tell when further steps of a row cannot change the last bit of its weights.
+    """The steps that rows may still have to apply, with bounds that show when further steps change no bit of a
+    weight.
 
     Attributes:
         coefficients: (T + 1, 6) float64.
@@ -55,7 +59,7 @@ class TakenSteps(NamedTuple):
 
 
 class Moments:
-    """Sums over a history's steps, for each step that a row may have rested since, from which its update follows.
+    """Sums over a history's steps, from which the update of a row follows that has deferred any number of them.
 
     Without a gradient, a step of Adam subtracts a * m / (x + eps) from a weight. The momentum m and the root x of the
     second average, bias correction included, decay from step to step. With z for such an x, y = z / (z + eps) and x = z
@@ -115,7 +119,7 @@ class Moments:
         sums += terms
 
     def end(self) -> None:
-        """Frees the memory reserved for further steps."""
+        """Frees the memory that is reserved for further steps."""
         self.sums, self.centre = self.sums[:, : self._count].clone(), self.centre[: self._count].clone()
         del self._faded, self._root
 
@@ -149,16 +153,16 @@ def decay_rows(shard: Tensor, averages: Averages, ids: Tensor, taken: Tensor, hi
     else:
         rows = _rows_of_block(shard)
         blocks = zip(ids.split(rows), rested.split(rows), strict=True)
-        leapt = (_leap(shard, averages, *block, history, history.moments) for block in blocks)
+        leapt = (_apply_together(shard, averages, *block, history, history.moments) for block in blocks)
         left = [each for each in leapt if each is not None]
     for each in left:
         _, order = each.rested.sort()  # rows with the most deferred steps first
         for some in order.split(_rows_of_block(shard)):
-            _decay(shard, averages, each.rows(some), history)
+            _apply_in_order(shard, averages, each.rows(some), history)
 
 
 class _Left(NamedTuple):
-    """Rows (K,) with elements that must apply their steps in order.
+    """Rows (K,) with elements whose steps must be applied one by one.
 
     Attributes:
         rested: the count (K,) of the history's steps that the rows have applied.
@@ -169,21 +173,21 @@ class _Left(NamedTuple):
     rested: Tensor
     leapt: Tensor | None
 
-    def rows(self, some: Tensor) -> _Left:
-        """Selects the rows at places (L,)."""
-        leapt = None if self.leapt is None else self.leapt.index_select(0, some)
-        return _Left(self.ids.index_select(0, some), self.rested.index_select(0, some), leapt)
+    def rows(self, positions: Tensor) -> _Left:
+        """Returns some of the rows, given by their positions (L,)."""
+        leapt = None if self.leapt is None else self.leapt.index_select(0, positions)
+        return _Left(self.ids.index_select(0, positions), self.rested.index_select(0, positions), leapt)
 
 
 def _rows_of_block(shard: Tensor) -> int:
-    """Returns how many rows one block of the kernel takes."""
+    """Returns the number of rows that are computed at once."""
     return max(1, _ELEMENTS // (STEPS_PER_BLOCK * max(1, shard.shape[1])))
 
 
-def _leap(
+def _apply_together(
     shard: Tensor, averages: Averages, ids: Tensor, taken: Tensor, history: TakenSteps, moments: Moments
 ) -> _Left | None:
-    """Applies all missing steps together to rows (K,) that have applied `taken` (K,) steps.
+    """Applies all deferred steps at once to rows (K,) that have applied `taken` (K,) steps.
 
     Returns:
         The rows with elements whose weights would not be right to the last bit, and which must be computed in order.
@@ -222,8 +226,8 @@ def _leap(
     return left
 
 
-def _decay(shard: Tensor, averages: Averages, rows: _Left, history: TakenSteps) -> None:
-    """Applies the missing steps to rows (K,) in order.
+def _apply_in_order(shard: Tensor, averages: Averages, rows: _Left, history: TakenSteps) -> None:
+    """Applies the deferred steps one by one to rows (K,).
 
     An element's bits do not depend on other elements, so that they are equal for any split of the columns over ranks.
     """
@@ -256,7 +260,7 @@ def _decay(shard: Tensor, averages: Averages, rows: _Left, history: TakenSteps) 
         sizes, roots, eps, faded = (t.to(shard.dtype) for t in (sizes, roots, of_steps[..., EPS], faded))
         divisors = torch.addcmul(eps.unsqueeze(-1), root[:active, None], roots.unsqueeze(-1))
         terms = (first[:active, None] * sizes.unsqueeze(-1)).div_(divisors)
-        sums = _added(terms.view(active, blocks, STEPS_PER_BLOCK, -1))
+        sums = _halving_sum(terms.view(active, blocks, STEPS_PER_BLOCK, -1))
         ends = faded.view(active, blocks, STEPS_PER_BLOCK, 2)[:, :, -1]  # (K, B, 2)
         rest = largest[:active, None] * ends[..., LOG_BETA1, None]
         rest.div_(root[:active, None] * ends[..., LOG_BETA2, None] + history.least_eps)
@@ -275,7 +279,7 @@ def _decay(shard: Tensor, averages: Averages, rows: _Left, history: TakenSteps) 
 
 
 def _faded(before: Tensor, history: TakenSteps, dtype: torch.dtype) -> tuple[Tensor, ...]:
-    """Returns the factors (K, 1) of both averages and of the weights after all of the history.
+    """Returns the factors (K, 1) by which both averages and the weights have decayed after all steps.
 
     `before` (K, 6) are the coefficients of each row's last applied step.
     """
@@ -283,8 +287,8 @@ def _faded(before: Tensor, history: TakenSteps, dtype: torch.dtype) -> tuple[Ten
     return (last - before[:, :SIZE]).exp().to(dtype).unsqueeze(-1).unbind(1)
 
 
-def _added(terms: Tensor) -> Tensor:
-    """Sums the terms (K, B, C, d) of each block by adding halves, in an order that does not depend on the sizes."""
+def _halving_sum(terms: Tensor) -> Tensor:
+    """Sums the terms of each block (K, B, C, d) by adding halves, in an order that does not depend on the sizes."""
     while (half := terms.shape[2] // 2) > 0:
         terms = terms[:, :, :half] + terms[:, :, half:]
     return terms.squeeze(2)

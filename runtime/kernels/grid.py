@@ -78,7 +78,7 @@ def split_selected_grid(rows: Tensor, positions: Tensor, own: Sequence[int], gri
 
 
 def _pieces(positions: Tensor, own: Sequence[int], grid_columns: int) -> Tensor:
-    """Places (U, C) of each row's chunks in the flat value, seen as (U * C, w)."""
+    """Returns the positions (U, C) of each row's pieces in the flat value, viewed as (U * C, w)."""
     device = positions.device
     sizes = torch.tensor(own, device=device)
     of_row = sizes.repeat_interleave(sizes, output_size=positions.numel())
@@ -89,15 +89,15 @@ def _pieces(positions: Tensor, own: Sequence[int], grid_columns: int) -> Tensor:
 
 
 def _blocks(
-    positions: Tensor, flat: Tensor, own: Sequence[int], columns: int, grid_columns: int
+    positions: Tensor, flat: Tensor, rows_per_grid_row: Sequence[int], columns: int, grid_columns: int
 ) -> list[tuple[Tensor, int, int, Tensor]]:
-    """Returns, for each rank, (positions of rows, first column, last column + 1, the block of the flat value with
-    them).
+    """Returns, for each rank of the grid, (positions of its rows, its first column, its last column + 1, its block of
+    `flat`).
     """
     bounds = [own_columns(columns, grid_columns, c) for c in range(grid_columns)]
-    parts = iter(flat.split([rows * (last - first) for rows in own for first, last in bounds]))
+    parts = iter(flat.split([rows * (last - first) for rows in rows_per_grid_row for first, last in bounds]))
     return [
         (places, first, last, next(parts).view(places.numel(), last - first))
-        for places in positions.split(list(own))
+        for places in positions.split(list(rows_per_grid_row))
         for first, last in bounds
     ]

@@ -29,7 +29,9 @@ def scored_positions(labels: Tensor, ignore_index: int, num_rows: int) -> list[T
 
 
 def _own_labels(labels: Tensor, logits: Tensor, rank: int, group_size: int) -> tuple[Tensor, Tensor]:
-    """Returns whether each label (P,) is one of this rank's rows, and the row's index (any index for other labels)."""
+    """Returns for each label (P,) whether this rank has its row, and the row's index in the shard (any index if
+    not).
+    """
     return labels % group_size == rank, (labels // group_size).clamp(max=logits.shape[1] - 1)
 
 
@@ -64,7 +66,8 @@ def steps_backward(gradient: Tensor, values: list[Tensor], steps: str) -> Tensor
 
 
 def head_statistics(logits: Tensor, labels: Tensor, smooths: bool, steps: str, rank: int, group_size: int) -> Tensor:
-    """Returns statistics of each position's logits on this rank (P, 3); (P, 4) if labels are smoothed.
+    """Implements the op `head_statistics`: statistics of each position's logits on this rank, (P, 3), or (P, 4) if
+    labels are smoothed.
 
     Columns: the maximum, the sum of exponentials, the label's logit, and for smoothed labels the sum of the logits.
     """
@@ -90,7 +93,7 @@ def chunk_of_positions(rows: Tensor, counts: Tensor, chunk: int, chunks: int) ->
 
 
 def _by_rank(chunks: list[Tensor], group_size: int) -> Tensor:
-    """Returns the parts of all ranks for this rank's positions, (N, S, ..), from one (N * S, ..) for each chunk."""
+    """Returns (N, S, ..): what each rank has sent for this rank's positions. Each chunk is (N * S, ..)."""
     found = [each.view(group_size, len(each) // group_size, *each.shape[1:]) for each in chunks]
     return found[0] if len(found) == 1 else torch.cat(found, 1)
 
@@ -98,7 +101,7 @@ def _by_rank(chunks: list[Tensor], group_size: int) -> Tensor:
 def head_loss(
     statistics: list[Tensor], positions: Tensor, labels: Tensor, weight: Tensor | None, reduction: int, group_size: int
 ) -> list[Tensor]:
-    """Joins the statistics of all ranks into the loss.
+    """Implements the op `head_loss`: combines the statistics of all ranks into the loss.
 
     Returns: the loss, the count or weight of scored labels, and the logarithm of each position's sum of exponentials.
     """
@@ -109,14 +112,14 @@ def head_loss(
     if weight is None:
         scored = losses.new_full((), len(positions))
     else:
-        weights = _of_labels(weight, labels, positions)
+        weights = _label_weights(weight, labels, positions)
         losses, scored = losses * weights, weights.sum().to(losses.dtype)
     if reduction == 0:
         return [losses.new_zeros(labels.shape).index_copy_(0, positions, losses), scored, log_sums]
     return [losses.sum() / scored if reduction == 1 else losses.sum(), scored, log_sums]
 
 
-def _of_labels(weight: Tensor, labels: Tensor, positions: Tensor) -> Tensor:
+def _label_weights(weight: Tensor, labels: Tensor, positions: Tensor) -> Tensor:
     """Returns the class weights of the labels at positions."""
     return weight.index_select(0, labels.index_select(0, positions))
 
@@ -124,7 +127,9 @@ def _of_labels(weight: Tensor, labels: Tensor, positions: Tensor) -> Tensor:
 def head_smoothing(
     statistics: list[Tensor], log_sums: Tensor, positions: Tensor, like: Tensor, num_rows: int, group_size: int
 ) -> Tensor:
-    """Returns the sum of the log-softmax over all rows at each position, zero if the label is ignored."""
+    """Implements the op `head_smoothing`: the sum of the log-softmax over all rows at each position, 0 for ignored
+    labels.
+    """
     sums = _by_rank(statistics, group_size)[:, :, 3].sum(0) - num_rows * log_sums
     return sums.new_zeros(like.shape[:1]).index_copy_(0, positions, sums)
 
@@ -139,8 +144,10 @@ def head_coefficients(
     reduction: int,
     num_rows: int,
 ) -> Tensor:
-    """Returns the factors, for each scored position, from which each rank computes the gradient of its logits."""
-    weights = None if weight is None else _of_labels(weight, labels, positions)
+    """Implements the op `head_coefficients`: the factors per scored position from which each rank computes its logits'
+    gradient.
+    """
+    weights = None if weight is None else _label_weights(weight, labels, positions)
     if reduction == 0:
         gradient = grad_output.index_select(0, positions)
     else:
@@ -156,7 +163,7 @@ def head_coefficients(
 def head_gradient(
     logits: Tensor, labels: Tensor, coefficients: Tensor, steps: str, rank: int, group_size: int
 ) -> Tensor:
-    """Returns the gradient of this rank's logits from the coefficients of all positions."""
+    """Implements the op `head_gradient`: the gradient of this rank's columns of the logits."""
     values, (log_sums, of_softmax, *smoothing) = apply_steps(logits, steps), coefficients.unbind(1)
     gradient = (values[-1].to(coefficients.dtype) - log_sums[:, None]).exp_().mul_(of_softmax[:, None])
     of_label, of_sums = smoothing or (of_softmax, None)

@@ -30,12 +30,12 @@ _LEAST, _NOT_FINITE = -119, 127
 
 
 def wire_elements(rows: int, columns: int, form: Format) -> int:
-    """Returns the count of elements on the wire for `rows` x `columns` values."""
+    """Returns the number of elements that `rows` x `columns` values take on the wire."""
     return rows * (columns + 1) if form == "int8" and columns else rows * columns
 
 
 def encode(flat: Tensor, pieces: Pieces, form: Format) -> Tensor:
-    """Rounds a flat tensor of floating-point numbers to its form on the wire."""
+    """Rounds a flat tensor to its wire format, separately for each of `pieces`, which are (rows, columns)."""
     if form != "int8":
         return flat.to(DTYPES[form])
     sent = flat.new_empty((sum(wire_elements(*piece, form) for piece in pieces),), dtype=torch.int8)
@@ -48,7 +48,7 @@ def encode(flat: Tensor, pieces: Pieces, form: Format) -> Tensor:
 
 
 def decode_into(out: Tensor, sent: Tensor, pieces: Pieces, form: Format) -> Tensor:
-    """Writes the result of `encode` into a flat tensor."""
+    """Decodes the result of `encode` into a flat tensor."""
     if form != "int8":
         return out.copy_(sent)
     for values, coded in _runs(out, sent, pieces):
@@ -59,12 +59,12 @@ def decode_into(out: Tensor, sent: Tensor, pieces: Pieces, form: Format) -> Tens
 
 
 def rounded(flat: Tensor, pieces: Pieces, form: Format) -> Tensor:
-    """Returns the numbers of a flat tensor as they arrive after rounding."""
+    """Returns the numbers that arrive if a flat tensor is rounded to a wire format: `encode`, then `decode_into`."""
     return decode_into(torch.empty_like(flat), encode(flat, pieces, form), pieces, form)
 
 
 def in_blocks(elements: int) -> Pieces:
-    """Splits a dense tensor into pieces."""
+    """Splits the elements of a dense tensor into pieces of (rows, columns) that are rounded separately."""
     return [(elements // BLOCK, BLOCK), (1, elements % BLOCK)]
 
 
@@ -82,7 +82,7 @@ def _power_of_two(exponents: Tensor) -> Tensor:
 
 
 def _runs(flat: Tensor, sent: Tensor, pieces: Pieces) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yields matrices of values and of their codes, for runs of consecutive pieces of equal width."""
+    """Yields (values, codes) as matrices, one for each run of consecutive pieces of equal width."""
     at = of_codes = 0
     for columns, run in groupby((piece for piece in pieces if piece[0] and piece[1]), key=lambda piece: piece[1]):
         rows = sum(each for each, _ in run)

@@ -37,7 +37,7 @@ Measured = tuple[float, float]
 
 @dataclass(frozen=True)
 class ValueLayout:
-    """The layout of a value in its storage."""
+    """The shape, strides and dtype of a value in its storage."""
 
     dtype: torch.dtype
     size: tuple[int, ...]
@@ -51,14 +51,14 @@ class ValueLayout:
         return cls(value.dtype, tuple(value.shape), value.stride(), int(value.storage_offset()), value.device)
 
     def over(self, data: Tensor) -> Tensor:
-        """Returns the value whose storage has the bytes of `data`."""
+        """Returns a tensor with this layout whose storage has the bytes of `data`."""
         found = torch.empty(0, dtype=self.dtype, device=self.device)
         return found.set_(data.untyped_storage(), self.offset, self.size, self.stride)
 
 
 @dataclass(frozen=True)
 class Stored:
-    """A value that is offloaded, or being offloaded.
+    """A value that is offloaded, or that is being copied out.
 
     Attributes:
         place: the location of its bytes.
@@ -73,7 +73,7 @@ class Stored:
 
 @dataclass(frozen=True)
 class Reloading:
-    """A value that is being reloaded: its memory, and the reload in progress."""
+    """A value that is being copied back: its new memory, and the copy in progress."""
 
     stored: Stored
     data: Tensor
@@ -81,7 +81,7 @@ class Reloading:
 
 
 class Copies(ABC):
-    """Starts copies, and awaits them."""
+    """Copies values out of memory and back, while compute runs."""
 
     def offload(self, value: Tensor, launch: OperationId, recorder: Recorder | None) -> Stored:
         """Starts copying a value out."""
@@ -105,12 +105,12 @@ class Copies(ABC):
         return coming.stored.layout.over(coming.data)
 
     def measure(self, device: torch.device) -> Measured:
-        """Measures the speed of copies out and back. Returns the slower."""
+        """Measures the speed of copies out of memory and back. Returns that of the slower direction."""
         start_ms = self._slower_ms(1, device)
         return PROBED_BYTES / max(self._slower_ms(PROBED_BYTES, device) - start_ms, 1e-3), start_ms
 
     def _slower_ms(self, nbytes: int, device: torch.device) -> float:
-        """Times both copies of `nbytes` three times and returns the slowest."""
+        """Copies `nbytes` out and back three times, and returns the milliseconds of the slowest copy."""
         launch = OperationId("offload", "probe", lane="offload")
         value = torch.zeros(nbytes, dtype=torch.uint8, device=device)
         slowest_ms = 0.0
@@ -131,15 +131,15 @@ class Copies(ABC):
 
     @abstractmethod
     def _leave(self, stored: Stored, data: Tensor, watch: Watch) -> Stored:
-        """Begins to copy a value's memory away."""
+        """Starts to copy the bytes `data` of a value out of memory."""
 
     @abstractmethod
     def _come(self, stored: Stored, watch: Watch) -> Reloading:
-        """Begins to copy a stored value back."""
+        """Starts to copy a stored value back to memory."""
 
     @abstractmethod
     def _end(self, copying: Any) -> None:
-        """Waits for a copy."""
+        """Waits for a copy that `_leave` or `_come` has started."""
 
 
 class FileCopies(Copies):
@@ -170,16 +170,16 @@ class FileCopies(Copies):
         }
 
     def synchronize(self) -> None:
-        """Does nothing, because the thread has already waited for awaited copies."""
+        """Does nothing: the thread has already waited for the copies that were awaited."""
 
     def _leave(self, stored: Stored, data: Tensor, watch: Watch) -> Stored:
-        """Writes the value to a free place in the file, on the offload thread."""
+        """Starts to write a value to a free part of the file, on the offload thread."""
         slot = self._slot(stored.nbytes)
         leaving = self._threads["offload"].submit(_write, slot, [data], watch)
         return replace(stored, place=slot, leaving=leaving)
 
     def _come(self, stored: Stored, watch: Watch) -> Reloading:
-        """Begins to read a stored value from its file."""
+        """Starts to read a stored value from the file."""
         data = torch.empty(stored.nbytes, dtype=torch.uint8, device="cpu")
         return Reloading(stored, data, self._threads["reload"].submit(_read, stored.place, data, watch))
 
@@ -195,7 +195,7 @@ class FileCopies(Copies):
             ) from error
 
     def _slot(self, nbytes: int) -> Slot:
-        """Reserves space in the file, so that a full disk raises here instead of during a write."""
+        """Reserves a part of the file, so that a full disk raises here instead of during a write."""
         length = max(-(-nbytes // SLOT_BYTES), 1) * SLOT_BYTES
         if self._free[length]:
             begin = self._free[length].pop()
@@ -215,7 +215,7 @@ class FileCopies(Copies):
 
 
 class _File:
-    """An unnamed file that lives as long as this object."""
+    """An unnamed file that is deleted with this object."""
 
     def __init__(self, directory: Path) -> None:
         self.descriptor, path = tempfile.mkstemp(dir=directory)
@@ -264,17 +264,17 @@ class PinnedCopies(Copies):
         self._streams.record("settled").synchronize()  # the model's device may not be the current one
 
     def _leave(self, stored: Stored, data: Tensor, watch: Watch) -> Stored:
-        """Begins to copy a value into pinned host memory."""
+        """Starts to copy a value to pinned host memory."""
         host = torch.empty(stored.nbytes, dtype=torch.uint8, device="cpu", pin_memory=data.is_cuda)
         return replace(stored, place=host, leaving=(self._copy("offload", host, data, watch), data))
 
     def _come(self, stored: Stored, watch: Watch) -> Reloading:
-        """Begins to copy a value from pinned host memory to its device."""
+        """Starts to copy a value from pinned host memory to its device."""
         data = torch.empty(stored.nbytes, dtype=torch.uint8, device=stored.layout.device)
         return Reloading(stored, data, (self._copy("reload", data, stored.place, watch), data))
 
     def _copy(self, lane: Lane, target: Tensor, source: Tensor, watch: Watch) -> Any:
-        """Starts a copy. Returns an event recorded after it."""
+        """Starts a copy on a lane's stream. Returns an event that ends with it."""
         streams = self._streams
         ready = streams.record(watch.launch, "ready")
         with streams.on(lane, watch.launch):
@@ -289,7 +289,7 @@ class PinnedCopies(Copies):
 
 
 def _bytes_of(value: Tensor) -> Tensor:
-    """Views the storage of a value as bytes."""
+    """Returns the whole storage of a value as a tensor of bytes."""
     storage = value.untyped_storage()
     return torch.empty(0, dtype=torch.uint8, device=value.device).set_(storage, 0, (storage.nbytes(),), (1,))
 
@@ -301,6 +301,6 @@ def _write(slot: Slot, data: list[Tensor], watch: Watch) -> None:
 
 
 def _read(slot: Slot, data: Tensor, watch: Watch) -> None:
-    """Reads a slot of a file into memory."""
+    """Reads a part of a file into memory."""
     with watch:
         slot.read(data.numpy().data)

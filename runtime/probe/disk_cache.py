@@ -26,7 +26,7 @@ VARIABLE = "EMBRACE_FX_CACHE"
 
 
 def cache_folder() -> Path | None:
-    """Returns the folder of the files, or None if the cache is off."""
+    """Returns the folder of the cached files, or None if the cache is disabled."""
     named = os.environ.get(VARIABLE)
     if named is not None:
         return Path(named).expanduser() if named else None
@@ -38,7 +38,8 @@ def cache_folder() -> Path | None:
 
 
 def recall(kind: type[T], *key: Any) -> T | None:
-    """Reads the value that `keep` has written under a key, or returns None if there is no readable one.
+    """Reads the value that `keep` has written under the same key. Returns None if there is none, or it cannot be
+    read.
 
     Args:
         key: everything that the value depends on, printable by `repr`. The versions of torch and embrace_fx are added.
@@ -53,7 +54,7 @@ def recall(kind: type[T], *key: Any) -> T | None:
 
 
 def keep(value: Any, *key: Any) -> None:
-    """Writes a value of dataclasses, tuples, numbers and text for later runs."""
+    """Writes a value of dataclasses, tuples, numbers and text, for `recall` in later runs."""
     folder = cache_folder()
     if folder is None:
         return

@@ -26,7 +26,9 @@ SPARSE = 8
 
 
 def handle(dense: Tensor, ids: Tensor) -> None:
-    """Gathers rows of (V, d) by `ids` (K,), encodes and decodes them as a message, sums them and writes them."""
+    """Does the work of a sparse exchange: gathers rows `ids` (K,) of (V, d), encodes and decodes them, sums and writes
+    them.
+    """
     num_rows, width = dense.shape
     flat = encode_records(ids, dense.index_select(0, ids), num_rows).view(-1)
     found, rows = decode_records(flat, num_rows, width, dense.dtype)
@@ -46,7 +48,7 @@ def scanning(device: torch.device) -> Callable[[], None]:
     dense = torch.ones((SCANNED_BYTES // 4 // WIDE, WIDE), device=device)
 
     def scan() -> None:
-        """Computes the bitmap of blocks once."""
+        """Searches the tensor once."""
         block_bitmap(dense)
 
     return scan
@@ -56,7 +58,7 @@ def claiming(device: torch.device) -> Callable[[], None]:
     """Returns a function that first writes to each page of a block of `LARGE_BLOCK_BYTES`."""
 
     def claim() -> None:
-        """Allocates a block and touches each of its pages."""
+        """Allocates a block and writes to each of its pages."""
         torch.empty(LARGE_BLOCK_BYTES, dtype=torch.uint8, device=device)[::PAGE_BYTES] = 1
 
     return claim

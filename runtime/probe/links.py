@@ -29,7 +29,7 @@ def links_between(communicator: Communicator, sent_bytes: int, device: torch.dev
     recalled: list[Cluster | None] = []
 
     def earlier() -> tuple[Cluster | None, bool]:
-        """Returns the cluster cached by rank 0, if any, and whether all ranks are on one machine."""
+        """Returns the links that rank 0 has cached, or None, and whether all ranks run on one machine."""
         key.extend(communicator.gather(_own_part(device), tuple[str, ...]))
         own = recall(Cluster, *key) if communicator.rank == 0 else None
         recalled.append(communicator.gather(own, Cluster | None)[0])
@@ -42,7 +42,7 @@ def links_between(communicator: Communicator, sent_bytes: int, device: torch.dev
 
 
 def _own_part(device: torch.device) -> tuple[str, ...]:
-    """Returns the properties of this machine that affect the speed of a rank's links."""
+    """Returns the properties of this machine that affect its links, as a part of the cache's key."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
     interfaces = (os.environ.get(each, "") for each in _INTERFACES)
     return (platform.node(), device.type, name, str(torch.get_num_threads()), *interfaces)

@@ -18,7 +18,8 @@ of ms."""
 
 
 def pace(device: torch.device, estimated: Compute, synchronize: Callable[[], None]) -> float:
-    """Returns the estimated milliseconds of the reference work that this rank does in one millisecond.
+    """Measures this rank's compute speed. Returns the estimated milliseconds of the reference work that the rank does
+    in one millisecond.
 
     The reference is one matrix product and one pass over memory, because models are a mixture of both.
 
@@ -28,7 +29,7 @@ def pace(device: torch.device, estimated: Compute, synchronize: Callable[[], Non
     run = reference(device)
 
     def taken_ms(count: int) -> float:
-        """Returns the time of `count` runs."""
+        """Returns the measured milliseconds of `count` runs of the reference work."""
         synchronize()
         began = time.perf_counter()
         for _ in range(count):
@@ -49,7 +50,7 @@ def reference(device: torch.device) -> Callable[[], None]:
     source = torch.ones_like(target)
 
     def run() -> None:
-        """Runs a matrix product and an addition, for comparison."""
+        """Runs the reference work once: a matrix product and an addition."""
         torch.mm(matrix, matrix)
         torch.add(source, 1.0, out=target)
 

@@ -103,7 +103,7 @@ _GROUPS: dict[Collective, str] = {
 
 @dataclass(frozen=True)
 class Sample:
-    """The bytes that a rank sent in a collective, and its time."""
+    """One measurement of a collective: the bytes that a rank sent, and the time."""
 
     sent: Exchange
     time_ms: float
@@ -145,14 +145,14 @@ def probe(communicator: Communicator, device: torch.device = CPU, computes_on: t
 
 
 def _busy(communicator: Communicator, links: Cluster) -> float:
-    """Measures `Cluster.busy` by large AllReduces with nothing beside them. Collective."""
-    own_bytes = telling_bytes(links, communicator.world_size)
+    """Measures `Cluster.busy`: the share of a large AllReduce's time that the processor is busy with it. Collective."""
+    own_bytes = bytes_for_rate(links, communicator.world_size)
     launch = launch_of(communicator, "all_reduce", own_bytes, CPU)
     runs = min(ceil(LONG_MS / launch_ms(links, "all_reduce", own_bytes, communicator.world_size)), MOST_IN_ROW)
-    _meet(communicator, CPU)
+    _wait_for_ranks(communicator, CPU)
     began_s = time.process_time()
     wall_ms = runs * alone_ms(communicator, launch, runs, IN_FLIGHT, CPU)
-    own = Load.of((time.process_time() - began_s) * 1e3, wall_ms)
+    own = Load.of_this_rank((time.process_time() - began_s) * 1e3, wall_ms)
     return taken_share(communicator.gather(own, Load))
 
 
@@ -172,7 +172,7 @@ def probe_handling(communicator: Communicator, device: torch.device = CPU) -> Ha
 
 
 def together_ms(communicator: Communicator, run: Callable[[], None], device: torch.device = CPU) -> float:
-    """Measures the milliseconds of a run while all ranks run theirs. Returns the mean over ranks."""
+    """Returns the milliseconds of `run` while all ranks run it, as the mean over ranks. Collective."""
     run()
     spans_ms = [_span_ms(communicator, run, device) for _ in range(HANDLED_SPANS)]
     own_ms = torch.tensor(median(spans_ms), dtype=torch.float64, device=device)
@@ -180,8 +180,8 @@ def together_ms(communicator: Communicator, run: Callable[[], None], device: tor
 
 
 def _span_ms(communicator: Communicator, run: Callable[[], None], device: torch.device) -> float:
-    """Measures the milliseconds of a run, the mean over a span."""
-    _meet(communicator, device)
+    """Returns the mean milliseconds of `run`, repeated for a fixed span of time."""
+    _wait_for_ranks(communicator, device)
     start_s = time.perf_counter()
     runs, elapsed_ms = 0, 0.0
     while elapsed_ms < HANDLED_MS:
@@ -256,7 +256,7 @@ def still_holds(
     """
     for own_bytes, alike in (
         (FIRST_BYTES, ALIKE_START_UP),
-        (telling_bytes(links, communicator.world_size), ALIKE),
+        (bytes_for_rate(links, communicator.world_size), ALIKE),
     ):
         launch = launch_of(communicator, "all_reduce", own_bytes, device)
         alone_ms(communicator, launch, 1, 1, device)  # connects the ranks
@@ -269,8 +269,8 @@ def still_holds(
     return True
 
 
-def telling_bytes(links: Cluster, world_size: int) -> int:
-    """Returns the size of an AllReduce that shows the links' rate, like the largest one of a probe."""
+def bytes_for_rate(links: Cluster, world_size: int) -> int:
+    """Returns the size of an AllReduce that is large enough to measure the links' bandwidth."""
     own_bytes, start_up_ms = FIRST_BYTES, launch_ms(links, "all_reduce", FIRST_BYTES, world_size)
     enough_ms = max(LONG_MS, OUTWEIGHS * start_up_ms)
     while own_bytes < MOST_BYTES and launch_ms(links, "all_reduce", own_bytes, world_size) < enough_ms:
@@ -335,7 +335,7 @@ def measure(communicator: Communicator, collective: Collective, in_flight: int, 
 
 
 def first_ms(communicator: Communicator, launch: Callable[[], InFlight], in_flight: int, device: torch.device) -> float:
-    """Measures the milliseconds of the first size, nearly all of it start-up."""
+    """Returns the milliseconds of a launch of the smallest size, which are nearly all start-up."""
     few_ms = median_ms(communicator, launch, MOST_RUNS, FIRST_ROW, in_flight, device)
     runs = min(int(FIRST_MS / (FIRST_ROW * few_ms)), MOST_FIRST_RUNS)
     return few_ms if runs <= MOST_RUNS else median_ms(communicator, launch, runs, FIRST_ROW, in_flight, device)
@@ -345,12 +345,16 @@ def median_ms(
     communicator: Communicator,
     launch: Callable[[], InFlight],
     runs: int,
-    row: int,
+    launches: int,
     in_flight: int,
     device: torch.device,
 ) -> float:
-    """Measures the milliseconds of one of `row` launches: the median over runs of the slowest rank's time."""
-    own_ms = torch.tensor([alone_ms(communicator, launch, row, in_flight, device) for _ in range(runs)], device=device)
+    """Returns the milliseconds of one of `launches` launches in a row: the median over runs of the slowest rank's
+    time.
+    """
+    own_ms = torch.tensor(
+        [alone_ms(communicator, launch, launches, in_flight, device) for _ in range(runs)], device=device
+    )
     slowest_ms: list[float] = communicator.reduce_scalar(own_ms, dist.ReduceOp.MAX).tolist()
     return median(slowest_ms)
 
@@ -358,8 +362,8 @@ def median_ms(
 def alone_ms(
     communicator: Communicator, launch: Callable[[], InFlight], runs: int, in_flight: int, device: torch.device
 ) -> float:
-    """Measures the milliseconds of one of several runs in a row."""
-    _meet(communicator, device)
+    """Returns the mean milliseconds of a launch, repeated `runs` times, each awaited before the next."""
+    _wait_for_ranks(communicator, device)
     start_s = time.perf_counter()
     launched: deque[InFlight] = deque()
     for _ in range(runs):
@@ -372,8 +376,8 @@ def alone_ms(
     return (time.perf_counter() - start_s) * 1e3 / runs
 
 
-def _meet(communicator: Communicator, device: torch.device) -> None:
-    """Waits until all ranks are here."""
+def _wait_for_ranks(communicator: Communicator, device: torch.device) -> None:
+    """Returns once all ranks have called it."""
     communicator.reduce_scalar(torch.zeros((), device=device), dist.ReduceOp.SUM)
     _finish(device)
 

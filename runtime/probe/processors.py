@@ -13,7 +13,7 @@ import torch
 
 @dataclass(frozen=True)
 class Load:
-    """One rank's processors, and the time that a transfer took from them.
+    """One rank's processor during transfers: its cores, its compute threads, and the time that transfers took.
 
     Attributes:
         host: the name of its machine.
@@ -29,14 +29,15 @@ class Load:
     wall_ms: float
 
     @classmethod
-    def of(cls, took_ms: float, wall_ms: float) -> Load:
-        """Returns this rank's load."""
+    def of_this_rank(cls, took_ms: float, wall_ms: float) -> Load:
+        """Returns the load of this rank, from the measured times."""
         cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
         return cls(platform.node(), tuple(sorted(cores)), torch.get_num_threads(), took_ms, wall_ms)
 
 
-def taken_share(everyone: Sequence[Load]) -> float:
-    """Computes the share of a transfer's time by which it delays compute beside it, on the host where it is largest.
+def taken_share(loads: Sequence[Load]) -> float:
+    """Returns the share of a transfer's time by which it delays compute on the same host; the largest share of any
+    host.
 
     Cores that no rank computes on take transfers without delay; the rest of their work is shared by all of a host's.
 
@@ -45,7 +46,7 @@ def taken_share(everyone: Sequence[Load]) -> float:
     (0.5, 0.0)
     """
     hosts: dict[str, list[Load]] = defaultdict(list)
-    for each in everyone:
+    for each in loads:
         hosts[each.host].append(each)
     shares = []
     for ranks in hosts.values():

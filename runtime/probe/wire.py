@@ -40,7 +40,9 @@ def sent_by_connection() -> dict[int, int] | None:
 
 
 def _sent_by(connection: socket.socket) -> int | None:
-    """Returns the bytes that a TCP connection has sent, without repeats, or None if the kernel does not tell."""
+    """Returns the payload bytes that a TCP connection has sent, without retransmissions, or None if the kernel does not
+    count them.
+    """
     info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
     if len(info) < _BYTES_SENT_OFFSET + 16:
         return None

@@ -24,7 +24,7 @@ from embrace_fx.runtime.ranks.communicator import Communicator, InFlight
 from embrace_fx.runtime.ranks.failure import ANNOUNCEMENT, DeadRank, PeerFailure, PlanDoesNotFit, StuckRank
 from embrace_fx.runtime.ranks.gathering import gather_single
 from embrace_fx.runtime.ranks.mismatch_watchdog import MismatchWatchdog
-from embrace_fx.runtime.ranks.questions import Question
+from embrace_fx.runtime.ranks.questions import SharedRead
 from embrace_fx.runtime.ranks.step_checks import check_activities, check_programs, check_steps
 from embrace_fx.vocabulary.row_space import RowSpace
 
@@ -66,7 +66,9 @@ class Form:
 
     @property
     def sizes(self) -> int:
-        """The maximum number of sizes in an announcement: a state, and the rows of this batch and of the next one."""
+        """Returns the most sizes that an announcement can have: a state, and the rows of this batch and of the next
+        one.
+        """
         return 1 + 2 * self.tables
 
 
@@ -135,7 +137,7 @@ class Announcement:
 
 
 def activity_of(*, train: bool, reduces: bool) -> int:
-    """Returns the activity of a call.
+    """Returns the code of a call's mode: training, accumulating or evaluating.
 
     Args:
         reduces: whether its backward reduces gradients.
@@ -152,7 +154,7 @@ Exchange = tuple[list[int], Tensor, Any]
 
 @dataclass(frozen=True, slots=True)
 class _Ahead:
-    """A step announced ahead: its exchange in flight, and the function to call once all ranks have announced it."""
+    """A handshake that is in flight: its exchange, and the function to call once all ranks have announced the step."""
 
     own: Announcement
     launched: Exchange
@@ -160,7 +162,7 @@ class _Ahead:
 
 
 class Announcements:
-    """The handshakes of these ranks.
+    """The handshakes of this rank with the others, one before each step.
 
     Attributes:
         form: the form on the wire, under the plan in use.
@@ -214,7 +216,7 @@ class Announcements:
             ahead.then()
 
     def _own(self, sizes: Sequence[int], failure: str | None) -> Announcement:
-        """Returns this rank's announcement of the step, with `sizes` and the first failure known."""
+        """Returns this rank's announcement of the next step."""
         own = self.of_step
         own.failure = own.failure or failure or self.trouble()
         own.sizes, own.deeds = tuple(sizes), self.communicator.deeds
@@ -239,10 +241,10 @@ class Announcements:
 
     def watch(self) -> None:
         """Starts the watchdog for calls that some ranks never make; later calls do nothing. Same order on all ranks."""
-        self._watchdog.watch(self.communicator, self._look)
+        self._watchdog.watch(self.communicator, self._check_mismatch)
 
     def _begin(self, own: Announcement) -> Exchange:
-        """Launches the exchange of the announcement's numbers."""
+        """Starts the exchange of an announcement."""
         communicator = self.communicator
         communicator.check_open()
         self._watchdog.announced += 1
@@ -251,7 +253,7 @@ class Announcements:
         return self.launch(own)
 
     def _end(self, own: Announcement, launched: Exchange) -> list[tuple[int, ...]]:
-        """Returns every rank's sizes.
+        """Waits for an announcement's exchange. Returns every rank's sizes, or raises.
 
         Reads the full announcements only where the numbers differ or a rank reports something.
         """
@@ -265,7 +267,9 @@ class Announcements:
         return [tuple(row[first : first + len(own.sizes)]) for row in rows]
 
     def _check(self, own: Announcement, everyone: Sequence[Announcement]) -> list[tuple[int, ...]]:
-        """Returns every rank's sizes, or raises if a rank failed or the steps of two ranks do not match."""
+        """Compares all announcements. Returns every rank's sizes, or raises if a rank has failed or steps do not
+        match.
+        """
         self.asked_to_plan = any(each.asks_to_plan for each in everyone)
         self.rows_read = {name: tuple(each.rows_seen[name] for each in everyone) for name in self.form.watched}
         self._given_up = own.failure
@@ -304,8 +308,8 @@ class Announcements:
             raise PeerFailure(dict.fromkeys(outside, _NOT_JOINED))
         return everyone
 
-    def _look(self, store: Any, name: str) -> None:
-        """Looks for mismatched announcements of other ranks."""
+    def _check_mismatch(self, store: Any, name: str) -> None:
+        """Lets the watchdog look for ranks that wait in different calls. Runs on the liveness thread."""
         self._watchdog.look(store, name, self._answer)
 
     def _answer(self, failure: str) -> PeerFailure:
@@ -366,12 +370,12 @@ class Announcements:
         """Announces a read of a sharded table. Returns the numbers sent with it, reduced over ranks.
 
         Args:
-            what, value, reduce_op: as for `embrace_fx.runtime.ranks.questions.Question`.
+            what, value, reduce_op: as for `embrace_fx.runtime.ranks.questions.SharedRead`.
 
         Raises:
             PeerFailure: not all ranks read it; on every rank.
         """
-        question = Question(what, value, reduce_op)
+        question = SharedRead(what, value, reduce_op)
         own = Announcement(QUESTION, program=question.hash, sizes=question.numbers(self.form.sizes))
         self.wait()
         self.communicator.check_open()
@@ -386,7 +390,7 @@ class Announcements:
         return question.answer([each.sizes for each in everyone])
 
     def reports(self, everyone: Sequence[Announcement], failure: str | None) -> dict[int, str]:
-        """Returns, by rank, the reasons why ranks cannot continue. Collective if a rank has a reason."""
+        """Returns, by rank, why ranks cannot continue. Collective if any rank has a reason."""
         kinds, found = {each.kind for each in everyone}, dict[int, str]()
         if QUESTION in kinds:
             self.communicator.deeds = 0  # all ranks restart the count of ops on parts
@@ -397,7 +401,7 @@ class Announcements:
         return found
 
     def _warn(self, reports: Mapping[int, str]) -> None:
-        """Warns that all ranks have given up the previous call."""
+        """Logs that all ranks have given up the previous call."""
         told = "; ".join(f"rank {rank}: {text.removesuffix('.')}" for rank, text in sorted(reports.items()))
         warnings.warn(f"All ranks have given up the previous call: {told}.", RuntimeWarning, stacklevel=2)
 

@@ -63,16 +63,18 @@ class BackwardBarrier:
         """
         if not self.all_are_here():
             sent = self._announced()
-            others = {rank: _OTHER_CALL.format(_spoken(each.program)) for rank, each in enumerate(sent) if each.program}
+            others = {
+                rank: _OTHER_CALL.format(_ordinal_call(each.program)) for rank, each in enumerate(sent) if each.program
+            }
             raise PeerFailure(self._announcements.reports(sent, None) or others)
 
     def _announced(self) -> list[Announcement]:
-        """Decodes the announcements of all ranks."""
+        """Returns the announcements of all ranks, decoded."""
         return [Announcement.decode(row, _FORM, 0) for row in self._everyone.tolist()]
 
 
-def _spoken(call: int) -> str:
-    """Names a call, counted from the last one, for a message."""
+def _ordinal_call(call: int) -> str:
+    """Describes a call for an error message: "the last call", "the call 2 before the last one"."""
     return "the last call" if call == 1 else f"the call {call - 1} before the last one"
 
 

@@ -36,7 +36,8 @@ def checksum_of_text(text: str) -> int:
 
 
 def diverged(by_rank: Sequence[Mapping[str, int]]) -> str:
-    """Names the ranks whose values differ from the majority's, or from the lowest rank's without a majority.
+    """Returns a sentence that names the ranks whose values differ from those of most ranks, or from the lowest
+    rank's.
 
     Returns "" if all are equal.
 

@@ -48,7 +48,7 @@ class InFlight:
 def widened(
     launched: InFlight, into: Tensor, sent_bytes: int, write: Callable[[Tensor, Tensor], Tensor] = Tensor.copy_
 ) -> InFlight:
-    """Copies a narrower tensor in flight into a wider one when it arrives.
+    """Returns a launch that ends when `launched` has ended and its narrower result is written into `into`.
 
     Args:
         write: writes the values of the narrower tensor into the wider one.
@@ -68,7 +68,7 @@ def widened(
 
 
 def _all_reduce(carrier: dist.ProcessGroup, _: str, flat: Tensor) -> Any:
-    """Launches a sum of `flat` over ranks, in place."""
+    """Launches an in-place sum of `flat` over the ranks of a group."""
     flat = torch.view_as_real(flat) if flat.is_complex() else flat
     return carrier.allreduce([flat], AllreduceOptions())  # torch's function makes nine calls more
 
@@ -84,7 +84,7 @@ Counts = Sequence[Sequence[int]]
 
 
 def by_row(counts: Tensor) -> Counts:
-    """Returns the counts of `unpack_ids` (N,), or of `route_grid` (N, grid_rows), on the host."""
+    """Converts counts of a table's ids to Python lists."""
     found: list[list[int]] = counts.view(counts.shape[0], -1).tolist()
     return found
 
@@ -234,7 +234,7 @@ class Communicator(Groups):
         return self._send_pieces(columns.view(-1), of_readers, of_owners, self.rounding.encode_rows, group)
 
     def _pieces(self, counts: Counts, embedding_dim: int) -> tuple[Pieces, Pieces]:
-        """Returns the shapes (rows, columns) of the pieces to send to each rank and to receive from each rank."""
+        """Returns the shapes (rows, columns) of the pieces that this rank sends to, and receives from, each rank."""
         grid_columns = self.world_size // len(counts[0])
         row, column = divmod(self.rank, grid_columns)
         widths = column_widths(embedding_dim, grid_columns)
@@ -311,7 +311,7 @@ class Communicator(Groups):
         return widened(launched, flat, cost.all_reduce(narrow.nbytes, self.world_size).sent_bytes)
 
     def _narrow(self, gradient: Tensor) -> Tensor:
-        """Returns a gradient in its dtype on the wire, copied if that is narrower."""
+        """Converts a gradient to its dtype on the wire, if that is narrower."""
         dtype = self.gradient_dtype
         return gradient if dtype is None or dtype.itemsize >= gradient.dtype.itemsize else gradient.to(dtype)
 
@@ -331,7 +331,9 @@ class Communicator(Groups):
         return InFlight(written, None)
 
     def _turn(self, tensor: Tensor, group: str) -> AbstractContextManager[None] | None:
-        """Returns a context that orders a collective of the calling thread, or None for a collective on the host."""
+        """Returns the context in which the calling thread launches a collective in order with the launcher's, or None
+        on the host.
+        """
         if self.in_turn is None and not tensor.is_cuda:
             return None
         of_hosts = not tensor.is_cuda and "nccl" in dist.get_backend_config(self.group)

@@ -43,7 +43,7 @@ def check_group(now: dist.ProcessGroup | None, compiled_in: dist.ProcessGroup | 
         RuntimeError: WORLD_SIZE names several ranks but there is no group; or the group is not that of `compile`, whose
             ranks agreed on model and options.
     """
-    if now is None and compiled_in is None and (ranks := _ranks_told()) > 1:
+    if now is None and compiled_in is None and (ranks := _launched_ranks()) > 1:
         raise RuntimeError(
             f"torch.distributed is not initialized, but WORLD_SIZE says that there are {ranks} ranks: each would train "
             "alone. Call torch.distributed.init_process_group() before the first call of the model, or unset "
@@ -91,7 +91,7 @@ def _refuse_distributed_autograd() -> None:
     )
 
 
-def _ranks_told() -> int:
+def _launched_ranks() -> int:
     """Returns the number of ranks in WORLD_SIZE, which torchrun and most launchers set."""
     size = os.environ.get("WORLD_SIZE", "")
     return int(size) if size.isdecimal() else 1

@@ -91,7 +91,7 @@ TOLD = "All ranks raise this error. Nothing of this step was applied on any rank
 
 
 def is_of_ranks(error: BaseException) -> bool:
-    """Returns whether an error also raises on other ranks, or can no longer be reported to them."""
+    """Returns whether other ranks raise the same error, or can no longer be told of it."""
     return isinstance(error, PeerFailure | DeadRank | StuckRank | DivergedReplicas)
 
 
@@ -122,7 +122,7 @@ class LaunchLog:
         return {str(name): step for name, step in dict(self._last).items()}
 
     def begin_step(self) -> None:
-        """Notes that a step begins."""
+        """Records that a step begins."""
         self.step += 1
         self.note(ANNOUNCEMENT)
 
@@ -135,7 +135,7 @@ class LaunchLog:
 
 @dataclass(frozen=True)
 class RankStatus:
-    """The status of a living rank: its progress, and the line that its main thread executes."""
+    """What a living rank reports of itself: its progress, and the line that its main thread executes."""
 
     launched: dict[str, int]
     launches: int
@@ -143,7 +143,7 @@ class RankStatus:
 
     @property
     def last(self) -> str:
-        """Describes the last launch, with its number."""
+        """Describes the rank's last launch."""
         name, step = next(reversed(self.launched.items()), ("none", 0))
         return f"number {self.launches}, {name!r} of step {step}"
 
@@ -204,7 +204,7 @@ class LivenessCheck:
         return self._missing
 
     def _listen(self) -> None:
-        """Waits until a rank calls every rank or this process is woken, then finds the ranks that do not answer."""
+        """Runs the thread: waits until a rank starts a check or this object is closed, then takes part in the check."""
         try:
             while not self._wake.wait(_LISTEN_S) and not self._store.check([self._called]):
                 for look in list(self.looks):
@@ -216,7 +216,7 @@ class LivenessCheck:
         self._decided.set()
 
     def _call(self) -> list[int]:
-        """Calls every rank, writes this rank's status and returns the ranks that wrote none in time."""
+        """Starts or joins a check: writes this rank's status, and returns the ranks that write none in time."""
         self._store.set(self._called, "1")
         progress = self._progress
         own = RankStatus(progress.launched, progress.launches, place_of_main_thread())
@@ -242,7 +242,7 @@ class LivenessCheck:
             time.sleep(_POLL_S)
 
     def raise_named(self, error: RuntimeError, what: str) -> NoReturn:
-        """Raises the error of a failed collective with the names of ranks."""
+        """Raises an error like `error` that names the dead or stuck ranks."""
         if missing := self.missing():
             raise DeadRank(
                 f"Rank(s) {', '.join(map(str, missing))} no longer answer rank {self.rank} ({error}). Look at "
@@ -254,8 +254,8 @@ class LivenessCheck:
         ) from error
 
     def _who_is_stuck(self, what: str) -> str:
-        """Names the ranks behind this one, each with the first launch that it has not reached, or all ranks if none is
-        behind.
+        """Returns a sentence that names the ranks that are behind, each with the first launch that it has not
+        reached.
         """
         own, found = self._progress.launched, []
         for r, each in self._statuses.items():

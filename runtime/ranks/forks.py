@@ -43,14 +43,14 @@ _MODELS: WeakSet[Forking] = WeakSet()
 
 def watch_forks(model: Forking) -> None:
     """Registers a model whose pending updates forks must apply first."""
-    _listen()
+    _register_callbacks()
     _MODELS.add(model)
 
 
 @cache
-def _listen() -> None:
-    """Registers the two callbacks for forks."""
-    os.register_at_fork(before=_before, after_in_child=_in_child)
+def _register_callbacks() -> None:
+    """Registers the callbacks before and after a fork, once."""
+    os.register_at_fork(before=_before_fork, after_in_child=_after_fork_in_child)
 
 
 @cache
@@ -104,7 +104,7 @@ def _before() -> None:
         model.before_fork()
 
 
-def _in_child() -> None:
+def _after_fork_in_child() -> None:
     """Makes all models usable in the forked process."""
     for model in list(_MODELS):
         model.in_fork()

@@ -31,12 +31,12 @@ _FIRST = 8
 
 
 class OtherGroup(ValueError, RuntimeError):
-    """Two ranks wait for each other in different process groups; raised on both."""
+    """Two ranks wait for each other in different process groups. Raised on both."""
 
 
 @dataclass(frozen=True)
-class _Waiting:
-    """A rank's wait in a group.
+class _WaitRecord:
+    """What a rank writes to the store while it waits in a group.
 
     Attributes:
         group: its name, equal on all of its ranks.
@@ -63,9 +63,9 @@ def check_group_deadlock(store: Any, group: dist.ProcessGroup) -> Iterator[None]
     Raises:
         OtherGroup: a rank of the group waits for this one in another group.
     """
-    meeting = _Meeting(store.clone(), group)
+    meeting = _DeadlockCheck(store.clone(), group)
     try:
-        meeting.meet()
+        meeting.run()
         yield
     except OtherGroup:
         meeting.withdraw()
@@ -78,8 +78,8 @@ def check_group_deadlock(store: Any, group: dist.ProcessGroup) -> Iterator[None]
         meeting.end()
 
 
-class _Meeting:
-    """This rank's side of one meeting."""
+class _DeadlockCheck:
+    """This rank's check for a deadlock while it waits for the first collective of a group."""
 
     def __init__(self, store: Any, group: dist.ProcessGroup) -> None:
         self._store = store
@@ -93,8 +93,9 @@ class _Meeting:
         self._arrival = 0
         self._token = uuid4().hex
 
-    def meet(self) -> None:
-        """Returns once all ranks have arrived, some are late, or the store has failed; the collective then reports it.
+    def run(self) -> None:
+        """Returns once all ranks have arrived, some are late, or the store has failed; then the collective reports the
+        error.
 
         Raises:
             OtherGroup: a rank waits for this one in another group.
@@ -109,11 +110,11 @@ class _Meeting:
 
     def _begin(self) -> None:
         """Writes to the store that this rank has arrived at its group."""
-        self._arrival = self._store.add(self._arrivals(self._group, self._rank), 1)
-        waiting = _Waiting(self._group, self._described, tuple(self._ranks), self._arrival, self._token)
-        self._store.set(self._place(self._rank), json.dumps(to_plain(waiting)))
-        if self._store.add(self._of_all("arrived"), 1) == len(self._ranks):
-            self._store.set(self._of_all("complete"), "1")
+        self._arrival = self._store.add(self._arrivals_key(self._group, self._rank), 1)
+        waiting = _WaitRecord(self._group, self._described, tuple(self._ranks), self._arrival, self._token)
+        self._store.set(self._record_key(self._rank), json.dumps(to_plain(waiting)))
+        if self._store.add(self._shared_key("arrived"), 1) == len(self._ranks):
+            self._store.set(self._shared_key("complete"), "1")
 
     def _wait(self) -> None:
         """Returns once every rank of the group has arrived; looks for a deadlock in between."""
@@ -121,72 +122,74 @@ class _Meeting:
         for patience_s in _LOOKS_S:
             deadline_s = time.monotonic() + patience_s
             while time.monotonic() < deadline_s:
-                if self._store.check([self._of_all("complete")]):  # polls, because TCPStore warns when a wait times out
+                if self._store.check(
+                    [self._shared_key("complete")]
+                ):  # polls, because TCPStore warns when a wait times out
                     return
                 time.sleep(pause_s)
                 pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
-            self._look()
+            self._check_cycle()
 
-    def _look(self) -> None:
+    def _check_cycle(self) -> None:
         """Raises `OtherGroup` if this rank waits for another rank that waits for this one in another group."""
         if reason := self.verdict():  # the rank that found it first has exited
             raise OtherGroup(reason)
         for rank in self._ranks if self._rank in self._ranks[:_FIRST] else self._ranks[:_FIRST]:
-            other = self._waiting(rank)
+            other = self._record_of(rank)
             if other is None or other.group == self._group or self._rank not in other.ranks:
                 continue
             # Check in this order, so that neither rank can still enter the other's group.
-            came_here = self._store.add(self._arrivals(self._group, rank), 0) >= self._arrival
-            been_there = self._store.add(self._arrivals(other.group, self._rank), 0) >= other.arrival
+            came_here = self._store.add(self._arrivals_key(self._group, rank), 0) >= self._arrival
+            been_there = self._store.add(self._arrivals_key(other.group, self._rank), 0) >= other.arrival
             if not came_here and not been_there:
                 message = (
                     f"Ranks that train together use different process groups: {self._described} on rank {self._rank} "
                     f"and {other.described} on rank {rank}, so each waits for the other. Pass the same "
                     "process_group or device_mesh on both."
                 )
-                self._store.set(self._note(other.token), message)
+                self._store.set(self._verdict_key(other.token), message)
                 raise OtherGroup(message)
 
-    def _waiting(self, rank: int) -> _Waiting | None:
-        """Returns what `rank` has written about the group it waits for, or None."""
-        if rank == self._rank or not self._store.check([self._place(rank)]):
+    def _record_of(self, rank: int) -> _WaitRecord | None:
+        """Returns what a rank has written about the group that it waits in, or None."""
+        if rank == self._rank or not self._store.check([self._record_key(rank)]):
             return None
-        if not (text := self._store.get(self._place(rank)).decode()):
+        if not (text := self._store.get(self._record_key(rank)).decode()):
             return None
-        found: _Waiting = from_plain(_Waiting, json.loads(text))
+        found: _WaitRecord = from_plain(_WaitRecord, json.loads(text))
         return found
 
     def verdict(self) -> str:
         """Returns the error that another rank has written for this wait; "" if there is none or the store is gone."""
         with contextlib.suppress(RuntimeError):
-            if self._store.check([self._note(self._token)]):
-                found: str = self._store.get(self._note(self._token)).decode()
+            if self._store.check([self._verdict_key(self._token)]):
+                found: str = self._store.get(self._verdict_key(self._token)).decode()
                 return found
         return ""
 
     def withdraw(self) -> None:
         """Undoes the count of this arrival, so that ranks agree on the number of the next one."""
         with contextlib.suppress(RuntimeError):
-            self._store.add(self._of_all("arrived"), -1)
-            self._store.add(self._arrivals(self._group, self._rank), -1)
+            self._store.add(self._shared_key("arrived"), -1)
+            self._store.add(self._arrivals_key(self._group, self._rank), -1)
 
     def end(self) -> None:
         """Removes this rank's wait from the store."""
         with contextlib.suppress(RuntimeError):
-            self._store.set(self._place(self._rank), "")
+            self._store.set(self._record_key(self._rank), "")
 
-    def _arrivals(self, group: str, rank: int) -> str:
-        """Returns the key of a rank's count of arrivals at a group."""
+    def _arrivals_key(self, group: str, rank: int) -> str:
+        """Returns the store's key of the number of a rank's arrivals in a group."""
         return f"{self._prefix}/{group}/arrivals/{rank}"
 
-    def _place(self, rank: int) -> str:
-        """Returns the key under which a rank says where it waits."""
+    def _record_key(self, rank: int) -> str:
+        """Returns the store's key of a rank's `_WaitRecord`."""
         return f"{self._prefix}/waits/{rank}"
 
-    def _note(self, token: str) -> str:
-        """Returns the key of a reason."""
+    def _verdict_key(self, token: str) -> str:
+        """Returns the store's key of the error that another rank writes for this wait."""
         return f"{self._prefix}/reason/{token}"
 
-    def _of_all(self, what: str) -> str:
-        """Returns the key of something that all ranks of this arrival share."""
+    def _shared_key(self, what: str) -> str:
+        """Returns the store's key of a value that all ranks of this arrival share."""
         return f"{self._prefix}/{self._group}/{self._arrival}/{what}"

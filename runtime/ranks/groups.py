@@ -94,7 +94,7 @@ class Groups:
             self.join(group)
 
     def join(self, group: dist.ProcessGroup) -> None:
-        """Adds a single process, which has launched nothing yet, to the ranks that train together. Collective."""
+        """Makes a single process, which has launched nothing yet, one of the ranks of a group. Collective."""
         self.group = group
         self.world_size, self.rank = dist.get_world_size(group), dist.get_rank(group)
         if self.world_size > 1:
@@ -104,14 +104,14 @@ class Groups:
             joining = LivenessCheck(store, name, self.rank, self.world_size, self.progress)
             try:
                 with check_group_deadlock(store, group), Watching(joining):
-                    attempt = self._meet(group)
+                    attempt = self._create_groups(group)
             finally:
                 joining.close()
             name = f"{self._groups['ids'].group_name}/{attempt}"
             self._liveness = LivenessCheck(store, name, self.rank, self.world_size, self.progress)
         self._end = weakref.finalize(self, end_groups, self._liveness, self._made)
 
-    def _meet(self, group: dist.ProcessGroup) -> str:
+    def _create_groups(self, group: dist.ProcessGroup) -> str:
         """Creates the groups of the calling thread. Returns a text unique to this attempt of the job."""
         on_host = carries(group, CPU)
         if on_host:  # a message to a dead rank fails at once, but creating a group would wait
@@ -211,7 +211,7 @@ class Groups:
         return self._groups.get(name)
 
     def waiter(self, name: str) -> Worker | None:
-        """Returns the worker that signals the end of a launcher class's messages, or None for other classes."""
+        """Returns the worker thread that waits for the messages of a launcher's class, or None for other classes."""
         if name in LANE_GROUPS and name not in self._waiters:
             self._waiters[name] = Worker("messages")
         return self._waiters.get(name)
@@ -237,7 +237,8 @@ class Groups:
             )
 
     def sub_group(self, name: str, parts: Sequence[Sequence[int]], backend: str | None = None) -> dist.ProcessGroup:
-        """Creates a group of each part of these ranks. Returns this rank's. Collective among all ranks.
+        """Creates one group for each list of ranks in `parts`, and returns the one that has this rank. Collective among
+        all ranks.
 
         Args:
             parts: lists of global ranks, without overlap.
@@ -257,7 +258,7 @@ class Groups:
     def _new_group(
         self, name: str, backend: str | None = None, urgent: bool = False, ranks: Sequence[int] | None = None
     ) -> Any:
-        """Creates a group of these ranks, or of some of them.
+        """Creates a group of these ranks, or of `ranks` among them.
 
         Args:
             backend: None for the back ends of this group.
@@ -371,7 +372,7 @@ class Groups:
             padded = torch.cat([own, own.new_zeros(longest - own.numel())])
             gather_single(everyone.view(-1), padded, self._hosts)
         contents = [row[:size].numpy().tobytes() for row, size in zip(everyone, sizes.tolist(), strict=True)]
-        return [_of_peer(kind, content, rank) for rank, content in enumerate(contents)]
+        return [_decoded(kind, content, rank) for rank, content in enumerate(contents)]
 
     def reports(self, failure: str | None) -> dict[int, str]:
         """Gathers the ranks' failures, by rank. Collective."""
@@ -396,8 +397,8 @@ class Groups:
             self._liveness.raise_named(error, str(what))
 
 
-def _of_peer(kind: Any, content: bytes, rank: int) -> Any:
-    """Returns the value of type `kind` that `rank` sent."""
+def _decoded(kind: Any, content: bytes, rank: int) -> Any:
+    """Decodes a value of type `kind` that `rank` has sent, or raises."""
     try:
         return from_plain(kind, json.loads(content))
     except (ValueError, RecursionError) as error:
@@ -408,7 +409,7 @@ def _of_peer(kind: Any, content: bytes, rank: int) -> Any:
 
 
 def end_groups(liveness: LivenessCheck | None, groups: list[dist.ProcessGroup]) -> None:
-    """Ends a liveness check and the process groups of all ranks of the job, on this rank.
+    """Ends the liveness thread and destroys the process groups of all ranks of the job, on this rank.
 
     Groups of fewer ranks stay, because torch would give the next group the name, and thus the addresses, of the
     destroyed one. Waits `_FAREWELL_S` at most, because a collective may still be running.

@@ -20,7 +20,7 @@ from embrace_fx.runtime.ranks.worker import Worker
 
 
 class Messages:
-    """Several messages in flight, as the work of one collective. Torch keeps their tensors alive.
+    """Several point-to-point messages in flight, with the interface of one collective's work.
 
     Args:
         waiter: waits for the messages if a future of their end is requested, which gloo does not provide.
@@ -57,7 +57,7 @@ def _wait_for(works: Sequence[dist.Work]) -> None:
 def send_parts(
     group: dist.ProcessGroup, sent: Sequence[Tensor], received: Sequence[Tensor], waiter: Worker | None = None
 ) -> Messages:
-    """Sends a message to every other rank of a group and receives one from each; copies this rank's own part.
+    """Sends one message to every other rank of a group and receives one from each; copies this rank's own part.
 
     Both sides know the sizes. Over gloo and NCCL.
 

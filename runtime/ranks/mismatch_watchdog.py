@@ -53,7 +53,7 @@ _ELSEWHERE = (
 
 @dataclass(frozen=True)
 class _Stopped:
-    """A rank's record that it waits or raises.
+    """What a rank writes to the store when it waits for long, or is about to raise.
 
     Attributes:
         rank: in the model's process group.
@@ -69,7 +69,7 @@ class _Stopped:
 
 
 class MismatchWatchdog:
-    """Finds ranks that wait for each other in different calls, from a thread of each rank.
+    """Detects, in a thread of each rank, that ranks wait for each other in different calls.
 
     Attributes:
         announced: the number of handshakes that this rank has begun.
@@ -97,7 +97,7 @@ class MismatchWatchdog:
         itself = weakref.ref(self)
 
         def explain(_: logging.LogRecord) -> bool:
-            """Explains an error that torch logs, if the watchdog still exists."""
+            """Raises or logs the reason for an error that torch logs, while the watchdog exists."""
             if (error := sys.exc_info()[1]) is not None and (found := itself()) is not None:
                 found.explain(error)
             return True
@@ -137,7 +137,7 @@ class MismatchWatchdog:
         print(f"embrace_fx: {self._found[1]}", file=sys.stderr, flush=True)
 
     def refuse(self, reason: str) -> None:
-        """Records that this rank is about to raise."""
+        """Records, for other ranks, that this rank is about to raise."""
         with contextlib.suppress(RuntimeError):  # the store may be gone
             self._write(dist.distributed_c10d._get_default_store(), _RAISES, reason)
 
@@ -159,12 +159,12 @@ class MismatchWatchdog:
             raise PeerFailure({other.rank: other.reason}) from error
 
     def _write(self, store: Any, what: str, reason: str = "") -> None:
-        """Writes what this rank has announced and begun, and why it stopped, into the store."""
+        """Writes this rank's `_Stopped` record to the store."""
         begun = {str(name): _begun(group) for group, name in dist.distributed_c10d._world.pg_names.items()}
         store.set(self._name + what, json.dumps(to_plain(_Stopped(self._rank, self.announced, reason, begun))))
 
     def _behind(self, store: Any, frame: FrameType, what: str, announced: int) -> _Stopped | None:
-        """Returns the record of a rank that stopped before this collective, at a handshake; None if there is none."""
+        """Returns the record of a rank that stopped at a handshake before this collective, or None."""
         if not store.check([self._name + what]):
             return None
         other: _Stopped = from_plain(_Stopped, json.loads(store.get(self._name + what).decode()))

@@ -23,8 +23,8 @@ from embrace_fx.runtime.ranks.failure import place_of_main_thread
 
 
 @dataclass(frozen=True, slots=True)
-class Question:
-    """A read of a sharded table that all ranks must do together.
+class SharedRead:
+    """A read of a sharded table that all ranks must make together.
 
     Attributes:
         what: "norm of the sharded words.weight"; equal on all ranks.
@@ -38,11 +38,11 @@ class Question:
 
     @property
     def hash(self) -> int:
-        """A hash of the question."""
+        """Returns a number by which ranks compare their reads."""
         return crc32(f"{self.what} {self.reduce_op}".encode())
 
     def alone(self) -> str:
-        """Returns the error for a rank that reads alone."""
+        """Returns the error for a rank that reads a table although the others do not."""
         text = _LOSS_ALONE if self.what.startswith("loss of logits") else _ALONE
         return text.format(self.what, place_of_main_thread())
 
@@ -54,7 +54,7 @@ class Question:
         return tuple(value.detach().reshape(-1).to(_wide(value)).view(torch.int64).tolist())
 
     def answer(self, numbers: Sequence[Sequence[int]]) -> Tensor | None:
-        """Reduces the numbers of all ranks, or None if they were not sent with the question."""
+        """Returns the numbers of all ranks, reduced; None if they were not sent with the announcement."""
         value = self.value
         if value is None or not numbers[0]:
             return None
@@ -67,7 +67,7 @@ class Question:
 
 
 def _wide(value: Tensor) -> torch.dtype:
-    """Returns the widest dtype of a value's kind."""
+    """Returns the widest dtype of a tensor's kind: float64 or int64."""
     return torch.float64 if value.is_floating_point() else torch.int64
 
 

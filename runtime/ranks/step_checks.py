@@ -51,13 +51,13 @@ _DONE_ALONE = (
 )
 
 
-def check_steps(everyone: Sequence[Announcement], communicator: Communicator) -> None:
-    """Raises `PeerFailure` if ranks have taken different numbers of optimizer steps, or have not done the same ops on
-    their parts of tables.
+def check_steps(announcements: Sequence[Announcement], communicator: Communicator) -> None:
+    """Raises `PeerFailure` if ranks have taken different numbers of optimizer steps, or have run different ops on
+    sharded tables.
     """
-    if len({(each.steps, each.deeds) for each in everyone}) == 1:
+    if len({(each.steps, each.deeds) for each in announcements}) == 1:
         return
-    steps, deeds = [each.steps for each in everyone], [each.deeds for each in everyone]
+    steps, deeds = [each.steps for each in announcements], [each.deeds for each in announcements]
     if len(set(steps)) > 1:
         raise PeerFailure(
             {

@@ -26,8 +26,8 @@ MEASURED_EVERY = 16
 
 
 @dataclass
-class _Error:
-    """Sums of squared errors and squared values, over the measured roundings."""
+class _ErrorSums:
+    """The sums of squared errors and squared values, over the measured roundings."""
 
     calls: int = 0
     of_errors: float | Tensor = 0.0
@@ -54,19 +54,19 @@ class Rounding:
 
     form: Format = "exact"
     _left: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
-    _errors: dict[str, _Error] = field(default_factory=dict)
+    _errors: dict[str, _ErrorSums] = field(default_factory=dict)
 
     def forget(self) -> None:
-        """Drops the kept errors."""
+        """Drops the kept rounding errors."""
         self._left.clear()
 
     def encode_rows(self, columns: Tensor, pieces: Pieces) -> Tensor:
-        """Rounds looked-up rows."""
+        """Rounds looked-up rows to their wire format."""
         self._measure("rows", columns, lambda: rounded(columns, pieces, self.form))
         return encode(columns, pieces, self.form)
 
     def encode(self, rounded: Tensor, pieces: Pieces) -> Tensor:
-        """Converts rounded row gradients to their form on the wire."""
+        """Encodes row gradients that are already rounded, without a further error."""
         return encode(rounded, pieces, self.form)
 
     def round_rows(self, rows: Tensor, ids: Tensor, form: Format, grid_columns: int, table: str) -> Tensor:
@@ -95,12 +95,12 @@ class Rounding:
         self._measure("buckets", wanted, lambda: sent)
         return coded
 
-    def _measure(self, kind: str, wanted: Tensor, arrived: Callable[[], Tensor]) -> None:
+    def _measure(self, kind: str, exact: Tensor, arrived: Callable[[], Tensor]) -> None:
         """Adds the rounding error of every `MEASURED_EVERY`-th call to the totals of `kind`."""
-        error = self._errors.setdefault(kind, _Error())
+        error = self._errors.setdefault(kind, _ErrorSums())
         error.calls += 1
         if error.calls % MEASURED_EVERY == 1:
-            error.add(wanted, arrived())
+            error.add(exact, arrived())
 
     def rounds(self, values: Tensor) -> bool:
         """Returns whether a tensor is sent in fewer bits than it has."""
@@ -114,7 +114,7 @@ class Rounding:
             ("gradients of rows", "; the next gradient of the same row corrects it"),
             ("buckets", "; the next gradient corrects it"),
         ):
-            error = self._errors.get(kind, _Error()).relative
+            error = self._errors.get(kind, _ErrorSums()).relative
             off = "none has been sent yet" if error is None else f"off by {error:.2%} (root mean square, measured)"
             lines.append(f"{kind} are sent as {self.form}: {off}{made_good}\n")
         return "".join(lines) if self.form != "exact" else ""

@@ -24,14 +24,14 @@ class Worker:
         weakref.finalize(self, self._jobs.put, None).atexit = False
 
     def submit(self, job: Callable[[], Any]) -> Any:
-        """Returns the future of a job's result, or of its error."""
+        """Enqueues a job. Returns a future of its result or error."""
         end: Any = torch._C.Future([])  # each method of `torch.futures.Future` would add a Python call
         self._jobs.put((job, end))
         return end
 
 
 def _serve(jobs: SimpleQueue[Any]) -> None:
-    """Runs the jobs of the queue, one after another, until None comes."""
+    """Runs the jobs of a queue in order, until the queue yields None."""
     while (next_ := jobs.get()) is not None:
         job, end = next_
         try:

@@ -29,7 +29,7 @@ def _move_columns(
     rows, positions, flat, count, width: tl.constexpr, block_width: tl.constexpr,
     PACK: tl.constexpr, SELECTED: tl.constexpr, EVEN: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Copies between rows and their flat blocks of columns, for one tile."""
+    """Triton kernel: copies one tile between rows and their flat blocks of columns."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     first = tl.program_id(1) * block_width
     if EVEN:  # known to be divisible by 16 if the block width is, whereas a minimum is not
@@ -51,8 +51,10 @@ def _move_columns(
         tl.store(whole, tl.load(block, mask=inside, other=0.0), mask=inside)
 
 
-def _launch(rows: Tensor, positions: Tensor | None, flat: Tensor, count: int, group_size: int, pack: bool) -> None:
-    """Launches `_move_columns` over all tiles."""
+def _launch_tiles(
+    rows: Tensor, positions: Tensor | None, flat: Tensor, count: int, group_size: int, pack: bool
+) -> None:
+    """Launches the Triton kernel `_move_columns` over all tiles of the rows."""
     width = rows.shape[1]
     if count == 0 or width == 0:
         return
@@ -81,7 +83,7 @@ def pack_columns(rows: Tensor, group_size: int, positions: Tensor | None = None)
     refuse_strided("pack_columns", rows=rows)
     count = rows.shape[0] if positions is None else positions.numel()
     flat = rows.new_empty((count * rows.shape[1],))
-    _launch(rows, positions, flat, count, group_size, pack=True)
+    _launch_tiles(rows, positions, flat, count, group_size, pack=True)
     return flat
 
 
@@ -100,5 +102,5 @@ def unpack_columns(flat: Tensor, out: Tensor, group_size: int, positions: Tensor
     """
     refuse_strided("unpack_columns", flat=flat, out=out)
     count = out.shape[0] if positions is None else positions.numel()
-    _launch(out, positions, flat, count, group_size, pack=False)
+    _launch_tiles(out, positions, flat, count, group_size, pack=False)
     return out

@@ -24,7 +24,7 @@ def _decay(
     largest: tl.float64, least_eps: tl.float64, bit: tl.float64,
     AMSGRAD: tl.constexpr, STRIDE: tl.constexpr, SUM: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Applies the skipped Adam steps to one row of a shard and its moments."""
+    """Triton kernel: applies the deferred Adam steps of one row to the row and its averages."""
     row = tl.load(ids + tl.program_id(0))
     begun = tl.atomic_max(taken + row, until)
     if begun < until:

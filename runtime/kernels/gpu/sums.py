@@ -26,7 +26,7 @@ def _sum_segments(
     rows, order, starts, ends, out, count, width: tl.constexpr, scale: tl.float64,
     SUM: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Sums the rows of each segment, scaled, for one tile."""
+    """Triton kernel: writes one tile of the scaled sums of each segment's rows."""
     segment = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     start = tl.load(starts + segment, mask=segment < count, other=0)
@@ -49,7 +49,7 @@ Segments = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
 def segments(ids: Tensor, padding_rows: Sequence[int]) -> Segments:
-    """Finds which rows go into which sum. The host waits once, for the number K; the sort is torch's, stable.
+    """Finds which rows are summed. The host waits once, for the number of sums.
 
     Args:
         ids: (R,) int64, from 0.
@@ -72,7 +72,7 @@ def known_segments(ids: Tensor, number: Tensor) -> Segments:
 
 
 @on_its_device
-def sum_segments(flat: Tensor, of: Segments, columns: int, scale: float) -> list[Tensor]:
+def sum_segments(flat: Tensor, found: Segments, columns: int, scale: float) -> list[Tensor]:
     """Sums rows, times `scale`. Returns sorted ids (K,) and rows (K, d).
 
     Args:
@@ -83,7 +83,7 @@ def sum_segments(flat: Tensor, of: Segments, columns: int, scale: float) -> list
         ValueError: `flat` is not contiguous.
     """
     refuse_strided("sum_segments", flat=flat)
-    unique, order, starts, ends = of
+    unique, order, starts, ends = found
     out = flat.new_empty((unique.numel(), columns))
     if out.numel():
         tile = tile_of(columns, flat.itemsize)

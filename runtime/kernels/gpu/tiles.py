@@ -27,7 +27,7 @@ class Tile(NamedTuple):
     columns: int
 
     def grid(self, rows: int, columns: int) -> tuple[int, int]:
-        """Returns one program per tile of (rows, columns). Rows are first, because only that axis may exceed 65,535."""
+        """Returns the launch grid for (rows, columns): one program per tile."""
         return triton.cdiv(rows, self.rows), triton.cdiv(columns, self.columns)
 
 
@@ -46,8 +46,8 @@ def tile_of(columns: int, itemsize: int, tensors: int = 1) -> Tile:
 
 @triton.jit
 def offsets(ids, count, width: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Offsets of a tile's elements in (count, width), those in the rows `ids` of a table, and a mask of elements that
-    exist.
+    """Returns the offsets of a tile's elements in a tensor (count, width), those in the rows `ids` of a table, and a
+    mask of the elements that exist.
     """
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)

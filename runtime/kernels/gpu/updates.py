@@ -32,13 +32,13 @@ def _quotient(x, y):
 
 @triton.jit
 def _root(x):
-    """Returns the correctly rounded square root."""
+    """Returns the square root with correct rounding."""
     return tl.sqrt(x) if x.dtype == tl.float64 else tl.sqrt_rn(x)
 
 
 @triton.jit
 def _load(values, at, inside, SUM: tl.constexpr):
-    """Loads values in the dtype of sums; zero outside the mask."""
+    """Loads values in the dtype of sums; zero where `inside` is false."""
     return tl.load(values + at, mask=inside, other=0.0).to(SUM)
 
 
@@ -53,7 +53,7 @@ def _descent(
     rows, shard, source, target, inside, weight_decay,
     DECAY: tl.constexpr, MAXIMIZE: tl.constexpr, SUM: tl.constexpr,
 ):  # fmt: skip
-    """Returns a tile's gradients to minimise, weight decay included, and the tile's weights."""
+    """Returns a tile of gradients to minimise (sign and weight decay applied), and the tile of weights."""
     gradient = _load(rows, source, inside, SUM)
     weight = _load(shard, target, inside, SUM)
     if MAXIMIZE:
@@ -70,7 +70,7 @@ def _sgd(
     MOMENTUM: tl.constexpr, NESTEROV: tl.constexpr, DECAY: tl.constexpr, MAXIMIZE: tl.constexpr,
     SUM: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Applies one SGD step to one tile of rows."""
+    """Triton kernel: applies one SGD step to one tile of rows."""
     source, target, inside = offsets(ids, count, width, ROWS, COLUMNS)
     gradient, weight = _descent(rows, shard, source, target, inside, weight_decay, DECAY, MAXIMIZE, SUM)
     if MOMENTUM:
@@ -126,7 +126,7 @@ def _adagrad(
     step_size: tl.float64, eps: tl.float64, weight_decay: tl.float64,
     DECAY: tl.constexpr, MAXIMIZE: tl.constexpr, SUM: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Applies one Adagrad step to one tile of rows."""
+    """Triton kernel: applies one Adagrad step to one tile of rows."""
     source, target, inside = offsets(ids, count, width, ROWS, COLUMNS)
     gradient, weight = _descent(rows, shard, source, target, inside, weight_decay, DECAY, MAXIMIZE, SUM)
     total = _load(sums, target, inside, SUM) + gradient * gradient
@@ -178,7 +178,7 @@ def _adam(
     AMSGRAD: tl.constexpr, DECAY: tl.constexpr, DECOUPLED: tl.constexpr, MAXIMIZE: tl.constexpr,
     SUM: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Applies one Adam step to one tile of rows."""
+    """Triton kernel: applies one Adam step to one tile of rows."""
     source, target, inside = offsets(ids, count, width, ROWS, COLUMNS)
     gradient, weight = _descent(rows, shard, source, target, inside, weight_decay, DECAY, MAXIMIZE, SUM)
     if DECOUPLED:

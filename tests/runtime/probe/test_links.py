@@ -127,7 +127,7 @@ def test_links_hold_where_a_large_exchange_takes_about_as_long(
 
 
 def test_slow_links_are_checked_by_fewer_bytes() -> None:
-    quick, slow = (measuring.telling_bytes(Cluster(rate, 0.01), 4) for rate in (1e6, 1e3))
+    quick, slow = (measuring.bytes_for_rate(Cluster(rate, 0.01), 4) for rate in (1e6, 1e3))
     assert quick == measuring.MOST_BYTES
     assert slow < quick / 10
     assert launch_ms(Cluster(1e3, 0.01), "all_reduce", slow, 4) >= measuring.LONG_MS

@@ -28,7 +28,7 @@ def test_the_share_of_a_transfer_that_compute_loses(ranks: list[Load], share: fl
 
 
 def test_a_rank_knows_its_cores() -> None:
-    own = Load.of(1.0, 2.0)
+    own = Load.of_this_rank(1.0, 2.0)
     assert own.cores
     assert own.threads >= 1
     assert (own.took_ms, own.wall_ms) == (1.0, 2.0)

@@ -119,7 +119,7 @@ def test_many_announcements_are_watched_by_one_look() -> None:
     announcements = Announcements(ranks)
 
     for _ in range(3):  # of fast steps, before the thread has looked once
-        announcements._watchdog.watch(ranks, announcements._look)
+        announcements._watchdog.watch(ranks, announcements._check_mismatch)
 
     assert len(looks) == 1
 

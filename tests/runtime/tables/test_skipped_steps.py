@@ -123,13 +123,13 @@ def test_rows_that_have_rested_end_where_the_optimizer_leads(name: str, dtype: t
 def test_rows_take_all_steps_at_once_where_their_root_fades_slowly(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """An optimizer's first steps, whose bias corrections change fast, are taken one by one."""
     one_by_one: list[int] = []
-    walk = decay._decay
+    walk = decay._apply_in_order
 
     def watched(shard: Tensor, averages: decay.Averages, rows: decay._Left, *rest: Any) -> None:
         one_by_one.append(rows.ids.numel())
         walk(shard, averages, rows, *rest)
 
-    monkeypatch.setattr(decay, "_decay", watched)
+    monkeypatch.setattr(decay, "_apply_in_order", watched)
     table = _Table(SKIPPED[name], torch.float32)
     for _ in range(20):
         table.step()
