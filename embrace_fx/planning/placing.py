@@ -18,7 +18,6 @@ from embrace_fx.runtime.tables.placement import broadcast_state, materialise, sh
 from embrace_fx.runtime.tables.table import Table
 from embrace_fx.runtime.tiers.rows_ahead import RowsAhead
 from embrace_fx.runtime.tiers.tiered_table import REFUSAL, SlotRows, beyond_memory
-from embrace_fx.runtime.tiers.working_set import WorkingSet
 from embrace_fx.setup.context import Context
 from embrace_fx.vocabulary.exactness import semantics
 from embrace_fx.vocabulary.graph import TrainingGraph
@@ -69,22 +68,6 @@ def place_anew(context: Context, graph: TrainingGraph, old: Plan, new: Plan) -> 
     state.tables.clear()
     state.tables.update(ordered)
     _hand_over(context, graph, new)
-
-
-def spaces_by_place(plan: Plan, tables: Mapping[str, Table]) -> tuple[RowSpace, ...]:
-    """Splits row spaces by the place of their tables, in memory or in a working set, so that tables of one place stay
-    together.
-    """
-    found, beyond = list[RowSpace](), beyond_memory(tables)
-    for space in plan.spaces:
-        sets: dict[WorkingSet, list[str]] = {}
-        for name in [name for name in space.tables if name in beyond]:
-            sets.setdefault(beyond[name].memory, []).append(name)
-        of_sets = [sorted(own, key=lambda name: beyond[name].rows.start) for own in sets.values()]
-        together = [o for o in of_sets if sum(len(beyond[name].rows) for name in o) == beyond[o[0]].memory.num_rows]
-        parts = [[name for name in space.tables if name not in beyond], *together]
-        found += [plan.space_of(names) for names in parts if len(names) > 1]
-    return tuple(found)
 
 
 def gather_tables(context: Context, names: Sequence[str]) -> None:

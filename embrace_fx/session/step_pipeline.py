@@ -27,8 +27,7 @@ from embrace_fx.passes.planner.replanning import SparsityMonitor
 from embrace_fx.passes.step_graphs import StepGraphs
 from embrace_fx.passes.step_memory import StepMemory, step_memory
 from embrace_fx.planning.findings import scores_nothing
-from embrace_fx.planning.scheduling import launches, order
-from embrace_fx.planning.scheduling import rows_beyond_memory as beyond_memory
+from embrace_fx.planning.scheduling import launches, order, rows_beyond_memory
 from embrace_fx.runtime.exchanges.channel import Channel, run
 from embrace_fx.runtime.exchanges.in_place import (
     Exchange,
@@ -263,7 +262,7 @@ class StepPipeline:
             return
         name, self._graph = "none" if as_gradients and several else "", graph
         self._order = partial(order, context, plan, name=name, compute_in_order=self._compute_in_order)
-        self.schedule, self.memory = self._order(graph, beyond_memory(plan, self._counters.ahead))
+        self.schedule, self.memory = self._order(graph, rows_beyond_memory(plan, self._counters.ahead))
         self.decided = self.schedule
         device = next(context.model.parameters()).device
         on = streams_of(device)

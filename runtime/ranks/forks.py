@@ -96,7 +96,7 @@ def _has_failed(child: int) -> bool:
     return found is not None and found.si_code == os.CLD_EXITED and found.si_status != 0
 
 
-def _before() -> None:
+def _before_fork() -> None:
     """Prepares all models for a fork."""
     if _MODELS and threading.current_thread() is threading.main_thread():
         _watch_children()
