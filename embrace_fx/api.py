@@ -89,7 +89,8 @@ def compile(
         SetUpError: a ValueError and RuntimeError, on every rank: an unknown option; no trainable parameter; no compiler
             for "inductor"; a model, optimizer or option that differs between ranks.
     """
-    with stage("loading torch's compiler", int(os.environ.get("RANK", "0"))):  # there may be no process group yet
+    # torch.distributed may not be initialized yet.
+    with stage("loading torch's compiler", int(os.environ.get("RANK", "0"))):
         from embrace_fx.session.session import Session  # noqa: PLC0415  (takes seconds)
 
     options = Options(

@@ -55,7 +55,8 @@ class CompiledModel(nn.Module, Joinable):
         self._buffers = model._buffers
         self._modules = model._modules
         self._non_persistent_buffers_set = model._non_persistent_buffers_set
-        self._load_state_dict_pre_hooks = model._load_state_dict_pre_hooks  # if it is part of another module
+        # Torch may call it if the model is part of another module.
+        self._load_state_dict_pre_hooks = model._load_state_dict_pre_hooks
         self.__dict__["training"] = model.training
 
     def __getattr__(self, name: str) -> Any:
@@ -257,7 +258,7 @@ class CompiledModel(nn.Module, Joinable):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clears the gradients of the model."""
-        self._session.model.zero_grad(set_to_none)  # the plain model's method reads no parameters
+        self._session.model.zero_grad(set_to_none)  # calls the plain model's method, which reads no parameters
         self._session.state.unreduced.clear()  # gradients accumulated under `no_sync` are dropped too
 
     # Apply pending updates before returning parameters. The caller may write them, so drop rows fetched ahead.

@@ -175,7 +175,7 @@ def plan(  # noqa: PLR0913
     optimizers = (optimizer,) if isinstance(optimizer, Optimizer) else tuple(optimizer or ())
     state, communicator = ModelState(model), _SingleCommunicator(ranks)
     announcements = Announcements(communicator)
-    stepping = Stepping(state, announcements, lambda names, reason: None)  # never used, because no step runs
+    stepping = Stepping(state, announcements, lambda names, reason: None)  # no step runs, so these are never used
     for each in optimizers:
         stepping.holders.add(each)
     captured = [_captured(model, state, each) for each in batches]

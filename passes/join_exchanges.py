@@ -95,7 +95,7 @@ def idle_graph(name: str, parameter: Tensor) -> TrainingGraph:
     return aten.new_zeros(parameter, [])
     """
     graph = fx.Graph()
-    with FakeTensorMode(shape_env=ShapeEnv()):  # the number of rows is unknown
+    with FakeTensorMode(shape_env=ShapeEnv()):  # the number of rows is a new symbol
         value = torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
         nothing = value.new_zeros([])
     read = graph.create_node("placeholder", name, name=name)  # torch converts the name to an identifier

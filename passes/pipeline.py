@@ -77,33 +77,33 @@ def training_passes(
         join: the pass that adds exchanges that the batch does not need, or None for a forward alone.
         memory: the pass that keeps the step within a memory budget, or None without a budget.
     """
-    joined = join.exchanged if join is not None else ()  # no exchanges on a single process
+    joined = join.exchanged if join is not None else ()  # a single process exchanges nothing
     exchanged = plan.row_exchanges.items()
     sharded = tuple(name for name, tables in exchanged if any(t in present or t in joined for t in tables))
     renormed = tuple(name for name in plan.renormed if name in present)
     return (
-        *((join,) if join is not None else ()),  # parameters that this batch does not use are exchanged too
-        *((JoinTables(plan.spaces),) if plan.spaces else ()),  # the tables of a row space become one
-        ShardHeads(plan.heads, rank, plan.world_size, memory is None),  # output layers over sharded tables
-        EagerDropout(),  # on the CPU: the noise eager would draw, one multiplication
-        # tables -> shards, rows by AlltoAll
+        *((join,) if join is not None else ()),  # adds exchanges of parameters that this batch does not use
+        *((JoinTables(plan.spaces),) if plan.spaces else ()),  # joins the tables of each row space
+        ShardHeads(plan.heads, rank, plan.world_size, memory is None),  # shards the output layers over sharded tables
+        EagerDropout(),  # on the CPU, draws dropout's noise as eager mode does
+        # replaces tables by shards, and lookups by AlltoAlls of rows
         ShardTables(sharded, renormed, rank, plan.world_size, plan.grids, in_order=not reduce, rows=plan.rows),
-        NarrowExchange(),  # rows are sent in the narrow dtype of an autocast region
+        NarrowExchange(),  # sends rows in the narrow dtype of an autocast region
         # rounds row gradients to fewer bits
         *((RoundRowGradients(plan.rows_as),) if plan.rows_as != "exact" else ()),
-        GlobalFrequency(plan.world_size),  # scale_grad_by_freq: counts over all ranks
-        # gradients of whole tables with sparse=True -> the rows that lookups read
+        GlobalFrequency(plan.world_size),  # counts ids over all ranks for scale_grad_by_freq
+        # keeps gradients of whole tables with sparse=True sparse
         *((SparseGradients(plan.sparse, plan.exchanged if reduce else ()),) if join is not None else ()),
-        # dense gradients -> buckets, AllReduce or a sparse exchange
+        # reduces dense gradients, in buckets or by sparse exchanges
         ReduceGradients(
             plan.buckets if reduce else (),
             plan.world_size,
             {name: (plan[name].strategy, plan[name].scheme) for name in plan.exchanged},
         ),
-        RecomputeRegions(),  # checkpointed regions are recomputed in the backward
+        RecomputeRegions(),  # recomputes checkpointed regions in the backward
         # recomputes or offloads as a memory budget requires, or recomputes only cheap values
         memory if memory is not None else RecomputeCheap(plan.links.compute),
-        Partition(),  # one graph -> unique, ids, forward, backward
+        Partition(),  # splits the graph into unique, ids, forward and backward
     )
 
 
@@ -119,12 +119,12 @@ def overlap_passes(plan: Plan, schedule: str, rank: int, cuts: Cuts) -> tuple[Pa
     vertical = (SplitRows(cuts.pieces),) if schedule in LOOKS_AHEAD else ()
     horizontal = (UpdateBeforeRead(plan.buckets, cuts.chunks),) if schedule in INTO_FORWARD else ()
     return (
-        SubmitRows(tuple(plan.heads)),  # rows and their gradients are submitted, awaited and applied
-        *vertical,  # early and late rows, prior and delayed gradients
-        ChunkBuckets(cuts.chunks),  # buckets are sent in chunks
-        *horizontal,  # buckets are updated right before the next forward reads them
-        AwaitRowsLate(),  # rows are awaited at their first use
-        SubmitGradientsEarly(),  # row gradients are submitted as soon as they are computed
+        SubmitRows(tuple(plan.heads)),  # submits, awaits and applies rows and their gradients
+        *vertical,  # splits rows into early and late, gradients into prior and delayed
+        ChunkBuckets(cuts.chunks),  # sends buckets in chunks
+        *horizontal,  # updates buckets right before the next forward reads them
+        AwaitRowsLate(),  # awaits rows at their first use
+        SubmitGradientsEarly(),  # submits row gradients as soon as they are computed
     )
 
 
@@ -142,7 +142,7 @@ def run_passes(analysed: TrainingGraph, passes: Iterable[Pass], earlier: Compile
     graphs = {**earlier.graphs} if earlier else {"captured": analysed.module}
     phases, ms = ({**earlier.phases}, {**earlier.ms}) if earlier else ({}, {})
     for name in graph.phases:
-        del graphs[name]  # phases are added last
+        del graphs[name]  # they are added again below, so that phases come last
     for each in passes:
         began = perf_counter()
         before, graph = graph, each(graph)

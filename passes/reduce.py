@@ -86,7 +86,7 @@ def reduce_gradients(
         last = max([p for p in parts if p is not None] + [launch for launch, _ in launches[-1:]])
         with rewriter.before(last.next):
             sparsely = exchanged.get(bucket[0])
-            scale = 1.0 / world_size if sparsely is None else 1.0  # an exchange averages by itself
+            scale = 1.0 / world_size if sparsely is None else 1.0  # a sparse exchange computes the mean itself
             flat = rewriter.call(embrace.pack_bucket.default, parts, scale, name=f"bucket_{k}")
             flat.meta["bucket"] = k
             if sparsely is None:

@@ -46,7 +46,7 @@ def lstm_workspace_bytes(steps: int, sequences: int, width: int, own: int, items
         return filled + line if filled % 256 == 0 else filled
 
     of_steps = [row(4 * own), row(own)]
-    of_layers = [*[row(max(width, own))] * 3, *[own] * 2]  # upper bounds, with one step added
+    of_layers = [*[row(max(width, own))] * 3, *[own] * 2]  # upper bounds: one step is added
     values = [*(steps * each for each in of_steps), *(2 * (steps + 1) * each for each in of_layers)]
     return sum(-(-sequences * each * itemsize // _PAGE_BYTES) * _PAGE_BYTES for each in values)
 
@@ -69,7 +69,7 @@ def scratch_bytes(node: fx.Node, expected: ExpectedSizes) -> int:
     hidden, width = w.hh.shape[0] // gates, w.ih.shape[1]
     if name == _LAYER:
         elements = sequences * hidden if cell == "lstm" else 0
-        if not last:  # the values that would be saved
+        if not last:  # the values that a backward would need
             kept = {"lstm": gates + 1 + (w.projection is not None), "gru": gates + 1}.get(cell, 0)
             elements += rows * kept * hidden
     else:

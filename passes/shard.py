@@ -187,7 +187,8 @@ def _shard(
     num_rows = len(range(table.num_rows)[grid.own_rows(table.num_rows, options.rank)])
     with rewriter.before(weight):
         shape, like = (num_rows, last - first), weight.meta["val"]
-        shard = next((node for node, role in graph.inputs() if role == Shard(table.parameter)), None)  # of a head
+        # An output layer's shard exists.
+        shard = next((node for node, role in graph.inputs() if role == Shard(table.parameter)), None)
         shard = shard or rewriter.placeholder(
             f"{weight.name}_shard", Shard(table.parameter), shape, like.dtype, like.device
         )
@@ -286,7 +287,7 @@ def _read_rows(rewriter: Rewriter, weight: fx.Node, rows: fx.Node, ids: _Ids, ta
         set_argument(node, "indices", ids.where[indices])
         padding = argument(node, "padding_idx")
         if padding >= 0:
-            set_argument(node, "padding_idx", 0)  # the padding row is first in unique_ids
+            set_argument(node, "padding_idx", 0)  # `unique_rows` puts the padding row first
         if node.target in LOOKUP_BACKWARDS:
             if num_rows is None:
                 with rewriter.before(rows.next):

@@ -115,7 +115,7 @@ def gradient_terms(gradient: fx.Node) -> list[fx.Node]:
 def _shares(lookups: list[fx.Node], backwards: list[fx.Node]) -> list[list[fx.Node]]:
     """Returns, for each lookup, the backward nodes that compute its share of the gradient."""
     shares: list[list[fx.Node]] = [[] for _ in lookups]
-    for backward in sorted(backwards, reverse=True):  # autograd goes through the lookups from the last to the first
+    for backward in sorted(backwards, reverse=True):  # autograd visits the lookups in reverse order
         able = [k for k, lookup in enumerate(lookups) if _is_backward_of(backward, lookup)]
         if able:
             shares[min(able, key=lambda k: len(shares[k]))].append(backward)

@@ -42,7 +42,7 @@ from embrace_fx.runtime.ranks.communicator import Communicator
 from embrace_fx.runtime.ranks.failure import DeadRank
 
 MASTER = 0
-NUMBERS = len(fields(Sums))  # at the start of a message
+NUMBERS = len(fields(Sums))  # numbers at the start of a message
 
 Order = Literal["go on", "end", "dead", "late"]
 ORDERS: tuple[Order, ...] = ("go on", "end", "dead", "late")

@@ -137,7 +137,7 @@ def prepare_on_all(
     own, failure = None, None
     try:
         own = prepare()
-    except Exception as error:  # report any error to the other ranks
+    except Exception as error:  # the other ranks must learn of any error
         failure = error
     communicator.check_none_failed(failure)
     assert own is not None

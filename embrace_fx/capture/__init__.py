@@ -101,7 +101,7 @@ class Captured:
 
     def accepts(self, leaves: Sequence[Any]) -> bool:
         """Returns whether the graph is valid for flattened arguments whose types and dtypes are already checked."""
-        for k, value in self.constants.items():  # a hot path: no generator
+        for k, value in self.constants.items():  # a loop, because this runs at every call and a generator is slower
             if not same_constant(leaves[k], value):
                 return False
         if not self.conditions.hold():

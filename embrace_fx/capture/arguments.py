@@ -152,7 +152,7 @@ def argument_names(function: types.FunctionType, args: tuple[Any, ...], kwargs: 
     roots += [f"L[{name!r}]" if name in named else f"L[{rest!r}][{name!r}]" for name in kwargs]
     try:
         paths = [pytree.tree_flatten_with_path(value)[0] for value in (*args, *kwargs.values())]
-    except Exception:  # an error in the user's object: its parts get no names
+    except Exception:  # the user's object has raised, so its parts get no names
         return {}
     names = [f"{root}{pytree.keystr(path)}" for root, found in zip(roots, paths, strict=True) for path, _ in found]
     return dict(enumerate(names))
@@ -179,5 +179,5 @@ def same_constant(one: Any, other: Any) -> bool:
         return one is other
     try:
         return bool(one == other)
-    except (TypeError, ValueError, RuntimeError):  # comparing arrays, for example, returns an array
+    except (TypeError, ValueError, RuntimeError):  # `==` may return no bool: arrays return an array
         return False

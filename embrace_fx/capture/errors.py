@@ -99,7 +99,7 @@ def raised_by_forward(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str,
     fake = any(isinstance(leaf, FakeTensor) or (isinstance(leaf, Tensor) and leaf.is_meta) for leaf in leaves)
     if not (of_forward or "Observed exception" in str(error)):
         return None
-    if fake:  # no real inputs to run it with
+    if fake:  # meta tensors have no values to run the forward with
         return error if of_forward else _observed(error)
     buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
     try:

@@ -97,7 +97,8 @@ def name_in_frame(name: str, model_name: str) -> str:
 def name_of_model(model: nn.Module) -> str:
     """Returns Dynamo's name for the model, among the locals of its forward."""
     code = traced_function(model).__code__
-    return f"L[{code.co_varnames[0]!r}]" if code.co_argcount else "L['args'][0]"  # decorated: the first of `*args`
+    # A decorated forward has the model as the first of `*args`.
+    return f"L[{code.co_varnames[0]!r}]" if code.co_argcount else "L['args'][0]"
 
 
 def traced_function(model: nn.Module) -> types.FunctionType:
@@ -123,7 +124,7 @@ def dynamo_guards(gm: fx.GraphModule, model: nn.Module) -> Conditions:
             return False
         return root[1] == "G" or itself in name or root[2] in cells
 
-    output.skip_guards_check = True  # this check needs the batch in the frame
+    output.skip_guards_check = True  # this check needs the batch's tensors, which are not in the frame
     with torch._dynamo.config.patch(skip_nnmodule_hook_guards=False):
         checks = _Checks(is_kept, code, output)
     manager = checks.guard_manager

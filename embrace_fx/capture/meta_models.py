@@ -32,7 +32,7 @@ def as_on_cpu(model: nn.Module, batch: Any) -> Iterator[tuple[nn.Module, Any]]:
     Tied parameters stay tied. The copy is valid inside the context.
     """
     fake_mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
-    twin = copy.deepcopy(model)  # on the meta device, so no memory is copied
+    twin = copy.deepcopy(model)  # copies no memory, because the model is on the meta device
     made: dict[int, Tensor] = {}
 
     def fake(tensor: Tensor) -> Tensor:

@@ -42,7 +42,7 @@ class ModelWatch:
         self._children = [module._modules for module in self._modules]
         self._parameters = [module._parameters for module in self._modules]
         kinds = {type(module): None for module in self._modules}
-        # Modules without Python methods.
+        # TorchScript's modules have no Python methods.
         self._kinds = [kind for kind in kinds if not issubclass(kind, torch.jit.ScriptModule)]
         self._were = self._current()
         self._root_was = self._root()
@@ -53,7 +53,7 @@ class ModelWatch:
 
     def note_parameters(self) -> None:
         """Records the current parameters, after tables have been placed or loaded."""
-        self._held = [*chain.from_iterable(map(_values, self._parameters))]  # keeps their ids from being reused
+        self._held = [*chain.from_iterable(map(_values, self._parameters))]  # references, so that no id is reused
         self._ids, self._keys = [*map(id, self._held)], self._parameter_keys()
         self._names = self._ids_by_name()
 

@@ -47,7 +47,7 @@ def deferred_prints() -> Iterator[None]:
         """Notes a print or warning of the forward, to be made after the graph has run."""
         category = [kwargs["category"]] if "category" in kwargs else []
         args = [_formatted(each) for each in (*args, *category)]
-        # In a checkpointed region, whose values are not known outside.
+        # A value of a checkpointed region is not known outside of it.
         in_region = tx.output.current_tracer.parent is not None
         known = variables.ConstantVariable if in_region else _AS_THEY_ARE
         if kwargs.keys() - _HEEDED or not all(isinstance(each, known) for each in args):

@@ -111,7 +111,7 @@ def quiet_dynamo() -> Iterator[None]:
     with torch._dynamo.config.patch(options), warnings.catch_warnings():
         # If warnings are errors, torch's own warnings would make Dynamo fail. The first is about autograd functions:
         warnings.filterwarnings("ignore", ".*should not be instantiated", DeprecationWarning)
-        warnings.filterwarnings("ignore", "Guards may run slower", RuntimeWarning)  # under Python 3.13.0
+        warnings.filterwarnings("ignore", "Guards may run slower", RuntimeWarning)  # Python 3.13.0 raises this warning
         # This one is about cached functions, which Dynamo traces into:
         warnings.filterwarnings("ignore", "Dynamo detected a call to a `functools.lru_cache`", UserWarning)
         yield

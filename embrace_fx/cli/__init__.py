@@ -99,7 +99,7 @@ def write(forecast: Forecast, text: str, path: Path) -> None:
     elif path.suffix == ".json":
         _write_json(forecast, path)
     else:
-        forecast.schedule.save(path)  # raises for other suffixes
+        forecast.schedule.save(path)  # `save` raises for other suffixes
 
 
 def _write_json(forecast: Forecast, path: Path) -> None:
@@ -135,7 +135,7 @@ def show(saved: str, output: str | None) -> None:
             click.echo(str(planned))
             return
         schedule, timeline = trace.read(source)
-        # Not beside the file: a page saved there has more facts than one made from a .json.
+        # Do not write beside the file: a page saved there may have more facts than one made from a .json.
         target = Path(output or Path(tempfile.mkdtemp(prefix="embrace-fx-"), f"{source.stem}.html"))
         save(target, schedule=schedule, timeline=timeline)
     click.echo(f"wrote {target}")
@@ -177,7 +177,7 @@ def doctor() -> None:
             dist.init_process_group()
             findings.append(probe_links())
             dist.destroy_process_group()
-        except Exception as error:  # any failure is a finding
+        except Exception as error:  # doctor reports any failure
             findings.append(Finding("links", "fails", str(error), "see that all ranks run and reach each other"))
             fails = True
     if os.environ.get("RANK", "0") == "0" or fails:

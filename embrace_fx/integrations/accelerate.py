@@ -38,7 +38,8 @@ class EmbraceAccelerator(Accelerator):  # type: ignore[misc]  # accelerate has n
         if isinstance(model, embrace_fx.CompiledModel):
             self._models.append(model)
             return model
-        prepared: nn.Module = super().prepare_model(model, device_placement, evaluation_mode=True)  # adds no wrapper
+        # Prepares the model without wrapping it.
+        prepared: nn.Module = super().prepare_model(model, device_placement, evaluation_mode=True)
         if evaluation_mode:
             return prepared
         options = getattr(self, "compile_options", {})

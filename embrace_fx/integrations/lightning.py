@@ -50,7 +50,7 @@ class EmbraceStrategy(DDPStrategy):
     def configure_ddp(self) -> None:
         """Compiles the module, or its only trained child. DDPStrategy would wrap the module here."""
         assert self.model is not None
-        if self.compiled is not None:  # fit() may be called again
+        if self.compiled is not None:  # fit() may be called several times
             return
         children = _trained_children(self.model)
         if len(children) == 1 and children[0] in dict(self.model.named_children()):

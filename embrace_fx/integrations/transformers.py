@@ -51,7 +51,7 @@ class EmbraceTrainer(Trainer):
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         """Saves the state of the optimizer, gathered on all ranks, and of the scheduler."""
         optimizer: Any = self.optimizer
-        state = optimizer.state_dict()  # made on every rank; one rank writes it
+        state = optimizer.state_dict()  # collective: every rank builds the state dict, and one writes it
         saved: Any = SimpleNamespace(state_dict=lambda: state)
         self.optimizer = saved
         try:

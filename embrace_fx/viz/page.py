@@ -156,7 +156,8 @@ def _operations(picture: Picture) -> Iterator[dict[str, Any]]:
         runs: defaultdict[tuple[str, int, int], float] = defaultdict(float)
         for span in sorted(panel.timeline.spans, key=lambda span: span.start_ms):
             operations.setdefault(span.operation.name, span.operation)
-            runs[span.operation.name, span.window, span.rank] += span.end_ms - span.start_ms  # waits may cut it
+            # Waits may cut an operation into several spans.
+            runs[span.operation.name, span.window, span.rank] += span.end_ms - span.start_ms
         of_panel: defaultdict[str, list[float]] = defaultdict(list)
         for (name, *_), took_ms in runs.items():
             of_panel[name].append(took_ms)

@@ -196,12 +196,13 @@ class Panel:
     def figures(self) -> tuple[Figure, ...]:
         """Returns the metrics of a panel, in display order."""
         d = self.diagnostics
-        copies = tuple(lane for lane in COPIES if d.communication_ms.get(lane))  # most steps copy nothing
+        # Most steps have no offloads, which are left out then.
+        copies = tuple(lane for lane in COPIES if d.communication_ms.get(lane))
         classes = (*CLASS_LANES, *copies)
         computed = tuple(self._computed())
         return (
             Figure("step", d.step_ms, "ms"),
-            # Not as a median, so that the parts add up.
+            # Take the mean, not the median, so that the parts add up.
             Figure("compute", sum(part.value for part in computed), "ms", "compute"),
             *computed,
             *(Figure(f"exposed {c}", d.exposed_ms[c], "ms", c, True, c) for c in classes if c in d.exposed_ms),

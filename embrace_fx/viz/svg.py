@@ -55,7 +55,7 @@ def document(title: str, width: int, height: int, head: Sequence[str], lines: Se
     return "\n".join(
         (
             f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" '
-            f'style="max-width:100%;height:auto" '  # scales down on a narrow screen
+            f'style="max-width:100%;height:auto" '  # lets the picture shrink on a narrow screen
             f'viewBox="0 0 {width} {height}" role="img" aria-labelledby="{labels}">',
             f'<title id="title">{escape(title)}</title>',
             f"<style>{style(LIGHT)}@media (prefers-color-scheme:dark){{{_colours(DARK)}}}</style>",
@@ -226,7 +226,7 @@ def _memory(panel: Panel, rank: int, axis: _Axis, top: float) -> _Part:
         corners += [(point.at_ms, round(height, 1)), (following.at_ms, round(height, 1))]
     times = f' data-t="{" ".join(f"{at_ms:.4f}" for at_ms, _ in corners)}"' if axis.live else ""
     drawn = " ".join(f"{axis(at_ms)},{y}" for at_ms, y in corners)
-    low_mib, high_mib = (round(each / MIB, 1) + 0.0 for each in (base, high))  # no -0.0
+    low_mib, high_mib = (round(each / MIB, 1) + 0.0 for each in (base, high))  # adding 0.0 avoids "-0.0"
     low_high = f"{low_mib:,.1f} to {high_mib:,.1f} MiB"
     return _Part(
         [

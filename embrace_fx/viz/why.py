@@ -121,7 +121,7 @@ def unlike_predicted(shares_ms: Mapping[Share, float], schedule: Schedule) -> st
     measured_ms = sum(shares_ms[part] for part in PREDICTED)
     if figures.step_ms <= 0 or abs(measured_ms - figures.step_ms) <= LEFT * figures.step_ms:
         return ""
-    # The excess over the prediction.
+    # Compare the excess over the prediction, not the time itself.
     waits_ms = sum(shares_ms[lane] - figures.exposed_ms.get(lane, 0.0) for lane in WAITS)
     compute_ms = measured_ms - figures.step_ms - waits_ms
     is_waiting = abs(waits_ms) > abs(compute_ms)

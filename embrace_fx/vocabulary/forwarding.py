@@ -88,5 +88,5 @@ def _may_share(tensor: Tensor, data: Tensor) -> bool:
     return may
 
 
-_LIBRARY = torch.library.Library("aten", "IMPL")  # keeps the kernel registered
+_LIBRARY = torch.library.Library("aten", "IMPL")  # the kernel is unregistered when this object is freed
 _LIBRARY.impl("_has_compatible_shallow_copy_type", _may_share, "PythonTLSSnapshot")

@@ -65,5 +65,5 @@ def same_layout(source: fx.Node, node: fx.Node) -> bool:
     a, b = source.meta.get("val"), node.meta.get("val")
     if not isinstance(a, Tensor) or not isinstance(b, Tensor) or a.dtype != b.dtype:
         return False
-    # Compared as text: comparing symbolic sizes would add guards.
+    # Compare sizes as text, because comparing symbolic sizes would add guards.
     return str((tuple(a.shape), a.stride())) == str((tuple(b.shape), b.stride()))

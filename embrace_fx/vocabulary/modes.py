@@ -21,7 +21,7 @@ def outside_of_modes() -> Iterator[None]:
     """
     compiler, trace, records = torch.compiler, torch._C._get_tracing_state(), torch.is_grad_enabled()
     flags = compiler._is_compiling_flag, compiler._is_exporting_flag
-    # First, because they would intercept the guards below.
+    # Disable function modes first, because they would intercept the guards below.
     functions = [_pop_mode() for _ in _get_current_function_mode_stack()]
     if trace is not None:  # inside a kernel, setting the state may raise even if unchanged
         torch._C._set_tracing_state(None)  # type: ignore[attr-defined]

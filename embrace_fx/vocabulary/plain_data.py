@@ -63,7 +63,7 @@ def from_plain(kind: Any, value: Any, where: str = "it") -> Any:
     if origin is list and isinstance(value, list):
         return [from_plain(arguments[0], v, f"{where}[{k}]") for k, v in enumerate(value)]
     if origin is dict and isinstance(value, list):
-        pair: Any = tuple.__class_getitem__(arguments)  # a hint built by this module
+        pair: Any = tuple.__class_getitem__(arguments)  # a type hint that this module has built
         return dict(from_plain(pair, each, where) for each in value)
     if kind is Tensor and isinstance(value, list):
         return _integers(value, where)

@@ -58,7 +58,7 @@ class RowSpace:
         ('item.weight', 25)
         """
         number = (-value + OUTSIDE // 2) // OUTSIDE
-        if not 1 <= number <= len(self.tables):  # an id larger than the encoding allows
+        if not 1 <= number <= len(self.tables):  # the id was too large to be encoded
             return self.name, value
         return self.tables[number - 1], value + number * OUTSIDE
 

@@ -135,7 +135,7 @@ def _move_one(
 
 def _added_ms(copies: Sequence[PlacedCopy], starts_ms: Sequence[float], rate: CopyRate) -> float:
     """Returns the time that copies add to a step: waits for them, and the compute time that they take."""
-    events: list[tuple[int, int, int]] = []  # (position, event, copy)
+    events: list[tuple[int, int, int]] = []  # events as (position, kind of event, copy)
     for k, copy in enumerate(copies):
         events += [(copy.storage.born + 1, 0, k), (copy.left, 1, k), (copy.comes, 2, k), (copy.back, 3, k)]
     lanes = {0: 0.0, 2: 0.0}

@@ -112,7 +112,7 @@ def _space(tables: list[Table]) -> RowSpace:
 
 def _is_joined(use: TableUse) -> bool:
     """Returns whether a lookup can read a joined table."""
-    if not use.lookup:  # the graph contains only the gradient
+    if not use.lookup:  # a graph of gradients contains no lookups
         return False
     return use.padding_idx < 0 or (use.kind == "embedding" and not use.scale_grad_by_freq)
 

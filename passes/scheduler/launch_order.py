@@ -114,7 +114,7 @@ class _Queue:
         self._machine = machine
         self._key = key
         self._needed = _needed_at(machine)
-        self._processor = self._link = 0.0  # when they are free
+        self._processor = self._link = 0.0  # when the processor, the link and each lane are free
         self._finished: list[list[float]] = []  # ends of operations, window by window
         self._ends: list[float | None] = []  # ends of this window's operations
         self._ran = 0  # compute operations of this window that have run
@@ -129,7 +129,8 @@ class _Queue:
         while waiting:
             times = {k: ready for k in waiting if (ready := self._ready(k)) is not None}
             if not times:
-                machine.sequence([*order, *waiting])  # raises: the first one waiting is blocked
+                # No operation can run: `sequence` raises and names the blocked one.
+                machine.sequence([*order, *waiting])
                 raise AssertionError("a blocked order was not refused")
             self._link = max(self._link, min(times.values()))
             launched = min(

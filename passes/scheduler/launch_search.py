@@ -48,7 +48,7 @@ class _Search:
         self.machine = machine
         self.starts_left = SEARCH_STARTS
         self.bound_ms = bound_ms * (1 + TOLERANCE)
-        self._draw = random.Random(0).random  # the only method with equal numbers on all machines and versions
+        self._draw = random.Random(0).random  # `random.random` gives equal numbers on all machines and versions
 
     def run(self, order: list[int]) -> WindowTimes | None:
         """Simulates an order. Returns None if it deadlocks."""
@@ -124,7 +124,7 @@ def _critical_blocks(path: list[tuple[int, int]], order: list[int]) -> Iterator[
     """Yields the blocks of a critical path: (first, last) position of launches that directly follow each other."""
     position = {launch: k for k, launch in enumerate(order)}
     seen = set()
-    block: list[tuple[int, int]] = []  # (window, position)
+    block: list[tuple[int, int]] = []  # critical operations as (window, position)
     for window, k in [*path, (-1, -1)]:
         here = (window, position.get(k, -1))
         if block and here != (block[-1][0], block[-1][1] + 1):

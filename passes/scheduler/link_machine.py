@@ -53,10 +53,13 @@ class LinkMachine:
         self.index = {o.name: k for k, o in enumerate(self.operations)}
         self.reach = max((d.distance for d in steps.dependences), default=0)
         size = len(self.operations)
-        self.needs: list[list[int]] = [[] for _ in range(size)]  # operations of the same window
-        self.needs_earlier: list[list[tuple[int, int]]] = [[] for _ in range(size)]  # (distance, operation)
-        self.needs_launches: list[list[tuple[int, int]]] = [[] for _ in range(size)]  # communications of communications
-        released = [-self.count * (self.reach + 1)] * size  # the last compute operation, counted from the window's
+        # Operation -> operations of the same window that it waits for.
+        self.needs: list[list[int]] = [[] for _ in range(size)]
+        # Operation -> (windows earlier, operation) that it waits for.
+        self.needs_earlier: list[list[tuple[int, int]]] = [[] for _ in range(size)]
+        # Communication -> communications that it waits for.
+        self.needs_launches: list[list[tuple[int, int]]] = [[] for _ in range(size)]
+        released = [-self.count * (self.reach + 1)] * size  # launch -> the last compute operation it needs
         for d in sorted(steps.dependences, key=lambda d: (d.distance, d.before, d.after)):
             self._add(d.before, d.after, d.distance, released)
         for launch in range(self.count, size):
@@ -299,7 +302,8 @@ class LinkMachine:
         try:
             return [*TopologicalSorter(needs).static_order()]
         except CycleError:
-            self.sequence(range(self.count, self.copying))  # raises, and names two operations of the cycle
+            # No legal order exists; `sequence` raises and names two operations.
+            self.sequence(range(self.count, self.copying))
             raise
 
 

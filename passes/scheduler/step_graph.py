@@ -142,7 +142,7 @@ def _of_backward(backward: fx.GraphModule, early: Block, end: Block, node_ms: No
 def _of_forward(forward: fx.GraphModule, between: Block, node_ms: NodeMs) -> Iterator[Block]:
     """Yields the blocks of the forward, each with the launches it awaits and submits."""
     segment: Block | None = Block(START)
-    waiting = Block(START)  # its compute precedes the next await
+    waiting = Block(START)  # compute after the last submission precedes the next await
     for node in forward.graph.nodes:
         if begun_or_awaited(node) is not None:
             yield _up_to(node, segment or waiting)
@@ -314,7 +314,8 @@ def _with_norms(steps: StepGraph, sizes: Sizes, cluster: cost.Cluster, world_siz
     duration = cluster.transfer_ms(sent, 2 * (world_size - 1), "all_reduce")
     gradients = [o.name for o in steps.operations if o.kind in ("gradients", "delayed") and tables & {*o.serves}]
     awaited = dict.fromkeys(d.after for d in steps.dependences if d.before in gradients and not d.distance)
-    updates = [name for name in awaited if name != str(END)]  # END: gradients that the backward itself awaits
+    # Gradients that the backward itself awaits belong to its end.
+    updates = [name for name in awaited if name != str(END)]
     optimizer = next(name for name in steps.compute_order if name in (str(OPTIMIZER), str(BETWEEN)))
     return replace(
         steps,

@@ -253,12 +253,12 @@ def pack_bucket(gradients: Sequence[Tensor], scale: float) -> Tensor:
 
 def unpack_bucket(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
     """Returns views of a flat tensor in the shapes of `like`."""
-    if flat.is_sparse:  # rows of a table with its own bucket
+    if flat.is_sparse:  # a table with its own bucket has its gradient as rows
         return [flat]
     parts, begin = list[Tensor](), flat.storage_offset()
     # Autograd must not see views, because loops call `detach_()` on gradients, which refuses views.
     with torch._C._AutoDispatchBelowAutograd(), torch._C._ExcludeDispatchKeyGuard(_VIEWS):
-        for each in like:  # one op each, instead of a split and a view
+        for each in like:  # one op per gradient, instead of a split and a view
             shape = each.shape
             parts.append(flat.as_strided(shape, _contiguous_strides(shape), begin))
             begin += each.numel()

@@ -88,7 +88,7 @@ class Moments:
         self._count, self._correction = 0, 1.0
         self.sums = torch.zeros(self.TERMS + 1, most, dtype=torch.float64, device="cpu")
         self.centre = torch.ones(most, dtype=torch.float64, device="cpu")
-        self._faded = torch.ones(most, dtype=torch.float64, device="cpu")  # remaining fraction of the momentum
+        self._faded = torch.ones(most, dtype=torch.float64, device="cpu")  # f: the remaining fraction of the momentum
         self._root = torch.ones(most, dtype=torch.float64, device="cpu")  # 1 - u
 
     def add(self, counted: int, size: float, correction: float, fading: tuple[float, float, float]) -> None:
@@ -104,7 +104,8 @@ class Moments:
         fade = math.sqrt(beta2) if self._fades else 1.0
         before, self._count = self._count, self._count + 1
         mean = 1 / (1 - beta1)
-        self.centre[before] = fade**mean * (1 - beta2 ** (counted + mean - 1)) ** -0.5  # any number is correct
+        # The sums are correct for any centre.
+        self.centre[before] = fade**mean * (1 - beta2 ** (counted + mean - 1)) ** -0.5
         faded, root, sums = self._faded[: self._count], self._root[: self._count], self.sums[:, : self._count]
         if shrink != 1.0:
             sums *= shrink
@@ -114,7 +115,7 @@ class Moments:
         faded *= beta1
         factors = root.neg().add_(1.0).repeat(self.TERMS + 1, 1)
         torch.mul(faded, size, out=factors[0])
-        terms = factors.cumprod_(0)  # a f u^n, multiplied left to right
+        terms = factors.cumprod_(0)  # the terms a f u^n, multiplied from left to right
         terms[-1].abs_().div_(root.clamp(max=1.0))
         sums += terms
 
@@ -197,7 +198,7 @@ def _apply_together(
     weight, first, second = (each.index_select(0, ids) for each in (shard, exp_avg, exp_avg_sq))
     root = second.sqrt() if greatest is None else greatest.index_select(0, ids).sqrt_()
     fade_first, fade_second, shrink = _faded(coefficients.index_select(0, taken), history, dtype)
-    sums = moments.sums.index_select(1, taken).to(dtype).unsqueeze(-1).unbind()  # TERMS + 1 times (K, 1)
+    sums = moments.sums.index_select(1, taken).to(dtype).unsqueeze(-1).unbind()  # a list of TERMS + 1 tensors (K, 1)
     root.mul_(moments.centre.index_select(0, taken).to(dtype)[:, None])
     divisor = root + moments.eps
     y = root.div_(divisor)
@@ -250,7 +251,7 @@ def _apply_in_order(shard: Tensor, averages: Averages, rows: _Left, history: Tak
         blocks = max(1, min(most, -(-(longest - done) // STEPS_PER_BLOCK)))
         steps = torch.arange(done + 1, done + blocks * STEPS_PER_BLOCK + 1, device=ids.device)
         at = taken[:active, None] + steps
-        of_steps = coefficients[at.clamp(max=until)]  # (K, C, 6)
+        of_steps = coefficients[at.clamp(max=until)]  # coefficients of each row and step (K, C, 6)
         faded = (of_steps[..., :2] - before[:active, None, :2]).mul_(_HALF_OF_SECOND.to(ids.device)).exp_()
         if max_exp_avg_sq is not None:
             faded[..., LOG_BETA2] = 1.0
@@ -261,7 +262,8 @@ def _apply_in_order(shard: Tensor, averages: Averages, rows: _Left, history: Tak
         divisors = torch.addcmul(eps.unsqueeze(-1), root[:active, None], roots.unsqueeze(-1))
         terms = (first[:active, None] * sizes.unsqueeze(-1)).div_(divisors)
         sums = _halving_sum(terms.view(active, blocks, STEPS_PER_BLOCK, -1))
-        ends = faded.view(active, blocks, STEPS_PER_BLOCK, 2)[:, :, -1]  # (K, B, 2)
+        # Both factors at the last step of each block (K, B, 2).
+        ends = faded.view(active, blocks, STEPS_PER_BLOCK, 2)[:, :, -1]
         rest = largest[:active, None] * ends[..., LOG_BETA1, None]
         rest.div_(root[:active, None] * ends[..., LOG_BETA2, None] + history.least_eps)
         is_over = rest <= negligible[:active, None]

@@ -259,7 +259,7 @@ def still_holds(
         (bytes_for_rate(links, communicator.world_size), ALIKE),
     ):
         launch = launch_of(communicator, "all_reduce", own_bytes, device)
-        alone_ms(communicator, launch, 1, 1, device)  # connects the ranks
+        alone_ms(communicator, launch, 1, 1, device)  # the first collective connects the ranks; it is not timed
         found_ms = median_ms(communicator, launch, FEWEST_RUNS, IN_FLIGHT, IN_FLIGHT, device)
         expected_ms = launch_ms(links, "all_reduce", own_bytes, communicator.world_size)
         lower = max(alike, ALIKE_WITHIN_A_HOST) if on_one_host else alike
@@ -319,7 +319,7 @@ def measure(communicator: Communicator, collective: Collective, in_flight: int, 
     while True:
         launch = launch_of(communicator, collective, own_bytes, device)
         if not samples:
-            alone_ms(communicator, launch, 1, 1, device)  # connects the ranks
+            alone_ms(communicator, launch, 1, 1, device)  # the first collective connects the ranks; it is not timed
             time_ms = first_ms(communicator, launch, in_flight, device)
         else:
             time_ms = median_ms(communicator, launch, runs, row, in_flight, device)

@@ -27,7 +27,7 @@ def sent_by_connection() -> dict[int, int] | None:
         return None
     sent = {}
     for descriptor in map(int, os.listdir(_DESCRIPTORS)):
-        with contextlib.suppress(OSError):  # the listing's own descriptor is closed by now
+        with contextlib.suppress(OSError):  # the descriptor of the listing itself is already closed
             status = os.fstat(descriptor)
             if stat.S_ISSOCK(status.st_mode):
                 with socket.socket(fileno=os.dup(descriptor)) as connection:

@@ -40,7 +40,7 @@ TRAINING, ACCUMULATING, EVALUATING, JOINED = range(4)
 CHANGED_BUFFERS = -1
 """Sent in place of the hash of buffers: this rank has changed a buffer outside of a forward."""
 
-_FAILED, _ASKS_TO_PLAN, _DOES_NOT_FIT, _KIND = 1, 2, 4, 3  # three flags and the lowest bit of the kind
+_FAILED, _ASKS_TO_PLAN, _DOES_NOT_FIT, _KIND = 1, 2, 4, 3  # the bits of three flags, and the lowest bit of the kind
 _BITS = 8
 """The number of bits for the flags."""
 
@@ -183,7 +183,7 @@ class Announcements:
         self.rows_read: dict[str, tuple[int, ...]] = {}
         self._watchdog = MismatchWatchdog()
         self._ahead: _Ahead | None = None
-        self._given_up: str | None = None  # the reason sent to other ranks why the last call failed on this rank
+        self._given_up: str | None = None  # why the last call failed on this rank, as sent to the others
         communicator.let_ask(self.ask)
 
     def announce_step(self, sizes: Sequence[int], failure: str | None = None) -> list[tuple[int, ...]]:
@@ -319,7 +319,7 @@ class Announcements:
         own = Announcement(failure=failure)
         try:
             self._meet(own, self._read(self.launch(own)))
-        except PeerFailure as told:  # a rank that reads a sharded table
+        except PeerFailure as told:  # another rank reads a sharded table
             return told
         return PeerFailure(self.communicator.reports(failure))
 

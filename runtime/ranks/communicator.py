@@ -70,7 +70,7 @@ def widened(
 def _all_reduce(carrier: dist.ProcessGroup, _: str, flat: Tensor) -> Any:
     """Launches an in-place sum of `flat` over the ranks of a group."""
     flat = torch.view_as_real(flat) if flat.is_complex() else flat
-    return carrier.allreduce([flat], AllreduceOptions())  # torch's function makes nine calls more
+    return carrier.allreduce([flat], AllreduceOptions())  # torch's function makes nine more Python calls
 
 
 InTurn = Callable[[], AbstractContextManager[None]]

@@ -83,7 +83,7 @@ def _refuse_distributed_autograd() -> None:
     autograd: Any = torch.distributed.autograd
     try:
         autograd._current_context()
-    except RuntimeError:  # no context is active
+    except RuntimeError:  # torch raises if no distributed autograd context is active
         return
     raise RuntimeError(
         "The model was called inside torch.distributed.autograd.context(), but gradients go to parameters, not to an "

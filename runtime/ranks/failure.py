@@ -113,7 +113,7 @@ class LaunchLog:
     def __init__(self) -> None:
         self.step = 0
         self.optimizer_steps = 0
-        self._last: dict[object, int] = {}  # keys become names when read
+        self._last: dict[object, int] = {}  # the keys are launch ids, which are converted to names when read
         self.launches = 0
 
     @property
@@ -182,7 +182,7 @@ class LivenessCheck:
         self._signatures = [f"embrace_fx/{name}/alive/{r}" for r in range(world_size)]
         self._readers = [f"embrace_fx/{name}/read/{r}" for r in range(world_size)]
         self._missing: list[int] = []
-        self.looks: list[Callable[[Any], None]] = []  # called by the thread in each iteration
+        self.looks: list[Callable[[Any], None]] = []  # the liveness thread calls this in each iteration
         self._wake, self._decided = threading.Event(), threading.Event()
         self._closed = False
         self._listener = threading.Thread(target=self._listen, name="embrace_fx liveness check", daemon=True)
@@ -197,7 +197,7 @@ class LivenessCheck:
 
     def missing(self) -> list[int]:
         """Returns the ranks that do not respond."""
-        if threading.current_thread() is self._listener:  # this thread runs the check
+        if threading.current_thread() is self._listener:  # no other thread takes part in the check
             return []
         self._wake.set()
         self._decided.wait()

@@ -31,7 +31,8 @@ def gather_single(everyone: Tensor, own: Tensor, group: dist.ProcessGroup | None
     ranks = everyone.numel() // max(own.numel(), 1)
     if ranks > 2 and own.nbytes <= AT_ONCE_BYTES and group is not None and backend_name(group, own.device) == "gloo":
         return dist.all_to_all_single(everyone, own.repeat(ranks), group=group, async_op=async_op)
-    if async_op and group is not None and not own.is_cuda:  # a hot path: torch's function makes five more calls
+    # Called in every step; torch's function makes five more Python calls.
+    if async_op and group is not None and not own.is_cuda:
         gather = getattr(group, "all_gather_single", None) or group._allgather_base
         return gather(everyone, own, AllgatherOptions())
     return all_gather_single(everyone, own, group=group, async_op=async_op)

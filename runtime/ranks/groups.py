@@ -83,12 +83,12 @@ class Groups:
         self._groups: dict[str, dist.ProcessGroup] = {}
         self._carriers: dict[tuple[str, torch.device], tuple[dist.ProcessGroup, str]] = {}
         self._waiters: dict[str, Worker] = {}
-        self._hosts: dist.ProcessGroup | None = None  # for handshakes
+        self._hosts: dist.ProcessGroup | None = None  # the group of handshakes
         self._made: list[dist.ProcessGroup] = []  # groups to destroy with this object
         self._liveness: LivenessCheck | None = None
         self.progress = LaunchLog()
         self._end: Callable[[], object] = lambda: None
-        self._closed = ""  # the error, once closed
+        self._closed = ""  # why this object is closed, or "" while it is open
         self._connected = False
         if group is not None:
             self.join(group)
@@ -226,7 +226,7 @@ class Groups:
             return
         are_all = self.world_size == dist.get_world_size()
         if not are_all:
-            gc.collect()  # frees the groups of deleted models
+            gc.collect()  # garbage collection closes the groups of deleted models
         counts = self.gather(len(dist.distributed_c10d._world.pg_names), int)
         if len(set(counts)) > 1 and not are_all:
             raise ValueError(
@@ -269,7 +269,7 @@ class Groups:
         assert self.group is not None
         ranks, options = list(ranks or dist.get_process_group_ranks(self.group)), None
         own = dist.get_backend_config(self.group)
-        if backend is None and "nccl" in own:  # torch would otherwise use the default group's
+        if backend is None and "nccl" in own:  # without it, torch would use the default group's timeout
             backend = own
         timeout = timeout_of(self.group)
         if urgent:

@@ -36,7 +36,7 @@ PATIENCE_S = 0.25
 
 _TOGETHER = {
     "torch/distributed/distributed_c10d.py": ("barrier", "all_reduce", "all_gather", "reduce_scatter", "all_to_all"),
-    "torch/distributed/utils.py": ("_verify_param_shape", "_sync_module_states"),  # called by DDP's constructor
+    "torch/distributed/utils.py": ("_verify_param_shape", "_sync_module_states"),  # DDP's constructor calls it
 }
 """File -> prefixes of its functions that return only after all ranks have called them."""
 _ANNOUNCEMENTS, _READ = "runtime/ranks/announcement.py", "_read"
@@ -185,7 +185,7 @@ def _collective_in(frames: Iterable[tuple[FrameType, int]]) -> FrameType | None:
     """Returns the frame of a collective that needs all ranks of its group."""
     for frame, _ in frames:
         file, name = frame.f_code.co_filename, frame.f_code.co_name
-        for there, names in _TOGETHER.items():  # runs a few times a second: no helper calls
+        for there, names in _TOGETHER.items():  # inlined, because it runs a few times a second
             if file.endswith(there) and name.startswith(names):
                 return frame
         if file.endswith(_ANNOUNCEMENTS) and name == _READ:

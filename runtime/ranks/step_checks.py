@@ -69,5 +69,5 @@ def check_steps(announcements: Sequence[Announcement], communicator: Communicato
             }
         )
     if (least := min(deeds)) >= 0:
-        communicator.deeds -= deeds[communicator.rank]  # all ranks restart the count
+        communicator.deeds -= deeds[communicator.rank]  # all ranks restart the count of ops together
         raise PeerFailure({rank: _DONE_ALONE.format(n - least) for rank, n in enumerate(deeds) if n > least})

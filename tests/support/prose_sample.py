@@ -59,7 +59,7 @@ def comments() -> Iterator[str]:
             if block and not follows:
                 yield f"{path.relative_to(ROOT)}:{block[0].start[0]}\n" + "\n".join(line.string for line in block)
                 block = []
-            if each and not re.match(r"# (noqa|type:)", each.string):
+            if each and not re.match(r"# (noqa|type:|fmt:)", each.string):
                 block.append(each)
 
 
