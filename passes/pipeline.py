@@ -173,5 +173,5 @@ def _verify(changed: Sequence[tuple[str, TrainingGraph]], captured: TrainingGrap
 
 
 def _snake(name: str) -> str:
-    """Converts `ShardTables` to `shard_tables`."""
+    """Converts a class name to snake case: `ShardTables` to `shard_tables`."""
     return "".join(f"_{c.lower()}" if c.isupper() else c for c in name).lstrip("_")

@@ -56,5 +56,5 @@ class StepGraphs:
         return {str(variant): partial(self._module, variant) for variant in VARIANTS if not variant.is_steady}
 
     def _module(self, variant: StepVariant) -> fx.GraphModule:
-        """Returns the module of a variant's phase."""
+        """Returns the graph module of a variant's own phase, forward or backward."""
         return self.graph(variant).phases[variant.phase]

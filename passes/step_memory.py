@@ -126,7 +126,7 @@ class StepMemory:
 
     @property
     def saved_bytes(self) -> int:
-        """Bytes of the saved values."""
+        """The bytes that the forward saves for the backward."""
         return sum(storage.nbytes for storage in self.saved)
 
     @cached_property

@@ -98,7 +98,7 @@ class Connection:
         dist.send(torch.cat([head, vector.cpu().double()]), self._peer, group=self._group)
 
     def receive(self) -> tuple[list[float], Tensor]:
-        """Receives numbers and a vector."""
+        """Receives the numbers and the vector of one message."""
         message = torch.empty(NUMBERS + self._like.numel(), dtype=torch.float64)
         dist.recv(message, self._peer, group=self._group)
         return message[:NUMBERS].tolist(), message[NUMBERS:].to(self._like)

@@ -68,7 +68,7 @@ class PerConstraint:
     o_MBC: Tensor
 
     def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns all three tensors."""
+        """Returns the three tensors: of a, s and o."""
         return self.a_NBH, self.s_NBH, self.o_MBC
 
     def __add__(self, other: PerConstraint) -> PerConstraint:
@@ -96,7 +96,7 @@ class Data:
 
     @property
     def sequences(self) -> int:
-        """Count of sequences."""
+        """The number of sequences."""
         return self.x_NBI.shape[1]
 
     def of(self, chosen_B: Tensor) -> Data:

@@ -54,7 +54,7 @@ class Device:
 
     @property
     def compute(self) -> Compute:
-        """Returns the compute rates."""
+        """Returns the rates at which the device computes a model."""
         return Compute(ATTAINED * self.flops_per_ms, ATTAINED * self.memory_bytes_per_ms, LAUNCH_MS)
 
     @property

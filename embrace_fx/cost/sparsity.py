@@ -50,7 +50,7 @@ class Sparsity:
 
     @property
     def world_size(self) -> int:
-        """Count of ranks."""
+        """The number of ranks."""
         return len(self.units_by_rank)
 
     @property
@@ -65,7 +65,7 @@ class Sparsity:
 
     @property
     def tensor_bytes(self) -> int:
-        """Bytes of the dense tensor."""
+        """The bytes of the dense tensor."""
         return self.num_units * self.width * self.itemsize
 
     @property

@@ -60,7 +60,7 @@ class Cell:
 
     @property
     def paint(self) -> str:
-        """Name of the cell's colour."""
+        """The key of the cell's colour in `palette.PAINTS`."""
         return self.lane if self.lane != "compute" else "backward" if self.phase == "backward" else "forward"
 
 

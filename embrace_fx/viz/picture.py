@@ -96,7 +96,7 @@ class Panel:
 
     @cached_property
     def ranks(self) -> tuple[int, ...]:
-        """Ranks in the timeline, sorted."""
+        """The ranks in the timeline, sorted."""
         return tuple(sorted({span.rank for span in self.timeline.spans}))
 
     @cached_property
@@ -310,7 +310,7 @@ class Picture:
 
     @property
     def title(self) -> str:
-        """Title of the picture."""
+        """The title of the picture."""
         of = f"Schedule {self.schedule.name}" if self.schedule else "Timeline"
         return f"{of}, {' and '.join(panel.status for panel in self.panels)}"
 

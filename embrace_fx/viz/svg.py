@@ -324,7 +324,7 @@ def _summary(panel: Panel) -> str:
 
 
 def _text(x: float, y: float, text: str, kind: str = "") -> str:
-    """Returns a text element."""
+    """Returns an SVG text element at a position, with the CSS class `kind`."""
     attribute = f' class="{kind}"' if kind else ""
     return f'<text x="{round(x, 2)}" y="{round(y, 2)}"{attribute}>{escape(text)}</text>'
 

@@ -36,7 +36,7 @@ def _forwarded(name: str, find: Callable[[Any, str], Any]) -> Callable[..., Any]
     """Returns a method of a proxy that calls the same method of the represented object."""
 
     def method(proxy: Any, *args: Any, **kwargs: Any) -> Any:
-        """Calls the represented object's method."""
+        """Calls the method of this name of the represented object."""
         return getattr(find(proxy, name), name)(*args, **kwargs)
 
     return method

@@ -255,7 +255,7 @@ class TrainingGraph:
 
     @property
     def graph(self) -> fx.Graph:
-        """The module's graph."""
+        """The FX graph of the module."""
         return self.module.graph
 
     def edit(self) -> TrainingGraph:
@@ -263,7 +263,7 @@ class TrainingGraph:
         return replace(self, module=copy_module(self.module))
 
     def node(self, name: str) -> fx.Node:
-        """Returns a node by name."""
+        """Returns the node of this name. Raises `KeyError` if there is none."""
         found: fx.Node
         for found in self.graph.nodes:
             if found.name == name:

@@ -33,7 +33,7 @@ def _operand(name: str, operand: float, dtype: torch.dtype | None) -> tuple[str,
 
 @lru_cache(maxsize=64)
 def read(steps: str) -> tuple[Step, ...]:
-    """Reads what `written` writes."""
+    """Parses the text that `written` returns."""
     return tuple(_step(*each.split()) for each in steps.split(", ") if each)
 
 

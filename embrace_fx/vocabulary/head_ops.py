@@ -139,9 +139,10 @@ def head_coefficients(
     reduction: int,
     num_rows: int,
 ) -> Tensor:
-    """Joins what a rank's positions need on every rank, (S, 2): the log of the sum of exponentials, and the gradient c
-    of the position's own loss. With `grad_sums` (L,), the gradient b of `head_smoothing`, (S, 4): the log, c - b V, c
-    and b, for a table of V rows."""
+    """Returns, for each scored position of this rank, what other ranks need for its gradient, (S, 2): the log of the
+    sum of exponentials, and the gradient c of the position's own loss. With `grad_sums` (L,), the gradient b of
+    `head_smoothing`, returns (S, 4): the log, c - b V, c and b, for a table of V rows.
+    """
     return empty_as(log_sums, (log_sums.shape[0], 2 if grad_sums is None else 4))
 
 

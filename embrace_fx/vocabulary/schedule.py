@@ -135,12 +135,12 @@ class StepGraph:
 
     @property
     def copies(self) -> tuple[Operation, ...]:
-        """Offloads and reloads."""
+        """The offloads and reloads of a window."""
         return tuple(o for o in self.operations if o.lane in COPIES)
 
     @property
     def communications(self) -> tuple[Operation, ...]:
-        """Communications of the step."""
+        """The communications of a window."""
         return tuple(o for o in self.operations if o.is_communication)
 
 
@@ -268,7 +268,7 @@ class Schedule:
         return tuple(each for name in self.launch_order if (each := ids[name]) is not None)
 
     def diagnostics(self) -> Diagnostics:
-        """Computes the metrics of the prediction."""
+        """Computes the metrics of the predicted timeline."""
         return diagnose(self.predicted)
 
     def digest(self) -> str:

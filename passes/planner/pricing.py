@@ -78,7 +78,7 @@ class ParameterFacts:
 
     @property
     def nbytes(self) -> int:
-        """Size of the whole parameter."""
+        """The bytes of the whole parameter."""
         return prod(self.shape) * self.itemsize
 
 
@@ -183,7 +183,7 @@ class Pricing:
 
     @property
     def world_size(self) -> int:
-        """Count of ranks."""
+        """The number of ranks."""
         return self.findings.world_size
 
     @property
@@ -198,7 +198,7 @@ class Pricing:
 
     @cached_property
     def _forward(self) -> set[fx.Node]:
-        """The nodes of the forward."""
+        """The nodes that belong to the graph's forward."""
         return forward_of(self.findings.graph)
 
     def of_table(

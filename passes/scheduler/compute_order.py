@@ -53,7 +53,7 @@ class Atoms:
 
     @property
     def units(self) -> tuple[str, ...]:
-        """Names of the units."""
+        """The names of the backward's units, in their present order."""
         return self.found.units
 
     @classmethod

@@ -185,7 +185,7 @@ class _Queue:
 
 
 def _needed_at(machine: LinkMachine) -> list[float]:
-    """Returns `Ready.needed_at` of each operation."""
+    """Returns, for each operation, the number of compute operations before the first one that needs it."""
     windows = max(2, machine.reach + 1)
     size, sequence = len(machine.operations), machine.any_sequence()
     causes = [machine.dependences(k) for k in range(size)]

@@ -84,7 +84,7 @@ class Copies(ABC):
     """Copies values out of memory and back, while compute runs."""
 
     def offload(self, value: Tensor, launch: OperationId, recorder: Recorder | None) -> Stored:
-        """Starts copying a value out."""
+        """Starts copying a value out of memory. Returns the value's place and the copy in progress."""
         data = _bytes_of(value)
         return self._leave(
             Stored(ValueLayout.of(value), data.numel(), None), data, Watch(launch, data.numel(), recorder)
@@ -230,7 +230,7 @@ class Slot:
         self._file, self._begin, self._nbytes = file, begin, nbytes
 
     def write(self, data: memoryview) -> None:
-        """Writes bytes, releasing the GIL."""
+        """Writes bytes into this part of the file, without holding the GIL."""
         done = 0
         while done < self._nbytes:
             done += os.pwrite(self._file.descriptor, data[done:], self._begin + done)

@@ -48,7 +48,7 @@ def scanning(device: torch.device) -> Callable[[], None]:
     dense = torch.ones((SCANNED_BYTES // 4 // WIDE, WIDE), device=device)
 
     def scan() -> None:
-        """Searches the tensor once."""
+        """Searches the tensor for non-zero rows once."""
         block_bitmap(dense)
 
     return scan

@@ -383,7 +383,7 @@ def _wait_for_ranks(communicator: Communicator, device: torch.device) -> None:
 
 
 def _finish(device: torch.device) -> None:
-    """Waits for a CUDA device."""
+    """Waits until a CUDA device has done all of its work. Does nothing for a CPU."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 

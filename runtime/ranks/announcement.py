@@ -350,7 +350,7 @@ class Announcements:
         return found
 
     def launch(self, own: Announcement) -> Exchange:
-        """Starts the exchange of announcements."""
+        """Starts the exchange of this rank's announcement with those of the others."""
         communicator, encoded = self.communicator, own.encode(self.form)
         numbers = torch.tensor(encoded, dtype=torch.int64, device="cpu")
         everyone = numbers.new_empty((communicator.world_size, numbers.numel()))

@@ -30,7 +30,7 @@ def carries(group: dist.ProcessGroup, device: torch.device) -> bool:
 
 
 def travels_by_host(tensor: Tensor, group: dist.ProcessGroup) -> bool:
-    """Returns whether a tensor must be copied to the host to be sent: a CUDA tensor over gloo."""
+    """Returns whether a tensor must be copied to the host before it is sent: a CUDA tensor over gloo."""
     return tensor.is_cuda and "nccl" not in backend_name(group, tensor.device)
 
 

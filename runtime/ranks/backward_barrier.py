@@ -48,7 +48,7 @@ class BackwardBarrier:
         return self._here
 
     def wait(self) -> None:
-        """Waits for the exchange."""
+        """Waits until the exchange has ended: every rank has then begun some backward or call."""
         try:
             self._work.wait()
         except RuntimeError as error:

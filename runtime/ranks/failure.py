@@ -143,7 +143,7 @@ class RankStatus:
 
     @property
     def last(self) -> str:
-        """Describes the rank's last launch."""
+        """Describes the rank's last launch, by name and number."""
         name, step = next(reversed(self.launched.items()), ("none", 0))
         return f"number {self.launches}, {name!r} of step {step}"
 

@@ -42,7 +42,7 @@ _MODELS: WeakSet[Forking] = WeakSet()
 
 
 def watch_forks(model: Forking) -> None:
-    """Registers a model whose pending updates forks must apply first."""
+    """Registers a model, so that forks of this process first apply the model's pending updates."""
     _register_callbacks()
     _MODELS.add(model)
 

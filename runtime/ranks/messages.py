@@ -49,7 +49,7 @@ class Messages:
 
 
 def _wait_for(works: Sequence[dist.Work]) -> None:
-    """Waits for several works."""
+    """Waits until all of these works have ended."""
     for work in works:
         work.wait()
 

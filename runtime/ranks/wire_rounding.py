@@ -70,7 +70,9 @@ class Rounding:
         return encode(rounded, pieces, self.form)
 
     def round_rows(self, rows: Tensor, ids: Tensor, form: Format, grid_columns: int, table: str) -> Tensor:
-        """Implements the op `embrace::round_rows`."""
+        """Rounds row gradients to their wire format, after adding the errors of earlier roundings
+        (`embrace::round_rows`).
+        """
         kept = self._left.get(table)
         wanted = rows.float()
         if kept is not None and kept[0].numel():

@@ -56,9 +56,9 @@ class Ending:
         self._future = future
 
     def get_future(self) -> Future[Any]:
-        """Returns the future of the work's end."""
+        """Returns the future."""
         return self._future
 
     def wait(self) -> Any:
-        """Waits for the work's end."""
+        """Waits for the future, and returns its value."""
         return self._future.wait()

@@ -26,7 +26,7 @@ from embrace_fx.runtime.kernels.gpu.tiles import offsets, on_its_device, refuse_
 
 @triton.jit
 def _quotient(x, y):
-    """Divides with correct rounding."""
+    """Returns x / y with correct rounding."""
     return x / y if x.dtype == tl.float64 else tl.div_rn(x, y)
 
 
