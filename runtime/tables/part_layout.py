@@ -14,7 +14,7 @@ import contextlib
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from types import MappingProxyType
+from math import prod
 from typing import Any, TypeVar
 
 import torch
@@ -69,14 +69,16 @@ class Axis:
         if not self.of:
             return Axis.whole(len(picks)), asked
         of = (*self.of, picks.start, picks.step)
+        if own.step != 1 and picks.step != 1:
+            raise NotAView
+        if not own:  # also if a view has picked an element on another rank
+            return Axis(len(picks), own, of), slice(0, 0, 1)
         if own.step == 1:  # the selected indices between two bounds
             first = max(0, -(-(own.start - picks.start) // picks.step))
             last = min(len(picks), -(-(own.stop - picks.start) // picks.step))
             kept = range(first, max(first, last))
             begin = picks.start + first * picks.step - own.start if kept else 0
             return Axis(len(picks), kept, of), slice(begin, begin + len(kept) * picks.step, picks.step)
-        if picks.step != 1:
-            raise NotAView
         skipped = (own.start - picks.start) % own.step
         kept = range(skipped, len(picks), own.step)
         begin = (picks.start + skipped - own.start) // own.step if kept else 0
@@ -313,8 +315,18 @@ def _hash_of(operand: Tensor) -> Tensor:
 
 aten = torch.ops.aten
 
-Viewed = tuple[tuple[Axis, ...], tuple[object, ...], Tensor]
-"""The axes, the chosen indices and this rank's part of a view."""
+_RESHAPES = frozenset({aten.view.default, aten._unsafe_view.default})
+VIEWS = frozenset(
+    {
+        *(aten.select.int, aten.slice.Tensor, aten.permute.default, aten.transpose.int, aten.t.default),
+        *(aten.unsqueeze.default, aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims, aten.expand.default),
+        *(aten.unbind.int, aten.split.Tensor, aten.split_with_sizes.default, *_RESHAPES),
+    }
+)
+"""The view ops whose result is a view of each rank's part."""
+
+Dim = tuple[int | None, int, int]
+"""A dimension of a view: the axis that it picks indices of, or None if it has no axis; its size; the step."""
 
 
 def view(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], layout: Layout, local: Tensor) -> Any:
@@ -327,14 +339,24 @@ def view(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], layout: Layo
         NotAView: the result on some rank would not be a view of its part.
     """
     whole = func(layout.meta(), *args, **kwargs)  # raises torch's errors, and computes shapes
-    if layout.is_flat and func not in _OF_ANY:
-        raise NotAView
-    bound = arguments_of(func, args, kwargs)
-    if func in _LISTS:
-        pieces = _LISTS[func](layout, local, whole, **bound)
-        return [(_as(layout, each, of), each[2]) for each, of in zip(pieces, whole, strict=True)]
-    viewed = _VIEWS[func](layout, local, whole, **bound)
-    return _as(layout, viewed, whole), viewed[2]
+    if func in _RESHAPES:
+        return _reshaped(layout, local, whole)
+    sizes = [axis.size for axis in layout.axes]
+    if layout.is_flat:
+        if func is not aten.select.int or whole.dim():
+            raise NotAView
+        index = torch.tensor(arguments_of(func, args, kwargs)["index"] % layout.shape.numel())
+        element = [int(each) for each in torch.unravel_index(index, sizes)]
+        return _view_of(layout, local.view([len(axis.own) for axis in layout.axes]), whole, [], element)
+    # In memory whose axes have these strides, a view's strides and offset say which indices of which axis it picks.
+    bases = [prod(max(1, size) + 1 for size in sizes[k + 1 :]) for k in range(len(sizes))]
+    picked = func(torch.empty_strided(sizes, bases, device="meta"), *args, **kwargs)
+    if isinstance(whole, Tensor):
+        return _view_of(layout, local, whole, _dims_of(picked, sizes, bases), _digits(picked.storage_offset(), bases))
+    return [
+        _view_of(layout, local, one, _dims_of(other, sizes, bases), _digits(other.storage_offset(), bases))
+        for one, other in zip(whole, picked, strict=True)
+    ]
 
 
 def arguments_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
@@ -345,139 +367,79 @@ def arguments_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> d
     return {**found, **kwargs}
 
 
-def _as(layout: Layout, viewed: Viewed, whole: Tensor) -> Layout:
-    """Returns the layout of a view of a part."""
-    axes, chosen, _ = viewed
-    return replace(layout, shape=whole.shape, stride=whole.stride(), axes=axes, chosen=chosen)
-
-
-def _without(layout: Layout, local: Tensor, dim: int, index: int) -> Viewed:
-    """Selects one index of a dimension."""
-    axis, rest = layout.axes[dim], (*layout.axes[:dim], *layout.axes[dim + 1 :])
-    chosen = (*layout.chosen, (axis.of, index)) if axis.of else layout.chosen
-    if index in axis.own:
-        return rest, chosen, local.select(dim, axis.own.index(index))
-    empty = tuple(Axis(each.size, range(0), each.of) for each in rest)
-    return empty, chosen, local.new_empty((0,) * max(1, len(rest)))
-
-
-def _select(layout: Layout, local: Tensor, whole: Tensor, dim: int, index: int) -> Viewed:
-    """Selects one index of a dimension."""
-    if layout.is_flat:
-        return _element(layout, local, whole, index % layout.shape.numel())
-    dim %= len(layout.axes)
-    return _without(layout, local, dim, index % layout.axes[dim].size)
-
-
-def _element(layout: Layout, local: Tensor, whole: Tensor, index: int) -> Viewed:
-    """Selects one element of a flat view."""
-    if whole.dim():
-        raise NotAView
-    axes, chosen, own = layout.axes, layout.chosen, local.view([len(axis.own) for axis in layout.axes])
-    for at in torch.unravel_index(torch.tensor(index), [axis.size for axis in axes]):
-        axes, chosen, own = _without(layout.with_axes(axes, chosen), own, 0, int(at))
-    return axes, chosen, own
-
-
-def _slice(layout: Layout, local: Tensor, whole: Tensor, dim: int, start: Any, end: Any, step: int) -> Viewed:
-    """Slices a dimension."""
-    dim %= len(layout.axes)
-    axis, where = layout.axes[dim].picked(slice(start, end, step))
-    axes = (*layout.axes[:dim], axis, *layout.axes[dim + 1 :])
-    index: list[Any] = [slice(None)] * len(axes)
-    index[dim] = where
-    return axes, layout.chosen, local[tuple(index)]
-
-
-def _permute(layout: Layout, local: Tensor, whole: Tensor, dims: Sequence[int]) -> Viewed:
-    """Permutes dimensions."""
-    return tuple(layout.axes[dim] for dim in dims), layout.chosen, local.permute(*dims)
-
-
-def _transpose(layout: Layout, local: Tensor, whole: Tensor, dim0: int, dim1: int) -> Viewed:
-    """Swaps two dimensions."""
-    dims = list(range(len(layout.axes)))
-    if dims:
-        dims[dim0], dims[dim1] = dims[dim1], dims[dim0]
-    return _permute(layout, local, whole, dims)
-
-
-def _t(layout: Layout, local: Tensor, whole: Tensor) -> Viewed:
-    """Transposes a matrix."""
-    return _permute(layout, local, whole, range(len(layout.axes))[::-1])
-
-
-def _unsqueeze(layout: Layout, local: Tensor, whole: Tensor, dim: int) -> Viewed:
-    """Inserts a dimension of size 1."""
-    dim %= len(layout.axes) + 1
-    return (*layout.axes[:dim], Axis.whole(1), *layout.axes[dim:]), layout.chosen, local.unsqueeze(dim)
-
-
-def _squeeze(layout: Layout, local: Tensor, whole: Tensor, dim: Any = None) -> Viewed:
-    """Removes dimensions of size 1."""
-    count = len(layout.axes)
-    asked = range(count) if dim is None else [each % count for each in (dim if isinstance(dim, Sequence) else (dim,))]
-    for each in sorted((d for d in asked if layout.axes[d].size == 1), reverse=True):
-        axes, chosen, local = _without(layout, local, each, 0)
-        layout = layout.with_axes(axes, chosen)
-    return layout.axes, layout.chosen, local
-
-
-def _expand(layout: Layout, local: Tensor, whole: Tensor, size: Sequence[int], implicit: bool) -> Viewed:
-    """Repeats the local values along new axes and axes of size 1; an axis that is split cannot be repeated."""
-    new = whole.dim() - len(layout.axes)
-    axes = [Axis.whole(count) for count in whole.shape[:new]]
-    for axis, count in zip(layout.axes, whole.shape[new:], strict=True):
-        if axis.size != count and axis.of:
-            raise NotAView
-        axes.append(axis if axis.size == count else Axis.whole(count))
-    return tuple(axes), layout.chosen, local.expand([len(axis.own) for axis in axes])
-
-
-def _reshaped(layout: Layout, local: Tensor, whole: Tensor, size: Sequence[int]) -> Viewed:
-    """Merges dimensions of a part, or restores merged ones."""
-    axes, is_back = layout.axes, whole.shape == torch.Size(axis.size for axis in layout.axes)
-    if not local.numel():
-        return axes, layout.chosen, local.new_empty([len(axis.own) for axis in axes] if is_back and axes else (0,))
-    if not local.is_contiguous():
-        raise NotAView
-    return axes, layout.chosen, local.view([len(axis.own) for axis in axes] if is_back else -1)
-
-
-def _unbind(layout: Layout, local: Tensor, whole: Any, dim: int) -> list[Viewed]:
-    """Splits a part into its indices along a dimension."""
-    return [_select(layout, local, each, dim, k) for k, each in enumerate(whole)]
-
-
-def _split(layout: Layout, local: Tensor, whole: Any, dim: int, **_: Any) -> list[Viewed]:
-    """Returns a slice of the local values for each of the whole tensor's pieces."""
-    found, first = [], 0
-    for each in whole:
-        last = first + each.shape[dim]
-        found.append(_slice(layout, local, each, dim, first, last, 1))
-        first = last
+def _digits(number: int, bases: Sequence[int]) -> list[int]:
+    """Returns the digits of a number in a mixed base."""
+    found = []
+    for base in bases:
+        digit, number = divmod(number, base)
+        found.append(digit)
     return found
 
 
-_VIEWS: Mapping[Any, Callable[..., Viewed]] = MappingProxyType(
-    {
-        aten.select.int: _select,
-        aten.slice.Tensor: _slice,
-        aten.permute.default: _permute,
-        aten.transpose.int: _transpose,
-        aten.t.default: _t,
-        aten.unsqueeze.default: _unsqueeze,
-        aten.squeeze.default: _squeeze,
-        aten.squeeze.dim: _squeeze,
-        aten.squeeze.dims: _squeeze,
-        aten.expand.default: _expand,
-        aten.view.default: _reshaped,
-        aten._unsafe_view.default: _reshaped,
-    }
-)
-_LISTS: Mapping[Any, Callable[..., list[Viewed]]] = MappingProxyType(
-    {aten.unbind.int: _unbind, aten.split.Tensor: _split, aten.split_with_sizes.default: _split}
-)
-_OF_ANY = frozenset({aten.view.default, aten._unsafe_view.default, aten.select.int})
-VIEWS = frozenset((*_VIEWS, *_LISTS))
-"""The view ops whose result is a view of each rank's part."""
+def _dims_of(picked: Tensor, sizes: Sequence[int], bases: Sequence[int]) -> list[Dim]:
+    """Returns the dimensions of a view of memory whose axes have `sizes` and strides `bases`."""
+    found: list[Dim] = [(None, size, 0) for size in picked.shape]
+    free = set(range(len(sizes)))
+    # An inserted dimension of size 1 may have the stride of an axis.
+    for dim in sorted(range(picked.dim()), key=lambda dim: picked.shape[dim] == 1):
+        steps = {k: step for k, step in enumerate(_digits(picked.stride(dim), bases)) if step}
+        if len(steps) == 1 and free.issuperset(steps):
+            ((axis, step),) = steps.items()
+            free.remove(axis)
+            found[dim] = axis, picked.shape[dim], step
+    return found
+
+
+def _view_of(
+    layout: Layout, local: Tensor, whole: Tensor, dims: Sequence[Dim], first: Sequence[int]
+) -> tuple[Layout, Tensor]:
+    """Returns the layout and this rank's part of a view.
+
+    Args:
+        whole: a meta tensor with the shape and stride of the view.
+        dims: the dimensions of the view.
+        first: the first index that it picks of each axis; the only one if the axis has no dimension.
+    """
+    chosen, offset = layout.chosen, local.storage_offset()
+    # An element on another rank has no index, even of an axis that every rank has whole.
+    is_here = local.dim() == len(layout.axes) and all(axis.of or len(axis.own) == axis.size for axis in layout.axes)
+    picked = [axis for axis, *_ in dims]
+    for k, (axis, index) in enumerate(zip(layout.axes, first, strict=True)):
+        if k in picked:
+            continue
+        chosen = (*chosen, (axis.of, index)) if axis.of else chosen
+        is_here = is_here and index in axis.own
+        offset += axis.own.index(index) * local.stride(k) if is_here else 0
+    if len(chosen) > len(layout.chosen) and any(k is None and size != 1 for k, size, _ in dims):
+        raise NotAView  # a dimension that is split cannot be repeated
+    axes, strides = [], []
+    for of, size, step in dims:
+        if of is None:
+            axes.append(Axis.whole(size))
+            strides.append(0)
+            continue
+        axis, own_slice = layout.axes[of], slice(0, None, 1)
+        if (first[of], step, size) != (0, 1, axis.size):
+            axis, own_slice = axis.picked(slice(first[of], first[of] + size * step, step))
+        axes.append(axis)
+        strides.append(local.stride(of) * (own_slice.step or 1) if is_here else 0)
+        offset += own_slice.start * local.stride(of) if is_here else 0
+    own = local.new_empty((0,) * max(1, len(axes)))
+    if is_here:
+        own = local.as_strided([len(axis.own) for axis in axes], strides, offset)
+    else:
+        axes = [Axis(axis.size, axis.own[:0], axis.of) for axis in axes]
+    return replace(layout, shape=whole.shape, stride=whole.stride(), axes=tuple(axes), chosen=chosen), own
+
+
+def _reshaped(layout: Layout, local: Tensor, whole: Tensor) -> tuple[Layout, Tensor]:
+    """Merges dimensions of a part, or restores merged ones."""
+    sizes = [len(axis.own) for axis in layout.axes]
+    is_back = whole.shape == torch.Size(axis.size for axis in layout.axes)
+    if not local.numel():
+        own = local.new_empty(sizes if is_back and sizes else (0,))
+    elif local.is_contiguous():
+        own = local.view(sizes if is_back else -1)
+    else:
+        raise NotAView
+    return replace(layout, shape=whole.shape, stride=whole.stride()), own

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from embrace_fx.runtime.tables.local_storage import LocalStorage
 from embrace_fx.runtime.tables.part import Part, Rule
-from embrace_fx.runtime.tables.part_layout import Layout, NotAView, arguments_of, without_axes
+from embrace_fx.runtime.tables.part_layout import NotAView, arguments_of, without_axes
 
 aten = torch.ops.aten
 _SUM, _MAX, _MIN = dist.ReduceOp.SUM, dist.ReduceOp.MAX, dist.ReduceOp.MIN
@@ -45,12 +45,11 @@ class _Asked:
         return len(self.dims) == part.dim()
 
 
-def _over(part: Part, asked: _Asked, func: Any, of_part: Callable[..., Tensor], reduce_op: Any, none: Any) -> Tensor:
+def _over(part: Part, asked: _Asked, func: Any, of_part: Callable[..., Tensor], reduce_op: Any) -> Tensor:
     """Reduces a part.
 
     Args:
         of_part: (values, dims) -> the reduction of this rank's values, with dimensions kept.
-        none: (dtype) -> the reduction of no values; or that number.
     """
     layout = part.spread
     if layout.is_flat and not asked.is_of_all(part):
@@ -61,46 +60,30 @@ def _over(part: Part, asked: _Asked, func: Any, of_part: Callable[..., Tensor], 
         axes_of = [len(axis.own) for axis in axes]
         local = local.reshape(axes_of) if local.numel() == torch.Size(axes_of).numel() else local
     if not part.spread.is_alone and (layout.chosen or any(axes[dim].of for dim in dims)):
-        found = _whole(part, local, dims, of_part, reduce_op, none, _word(func))
-        return found if asked.keep and not layout.is_flat else found.view(_looks(part, layout, asked, dims))
-    own, result = of_part(local, dims), without_axes(layout, dims, keep=asked.keep)
-    if not result.is_apart:
-        return own.view(_looks(part, layout, asked, dims))
-    return part.like(LocalStorage(own.view([len(axis.own) for axis in result.axes])), result)
-
-
-def _looks(part: Part, layout: Layout, asked: _Asked, dims: tuple[int, ...]) -> torch.Size:
-    """Returns the shape of a result that every rank has whole."""
-    return torch.Size([1] * part.dim()) if layout.is_flat and asked.keep else _shape(layout, dims, keep=asked.keep)
-
-
-def _shape(layout: Layout, dims: tuple[int, ...], *, keep: bool) -> torch.Size:
-    """Returns the shape of the result of a reduction over `dims`, which are kept with size 1 if `keep`."""
-    return without_axes(layout, dims, keep=keep).shape
+        own = _whole(part, local, dims, of_part, reduce_op, _word(func))
+    else:
+        own, result = of_part(local, dims), without_axes(layout, dims, keep=asked.keep)
+        if result.is_apart:
+            return part.like(LocalStorage(own.view([len(axis.own) for axis in result.axes])), result)
+    if not asked.keep:
+        return own.view(without_axes(layout, dims, keep=False).shape)
+    return own.view([1] * part.dim() if layout.is_flat else without_axes(layout, dims, keep=True).shape)
 
 
 def _whole(
-    part: Part,
-    local: Tensor,
-    dims: tuple[int, ...],
-    of_part: Callable[..., Tensor],
-    reduce_op: Any,
-    none: Any,
-    asked: str,
+    part: Part, local: Tensor, dims: tuple[int, ...], of_part: Callable[..., Tensor], reduce_op: Any, asked: str
 ) -> Tensor:
     """Reduces the parts of all ranks and keeps dimensions. Collective."""
     layout = part.spread
-    dtype = of_part(local.new_ones((1,) * max(1, len(layout.axes))), dims).dtype
-    narrow = dtype
-    if dtype == torch.bool:
-        dtype = torch.int32
-    whole = torch.full(_shape(layout, dims, keep=True), none(dtype), dtype=dtype, device=local.device)
+    narrow = of_part(local.new_ones((1,) * max(1, len(layout.axes))), dims).dtype
+    dtype, none = torch.int32 if narrow == torch.bool else narrow, _of_none(narrow, reduce_op)
+    whole = torch.full(without_axes(layout, dims, keep=True).shape, none, dtype=dtype, device=local.device)
     if local.numel():
         index = tuple(slice(0, 1) if dim in dims else axis.index for dim, axis in enumerate(layout.axes))
         whole[index] = of_part(local, dims).to(dtype).view(whole[index].shape)
     if dtype.is_floating_point and reduce_op != _SUM:  # comparisons ignore nan
         no_number = whole.isnan()
-        compared = whole.masked_fill(no_number, none(dtype))
+        compared = whole.masked_fill(no_number, none)
         both = torch.stack([compared, _flags(no_number, dtype, reduce_op)])
         whole, flags = part.spread.reduce(both, reduce_op, asked).unbind()
         return whole.masked_fill(flags != _flags(torch.zeros_like(no_number), dtype, reduce_op), float("nan"))
@@ -123,19 +106,13 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32) if dtype.is_floating_point else dtype
 
 
-def _zero(dtype: torch.dtype) -> float:
-    """Returns the sum of no values."""
-    return 0
-
-
-def _least(dtype: torch.dtype) -> Any:
-    """Returns the maximum of no values: the least one of a dtype."""
-    return float("-inf") if dtype.is_floating_point else torch.iinfo(dtype).min
-
-
-def _most(dtype: torch.dtype) -> Any:
-    """Returns the minimum of no values: the greatest one of a dtype."""
-    return float("inf") if dtype.is_floating_point else torch.iinfo(dtype).max
+def _of_none(dtype: torch.dtype, reduce_op: Any) -> Any:
+    """Returns the reduction of no values: the sum, or the least or greatest value of a dtype."""
+    if reduce_op == _SUM or dtype == torch.bool:
+        return int(reduce_op == _MIN)
+    if dtype.is_floating_point:
+        return float("-inf") if reduce_op == _MAX else float("inf")
+    return torch.iinfo(dtype).min if reduce_op == _MAX else torch.iinfo(dtype).max
 
 
 def _is_of_gradient(part: Part, asked: _Asked) -> bool:
@@ -151,7 +128,7 @@ def _sum(func: Any, args: Any, kwargs: Any) -> Any:
     if _is_of_gradient(part, asked):
         found = part.spread.reduce(aten.sum.default(part.held.values(), dtype=dtype), _SUM, _word(func))
     else:
-        found = _over(part, asked, func, lambda v, dims: v.sum(dims, keepdim=True, dtype=dtype), _SUM, _zero)
+        found = _over(part, asked, func, lambda v, dims: v.sum(dims, keepdim=True, dtype=dtype), _SUM)
     return found.to(looks.dtype)
 
 
@@ -189,21 +166,14 @@ def _variance(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _extreme(func: Any, args: Any, kwargs: Any) -> Any:
-    """Returns the largest or the smallest value of all ranks."""
-    part, asked = args[0], _Asked.of(func, args, kwargs)
+    """Returns the largest or the smallest value of all ranks; or whether any value, or all, are true."""
+    part, asked, name = args[0], _Asked.of(func, args, kwargs), func._schema.name.removeprefix("aten::")
     func(part.spread.meta(part.dtype), *args[1:], **kwargs)
-    if func._schema.name in ("aten::max", "aten::amax"):
-        return _over(part, asked, func, lambda v, dims: v.amax(dims, keepdim=True), _MAX, _least)
-    return _over(part, asked, func, lambda v, dims: v.amin(dims, keepdim=True), _MIN, _most)
-
-
-def _truth(func: Any, args: Any, kwargs: Any) -> Any:
-    """Returns whether any value, or whether all values, of all ranks are true."""
-    part, asked = args[0], _Asked.of(func, args, kwargs)
-    func(part.spread.meta(part.dtype), *args[1:], **kwargs)
-    if func._schema.name == "aten::any":
-        return _over(part, asked, func, lambda v, dims: v.bool().any(dims, keepdim=True), _MAX, _zero)
-    return _over(part, asked, func, lambda v, dims: v.bool().all(dims, keepdim=True), _MIN, lambda dtype: 1)
+    reduce_op = _MAX if name in ("max", "amax", "any") else _MIN
+    if name in ("any", "all"):
+        return _over(part, asked, func, lambda v, dims: getattr(v.bool(), name)(dims, keepdim=True), reduce_op)
+    extreme = "amax" if reduce_op == _MAX else "amin"
+    return _over(part, asked, func, lambda v, dims: getattr(v, extreme)(dims, keepdim=True), reduce_op)
 
 
 def _norm(func: Any, args: Any, kwargs: Any) -> Any:
@@ -227,11 +197,11 @@ def _norm(func: Any, args: Any, kwargs: Any) -> Any:
         return norm
 
     if abs(order) == float("inf"):
-        found = _over(part, asked, func, of_part, _MAX if order > 0 else _MIN, _zero if order > 0 else _most)
+        found = _over(part, asked, func, of_part, _MAX if order > 0 else _MIN)
     elif order == 0:
-        found = _over(part, asked, func, of_part, _SUM, _zero)
+        found = _over(part, asked, func, of_part, _SUM)
     else:
-        found = _over(part, asked, func, lambda v, dims: of_part(v, dims).pow(order), _SUM, _zero).pow(1.0 / order)
+        found = _over(part, asked, func, lambda v, dims: of_part(v, dims).pow(order), _SUM).pow(1.0 / order)
     return found.to(looks.dtype)
 
 
@@ -292,8 +262,8 @@ REDUCTIONS: Mapping[Any, Rule] = MappingProxyType(
         aten.std.correction: _variance,
         aten.var.correction: _variance,
         **dict.fromkeys((aten.max.default, aten.min.default, aten.amax.default, aten.amin.default), _extreme),
-        **dict.fromkeys((aten.any.default, aten.any.dim, aten.any.dims), _truth),
-        **dict.fromkeys((aten.all.default, aten.all.dim, aten.all.dims), _truth),
+        **dict.fromkeys((aten.any.default, aten.any.dim, aten.any.dims), _extreme),
+        **dict.fromkeys((aten.all.default, aten.all.dim, aten.all.dims), _extreme),
         aten.linalg_vector_norm.default: _norm,
         aten.renorm_.default: _renorm,
         aten.renorm.default: _renorm,

@@ -134,18 +134,14 @@ def _by_index(func: Any, args: Any, kwargs: Any) -> Any:
     local_ids, keep = _own_ids(ids.reshape(-1), axes[dim])
     own = value
     if isinstance(value, Tensor) and value.dim():
-        before, after = axes[:dim], axes[dim + 1 :]
-        of_value = (*before, Axis.whole(ids.numel()), *after)
-        if value.shape != torch.Size(axis.size for axis in of_value):
+        rest = (*axes[:dim], *axes[dim + 1 :])
+        shape = [ids.numel(), *(axis.size for axis in rest)]
+        if value.dim() != part.dim() or value.movedim(dim, 0).shape != torch.Size(shape):
             return NotImplemented
-        if isinstance(value, Part):
-            alike = [axis.of for axis in value.spread.axes] == [axis.of for axis in of_value]
-            if value.spread.chosen or value.spread.is_flat or not alike:
-                return NotImplemented
-            own = value.held.dense()
-        else:
-            own = value[tuple(axis.index for axis in of_value)]
-        own = own if keep is None else own.movedim(dim, 0)[keep].movedim(0, dim)
+        found = _own_values(value.movedim(dim, 0), shape, rest, 1)
+        if found is None:
+            return NotImplemented
+        own = (found if keep is None else found[keep]).movedim(0, dim)
     local = part.held.memory()
     local_ids = local_ids if keep is None else local_ids[keep]
     if local.numel() and local_ids.numel():
@@ -201,32 +197,21 @@ def _zero(func: Any, args: Any, kwargs: Any) -> Any:
     return args[0]
 
 
-def _scaled(func: Any, args: Any, kwargs: Any) -> Any:
-    """Implements `mul_` and `div_` by a number."""
-    held, factor = _rows_of(args[0]), args[1]
-    if held is None or kwargs or isinstance(factor, Part) or (isinstance(factor, Tensor) and factor.dim() > 0):
+def _on_rows(func: Any, args: Any, kwargs: Any) -> Any:
+    """Applies an element-wise op that keeps zero to a gradient kept as rows."""
+    (part, *given), held = args, _rows_of(args[0])
+    tensors = [each for each in (*given, *kwargs.values()) if isinstance(each, Tensor)]
+    if held is None or any(isinstance(each, Part) or each.dim() for each in tensors):
         return NotImplemented
-    out_of_place = aten.mul if "mul" in func._schema.name else aten.div
-    held.map(lambda values: out_of_place(values, factor).to(values.dtype))
-    return args[0]
-
-
-def _clamped(func: Any, args: Any, kwargs: Any) -> Any:
-    """Implements clamping whose bounds keep zero at zero."""
-    part, *bounds = args
-    held, name = _rows_of(part), func._schema.name
-    lowest, highest = {
-        "aten::clamp_": (*bounds, None, None)[:2],
-        "aten::clamp_min_": (bounds[0] if bounds else None, None),
-        "aten::clamp_max_": (None, bounds[0] if bounds else None),
-    }[name]
-    lowest, highest = kwargs.get("min", lowest), kwargs.get("max", highest)
-    if held is None or any(isinstance(bound, Tensor) for bound in (lowest, highest)):
-        return NotImplemented
-    if (lowest is not None and lowest > 0) or (highest is not None and highest < 0):
-        return NotImplemented
-    held.map(lambda values: values.clamp(lowest, highest))
+    if func not in _LINEAR:  # the values of a tensor are not known on the host
+        zero = torch.zeros(1, dtype=part.dtype, device="cpu")
+        if tensors or bool(func(zero, *given, **kwargs).any()):
+            return NotImplemented
+    held.map(lambda values: func(values.clone(), *given, **kwargs))
     return part
+
+
+_LINEAR = frozenset({aten.mul_.Tensor, aten.mul_.Scalar, aten.div_.Tensor, aten.div_.Scalar})
 
 
 def _added(func: Any, args: Any, kwargs: Any) -> Any:
@@ -316,8 +301,7 @@ ROWS: Mapping[Any, Rule] = MappingProxyType(
         aten.index.Tensor: _read,
         aten.index_select.default: _select_index,
         aten.zero_.default: _zero,
-        **dict.fromkeys((aten.mul_.Tensor, aten.mul_.Scalar, aten.div_.Tensor, aten.div_.Scalar), _scaled),
-        **dict.fromkeys((aten.clamp_.default, aten.clamp_min_.default, aten.clamp_max_.default), _clamped),
+        **dict.fromkeys((*_LINEAR, aten.clamp_.default, aten.clamp_min_.default, aten.clamp_max_.default), _on_rows),
         aten.add_.Tensor: _added,
         **dict.fromkeys(
             (

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -250,39 +251,23 @@ def _random(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _each(func: Any, args: Any, kwargs: Any) -> Any:
-    """Applies a `_foreach_` op: to plain tensors together, to parts one by one."""
+    """Applies a `_foreach_` op: to plain tensors together, to parts one by one, as torch does without a kernel."""
     tensors = next(value for value in args if isinstance(value, list | tuple))
-    name = func._schema.name.removeprefix("aten::_foreach_")
     lists = [value for value in (*args, *kwargs.values()) if isinstance(value, list | tuple)]
     parts = sorted({k for each in lists for k, value in enumerate(each) if isinstance(value, Part)})
-    rest = [k for k in range(len(tensors)) if k not in parts]
-
-    def of(value: Any, chosen: Sequence[int]) -> Any:
-        """Returns the chosen items of a list with one item per tensor, or else the value itself."""
-        is_list = isinstance(value, list | tuple) and len(value) == len(tensors)
-        return [value[k] for k in chosen] if is_list else value
-
     found: list[Any] = [None] * len(tensors)
-    if rest:
-        results = func(*(of(value, rest) for value in args), **{key: of(v, rest) for key, v in kwargs.items()})
-        for k, result in zip(rest, results or (), strict=False):
+    one_by_one = partial(func._op_dk, torch._C.DispatchKey.CompositeExplicitAutograd)
+    for chosen, call in (([k for k in range(len(tensors)) if k not in parts], func), (parts, one_by_one)):
+
+        def of(value: Any, chosen: Sequence[int] = chosen) -> Any:
+            """Returns the chosen items of a list with one item per tensor, or else the value itself."""
+            is_list = isinstance(value, list | tuple) and len(value) == len(tensors)
+            return [value[k] for k in chosen] if is_list else value
+
+        results = call(*map(of, args), **{key: of(value) for key, value in kwargs.items()}) if chosen else None
+        for k, result in zip(chosen, results or (), strict=False):
             found[k] = result
-    for k in parts:
-        own = [of(value, [k])[0] if isinstance(value, list | tuple) else value for value in args]
-        named = {key: of(v, [k])[0] if isinstance(v, list | tuple) else v for key, v in kwargs.items()}
-        found[k] = _single(name, own, named)
-    return None if name.endswith("_") else found
-
-
-def _single(name: str, args: list[Any], kwargs: dict[str, Any]) -> Any:
-    """Returns the single-tensor op of a `_foreach_` op."""
-    inplace, plain = "_" if name.endswith("_") else "", name.removesuffix("_")
-    if plain in ("addcmul", "addcdiv") and len(args) > 3:
-        value = args.pop()
-        kwargs["value"] = value.item() if isinstance(value, Tensor) else value
-    if plain in ("maximum", "minimum") and not isinstance(args[1], Tensor):
-        plain = {"maximum": "clamp_min", "minimum": "clamp_max"}[plain]
-    return getattr(aten, {"norm": "linalg_vector_norm"}.get(plain, plain) + inplace)(*args, **kwargs)
+    return None if func._schema.is_mutable else found
 
 
 def _alone(func: Any, args: Any, kwargs: Any) -> Any:
