@@ -117,7 +117,7 @@ class Table:
 
     def look_up(self, ids: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         """Returns rows (K, d), after their deferred steps. A new forward frees gradients that the loop has dropped."""
-        if self._gradient.kept is not None:
+        if self._gradient.holds:
             self._gradient.give_back()
         store, history = self.store, self.history
         places = store.look_up(ids, to_write=(rests := history.rest))
@@ -169,7 +169,8 @@ class Table:
 
     def can_wait(self) -> bool:
         """Returns whether the update can be deferred to the next forward and applied by rows."""
-        return self.is_one() and steps_rows(self.param_group()) and not self.members[0].lacks_state
+        first = self.members[0]
+        return self.is_one() and steps_rows(first.param_group()) and not first.lacks_state
 
     def is_one(self) -> bool:
         """Returns whether one update equals the optimizer's update of each member."""
@@ -180,7 +181,7 @@ class Table:
         optimizer = self.members[0].optimizer
         if optimizer is None or not all(map(is_, map(_OPTIMIZER, self.members), repeat(optimizer))):
             return False
-        params = self.param_group()["params"]
+        params = self.members[0].param_group()["params"]
         return set(map(id, params)).issuperset(map(id, map(_PARAMETER, self.members)))
 
     def steps_by(self, optimizer: Optimizer | None, options: Options) -> bool:

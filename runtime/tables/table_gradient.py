@@ -21,14 +21,15 @@ class TableGradient:
     """The gradients of a table's members. Reuses their objects if the loop has dropped them unread.
 
     Attributes:
-        kept: ids (K,) and rows (K, d) of all members, if they had arrived when they were delivered, or None.
+        holds: whether memory of the last gradients is still held.
     """
 
     def __init__(self, members: Sequence[Member]) -> None:
         self._members = members
         self._given: list[tuple[Member, nn.Parameter, Part, GradientStorage]] = []  # by the last backward
         self._late: GradientFuture[Sequence[Rows]] | None = None  # the last delivered
-        self.kept: Rows | None = None
+        self._rows: Rows | None = None
+        self.holds = False
 
     def deliver(
         self, late: GradientFuture[Sequence[Rows]], absent: Collection[str], rows: Rows | None, *, unreduced: bool
@@ -49,7 +50,7 @@ class TableGradient:
                 if member.name not in absent:
                     member.add_late_gradient(late, k, unreduced=unreduced)
             self._given = self._slots(late)
-        self._late, self.kept = late, rows
+        self._late, self._rows, self.holds = (late, rows, True) if self._given else (None, None, False)
 
     def _slots(self, late: GradientFuture[Sequence[Rows]]) -> list[tuple[Member, nn.Parameter, Part, GradientStorage]]:
         """Returns the gradient objects, for reuse by later backwards, if each has only this gradient."""
@@ -77,7 +78,7 @@ class TableGradient:
     def give_back(self) -> None:
         """Frees the memory of dropped gradients."""
         if self._are_free():
-            self._late, self.kept = GradientFuture(tuple), None
+            self._late, self._rows, self.holds = GradientFuture(tuple), None, False
             for k, (_, _, _, held) in enumerate(self._given):
                 held.late = self._late, k
 
@@ -94,9 +95,9 @@ class TableGradient:
 
     def rows(self) -> Rows | None:
         """Returns the row gradient of all members, or None if any `.grad` was replaced or changed."""
-        if self.kept is None or self._late is None or self.standing(self._late) < len(self._members):
-            self.kept = None
-        return self.kept
+        if self._rows is None or self._late is None or self.standing(self._late) < len(self._members):
+            self._rows = None
+        return self._rows
 
 
 def _references() -> tuple[int, int]:
