@@ -6,7 +6,7 @@ in for the kernels: what is checked then is this file.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -29,8 +29,8 @@ TARGET = 0.8
 """Of the bandwidth of a copy."""
 
 Call = Callable[..., Any]
-ADAGRAD = {"step_size": 0.01, "eps": 1e-6, "weight_decay": 0.0, "maximize": False}
-SGD = {"lr": 0.01, "momentum": 0.0, "weight_decay": 0.0, "nesterov": False, "maximize": False}
+ADAGRAD = {"eps": 1e-6, "weight_decay": 0.0}
+SGD = {"lr": 0.01, "momentum": 0.0, "weight_decay": 0.0, "nesterov": False}
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ def cases(rows: int, columns: int, device: torch.device) -> Iterator[Case]:
         (table, None, ids, gradients),
         _sgd,
         bytes_moved.update(rows, columns, 4, 0),
-        tuple(SGD.items()),
+        (("options", SGD),),
         written=(0,),
     )
     yield Case(
@@ -92,7 +92,7 @@ def cases(rows: int, columns: int, device: torch.device) -> Iterator[Case]:
         (table, random(rows, columns).square_(), ids, gradients),
         _adagrad,
         bytes_moved.update(rows, columns, 4, 1),
-        tuple(ADAGRAD.items()),
+        (("options", ADAGRAD), ("step_size", 0.01)),
         written=(0, 1),
     )
 
@@ -117,13 +117,15 @@ def _coalesce(ids: Tensor, flat: Tensor, columns: int, padding_idx: int, scale: 
     return [unique, sums.index_add_(0, inverse, flat.view(-1, columns), alpha=scale)]
 
 
-def _sgd(shard: Tensor, buffer: None, ids: Tensor, rows: Tensor, *, lr: float, **_: Any) -> None:
-    shard.index_add_(0, ids, rows, alpha=-lr)
+def _sgd(shard: Tensor, buffer: None, ids: Tensor, rows: Tensor, options: Mapping[str, Any]) -> None:
+    shard.index_add_(0, ids, rows, alpha=-options["lr"])
 
 
-def _adagrad(shard: Tensor, sums: Tensor, ids: Tensor, rows: Tensor, *, step_size: float, eps: float, **_: Any) -> None:
+def _adagrad(
+    shard: Tensor, sums: Tensor, ids: Tensor, rows: Tensor, options: Mapping[str, Any], step_size: float
+) -> None:
     sums.index_add_(0, ids, rows * rows)
-    shard.index_add_(0, ids, rows / (sums[ids].sqrt() + eps), alpha=-step_size)
+    shard.index_add_(0, ids, rows / (sums[ids].sqrt() + options["eps"]), alpha=-step_size)
 
 
 def run(context: Context) -> None:

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer, SparseAdam
 
 from embrace_fx.runtime.kernels import gpu
+from embrace_fx.runtime.kernels.decay import Averages
 
 State = MutableMapping[str, Any]
 """An optimizer's state of one parameter: tensors and the step counter."""
@@ -238,30 +239,20 @@ def step_rows_on_device(
     if not all(map(gpu.takes, (local, rows, *parts))):
         return False
     number = float(state["step"]) + 1 if "step" in state else 0.0
-    lr, common = options["lr"], {"maximize": options.get("maximize", False)}
     if kind is SGD:
-        momentum = state["momentum_buffer"] if options["momentum"] != 0 else None
-        names = ("momentum", "weight_decay", "nesterov")
-        gpu.sgd_rows(local, momentum, ids, rows, lr=float(lr), **{name: options[name] for name in names}, **common)
+        gpu.sgd_rows(local, state["momentum_buffer"] if options["momentum"] != 0 else None, ids, rows, options)
     elif kind is Adagrad:
-        size = float(lr / (1 + (number - 1) * options["lr_decay"]))
-        common |= {"eps": options["eps"], "weight_decay": options["weight_decay"]}
-        gpu.adagrad_rows(local, state["sum"], ids, rows, step_size=size, **common)
+        step_size = float(options["lr"] / (1 + (number - 1) * options["lr_decay"]))
+        gpu.adagrad_rows(local, state["sum"], ids, rows, options, step_size)
     else:
-        _adam(kind, options, local, state, ids, rows, number)
+        greatest = state["max_exp_avg_sq"] if options.get("amsgrad") else None
+        averages = Averages(state["exp_avg"], state["exp_avg_sq"], greatest)
+        gpu.adam_rows(local, averages, ids, rows, _adam_step(kind, options, number))
     return True
 
 
-def _adam(
-    kind: type[Optimizer],
-    options: Mapping[str, Any],
-    local: Tensor,
-    state: Mapping[str, Any],
-    ids: Tensor,
-    rows: Tensor,
-    number: float,
-) -> None:
-    """Applies one step of an optimizer of Adam's kind to some rows."""
+def _adam_step(kind: type[Optimizer], options: Mapping[str, Any], number: float) -> gpu.AdamStep:
+    """Returns the coefficients of a step of an optimizer of Adam's kind."""
     beta1, beta2 = options["betas"]
     size, rest = options["lr"] / (1 - beta1**number), (1 - beta2**number) ** -0.5
     decay, shrink = options.get("weight_decay", 0.0), 1.0
@@ -269,21 +260,8 @@ def _adam(
         size, rest = options["lr"] * math.sqrt(1 - beta2**number) / (1 - beta1**number), 1.0
     elif options["decoupled_weight_decay"]:
         decay, shrink = 0.0, float(1 - options["lr"] * decay)
-    gpu.adam_rows(
-        local,
-        state["exp_avg"],
-        state["exp_avg_sq"],
-        state["max_exp_avg_sq"] if options.get("amsgrad") else None,
-        ids,
-        rows,
-        step_size=float(size),
-        betas=(float(beta1), float(beta2)),
-        eps=options["eps"],
-        correction=rest,
-        weight_decay=decay,
-        shrink=shrink,
-        maximize=options.get("maximize", False),
-    )
+    betas = float(beta1), float(beta2)
+    return gpu.AdamStep(float(size), betas, options["eps"], rest, decay, shrink, options.get("maximize", False))
 
 
 def counters_after(optimizer: Optimizer, options: Mapping[str, Any], local: Tensor, state: Mapping[str, Any]) -> State:

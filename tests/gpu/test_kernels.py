@@ -40,7 +40,7 @@ def test_rows_beyond_two_to_the_31_elements() -> None:
     assert kernels.lookup(table, ids)[:, 0].tolist() == [7, 0, 7]
     gpu.sgd_rows(
         table, None, ids[:1], torch.ones(1, width, dtype=torch.bfloat16, device="cuda"),
-        lr=1.0, momentum=0.0, weight_decay=0.0, nesterov=False, maximize=False,
+        {"lr": 1.0, "momentum": 0.0, "weight_decay": 0.0, "nesterov": False, "maximize": False},
     )  # fmt: skip
     assert table[-1].unique().tolist() == [6]
     assert table[:-1].count_nonzero().item() == 0

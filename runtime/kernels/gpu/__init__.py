@@ -13,7 +13,7 @@ from __future__ import annotations
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -43,6 +43,25 @@ def __getattr__(name: str) -> Any:
             globals()[name] = kernel = getattr(import_module(f"{__name__}.{file}"), name)
             return kernel
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+class AdamStep(NamedTuple):
+    """A step of Adam, AdamW (lazy) or SparseAdam: w -= step_size * m / (sqrt(v) * correction + eps).
+
+    Attributes:
+        step_size: the learning rate over the bias correction of m (Adam), times the root of v's (SparseAdam).
+        correction: 1 / sqrt(1 - beta2^t) for Adam and AdamW; 1 for SparseAdam, which adds eps to the uncorrected root.
+        weight_decay: added to the gradient, times the weight (Adam).
+        shrink: the factor of the weight before the step, 1 - lr * weight_decay (AdamW).
+    """
+
+    step_size: float
+    betas: tuple[float, float]
+    eps: float
+    correction: float
+    weight_decay: float = 0.0
+    shrink: float = 1.0
+    maximize: bool = False
 
 
 @cache

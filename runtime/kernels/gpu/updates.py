@@ -12,10 +12,15 @@ An element's update depends only on that element, so one step's rows may be upda
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from embrace_fx.runtime.kernels.decay import Averages
+from embrace_fx.runtime.kernels.gpu import AdamStep
 from embrace_fx.runtime.kernels.gpu.tiles import offsets, on_its_device, refuse_strided, sum_type, tile_of
 
 # All three are bound by bandwidth: a row of each of 3 to 9 streams is moved for a handful of operations. Tiles are
@@ -85,18 +90,7 @@ def _sgd(
 
 
 @on_its_device
-def sgd_rows(
-    shard: Tensor,
-    buffer: Tensor | None,
-    ids: Tensor,
-    rows: Tensor,
-    *,
-    lr: float,
-    momentum: float,
-    weight_decay: float,
-    nesterov: bool,
-    maximize: bool,
-) -> None:
+def sgd_rows(shard: Tensor, buffer: Tensor | None, ids: Tensor, rows: Tensor, options: Mapping[str, Any]) -> None:
     """Applies SGD without dampening, in place.
 
     Args:
@@ -104,6 +98,7 @@ def sgd_rows(
         buffer: (V, d), `momentum_buffer`, contiguous, written, or None without momentum.
         ids: (K,) int64, unique.
         rows: (K, d), contiguous: the gradients.
+        options: of torch's SGD.
 
     Raises:
         ValueError: an argument is not contiguous.
@@ -114,8 +109,10 @@ def sgd_rows(
         return
     tile = tile_of(shard.shape[1], shard.itemsize, tensors=2 + len(state))
     _sgd[tile.grid(*rows.shape)](
-        shard, shard if buffer is None else buffer, ids, rows, *rows.shape, lr, momentum, weight_decay,
-        MOMENTUM=buffer is not None, NESTEROV=nesterov, DECAY=weight_decay != 0, MAXIMIZE=maximize,
+        shard, shard if buffer is None else buffer, ids, rows, *rows.shape,
+        float(options["lr"]), options["momentum"], options["weight_decay"],
+        MOMENTUM=buffer is not None, NESTEROV=options["nesterov"], DECAY=options["weight_decay"] != 0,
+        MAXIMIZE=options.get("maximize", False),
         SUM=sum_type(shard.dtype), ROWS=tile.rows, COLUMNS=tile.columns,
     )  # fmt: skip
 
@@ -141,11 +138,8 @@ def adagrad_rows(
     sums: Tensor,
     ids: Tensor,
     rows: Tensor,
-    *,
+    options: Mapping[str, Any],
     step_size: float,
-    eps: float,
-    weight_decay: float,
-    maximize: bool,
 ) -> None:
     """Applies Adagrad, in place.
 
@@ -154,6 +148,7 @@ def adagrad_rows(
         sums: (V, d), `sum`, contiguous, written.
         ids: (K,) int64, no two the same.
         rows: (K, d), contiguous: the gradients.
+        options: of torch's Adagrad.
         step_size: the learning rate after its decay.
 
     Raises:
@@ -164,8 +159,8 @@ def adagrad_rows(
         return
     tile = tile_of(shard.shape[1], shard.itemsize, tensors=3)
     _adagrad[tile.grid(*rows.shape)](
-        shard, sums, ids, rows, *rows.shape, step_size, eps, weight_decay,
-        DECAY=weight_decay != 0, MAXIMIZE=maximize,
+        shard, sums, ids, rows, *rows.shape, step_size, options["eps"], options["weight_decay"],
+        DECAY=options["weight_decay"] != 0, MAXIMIZE=options.get("maximize", False),
         SUM=sum_type(shard.dtype), ROWS=tile.rows, COLUMNS=tile.columns,
     )  # fmt: skip
 
@@ -197,48 +192,27 @@ def _adam(
 
 
 @on_its_device
-def adam_rows(
-    shard: Tensor,
-    exp_avg: Tensor,
-    exp_avg_sq: Tensor,
-    max_exp_avg_sq: Tensor | None,
-    ids: Tensor,
-    rows: Tensor,
-    *,
-    step_size: float,
-    betas: tuple[float, float],
-    eps: float,
-    correction: float,
-    weight_decay: float = 0.0,
-    shrink: float = 1.0,
-    maximize: bool = False,
-) -> None:
-    """Applies Adam, AdamW (lazy) or SparseAdam, in place: w -= step_size * m / (sqrt(v) * correction + eps).
+def adam_rows(shard: Tensor, averages: Averages, ids: Tensor, rows: Tensor, step: AdamStep) -> None:
+    """Applies a step of Adam's kind, in place.
 
     Args:
-        shard: (V, d), contiguous, written.
-        exp_avg, exp_avg_sq: (V, d), contiguous, written: m and v.
-        max_exp_avg_sq: (V, d), contiguous, written, takes the place of v: amsgrad; or None.
+        shard, averages: (V, d), contiguous, written.
         ids: (K,) int64, no two the same.
         rows: (K, d), contiguous: the gradients.
-        step_size: the learning rate over the bias correction of m (Adam), times the root of v's (SparseAdam).
-        correction: 1 / sqrt(1 - beta2^t) for Adam and AdamW; 1 for SparseAdam, which adds eps to the uncorrected root.
-        weight_decay: added to the gradient, times the weight (Adam).
-        shrink: the factor of the weight before the step, 1 - lr * weight_decay (AdamW).
 
     Raises:
         ValueError: an argument is not contiguous.
     """
-    state = {"exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
-    if max_exp_avg_sq is not None:
-        state["max_exp_avg_sq"] = max_exp_avg_sq
+    state = {name: value for name, value in averages._asdict().items() if value is not None}
     refuse_strided("adam_rows", shard=shard, ids=ids, rows=rows, **state)
     if rows.numel() == 0:
         return
     tile = tile_of(shard.shape[1], shard.itemsize, tensors=2 + len(state))
     _adam[tile.grid(*rows.shape)](
-        shard, exp_avg, exp_avg_sq, exp_avg_sq if max_exp_avg_sq is None else max_exp_avg_sq, ids, rows, *rows.shape,
-        step_size, *betas, eps, correction, weight_decay, shrink,
-        AMSGRAD=max_exp_avg_sq is not None, DECAY=weight_decay != 0 and shrink == 1, DECOUPLED=shrink != 1,
-        MAXIMIZE=maximize, SUM=sum_type(shard.dtype), ROWS=tile.rows, COLUMNS=tile.columns,
+        shard, averages.first, averages.second, averages.second if averages.greatest is None else averages.greatest,
+        ids, rows, *rows.shape,
+        step.step_size, *step.betas, step.eps, step.correction, step.weight_decay, step.shrink,
+        AMSGRAD=averages.greatest is not None, DECAY=step.weight_decay != 0 and step.shrink == 1,
+        DECOUPLED=step.shrink != 1, MAXIMIZE=step.maximize,
+        SUM=sum_type(shard.dtype), ROWS=tile.rows, COLUMNS=tile.columns,
     )  # fmt: skip
