@@ -14,6 +14,7 @@ Protocol
 from __future__ import annotations
 
 import atexit
+import contextlib
 import faulthandler
 import gc
 import multiprocessing
