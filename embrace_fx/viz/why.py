@@ -111,7 +111,7 @@ def why(shares_ms: Mapping[Share, float], step: str = "A step takes") -> Why | N
 
 
 def unlike_predicted(shares_ms: Mapping[Share, float], schedule: Schedule) -> str:
-    """Returns a sentence about a step that is clearly slower than predicted, with the option to try, or "".
+    """Returns a sentence about a step that is not as long as predicted, with the option to try, or "".
 
     Args:
         shares_ms: part of the measured step -> milliseconds.
@@ -126,15 +126,14 @@ def unlike_predicted(shares_ms: Mapping[Share, float], schedule: Schedule) -> st
     compute_ms = measured_ms - figures.step_ms - waits_ms
     is_waiting = abs(waits_ms) > abs(compute_ms)
     more_ms = waits_ms if is_waiting else compute_ms
-    if is_waiting and waits_ms < 0:
-        option = "cluster=embrace_fx.Cluster(...), which plans for faster links"
-    elif is_waiting and schedule.name == "none":
-        option = "schedule='2d', which hides more of the links"
-    elif schedule.name == "none":
-        faster = "backend='inductor', or fewer ranks on one host: its processors are slower than planned"
-        option = faster if more_ms > 0 else "cluster=embrace_fx.Cluster(...), which plans for faster processors"
-    else:
+    if more_ms < 0:
+        option = f"cluster=embrace_fx.Cluster(...), which plans for faster {'links' if is_waiting else 'processors'}"
+    elif schedule.name != "none":
         option = "schedule='none', which asks less of the host"
+    elif is_waiting:
+        option = "schedule='2d', which hides more of the links"
+    else:
+        option = "backend='inductor', or fewer ranks on one host: its processors are slower than planned"
     return (
         f"Forward, backward and links take {measured_ms:.1f} ms of it, but {figures.step_ms:.1f} ms were predicted: "
         f"{abs(more_ms):.1f} ms {'more' if more_ms > 0 else 'less'} in {'waits' if is_waiting else 'compute'}. To try: "
