@@ -80,7 +80,8 @@ def test_ranks_compute_what_the_formulas_say() -> None:
         torch.testing.assert_close(result.agreed, z, rtol=1e-8, atol=1e-8)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, pytest.param(4, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_ranks_reach_the_accuracy_of_one_process(world_size: int) -> None:
     """Within two points, the same weights and the same figures on all ranks."""
     rnn, head = modules(WORDS, HIDDEN, 2)

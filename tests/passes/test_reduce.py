@@ -59,7 +59,7 @@ def means_over_ranks(rank: int, world_size: int, buckets: Buckets) -> None:
 
 @pytest.mark.parametrize(
     ("world_size", "buckets"),
-    [(2, BUCKETS), (3, (("table.weight", "linear.weight"),))],
+    [pytest.param(2, BUCKETS, marks=pytest.mark.long), (3, (("table.weight", "linear.weight"),))],
     ids=["all, two ranks", "some, three ranks"],
 )
 def test_values_on_several_ranks(world_size: int, buckets: Buckets) -> None:

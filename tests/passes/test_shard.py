@@ -81,7 +81,7 @@ def shards_compute_the_same(rank: int, world_size: int, dims: tuple[int, ...]) -
 
 @pytest.mark.parametrize(
     ("world_size", "dims"),
-    [pytest.param(2, (4, 5, 1), marks=pytest.mark.long), pytest.param(3, (4, 2), marks=pytest.mark.long), (4, (5,))],
+    [(2, (4, 5, 1)), pytest.param(3, (4, 2), marks=pytest.mark.long), pytest.param(4, (5,), marks=pytest.mark.long)],
     ids=str,
 )
 def test_values_on_several_ranks(world_size: int, dims: tuple[int, ...]) -> None:

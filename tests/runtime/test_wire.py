@@ -30,8 +30,9 @@ from tests.support.wire import (
 )
 
 
-@pytest.mark.parametrize("tied", [True, pytest.param(False, marks=pytest.mark.long)])
-@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("world_size", [2, 4])
 def test_bytes_of_an_output_layer_equal_the_prediction(world_size: int, tied: bool) -> None:
     workload = HeadWorkload(tied=tied, bias=True, num_words=3000, width=256, length=60, ignored=0)
     strategy = {"words.weight": "alltoall", workload.table: "vocabulary"}

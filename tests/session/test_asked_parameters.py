@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import pytest
 import torch
 from torch import nn
 
@@ -43,6 +44,7 @@ def train(rank: int, world_size: int, clips_by_model: bool) -> tuple[list[str], 
     return [line for line in told if ASKED in line or "sharded" in line], is_swept
 
 
+@pytest.mark.long
 def test_a_loop_that_asks_in_every_step_is_told_once() -> None:
     first, second = run_ranks(2, train, False)
     decided, asked = first[0]

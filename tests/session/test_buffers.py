@@ -90,6 +90,6 @@ CASES = {"buffers": (Buffered, _losses)}
     [({}, True), ({"broadcast_buffers": False}, False), ({"forward_sync_buffers": False}, "once")],
     ids=["rank 0's", "each rank's own", "rank 0's once"],
 )
-@pytest.mark.parametrize("route", ["graph", "eager"])
+@pytest.mark.parametrize("route", [pytest.param("graph", marks=pytest.mark.long), "eager"])
 def test_forwards_read_the_buffers_that_are_asked_for(ddp: dict[str, Any], broadcast: Any, route: Any) -> None:
     check(__name__, ddp=ddp, broadcast_buffers=broadcast, route=route)

@@ -61,7 +61,9 @@ def move_state(rank: int, world_size: int, old: Strategy, new: Strategy, when: s
     assert_same(parameters(target), parameters(source), DTYPE)
 
 
-@pytest.mark.parametrize("when", ["before the first call", "after the first call"])
+@pytest.mark.parametrize(
+    "when", [pytest.param("before the first call", marks=pytest.mark.long), "after the first call"]
+)
 @pytest.mark.parametrize(
     ("old", "new"),
     [

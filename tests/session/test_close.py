@@ -131,7 +131,14 @@ def drop_and_read(
     return states[0], states[1], message
 
 
-@pytest.mark.parametrize(("strategy", "rows"), [("alltoall", "exact"), ("alltoall", "replay"), ("allreduce", "exact")])
+@pytest.mark.parametrize(
+    ("strategy", "rows"),
+    [
+        pytest.param("alltoall", "exact", marks=pytest.mark.long),
+        ("alltoall", "replay"),
+        pytest.param("allreduce", "exact", marks=pytest.mark.long),
+    ],
+)
 def test_no_update_is_lost_where_the_compiled_model_is_closed_or_dropped(
     strategy: Literal["alltoall", "allreduce"], rows: Literal["exact", "replay"]
 ) -> None:

@@ -9,6 +9,7 @@ import time
 from functools import partial
 from typing import Any
 
+import pytest
 import torch
 
 import embrace_fx
@@ -35,6 +36,7 @@ def _ask(rank: int, world_size: int) -> list[Any]:
     return [*asked, expected]
 
 
+@pytest.mark.long
 def test_what_needs_other_ranks_is_refused_in_a_child() -> None:
     for *refused, whole, expected in run_ranks(2, _ask):
         for told in refused:

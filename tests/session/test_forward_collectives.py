@@ -113,7 +113,9 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("options", [{}, {"schedule": "none"}], ids=["common", "asked for a graph"])
+@pytest.mark.parametrize(
+    "options", [{}, pytest.param({"schedule": "none"}, marks=pytest.mark.long)], ids=["common", "asked for a graph"]
+)
 @pytest.mark.filterwarnings("ignore:.*is deprecated:FutureWarning", "ignore:c10d.*autograd kernel:UserWarning")
 def test_collectives_of_the_forward_are_those_of_ddp(options: dict[str, Any]) -> None:
     check(__name__, rtol=1e-5, **options)

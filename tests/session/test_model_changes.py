@@ -136,6 +136,7 @@ def _other_parameters(rank: int, world_size: int) -> list[str]:
     return told
 
 
+@pytest.mark.long
 def test_a_layer_that_is_replaced_is_named_on_every_rank() -> None:
     for told in run_ranks(2, _other_parameters):
         assert "rank 1: the model's parameters have changed since compile()" in told[0]

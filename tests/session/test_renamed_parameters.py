@@ -73,7 +73,8 @@ def _compiled_again(change: Callable[[Any], Any]) -> Callable[[Any, int], list[T
 AGAIN = {name: (_Tagger, _compiled_again(change)) for name, change in CHANGES.items()}
 
 
-@pytest.mark.parametrize("strategy", ["alltoall", pytest.param("allreduce", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("strategy", ["alltoall", "allreduce"])
 def test_a_changed_model_is_compiled_anew_and_trains_as_under_ddp(strategy: str) -> None:
     check(__name__, cases="AGAIN", strategy=strategy, rtol=1e-5)
 
@@ -170,7 +171,8 @@ def _changed(rank: int, world_size: int, closes: bool) -> int:
     return len(CHANGES)
 
 
-@pytest.mark.parametrize("closes", [pytest.param(False, marks=pytest.mark.long), True])
+@pytest.mark.long
+@pytest.mark.parametrize("closes", [False, True])
 def test_a_changed_model_leaves_other_optimizers_alone(closes: bool) -> None:
     assert run_ranks(2, _changed, closes) == [len(CHANGES)] * 2
 
@@ -201,6 +203,7 @@ def _files(rank: int, world_size: int, folder: str) -> tuple[float, str]:
     return expected, str(caught.value)
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
 def test_a_module_is_saved_and_scripted_for_who_has_not_the_package(tmp_path: Path) -> None:
     (expected, told), _ = run_ranks(2, _files, str(tmp_path))

@@ -105,7 +105,7 @@ EARLY = {
 }
 
 
-@pytest.mark.parametrize("schedule", ["2d", "vertical"])
+@pytest.mark.parametrize("schedule", [pytest.param("2d", marks=pytest.mark.long), "vertical"])
 def test_gradients_and_state_written_between_steps(schedule: str) -> None:
     check(__name__, cases="EARLY", once=True, strategy={"words.weight": "alltoall"}, schedule=schedule, rtol=1e-9)
 
@@ -172,8 +172,8 @@ PADDING = {
 @pytest.mark.parametrize(
     ("names", "strategy", "schedule"),
     [
-        ((), "alltoall", "2d"),
-        (("decaying, written", "swept, written"), "alltoall", "vertical"),
+        pytest.param((), "alltoall", "2d", marks=pytest.mark.long),
+        pytest.param(("decaying, written", "swept, written"), "alltoall", "vertical", marks=pytest.mark.long),
         (("decaying, written", "swept, written"), embrace_fx.Grid(2, 1), "2d"),
     ],
     ids=["2d", "vertical", "a grid"],
@@ -254,6 +254,7 @@ AMID: dict[str, tuple[Callable[[], nn.Module], Loop]] = {
 }
 
 
+@pytest.mark.long
 def test_of_whole_tables_each_rank_steps_its_own() -> None:
     check(__name__, "SGD", "Adagrad", cases="AMID", strategy="allreduce")
 

@@ -115,6 +115,7 @@ def test_a_loop_trains_as_under_ddp(loop: Callable[[Side], Any]) -> None:
     assert run_ranks(2, _trained, loop, LOOPS[loop]) == ["", ""]
 
 
+@pytest.mark.long
 def test_loops_that_need_other_programs_train_as_under_ddp() -> None:
     run_ranks(2, run_changes, 3, 8)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -29,6 +30,7 @@ def trains_under_another_default(rank: int, world_size: int) -> dict[str, Tensor
     return whole_parameters(compiled)
 
 
+@pytest.mark.long
 def test_a_default_device_changes_nothing() -> None:
     expected = expected_parameters(2, WORKLOAD, torch.float64, "adagrad", "exact", STEPS)
     for found in run_ranks(2, trains_under_another_default):

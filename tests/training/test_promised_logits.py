@@ -60,7 +60,7 @@ def _read(rank: int, world_size: int, train: bool) -> None:
         torch.testing.assert_close(read(logits), read(expected), rtol=1e-9, atol=1e-9, msg=name)
 
 
-@pytest.mark.parametrize("train", [True, False])
+@pytest.mark.parametrize("train", [pytest.param(True, marks=pytest.mark.long), False])
 def test_what_is_read_is_right(train: bool) -> None:
     run_ranks(2, _read, train)
 
@@ -73,6 +73,7 @@ def _saved(rank: int, world_size: int) -> None:
     torch.testing.assert_close(torch.load(io.BytesIO(file.getvalue())), whole(*batch)[1].detach())
 
 
+@pytest.mark.long
 def test_they_are_saved_as_plain_tensors() -> None:
     run_ranks(2, _saved)
 
@@ -86,6 +87,7 @@ def _written(rank: int, world_size: int) -> None:
     assert bool((flat.argmax(-1) == 4).all())
 
 
+@pytest.mark.long
 def test_writes_are_seen_by_views() -> None:
     run_ranks(2, _written)
 
@@ -120,6 +122,7 @@ def _read_twice(rank: int, world_size: int) -> None:
                     torch.testing.assert_close(found + 0.0, expected, rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.long
 def test_an_evaluation_gathers_the_table_once() -> None:
     run_ranks(2, _read_twice)
 
@@ -141,6 +144,7 @@ def _written_between_evaluations(rank: int, world_size: int, how: str) -> None:
                     table.mul_(0.5)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("how", ["data", "in place"])
 def test_an_evaluation_sees_a_table_that_was_written(how: str) -> None:
     run_ranks(2, _written_between_evaluations, how)
@@ -172,7 +176,10 @@ def _alone(rank: int, world_size: int, deed: str) -> None:
     loss.backward()
 
 
-@pytest.mark.parametrize(("deed", "text"), [("read", "only this rank"), ("loss", "another rank does something else")])
+@pytest.mark.parametrize(
+    ("deed", "text"),
+    [("read", "only this rank"), pytest.param("loss", "another rank does something else", marks=pytest.mark.long)],
+)
 def test_a_rank_that_reads_alone_is_told_at_once(deed: str, text: str) -> None:
     began = time.monotonic()
     errors = run_ranks_expecting_errors(2, _alone, deed)

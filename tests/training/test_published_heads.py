@@ -134,6 +134,7 @@ def _same(rank: int, ranks: int, name: str, schedule: ScheduleName, loop: str, o
         assert_same(whole_parameters(compiled), expected, torch.float64)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("name", "loop"), [("bert", "accumulates"), ("gpt2", "outside"), ("gpt2", "evaluates")])
 def test_training_is_as_under_ddp(name: str, loop: str) -> None:
     run_ranks(2, _same, name, "2d", loop, ("adamw",))

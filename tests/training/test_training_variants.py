@@ -53,6 +53,7 @@ def test_max_norm_shortens_the_same_rows_on_every_rank() -> None:
     _check(2, LookupsWorkload(max_norm=2.0), "adam", "exact", {"table.weight": "allreduce"})
 
 
+@pytest.mark.long
 def test_scale_grad_by_freq_counts_the_ids_of_all_ranks() -> None:
     workload = LookupsWorkload(scale_grad_by_freq=True)
     model = workload.make(DTYPE, SEED)
@@ -118,9 +119,8 @@ def test_clipping_in_half_precision(world_size: int) -> None:
 # -- strategies --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("num_words", "chosen"), [(60, "allreduce"), pytest.param(300_000, "alltoall", marks=pytest.mark.long)]
-)
+@pytest.mark.long
+@pytest.mark.parametrize(("num_words", "chosen"), [(60, "allreduce"), (300_000, "alltoall")])
 def test_auto_shards_a_table_that_is_large_for_what_a_batch_reads(num_words: int, chosen: str) -> None:
     workload = TwoTableLMWorkload(num_words=num_words)
     strategies = {"embedding.weight": chosen, "output.weight": chosen}

@@ -66,6 +66,7 @@ def test_marian_translates_with_untied_tables() -> None:
     assert trained.captures == 2
 
 
+@pytest.mark.long
 def test_autocast_computes_the_loss_and_the_gradients_of_eager_autocast() -> None:
     training = TRAININGS["bert"]
     model, eager = training.make_model(torch.float32), training.make_model(torch.float32)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 import embrace_fx
 from embrace_fx.vocabulary.schedule import ScheduleName
+from tests.support.cases import long_but
 from tests.support.heads import HeadModel, HeadWorkload, Predicts, PredictsBoth, Smooths, Weighs
 from tests.support.ranks import run_ranks, run_ranks_expecting_errors
 from tests.support.reference import assert_same
@@ -43,19 +44,25 @@ def _check(workload: HeadWorkload, ranks: int, optimizer: str, schedule: Schedul
         assert_same(found.parameters, expected, DTYPE)
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", long_but(("untied, bias", "tied, capped, shifted"), {each: (each,) for each in CASES}))
 def test_training_equals_the_reference(case: str) -> None:
     _check(CASES[case], 2, "adamw", "2d")
 
 
 @pytest.mark.parametrize(
     ("ranks", "optimizer", "schedule"),
-    [(3, "sgd", "none"), (4, "adagrad", "2d"), (2, "sgd", "vertical"), (3, "adamw", "horizontal")],
+    [
+        (2, "sgd", "vertical"),
+        pytest.param(3, "sgd", "none", marks=pytest.mark.long),
+        pytest.param(4, "adagrad", "2d", marks=pytest.mark.long),
+        pytest.param(3, "adamw", "horizontal", marks=pytest.mark.long),
+    ],
 )
 def test_ranks_optimizers_and_schedules(ranks: int, optimizer: str, schedule: ScheduleName) -> None:
     _check(CASES["tied"], ranks, optimizer, schedule)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("case", "ranks"), [("tied, bias, none", 2), ("tied, capped, shifted", 3)])
 def test_a_budget_computes_the_head_in_chunks(case: str, ranks: int) -> None:
     workload = replace(CASES[case], ranks=ranks)
@@ -135,7 +142,7 @@ def _train_alone(workload: HeadWorkload) -> dict[str, Tensor]:
     return {name: parameter.detach() for name, parameter in model.named_parameters()}
 
 
-@pytest.mark.parametrize("case", ["tied", "untied, bias"])
+@pytest.mark.parametrize("case", [pytest.param("tied", marks=pytest.mark.long), "untied, bias"])
 def test_losses_outside_of_the_model_in_chunks(case: str) -> None:
     workload = replace(CASES[case], kind=Predicts, ranks=3)
     expected = _train_alone(workload)
@@ -170,6 +177,7 @@ def _evaluates(rank: int, world_size: int) -> dict[str, Tensor]:
     return whole_parameters(compiled)
 
 
+@pytest.mark.long
 def test_evaluation_and_whole_tables_between_steps() -> None:
     expected = expected_parameters(2, replace(CASES["tied, bias, none"], reduction="sum"), DTYPE, "adamw", steps=STEPS)
     for found in run_ranks(2, _evaluates):
@@ -189,6 +197,7 @@ def _saves(rank: int, world_size: int, folder: str, first: int, last: int) -> di
     return whole_parameters(compiled)
 
 
+@pytest.mark.long
 def test_checkpoints_go_to_other_numbers_of_ranks(tmp_path: Path) -> None:
     whole = run_ranks(2, _saves, str(tmp_path / "whole"), 0, 6)[0]
     run_ranks(2, _saves, str(tmp_path / "cut"), 0, 3)
@@ -213,6 +222,7 @@ def _in_bfloat16(rank: int, world_size: int, strategy: str) -> tuple[dict[str, T
     return whole_parameters(compiled), loss.detach()
 
 
+@pytest.mark.long
 def test_autocast_trains_as_whole_tables_do() -> None:
     (found, loss), _ = run_ranks(2, _in_bfloat16, "vocabulary")
     (expected, expected_loss), _ = run_ranks(2, _in_bfloat16, "allreduce")
@@ -232,6 +242,7 @@ def _holds(rank: int, world_size: int) -> list[tuple[int, ...]]:
     return [tuple(own(each).shape) for each in held if each is not None and each.dim()]
 
 
+@pytest.mark.long
 def test_a_rank_holds_its_rows_of_the_table_and_of_its_state() -> None:
     for rank, held in enumerate(run_ranks(3, _holds)):
         assert held == [(14 - rank // 2, 6)] * 3
@@ -263,6 +274,6 @@ def _differs(rank: int, world_size: int, deed: str, budget: float | None) -> Non
 
 
 @pytest.mark.parametrize(("deed", "told"), [("path", "launches other collectives"), ("label", "labels go from 0")])
-@pytest.mark.parametrize("budget", [None, 0.99])
+@pytest.mark.parametrize("budget", [None, pytest.param(0.99, marks=pytest.mark.long)])
 def test_ranks_that_differ_are_told_at_once(deed: str, told: str, budget: float | None) -> None:
     assert all(told in str(error) for error in run_ranks_expecting_errors(2, _differs, deed, budget))

@@ -34,7 +34,7 @@ from tests.support.ranks import run_ranks
 @pytest.mark.parametrize(
     "blocks", [Block, *(pytest.param(each, marks=pytest.mark.long) for each in (Normalised, Odd, Recurrent))]
 )
-@pytest.mark.parametrize("form", ["plain", "nested"])
+@pytest.mark.parametrize("form", [pytest.param("plain", marks=pytest.mark.long), "nested"])
 def test_what_is_predicted_is_what_is_held(form: str, blocks: Callable[[], nn.Module]) -> None:
     through = plain if form == "plain" else FORMS[form]
     compiled = embrace_fx.compile(make(blocks, through))

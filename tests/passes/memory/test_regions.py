@@ -55,9 +55,7 @@ def pair(through: Callable[[Model, Tensor], Tensor], blocks: Callable[[], nn.Mod
     return model, embrace_fx.compile(copy.deepcopy(model))
 
 
-@pytest.mark.parametrize(
-    "form", long_but(("not reentrant", "nested", "a lookup within"), {form: (form,) for form in FORMS})
-)
+@pytest.mark.parametrize("form", long_but(("a lookup within",), {form: (form,) for form in FORMS}))
 def test_gradients_are_those_of_eager_checkpointing_and_no_more_is_held(form: str) -> None:
     model, compiled = pair(FORMS[form])
     assert_equal_gradients(gradients(compiled.module, compiled, IDS), gradients(model, model, IDS))
@@ -71,7 +69,9 @@ def test_gradients_are_those_of_eager_checkpointing_and_no_more_is_held(form: st
 
 
 @pytest.mark.parametrize(
-    ("form", "blocks"), [("not reentrant", Normalised), ("nested", Recurrent), ("nested", Odd)], ids=str
+    ("form", "blocks"),
+    [("not reentrant", Normalised), pytest.param("nested", Recurrent, marks=pytest.mark.long), ("nested", Odd)],
+    ids=str,
 )
 def test_whatever_a_region_holds(form: str, blocks: Callable[[], nn.Module]) -> None:
     model, compiled = pair(FORMS[form], blocks)

@@ -36,6 +36,7 @@ class OwnRowsWorkload(OneTableWorkload):
         return (2 * different + torch.where(own, rank, 1 - rank),)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("grid", "workload", "autocast"),
     long_but(

@@ -251,6 +251,7 @@ def test_the_order_of_operations_and_dependences_does_not_matter(drawn: StepGrap
     assert schedule(shuffled, "2d").launch_order == schedule(drawn, "2d").launch_order
 
 
+@pytest.mark.long
 def test_200_communications_are_ordered_in_well_under_2_seconds() -> None:
     """In processor time, for others may keep the cores busy."""
     large = large_step(blocks=20, chunks=9)

@@ -19,7 +19,6 @@ from torch import Tensor, nn
 import embrace_fx
 from embrace_fx.runtime.ranks.announcement import Announcements
 from embrace_fx.runtime.ranks.failure import PeerFailure
-from tests.support.cases import long_but
 from tests.support.ranks import run_ranks, run_ranks_expecting_errors
 from tests.support.scenarios.schemes import Words, ids_of
 
@@ -76,9 +75,7 @@ DEEDS: dict[str, Callable[[Any], object]] = {
 @pytest.mark.parametrize(
     ("deed", "ranks"),
     [
-        pytest.param(
-            deed, ranks, marks=() if (deed, ranks) in (("call", 2), ("save", 2), ("norm", 3)) else pytest.mark.long
-        )
+        pytest.param(deed, ranks, marks=() if (deed, ranks) in (("call", 2), ("save", 2)) else pytest.mark.long)
         for deed in DEEDS
         for ranks in (2, 3)
     ],
@@ -94,13 +91,14 @@ def test_all_ranks_are_told_what_one_cannot_do_alone(deed: str, ranks: int) -> N
             assert "join()" in told
 
 
-@pytest.mark.parametrize("deed", long_but(("call", "norm"), {deed: (deed,) for deed in DEEDS}))
+@pytest.mark.long
+@pytest.mark.parametrize("deed", DEEDS)
 def test_what_one_rank_is_refused_and_catches_holds_nobody_up(deed: str) -> None:
     one, other = run_ranks(2, partial(_alone, catches=True), deed, 2)
     torch.testing.assert_close(one, other)
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.long)])
 def test_a_first_call_of_one_rank_is_refused_on_all(ranks: int) -> None:
     one, *others = run_ranks(ranks, partial(_alone, catches=True), "call", 0)
     for other in others:
@@ -149,7 +147,10 @@ def _catches_alone(rank: int, world_size: int, bad_ids: int, bad_labels: int) ->
         _step(optimizer, loss)
 
 
-@pytest.mark.parametrize(("bad_ids", "bad_labels", "told"), [(1000, 0, "got 1016"), (0, 50, "IndexError: Target 50")])
+@pytest.mark.parametrize(
+    ("bad_ids", "bad_labels", "told"),
+    [(1000, 0, "got 1016"), pytest.param(0, 50, "IndexError: Target 50", marks=pytest.mark.long)],
+)
 def test_an_error_that_one_rank_catches_and_the_others_do_not(bad_ids: int, bad_labels: int, told: str) -> None:
     one, other = run_ranks_expecting_errors(2, _catches_alone, bad_ids, bad_labels)
     for error in (one, other):

@@ -196,6 +196,7 @@ def _go_on(rank: int, world_size: int) -> list[dict[str, Tensor]]:
     return [whole_parameters(loop.model) for loop in loops]
 
 
+@pytest.mark.long
 def test_training_goes_on_after_a_refusal() -> None:
     for expected, found in run_ranks(2, _go_on):
         assert_same(found, expected, DTYPE)

@@ -175,6 +175,7 @@ CASES = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("case", long_but(("replay adamw",), {name: (case,) for name, case in CASES.items()}))
 def test_training_equals_the_reference(case: Case) -> None:
     steps = case.way.steps

@@ -186,6 +186,7 @@ def _load_and_continue(rank: int, world_size: int, name: str, path: Path, into: 
     return *loaded, whole_parameters(model)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", long_but(("Adam",), {name: (name,) for name in OPTIMIZERS}))
 def test_a_checkpoint_of_2_ranks_continues_on_3_and_on_1(name: str, tmp_path: Path) -> None:
     make_optimizer, row_updates = OPTIMIZERS[name]

@@ -23,7 +23,8 @@ from tests.support.tiers import OPTIMIZERS, OneTable, Run, batches, train
 MORE = [name for name in OPTIMIZERS if name != "adamw"]
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", *(pytest.param(each, marks=pytest.mark.long) for each in MORE)])
+@pytest.mark.long
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_resumed_training_goes_on_as_if_nothing_had_been(optimizer: str, tmp_path: Path) -> None:
     run = Run(optimizer, memory=0.2, folder=str(tmp_path / "saved"))
     expected = run_ranks(2, train, replace(run, memory=None, folder=str(tmp_path / "in memory")))
