@@ -34,9 +34,10 @@ def test_a_batch_is_a_pure_function_of_its_place(model: str) -> None:
     assert not torch.equal(first, other)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("optimizer", LEARNING_RATES)
-@pytest.mark.parametrize("emulated", [False, pytest.param(True, marks=pytest.mark.long)])
-@pytest.mark.parametrize("model", ["lm", *(pytest.param(m, marks=pytest.mark.long) for m in MODELS if m != "lm")])
+@pytest.mark.parametrize("emulated", [False, True])
+@pytest.mark.parametrize("model", MODELS)
 def test_systems_train_as_one_process_unless_they_are_alone(model: str, emulated: bool, optimizer: str) -> None:
     """SGD shows a gradient that is added and not averaged, Adagrad an update that is made twice for a row."""
     plain = MODELS[model]["tiny"]

@@ -144,10 +144,10 @@ def assert_trains_alike(
     [
         ([(3, 4), (3, 4), (3, 4)], 1),
         ([(3, 4), (3, 5), (3, 9), (3, 2), (3, 4)], 2),
-        ([(3, 4), (5, 6), (2, 9), (7, 3)], 2),
-        ([(3, 4), (3, 5), (4, 5), (2, 7)], 2),
-        ([(4, 9), *((4, length) for length in range(5, 24)), (3, 20)], 2),
-        ([(4, 9), (4, 9), (3, 9)], 2),
+        pytest.param([(3, 4), (5, 6), (2, 9), (7, 3)], 2, marks=pytest.mark.long),
+        pytest.param([(3, 4), (3, 5), (4, 5), (2, 7)], 2, marks=pytest.mark.long),
+        pytest.param([(4, 9), *((4, length) for length in range(5, 24)), (3, 20)], 2, marks=pytest.mark.long),
+        pytest.param([(4, 9), (4, 9), (3, 9)], 2, marks=pytest.mark.long),
         ([(4, 9), (4, 4), (4, 6), (3, 5)], 3),
         pytest.param([(3, 4), (3, 1), (3, 1), (1, 4), (3, 0), (3, 7)], 5, marks=pytest.mark.long),
     ],
@@ -158,6 +158,7 @@ def test_number_of_captures(shapes: list[tuple[int, int]], expected: int) -> Non
     assert captures(compiled) == expected
 
 
+@pytest.mark.long
 def test_other_models_of_a_class_do_not_make_sizes_dynamic() -> None:
     """Dynamo remembers by code object which sizes have varied; a capture must not depend on what ran before it."""
     for length in (4, 5, 6):
@@ -183,6 +184,7 @@ def test_the_eager_route_takes_varying_sizes() -> None:
     assert "route: eager" in compiled.report()
 
 
+@pytest.mark.long
 def test_batches_cut_out_of_one_tensor_share_a_capture() -> None:
     """They begin elsewhere in its storage each time, and their rows may lie further apart than they are long."""
     text = ids_of(400)

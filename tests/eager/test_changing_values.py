@@ -52,6 +52,7 @@ def _both(rank: int, world_size: int) -> tuple[bool, int, str]:
     return same, captures_of(compiled), compiled.plan["rows.weight"].strategy
 
 
+@pytest.mark.long
 def test_numbers_that_never_repeat_are_inputs_of_one_graph() -> None:
     assert run_ranks(2, _both) == [(True, 2, "alltoall")] * 2
 

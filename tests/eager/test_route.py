@@ -79,6 +79,7 @@ def test_is_captured_where_its_table_is_worth_sharding() -> None:
         assert found == ("", ("words.weight",))
 
 
+@pytest.mark.long
 def test_is_captured_where_that_is_asked_for() -> None:
     for options in ({"route": "graph"}, {"schedule": "vertical"}):
         for reason, _ in run_ranks(2, _beside_ddp, embrace_fx.Cluster(1e6, 0.05), {}, options):
@@ -140,6 +141,7 @@ def _reason(rank: int, world_size: int, kind: Callable[[], Chain], words: int) -
     return found
 
 
+@pytest.mark.long
 def test_is_captured_where_the_first_batch_reads_the_first_rows() -> None:
     assert run_ranks(2, _reason, partial(Chain, 20_000), 64) == ["", ""]
 

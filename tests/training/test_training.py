@@ -98,7 +98,7 @@ ALL = [
         }
     )
 ]
-QUICK = [Case(optimizer="adamw", vary=True), Case(optimizer="adamw", row_updates="lazy")]
+QUICK = [Case(optimizer="adamw", vary=True)]
 
 
 def _train(rank: int, world_size: int, cases: list[Case]) -> list[Trained]:

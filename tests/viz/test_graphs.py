@@ -99,6 +99,7 @@ def test_what_runs_as_python() -> None:
         model.graphs.source("sideways")
 
 
+@pytest.mark.long
 def test_a_line_that_launches_names_its_launch() -> None:
     assert all(run_ranks(2, _source_of_two_ranks))
 

@@ -18,6 +18,7 @@ import embrace_fx.runtime.lower.rnn  # noqa: F401  (registers the kernels)
 from embrace_fx.capture import capture
 from embrace_fx.capture.rnn_mode import KeepRnnWhole, choose_kernel
 from embrace_fx.vocabulary.graph import BatchInput, Gradient, Parameter, Result, Tangent, TrainingGraph
+from tests.support.cases import long_but
 
 # Eager warns that its fused kernel cannot project; ours takes the loop there as well.
 pytestmark = pytest.mark.filterwarnings("ignore:LSTM with projections is not supported with oneDNN")
@@ -208,8 +209,8 @@ class LanguageModel(nn.Module):
         return output.square().sum()
 
 
-@pytest.mark.parametrize("network", NETWORKS)
-@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
+@pytest.mark.parametrize("network", long_but(("lstm-projected", "gru"), {each: (each,) for each in NETWORKS}))
+@pytest.mark.parametrize("dynamic", [pytest.param(False, marks=pytest.mark.long), True], ids=["static", "dynamic"])
 def test_captured_graph_equals_eager(network: str, dynamic: bool) -> None:
     model = LanguageModel(build(network, num_layers=2, bidirectional=True, batch_first=True))
     dimensions = frozenset({(0, 0), (0, 1)}) if dynamic else frozenset()

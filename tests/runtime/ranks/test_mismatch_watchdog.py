@@ -75,7 +75,7 @@ DEEDS: dict[str, Callable[[Any], object]] = {
 @pytest.mark.parametrize(
     ("deed", "ranks"),
     [
-        pytest.param(deed, ranks, marks=() if (deed, ranks) in (("call", 2), ("save", 2)) else pytest.mark.long)
+        pytest.param(deed, ranks, marks=() if (deed, ranks) == ("save", 2) else pytest.mark.long)
         for deed in DEEDS
         for ranks in (2, 3)
     ],
