@@ -200,17 +200,10 @@ class a_low_rank_adapter(WithLoss):
 
 
 @of_a_model(whole=True)
-class a_low_rank_adapter_of_a_frozen_table(WithLoss):
+class a_low_rank_adapter_of_a_frozen_table(a_low_rank_adapter):
     def __init__(self) -> None:
         super().__init__()
         self.head.requires_grad_(False)
-        self.down, self.up = nn.Linear(DIM, 2, bias=False), nn.Linear(2, NUM_WORDS, bias=False)
-
-    def forward(self, words_BT: Tensor, labels_BT: Tensor | None = None) -> Any:
-        hidden = self.hidden(words_BT)
-        logits = self.head(hidden) + 0.5 * self.up(self.down(hidden))
-        assert labels_BT is not None
-        return self.loss(logits.flatten(0, 1), labels_BT.flatten()), logits
 
 
 @of_a_model(whole=True)
