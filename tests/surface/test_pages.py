@@ -21,19 +21,20 @@ from torch import nn
 
 import embrace_fx
 from embrace_fx import cli
+from tests.support.graphs import analysed, sharding, text
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 LONG_PROGRAMS = ("bert.py", "recommender.py", "save.py")
 """Titles of snippets that take seconds; a snippet that begins with an import is a program."""
-FRAGMENTS = ("admm", "index", "memory", "operations", "scheduling", "strategies")
+FRAGMENTS = ("README", "admm", "index", "memory", "operations", "scheduling", "strategies")
 """Pages with parts of a program that the reader knows; `tests/training/test_from_ddp.py` has one more."""
 
 
 def snippets() -> list[tuple[str, str, str]]:
     """(page, title, text) of every block of Python; the title is empty where a block has none."""
     block = re.compile(r'^```python(?: title="(.*?)")?\n(.*?)^```', re.DOTALL | re.M)
-    pages = sorted(DOCS.glob("*.md"))
+    pages = [ROOT / "README.md", *sorted(DOCS.glob("*.md"))]
     return [(page.stem, *found) for page in pages for found in block.findall(page.read_text(encoding="utf-8"))]
 
 
@@ -125,6 +126,7 @@ def reader(*, compiled: bool) -> dict[str, Any]:
     known: dict[str, Any] = {
         "embrace_fx": embrace_fx,
         "torch": torch,
+        "distributed": torch.distributed,
         "nn": nn,
         "optimizer": optimizer,
         "loader": loader,
@@ -164,6 +166,28 @@ def test_what_a_page_quotes_runs(page: str, here: Path) -> None:
             exec(compile(part, f"{page}.md", "exec"), known)
             if part is not program and part:
                 known["model"](torch.arange(48)).mean().backward()
+
+
+def test_the_graphs_that_a_page_shows_are_those_of_its_model() -> None:
+    """The lines of `docs/reading.md`, whatever the numbers of sizes that depend on the batch."""
+
+    class Ratings(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.user, self.item = nn.Embedding(200_000, 64), nn.Embedding(200_000, 64)
+
+        def forward(self, users: torch.Tensor, items: torch.Tensor) -> torch.Tensor:
+            return (self.user(users) * self.item(items)).sum()
+
+    captured = analysed(Ratings(), torch.arange(256), torch.arange(256))
+    shown = re.findall(r"^```text\n(.*?)^```", (DOCS / "reading.md").read_text(encoding="utf-8"), re.DOTALL | re.M)
+    for quoted, graph in zip(shown, (captured, sharding("item.weight", world_size=2)(captured)), strict=True):
+        lines = [
+            re.sub(r"torch\.ops\.|\.default|\bu\d+", lambda m: "u" if m[0][0] == "u" else "", line)
+            for line in text(graph.module).splitlines()
+        ]
+        for line in re.sub(r"\bu\d+", "u", quoted).splitlines():
+            assert any(line in each for each in lines), line
 
 
 def commands_of_the_page() -> list[str]:
