@@ -264,6 +264,23 @@ def _to_dense(func: Any, args: Any, kwargs: Any) -> Any:
     return part.like(LocalStorage(part.held.dense().to(dtype, copy=True)), part.spread)
 
 
+_OF_SPARSE: Mapping[Any, Rule] = {
+    aten.is_coalesced.default: lambda func, args, kwargs: True,
+    aten.sparse_dim.default: lambda func, args, kwargs: 1,
+    aten.dense_dim.default: lambda func, args, kwargs: args[0].dim() - 1,
+    **dict.fromkeys((aten.values.default, aten._values.default), _sparse_values),
+    **dict.fromkeys((aten.indices.default, aten._indices.default), _indices),
+    aten._nnz.default: _nnz,
+    aten._to_dense.default: _to_dense,
+}
+
+
+def _of_sparse(func: Any, args: Any, kwargs: Any) -> Any:
+    """Answers by the part if it shows a sparse gradient, else as torch answers for a dense tensor."""
+    part: Part = args[0]
+    return _OF_SPARSE[func](func, args, kwargs) if part.is_sparse else func(part.new_zeros([0] * part.dim()), *args[1:])
+
+
 def _sparse_norm(func: Any, args: Any, kwargs: Any) -> Any:
     """Returns the norm of a sparse gradient by the rule of dense parts."""
     order, dims, *keep = (*args[1:], None, None)[: max(2, len(args) - 1)]
@@ -312,13 +329,7 @@ ROWS: Mapping[Any, Rule] = MappingProxyType(
         ),
         # Sparse gradients only. `coalesce()` returns a coalesced tensor unchanged.
         torch.ops.prim.layout.default: lambda func, args, kwargs: torch.sparse_coo,
-        aten.is_coalesced.default: lambda func, args, kwargs: True,
-        aten.sparse_dim.default: lambda func, args, kwargs: 1,
-        aten.dense_dim.default: lambda func, args, kwargs: args[0].dim() - 1,
-        **dict.fromkeys((aten.values.default, aten._values.default), _sparse_values),
-        **dict.fromkeys((aten.indices.default, aten._indices.default), _indices),
-        aten._nnz.default: _nnz,
-        aten._to_dense.default: _to_dense,
+        **dict.fromkeys(_OF_SPARSE, _of_sparse),
         **dict.fromkeys((aten.norm.Scalar, aten.norm.ScalarOpt_dim), _sparse_norm),
     }
 )

@@ -129,7 +129,7 @@ def _compared(rank: int, world_size: int, kind: str, listed: str, share: int, of
     return wrong
 
 
-_OF_NO_VALUES = frozenset({"empty_like", "new_empty", "new_empty_strided", "empty", "Tensor.new_empty"})
+_OF_NO_VALUES = frozenset({"Tensor.new", "empty_like", "new_empty", "new_empty_strided", "empty", "Tensor.new_empty"})
 
 
 @pytest.mark.long
