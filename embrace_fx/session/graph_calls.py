@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from embrace_fx.capture import Captured, capture
@@ -18,7 +17,7 @@ from embrace_fx.passes.pipeline import analyse
 from embrace_fx.passes.planner.plan_fit import PlanViolation
 from embrace_fx.runtime.flow.lookahead import Lookahead
 from embrace_fx.runtime.flow.next_batch import NextBatch, look_ahead
-from embrace_fx.runtime.step.phases import autocast_is_in_the_graph
+from embrace_fx.runtime.step.phases import outside_of_autograd
 from embrace_fx.runtime.step.program import Program
 from embrace_fx.runtime.step.step import run_step
 from embrace_fx.runtime.tables.placement import whole_parameters
@@ -127,8 +126,7 @@ class GraphCalls:
             inputs = entry.captured.inputs(coming)
             if is_next and entry.captured.replay is not None and max(of_ids.reads, default=-1) >= len(coming):
                 return None  # objects from which other inputs are read may change before the batch's turn
-            with torch.no_grad(), autocast_is_in_the_graph():
-                return look_ahead(of_ids, inputs, program.flow.streams)
+            return outside_of_autograd(look_ahead, of_ids, inputs, program.flow.streams)
         except Exception:  # the batch's own call will report it to all ranks
             return None
 

@@ -31,7 +31,7 @@ class ForwardVariant:
     @property
     def is_steady(self) -> bool:
         """Returns whether this is the forward of a steady loop."""
-        return self == ForwardVariant()
+        return self.arrives == "cut" and self.coming
 
     def __str__(self) -> str:
         """Returns the name of its graph; "forward" for the steady step under lookahead."""
@@ -57,7 +57,7 @@ class BackwardVariant:
     @property
     def is_steady(self) -> bool:
         """Returns whether this is the backward of a steady loop."""
-        return self == BackwardVariant()
+        return self.left and self.coming and self.cut
 
     def __str__(self) -> str:
         """Returns the name of its graph; "backward" for the steady step under lookahead."""

@@ -7,6 +7,7 @@ import warnings
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -82,12 +83,12 @@ class Lookahead:
             self._current = next(iterator)
         except StopIteration:
             return
-        self._current_flat = pytree.tree_flatten(self._current)
+        self._current_flat = _flatten(self._current)
         seen = AsSeen.of(self._current_flat[0])
         try:
             for self._coming in iterator:
                 self._recorder().mark(LOADER)
-                self._coming_flat = pytree.tree_flatten(self._coming)
+                self._coming_flat = _flatten(self._coming)
                 leaves, _ = self._coming_flat
                 _check_apart(seen, leaves if not self._further else [*leaves, *pytree.tree_leaves([*self._further])])
                 seen = AsSeen.of(leaves)
@@ -135,8 +136,8 @@ class Lookahead:
         if farthest and len(self._further) < self.batches - 1:
             return None
         is_farther = farthest and bool(self._further)
-        coming, coming_spec = pytree.tree_flatten(self._further[-1]) if is_farther else self._coming_flat
-        if spec != coming_spec:
+        coming, coming_spec = _flatten(self._further[-1]) if is_farther else self._coming_flat
+        if spec is not coming_spec and spec != coming_spec:
             return None
         position: dict[int, int] = {}
         for k, leaf in enumerate(current):
@@ -154,6 +155,19 @@ class Lookahead:
 
 
 _NOTHING = pytree.tree_flatten(None)
+
+
+def _flatten(batch: Any) -> tuple[list[Any], pytree.TreeSpec]:
+    """Flattens a batch as `pytree.tree_flatten` does, which takes twenty calls of Python for a tuple of two tensors."""
+    if type(batch) in (tuple, list) and set(map(type, batch)) == {Tensor}:
+        return list(batch), _spec_of_tensors(type(batch), len(batch))
+    return pytree.tree_flatten(batch)
+
+
+@cache
+def _spec_of_tensors(kind: type[tuple[Any, ...] | list[Any]], count: int) -> pytree.TreeSpec:
+    """Returns the structure of a tuple or list of `count` tensors."""
+    return pytree.tree_flatten(kind([None] * count), is_leaf=lambda each: each is None)[1]
 
 
 def _check_apart(current: AsSeen, coming: Iterable[Any]) -> None:

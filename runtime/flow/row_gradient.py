@@ -84,11 +84,11 @@ class RowGradient(Owed):
         Gradients of this backward are sent together, unless rows are cut.
         """
         self.prior = None
-        if self.step is not None:
+        left = [launch for launch in self.parts if launch.part != "delayed"] if self.step is not None else ()
+        if left:
             with self._launcher.hurrying():  # rows of this forward come before them in the order
-                for launch in list(self.parts):
-                    if launch.part != "delayed":
-                        self.apply(launch)
+                for launch in left:
+                    self.apply(launch)
 
     def submit_gradients(
         self,

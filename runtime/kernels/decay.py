@@ -153,13 +153,13 @@ def decay_rows(shard: Tensor, averages: Averages, ids: Tensor, taken: Tensor, hi
         left = [_Left(ids, rested, None)]
     else:
         rows = _rows_of_block(shard)
-        blocks = zip(ids.split(rows), rested.split(rows), strict=True)
-        leapt = (_apply_together(shard, averages, *block, history, history.moments) for block in blocks)
+        blocks = zip(ids.unsafe_split(rows), rested.unsafe_split(rows), strict=True)  # no Python call
+        leapt = (_leap(shard, averages, *block, history, history.moments) for block in blocks)
         left = [each for each in leapt if each is not None]
     for each in left:
         _, order = each.rested.sort()  # rows with the most deferred steps first
-        for some in order.split(_rows_of_block(shard)):
-            _apply_in_order(shard, averages, each.rows(some), history)
+        for some in order.unsafe_split(_rows_of_block(shard)):
+            _decay(shard, averages, each.rows(some), history)
 
 
 class _Left(NamedTuple):
@@ -195,7 +195,7 @@ def _apply_together(
     """
     coefficients, dtype = history.coefficients, shard.dtype
     exp_avg, exp_avg_sq, greatest = averages
-    weight, first, second = (each.index_select(0, ids) for each in (shard, exp_avg, exp_avg_sq))
+    weight, first, second = shard.index_select(0, ids), exp_avg.index_select(0, ids), exp_avg_sq.index_select(0, ids)
     root = second.sqrt() if greatest is None else greatest.index_select(0, ids).sqrt_()
     fade_first, fade_second, shrink = _faded(coefficients.index_select(0, taken), history, dtype)
     sums = moments.sums.index_select(1, taken).to(dtype).unsqueeze(-1).unbind()  # a list of TERMS + 1 tensors (K, 1)
@@ -235,7 +235,7 @@ def _apply_in_order(shard: Tensor, averages: Averages, rows: _Left, history: Tak
     ids, taken, leapt = rows
     coefficients, until = history.coefficients, history.steps
     exp_avg, exp_avg_sq, max_exp_avg_sq = averages
-    weight, first, second = (each.index_select(0, ids) for each in (shard, exp_avg, exp_avg_sq))
+    weight, first, second = shard.index_select(0, ids), exp_avg.index_select(0, ids), exp_avg_sq.index_select(0, ids)
     root = second.sqrt() if max_exp_avg_sq is None else max_exp_avg_sq.index_select(0, ids).sqrt_()
     before, last = coefficients.index_select(0, taken), coefficients[until]
     fade_first, fade_second, shrink = _faded(before, history, shard.dtype)
@@ -258,7 +258,7 @@ def _apply_in_order(shard: Tensor, averages: Averages, rows: _Left, history: Tak
         sizes = of_steps[..., SIZE] * faded[..., LOG_BETA1] * (last[LOG_SHRINK] - of_steps[..., LOG_SHRINK]).exp()
         sizes.masked_fill_(at > until, 0.0)
         roots = of_steps[..., CORRECTION] * faded[..., LOG_BETA2]
-        sizes, roots, eps, faded = (t.to(shard.dtype) for t in (sizes, roots, of_steps[..., EPS], faded))
+        sizes, roots, eps, faded = [t.to(shard.dtype) for t in (sizes, roots, of_steps[..., EPS], faded)]
         divisors = torch.addcmul(eps.unsqueeze(-1), root[:active, None], roots.unsqueeze(-1))
         terms = (first[:active, None] * sizes.unsqueeze(-1)).div_(divisors)
         sums = _halving_sum(terms.view(active, blocks, STEPS_PER_BLOCK, -1))

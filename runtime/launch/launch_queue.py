@@ -15,6 +15,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from operator import attrgetter
 from typing import Any
 
@@ -233,8 +234,9 @@ class LaunchQueue:
                     return
                 if (ticket := self.next()) is None:
                     # The sleeping thread watches for a standstill. A launch that may be late is due earlier.
-                    may_be_late = bool(self.in_flight) and self.in_flight[-1].id in self.took_s
-                    if (may_be_late or self.wakes_s == math.inf) and self.due_s() < self.wakes_s:
+                    wakes_s, last = self.wakes_s, self.in_flight[-1] if self.in_flight else None
+                    may_be_late = last is not None and last.id in self.took_s and wakes_s > last.started_s + SHORTEST_S
+                    if wakes_s == math.inf or (may_be_late and self.due_s() < wakes_s):
                         self.changed.notify_all()
                     return
                 self.issuing = True
@@ -255,21 +257,17 @@ class LaunchQueue:
         ticket.value, ticket.work, ticket.measured = launched.value, launched.work, launched.sent_bytes
         if launched.work is None:
             self.complete(ticket)
-            return
+        else:
+            launched.work.get_future().add_done_callback(self.watch(partial(self.complete, ticket)))
 
-        def completed(future: Any) -> None:
-            """Completes the ticket of an ended collective, or fails the queue with its error."""
+    def complete(self, ticket: Ticket, future: Any = None) -> None:
+        """Records that a launch has completed, or fails the queue with the error of its future."""
+        if future is not None:
             try:
                 future.value()
             except BaseException as error:
                 self.fail(error)
                 return
-            self.complete(ticket)
-
-        launched.work.get_future().add_done_callback(self.watch(completed))
-
-    def complete(self, ticket: Ticket) -> None:
-        """Records that a launch has completed."""
         with self.lock:
             ticket.ended_s = self.moved_s = time.perf_counter()
             ticket.work, ticket.done = None, True
@@ -283,7 +281,7 @@ class LaunchQueue:
             if self.sleepers:
                 self.arrived.notify_all()
         self.issue()
-        self.recorder.tally.sent(ticket.sent_bytes)
+        self.recorder.tally.sent_bytes += ticket.sent_bytes
         if ticket.window > OUTSIDE:
             self.recorder.transferred(
                 Transfer(ticket.id, ticket.window, ticket.sent_bytes, ticket.started_s, ticket.ended_s)
@@ -379,12 +377,18 @@ class LaunchQueue:
 
 
 def _run(queue: LaunchQueue) -> None:
-    """Runs the launcher's thread, which issues launches that became due with time or when the thread is woken."""
+    """Runs the launcher's thread, which issues launches that became due with time or when the thread is woken.
+
+    A woken thread looks once more after `SHORTEST_S`, in which no launch becomes late, before it sleeps until woken.
+    """
+    is_woken = False
     while True:
         with queue.lock:
             if not queue.stopped:  # waits until a launch may leave because time has passed, or until woken
-                queue.wakes_s = queue.due_s()
-                queue.changed.wait(None if queue.wakes_s == math.inf else queue.wakes_s - time.perf_counter())
+                now_s, queue.wakes_s = time.perf_counter(), queue.due_s()
+                if is_woken:
+                    queue.wakes_s = min(queue.wakes_s, now_s + SHORTEST_S)
+                is_woken = queue.changed.wait(None if queue.wakes_s == math.inf else queue.wakes_s - now_s)
                 queue.wakes_s = -math.inf
             if queue.stopped:
                 return

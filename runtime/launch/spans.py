@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
 from torch.profiler import record_function
+
+Result = TypeVar("Result")
 
 is_profiled = torch._C._autograd._profiler_enabled
 """Tells whether the calling thread is profiled."""
@@ -19,3 +23,11 @@ def span(*name: object) -> contextlib.AbstractContextManager[object]:
 
 
 _NONE = contextlib.nullcontext()
+
+
+def spanned(name: str, call: Callable[..., Result], *arguments: Any, **options: Any) -> Result:
+    """Makes a call in a span of this name, if this thread is profiled."""
+    if not is_profiled():
+        return call(*arguments, **options)
+    with span(name):
+        return call(*arguments, **options)

@@ -275,7 +275,7 @@ class StreamQueue(LaunchQueue):
         ticket.value, ticket.held = launched.value, launched.reads
         self._issued.insert(at, (place, ticket.id.lane, ticket.ended))
         del self._issued[:-_REMEMBERED]
-        recorder.tally.sent(ticket.sent_bytes)
+        recorder.tally.sent_bytes += ticket.sent_bytes
         if recorded:
             sent = ticket.sent_bytes if launched.sent_bytes is None else launched.sent_bytes()
             recorder.transferred(Transfer(ticket.id, ticket.window, sent, started, over))

@@ -23,6 +23,7 @@ class Tally:
 
     Attributes:
         steps: for each of the last whole steps, in order, (seconds by part, bytes that this rank has sent).
+        sent_bytes: the bytes of launches that have completed since the last step. Any thread adds to it.
     """
 
     def __init__(self) -> None:
@@ -30,7 +31,7 @@ class Tally:
         self._step: dict[Share, float] = {}
         self._at_s: float | None = None  # the time of the last mark, or None before the first backward
         self._waited_s = 0.0  # time waited since the last mark
-        self._sent_bytes = 0
+        self.sent_bytes = 0
 
     def mark(self, operation: OperationId) -> None:
         """Adds the time since the last mark, without waits, to this operation's part."""
@@ -45,17 +46,13 @@ class Tally:
         self._step[share] = self._step.get(share, 0.0) + seconds
         self._waited_s += seconds
 
-    def sent(self, nbytes: int) -> None:
-        """Adds the bytes of a launch that has completed; called by any thread."""
-        self._sent_bytes += nbytes
-
     def window(self) -> None:
         """Ends the figures of one step and begins the next. Called when a backward begins."""
         now_s = time.perf_counter()
         if self._at_s is not None:
             self._step["between"] = self._step.get("between", 0.0) + now_s - self._at_s - self._waited_s
-            self.steps.append((self._step, self._sent_bytes))
-        self._step, self._sent_bytes = {}, 0
+            self.steps.append((self._step, self.sent_bytes))
+        self._step, self.sent_bytes = {}, 0
         self._at_s, self._waited_s = now_s, 0.0
 
     def shares_ms(self) -> dict[Share, float] | None:

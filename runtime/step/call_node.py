@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from embrace_fx.runtime.launch.spans import span
-from embrace_fx.runtime.step.phases import autocast_is_in_the_graph
+from embrace_fx.runtime.launch.spans import spanned
+from embrace_fx.runtime.step.phases import outside_of_autograd
 from embrace_fx.runtime.step.program import Program
 
 if TYPE_CHECKING:
@@ -32,8 +32,7 @@ class CallNode(torch.autograd.Function):
         """Runs the step's forward as one node of autograd."""
         ctx.step = step
         ctx.set_materialize_grads(False)
-        with span("forward"):
-            results = step.forward()
+        results = spanned("forward", step.forward)
         program = step.program
         program.state.awaiting_backward.add(step)
         fixed = [r for i, r in zip(program.results, results, strict=True) if i not in program.differentiable]
@@ -48,16 +47,9 @@ class CallNode(torch.autograd.Function):
         anchor, _ = ctx.next_functions[0]  # `torch.autograd.grad` and `backward(inputs=...)` do not reach it
         wanted = torch._C._will_engine_execute_node(anchor)
         final = twice and wanted and not program.state.tables and len(ctx.next_functions) == 1  # of no batch
-        torch._C._set_grad_enabled(False)
-        try:
-            with (
-                autocast_is_in_the_graph(),
-                span("backward"),
-                program.state.pending.closed(grows=program.overlaps_steps),
-            ):
-                gradients = ctx.step.backward(tangents, for_parameters=wanted, twice=twice and not final)
-        finally:
-            torch._C._set_grad_enabled(twice)
+        run, options = ctx.step.backward, {"for_parameters": wanted, "twice": twice and not final}
+        with program.state.pending.closed(grows=program.overlaps_steps):
+            gradients = outside_of_autograd(spanned, "backward", run, tangents, **options)
         if final:
             make_final(program)
         return (None, None, *gradients)

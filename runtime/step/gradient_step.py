@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from embrace_fx.runtime.step.phases import autocast_is_in_the_graph
+from embrace_fx.runtime.step.phases import autocast_is_in_the_graph, outside_of_autograd
 from embrace_fx.runtime.step.pieces import InPieces
 from embrace_fx.runtime.step.program import LoweredPhase, Program
 from embrace_fx.runtime.step.step import SECOND, Opened, Step
@@ -47,8 +47,7 @@ class GradientStep(Step):
         Raises:
             PeerFailure: a rank has failed; on every rank.
         """
-        with torch.no_grad(), autocast_is_in_the_graph():
-            self.forward()
+        outside_of_autograd(self.forward)
         self._results = []
 
     def _seen(self, values: Values, results: Sequence[Any], made: Sequence[int]) -> AsSeen:
@@ -107,8 +106,7 @@ class GradientStep(Step):
             raise RuntimeError(_AGAIN.format(name))
         self._taken[k] = gradient if gradient.layout is torch.strided else self._as_exchanged(name, gradient)
         if completes:
-            with torch.no_grad(), autocast_is_in_the_graph():
-                self._sent.run_ready(self._taken)
+            outside_of_autograd(self._sent.run_ready, self._taken)
 
     def exchange(self, gradients: Mapping[str, Tensor], failure: Exception | None = None) -> None:
         """Delivers the means over ranks of the accumulated gradients. Collective.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor, fx
@@ -27,6 +27,8 @@ from embrace_fx.vocabulary.graph import (
 
 if TYPE_CHECKING:  # importing Inductor takes seconds, so only its users import it
     from embrace_fx.runtime.lower.inductor import RegionCompiler
+
+Result = TypeVar("Result")
 
 _HELD, _SHARD, _BATCH, _SAVED, _TANGENT = range(5)
 
@@ -114,6 +116,19 @@ def keep(roles: Sequence[OutputRole], outputs: Sequence[Any], values: Values) ->
     for role, value in zip(roles, outputs, strict=True):
         if isinstance(role, Saved):
             values[role.name] = value
+
+
+def outside_of_autograd(call: Callable[..., Result], *arguments: Any, **options: Any) -> Result:
+    """Calls a part of a program without gradients, which its graph computes, and without autocast."""
+    had_gradients = torch.is_grad_enabled()
+    torch._C._set_grad_enabled(False)  # `torch.no_grad` is eight calls of Python
+    try:
+        if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
+            with _without_autocast():
+                return call(*arguments, **options)
+        return call(*arguments, **options)
+    finally:
+        torch._C._set_grad_enabled(had_gradients)
 
 
 def autocast_is_in_the_graph() -> contextlib.AbstractContextManager[None]:

@@ -265,7 +265,7 @@ class PendingUpdates:
         """Returns a context without guards, for code that handles pending updates itself.
 
         Args:
-            grows: whether there may be more pending updates at the end.
+            grows: whether parameters without a guard may have pending updates at the end.
         """
         return _Closed(self, grows)
 
@@ -357,7 +357,7 @@ class _Closed(contextlib.AbstractContextManager[None]):
             updates.inside -= 1
             for kind in updates.kinds:
                 kind.inside = updates.inside > 0
-                kind.stale |= self._grows
+                kind.stale |= self._grows and not kind.is_open
             if not updates.inside:
                 updates.watch_stale()
 
