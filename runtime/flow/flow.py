@@ -337,11 +337,7 @@ class Flow:
         return any(exchange.sent or exchange.gradient.step is not None for exchange in self.exchanges.values())
 
     def apply_buckets(self) -> None:
-        """Applies pending updates of dense parameters, as `apply` does. On a device, also applies those of tables."""
-        if self.streams is not None:  # with dense updates alone, emulated devices found two receives into one memory
-            self.apply()
-            self.hand_out()
-            return
+        """Applies pending updates of dense parameters, as `apply` does."""
         with self._out_of_turn():
             for bucket in self.buckets.all:
                 bucket.apply()

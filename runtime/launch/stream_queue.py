@@ -107,6 +107,7 @@ class StreamQueue(LaunchQueue):
         self.tells: Place | None = None
         self.unwaited: dict[tuple[int, int], StreamTicket] = {}
         self._issued: list[tuple[tuple[int, ...], Lane, Event]] = []  # place, class and end of launches, by place
+        self._ends: dict[Lane, Event] = {}  # the end of each class's last launch
 
     def issue(self, hurry: bool = False, agreed: bool = False) -> None:
         """Enqueues all due launches, or with `hurry` all submitted ones, each class in its order.
@@ -124,8 +125,7 @@ class StreamQueue(LaunchQueue):
                     in_turn = agreed or not self.draining or not self._is_out_of_turn(ticket)
                     if not in_turn:  # noted first, because over gloo the host waits here for the other ranks
                         self.overtook, self.tells = True, self.place()
-                    last = self._issued[-1][0] if self._issued else (-1,)
-                    self._enqueue(ticket, in_turn, (*last, 1) if agreed else ticket.place)
+                    self._enqueue(ticket, in_turn)
             except BaseException as error:
                 self.error = error
                 raise
@@ -181,9 +181,24 @@ class StreamQueue(LaunchQueue):
         return not overtook
 
     def catch_up(self) -> None:
-        """Makes all submitted launches, as another rank may have done already. Called on all ranks."""
-        self.issue(hurry=True, agreed=True)
-        self.overtook, self.tells = False, None
+        """Makes all submitted launches, as another rank may have done already. Called on all ranks.
+
+        Ranks differ in the launches that have left out of turn. So all later ones, whatever their places, follow all
+        launches so far.
+        """
+        with self.lock:
+            self.issue(hurry=True, agreed=True)
+            self.overtook, self.tells = False, None
+            if not self._ends:
+                return
+            with self.streams.on("ids", "caught up"):
+                for ended in self._ends.values():
+                    self.streams.wait(ended)
+                self._wait_for_other_models()
+                all_ended = self.streams.record("caught up")
+            self._issued, self._ends = [((-1,), "ids", all_ended)] * IN_FLIGHT, {"ids": all_ended}
+            self.streams.last = (id(self), all_ended)
+            self.streams.out_of_turn.pop(id(self), None)
 
     @property
     def in_turn(self) -> InTurn | None:
@@ -202,13 +217,15 @@ class StreamQueue(LaunchQueue):
             yield
             ended = self.streams.record("collective done")
             self._issued.append(((*place, 1), "compute", ended))
+            self._ends["compute"] = ended
             self.streams.last = (id(self), ended)
 
     def _wait_for_other_models(self) -> None:
-        """Makes the current stream wait for the last launch of other models."""
+        """Makes the current stream wait for the last launches of other models."""
         last = self.streams.last
-        if last is not None and last[0] != id(self):
-            self.streams.wait(last[1])
+        for other, ended in (*self.streams.out_of_turn.items(), *((last,) if last is not None else ())):
+            if other != id(self):
+                self.streams.wait(ended)
 
     def place(self) -> Place:
         """Returns the window and the position of the next launch."""
@@ -250,9 +267,9 @@ class StreamQueue(LaunchQueue):
                 return True
         return False
 
-    def _enqueue(self, ticket: StreamTicket, in_turn: bool, place: tuple[int, ...]) -> None:
+    def _enqueue(self, ticket: StreamTicket, in_turn: bool) -> None:
         """Issues a launch in its lane's stream, after the event of its inputs and the launches ahead of it."""
-        streams, recorder = self.streams, self.recorder
+        streams, recorder, place = self.streams, self.recorder, ticket.place
         recorded = ticket.window > OUTSIDE and recorder.recording is not None
         at = bisect.bisect_left(self._issued, (place,))
         with streams.on(ticket.id.lane, ticket.id):
@@ -272,8 +289,11 @@ class StreamQueue(LaunchQueue):
             over = recorder.clock.now() if recorded else 0.0
         if in_turn:
             streams.last = (id(self), ticket.ended)
+        else:
+            streams.out_of_turn[id(self)] = ticket.ended
         ticket.value, ticket.held = launched.value, launched.reads
         self._issued.insert(at, (place, ticket.id.lane, ticket.ended))
+        self._ends[ticket.id.lane] = ticket.ended
         del self._issued[:-_REMEMBERED]
         recorder.tally.sent_bytes += ticket.sent_bytes
         if recorded:

@@ -31,11 +31,13 @@ class Streams:
 
     Attributes:
         last: (id of the launcher of the device's last launch, the event after that launch), or None.
+        out_of_turn: id of a launcher -> the event after its last launch that has left out of turn.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._index = device, device.index
         self.last: tuple[int, Event] | None = None
+        self.out_of_turn: dict[int, Event] = {}
         self._lanes = {lane: torch.cuda.Stream(device, priority=-1 if lane in URGENT else 0) for lane in LANES[1:]}
         self._by_id = _ById()
 

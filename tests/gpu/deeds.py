@@ -111,6 +111,20 @@ def reads_one_parameter(rank: int, world_size: int, kind: str) -> Found:
     return training.parameters() | {"seen": torch.stack(seen)}
 
 
+def reads_one_gradient(rank: int, world_size: int, kind: str) -> Found:
+    """Its bucket leaves out of turn, and delayed gradients with it; late rows of the next forward stand before them."""
+    training = Training(rank, kind)
+    training.train(range(2))
+    bias = next(p for p in training.model.parameters() if p.dim() == 1)
+    seen = []
+    for batch in training.batches(range(2, 10)):
+        training.model(*batch).backward()
+        assert bias.grad is not None
+        seen.append(bias.grad.sum().cpu())
+        training.step()
+    return training.parameters() | {"seen": torch.stack(seen)}
+
+
 def trains_on_a_grid(rank: int, world_size: int, kind: str) -> Found:
     """Tables are cut by rows and columns: two parts of rows, 1 x 2 columns where there are four ranks."""
     training = Training(rank, kind, strategy=Grid(2, world_size // 2))
@@ -283,6 +297,7 @@ DEEDS: tuple[Callable[[int, int, str], Found], ...] = (
     clips,
     returns_to_a_checkpoint,
     reads_one_parameter,
+    reads_one_gradient,
     trains_on_a_grid,
     has_a_default_device,
     evaluates,

@@ -172,6 +172,19 @@ def test_all_ranks_catch_up_together() -> None:
     assert device.queue.took_turns()
 
 
+@pytest.mark.parametrize("first", [["early rows", "bucket 0"], ["early rows", "bucket 0", "delayed"], ["delayed"]])
+def test_what_left_out_of_turn_is_before_all_that_leaves_once_all_ranks_have_caught_up(first: list[str]) -> None:
+    """If a loop reads a dense parameter, delayed gradients leave; late rows of the next forward stand before them."""
+    device = Device()
+    device.submit(*first)
+    device.queue.issue(hurry=True)  # as a wait does
+    assert not device.queue.took_turns()
+    device.queue.catch_up()
+    device.submit(*(name for name in NAMES if name not in first))
+
+    assert too_many_in_flight(device.program(), IN_FLIGHT) == []
+
+
 class Store(dict[str, bytes]):
     """The ranks' store."""
 

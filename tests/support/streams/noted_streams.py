@@ -20,6 +20,7 @@ class NotedStreams(Streams):
     def __init__(self) -> None:
         self.steps: list[Step] = []
         self.last: tuple[int, str] | None = None
+        self.out_of_turn: dict[int, str] = {}
         self._stream: Lane = "compute"
         self._events = 0
 
