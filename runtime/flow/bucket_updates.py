@@ -113,6 +113,9 @@ BucketExchange = Callable[[Tensor, str], InFlight]
 _Sent = tuple[Tensor, list[Ticket]]
 """A packed bucket, and its launches."""
 
+_Update = tuple[Optimizer, dict[str, Any], list[nn.Parameter]]
+"""A step of some parameters: the optimizer, the options of their group at that step, and the parameters."""
+
 
 class Bucket(Owed):
     """The gradients of one bucket, from one backward at a time.
@@ -123,6 +126,7 @@ class Bucket(Owed):
     Attributes:
         parameters: the parameters that the last backward found.
         sent: the reduction in flight, or None.
+        updates: the steps that optimizers have left to the next forward.
         stepped: parameters whose step an optimizer has left to the next forward, keyed by `id`, because hashing a
             tensor calls Python.
         late: the gradients in flight for which `.grad` holds stand-ins, or None.
@@ -135,18 +139,23 @@ class Bucket(Owed):
         self.parameters: list[nn.Parameter] = []
         self.sent: _Sent | None = None
         self.stepped: dict[int, nn.Parameter] = {}
-        self._updates: list[tuple[Optimizer, list[dict[str, Any]]]] = []
+        self.updates: list[_Update] = []
         self.late: GradientFuture[Tensor] | None = None
 
     @property
     def waiting(self) -> bool:
         """Returns whether the bucket is sent and no optimizer has stepped it yet."""
-        return self.sent is not None and not self._updates
+        return self.sent is not None and not self.updates
 
     @property
     def optimizers(self) -> list[Optimizer]:
         """Returns the optimizers whose steps wait for the bucket."""
-        return [optimizer for optimizer, _ in self._updates]
+        return [optimizer for optimizer, *_ in self.updates]
+
+    @property
+    def has_arrived(self) -> bool:
+        """Returns whether the bucket has an update to apply, and its reduction has ended."""
+        return bool(self.updates) and self.sent is not None and all(ticket.has_ended() for ticket in self.sent[1])
 
     def take(self, flat: Tensor, tickets: list[Ticket]) -> None:
         """Takes over gradients in flight from the backward."""
@@ -188,20 +197,20 @@ class Bucket(Owed):
         with self._launcher.hurrying(), torch._C.DisableTorchFunctionSubclass():
             return self._finish() if self.sent is sent else self._land(sent)
 
-    def take_step(self, optimizer: Optimizer, groups: list[dict[str, Any]]) -> None:
-        """Leaves the step of some parameters to the next forward, under these options."""
-        self._updates.append((optimizer, groups))
-        self.stepped |= {id(parameter): parameter for group in groups for parameter in group["params"]}
+    def take_step(self, update: _Update) -> None:
+        """Leaves the step of some parameters to the next forward."""
+        self.updates.append(update)
+        self.stepped |= {id(parameter): parameter for parameter in update[2]}
 
     def wait(self) -> None:
         """Waits for the reduction, unless the update will."""
-        if self.sent is not None and not self._updates:
+        if self.waiting:
             self._finish()
 
-    def apply(self) -> None:
-        """Applies the steps that wait for the bucket."""
-        if self._updates:
-            self._finish()
+    def apply(self, others: Sequence[Bucket] = ()) -> None:
+        """Applies the steps that wait for the bucket, together with those of others."""
+        if self.updates:
+            self._finish(others)
 
     def drop(self) -> None:
         """Forgets a reduction that no step has used, and clears the gradients that stand for it."""
@@ -212,21 +221,27 @@ class Bucket(Owed):
                     parameter.grad = None
             self.sent = self.late = None
 
-    def _finish(self) -> Sequence[Tensor]:
-        """Waits for the reduction and applies the steps that optimizers have left. Other gradients become ordinary."""
-        updates, late, gradients = self._updates, self.late, self._land(self.sent)
-        self.sent, self.late, self._updates, self.stepped = None, None, [], {}
-        if late is not None:
-            late.landed = gradients  # stand-ins may still be held
-        before = [parameter.grad for parameter in self.parameters]
-        for parameter, gradient in zip(self.parameters, gradients, strict=True):
+    def _finish(self, others: Sequence[Bucket] = ()) -> Sequence[Tensor]:
+        """Waits for the reduction and applies the steps that optimizers have left, together with those of others.
+
+        Other gradients become ordinary. Returns this bucket's gradients.
+        """
+        buckets = (self, *others)
+        landed = [bucket._land(bucket.sent) for bucket in buckets]
+        parameters, gradients, updates = list[nn.Parameter](), list[Tensor](), list[_Update]()
+        for bucket, found in zip(buckets, landed, strict=True):
+            if bucket.late is not None:
+                bucket.late.landed = found  # stand-ins may still be held
+            parameters, gradients, updates = parameters + bucket.parameters, gradients + found, updates + bucket.updates
+            bucket.sent, bucket.late, bucket.updates, bucket.stepped = None, None, [], {}
+        before = [parameter.grad for parameter in parameters]
+        for parameter, gradient in zip(parameters, gradients, strict=True):
             parameter.grad = gradient
-        for optimizer, groups in updates:
-            step_groups(optimizer, groups)
-        for parameter, gradient, stood in zip(self.parameters, gradients, before, strict=True):
+        _step(updates)
+        for parameter, gradient, stood in zip(parameters, gradients, before, strict=True):
             # `.grad` is None after zero_grad or without a gradient. It may also be the user's own tensor.
             parameter.grad = gradient if getattr(stood, "landed", None) is gradient else stood
-        return gradients
+        return landed[0]
 
     def _land(self, sent: _Sent | None) -> list[Tensor]:
         """Waits for a reduction and returns the mean gradients of its parameters."""
@@ -235,6 +250,18 @@ class Bucket(Owed):
         for ticket in tickets:
             self._launcher.wait(ticket)
         return unpack_bucket(flat, self.parameters)
+
+
+def _step(updates: Sequence[_Update]) -> None:
+    """Applies steps. Parameters of one group and step are stepped together."""
+    merged: dict[int, _Update] = {}
+    for optimizer, options, parameters in updates:
+        merged.setdefault(id(options), (optimizer, options, []))[2].extend(parameters)
+    groups: dict[int, tuple[Optimizer, list[dict[str, Any]]]] = {}
+    for optimizer, options, parameters in merged.values():
+        groups.setdefault(id(optimizer), (optimizer, []))[1].append({**options, "params": parameters})
+    for optimizer, of_optimizer in groups.values():
+        step_groups(optimizer, of_optimizer)
 
 
 class Buckets:
@@ -390,17 +417,22 @@ class Buckets:
 
         Called after the optimizer has stepped all other parameters. `bucket_of` is keyed by the parameters' ids.
         """
-        groups: dict[int, tuple[Bucket, list[dict[str, Any]]]] = {}
         for group in optimizer.param_groups:
-            kept, by_bucket = hyperparameters(group), dict[int, list[nn.Parameter]]()
+            options, by_bucket = hyperparameters(group), dict[int, tuple[Bucket, list[nn.Parameter]]]()
             for parameter in group["params"]:
                 if (bucket := bucket_of.get(id(parameter))) is not None:
-                    groups.setdefault(id(bucket), (bucket, []))
-                    by_bucket.setdefault(id(bucket), []).append(parameter)
-            for k, parameters in by_bucket.items():
-                groups[k][1].append({**kept, "params": parameters})
-        for bucket, of_bucket in groups.values():
-            bucket.take_step(optimizer, of_bucket)
+                    by_bucket.setdefault(id(bucket), (bucket, []))[1].append(parameter)
+            for bucket, parameters in by_bucket.values():
+                bucket.take_step((optimizer, options, parameters))
+
+    def _arrived_before(self, k: int) -> list[Bucket]:
+        """Returns the buckets that the forward reads after bucket k, up to the first that is still in flight."""
+        found = list[Bucket]()
+        for bucket in reversed(self.all[:k]):
+            if not bucket.has_arrived:
+                break
+            found.append(bucket)
+        return found
 
     def release(self, optimizer: Optimizer) -> None:
         """Waits for the gradients of an optimizer's parameters, which become ordinary ones."""
@@ -415,8 +447,13 @@ class Buckets:
                     bucket.wait()
 
     def update_bucket(self, parameters: Any, k: int) -> Any:
-        """Applies the pending update of a bucket in a forward, and returns the updated parameters."""
-        self.all[k].apply()
+        """Applies the pending update of a bucket in a forward, and returns the updated parameters.
+
+        The updates of the buckets that the forward reads next are applied with it if they have arrived, because steps
+        of few parameters cost a processor as much as a step of all.
+        """
+        if self.all[k].updates:
+            self.all[k].apply(self._arrived_before(k))
         self.all[k].wait()
         self._recorder.mark(compute_id("update", bucket_name(k)))
         self._recorder.begin_segment(compute_id("forward", bucket_name(k)))

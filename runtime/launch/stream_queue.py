@@ -74,6 +74,10 @@ class StreamTicket(Ticket):
                 f"{self.id.lane!r} is still to be submitted. Submit or skip that one first."
             )
 
+    def has_ended(self) -> bool:
+        """Returns whether the launch has ended on the device, without a wait."""
+        return self.ended is not None and self.queue.streams.has_passed(self.ended)
+
     def wait(self) -> Tensor:
         """Makes the current stream, not the host, wait for the value, and returns it.
 

@@ -73,9 +73,13 @@ class Streams:
         host = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
         return host.copy_(tensor, non_blocking=True)
 
+    def has_passed(self, event: Event) -> bool:
+        """Returns whether the event has completed, without a wait."""
+        return bool(event.query())
+
     def reach(self, event: Event) -> None:
         """Makes the host wait for the event, if it has not completed."""
-        if not event.query():
+        if not self.has_passed(event):
             event.synchronize()
 
     def read(self, event: Event, copy: Tensor) -> list[Any]:

@@ -52,6 +52,10 @@ class Ticket:
         """Forgets a launch that will not be made."""
         self.dropped, self.launch = True, None
 
+    def has_ended(self) -> bool:
+        """Returns whether the launch has ended, without a wait."""
+        return self.done
+
     def wait(self) -> Tensor:
         """Waits until the collective has completed, and returns its value.
 
