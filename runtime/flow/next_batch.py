@@ -275,8 +275,11 @@ def look_ahead(program: IdsProgram, leaves: Sequence[Any], streams: Streams | No
         streams.wait(there)
         streams.keep(*[leaf for leaf in leaves if isinstance(leaf, Tensor)])
         values, counts = program.unique_on_device(leaves)
-        of_tables = torch.stack(counts) if counts else torch.empty(0, device="cpu")
+        of_tables = counts[0].view(1) if len(counts) == 1 else torch.stack(counts) if counts else _NO_TABLES
         return DeviceBatch(program, leaves, values, of_tables, streams)
+
+
+_NO_TABLES = torch.empty(0, device="cpu")
 
 
 @dataclass(frozen=True)

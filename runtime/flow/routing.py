@@ -195,6 +195,12 @@ def _by_rank(sizes: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tens
     return torch.cat(owner), torch.cat([torch.arange(size, device=device) for size in sizes])
 
 
+@lru_cache(maxsize=64)
+def _bounds(num_rows: int, device: torch.device) -> Tensor:
+    """Returns the keys (2,) at which delayed rows begin and end. The tensor is shared, so nobody may write to it."""
+    return torch.arange(0, 2 * num_rows, num_rows, device=device)
+
+
 # -- before the host knows the sizes -----------------------------------------------------------------------------------
 
 
@@ -266,14 +272,15 @@ class SplitAhead:
         self._ahead = late.sort(stable=True, descending=True).indices  # late rows, early rows, then places of no row
         key = torch.add(ids, prior, alpha=-num_rows)  # prior rows before all others
         ordered, order = key.sort(stable=True)
-        bounds = torch.arange(0, 2 * num_rows, num_rows, device=ids.device)  # keys at which delayed rows begin and end
+        bounds = _bounds(num_rows, ids.device)
         if chunks == 1:
-            kind, counted = ~prior, [(following.owner, late), (owner, prior)]
+            self._places = prior.sort(stable=True, descending=True).indices
+            counted = [(following.owner, late), (owner, prior)]
         else:
             bounds = torch.cat([bounds[:1], _cuts(ordered, chunks), bounds[1:]])
             kind = torch.bucketize(key, bounds[:-1], right=True)
+            self._places = kind.sort(stable=True).indices
             counted = [(following.owner, late), *((owner, kind == k) for k in range(chunks))]
-        self._places = kind.sort(stable=True).indices
         if padding_rows:  # after all sums
             ordered, order = torch.where(is_one_of(ids, padding_rows), num_rows, key).sort(stable=True)
         begins = torch.zeros(ids.numel() + 1, dtype=torch.bool, device=ids.device)

@@ -107,8 +107,8 @@ def padded_unique_ids(ids: Sequence[Tensor], num_rows: int, padding_idx: int) ->
         The rows (C,) that this rank reads, padded with zeros; their count, 0-d int64, or -1 if an id is outside the
         table; for each of `ids`, the positions of its rows.
     """
-    flat = torch.cat([i.reshape(-1) for i in ids]).to(torch.int64)
-    given = flat.numel()
+    flat = ids[0].reshape(-1) if len(ids) == 1 else torch.cat([i.reshape(-1) for i in ids])
+    flat, given = flat.to(torch.int64), flat.numel()
     bad = flat.clamp(0, num_rows - 1).ne(flat).any()
     if padding_idx >= 0:
         # Put the padding row first, even if the batch does not contain it: as a number below all others, added once.

@@ -191,8 +191,12 @@ class Communicator(Groups):
         dtype = torch.int32 if max(num_rows) < 2**31 else torch.int64
         own = torch.empty((tables + longest,), dtype=dtype, device=unique[0].device)
         lengths = [u.numel() for u in unique]
-        own[:tables] = torch.tensor(lengths, dtype=dtype, device="cpu") if counts is None else counts
-        torch.cat([u.to(dtype) for u in unique], out=own[tables : tables + sum(lengths)])
+        given = tables + sum(lengths)
+        if counts is None:
+            own[:tables] = torch.tensor(lengths, dtype=dtype, device="cpu")
+            torch.cat([*unique], out=own[tables:given])
+        else:
+            torch.cat([counts, *unique], out=own[:given])
         return self.gather_alike(own, group)
 
     def gather_alike(self, own: Tensor, group: str) -> InFlight:
