@@ -168,8 +168,8 @@ class Flow:
     def _expected(self) -> NextBatch | None:
         """Returns the prepared next batch, if the rows already sent for it may still be used."""
         ahead, self._ahead = self._ahead, None
-        if ahead is not None and self.streams is not None:
-            ahead = self._route(ahead)  # no rank uses a prepared batch that has a bad id
+        if ahead is not None and not ahead.may_be_used(self.launcher.wait):
+            ahead = None  # no rank uses a prepared batch that has a bad id
         exchanges = self.exchanges.values()
         if not self._valid or not all(exchange.usable for exchange in exchanges):
             return None
@@ -242,8 +242,8 @@ class Flow:
             return BackwardVariant()
         ahead = self._ahead if self._ahead is not None and not self._ahead.routed else None
         coming = ahead is not None
-        if ahead is not None and self.streams is not None:  # the host learns from the ids whether the batch may be used
-            ahead = self._ahead = self._route(ahead)
+        if ahead is not None and not ahead.may_be_used(self.launcher.wait):
+            ahead = self._ahead = None
         read = {table: ids for table, (ids, _) in program.rows_of_ranks(values).items()}
         known = ahead.program.routes if ahead is not None else ()
         cut = bool(known) and all(

@@ -146,6 +146,10 @@ class NextBatch:
         sizes, group = self.announced, LANE_GROUP[IDS.lane]
         return communicator.gather_rows_read(rows, sizes, self.program.num_rows, group, self._counts)
 
+    def may_be_used(self, wait: Callable[[Ticket], Tensor]) -> bool:
+        """Returns whether the batch has no bad id on any rank. Hosts know this from the announcement."""
+        return True
+
     def route(self, wait: Callable[[Ticket], Tensor]) -> bool:
         """Waits for the id exchange and runs the ids phase, once. Returns whether the batch is usable."""
         if not self.routed:
@@ -197,6 +201,10 @@ class DeviceBatch(NextBatch):
     def sizes(self) -> list[int]:
         """Returns the maximum count of rows that the batch can read, by table."""
         return [rows.numel() for rows in self.program.rows_of_batch(self.values)]
+
+    def may_be_used(self, wait: Callable[[Ticket], Tensor]) -> bool:
+        """Returns whether the batch has no bad id on any rank. The host learns this with the sizes, from the ids."""
+        return self.route(wait)
 
     def exchange(self, communicator: Communicator, exchanges: Mapping[str, RowExchange]) -> InFlight:
         """Exchanges the ids, cuts both batches, and copies the sizes to the host, all on the ids' stream."""
