@@ -160,14 +160,15 @@ _NOTHING = pytree.tree_flatten(None)
 def _flatten(batch: Any) -> tuple[list[Any], pytree.TreeSpec]:
     """Flattens a batch as `pytree.tree_flatten` does, which takes twenty calls of Python for a tuple of two tensors."""
     if type(batch) in (tuple, list) and set(map(type, batch)) == {Tensor}:
-        return list(batch), _spec_of_tensors(type(batch), len(batch))
+        return list(batch), _spec_of_tensors(len(batch), is_list=type(batch) is list)
     return pytree.tree_flatten(batch)
 
 
 @cache
-def _spec_of_tensors(kind: type[tuple[Any, ...] | list[Any]], count: int) -> pytree.TreeSpec:
+def _spec_of_tensors(count: int, *, is_list: bool) -> pytree.TreeSpec:
     """Returns the structure of a tuple or list of `count` tensors."""
-    return pytree.tree_flatten(kind([None] * count), is_leaf=lambda each: each is None)[1]
+    leaves = [0] * count
+    return pytree.tree_structure(leaves if is_list else tuple(leaves))
 
 
 def _check_apart(current: AsSeen, coming: Iterable[Any]) -> None:
