@@ -154,12 +154,12 @@ def decay_rows(shard: Tensor, averages: Averages, ids: Tensor, taken: Tensor, hi
     else:
         rows = _rows_of_block(shard)
         blocks = zip(ids.unsafe_split(rows), rested.unsafe_split(rows), strict=True)  # no Python call
-        leapt = (_leap(shard, averages, *block, history, history.moments) for block in blocks)
+        leapt = (_apply_together(shard, averages, *block, history, history.moments) for block in blocks)
         left = [each for each in leapt if each is not None]
     for each in left:
         _, order = each.rested.sort()  # rows with the most deferred steps first
         for some in order.unsafe_split(_rows_of_block(shard)):
-            _decay(shard, averages, each.rows(some), history)
+            _apply_in_order(shard, averages, each.rows(some), history)
 
 
 class _Left(NamedTuple):

@@ -163,6 +163,11 @@ def close_pool() -> None:
 atexit.register(close_pool)  # multiprocessing would wait for them, where a script calls `run_ranks`
 
 
+def _store_of(port: int) -> Any:
+    timeout = timedelta(seconds=GROUP_TIMEOUT_S)
+    return dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timeout)  # type: ignore[attr-defined]
+
+
 def reset_torch_state() -> None:
     """Makes a test independent of those before it: the seed, the default type, and the compile caches, whose entries
     are limited in number per code object and would run out as more and more tests compile the same model.
@@ -204,7 +209,7 @@ class Pool:
         start_s = time.monotonic()
         with tempfile.TemporaryDirectory(prefix="ranks-") as name:
             directory = Path(name)
-            store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+            store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
             jobs = [
                 _packed(_run_as_rank, rank, world_size, directory, store.port, fn, args, warnings.filters)
                 for rank in range(world_size)
@@ -379,7 +384,7 @@ def _run_as_rank(
             reset_torch_state()
             dist.init_process_group(
                 "gloo",
-                store=dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=GROUP_TIMEOUT_S)),
+                store=_store_of(port),
                 rank=rank,
                 world_size=world_size,
                 timeout=timedelta(seconds=GROUP_TIMEOUT_S),

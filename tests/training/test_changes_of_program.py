@@ -101,7 +101,7 @@ def _trained(rank: int, world_size: int, loop: Callable[[Side], Any], strategy: 
 
 
 BY_DEFAULT = (
-    *(_inference_after_the_first_step, _another_route_on_one_rank_as_a_plan_begins, _gradients_kept_over_plans),
+    *(_another_route_on_one_rank_as_a_plan_begins, _gradients_kept_over_plans),
     _graphs_that_are_new_while_updates_are_pending,
 )
 

@@ -100,11 +100,9 @@ LOSSES_OF_LOGITS = [
     *("read under inference mode before the loss", "columns left out", "a compiled loss"),
 ]
 OF_OUTPUT_LAYERS = [
-    *("losses weighed by position", "three modules of one table", "banned words", "an empty batch"),
-    *("accumulated reads", "a frozen body and a loss of the loop", "losses of two output layers"),
-    *("data written before the loss", "tied anew between steps", "ranks without labels"),
-    *("ranks without labels of a whole table", "ranks without labels as written"),
-    *("ranks without labels that guard their loss", "sequences of a recurrent layer"),
+    *("losses weighed by position", "a frozen body and a loss of the loop", "losses of two output layers"),
+    *("data written before the loss", "ranks without labels as written", "ranks without labels that guard their loss"),
+    "sequences of a recurrent layer",
 ]
 OF_SHARDS = ("parameters", "parts", "rare_optimizers", "states")
 """Rooms of scenarios that ask for this rank's part of a table."""
