@@ -192,11 +192,11 @@ def test_a_tied_table_with_labels_is_captured_where_its_head_is_worth_sharding()
 
 
 def _priced(rank: int, world_size: int) -> list[float]:
-    """Bytes that a step sends by the plan for which links are to be probed."""
+    """Bytes that a step sends by the plan for which links are measured."""
     sent: list[float] = []
-    probe = mock.patch("embrace_fx.planning.findings.links_between", lambda of, sent_bytes, on: sent.append(sent_bytes))
+    glance = mock.patch("embrace_fx.planning.findings.glance", lambda of, sent_bytes, on: sent.append(sent_bytes))
     model, ids = embrace_fx.compile(Labelled()), torch.randint(20_000, (3, 5))
-    with probe:
+    with glance:
         model(ids, ids).backward()
     model.close()
     return sent

@@ -32,6 +32,7 @@ OF_EXAMPLES = {
     "gradient_checkpointing_enable",
     "model",
     "plain.generate",
+    "rates.get",
     "self",
 }
 """Names that the text beside them defines, and functions of other libraries."""
