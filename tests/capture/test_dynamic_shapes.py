@@ -257,7 +257,7 @@ def _exceed_the_limit(rank: int, world_size: int, who: tuple[int, ...]) -> None:
         start_s = time.monotonic()
         with pytest.raises(RuntimeError) as caught:
             train_step(compiled, ids_of(3, 8 if rank in who else 5))
-        assert time.monotonic() - start_s < 10
+        assert time.monotonic() - start_s < 30
         train_step(compiled, ids_of(3, 5))
         raise caught.value
     finally:

@@ -274,7 +274,7 @@ def _one_alone(rank: int, world_size: int, names: tuple[str, ...]) -> dict[str, 
             training.model(*batch_of(2 * number + 1, rank)).backward()
         except PeerFailure as error:
             errors[name] = str(error)
-        assert time.monotonic() - began_s < 2.0
+        assert time.monotonic() - began_s < 30.0
         training.optimizer.step()
         training.optimizer.zero_grad()
     return errors

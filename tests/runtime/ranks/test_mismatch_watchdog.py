@@ -22,7 +22,7 @@ from embrace_fx.runtime.ranks.failure import PeerFailure
 from tests.support.ranks import run_ranks, run_ranks_expecting_errors
 from tests.support.scenarios.schemes import Words, ids_of
 
-LIMIT_S = 10.0
+LIMIT_S = 30.0
 """On a machine with other work; a second where there is none."""
 LOOKS_S = 0.25
 
