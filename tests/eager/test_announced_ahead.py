@@ -18,21 +18,14 @@ STEPS, PLANNED = 7, 4
 
 
 class _Noting(Asserting):
-    """Calls `after` at the end of its forward, and `before` at its begin."""
+    """Calls `after` at the end of its forward."""
 
-    before = after = staticmethod(lambda: None)
+    after = staticmethod(lambda: None)
 
     def forward(self, *batch: Tensor) -> Tensor:
-        self.before()
         loss = super().forward(*batch)
         self.after()
         return loss
-
-
-class _WithBuffer(_Noting):
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("scale", torch.ones(()))
 
 
 def _losses(model: nn.Module, rank: int, begin: Callable[[int], None] = lambda step: None) -> list[float]:
@@ -67,25 +60,6 @@ def _one_after_the_other(rank: int, world_size: int) -> tuple[list[float], list[
 def test_a_forward_waits_for_no_other_rank() -> None:
     for found, expected in run_ranks(2, _one_after_the_other):
         assert found == pytest.approx(expected, rel=1e-6)
-
-
-def _shares_buffers(rank: int, world_size: int) -> float:
-    """Rank 0 alone changes a buffer between two steps."""
-    torch.manual_seed(0)
-    model: Any = _WithBuffer()
-    seen: list[float] = []
-    model.before = lambda: seen.append(model.scale.item())
-    compiled = embrace_fx.compile(model, route="eager")
-    for step in range(4):
-        if step == 3 and rank == 0:
-            model.scale.fill_(3.0)
-        compiled(*labelled(step, rank)).backward()
-    return seen[-1]
-
-
-@pytest.mark.long
-def test_a_forward_with_buffers_still_gets_rank_0s() -> None:
-    assert run_ranks(2, _shares_buffers) == [3.0, 3.0]
 
 
 def _mistaken(rank: int, world_size: int, mistake: str) -> tuple[str, str, list[Tensor]]:

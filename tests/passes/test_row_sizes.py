@@ -39,23 +39,6 @@ def sizes_of(graph: TrainingGraph) -> dict[str, list[tuple[int, ...]]]:
     }
 
 
-def test_columns_of_two_ranks() -> None:
-    found = sizes_of(sharded())
-
-    d = D // 2
-    assert found["table_unique"][0] == (7,)
-    assert found["ids"] == [(2 * (2 + 7 + 5),)]
-    assert found["ids_by_table"] == [(11,), (2,), (10,), (2,)]
-    assert found["table_columns"] == [(11, d)]
-    assert found["table_rows"] == [(7 * D,)]
-    assert found["table_table"] == [(7, D)]
-    assert found["table_gradient_columns"] == [(7 * D,)]
-    assert found["table_gradient"] == [(11 * d,)]
-    assert found["table_update"] == [(9,), (9, d)]
-    assert found["other_table"] == [(5, D)]
-    assert found["other_update"] == [(6,), (6, d)]
-
-
 def test_a_grid_has_its_part_of_the_rows() -> None:
     found = sizes_of(sharded(rank=3, grid=Grid(2, 2)))
     d = D // 2

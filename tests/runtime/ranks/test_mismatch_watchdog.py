@@ -7,7 +7,6 @@ import io
 import time
 from collections.abc import Callable
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +16,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import embrace_fx
-from embrace_fx.runtime.ranks.announcement import Announcements
 from embrace_fx.runtime.ranks.failure import PeerFailure
 from tests.support.ranks import run_ranks, run_ranks_expecting_errors
 from tests.support.scenarios.schemes import Words, ids_of
@@ -103,23 +101,6 @@ def test_a_first_call_of_one_rank_is_refused_on_all(ranks: int) -> None:
     one, *others = run_ranks(ranks, partial(_alone, catches=True), "call", 0)
     for other in others:
         torch.testing.assert_close(one, other)
-
-
-def test_many_announcements_are_watched_by_one_look() -> None:
-    looks: list[object] = []
-    ranks: Any = SimpleNamespace(rank=0, group=object(), let_ask=lambda ask: None)
-
-    def look_each_time(look: object) -> str:
-        looks.append(look)
-        return "name"
-
-    ranks.look_each_time = look_each_time
-    announcements = Announcements(ranks)
-
-    for _ in range(3):  # of fast steps, before the thread has looked once
-        announcements._watchdog.watch(ranks, announcements._check_mismatch)
-
-    assert len(looks) == 1
 
 
 class Labelled(nn.Module):
