@@ -1,10 +1,11 @@
-"""The history of a table beyond memory: the steps that a row defers until it is next in memory.
+"""The deferred steps of tables beyond memory, which a row applies when it is next in memory.
 
 Contract
     When a table in memory would apply the deferred steps of all rows, only rows in slots do. The history is then
     closed, and a new one begins. Other rows apply the closed histories when they arrive in memory, in the same order
     and groups of steps as a table in memory. The bits are therefore equal, and no pass over the file is needed. On a
     device, rows apply steps without telling the host which were behind.
+    The tables of a working set number their steps alike: a history begins after the steps of all closed ones.
 
 Shape legend: S slots of the working set; K some of them.
 """
@@ -12,7 +13,7 @@ Shape legend: S slots of the working set; K some of them.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,7 +24,9 @@ from embrace_fx.runtime.tables.history import Decaying, History, SkippedSteps
 from embrace_fx.runtime.tables.own_step import is_of_rows, step_tensor
 from embrace_fx.runtime.tables.row_store import RowStore
 from embrace_fx.runtime.tiers.records import TAKEN, WEIGHTS
-from embrace_fx.runtime.tiers.working_set import WorkingSet
+
+if TYPE_CHECKING:
+    from embrace_fx.runtime.tiers.working_set import WorkingSet
 
 
 class _FirstStep:
@@ -52,6 +55,87 @@ class _FirstStep:
                 column.index_copy_(0, ids, torch.where(shown, made, column.index_select(0, ids)))
 
 
+class ClosedHistory(NamedTuple):
+    """Steps of some rows of a working set, with `before` steps before them, which rows apply when they arrive."""
+
+    before: int
+    steps: SkippedSteps | _FirstStep
+    rows: range
+
+
+class ClosedHistories:
+    """The closed histories of a working set."""
+
+    def __init__(self, memory: WorkingSet) -> None:
+        self._memory = memory
+        self._closed: list[ClosedHistory] = []
+
+    @property
+    def steps(self) -> int:
+        """Returns the number of steps after all closed histories."""
+        return max([each.before + each.steps.count for each in self._closed], default=0)
+
+    def add(self, closed: ClosedHistory) -> None:
+        """Adds a history: rows in slots apply it now, and other rows when they arrive."""
+        self._closed.append(closed)
+        self.arrived(self._memory.in_use(closed.rows), closed.before)
+
+    def arrived(self, slots: Tensor, taken: int) -> None:
+        """Applies the histories to rows in slots (K,), each of which has applied at least `taken` steps."""
+        due = [each for each in self._closed if each.before + each.steps.count > taken]
+        if due and slots.numel():
+            self._memory.wrote(slots)
+            for some in slots.split(self._memory.part):
+                for before, steps, rows in due:
+                    self.take(self._memory.to_index(self.with_rows(some, rows)), before, steps)
+
+    def with_rows(self, slots: Tensor, rows: range) -> Tensor:
+        """Returns those of slots (K,) that hold some of the rows."""
+        if len(rows) == self._memory.num_rows:
+            return slots
+        held = self._memory.row_of.index_select(0, slots)
+        return slots[(held >= rows.start) & (held < rows.stop)]
+
+    def take(self, slots: Tensor, before: int, steps: SkippedSteps | _FirstStep) -> None:
+        """Applies steps to rows in slots (K,), on the slots' device, unless a row has applied them."""
+        columns, until = dict(self._memory.columns), before + steps.count
+        weights, of_rows = columns.pop(WEIGHTS), columns.pop(TAKEN)
+        taken = of_rows.index_select(0, slots)
+        if not taken.is_cuda:  # on the CPU, where the selection needs no synchronization
+            behind = taken < until
+            slots, taken = slots[behind], taken[behind]
+        if slots.numel():
+            since = torch.empty(len(of_rows), dtype=torch.int64, device=slots.device)
+            since.index_copy_(0, slots, (taken - before).clamp_(min=0))
+            steps.take(weights, columns, slots, since)
+            of_rows.index_copy_(0, slots, taken.clamp_(min=until))
+
+    def saved(self, rows: range) -> dict[str, Any]:
+        """Returns the histories of a table's rows for a checkpoint."""
+        found = []
+        for before, steps, of in self._closed:
+            if max(of.start, rows.start) < min(of.stop, rows.stop):
+                found.append({"form": type(steps).__name__, "before": before, "fields": _plain(vars(steps))})
+        return {"closed": found}
+
+    def load(self, rows: range, saved: Mapping[str, Any], optimizer: Optimizer) -> None:
+        """Replaces the histories of a table's rows by those that `saved` returned."""
+        left = [each._replace(rows=other) for each in self._closed for other in _other_rows(each.rows, rows)]
+        self._closed, device = left, self._memory.columns[TAKEN].device
+        for each in saved["closed"]:
+            form = _FORMS[each["form"]]
+            made = object.__new__(form)
+            vars(made).update({key: _on(device, value) for key, value in each["fields"].items()})
+            if form is Decaying and made._moments is not None:
+                moments, made._moments = made._moments, None
+                if device.type == "cpu":
+                    made._moments = object.__new__(Moments)
+                    vars(made._moments).update(moments)
+            if form is _FirstStep:
+                made._optimizer = optimizer
+            self._closed.append(ClosedHistory(each["before"], made, rows))
+
+
 class SlotHistory(History):
     """The history of a table or row space beyond memory.
 
@@ -65,114 +149,53 @@ class SlotHistory(History):
 
     def __init__(self, store: RowStore, memory: WorkingSet, rows: range, members: Sequence[SlotHistory] = ()) -> None:
         super().__init__(store, {each.rows.start: each for each in members})
-        self._memory, self.rows, self._tables, self._taken = memory, rows, tuple(members), memory.columns[TAKEN]
+        self.rows, self._closed, self._tables, self._taken = rows, memory.closed, members, memory.columns[TAKEN]
         for each in members:
             each._first = 0  # the tables share the row space's slots
-        memory.arrived = self.arrived
-        self._closed: list[tuple[int, SkippedSteps | _FirstStep]] = []  # (steps before it, history)
 
     def begin(self, optimizer: Optimizer, options: Mapping[str, Any]) -> None:
-        """Begins a step; in a joined history, all tables first get a common count of steps."""
-        if self.open is None and self._tables:  # give its tables a common number of steps
-            self.close()
-            self._before = max(each._before for each in self._tables)
-            for each in self._tables:
-                each._before = self._before
+        """Begins a step. A history that it opens begins after all closed ones."""
+        known = self.open
         super().begin(optimizer, options)
+        if self.open is not known:
+            self._before = self._closed.steps
 
     def took_first(
         self, slots: Tensor, optimizer: Optimizer, options: Mapping[str, Any], counters: Mapping[str, Any]
     ) -> None:
         """Records that only the rows in slots (K,) have applied the step that created state."""
         self.close()
-        self._taken.index_fill_(0, slots, self._before + 1)
-        self._add(_FirstStep(optimizer, options, counters))
+        before = self._closed.steps
+        self._taken.index_fill_(0, slots, before + 1)
+        self._closed.add(ClosedHistory(before, _FirstStep(optimizer, options, counters), self.rows))
 
     def _close(self) -> None:
-        """Adds the steps recorded since the last close, if any, to every table's history."""
-        skipped = self.open
-        if skipped is not None and skipped.count:
-            skipped.end()
-            self._before += skipped.count if self._tables else 0
-            for each in self._tables or (self,):
-                each._add(skipped)
-
-    def _add(self, skipped: SkippedSteps | _FirstStep) -> None:
-        """Closes a history: rows in slots apply it now, and other rows when they arrive."""
-        before = self._before
-        self._closed.append((before, skipped))
-        self._before += skipped.count
-        self.arrived(self._memory.in_use(self.rows), before)
-
-    def arrived(self, slots: Tensor, taken: int) -> None:
-        """Applies closed histories to rows in slots (K,), each of which has applied at least `taken` steps."""
-        for each, own in self._split(slots) if self._tables else ():
-            each.arrived(own, taken)
-        due = [each for each in self._closed if each[0] + each[1].count > taken]
-        if due and slots.numel():
-            self._memory.wrote(slots)
-            for some in slots.split(self._memory.part):
-                self._take(self._memory.to_index(some), due)
+        """Ends the open steps. Rows apply them as they arrive."""
+        if self.open is not None and self.open.count:
+            self.open.end()
+            self._closed.add(ClosedHistory(self._before, self.open, self.rows))
 
     def _split(self, places: Tensor) -> Iterator[tuple[SlotHistory, Tensor]]:
         """Yields each table's history with the places that hold rows of it."""
-        firsts = torch.tensor([each.rows.start for each in self._tables[1:]], device="cpu")
-        of = torch.bucketize(self._memory.row_of.index_select(0, places), firsts, right=True)
-        for k in of.unique().tolist():
-            yield self._tables[k], places[of == k]
+        for each in self._tables:
+            yield each, self._closed.with_rows(places, each.rows)
 
     def take(self, places: Tensor, local: Tensor, state: Mapping[str, Any]) -> None:
         """Applies the open history to rows in slots."""
         assert self.open is not None
         if self.open.count:
-            self._take(places, [(self._before, self.open)])
-
-    def _take(self, slots: Tensor, due: Sequence[tuple[int, SkippedSteps | _FirstStep]]) -> None:
-        """Applies consecutive histories to the rows in slots (K,)."""
-        memory, taken = self._memory, self._taken
-        until = due[-1][0] + due[-1][1].count
-        steps = taken.index_select(0, slots)
-        if not steps.is_cuda:  # on the CPU, where the selection needs no synchronization
-            behind = steps < until
-            slots, steps = slots[behind], steps[behind]
-            due = [each for each in due if slots.numel() and each[0] + each[1].count > int(steps.min())]
-        columns = {key: column for key, column in memory.columns.items() if key not in (WEIGHTS, TAKEN)}
-        for before, skipped in due:
-            own = slots if steps.is_cuda else slots[steps < before + skipped.count]
-            since = torch.empty(memory.slots, dtype=torch.int64, device=slots.device)
-            since.index_copy_(0, own, (taken.index_select(0, own) - before).clamp_(min=0))
-            skipped.take(memory.columns[WEIGHTS], columns, own, since)
-        taken.index_copy_(0, slots, steps.clamp(min=until))
-
-    # -- checkpoints ---------------------------------------------------------------------------------------------------
-
-    def saved(self) -> dict[str, Any]:
-        """Returns the closed histories for a checkpoint. None may be open."""
-        closed = [{"form": type(of).__name__, "before": n, "fields": _plain(vars(of))} for n, of in self._closed]
-        return {"steps": self._before, "closed": closed}
-
-    def load(self, saved: Mapping[str, Any], optimizer: Optimizer) -> None:
-        """Replaces the histories by those that `saved` returned."""
-        self.close()
-        self._closed, self._before = [], saved["steps"]
-        device = self._taken.device
-        for each in saved["closed"]:
-            form = _FORMS[each["form"]]
-            made = object.__new__(form)
-            vars(made).update({key: _on(device, value) for key, value in each["fields"].items()})
-            if form is Decaying and made._moments is not None:
-                moments, made._moments = made._moments, None
-                if device.type == "cpu":
-                    made._moments = object.__new__(Moments)
-                    vars(made._moments).update(moments)
-            if form is _FirstStep:
-                made._optimizer = optimizer
-            self._closed.append((each["before"], made))
+            self._closed.take(places, self._before, self.open)
 
 
-NO_HISTORIES: Mapping[str, Any] = {"steps": 0, "closed": []}
-"""The result of `SlotHistory.saved` before any step."""
+NO_HISTORIES: Mapping[str, Any] = {"closed": []}
+"""The result of `ClosedHistories.saved` before any step."""
 _FORMS: Mapping[str, type[Any]] = {form.__name__: form for form in (*SkippedSteps.__subclasses__(), _FirstStep)}
+
+
+def _other_rows(rows: range, than: range) -> list[range]:
+    """Returns the rows that are not among others."""
+    parts = range(rows.start, min(rows.stop, than.start)), range(max(rows.start, than.stop), rows.stop)
+    return [part for part in parts if part]
 
 
 def _plain(fields: Mapping[str, Any]) -> dict[str, Any]:

@@ -218,7 +218,7 @@ class SlotRows(RowStore):
         """Returns the contents of a checkpoint besides rows. Requires that no update is pending."""
         self.member.flush()
         first = self.memory.initial.tables[self.rows.start]
-        of_rows = {"shown": sorted(self.shown), "histories": self.history.saved(), "seed": first.seed}
+        of_rows = {"shown": sorted(self.shown), "histories": self.memory.closed.saved(self.rows), "seed": first.seed}
         return {**of_rows, "counters": self.counters, "padding": first.padding}
 
     def load(self, saved: Mapping[str, Any]) -> None:
@@ -226,7 +226,8 @@ class SlotRows(RowStore):
         initial = self.memory.initial
         first = replace(initial.tables[self.rows.start], seed=saved["seed"], padding=saved["padding"])
         self.memory.initial = initial.having(self.rows.start, first)
-        self.history.load(saved["histories"], self.member.holder)
+        self.history.close()
+        self.memory.closed.load(self.rows, saved["histories"], self.member.holder)
         self.shown = self._with_made(saved["shown"])
         self.member.holder.state[self.member.parameter] = dict(saved["counters"])
 

@@ -35,6 +35,7 @@ from embrace_fx.runtime.tiers.initial import FirstOfTables
 from embrace_fx.runtime.tiers.record_file import HostRecords, RecordFile, TierError
 from embrace_fx.runtime.tiers.record_log import RecordLog, block_size, numbers_of
 from embrace_fx.runtime.tiers.records import Column, Records
+from embrace_fx.runtime.tiers.slot_history import ClosedHistories
 from embrace_fx.runtime.tiers.slots import DeviceSlots, Leave, Leaving, Slots
 
 _AHEAD, _BESIDE = 4, 12
@@ -83,7 +84,7 @@ class WorkingSet:
         failure: a permanent error of the file, which the next handshake reports to all ranks, or "" if there is none.
         initial: replaced when a checkpoint is loaded.
         columns: name -> (S, ...), the values in the slots.
-        arrived: called with slots (K,) that rows have arrived in, and the minimum of the rows' applied steps.
+        closed: deferred steps that rows apply when they arrive.
         row_of: (S,) the row in each slot, or -1 for none.
     """
 
@@ -114,7 +115,7 @@ class WorkingSet:
         )
         self.columns = self._slots.columns
         self.counts = Counts()
-        self.arrived: Callable[[Tensor, int], None] = lambda slots, taken: None
+        self.closed = ClosedHistories(self)
         self.row_of = torch.full((slots,), -1, dtype=torch.int64, device="cpu")
         # Per row: 0 if it has its first values; s + 1 in slot s; -n - 1 at record number n of the file.
         self._where = torch.zeros(rows, dtype=torch.int32, device="cpu")
@@ -412,7 +413,7 @@ class WorkingSet:
         """Waits for the oldest read, and puts its rows into their slots."""
         coming, slots = self._coming.popleft()
         self._arriving.index_fill_(0, slots, False)
-        self.arrived(slots, self._thread.await_rows(coming).taken)
+        self.closed.arrived(slots, self._thread.await_rows(coming).taken)
 
 
 def _selected(records: Tensor, only: Tensor, into: Tensor | None) -> Leaving:
