@@ -148,11 +148,6 @@ class Bucket(Owed):
         return self.sent is not None and not self.updates
 
     @property
-    def optimizers(self) -> list[Optimizer]:
-        """Returns the optimizers whose steps wait for the bucket."""
-        return [optimizer for optimizer, *_ in self.updates]
-
-    @property
     def has_arrived(self) -> bool:
         """Returns whether the bucket has an update to apply, and its reduction has ended."""
         return bool(self.updates) and self.sent is not None and all(ticket.has_ended() for ticket in self.sent[1])
@@ -228,17 +223,17 @@ class Bucket(Owed):
         """
         buckets = (self, *others)
         landed = [bucket._land(bucket.sent) for bucket in buckets]
-        parameters, gradients, updates = list[nn.Parameter](), list[Tensor](), list[_Update]()
+        updates, given = list[_Update](), list[tuple[nn.Parameter, Tensor, Tensor | None]]()
         for bucket, found in zip(buckets, landed, strict=True):
             if bucket.late is not None:
                 bucket.late.landed = found  # stand-ins may still be held
-            parameters, gradients, updates = parameters + bucket.parameters, gradients + found, updates + bucket.updates
+            updates += bucket.updates
             bucket.sent, bucket.late, bucket.updates, bucket.stepped = None, None, [], {}
-        before = [parameter.grad for parameter in parameters]
-        for parameter, gradient in zip(parameters, gradients, strict=True):
-            parameter.grad = gradient
+            for parameter, gradient in zip(bucket.parameters, found, strict=True):
+                given.append((parameter, gradient, parameter.grad))
+                parameter.grad = gradient
         _step(updates)
-        for parameter, gradient, stood in zip(parameters, gradients, before, strict=True):
+        for parameter, gradient, stood in given:
             # `.grad` is None after zero_grad or without a gradient. It may also be the user's own tensor.
             parameter.grad = gradient if getattr(stood, "landed", None) is gradient else stood
         return landed[0]
@@ -370,7 +365,7 @@ class Buckets:
     @property
     def optimizers(self) -> list[Optimizer]:
         """Optimizers with a bucket update that is still to be applied."""
-        return [optimizer for bucket in self.all if bucket.stepped for optimizer in bucket.optimizers]
+        return [optimizer for bucket in self.all for optimizer, *_ in bucket.updates]
 
     def hide_late(self, optimizer: Optimizer, tables: Set[int]) -> dict[int, tuple[nn.Parameter, Tensor, Bucket]]:
         """Hides gradients in flight from an optimizer that is about to step, if all gradients that it would read are in

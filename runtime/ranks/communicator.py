@@ -25,7 +25,7 @@ from embrace_fx.runtime.kernels.rounding import Pieces, decode_into, wire_elemen
 from embrace_fx.runtime.ranks.backends import alone_on
 from embrace_fx.runtime.ranks.gathering import gather_single
 from embrace_fx.runtime.ranks.groups import CLASSES, LANE_GROUPS, Groups
-from embrace_fx.runtime.ranks.messages import send_over_gloo, send_parts
+from embrace_fx.runtime.ranks.messages import send_parts
 from embrace_fx.runtime.ranks.wire_rounding import Rounding
 from embrace_fx.runtime.ranks.worker import Ending
 
@@ -302,7 +302,7 @@ class Communicator(Groups):
                     to, own = torch.view_as_real(to), torch.view_as_real(own)
                 return carrier.alltoall_base(to, own, receive_sizes, send_sizes, AllToAllOptions())
             parts = torch.split_with_sizes(own, send_sizes), torch.split_with_sizes(to, receive_sizes)
-            return send_over_gloo(carrier, *parts, self._waiters.get(group) or self.waiter(group))
+            return send_parts(carrier, *parts, self._waiters.get(group) or self.waiter(group), backend)
 
         return self._launch(exchange, group, received, sent)
 

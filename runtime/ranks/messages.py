@@ -55,7 +55,11 @@ def _wait_for(works: Sequence[dist.Work]) -> None:
 
 
 def send_parts(
-    group: dist.ProcessGroup, sent: Sequence[Tensor], received: Sequence[Tensor], waiter: Worker | None = None
+    group: dist.ProcessGroup,
+    sent: Sequence[Tensor],
+    received: Sequence[Tensor],
+    waiter: Worker | None = None,
+    backend: str = "",
 ) -> Messages:
     """Sends one message to every other rank of a group and receives one from each; copies this rank's own part.
 
@@ -64,42 +68,34 @@ def send_parts(
     Args:
         sent: for each rank.
         received: from each rank, written; of the same sizes as the sender's.
+        backend: the group's back end for these tensors, if the caller knows it.
     """
     own, ranks = group.rank(), group.size()
-    if backend_name(group, received[own].device) == "gloo":
-        return send_over_gloo(group, sent, received, waiter)
     if received[own].numel():
         received[own].copy_(sent[own])
+    # Start with the right neighbour, so that ranks do not all send to the same rank first.
     turns = range(1, ranks)
-    to = [rank for turn in turns if sent[rank := (own + turn) % ranks].numel()]
-    sources = [rank for turn in turns if received[rank := (own - turn) % ranks].numel()]
-    messages = [dist.P2POp(dist.irecv, received[rank], group=group, group_peer=rank) for rank in sources]
-    messages += [dist.P2POp(dist.isend, sent[rank], group=group, group_peer=rank) for rank in to]
-    return Messages(dist.batch_isend_irecv(messages) if messages else [], waiter)  # NCCL needs them in one group
-
-
-def send_over_gloo(
-    group: dist.ProcessGroup, sent: Sequence[Tensor], received: Sequence[Tensor], waiter: Worker | None = None
-) -> Messages:
-    """Sends messages as `send_parts`, over gloo."""
-    own, ranks = group.rank(), group.size()
-    if received[own].numel():
-        received[own].copy_(sent[own])
     works: list[Any] = []
-    try:
-        # Start with the right neighbour, so that ranks do not all send to the same rank first.
-        for turn in range(1, ranks):
-            source = (own - turn) % ranks
-            if received[source].numel():
-                works.append(group.recv([received[source]], source, 0))
-        for turn in range(1, ranks):
-            target = (own + turn) % ranks
-            if sent[target].numel():
-                works.append(group.send([sent[target]], target, 0))
-    except RuntimeError as error:  # the caller's wait raises it and names the rank
-        failed: Future[Any] = Future()
-        failed.set_exception(error)
-        works.append(failed)
+    if (backend or backend_name(group, received[own].device)) == "gloo":
+        try:
+            for turn in turns:
+                source = (own - turn) % ranks
+                if received[source].numel():
+                    works.append(group.recv([received[source]], source, 0))
+            for turn in turns:
+                target = (own + turn) % ranks
+                if sent[target].numel():
+                    works.append(group.send([sent[target]], target, 0))
+        except RuntimeError as error:  # the caller's wait raises it and names the rank
+            failed: Future[Any] = Future()
+            failed.set_exception(error)
+            works.append(failed)
+    else:  # NCCL needs them in one group
+        to = [rank for turn in turns if sent[rank := (own + turn) % ranks].numel()]
+        sources = [rank for turn in turns if received[rank := (own - turn) % ranks].numel()]
+        messages = [dist.P2POp(dist.irecv, received[rank], group=group, group_peer=rank) for rank in sources]
+        messages += [dist.P2POp(dist.isend, sent[rank], group=group, group_peer=rank) for rank in to]
+        works = dist.batch_isend_irecv(messages) if messages else []
     return Messages(works, waiter)
 
 
