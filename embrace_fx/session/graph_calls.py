@@ -75,7 +75,7 @@ class GraphCalls:
             results = run_step(program, inputs, train=train, following=following)
         finally:
             if hints is not None:
-                hints.end_call()
+                hints.end_call(train=train)
         if train:
             programs.observe()
         return entry.captured.results(results, call.args, call.kwargs)

@@ -27,7 +27,7 @@ class Hints(Protocol):
     def step(self, leaves: Sequence[Any], coming: ToCome | None, ahead: int) -> None:
         """Takes the arguments of this call and the next batch, `ahead` calls away, if one is known."""
 
-    def end_call(self) -> None:
+    def end_call(self, *, train: bool) -> None:
         """Ends a call of the model."""
 
 

@@ -203,7 +203,6 @@ class WorkingSet:
 
     def begin_step(self, number: int) -> None:
         """Begins a step. Rows read ahead for earlier steps may be evicted."""
-        self.counts.steps += 1
         self._next_use.begin_step(number)
         self._take_arrived()
 
