@@ -267,7 +267,8 @@ class FileThread:
         at_once = max(1, self.part * self._records.nbytes // row_bytes)
         for first in range(0, begin, at_once):
             some, taken = slice(first, min(first + at_once, begin)), 0
-            arrivals.append(self._slots.begin(slots[some], initial(rows[some])))
+            into = None if self._to_read is None else self._to_read[: some.stop - first]
+            arrivals.append(self._slots.come(slots[some], self._records.place({WEIGHTS: initial(rows[some])}, into)))
         return Come(arrivals, taken)
 
     def _watch(self, launch: OperationId, rows: int) -> Watch:

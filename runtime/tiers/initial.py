@@ -62,10 +62,6 @@ class FirstOfTables:
             found[own] = values(rows[own] - first)
         return found
 
-    def having(self, first: int, values: FirstValues) -> FirstOfTables:
-        """Returns a copy with other first values for the table at row `first`."""
-        return FirstOfTables({**self.tables, first: values})
-
 
 def normal_rows(rows: Tensor, columns: range, width: int, seed: int, dtype: torch.dtype) -> Tensor:
     """Computes this rank's columns of rows (K,) of a table with `width` columns: (K, d) normal numbers."""

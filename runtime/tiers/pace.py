@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from embrace_fx.runtime.tiers.record_file import HostRecords, RecordFile
-from embrace_fx.runtime.tiers.records import Records
+from embrace_fx.runtime.tiers.records import WEIGHTS, Records
 
 READ_ROWS, APART_BYTES, WRITTEN_BYTES = 128, 1 << 20, 1 << 20
 """The number of rows to read; their distance, so that no two share a page; the bytes of one write."""
@@ -55,4 +55,4 @@ def row_ms_of_host(records: Records) -> tuple[float, float]:
 
 def _packed(rows: Tensor, records: Records) -> Tensor:
     """Returns packed records of rows that hold initial values."""
-    return records.pack(rows, {key: column.filled(rows.numel()) for key, column in records.columns.items()})
+    return records.pack(rows, {WEIGHTS: records.columns[WEIGHTS].filled(rows.numel())})

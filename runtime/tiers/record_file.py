@@ -161,7 +161,6 @@ class HostRecords:
 
     def __init__(self, count: int, records: Records) -> None:
         self._all = torch.empty((count, records.nbytes), dtype=torch.uint8, device="cpu")
-        self.size = count
 
     @property
     def nbytes(self) -> int:

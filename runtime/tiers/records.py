@@ -61,11 +61,16 @@ class Records:
         return self.sign(self.place(values), rows)
 
     def place(self, values: Mapping[str, Tensor], into: Tensor | None = None) -> Tensor:
-        """Packs columns on the values' device, without row ids and checksums; into given memory if any."""
+        """Packs columns on the values' device, without row ids and checksums; into given memory if any. Columns without
+        values get their initial ones.
+        """
         like = next(iter(values.values()))
         records = torch.zeros((len(like), self.nbytes), dtype=torch.uint8, device=like.device) if into is None else into
         for key, of_column in self.unpack(records).items():
-            of_column.copy_(values[key])
+            if key in values:
+                of_column.copy_(values[key])
+            else:
+                of_column.fill_(self.columns[key].fill)
         return records
 
     def sign(self, records: Tensor, rows: Tensor) -> Tensor:

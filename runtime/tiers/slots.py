@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from embrace_fx.runtime.launch.streams import Event, Streams
-from embrace_fx.runtime.tiers.records import WEIGHTS, Records
+from embrace_fx.runtime.tiers.records import Records
 
 Leaving = Callable[[], Tensor]
 """Waits for a copy of records, without row ids and checksums, and returns them."""
@@ -30,12 +30,11 @@ class Arrival(NamedTuple):
 
     Attributes:
         event: recorded after the copy.
-        copied: slots (K,) and the values for them.
+        copied: slots (K,) and their records.
     """
 
     event: Event
     copied: tuple[Tensor, Tensor]
-    put: Callable[[Tensor, Tensor], None]
 
 
 class Slots:
@@ -58,24 +57,12 @@ class Slots:
 
     def come(self, places: Tensor, records: Tensor) -> Any:
         """Writes records into slots (K,), from a thread. Returns the argument of `arrive`."""
-        self._put(places, records)
+        self.put(places, records)
 
-    def _put(self, places: Tensor, records: Tensor) -> None:
+    def put(self, places: Tensor, records: Tensor) -> None:
         """Writes records into slots."""
         for key, values in self._records.unpack(records).items():
             self.columns[key].index_copy_(0, places, values)
-
-    def begin(self, places: Tensor, weights: Tensor) -> Any:
-        """Writes initial values with weights (K, d) into slots (K,). Returns the argument of `arrive`."""
-        self._put_first(places, weights)
-
-    def _put_first(self, places: Tensor, weights: Tensor) -> None:
-        """Puts new rows into the slots `places`: their weights, and every state at its first value."""
-        for key, column in self.columns.items():
-            if key == WEIGHTS:
-                column.index_copy_(0, places, weights)
-            else:
-                column.index_fill_(0, places, self._records.columns[key].fill)
 
     def has_come(self, coming: Any) -> bool:
         """Returns whether `arrive` would not wait."""
@@ -118,19 +105,11 @@ class DeviceSlots(Slots):
         return leaving
 
     def come(self, places: Tensor, records: Tensor) -> Arrival:
-        """Begins to copy records to their slots."""
-        return self._copied(self._put, places, records)
-
-    def begin(self, places: Tensor, weights: Tensor) -> Arrival:
-        """Begins to copy first weights to their slots."""
-        return self._copied(self._put_first, places, weights)
-
-    def _copied(self, put: Callable[[Tensor, Tensor], None], places: Tensor, values: Tensor) -> Arrival:
-        """Copies places and values to the device on the storage stream; `put` stores them on arrival."""
+        """Begins to copy records to the device, on the storage stream."""
         streams = self._streams
         with streams.on("storage", "rows come"):
-            copied = streams.up(places), streams.up(values)
-            return Arrival(streams.record("rows have come"), copied, put)
+            copied = streams.up(places), streams.up(records)
+            return Arrival(streams.record("rows have come"), copied)
 
     def has_come(self, coming: Arrival) -> bool:
         """Returns whether an arrival's copy has ended."""
@@ -140,7 +119,7 @@ class DeviceSlots(Slots):
         """Writes an arrival into its slots, in the current stream after the copy."""
         self._streams.wait(coming.event)
         self._streams.keep(*coming.copied)
-        coming.put(*coming.copied)
+        self.put(*coming.copied)
 
     def to_index(self, places: Tensor) -> Tensor:
         """Returns places as an index on the device."""

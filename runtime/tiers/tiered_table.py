@@ -25,6 +25,7 @@ from embrace_fx.runtime.tables.own_step import hyperparameters, new_state
 from embrace_fx.runtime.tables.row_store import JoinedState, RowStore
 from embrace_fx.runtime.tables.table import Table
 from embrace_fx.runtime.tables.update_rule import SparseUpdate
+from embrace_fx.runtime.tiers.initial import FirstOfTables
 from embrace_fx.runtime.tiers.record_file import TierError
 from embrace_fx.runtime.tiers.records import WEIGHTS, Column
 from embrace_fx.runtime.tiers.slot_history import SlotHistory
@@ -52,17 +53,11 @@ class FileStorage(LocalStorage):
 
     is_elsewhere = True
 
-    def dense(self) -> NoReturn:
-        """Refuses the whole table's values."""
+    def _refuse(self, local: object = None) -> NoReturn:
+        """Refuses to give or take all rows."""
         raise RuntimeError(self._refusal)
 
-    def memory(self) -> NoReturn:
-        """Refuses the whole table's memory."""
-        raise RuntimeError(self._refusal)
-
-    def replace(self, local: Tensor) -> NoReturn:
-        """Refuses new values of the whole table."""
-        raise RuntimeError(self._refusal)
+    dense = memory = replace = _refuse
 
     def by_ids(self) -> Tensor:
         """Returns the values that are in memory."""
@@ -223,9 +218,9 @@ class SlotRows(RowStore):
 
     def load(self, saved: Mapping[str, Any]) -> None:
         """Restores what `saved` returned."""
-        initial = self.memory.initial
-        first = replace(initial.tables[self.rows.start], seed=saved["seed"], padding=saved["padding"])
-        self.memory.initial = initial.having(self.rows.start, first)
+        tables = self.memory.initial.tables
+        first = replace(tables[self.rows.start], seed=saved["seed"], padding=saved["padding"])
+        self.memory.initial = FirstOfTables({**tables, self.rows.start: first})
         self.history.close()
         self.memory.closed.load(self.rows, saved["histories"], self.member.holder)
         self.shown = self._with_made(saved["shown"])

@@ -230,10 +230,9 @@ class WorkingSet:
 
     def store(self, rows: Tensor, values: Mapping[str, Tensor]) -> None:
         """Writes rows (K,) that have no slot into the file, with columns (K, ...) or their initial values."""
-        of = self.records.columns
         for first in range(0, rows.numel(), self.part):
-            some = slice(first, min(first + self.part, rows.numel()))
-            own = {k: values[k][some] if k in values else of[k].filled(some.stop - first) for k in of}
+            some = slice(first, first + self.part)
+            own = {key: value[some] for key, value in values.items()}
             self._write(rows[some], lambda into, own=own: partial(self.records.place, own, into))  # type: ignore[misc]
         self._thread.await_writes()
 

@@ -144,7 +144,7 @@ def does_not_wait(rank: int, world_size: int, run: Run) -> list[float]:
     """Puts rows into their slots without a wait for their copy."""
 
     def arrive(self: DeviceSlots, coming: Arrival) -> None:
-        coming.put(*coming.copied)
+        self.put(*coming.copied)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(DeviceSlots, "arrive", arrive)
