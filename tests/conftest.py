@@ -23,7 +23,8 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ["EMBRACE_FX_CACHE"] = ""  # a test starts from nothing, its ranks too
     golden.options.update = config.getoption("--update-golden")
     # The same examples in every run, and no limit of time: a busy machine must not fail a property.
-    settings.register_profile("suite", max_examples=60, deadline=None, derandomize=True)
+    examples = 25 if "not long" in config.option.markexpr else 60
+    settings.register_profile("suite", max_examples=examples, deadline=None, derandomize=True)
     settings.load_profile("suite")
     torch.set_num_threads(1)  # the models are tiny, and the ranks of a test share the cores
 

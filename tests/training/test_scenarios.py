@@ -33,7 +33,7 @@ WAYS: Mapping[str, tuple[int, dict[str, Any]]] = {
 }
 QUICK: Mapping[str, tuple[str, ...]] = {
     "batches": (
-        *("lengths that vary", "evaluations inside", "ids outside of a table", "closures"),
+        *("ids outside of a table", "closures"),
         *("two losses in one backward", "backwards in other order", "backwards without step"),
     ),
     "gradients": (

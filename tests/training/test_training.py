@@ -98,7 +98,7 @@ ALL = [
         }
     )
 ]
-QUICK = [Case(optimizer="adamw", vary=True)]
+QUICK = [Case(optimizer="adamw")]
 
 
 def _train(rank: int, world_size: int, cases: list[Case]) -> list[Trained]:

@@ -49,14 +49,10 @@ def test_training_equals_the_reference(case: str) -> None:
     _check(CASES[case], 2, "adamw", "2d")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("ranks", "optimizer", "schedule"),
-    [
-        (2, "sgd", "vertical"),
-        pytest.param(3, "sgd", "none", marks=pytest.mark.long),
-        pytest.param(4, "adagrad", "2d", marks=pytest.mark.long),
-        pytest.param(3, "adamw", "horizontal", marks=pytest.mark.long),
-    ],
+    [(3, "sgd", "none"), (4, "adagrad", "2d"), (2, "sgd", "vertical"), (3, "adamw", "horizontal")],
 )
 def test_ranks_optimizers_and_schedules(ranks: int, optimizer: str, schedule: ScheduleName) -> None:
     _check(CASES["tied"], ranks, optimizer, schedule)

@@ -59,6 +59,7 @@ def _some_results_by_rows(rank: int, world_size: int) -> None:
     assert {d.strategy for d in loop.model.plan if d.is_table} == {"alltoall"}
 
 
+@pytest.mark.long
 def test_a_sharded_table_stands_still_where_no_loss_is_of_it() -> None:
     run_ranks(2, _some_results_by_rows)
 
