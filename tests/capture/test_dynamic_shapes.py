@@ -148,7 +148,7 @@ def assert_trains_alike(
         pytest.param([(3, 4), (3, 5), (4, 5), (2, 7)], 2, marks=pytest.mark.long),
         pytest.param([(4, 9), *((4, length) for length in range(5, 24)), (3, 20)], 2, marks=pytest.mark.long),
         pytest.param([(4, 9), (4, 9), (3, 9)], 2, marks=pytest.mark.long),
-        ([(4, 9), (4, 4), (4, 6), (3, 5)], 3),
+        pytest.param([(4, 9), (4, 4), (4, 6), (3, 5)], 3, marks=pytest.mark.long),
         pytest.param([(3, 4), (3, 1), (3, 1), (1, 4), (3, 0), (3, 7)], 5, marks=pytest.mark.long),
     ],
     ids=str,
@@ -168,6 +168,7 @@ def test_other_models_of_a_class_do_not_make_sizes_dynamic() -> None:
         assert captures(compiled) == 2
 
 
+@pytest.mark.long
 def test_ids_made_from_the_same_sizes_are_exchanged_together() -> None:
     compiled = assert_trains_alike([(ids_of(3, length),) for length in (4, 6, 3)], Placed)
     assert captures(compiled) == 2

@@ -74,6 +74,7 @@ def test_runs_as_written_where_shards_would_save_nothing() -> None:
         assert sharded == ()
 
 
+@pytest.mark.long
 def test_is_captured_where_its_table_is_worth_sharding() -> None:
     for found in run_ranks(2, _beside_ddp, embrace_fx.Cluster(1e3, 20.0), {"rows": 20_000}, {}):
         assert found == ("", ("words.weight",))

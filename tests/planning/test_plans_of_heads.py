@@ -39,6 +39,7 @@ def test_positions_without_labels_cost_nothing() -> None:
     assert every.heads[workload.table].chunks >= few.heads[workload.table].chunks > 1
 
 
+@pytest.mark.long
 def test_a_window_holds_every_exchange_of_positions() -> None:
     workload = HeadWorkload(num_words=30000, width=128)
     words = torch.randint(30000, (4, 512), generator=torch.Generator().manual_seed(0))

@@ -51,9 +51,8 @@ QUICK: Mapping[str, tuple[str, ...]] = {
         *("a kept gradient grows", "rows of a sum are scaled", "a sum is clamped"),
     ),
     "modes": (
-        *("read under inference mode", "read under a mode of ops", "read under grad", "given to vmap"),
-        *("read under fake tensors", "read under a trace", "read by a scripted module from before"),
-        *("given as data", "made a parameter", "read by a forked child", "gradients read by a forked child"),
+        *("read under inference mode", "read under a mode of ops", "given to vmap", "read under fake tensors"),
+        *("read under a trace", "given as data", "made a parameter", "gradients read by a forked child"),
     ),
     "optimizers": (
         *("plain adamw, one cycle", "plain adagrad", "plain row-wise adagrad", "schedulers"),
@@ -68,7 +67,7 @@ QUICK: Mapping[str, tuple[str, ...]] = {
         "weights saved and loaded",
     ),
     "parts": (
-        *("a slice is zeroed", "all rows but some are zeroed by a mask", "columns are zeroed", "chunks are scaled"),
+        *("all rows but some are zeroed by a mask", "columns are zeroed", "chunks are scaled"),
         *("rows are added by ids", "the slice of data", "the data is broadcast", "the gradient is gathered"),
         *("a copy that is saved", "renormed rows", "rows are put back", "noise", "a decay by column"),
         "its gradient is another",
@@ -78,8 +77,7 @@ QUICK: Mapping[str, tuple[str, ...]] = {
 """One of each mechanism, of those that share one model: a capture for all of them."""
 OF_THEIR_OWN = (
     *("buffers shared by attribute", "attributes that trainers ask for", "hooks of all kinds"),
-    *("unequal loaders under hooks", "an optimizer made before the model is wrapped", "master weights by hand"),
-    *("skip grams of bags", "a critic frozen at its first call", "items mined by workers"),
+    *("skip grams of bags", "master weights by hand", "items mined by workers"),
     *("a model served by its script", "rank 0 evaluates and tells", "tables read by pairs"),
 )
 """Scenarios of models of their own."""

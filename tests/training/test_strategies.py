@@ -11,7 +11,6 @@ import embrace_fx
 from embrace_fx.cost.links import Cluster
 from embrace_fx.runtime.exchanges.in_place import Exchange, ExchangeKind, ExchangeThread, exchange_gradient_
 from embrace_fx.vocabulary.plan import EXCHANGES
-from tests.support.cases import long_but
 from tests.support.lookups import LookupsWorkload
 from tests.support.ranks import run_ranks, run_ranks_expecting_errors
 from tests.support.reference import assert_same
@@ -66,7 +65,8 @@ def _train_pruned(rank: int, world_size: int, strategy: dict[str, str]) -> tuple
     return parameters, str(compiled.graphs["reduce_gradients"].graph)
 
 
-@pytest.mark.parametrize("strategy", long_but(("zen",), {each: (each,) for each in EXCHANGES}))
+@pytest.mark.long
+@pytest.mark.parametrize("strategy", EXCHANGES)
 def test_a_dense_parameter_may_be_exchanged_too(strategy: str) -> None:
     """Its own gradient has zeros where inputs are absent: here in columns, and it is one row set per output."""
     expected = run_ranks(3, _train_pruned, {"*": "allreduce"})

@@ -122,6 +122,7 @@ def _check(cases: list[Case], by_rank: list[list[Trained]]) -> None:
                 raise
 
 
+@pytest.mark.long
 def test_parameters_equal_the_reference() -> None:
     _check(QUICK, run_ranks(2, _train, QUICK))
 

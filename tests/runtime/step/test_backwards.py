@@ -227,7 +227,8 @@ def _two_orders(rank: int, world_size: int, *, alike: bool) -> str:
     return told
 
 
-@pytest.mark.parametrize("alike", [pytest.param(True, marks=pytest.mark.long), False])
+@pytest.mark.long
+@pytest.mark.parametrize("alike", [True, False])
 def test_backwards_of_several_calls_come_in_one_order_on_all_ranks(alike: bool) -> None:
     for told in run_ranks(2, partial(_two_orders, alike=alike)):
         assert ("rank 1: ranks run the backwards of several calls in different orders" in told) == (not alike)

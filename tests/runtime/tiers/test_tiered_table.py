@@ -22,7 +22,7 @@ from tests.support.ranks import fresh_ranks, run_ranks, run_ranks_expecting_erro
 from tests.support.tiers import OPTIMIZERS, Run, assert_same_losses, beyond_memory, in_memory, train
 
 V, D = 300, 5
-MOST = ("amsgrad", "adagrad", "row-wise adagrad")
+MOST = ("adagrad",)
 """Optimizers that do what the others do, and more."""
 
 
