@@ -243,11 +243,12 @@ def test_what_a_forward_leaves_behind_is_there_after_each_call(make: type[Unread
     assert repr(model.seen) == repr(plain.seen)
 
 
-def test_backward_hooks_of_modules_are_refused_by_the_graph_route_and_training_goes_on() -> None:
+@pytest.mark.parametrize("of", ["", "inner"])
+def test_backward_hooks_of_modules_are_refused_by_the_graph_route_and_training_goes_on(of: str) -> None:
     model = Queued()
     compiled, ids_BT = embrace_fx.compile(model, route="graph"), torch.zeros((2, 2), dtype=torch.long)
     compiled(ids_BT).backward()
-    hook = model.inner.register_full_backward_hook(lambda module, before, after: None)
+    hook = model.get_submodule(of).register_full_backward_hook(lambda module, before, after: None)
     with pytest.raises(CaptureError, match="has a backward hook"):
         compiled(ids_BT)
     hook.remove()

@@ -7,12 +7,15 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 from click.testing import CliRunner
 
 from embrace_fx import cli
 from embrace_fx.cli import examine
+from embrace_fx.cli.side_by_side import loss_of
 from embrace_fx.viz import dot, save, trace
 from tests.support import timelines
 
@@ -156,3 +159,11 @@ def test_two_ranks_probe_their_links_and_compare_two_systems(folder: Path) -> No
     assert "times as fast" in printed
     assert "rank 0 sends 12.2 MiB" in printed  # of a dense gradient of 200,000 x 16
     assert "embrace_fx plan, 2 rank(s)" in printed
+
+
+def test_bench_finds_the_loss_in_what_a_model_returns() -> None:
+    loss, logits = torch.tensor(2.0), torch.ones(3)
+    for results in (loss, SimpleNamespace(loss=loss, first=torch.tensor(1.0)), {"logits": logits, "total": loss}):
+        assert loss_of(results) is loss
+    with pytest.raises(ValueError, match="without a scalar"):
+        loss_of(logits)
