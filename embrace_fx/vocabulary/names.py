@@ -4,8 +4,9 @@ Names are the plain model's, so that `name.startswith("module.emb")` or `name[7:
 would do nothing or cut into the name, without a word. Both raise here. Where the prefix is only looked for
 (`name.startswith("module.")`, `name.removeprefix("module.")`), a name is as any other string.
 
-A set compares hashes first, so that `name in {"module.emb.weight"}` asks a name for nothing but its hash: the set is
-then read from the frame that asks.
+Sets and dicts compare hashes first, so that `name in {"module.emb.weight"}` and `rates.get(name, 0.1)` ask a name for
+nothing but its hash: the set or dict is then read from the frame that asks. A dict of tensors may be a checkpoint,
+whose names may have the prefix.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import codecs
 import dis
 import sys
 from collections import OrderedDict
-from collections.abc import ItemsView, Iterator, KeysView
+from collections.abc import ItemsView, Iterator, KeysView, Mapping
 from functools import cache
 from types import CodeType, FrameType
 from typing import Any, TypeVar
@@ -30,10 +31,10 @@ class Name(str):
 
     def __hash__(self) -> int:
         caller = sys._getframe(1)
-        if caller.f_code.co_code[caller.f_lasti] == _CONTAINS:
-            names = _searched(caller)
-            if PREFIX + self in names and str(self) not in names:
-                self._refuse_if_prefixed(PREFIX + self, super().__eq__)
+        if caller.f_code.co_code[caller.f_lasti] in _LOOKUPS:
+            names, prefixed = _searched(caller), PREFIX + self
+            if prefixed in names and str(self) not in names and not hasattr(names[prefixed], "shape"):
+                self._refuse_if_prefixed(prefixed, super().__eq__)
         return super().__hash__()
 
     def startswith(self, prefix: Any, *bounds: Any) -> bool:
@@ -83,29 +84,38 @@ class Name(str):
 
 
 _CUT = slice(len(PREFIX), None)
-_CONTAINS = dis.opmap["CONTAINS_OP"]
+_LOOKUPS = (dis.opmap["CONTAINS_OP"], dis.opmap["CALL"])
 
 
-def _searched(frame: FrameType) -> frozenset[Any]:
-    """Returns the set in which a frame looks up a name, empty if it is none or cannot be told."""
+def _searched(frame: FrameType) -> Mapping[Any, Any]:
+    """Returns the set or dict, as a dict, in which a frame looks up a name; an empty one if it cannot be told."""
     found: Any = None
-    for kind, what in _path_to_set(frame.f_code, frame.f_lasti):
+    for kind, what in _path_to_names(frame.f_code, frame.f_lasti):
         if kind == "LOAD_CONST":
             found = what
         elif kind == "LOAD_ATTR":
             found = getattr(found, what, None)
         else:
             found = frame.f_locals.get(what, frame.f_globals.get(what))
-    return frozenset(map(str, found)) if isinstance(found, set | frozenset) else frozenset()
+    if isinstance(found, set | frozenset):
+        return dict.fromkeys(map(str, found))
+    return found if isinstance(found, dict) else {}
 
 
 @cache
-def _path_to_set(code: CodeType, last: int) -> tuple[tuple[str, Any], ...]:
-    """Returns the loads (instruction, name or constant) that give the set of a CONTAINS_OP, if these are all."""
+def _path_to_names(code: CodeType, last: int) -> tuple[tuple[str, Any], ...]:
+    """Returns the loads (instruction, name or constant) of what `name in it` or `it.get(name)` reads at an instruction.
+
+    Empty if the code at `last` is of another form.
+    """
+    before = [each for each in dis.get_instructions(code) if each.offset < last and each.opname not in _IDLE]
+    if code.co_code[last] == dis.opmap["CALL"]:
+        while before and before[-1].argval != "get":
+            if before.pop().opname == "CALL":
+                return ()
+        before = before[:-1]
     path: list[tuple[str, Any]] = []
-    for each in reversed([each for each in dis.get_instructions(code) if each.offset < last]):
-        if each.opname in ("CACHE", "EXTENDED_ARG", "NOP"):
-            continue
+    for each in reversed(before):
         what = each.argval[-1] if isinstance(each.argval, tuple) else each.argval
         kind = next((kind for kind in _LOADS if each.opname.startswith(kind)), "")
         path.append((kind, what))
@@ -114,6 +124,7 @@ def _path_to_set(code: CodeType, last: int) -> tuple[tuple[str, Any], ...]:
     return ()
 
 
+_IDLE = ("CACHE", "EXTENDED_ARG", "NOP", "PRECALL")
 _LOADS = ("LOAD_CONST", "LOAD_ATTR", "LOAD_FAST", "LOAD_DEREF", "LOAD_GLOBAL", "LOAD_NAME")
 
 

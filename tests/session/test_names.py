@@ -39,6 +39,10 @@ def _handed_out(model: Any) -> list[str]:
 NO_DECAY = {"module.words.weight", "module.out.bias"}
 
 
+RATES = {"module.words.weight": 0.1}
+LOADED = {"module.words.weight": torch.ones(1)}
+
+
 class Groups:
     slow = frozenset(NO_DECAY)
 
@@ -52,6 +56,7 @@ HABITS: tuple[Callable[[str], Any], ...] = (
     lambda name: name in {"module.out.bias", "module.words.weight"},
     lambda name: [each for each in (name,) if each in NO_DECAY],
     lambda name: name not in Groups.slow,
+    lambda name: RATES.get(name, 1.0),
     lambda name: name[7:],
     lambda name: name[len("module.") :],
 )
@@ -65,6 +70,8 @@ ANSWERED: tuple[Callable[[str], Any], ...] = (
     lambda name: name in {"words.weight"},
     lambda name: name in {"words.weight", "module.words.weight"},
     lambda name: name in {"module.out.bias"},
+    lambda name: name in LOADED or LOADED.get(name, 3),
+    lambda name: (RATES.get("out.bias", 1.0), hash(name)),
     lambda name: name.removeprefix("module."),
     lambda name: name.replace("module.", ""),
     lambda name: name.split("module.")[-1],
