@@ -65,7 +65,12 @@ class EagerCalls:
             self._programs.replan(entry, self._rows_of(entry), reason)
 
     def call(self, call: Arguments) -> Any:
-        """Runs the user's forward on a batch. Collective."""
+        """Runs the user's forward on a batch. Collective.
+
+        Within a backward it is no call of its own: a checkpoint computes again what it has not saved.
+        """
+        if call.train and self._accumulation.backward is not None:
+            return self._context.model(*call.args, **call.kwargs)
         programs, announcements, trained = self._programs, self._context.announcements, self._trained()
         train = call.train and bool(trained)  # autograd passes gradients through a frozen model
         announcements.wait()  # for a step without a backward

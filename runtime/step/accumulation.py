@@ -26,7 +26,8 @@ from embrace_fx.vocabulary.plain_objects import is_plain_object
 
 _NO_CALL = (
     "backward() left gradients in the model's parameters without a call of the compiled model before it: they are this "
-    "rank's own, and nothing averages them. Call the model through what compile() returned"
+    "rank's own, and nothing averages them. Call the model through what compile() returned, and add terms of parameters"
+    " alone, such as weight penalties, to the loss of a call"
 )
 
 _RAISED = "this rank's backward raised: its own error says why"
@@ -74,6 +75,7 @@ class Accumulation:
 
     Attributes:
         parameters: name -> parameter, for parameters whose gradients are exchanged.
+        backward: the backward that is running, or None.
     """
 
     def __init__(self, look: weakref.ReferenceType[Callable[[Mapping[str, Tensor]], None]]) -> None:
@@ -81,7 +83,7 @@ class Accumulation:
         self.parameters: dict[str, nn.Parameter] = {}
         self._nodes: dict[str, tuple[nn.Parameter, Any]] = {}
         self._handles: list[Any] = []
-        self._backward: _Backward | None = None
+        self.backward: _Backward | None = None
         self._waiting: list[weakref.ref[GradientStep]] = []  # calls whose backwards may still come, in order
         self._nests: bool | None = None  # whether a backward has contained another one, or None before the first
 
@@ -128,7 +130,7 @@ class Accumulation:
             step = next((found for each in reversed(self._waiting) if (found := each()) is not None), None)
         if step is None:
             raise RuntimeError(_NO_CALL)
-        backward = self._backward = _Backward(step, torch._C._current_graph_task_id())
+        backward = self.backward = _Backward(step, torch._C._current_graph_task_id())
         torch.autograd.Variable._execution_engine.queue_callback(_End(self))
         for name, parameter in self.parameters.items():
             if parameter.grad is not None and is_hooked(parameter):
@@ -156,7 +158,7 @@ class Accumulation:
 
     def fail(self) -> None:
         """Informs the other ranks that the backward has raised. Failures of other ranks raise there, not here."""
-        if self._backward is None:
+        if self.backward is None:
             return
         step, _ = self._taken()
         with contextlib.suppress(Exception):
@@ -164,7 +166,7 @@ class Accumulation:
 
     def _taken(self) -> tuple[GradientStep, dict[str, Tensor]]:
         """Ends the backward. Returns its step and its gradients, in their order, and restores `.grad`."""
-        backward, self._backward = self._backward, None
+        backward, self.backward = self.backward, None
         assert backward is not None
         found = [(name, self.parameters[name].grad) for name in backward.reached]
         gradients = {
@@ -186,7 +188,7 @@ class Accumulation:
 def _accumulated(itself: weakref.ref[Accumulation], name: str, *_: Any) -> None:
     """Records a gradient in `.grad`, and sends it if earlier backwards accumulated it only once."""
     accumulation = itself()
-    if accumulation is None or (backward := accumulation._backward) is None:
+    if accumulation is None or (backward := accumulation.backward) is None:
         return
     backward.reached[name] = None
     if torch._C._current_graph_task_id() != backward.task:
@@ -200,7 +202,7 @@ def _accumulated(itself: weakref.ref[Accumulation], name: str, *_: Any) -> None:
 def _reached(itself: weakref.ref[Accumulation], step: GradientStep | None, *_: Any) -> None:
     """Begins an accumulation, if the step's backward is its first."""
     accumulation = itself()
-    if accumulation is not None and accumulation._backward is None:
+    if accumulation is not None and accumulation.backward is None:
         accumulation.begin(step)
 
 

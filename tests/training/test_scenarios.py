@@ -60,6 +60,7 @@ OF_THEIR_OWN = (
 AS_WRITTEN = (
     *("a scale that the loop applies", "a weight of each rank", "other branches on each rank", "unequal loaders"),
     *("accumulation", "gradients copied", "clipping", "gradients kept", "the optimizer saved and loaded"),
+    "calls that are checkpointed",
 )
 """Scenarios of the eager route."""
 HEADS = ("heads", "output_layers", "head_loops")

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from tests.support.scenario import OPTIMIZERS, Training, scenario
 from tests.support.sides import Matching, draw_batch
@@ -113,3 +114,13 @@ def methods_of_modules(training: Training) -> None:
         training.model.zero_grad(set_to_none=False)
         training.model(*batch).backward()
         training.optimizer.step()
+
+
+@scenario(optimizer=OPTIMIZERS["adamw"], fresh=True)
+def calls_that_are_checkpointed(training: Training) -> None:
+    """The backward calls the model again."""
+    for batch in map(training.batch, range(4)):
+        loss = checkpoint(training.model, *batch, use_reentrant=False)
+        loss.backward()
+        training.note(loss)
+        training.step()
