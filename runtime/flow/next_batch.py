@@ -329,8 +329,8 @@ def announce(
     """
     now = [each.numel() for each in rows]
     state = found * _FOUND + (not launcher.queue.took_turns()) * _OVERTOOK
-    with launcher.recorder.waiting(ANNOUNCEMENT):
-        everyone = announcements.announce_step([state, *now, *(coming or [-1] * len(now))], failure)
+    own = [state, *now, *(coming or [-1] * len(now))]
+    everyone = launcher.recorder.timed(ANNOUNCEMENT, announcements.announce_step, own, failure)
     all_found, overtook, read, coming_rows = True, False, list[tuple[int, ...]](), list[tuple[int, ...]]()
     for row in everyone:
         all_found, overtook = all_found and bool(row[0] & _FOUND), overtook or bool(row[0] & _OVERTOOK)

@@ -14,11 +14,13 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from typing import Any
+from typing import Any, TypeVar
 
 from embrace_fx.runtime.launch.spans import is_profiled, span
 from embrace_fx.runtime.launch.tally import Tally
 from embrace_fx.vocabulary.operation_id import OperationId
+
+Result = TypeVar("Result")
 
 Moment = Any
 """A clock's result: seconds on the host, an event on a stream."""
@@ -170,6 +172,16 @@ class Recorder:
     def waiting(self, launch: OperationId) -> contextlib.AbstractContextManager[None]:
         """Returns a context that records a wait of the thread, or its stream, for a launch."""
         return Waiting(self, launch)
+
+    def timed(self, launch: OperationId, call: Callable[..., Result], *arguments: Any) -> Result:
+        """Makes a call that waits for a launch, and records the wait as `waiting` does."""
+        if self.recording is not None or is_profiled():
+            with Waiting(self, launch):
+                return call(*arguments)
+        began_s = time.perf_counter()  # runs twice in every step, so it uses no context
+        value = call(*arguments)
+        self.tally.waited(launch, time.perf_counter() - began_s)
+        return value
 
     def transferred(self, transfer: Transfer) -> None:
         """Records a launch that has completed, or will by the recording's end; called by any thread."""

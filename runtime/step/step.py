@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -33,10 +33,7 @@ from embrace_fx.vocabulary.as_seen import AsSeen
 from embrace_fx.vocabulary.graph import BatchInput, Gradient, OutputRole, Result, Values
 from embrace_fx.vocabulary.step_variant import BackwardVariant, ForwardVariant
 
-SECOND = (
-    "backward(): a second one for the results of the same call, after the gradients of the first have been reduced. "
-    "Call the model again, or add the losses and call backward once."
-)
+Met = TypeVar("Met")
 
 
 def run_step(program: Program, leaves: Sequence[Any], *, train: bool, following: NextBatch | None = None) -> list[Any]:
@@ -282,8 +279,7 @@ class Step:
         flow.end_backward()
         try:
             finish = finish or self._launch_flags(used, written)
-            with self._meeting():
-                reached = finish(names, None, lambda: self._is_harmless(tangents))
+            reached = self._meet(finish, names, None, lambda: self._is_harmless(tangents))
         except PeerFailure:
             flow.give_up_backward()
             raise
@@ -300,11 +296,10 @@ class Step:
         if twice:  # reported to the other ranks like any failure
             raise RuntimeError(TWICE)
 
-    def _meeting(self) -> contextlib.AbstractContextManager[None]:
-        """Returns a context in which this rank waits for all others. The host of a device does not wait."""
-        if not self.program.flow.shares_failures:
-            return contextlib.nullcontext()
-        return self.program.flow.recorder.waiting(ANNOUNCEMENT)
+    def _meet(self, call: Callable[..., Met], *arguments: Any) -> Met:
+        """Makes a call that waits for all other ranks. The host of a device does not wait."""
+        flow = self.program.flow
+        return flow.recorder.timed(ANNOUNCEMENT, call, *arguments) if flow.shares_failures else call(*arguments)
 
     def _written(self) -> tuple[int, str]:
         """Counts the tensors read by the backward that were written since the forward, and names them."""
@@ -338,8 +333,7 @@ class Step:
         if gate.future.done():
             gate.wait()
         else:
-            with self._meeting():
-                gate.wait()
+            self._meet(gate.wait)
         if not gate.all_are_here():
             self.program.flow.give_up_backward()
             gate.check()
