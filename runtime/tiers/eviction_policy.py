@@ -63,8 +63,10 @@ class EvictionPolicy:
         """Opens a context in which no slot of (K,) is evicted."""
         marks = self._marks.index_select(0, slots)
         self._marks.index_fill_(0, slots, _FREE - 1)
-        yield
-        self._marks.index_copy_(0, slots, marks)
+        try:
+            yield
+        finally:
+            self._marks.index_copy_(0, slots, marks)
 
     def expect(self, slots: Tensor, due: int) -> None:
         """Marks slots (K,) as used by step `due`."""
