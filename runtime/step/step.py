@@ -33,6 +33,10 @@ from embrace_fx.vocabulary.as_seen import AsSeen
 from embrace_fx.vocabulary.graph import BatchInput, Gradient, OutputRole, Result, Values
 from embrace_fx.vocabulary.step_variant import BackwardVariant, ForwardVariant
 
+SECOND = (
+    "backward(): a second one for the results of the same call, after the gradients of the first have been reduced. "
+    "Call the model again, or add the losses and call backward once."
+)
 Met = TypeVar("Met")
 
 
