@@ -37,11 +37,11 @@ from embrace_fx.planning.findings import (
 )
 from embrace_fx.planning.scheduling import order, rows_beyond_memory
 from embrace_fx.planning.tiering import fit_plan
-from embrace_fx.runtime.ranks.announcement import Announcements
 from embrace_fx.runtime.ranks.communicator import Communicator
-from embrace_fx.runtime.step.stepping import Stepping
+from embrace_fx.runtime.ranks.step_handshake import StepHandshake
+from embrace_fx.runtime.step.optimizer_hooks import OptimizerHooks
 from embrace_fx.runtime.tables.model_state import ModelState
-from embrace_fx.runtime.tables.part import Part
+from embrace_fx.runtime.tables.table_shard import TableShard
 from embrace_fx.session.memory_report import beyond_memory
 from embrace_fx.setup.context import Context
 from embrace_fx.setup.options import Optimizers, Options
@@ -169,15 +169,17 @@ def plan(  # noqa: PLR0913
     if table_memory is not None:
         options = replace(options, table_memory=table_memory, spill_to="nowhere")
     options.check("plan()")
-    if isinstance(model, CompiledModel) or any(isinstance(parameter, Part) for parameter in model.parameters()):
+    if isinstance(model, CompiledModel) or any(isinstance(parameter, TableShard) for parameter in model.parameters()):
         raise ValueError("plan(): the model is compiled already. Read model.plan, or pass the plain model.")
     batches, ranks = _batches_of_ranks(batch, world_size)
     optimizers = (optimizer,) if isinstance(optimizer, Optimizer) else tuple(optimizer or ())
     state, communicator = ModelState(model), _SingleCommunicator(ranks)
-    announcements = Announcements(communicator)
-    stepping = Stepping(state, announcements, lambda names, reason: None)  # no step runs, so these are never used
+    announcements = StepHandshake(communicator)
+    optimizer_hooks = OptimizerHooks(
+        state, announcements, lambda names, reason: None
+    )  # no step runs, so these are never used
     for each in optimizers:
-        stepping.holders.add(each)
+        optimizer_hooks.known_optimizers.add(each)
     captured = [_captured(model, state, each) for each in batches]
     reports = [
         RankFacts(
@@ -190,13 +192,13 @@ def plan(  # noqa: PLR0913
     ]
     graph = captured[0][0]
     used = frozenset[str]().union(*(report.used for report in reports))
-    facts = facts_of(model, stepping.holders, row_updates, used, {})
+    facts = facts_of(model, optimizer_hooks.known_optimizers, row_updates, used, {})
     findings = findings_of(graph, facts, reports, ranks, options)
     if len(batches) < ranks:
         drawn = [drawn_ids(state, *each) for each in captured]
         findings = replace(findings, sparsity=_extrapolated(graph, drawn, ranks))
     planned = decide(findings, cluster, links_are="assumed" if cluster == Cluster() else "given")
-    context = Context(model, stepping, state, announcements, options)
+    context = Context(model, optimizer_hooks, state, announcements, options)
     if table_memory is not None:
         planned = fit_plan(context, planned, findings.sparsity, lambda records: storage)
     return Forecast.of(planned, context, graph)

@@ -54,7 +54,7 @@ def node_ms(node: fx.Node, compute: cost.Compute, expected: ExpectedSizes = NOTH
 
 def _is_view(op: torch._ops.OpOverload) -> bool:
     """Returns whether an op returns a view or its input itself."""
-    return op in SHARES_MEMORY or op is torch.ops.embrace.hand_over.default or yields_views(op)
+    return op in SHARES_MEMORY or op is torch.ops.embrace.defer_bucket.default or yields_views(op)
 
 
 def flops(node: fx.Node, expected: ExpectedSizes = NOTHING_EXPECTED) -> float:

@@ -92,7 +92,7 @@ def training_passes(
         # rounds row gradients to fewer bits
         *((RoundRowGradients(plan.rows_as),) if plan.rows_as != "exact" else ()),
         GlobalFrequency(plan.world_size),  # counts ids over all ranks for scale_grad_by_freq
-        # keeps gradients of whole tables with sparse=True sparse
+        # keeps the gradients of whole tables sparse if their module has sparse=True
         *((SparseGradients(plan.sparse, plan.exchanged if reduce else ()),) if join is not None else ()),
         # reduces dense gradients, in buckets or by sparse exchanges
         ReduceGradients(

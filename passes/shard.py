@@ -187,7 +187,7 @@ def _shard(
     num_rows = len(range(table.num_rows)[grid.own_rows(table.num_rows, options.rank)])
     with rewriter.before(weight):
         shape, like = (num_rows, last - first), weight.meta["val"]
-        # An output layer's shard exists.
+        # If the table is also an output layer, its shard exists already.
         shard = next((node for node, role in graph.inputs() if role == Shard(table.parameter)), None)
         shard = shard or rewriter.placeholder(
             f"{weight.name}_shard", Shard(table.parameter), shape, like.dtype, like.device

@@ -60,7 +60,7 @@ from embrace_fx.vocabulary.graph import (
     parameters_of,
     set_outputs,
 )
-from embrace_fx.vocabulary.head import HeadPlan, PromisedLogits, Step, written
+from embrace_fx.vocabulary.head import HeadPlan, PromisedLogits, Step, steps_to_text
 from embrace_fx.vocabulary.operation_id import HeadPart, head_id
 from embrace_fx.vocabulary.ops import argument
 from embrace_fx.vocabulary.plan import Grid
@@ -286,7 +286,7 @@ class _Sharding:
         labels = self._chunk_of(all_labels, counts, number, "chunk_labels")
         hidden = self._rewriter.wait(gathering)
         logits = self._logits(hidden, number)
-        how = written(loss.steps), self._options.rank, self._options.world_size
+        how = steps_to_text(loss.steps), self._options.rank, self._options.world_size
         name = self._numbered("statistics_of_rank", number)
         smooths = loss.sums is not None
         of_rank = self._call(embrace.head_statistics.default, logits, labels, smooths, *how, name=name)
@@ -382,7 +382,7 @@ class _Sharding:
     def _logits_gradient(self, number: int, chunk: _Chunk, counts: fx.Node, everyone: fx.Node, loss: Loss) -> fx.Node:
         """Inserts the gradient of a chunk's logits of this rank's shard."""
         coefficients = self._chunk_of(everyone, counts, number, "chunk_coefficients")
-        how = written(loss.steps), self._options.rank, self._options.world_size
+        how = steps_to_text(loss.steps), self._options.rank, self._options.world_size
         name = self._numbered("logits_gradient", number)
         return self._call(embrace.head_gradient.default, chunk.logits, chunk.labels, coefficients, *how, name=name)
 
@@ -446,7 +446,7 @@ class _Sharding:
         bias = parameter_of(head.bias) if head.bias is not None else ""
         narrow = None if narrow == self._weight.dtype else narrow
         keeps = self._options.keeps_logits
-        return PromisedLogits(self._table, bias, written(steps), narrow, self._chunks, keeps)
+        return PromisedLogits(self._table, bias, steps_to_text(steps), narrow, self._chunks, keeps)
 
     # -- the table's gradient ------------------------------------------------------------------------------------------
 

@@ -28,7 +28,7 @@ from embrace_fx.passes.partition import members_of
 from embrace_fx.passes.rnn_sizes import saved_workspace_bytes, scratch_bytes
 from embrace_fx.vocabulary.copy_ops import AWAIT_OFFLOAD, AWAIT_RELOAD, OFFLOAD
 from embrace_fx.vocabulary.graph import PHASES, Saved, TrainingGraph, inputs_of, outputs_of
-from embrace_fx.vocabulary.in_place import SHARES_MEMORY, written_into
+from embrace_fx.vocabulary.in_place import SHARES_MEMORY, overwritten_argument
 from embrace_fx.vocabulary.ops import op_name
 from embrace_fx.vocabulary.sizes import NOTHING_EXPECTED, ExpectedSizes, is_known
 
@@ -331,7 +331,7 @@ def _shared(node: fx.Node, position: dict[fx.Node, int], backward: int) -> Itera
     if node.target in SHARES_MEMORY or op_name(node) in (OFFLOAD, AWAIT_RELOAD):
         yield node.all_input_nodes[0]
         return
-    written = written_into(node)
+    written = overwritten_argument(node)
     if written is not None:
         source = node.args[written]
         assert isinstance(source, fx.Node)

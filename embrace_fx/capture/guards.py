@@ -22,7 +22,7 @@ from torch import fx, nn
 from torch._dynamo.guards import CheckFunctionManager
 
 from embrace_fx.capture.read_values import NO_VALUES, ReadValues
-from embrace_fx.vocabulary.as_seen import AsSeen
+from embrace_fx.vocabulary.version_snapshot import VersionSnapshot
 
 OF_PROGRAMS = re.compile(r"[.']_(parameters|buffers)\b|\.training$")
 """Names of values that programs read at each call (parameters, buffers) or that select the capture (training)."""
@@ -54,7 +54,7 @@ class Conditions:
     cells: Mapping[str, Any] = field(default_factory=dict)
     kept: Sequence[Any] = ()
     tensors: ReadValues = NO_VALUES
-    numbers: AsSeen = field(default_factory=AsSeen)
+    numbers: VersionSnapshot = field(default_factory=VersionSnapshot)
 
     def hold(self) -> bool:
         """Returns whether all guarded values are the same as at the capture."""
@@ -85,7 +85,9 @@ class Conditions:
     def unchanged(self) -> Conditions:
         """Returns a copy without conditions on values that tracing or running the forward has changed."""
         written = {id(each) for each in self.numbers.written()}
-        own = replace(self, numbers=AsSeen.of_all(each for each in self.numbers.tensors if id(each) not in written))
+        own = replace(
+            self, numbers=VersionSnapshot.of_all(each for each in self.numbers.tensors if id(each) not in written)
+        )
         return own if own.hold() else replace(own, manager=None, values=self.values.unchanged())
 
 

@@ -34,9 +34,9 @@ class ModelWatch:
 
     def __init__(self, model: nn.Module, state: ModelState) -> None:
         self._model, self._state = model, state
-        self.note()
+        self.record()
 
-    def note(self) -> None:
+    def record(self) -> None:
         """Records the current modules and methods."""
         self._modules = list(self._model.modules())
         self._children = [module._modules for module in self._modules]
@@ -47,17 +47,17 @@ class ModelWatch:
         self._were = self._current()
         self._root_was = self._root()
         self._buffers = list(self._model.buffers())
-        self.note_parameters()
+        self.record_parameters()
         self._dtypes = [parameter.dtype for parameter in self._state.parameters()]
         self._record_gradients(self._gradients())
 
-    def note_parameters(self) -> None:
+    def record_parameters(self) -> None:
         """Records the current parameters, after tables have been placed or loaded."""
         self._held = [*chain.from_iterable(map(_values, self._parameters))]  # references, so that no id is reused
         self._ids, self._keys = [*map(id, self._held)], self._parameter_keys()
         self._names = self._ids_by_name()
 
-    def all_stand_ins(self, *, buffers: bool) -> bool:
+    def all_replaced(self, *, buffers: bool) -> bool:
         """Returns whether plain tensors replace all parameters during a call, as in `functional_call`.
 
         Args:

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor, fx, nn
 
-from embrace_fx.vocabulary.as_seen import AsSeen
+from embrace_fx.vocabulary.version_snapshot import VersionSnapshot
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), np.generic)
 _OF_CLASS = re.compile(r"dict\(type\((L\['self'\].*)\)\.__dict__\)\['(\w+)'\]")
@@ -111,7 +111,7 @@ class ReadValues:
 _AS_NUMBERS = ("item", "tolist", "__bool__", "__int__", "__float__", "__index__", "__complex__")
 
 
-def numbers_read(graph: fx.Graph, constants: Mapping[fx.Node, Tensor]) -> AsSeen:
+def numbers_read(graph: fx.Graph, constants: Mapping[fx.Node, Tensor]) -> VersionSnapshot:
     """Finds the tensors whose numbers Dynamo's graph reads by calls such as `.item()`.
 
     Args:
@@ -125,7 +125,7 @@ def numbers_read(graph: fx.Graph, constants: Mapping[fx.Node, Tensor]) -> AsSeen
             made[node] = set().union(*of_inputs)
             if node.op == "call_method" and node.target in _AS_NUMBERS:
                 read |= made[node]
-    return AsSeen.of_all({id(constants[node]): constants[node] for node in read}.values())
+    return VersionSnapshot.of_all({id(constants[node]): constants[node] for node in read}.values())
 
 
 def _of_instance(match: re.Match[str], scope: dict[str, Any]) -> str:

@@ -46,8 +46,8 @@ from embrace_fx.capture.model_forms import STATES, OpenResults
 from embrace_fx.capture.numbers import Symbol, number_inputs, numbers_as_inputs, symbols_of
 from embrace_fx.capture.read_values import ReadValues, numbers_read
 from embrace_fx.capture.rnn_mode import CELLS, KeepRnnWhole, whole
-from embrace_fx.vocabulary.as_seen import AsSeen
 from embrace_fx.vocabulary.graph import SPARSE_LOOKUP
+from embrace_fx.vocabulary.version_snapshot import VersionSnapshot
 
 
 @dataclass(frozen=True)
@@ -245,7 +245,7 @@ def _read_anew(read: _Read, symbols: Mapping[str, Symbol], model_name: str) -> l
     return [of_arguments.get(name, read.conditions.in_scope(name, model_name)) for name in symbols]
 
 
-def _numbers_read(graph: fx.Graph, model_name: str, values: ReadValues) -> AsSeen:
+def _numbers_read(graph: fx.Graph, model_name: str, values: ReadValues) -> VersionSnapshot:
     """Returns the tensors of the model and of globals whose numbers Dynamo's graph reads."""
     inputs, found = graph.find_nodes(op="placeholder"), dict(zip(values.names, values.values, strict=True))
     tensors = {inputs[k]: found.get(name) for k, name in state_inputs(graph, model_name).items()}

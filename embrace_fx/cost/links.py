@@ -218,7 +218,7 @@ class Cluster:
         own = Link(self.bandwidth_bytes_per_ms, self.latency_ms)
         return listed.get(collective, own) if collective is not None else own
 
-    def among(self, world_size: int) -> Cluster:
+    def flattened(self, world_size: int) -> Cluster:
         """Returns an equivalent cluster with one rank per machine.
 
         Collectives of `world_size` ranks take the same time on both clusters.
@@ -294,7 +294,7 @@ def all_gather(own_bytes: int, world_size: int) -> Exchange:
 def gather_ids(rows_by_rank: tuple[int, ...], num_rows: int) -> Exchange:
     """Returns one table's share of the id exchange, which is two AllGathers at the start of a step.
 
-    The first announces each table's number of ids as an int64 (`Announcements.announce`; the state before it is the
+    The first announces each table's number of ids as an int64 (`StepHandshake.announce`; the state before it is the
     step's own). The second has that number again and the ids (`Communicator.all_gather_ids`), int32 if they fit, padded
     to the longest rank's. All tables share one length, so slightly less is sent if tables have different longest ranks.
     """
@@ -315,7 +315,7 @@ def exchange(collective: Collective, own_bytes: int, world_size: int) -> Exchang
 
 def launch_ms(cluster: Cluster, collective: Collective, own_bytes: int, world_size: int) -> float:
     """Predicts the time of one launch of a tensor (chunk, bucket) of `own_bytes` on each rank, on an idle link."""
-    return exchange(collective, own_bytes, world_size).time_ms(cluster.among(world_size), collective)
+    return exchange(collective, own_bytes, world_size).time_ms(cluster.flattened(world_size), collective)
 
 
 def chunk_bytes(cluster: Cluster, world_size: int, collective: Collective = "all_reduce") -> int:

@@ -98,7 +98,7 @@ class EmbraceStrategy(DDPStrategy):
 
     @contextlib.contextmanager
     def block_backward_sync(self) -> Iterator[None]:
-        """Accumulates gradients without exchanging them."""
+        """Opens a context in which backwards accumulate gradients without exchanging them."""
         assert self.compiled is not None
         with self.compiled.no_sync():
             yield

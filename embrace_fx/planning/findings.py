@@ -21,11 +21,11 @@ from embrace_fx.runtime.kernels import unique_ids
 from embrace_fx.runtime.probe.links import links_between
 from embrace_fx.runtime.probe.probe import glance
 from embrace_fx.runtime.ranks.failure import PeerFailure, failure_text
-from embrace_fx.runtime.step.phases import reader
-from embrace_fx.runtime.tables.holders import Holders
+from embrace_fx.runtime.step.runnable_phase import reader
+from embrace_fx.runtime.tables.known_optimizers import KnownOptimizers
 from embrace_fx.runtime.tables.model_state import ModelState
-from embrace_fx.runtime.tables.part import Part
 from embrace_fx.runtime.tables.pending_parameters import is_held_by_torch, share_memory
+from embrace_fx.runtime.tables.table_shard import TableShard
 from embrace_fx.setup.context import Context
 from embrace_fx.setup.log import stage
 from embrace_fx.setup.options import Options
@@ -53,7 +53,8 @@ def plan_on_links(
     known: Cluster | None = None,
     roughly: bool = False,
 ) -> Plan:
-    """Returns rank 0's plan for the given links, or for probed links if a step sends enough. Collective.
+    """Decides the plan on rank 0, for the given links or, if a step sends enough, for probed ones. Returns it on all
+    ranks. Collective.
 
     Args:
         findings: the findings on rank 0, or None on other ranks.
@@ -69,7 +70,7 @@ def plan_on_links(
         if findings is not None:
             try:
                 plan = decide(findings, links, current, links_are)
-            except Exception as error:  # the other ranks wait for an answer
+            except Exception as error:  # send the error instead of a plan, because the other ranks wait for an answer
                 plan = str(error) if isinstance(error, ValueError) else failure_text(error)
         plan = communicator.gather(plan, Plan | str | None)[0]
         if not isinstance(plan, Plan):
@@ -105,7 +106,7 @@ def _disagreements(context: Context, graph: TrainingGraph, plan: Plan) -> Iterat
     if plan.world_size != context.communicator.world_size:
         yield f"a plan for {plan.world_size} ranks on {context.communicator.world_size}"
     used = used_parameters(graph)
-    facts = facts_of(context.model, context.stepping.holders, context.options.row_updates, used, {})
+    facts = facts_of(context.model, context.optimizer_hooks.known_optimizers, context.options.row_updates, used, {})
     planned, tables = {d.parameter: d for d in plan}, {table.parameter: table for table in graph.tables}
     if missing := planned.keys() ^ {fact.name for fact in facts}:
         yield f"parameters of the plan or of the model alone: {', '.join(sorted(missing)[:3])}"
@@ -151,7 +152,7 @@ def find(
         own = RankFacts(
             tuple(sorted(used_parameters(graph))), _whole(state, graph), reads, scored_of(state, graph, leaves)
         )
-    except Exception as error:  # the batch may be bad, on this rank alone
+    except Exception as error:  # the batch may be bad on this rank alone, so report any error
         own = RankFacts(failure=failure_text(error))
     everyone = communicator.gather(own, RankFacts)
     if failures := {rank: report.failure for rank, report in enumerate(everyone) if report.failure is not None}:
@@ -163,18 +164,18 @@ def find(
     blocked = {name: reason for report in everyone for name, reason in report.whole.items()}
     facts = tuple(
         replace(f, local=f.name in state.ignored, row_update_blocker=blocked.get(f.name, f.row_update_blocker))
-        for f in facts_of(context.model, context.stepping.holders, options.row_updates, used, sharded)
+        for f in facts_of(context.model, context.optimizer_hooks.known_optimizers, options.row_updates, used, sharded)
     )
     options = replace(options, schedule=schedule or options.schedule)
     return findings_of(graph, facts, everyone, communicator.world_size, options)
 
 
 def _whole(state: ModelState, graph: TrainingGraph) -> dict[str, str]:
-    """Maps each parameter that cannot be sharded on this rank to the reason."""
+    """Maps each parameter that must stay whole on this rank to the reason."""
     whole = dict.fromkeys((*unshardable(graph), *state.hooked), WHOLE)
     for table in graph.tables:
         weight = state.parameter(table.parameter)
-        if not isinstance(weight, Part) and (share_memory([weight]) or is_held_by_torch(weight)):
+        if not isinstance(weight, TableShard) and (share_memory([weight]) or is_held_by_torch(weight)):
             whole[table.parameter] = SHARED
     return dict(sorted(whole.items()))
 
@@ -224,7 +225,7 @@ def findings_of(
 
 def facts_of(
     model: nn.Module,
-    holders: Holders,
+    known_optimizers: KnownOptimizers,
     row_updates: RowUpdatesOption,
     used: Collection[str],
     sharded: Mapping[str, torch.Size],
@@ -232,11 +233,11 @@ def facts_of(
     """Collects the facts about every parameter that the planner needs.
 
     Args:
-        holders: the optimizers known so far.
+        known_optimizers: the optimizers known so far.
         used: parameters that get a gradient.
         sharded: sharded table -> its whole shape.
     """
-    every = enumerate((type(each), group) for each in holders.optimizers for group in each.param_groups)
+    every = enumerate((type(each), group) for each in known_optimizers.optimizers for group in each.param_groups)
     held: dict[int, list[tuple[type[Optimizer], int]]] = {}  # parameter id -> (optimizer class, param group's index)
     for k, (kind, group) in every:
         for parameter in group["params"]:
@@ -253,7 +254,7 @@ def facts_of(
             name in used,
             next(filter(None, (needs_whole(kind) for kind, _ in of)), None),
             of[-1][1] if of else -1,
-            _moving(holders, parameter, row_updates) if parameter.dim() == 2 else "",
+            _moving(known_optimizers, parameter, row_updates) if parameter.dim() == 2 else "",
             adds_up_norms=any(kind is RowWiseAdagrad for kind, _ in of),
             tied=tuple(names[id(parameter)][1:]),
         )
@@ -262,15 +263,17 @@ def facts_of(
     )
 
 
-def _moving(holders: Holders, parameter: nn.Parameter, row_updates: RowUpdatesOption) -> Moving:
-    """Decides how rows without a gradient are updated. An optimizer that is not known yet counts as Adam."""
-    way = holders.dense_update_policy(parameter, semantics(row_updates))
+def _moving(known_optimizers: KnownOptimizers, parameter: nn.Parameter, row_updates: RowUpdatesOption) -> Moving:
+    """Returns how an optimizer updates rows without a gradient. A parameter without an optimizer yet counts as
+    Adam's.
+    """
+    way = known_optimizers.dense_update_policy(parameter, semantics(row_updates))
     return row_updates if way not in STILL and row_updates in ("sweep", "replay") else way
 
 
 @dataclass(frozen=True)
 class Read:
-    """The rows that one rank's batch reads of one table.
+    """How many rows of one table a rank's batch reads, and which.
 
     Attributes:
         rows: count of unique rows, including the padding row, which is sent even if the batch does not contain it.
@@ -287,7 +290,7 @@ class Read:
 
 @dataclass(frozen=True)
 class RankFacts:
-    """One rank's report of its batch.
+    """What one rank reports of its first batch to rank 0.
 
     Attributes:
         used: parameters with a gradient.
@@ -305,11 +308,12 @@ class RankFacts:
 
 
 def _sparsity(table: Table, everyone: Sequence[Read]) -> Sparsity | None:
-    """Measures the sparsity of a table's gradients on all ranks, or returns None if a rank did not report its ids."""
+    """Returns the measured sparsity of a table's gradients, or None if a rank did not report its ids."""
     ids = [own.ids.to(torch.int64) for own in everyone if own.ids is not None]
     if len(ids) < len(everyone):
         return None
-    inside = [own[(own >= 0) & (own < table.num_rows)] for own in ids]  # the step reports ids outside of the table
+    # Ignore ids outside of the table, which the step itself reports.
+    inside = [own[(own >= 0) & (own < table.num_rows)] for own in ids]
     draws = sum(own.draws for own in everyone)
     return measure(inside, table.num_rows, table.embedding_dim, table.dtype.itemsize, draws)
 
@@ -320,7 +324,7 @@ def grid_rows(ranks: int) -> list[int]:
 
 
 def drawn_ids(state: ModelState, graph: TrainingGraph, leaves: Sequence[Any]) -> dict[str, tuple[Tensor, Tensor]]:
-    """Maps each table to the ids with a gradient (T,), with duplicates, and the unique rows, with the padding row."""
+    """Maps each table to (the ids that get a gradient (T,), with duplicates; the unique rows that the batch reads)."""
     tables = [t for t in graph.tables if all(use.ids_from_batch for use in t.uses)]
     if not tables:
         return {}

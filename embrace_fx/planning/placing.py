@@ -9,13 +9,13 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from embrace_fx.planning.tiering import begins_lazily, open_working_sets, place_tiered, tiers
-from embrace_fx.runtime.ranks.announcement import Form
+from embrace_fx.runtime.ranks.step_handshake import MessageFormat
 from embrace_fx.runtime.tables.member import Member
 from embrace_fx.runtime.tables.optimizer_state import own_state
-from embrace_fx.runtime.tables.part import Part
-from embrace_fx.runtime.tables.part_layout import Layout
 from embrace_fx.runtime.tables.placement import broadcast_state, materialise, shard_parameter, unshard_parameter
+from embrace_fx.runtime.tables.shard_layout import Layout
 from embrace_fx.runtime.tables.table import Table
+from embrace_fx.runtime.tables.table_shard import TableShard
 from embrace_fx.runtime.tiers.rows_ahead import RowsAhead
 from embrace_fx.runtime.tiers.tiered_table import REFUSAL, SlotRows, beyond_memory
 from embrace_fx.setup.context import Context
@@ -25,13 +25,15 @@ from embrace_fx.vocabulary.plan import Plan
 
 
 def place(context: Context, graph: TrainingGraph, plan: Plan) -> None:
-    """Shards the tables, makes the replicas equal, and registers the tables with steps and announcements."""
+    """Shards the tables of a plan, and makes all other parameters equal to rank 0's. Collective."""
     grids = {name: plan[name].grid for name in plan.sharded}
     shapes = {name: parameter.shape for name, parameter in context.model.named_parameters()}
     with context.communicator.watching():
         beyond = tiers(context, plan, context.communicator.rank) if context.options.table_memory is not None else {}
         lazily = [context.state.parameter(name) for name in beyond if begins_lazily(context, name) is not None]
-        made = materialise(context.model, grids, context.stepping.holders.optimizers, context.communicator, lazily)
+        made = materialise(
+            context.model, grids, context.optimizer_hooks.known_optimizers.optimizers, context.communicator, lazily
+        )
         sets = open_working_sets(context, plan, beyond) if beyond else {}
         for name in plan.sharded:
             if name in sets:
@@ -46,7 +48,7 @@ def place(context: Context, graph: TrainingGraph, plan: Plan) -> None:
         buffers = context.options.shares_buffers
         apart = context.state.ignored.union(plan.sharded)
         broadcast_state(context.model, apart, context.communicator, buffers=buffers)
-    _hand_over(context, graph, plan)
+    _register_tables(context, graph, plan)
 
 
 def place_anew(context: Context, graph: TrainingGraph, old: Plan, new: Plan) -> None:
@@ -67,7 +69,7 @@ def place_anew(context: Context, graph: TrainingGraph, old: Plan, new: Plan) -> 
     ordered = {name: state.tables[name] for name in new.sharded}
     state.tables.clear()
     state.tables.update(ordered)
-    _hand_over(context, graph, new)
+    _register_tables(context, graph, new)
 
 
 def gather_tables(context: Context, names: Sequence[str]) -> None:
@@ -78,14 +80,14 @@ def gather_tables(context: Context, names: Sequence[str]) -> None:
             if isinstance(table.store, SlotRows):
                 raise RuntimeError(REFUSAL.format(name=name, asked="an operation that gathers"))
             del context.state.tables[name]
-            unshard_parameter(table, context.stepping.holders.optimizers)
+            unshard_parameter(table, context.optimizer_hooks.known_optimizers.optimizers)
 
 
 def gather_buffers(model: nn.Module) -> None:
     """Gathers buffers that are shards, such as pruning masks of tables. Collective."""
     for module in model.modules():
         for key, buffer in module._buffers.items():
-            if isinstance(buffer, Part):
+            if isinstance(buffer, TableShard):
                 module._buffers[key] = buffer.full_tensor()
 
 
@@ -98,10 +100,10 @@ def _shard(context: Context, name: str, plan: Plan, shape: torch.Size, mesh: Dev
         parameter,
         layout,
         semantics(context.options.row_updates),
-        may_rest=(lambda: always or not reads.in_every_step) if plan[name].rests else (lambda: False),
+        may_defer=(lambda: always or not reads.in_every_step) if plan[name].rests else (lambda: False),
         gradients=context.state.gradients_reader(),
     )
-    for optimizer in context.stepping.holders.optimizers:
+    for optimizer in context.optimizer_hooks.known_optimizers.optimizers:
         if any(p is parameter for group in optimizer.param_groups for p in group["params"]):
             table.optimizer = optimizer
         if state := optimizer.state.get(parameter):
@@ -110,24 +112,24 @@ def _shard(context: Context, name: str, plan: Plan, shape: torch.Size, mesh: Dev
     context.state.tables[name] = table
 
 
-def _hand_over(context: Context, graph: TrainingGraph, plan: Plan) -> None:
-    """Registers the tables with steps and announcements."""
-    row_updates, stepping = semantics(context.options.row_updates), context.stepping
-    stepping.replicas = []
-    stepping.of_any_layout |= any(use.sparse for table in graph.tables for use in table.uses)
+def _register_tables(context: Context, graph: TrainingGraph, plan: Plan) -> None:
+    """Registers the placed tables: with the optimizers' hooks, as row spaces, and with the announcements."""
+    row_updates, optimizer_hooks = semantics(context.options.row_updates), context.optimizer_hooks
+    optimizer_hooks.replicas = []
+    optimizer_hooks.of_any_layout |= any(use.sparse for table in graph.tables for use in table.uses)
     for found in graph.tables:
         parameter = context.state.parameter(found.parameter)
         if (
             found.parameter not in plan.sharded
-            and stepping.holders.dense_update_policy(parameter, row_updates) == "lazy"
+            and optimizer_hooks.known_optimizers.dense_update_policy(parameter, row_updates) == "lazy"
         ):
             table = Member(parameter, Layout.of_table(found.parameter, parameter.shape), row_updates)
             table.is_read_densely = found.use != "sparse"
-            stepping.replicas.append(table)
+            optimizer_hooks.replicas.append(table)
     exchanged = (*plan.sharded, *plan.renormed)
     tables = context.state.tables
     beyond = [rows.memory for rows in beyond_memory(tables).values()]
     context.announcements.trouble = lambda: next((each.failure for each in beyond if each.failure), None)
     context.state.spaces = {space.name: Table.of(space, [tables[n] for n in space.tables]) for space in plan.spaces}
     watched = tuple(name for name in plan.watched if name not in exchanged)
-    context.announcements.form = Form(len(plan.row_exchanges) + len(plan.renormed), watched)
+    context.announcements.form = MessageFormat(len(plan.row_exchanges) + len(plan.renormed), watched)

@@ -81,14 +81,14 @@ def order(
         else:
             own = _search(context, plan, graph, steps, name, profiled)
     found = communicator.gather(own, _Found | None)[0]
-    assert found is not None  # rank 0 has found a schedule
+    assert found is not None  # only rank 0 has found a schedule
     agreed, units = found
     if units and compute_in_order is not None:
         graph = compute_in_order(units)
     if plan.world_size > 1:
         check_launches(graph, launches(agreed, plan))
     check_storage(agreed.steps, memory)
-    node_ms = estimate(plan.links.among(plan.world_size).compute, graph.expected)
+    node_ms = estimate(plan.links.flattened(plan.world_size).compute, graph.expected)
     line = memory_line(agreed.predicted, step_memory(graph), node_ms)
     return replace(agreed, predicted=replace(agreed.predicted, memory=line)), memory
 
@@ -104,7 +104,7 @@ def _search(
     """Searches for the fastest order of launches and of the backward's units, by a profile."""
     measured = {each.what: ms for each, ms in profiled.compute_ms.items() if each.kind == "backward"}
     units = BackwardUnits.of(graph.phases["backward"])
-    atoms = Atoms.of(units, estimate(plan.links.among(plan.world_size).compute, graph.expected), measured)
+    atoms = Atoms.of(units, estimate(plan.links.flattened(plan.world_size).compute, graph.expected), measured)
     memory = step_memory(graph)
     may_hold = MAY_HOLD if context.options.memory_budget is None else 1.0
     bound = round(memory.backward_peak([*units.needed_by]) * may_hold)
@@ -115,7 +115,7 @@ def _step_graph(
     context: Context, plan: Plan, graph: TrainingGraph, memory: Mapping[str, RowMemory], profiled: Profile | None
 ) -> StepGraph:
     """Builds the step graph of a window."""
-    cluster = plan.links.among(plan.world_size)
+    cluster = plan.links.flattened(plan.world_size)
     if plan.world_size == 1:
         return with_storage(build_alone(graph, cluster.compute), memory)
     sparse = {k: bucket[0] for k, bucket in enumerate(plan.buckets) if bucket[0] in plan.exchanged}

@@ -21,9 +21,9 @@ from embrace_fx.runtime.memory.copies import PinnedCopies
 from embrace_fx.runtime.memory.resident import available_bytes
 from embrace_fx.runtime.tables.layouts import mesh_of, part_of
 from embrace_fx.runtime.tables.member import Member
-from embrace_fx.runtime.tables.part import Part, become_part, local_part, own_part_of
-from embrace_fx.runtime.tables.part_layout import Layout
 from embrace_fx.runtime.tables.placement import shard_parameter
+from embrace_fx.runtime.tables.shard_layout import Layout
+from embrace_fx.runtime.tables.table_shard import TableShard, become_part, local_part, own_part_of
 from embrace_fx.runtime.tiers.budget import Tier
 from embrace_fx.runtime.tiers.initial import FirstOfTables, FirstValues
 from embrace_fx.runtime.tiers.pace import row_ms, row_ms_of_host
@@ -63,7 +63,7 @@ def fit_plan(
         return plan
     for name in asked:
         _check(context, name, plan)
-    found = tiers(context, plan, rank=0)  # rank 0 has the most columns
+    found = tiers(context, plan, rank=0)  # for rank 0, because no rank has more columns
     spaces = [each for space in plan.spaces for each in _by_working_set(context, plan, space, found)]
     if context.options.spill_to is None:
         _check_host(context, tiers(context, plan, context.communicator.rank), plan)
@@ -90,7 +90,7 @@ def fit_plan(
 
 
 def _by_working_set(context: Context, plan: Plan, space: RowSpace, beyond: Mapping[str, Tier]) -> list[RowSpace]:
-    """Splits a row space by the working sets of its tables.
+    """Splits a row space so that all tables of each part share one working set.
 
     Tables in memory stay together, and so do tables beyond the host's memory with equal columns. Each table beyond a
     device's memory is alone.
@@ -108,7 +108,7 @@ def at_rest(context: Context, records: Records) -> tuple[StorageTier, ...]:
     directory, streams = context.options.spill_to, streams_of(context.device)
     try:
         own = row_ms_of_host(records) if directory is None else row_ms(directory, records)
-    except TierError:  # opening the file raises later
+    except TierError:  # a missing file raises later, when it is opened
         own = (0.0, 0.0)
     if streams is not None:  # copies between device and host run in parallel: the slower one sets the pace
         copied_ms = records.nbytes / PinnedCopies(streams).measure(context.device)[0]
@@ -142,7 +142,7 @@ def tiers(context: Context, plan: Plan, rank: int) -> dict[str, Tier]:
 
 
 def _asked(context: Context, plan: Plan) -> dict[str, float]:
-    """Returns the memory asked for by table, after checks of the option."""
+    """Returns the memory that `table_memory` allows for each table."""
     memory = context.options.table_memory
     assert memory is not None
     if not isinstance(memory, Mapping):
@@ -163,8 +163,8 @@ def _asked(context: Context, plan: Plan) -> dict[str, float]:
 
 def _check(context: Context, name: str, plan: Plan) -> None:
     """Raises `ValueError` if a table cannot have a working set."""
-    parameter, holders = context.state.parameter(name), context.stepping.holders
-    held = holders.of(parameter)
+    parameter, known_optimizers = context.state.parameter(name), context.optimizer_hooks.known_optimizers
+    held = known_optimizers.of(parameter)
     if name not in plan.sharded or plan[name].grid is not None:
         how = f"on a {plan[name].grid}" if plan[name].grid is not None else f"whole on each rank: {plan[name].reason}"
         raise ValueError(
@@ -187,15 +187,15 @@ def _check(context: Context, name: str, plan: Plan) -> None:
             f"table_memory: {name} has {len(held)} optimizers in compile(), and needs exactly one, whose state is "
             "stored beside each row. Pass it: compile(model, optimizer=optimizer, ...)."
         )
-    how = holders.dense_update_policy(parameter, semantics(context.options.row_updates))
+    how = known_optimizers.dense_update_policy(parameter, semantics(context.options.row_updates))
     if how == "sweep" or (how not in STILL and context.options.row_updates == "sweep"):
         raise ValueError(not_replayable(name, type(held[0][0])))
 
 
 def _columns(context: Context, name: str, shape: tuple[int, ...], rank: int) -> dict[str, Column]:
-    """Returns the columns of a table's records: weights, steps taken and optimizer state."""
+    """Returns the columns of a table's records: weights, number of steps taken, and optimizer state."""
     parameter = context.state.parameter(name)
-    ((optimizer, group),) = context.stepping.holders.of(parameter)
+    ((optimizer, group),) = context.optimizer_hooks.known_optimizers.of(parameter)
     width = len(_columns_of(shape, context.communicator.world_size, rank))
     like = torch.empty((0, width), dtype=parameter.dtype, device="cpu")
     columns = {WEIGHTS: Column((width,), parameter.dtype), TAKEN: Column((), torch.int64)}
@@ -208,7 +208,7 @@ def _columns_of(shape: tuple[int, ...], ranks: int, rank: int) -> range:
 
 
 def begins_lazily(context: Context, name: str) -> nn.Embedding | nn.EmbeddingBag | None:
-    """Returns the module of a table on the meta device whose rows can be computed when first read.
+    """Returns the embedding layer of a meta table whose first rows can be computed when they are read, or None.
 
     Returns None if the table has values, or its module has its own `reset_parameters`.
     """
@@ -227,11 +227,12 @@ def open_working_sets(context: Context, plan: Plan, beyond: Mapping[str, Tier]) 
 
     Returns the working set of each table and the table's first row in it. Collective: fails on all ranks or on none.
     """
-    joined = {space.tables[0]: space for space in plan.spaces if space.tables[0] in beyond}  # other tables follow
-    among = {name for space in joined.values() for name in space.tables[1:]}
+    # The row space's other tables follow the first.
+    joined = {space.tables[0]: space for space in plan.spaces if space.tables[0] in beyond}
+    later_tables = {name for space in joined.values() for name in space.tables[1:]}
     found: dict[str, tuple[WorkingSet, int]] = {}
     told, directory = None, context.options.spill_to
-    for first_table in [name for name in beyond if name not in among]:
+    for first_table in [name for name in beyond if name not in later_tables]:
         space = joined.get(first_table) or plan.space_of([first_table])
         first_rows = {table: space.rows_of(table).start for table in space.tables}
         initial = FirstOfTables({first: _initial(context, name, plan[name]) for name, first in first_rows.items()})
@@ -240,7 +241,7 @@ def open_working_sets(context: Context, plan: Plan, beyond: Mapping[str, Tier]) 
         name, device = space.name if first_table in joined else first_table, _device_of(context, first_table)
         try:
             memory = WorkingSet(
-                name, rows, slots, columns, initial, directory, lambda: context.stepping.recorder, device
+                name, rows, slots, columns, initial, directory, lambda: context.optimizer_hooks.recorder, device
             )
             found |= {table: (memory, first) for table, first in first_rows.items()}
         except TierError as error:
@@ -276,7 +277,7 @@ def place_tiered(
         first: the table's first row in the working set.
     """
     parameter, communicator = context.state.parameter(name), context.communicator
-    ((optimizer, _),) = context.stepping.holders.of(parameter)
+    ((optimizer, _),) = context.optimizer_hooks.known_optimizers.of(parameter)
     device, columns = _device_of(context, name), memory.records.columns
     state, values = optimizer.state.get(parameter) or {}, dict[str, Tensor]()
     if begins_lazily(context, name) is None:
@@ -288,25 +289,26 @@ def place_tiered(
         layout = Layout.of_table(name, shape, mesh_of(communicator, device.type, None), weakref.ref(communicator))
     _store(context, memory, first, shape[0], values)
     width = len(_columns_of(shape, communicator.world_size, communicator.rank))
-    like = torch.empty_strided((shape[0], width), (0, 0), dtype=parameter.dtype, device=device)  # one element's memory
+    # A placeholder that takes the memory of one element.
+    like = torch.empty_strided((shape[0], width), (0, 0), dtype=parameter.dtype, device=device)
     optimizer.state[parameter] = {key: value for key, value in state.items() if key not in columns}
-    if not isinstance(parameter, Part):
+    if not isinstance(parameter, TableShard):
         become_part(parameter, like, layout)
-    assert isinstance(parameter, Part)
+    assert isinstance(parameter, TableShard)
     parameter.held = FileStorage(like, REFUSAL.format(name=name, asked="an op"))
     return Member(
         parameter,
         layout,
         semantics(context.options.row_updates),
         optimizer,
-        may_rest=lambda: True,
+        may_defer=lambda: True,
         gradients=context.state.gradients_reader(),
         store=partial(SlotRows, memory=memory, first=first, shown=columns.keys() & state.keys()),
     )
 
 
 def _store(context: Context, memory: WorkingSet, first: int, rows: int, values: Mapping[str, Tensor]) -> None:
-    """Stores a table's first values in its file or in host memory. Collective: fails on all ranks or on none."""
+    """Writes a table's first values to its file or to host memory. Collective: fails on all ranks or on none."""
     told = None
     try:
         for some in torch.arange(rows, device="cpu").split(ROWS_AT_ONCE) if values else ():
@@ -318,6 +320,6 @@ def _store(context: Context, memory: WorkingSet, first: int, rows: int, values: 
 
 
 def _agree(context: Context, told: str | None) -> None:
-    """Raises the error of any rank on every rank."""
+    """Raises the same error on every rank if any rank has one. Collective."""
     for rank, each in context.communicator.reports(told).items():
         raise ValueError(each if context.communicator.world_size == 1 else f"on rank {rank}: {each}")

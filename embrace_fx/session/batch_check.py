@@ -11,7 +11,7 @@ from embrace_fx.passes.partition import extract_ids
 from embrace_fx.passes.planner.replanning import SAMPLED_EVERY
 from embrace_fx.runtime.kernels import unique_ids
 from embrace_fx.runtime.ranks.bad_batches import bad_id_report, unreadable
-from embrace_fx.runtime.step.phases import reader
+from embrace_fx.runtime.step.runnable_phase import reader
 from embrace_fx.session.program_cache import StepCounters
 from embrace_fx.setup.context import Context
 from embrace_fx.vocabulary.graph import TrainingGraph
@@ -22,7 +22,8 @@ from embrace_fx.vocabulary.plan import Plan
 def batch_check(
     context: Context, plan: Plan, graph: TrainingGraph, counters: StepCounters, *, train: bool
 ) -> Callable[[Sequence[Any]], str | None]:
-    """Returns the function that checks a batch's ids of whole tables. Announcements check ids of sharded tables.
+    """Returns the function that checks a batch before its announcement: the ids of whole tables. Those of sharded
+    tables are checked in the exchange.
 
     An id outside of its table is a failure. Every few steps the check also counts the rows that watched tables read.
     """
@@ -36,7 +37,9 @@ def batch_check(
     watched = [t for t in tables if t.parameter in plan.watched] if train else []
 
     def look(leaves: Sequence[Any]) -> str | None:
-        """Checks a batch's ids and counts the rows of watched tables. Returns a failure's text, or None."""
+        """Checks a batch's ids, and counts the rows that watched tables read. Returns the error text for a bad id, or
+        None.
+        """
         with torch.no_grad():
             try:
                 ids = read_ids(leaves)

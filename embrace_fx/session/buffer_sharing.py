@@ -15,12 +15,12 @@ from collections.abc import Callable, Iterable
 from torch import Tensor
 
 from embrace_fx.passes.buffers import mutated_buffers, read_buffers
-from embrace_fx.runtime.ranks.announcement import CHANGED_BUFFERS
 from embrace_fx.runtime.ranks.checksums import checksum_of_text
+from embrace_fx.runtime.ranks.step_handshake import CHANGED_BUFFERS
 from embrace_fx.session.program_cache import StepCounters
 from embrace_fx.setup.context import Context
-from embrace_fx.vocabulary.as_seen import AsSeen
 from embrace_fx.vocabulary.graph import TrainingGraph
+from embrace_fx.vocabulary.version_snapshot import VersionSnapshot
 
 
 class BufferSharing:
@@ -34,11 +34,11 @@ class BufferSharing:
         self._context = context
         self._state = context.state
         self._counters = counters
-        self._read = frozenset[str]()  # results of training forwards depend on them
-        self._stale = frozenset[str]()  # changed by training since the ranks last shared them
+        self._read = frozenset[str]()  # buffers that results of training forwards depend on
+        self._stale = frozenset[str]()  # buffers that training has changed since the ranks last shared them
         self._written: set[str] = set()  # buffers that forwards write
         self.due = True
-        self._were = AsSeen()
+        self._were = VersionSnapshot()
 
     def of_forward(
         self, graph: TrainingGraph, assigned: frozenset[str], *, train: bool, reduce: bool
@@ -60,21 +60,21 @@ class BufferSharing:
         if train:
             self._read |= assigned.union(read_buffers(graph))
         self._written |= mutated
-        self._were = AsSeen.of(self._unwritten())
+        self._were = VersionSnapshot.of(self._unwritten())
 
         def names() -> frozenset[str]:
             """Returns the names of the stale buffers that a forward must share."""
             return self._stale & self._read if train else self._stale
 
         def announced() -> int:
-            """Returns the announced number of the stale buffers, or that buffers have changed outside the forward."""
+            """Returns the number to announce: a hash of the names of the buffers to share, or `CHANGED_BUFFERS` if
+            other code has written one.
+            """
             changed = self.due and not self._were.is_of(self._unwritten())
             return CHANGED_BUFFERS if changed else _number_of(names())
 
         def share() -> None:
-            """Broadcasts the due buffers from the rank with authority, and notes the buffers that this forward makes
-            stale.
-            """
+            """Broadcasts the buffers to share, and records which ones this forward will change."""
             due, self.due = self.due, reduce
             if due:
                 # As ranks run out of batches, other ranks take over the authority, each with the buffers of
@@ -84,7 +84,7 @@ class BufferSharing:
                 tensors = [owner[key] for owner, key in map(self._state.place_of_buffer, shared)]
                 self._context.communicator.broadcast(tensors, self._counters.authority)
                 self._stale = self._stale.difference(shared)
-                self._were = AsSeen.of(self._unwritten())
+                self._were = VersionSnapshot.of(self._unwritten())
             if train:
                 self._stale |= mutated
 
@@ -106,5 +106,5 @@ class BufferSharing:
 
 @functools.lru_cache(maxsize=64)
 def _number_of(names: frozenset[str]) -> int:
-    """Hashes names to a number that is equal on all ranks. Cached, because steps repeat the same names."""
+    """Returns a hash of names that is equal on all ranks."""
     return checksum_of_text("\n".join(sorted(names)))

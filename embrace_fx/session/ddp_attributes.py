@@ -62,7 +62,7 @@ _MACHINERY = (
 
 
 def _logged(session: Session) -> dict[str, Any]:
-    """Returns those of DDP's logged facts that a compiled model also has."""
+    """Returns the fields of DDP's logging data that a compiled model can fill."""
     parameters = list(session.model.parameters())
     return {
         "world_size": session.communicator.world_size,
@@ -79,7 +79,7 @@ def _logged(session: Session) -> dict[str, Any]:
 
 
 def read(session: Session, name: str, error: AttributeError) -> Any:
-    """Reads an attribute that, as `error` says, neither the compiled model nor the user's model has."""
+    """Returns an attribute of DDP that libraries read, or raises `error` with an explanation."""
     if name in _READ:
         return _READ[name](session)
     if name in _MACHINERY or hasattr(DistributedDataParallel, name):

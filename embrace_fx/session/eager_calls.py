@@ -13,8 +13,8 @@ from embrace_fx.capture.gradient_graph import captured_of, gradient_graph, looku
 from embrace_fx.passes.join_exchanges import idle_graph
 from embrace_fx.passes.planner.replanning import SAMPLED_EVERY
 from embrace_fx.runtime.exchanges.blocks import block_bitmap
-from embrace_fx.runtime.ranks.announcement import EVALUATING
 from embrace_fx.runtime.ranks.failure import TOLD, failure_text, is_of_ranks
+from embrace_fx.runtime.ranks.step_handshake import EVALUATING
 from embrace_fx.runtime.step.accumulation import Accumulation
 from embrace_fx.runtime.step.gradient_step import GradientStep
 from embrace_fx.runtime.tables.placement import broadcast_state
@@ -28,7 +28,7 @@ from embrace_fx.vocabulary.plan import BY_ROWS
 
 
 class EagerCalls:
-    """Runs one model's calls eagerly, if no graph holds its forward or a graph would bring nothing.
+    """Runs a model's calls on the eager route: the forward and backward as written, then an exchange of gradients.
 
     Attributes:
         reason: the reason, in one line, why calls run eagerly, or "" if calls are captured.
@@ -40,18 +40,19 @@ class EagerCalls:
         self._replicated = False  # rank 0's parameters were sent for evaluations before the first plan
         self.reason = "route='eager' was asked for" if context.options.route == "eager" else ""
         self._context = context
-        context.stepping.of_any_layout = bool(self.reason)
+        context.optimizer_hooks.of_any_layout = bool(self.reason)
         self._programs = programs
         self._accumulation = Accumulation(weakref.WeakMethod(self._look))
         self._rows: dict[str, Tensor] = {}  # table -> rows of a recent gradient
         self._came: tuple[str, ...] = ()  # parameters in the order of their gradients in the first backward
-        self._order: tuple[str, ...] = ()  # the same, once a plan is made for this order
-        self._sorted: tuple[tuple[str, ...], list[str]] | None = None  # (names of the state, the same names in order)
+        self._order: tuple[str, ...] = ()  # that order, once a plan has been made for it
+        # Cached: (names of the state, the same names in the order of buckets).
+        self._sorted: tuple[tuple[str, ...], list[str]] | None = None
 
     def take_over(self, reason: str) -> None:
-        """Switches to the eager route, for good."""
+        """Switches the model to the eager route for good, for this reason."""
         self.reason = reason
-        self._context.stepping.of_any_layout = True
+        self._context.optimizer_hooks.of_any_layout = True
         self._programs.cache.clear()
         self._rows, self._came, self._order, self._sorted = {}, (), (), None
         if self._context.communicator.rank == 0:
@@ -73,7 +74,7 @@ class EagerCalls:
             return self._context.model(*call.args, **call.kwargs)
         programs, announcements, trained = self._programs, self._context.announcements, self._trained()
         train = call.train and bool(trained)  # autograd passes gradients through a frozen model
-        announcements.wait()  # for a step without a backward
+        announcements.wait()  # a call without gradients has no backward
         entry = self._entry(trained, train=train)
         rows = self._rows_of(entry)
         if programs.pipeline is None:
@@ -128,7 +129,7 @@ class EagerCalls:
         return self._run(self._entry(trained, train=False), trained, call, accumulates=False)
 
     def _entry(self, trained: Mapping[str, nn.Parameter], *, train: bool) -> Entry:
-        """Returns the entry that replaces a capture, and makes it at the first call."""
+        """Returns the cache entry of eager calls that train these parameters. Makes it at the first call."""
         kind = self._programs.cache["eager", tuple(trained), train]
         if not kind.found:
             name = self._context.state.names[0]
@@ -145,7 +146,9 @@ class EagerCalls:
         ]
 
     def _look(self, gradients: Mapping[str, Tensor]) -> None:
-        """Records the rows of gradients every few steps; after the first step, asks for a plan for its order."""
+        """Samples the rows of sparse gradients, and requests a plan in the order of gradients after the first
+        backward.
+        """
         if self._came and (not self._tables or self._programs.counters.calls % SAMPLED_EVERY):
             return
         if not self._came:
@@ -156,8 +159,8 @@ class EagerCalls:
             self._rows[name] = torch.arange(0, device="cpu") if gradient is None else _rows_of(gradient).cpu()
 
     def _trained(self) -> dict[str, nn.Parameter]:
-        """Returns the parameters whose gradients are exchanged: first those without one so far, then the others, last
-        ones first.
+        """Returns the parameters whose gradients are exchanged: those that had none so far, then the others in reverse
+        order of their gradients in the last backward.
 
         Buckets are filled from the end of this order, and launched once they are full.
         """
@@ -165,7 +168,7 @@ class EagerCalls:
         if self._sorted is None or self._sorted[0] is not state.names:
             first: dict[int, str] = {}
             for name in state.names:
-                first.setdefault(id(state.parameter(name)), name)  # tied ones go by their first name
+                first.setdefault(id(state.parameter(name)), name)  # a tied parameter has its first name
             place = {name: k for k, name in enumerate(self._order)}
             names = sorted(first.values(), key=lambda name: -place.get(name, len(place)))
             self._sorted = state.names, [name for name in names if name not in state.ignored]
@@ -174,11 +177,12 @@ class EagerCalls:
         return {name: parameter for name, parameter in found if parameter.requires_grad}
 
     def _graph(self, trained: Mapping[str, nn.Parameter]) -> TrainingGraph:
-        """Returns a graph of the gradients alone, and notes the tables, of which a communication hook leaves none."""
+        """Returns a graph of the gradients alone, and stores its tables in the model's state."""
         if self._context.communicator.comm_hook is None:
             self._tables = lookup_tables(self._context.model, trained)
             self._row_tables = frozenset(lookup_tables(self._context.model, trained, only_sparse=True))
-        whole = {name: table.shape for name, table in self._context.state.tables.items()}  # sharded tables become whole
+        # The eager route needs whole tables.
+        whole = {name: table.shape for name, table in self._context.state.tables.items()}
         return gradient_graph(trained, self._tables, whole, self._row_tables)
 
     def _in_rows(self) -> frozenset[str]:
@@ -187,14 +191,14 @@ class EagerCalls:
         return frozenset(name for name in self._row_tables if alone or plan[name].strategy in BY_ROWS)
 
     def forget(self) -> None:
-        """Stops watching the model's parameters."""
+        """Removes the hooks from the model's parameters."""
         self._accumulation.forget()
 
     def _run(self, entry: Entry, trained: Mapping[str, nn.Parameter], call: Arguments, *, accumulates: bool) -> Any:
-        """Announces a call, and runs the forward."""
+        """Announces a call, runs the forward as written, and prepares the exchange of its gradients."""
         context = self._context
         if self.reason:
-            context.state.hooked = frozenset()  # autograd calls the hooks of gradients
+            context.state.hooked = frozenset()  # autograd itself calls the gradient hooks
         program = self._programs.build(entry, accumulates=accumulates)
         step = GradientStep(program, tuple(trained), self._rows_of(entry) if entry.train else (), self._in_rows())
         step.announce()

@@ -17,8 +17,8 @@ from embrace_fx.passes.pipeline import analyse
 from embrace_fx.passes.planner.plan_fit import PlanViolation
 from embrace_fx.runtime.flow.lookahead import Lookahead
 from embrace_fx.runtime.flow.next_batch import NextBatch, look_ahead
-from embrace_fx.runtime.step.phases import outside_of_autograd
 from embrace_fx.runtime.step.program import Program
+from embrace_fx.runtime.step.runnable_phase import outside_of_autograd
 from embrace_fx.runtime.step.step import run_step
 from embrace_fx.runtime.tables.placement import whole_parameters
 from embrace_fx.session.program_cache import Arguments, Entries, Entry, key_of, signature
@@ -93,12 +93,12 @@ class GraphCalls:
         accumulates = call.train and not self._context.state.synchronised
         compiles = accumulates not in entry.programs
         program = self._programs.build(entry, accumulates=accumulates)
-        if compiles and not entry.captured.accepts(call.leaves):  # compiling has added guards
+        if compiles and not entry.captured.accepts(call.leaves):  # compiling the graph has added guards
             return self._runs(self._entry(kind, call), kind, call)
         return entry, program
 
     def _following(self, kind: Entries, program: Program, leaves: Sequence[Any]) -> NextBatch | None:
-        """Returns the next batch, if it is known and has a program."""
+        """Returns the next batch, prepared for this step's exchange of its ids, or None if it is not known."""
         coming = self._lookahead.following(leaves)
         if coming is None and self._lookahead.known and program.flow.looks_ahead:
             self._lookahead.warn_of_other_batch()
@@ -107,7 +107,8 @@ class GraphCalls:
     def _of_coming(
         self, kind: Entries, leaves: Sequence[Any], coming: Sequence[Any] | None, *, is_next: bool
     ) -> NextBatch | None:
-        """Reads a future batch with the program that will run it, or returns None if either is not known yet.
+        """Returns a future batch, prepared by the program that will run it, or None if batch or program is not known
+        yet.
 
         Args:
             kind, leaves: those of this call, whose arguments have the same structure as the future ones.
@@ -131,7 +132,9 @@ class GraphCalls:
             return None
 
     def _capture(self, kind: Entries, call: Arguments) -> Entry:
-        """Captures the model for a call, or chooses the eager route, in agreement with the other ranks."""
+        """Captures the model for a call in agreement with the other ranks. Raises if all ranks must take the eager
+        route.
+        """
         context, programs = self._context, self._programs
         failure, captured, rank = None, None, context.communicator.rank
         programs.flow.apply()
@@ -143,7 +146,8 @@ class GraphCalls:
         except Exception as error:  # any kind of error, because the other ranks must be informed
             failure = error
         options = context.options
-        asks = options.memory_budget is not None or options.table_memory is not None  # only the graph route keeps these
+        # The eager route does not support these options.
+        asks = options.memory_budget is not None or options.table_memory is not None
         asks |= options.shards_by_request and isinstance(failure, CaptureError) and failure.communicates
         route = "graph" if asks else options.route
         activity = context.activity(train=call.train)
@@ -187,7 +191,7 @@ class GraphCalls:
         return replace(captured, conditions=captured.conditions.unchanged())
 
     def _with_inputs(self, kind: Entries, call: Arguments) -> Captured:
-        """Captures with the changed values as inputs, except those that decide the graph itself."""
+        """Captures a batch with the values that have changed as inputs of the graph."""
         whole = {name: table.shape for name, table in self._context.state.tables.items()}
         captured_as = partial(capture, self._context.model, train=call.train, dynamic=varying_sizes(kind))
         while True:

@@ -54,7 +54,7 @@ def tables_report(tables: Mapping[str, Member], ranks: int, beyond: Mapping[str,
 
 
 def beyond_memory(memory: RowMemory, step_ms: float | None) -> str:
-    """Prints the prediction for a table beyond memory, the least memory for it, and the memory that hides its reads.
+    """Returns lines about a table beyond memory: the prediction, and the least `table_memory`.
 
     Args:
         step_ms: the time of a step without its waits for these rows, or None if unknown.
@@ -75,7 +75,7 @@ def beyond_memory(memory: RowMemory, step_ms: float | None) -> str:
 
 
 def _of_rows(memory: RowMemory) -> str:
-    """Describes the memory of a table's rows."""
+    """Describes how many rows of a table are in memory, in bytes and as a share."""
     return f"{_mib(memory.nbytes)} ({memory.slots / memory.num_rows:.2%} of its rows)"
 
 

@@ -16,8 +16,8 @@ from embrace_fx.setup.context import Context
 
 
 def offloading(context: Context, compute: Compute) -> tuple[Copies | None, CopyRate]:
-    """Makes the copies that a memory budget may use. Returns them with the slowest rank's rate. Collective if any are
-    made.
+    """Returns the object that copies saved values out of memory, or None, and the copies' rate on the slowest rank.
+    Collective if the options request copies.
 
     Args:
         compute: the assumed speed of nodes. Only the proportions of its estimates are right, so the copies' rate is

@@ -17,7 +17,7 @@ from embrace_fx.vocabulary.graph import TrainingGraph
 
 @dataclass(frozen=True, slots=True)
 class Arguments:
-    """The arguments of a call, also flattened.
+    """The arguments of one call of the model, as passed and flattened.
 
     Attributes:
         leaves: the flattened arguments, of the structure `spec`.
@@ -33,7 +33,7 @@ class Arguments:
 
 @dataclass
 class Entry:
-    """A capture with its programs.
+    """One capture, with the programs built from it.
 
     Attributes:
         programs: whether gradients are accumulated (`no_sync`) -> program, built when first needed under the plan in
@@ -50,7 +50,7 @@ class Entry:
 
 @dataclass
 class Entries:
-    """The captures of calls that differ only in shapes and constants.
+    """The captures of calls with the same key, which differ only in shapes and constants.
 
     Attributes:
         shapes: for each captured batch, index of a tensor -> its shape.
@@ -64,7 +64,7 @@ class Entries:
     deciding: frozenset[str] = frozenset()
 
     def accepting(self, leaves: Sequence[Any]) -> Entry | None:
-        """Returns an entry that is valid for a batch, or None if there is none yet."""
+        """Returns the capture that is valid for a batch, or None."""
         for each in self.found:
             if each.captured.accepts(leaves):
                 return each
@@ -90,14 +90,14 @@ class ProgramCache(dict[Any, Entries]):
         return found
 
     def entries(self) -> Iterator[Entry]:
-        """Yields every entry."""
+        """Yields every entry: one per capture."""
         for each in self.values():
             yield from each.found
 
 
 @dataclass
 class StepCounters:
-    """Counters and requests that a model's calls share.
+    """The counters and requests that all calls of a model share.
 
     Attributes:
         calls: number of training calls.

@@ -25,9 +25,9 @@ from embrace_fx.passes.planner.replanning import SAMPLED_EVERY, changes, describ
 from embrace_fx.planning.findings import find, plan_on_links, repeated
 from embrace_fx.planning.placing import gather_tables, place, place_anew
 from embrace_fx.planning.tiering import at_rest, fit_plan
-from embrace_fx.runtime.flow.flow import Flow
-from embrace_fx.runtime.ranks.announcement import Announcement, activity_of
+from embrace_fx.runtime.flow.comm_pipeline import CommPipeline
 from embrace_fx.runtime.ranks.failure import PeerFailure
+from embrace_fx.runtime.ranks.step_handshake import HandshakeMessage, activity_of
 from embrace_fx.runtime.step.program import Program
 from embrace_fx.runtime.tables.pending_parameters import Updates
 from embrace_fx.session.buffer_sharing import BufferSharing
@@ -78,7 +78,7 @@ class Programs:
         self._whole: set[str] = set()  # tables that some batch reads in a way that shards cannot be read
         self._replanned: dict[str, int] = {}  # reason -> the call that last asked for a plan for it
         self._logged_reads = False
-        self._no_steps = Flow.within_steps(context.announcements)
+        self._no_steps = CommPipeline.within_steps(context.announcements)
 
     @property
     def plan(self) -> Plan | None:
@@ -86,8 +86,8 @@ class Programs:
         return None if self.pipeline is None else self.pipeline.plan
 
     @property
-    def flow(self) -> Flow:
-        """The communication between steps."""
+    def flow(self) -> CommPipeline:
+        """The flow in use, which carries communication from one step to the next."""
         return self._no_steps if self.pipeline is None else self.pipeline.flow
 
     @property
@@ -189,7 +189,7 @@ class Programs:
         old, communicator, asked = pipeline.plan, context.communicator, self.counters
         used, schedule = set[str](), ""
         if not forced:
-            own = Announcement(activity=context.activity(train=entry.train), sizes=(self._may_change(entry),))
+            own = HandshakeMessage(activity=context.activity(train=entry.train), sizes=(self._may_change(entry),))
             if asked.uneven or not all(may for (may,) in context.announcements.announce(own)):
                 return
             reason = next(filter(None, communicator.gather(asked.replan_for, str)), ORDER)
@@ -200,7 +200,8 @@ class Programs:
             findings = find(context, entry.analysed, entry.captured.inputs(leaves), used, schedule)
         if findings is not None:
             findings = findings.with_whole(self._whole, WHOLE)
-            if (monitor := pipeline.monitor) is not None and monitor.wants_plan:  # otherwise it has no means yet
+            # Without drift there are no running means.
+            if (monitor := pipeline.monitor) is not None and monitor.wants_plan:
                 findings = findings.with_rows(monitor.rows)
         new = plan_on_links(context, findings, old, known=self.links)
         if forced or changes(old, new) or (new.buckets, new.schedule_name) != (old.buckets, old.schedule_name):
@@ -217,7 +218,8 @@ class Programs:
         self._replace(analysed, new, self.in_use.findings, reason)
 
     def check_fit(self, found: PlanViolation, activity: int, *, meets: bool = False) -> None:
-        """Makes all ranks change the plan if it does not meet the needs (`found`) of this rank's batch.
+        """Announces whether this rank's batch fits the plan. If that of any rank does not, raises on all ranks so that
+        they change the plan.
 
         Args:
             activity: the activity of the call.
@@ -225,7 +227,7 @@ class Programs:
         """
         self._violation = found
         if found or meets:
-            self._context.announcements.announce(Announcement(activity=activity, does_not_fit=bool(found)))
+            self._context.announcements.announce(HandshakeMessage(activity=activity, does_not_fit=bool(found)))
 
     def fit(self) -> str:
         """Adds the needs of all ranks' batches to the plan, before the step that has them. Collective.
@@ -253,8 +255,8 @@ class Programs:
             self._adopt(renamed(self.in_use.plan, dict(own.renamed)), None)
         return ""
 
-    def make_whole(self, names: Sequence[str], reason: str) -> None:
-        """Makes tables whole before the step of an optimizer that needs them whole. Collective."""
+    def unshard(self, names: Sequence[str], reason: str) -> None:
+        """Replaces the plan by one in which these tables are whole, before an optimizer steps them. Collective."""
         entry = next(each for each in self.cache.entries() if each.train)
         if not self._may_change(entry) or self._context.options.given_plan is not None:
             raise RuntimeError(
@@ -300,12 +302,12 @@ class Programs:
     # -- pending updates -----------------------------------------------------------------------------------------------
 
     def updates(self) -> tuple[Updates, Updates]:
-        """Makes the two kinds of updates that may be pending between calls: of dense parameters, and of tables."""
+        """Returns the two kinds of pending updates between calls: those of dense parameters, and those of tables."""
         state, lock = self._context.state, self._context.state.pending.lock
 
         def tables() -> Iterable[nn.Parameter]:
-            """Returns the tables that may have updates to apply."""
-            if not state.has_resting_rows and not self.flow.has_tables_under_way:
+            """Returns the tables that may have pending updates."""
+            if not state.has_deferred_rows and not self.flow.has_tables_under_way:
                 return ()
             return state.table_parameters()
 
@@ -321,7 +323,7 @@ class Programs:
         return dense, Updates(tables, self._tables_may_change, lock, joined)
 
     def late_optimizers(self) -> list[Optimizer]:
-        """Lists the optimizers whose last step may still be pending."""
+        """Returns the optimizers whose last step has not been applied completely."""
         found = [table.optimizer for table in self._context.state.tables.values() if table.optimizer is not None]
         return found + self.flow.buckets.optimizers
 
@@ -351,15 +353,15 @@ class Programs:
                 log(_ASKED)
 
     def leave_model(self) -> None:
-        """Makes all tables whole, for another `compile`. Collective."""
+        """Gathers all tables on every rank, because another `compile` takes over the model. Collective."""
         if self.pipeline is not None:
             self.pipeline.close()
             gather_tables(self._context, self.pipeline.plan.sharded)
-            self._context.stepping.replicas = []
+            self._context.optimizer_hooks.replicas = []
 
     def close(self) -> None:
         """Applies pending updates, and ends the communication between steps."""
-        self._context.state.pending.close()  # applying updates below reads parameters
+        self._context.state.pending.close()  # the updates applied below read parameters
         if self.pipeline is not None:
             self.pipeline.close()
 

@@ -98,7 +98,7 @@ def runs_as_written(context: Context, programs: Programs, leaves: Sequence[Any])
 
 
 def _asks_for_a_graph(context: Context) -> bool:
-    """Returns whether an option needs a graph, or eager lookups would differ from DDP's."""
+    """Returns whether an option requires a graph, or a layer's eager lookups would differ from DDP's."""
     options, state = context.options, context.state
     asked = options.route, options.memory_budget, options.table_memory, options.given_plan
     usual = options.strategy == "auto" and options.schedule == AUTO and options.row_updates == "exact"
@@ -106,9 +106,11 @@ def _asks_for_a_graph(context: Context) -> bool:
     if any(each is not None for each in asked) or not usual or state.hooked or state.ignored:
         return True
     layers = [module for module in context.model.modules() if isinstance(module, _LAYERS)]
-    holders, updates = context.stepping.holders, semantics(options.row_updates)
+    known_optimizers, updates = context.optimizer_hooks.known_optimizers, semantics(options.row_updates)
     apart = any(m.max_norm is not None or m.scale_grad_by_freq or m.sparse for m in layers)
-    return apart or any(holders.dense_update_policy(p, updates) == "lazy" for m in layers for p in m.parameters())
+    return apart or any(
+        known_optimizers.dense_update_policy(p, updates) == "lazy" for m in layers for p in m.parameters()
+    )
 
 
 def _tables(model: nn.Module) -> dict[str, nn.Parameter]:
@@ -163,8 +165,8 @@ def _saved_by_head_ms(plan: Plan, head: nn.Parameter, positions: int) -> float:
 
 
 def _saved_ms(plan: Plan) -> float:
-    """Predicts by how much a step waits less for shards than for the cheapest exchange of whole tables, in
-    milliseconds.
+    """Predicts how many milliseconds of waiting per step shards save, compared with the cheapest exchanges of whole
+    tables.
     """
     whole = {
         name: [c.predicted_ms for c in plan[name].candidates if c.strategy not in SHARDED] for name in plan.sharded

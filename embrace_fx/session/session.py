@@ -21,15 +21,15 @@ from embrace_fx.capture.model_watch import ModelWatch
 from embrace_fx.passes.planner.plan_fit import PlanViolation
 from embrace_fx.planning.placing import gather_buffers
 from embrace_fx.runtime.flow.lookahead import Lookahead
-from embrace_fx.runtime.ranks.announcement import Announcement, Announcements
 from embrace_fx.runtime.ranks.communicator import Communicator
 from embrace_fx.runtime.ranks.default_group import check_call, check_group, default_group, group_of_mesh
 from embrace_fx.runtime.ranks.failure import PlanDoesNotFit
 from embrace_fx.runtime.ranks.forks import FORKED, watch_forks
+from embrace_fx.runtime.ranks.step_handshake import HandshakeMessage, StepHandshake
 from embrace_fx.runtime.ranks.wire_rounding import Rounding
+from embrace_fx.runtime.step.external_gradients import ExternalGradients
 from embrace_fx.runtime.step.hooked_buckets import CommHook
-from embrace_fx.runtime.step.outside_uses import OutsideUses
-from embrace_fx.runtime.step.stepping import Stepping
+from embrace_fx.runtime.step.optimizer_hooks import OptimizerHooks
 from embrace_fx.runtime.tables.model_state import ModelState, names_to_ignore
 from embrace_fx.runtime.tables.placement import broadcast_state
 from embrace_fx.runtime.tiers import checkpoint
@@ -51,7 +51,7 @@ from embrace_fx.setup.replica_check import compare_replicas
 
 
 class Session:
-    """The calls, programs and state of one `CompiledModel`."""
+    """One compiled model's life: the calls, programs and state of a `CompiledModel`."""
 
     def __init__(
         self,
@@ -61,14 +61,14 @@ class Session:
         options: Options,
     ) -> None:
         self.model, self.optimizers, self.options = model, optimizers, options
-        self.lookahead = Lookahead(self._end_lookahead, lambda: self._context.stepping.recorder)
+        self.lookahead = Lookahead(self._end_lookahead, lambda: self._context.optimizer_hooks.recorder)
         self.device_mesh = group if isinstance(group, DeviceMesh) else None
         self._given_group = group_of_mesh(group) if isinstance(group, DeviceMesh) else group
         self.communicator = Communicator(self._given_group or default_group(), Rounding(options.rows))
         self._begun = False
         self._to_load: Path | None = None  # a checkpoint to load when tables have been placed
         self._hook = ""
-        self.announcements = Announcements(self.communicator)
+        self.announcements = StepHandshake(self.communicator)
         with stage("agreeing with the other ranks", self.communicator.rank):
             agree_on_set_up(self.communicator, model, optimizers, options, self.device_mesh)
         self.announcements.watch()
@@ -78,8 +78,8 @@ class Session:
         self._watch = ModelWatch(model, self.state)
         self._context = Context(model, self._stepping(), self.state, self.announcements, options)
         self._placed = add_state_hooks(self)
-        self._outside = OutsideUses(self.state, self.communicator)
-        self.programs = Programs(self._context, self.lookahead.warn_of_other_batch, self._note_places)
+        self._outside = ExternalGradients(self.state, self.communicator)
+        self.programs = Programs(self._context, self.lookahead.warn_of_other_batch, self._record_places)
         self._eager = EagerCalls(self._context, self.programs)
         self.state.pending.watch(self.programs.updates(), self.programs.late_optimizers)
         close_bypasses()
@@ -89,7 +89,7 @@ class Session:
         self.shadow = ShadowRank(self._context, self.programs, self._eager.fit)
 
     def _send_first_state(self) -> None:
-        """Sends rank 0's parameters and buffers to every rank, as DDP's constructor does. Collective.
+        """Broadcasts rank 0's parameters and buffers, except embeddings, as DDP's constructor does. Collective.
 
         Embeddings, which may be large, are sent later, once the plan says which rank needs which part.
         """
@@ -100,22 +100,22 @@ class Session:
         apart |= names_to_ignore(self.model)
         broadcast_state(self.model, apart, self.communicator, buffers=self.options.broadcast_buffers is not False)
 
-    def _stepping(self) -> Stepping:
+    def _stepping(self) -> OptimizerHooks:
         """Makes the listener to the model's optimizers: the given ones, and any other that steps the model."""
         itself = weakref.ref(self)  # optimizers must not keep their session alive
 
-        def make_whole(names: Sequence[str], reason: str) -> None:
+        def unshard(names: Sequence[str], reason: str) -> None:
             """Makes tables whole, if the session still exists."""
             if (session := itself()) is not None:
-                session.programs.make_whole(names, reason)
+                session.programs.unshard(names, reason)
 
-        stepping = Stepping(self.state, self.announcements, make_whole)
+        optimizer_hooks = OptimizerHooks(self.state, self.announcements, unshard)
         if self.communicator.rank == 0:
-            stepping.holders.on_new = _log_empty_groups
-        stepping.listen()
+            optimizer_hooks.known_optimizers.on_new = _log_empty_groups
+        optimizer_hooks.listen()
         for optimizer in self.optimizers:
-            stepping.adopt(optimizer)
-        return stepping
+            optimizer_hooks.adopt(optimizer)
+        return optimizer_hooks
 
     @property
     def shards(self) -> tuple[str, ...]:
@@ -158,7 +158,8 @@ class Session:
             if self.communicator.group is None and group is not None:
                 self.communicator.join(group)
                 self._send_first_state()
-        own = self.model, self.optimizers, self.options  # checked again, because they may have changed since `compile`
+        # Check the optimizers again, because they may have changed since `compile`.
+        own = self.model, self.optimizers, self.options
         agree_on_set_up(self.communicator, *own, hook=self._hook, is_called=True)
         self._look_again()
         self._begun = True
@@ -166,7 +167,7 @@ class Session:
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # torch.compile does not trace into it
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Calls the model; with stand-ins for its parameters, calls the plain model."""
-        if self._watch.all_stand_ins(buffers=self.options.shares_buffers):
+        if self._watch.all_replaced(buffers=self.options.shares_buffers):
             return self.model(*args, **kwargs)
         self.lookahead.begin_call()
         with self.state.pending.closed(grows=False):
@@ -179,7 +180,7 @@ class Session:
         with stage("preparing the first step", self.communicator.rank) if is_first else contextlib.nullcontext():
             check_call(self.communicator.group, begun=self._begun)
             if is_first:
-                self.announcements.announce(Announcement())  # a rank that comes here alone is refused
+                self.announcements.announce(HandshakeMessage())  # raises if the other ranks do not get here
             if not self._begun:
                 self._begin()
             arguments = Arguments(args, kwargs, *flatten_arguments(args, kwargs), torch.is_grad_enabled())
@@ -220,14 +221,15 @@ class Session:
         return self._eager.call(call) if self._eager.reason else self._graphs.call(call)
 
     def _look_at_model(self, train: bool) -> None:
-        """Refuses a model with changed parameters. Drops the captures of a model with changed modules.
+        """Compares the model with its programs: raises if parameters have changed, and drops captures if modules
+        have.
 
         Raises PlanDoesNotFit on every rank if parameters were renamed, as pruning does.
         """
         programs = self.programs
         if (changed := self._watch.refusal()) is not None:
             if not (names := self._watch.renamed()):
-                if programs.pipeline is None:  # the other ranks make no announcements yet
+                if programs.pipeline is None:  # no announcements are exchanged before the first training call
                     agree_on_first_call(self.communicator, self._context.activity(train=train), changed)
                 give_up(self.announcements, changed)
             if programs.pipeline is not None:
@@ -244,17 +246,17 @@ class Session:
             programs.check_fit(PlanViolation((), whole), self._context.activity(train=train))
 
     def _look_again(self) -> None:
-        """Looks up the model's present modules and parameters again."""
+        """Records the present modules and parameters of the model."""
         self.state.refresh(self.model)
-        self._watch.note()
+        self._watch.record()
 
     def _follow_names(self) -> None:
-        """Takes over the present names of parameters, in session and plan."""
+        """Takes over renamed parameters in the session and the plan."""
         self._look_again()
         self.programs.cache.clear()
         self._eager.forget()
         if self.programs.pipeline is not None:
-            self._note_places(first=False)
+            self._record_places(first=False)
 
     def _end_lookahead(self) -> None:
         """Applies every update, and stops expecting a next batch."""
@@ -274,23 +276,27 @@ class Session:
         return self.shadow
 
     def meet_joined(self) -> None:
-        """Exchanges activities with ranks without batches, at the head of a call under `join`. Collective."""
-        self.shadow.meet(self._context.activity(train=torch.is_grad_enabled()))
+        """Exchanges the ranks' activities before a call under `join`, because some ranks may have no batches.
+        Collective.
+        """
+        self.shadow.gather_activities(self._context.activity(train=torch.is_grad_enabled()))
 
     # -- state ---------------------------------------------------------------------------------------------------------
 
     def parameters_were_loaded(self) -> None:
-        """Takes over loaded parameters, which may be new objects (`assign=True`)."""
+        """Takes over the parameters after `load_state_dict`, which may have replaced the objects."""
         self.state.parameters_were_loaded()
         self.communicator.progress.optimizer_steps = 0  # all ranks have the same parameters again
-        self._watch.note_parameters()
+        self._watch.record_parameters()
         if self.programs.pipeline is not None:
-            self._note_places(first=False)
+            self._record_places(first=False)
 
-    def _note_places(self, first: bool) -> None:
-        """Notes the places of parameters after the plan has placed them. The first time, loads a waiting checkpoint."""
-        self._placed.note(self)
-        if self._eager.reason:  # autograd accumulates all gradients in `.grad`
+    def _record_places(self, first: bool) -> None:
+        """Records where the plan has placed the parameters. The first time, loads a checkpoint that was requested
+        before.
+        """
+        self._placed.record(self)
+        if self._eager.reason:  # autograd itself accumulates all gradients in `.grad`
             self._outside.stop()
         else:
             plan = self.programs.in_use.plan
@@ -298,7 +304,7 @@ class Session:
         if first and self._to_load is not None:
             checkpoint.load(*self._saved(), self._to_load)
         if first:
-            self._watch.note_parameters()
+            self._watch.record_parameters()
 
     def whole(self) -> contextlib.AbstractContextManager[None]:
         """Returns a context in which tables are whole on all ranks."""
@@ -314,11 +320,11 @@ class Session:
     def check_replicas(self) -> None:
         """Raises if replicas differ between ranks. Collective."""
         self.programs.synchronize()
-        compare_replicas(self.state, self._context.stepping.holders.optimizers, self.communicator)
+        compare_replicas(self.state, self._context.optimizer_hooks.known_optimizers.optimizers, self.communicator)
 
     def _saved(self) -> tuple[nn.Module, ModelState, Sequence[Optimizer], Communicator]:
         """Returns the parts of the session that a checkpoint saves."""
-        return self.model, self.state, self._context.stepping.holders.optimizers, self.communicator
+        return self.model, self.state, self._context.optimizer_hooks.known_optimizers.optimizers, self.communicator
 
     def save_checkpoint(self, folder: Path) -> None:
         """Saves a checkpoint into a folder. Collective."""

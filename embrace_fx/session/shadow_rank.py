@@ -17,9 +17,9 @@ from torch.distributed.algorithms.join import JoinHook
 from embrace_fx.capture.gradient_graph import ROUTE as EAGER
 from embrace_fx.passes.join_exchanges import idle_graph
 from embrace_fx.passes.planner.plan_fit import PlanViolation, fitted
-from embrace_fx.runtime.ranks.announcement import ACCUMULATING, EVALUATING, JOINED
 from embrace_fx.runtime.ranks.failure import PlanDoesNotFit
-from embrace_fx.runtime.step.phases import autocast_is_in_the_graph
+from embrace_fx.runtime.ranks.step_handshake import ACCUMULATING, EVALUATING, JOINED
+from embrace_fx.runtime.step.runnable_phase import autocast_is_in_the_graph
 from embrace_fx.runtime.step.step import Step
 from embrace_fx.runtime.tables.placement import broadcast_state
 from embrace_fx.session.program_cache import Entry
@@ -43,8 +43,7 @@ _ADDS_UP = (
 
 
 class ShadowRank(JoinHook):
-    """Takes part in the calls of other ranks after this rank has run out of batches, as the hook that torch's `Join`
-    calls.
+    """The hook that torch's `Join` calls on a rank without batches: the rank takes part in the other ranks' calls.
 
     Args:
         fit: changes the plan to fit all ranks' batches. Collective.
@@ -58,17 +57,17 @@ class ShadowRank(JoinHook):
         self._programs = programs
         self._fit = fit
         self._sharded: Plan | None = None  # the plan in use before tables became whole
-        self._left: set[str] = set()  # parameters for which this rank has left a sum
+        self._left: set[str] = set()  # parameters whose gradient sum this rank has left unreduced
         self.divides_by_all = True
 
-    def meet(self, activity: int) -> int:
+    def gather_activities(self, activity: int) -> int:
         """Gathers all ranks' activities at the head of each call. A rank without batches is `JOINED`. Collective.
 
         Raises:
             RuntimeError: a rank has joined before the first batch or during an accumulation; raised on every rank.
         """
         programs, counters = self._programs, self._programs.counters
-        everyone = self._context.announcements.meet(activity)
+        everyone = self._context.announcements.gather_activities(activity)
         active = [rank for rank, each in enumerate(everyone) if each != JOINED]
         joined = [rank for rank, each in enumerate(everyone) if each == JOINED]
         counters.authority, counters.uneven = active[-1], bool(joined)
@@ -83,9 +82,7 @@ class ShadowRank(JoinHook):
         return everyone[active[0]]
 
     def _agree_on_gradients(self, active: Sequence[int]) -> None:
-        """Gives tables a gradient on all ranks if an active rank has one, else on none, because others may hold older
-        ones.
-        """
+        """Makes tables have a gradient on all ranks or on none, before an optimizer's step."""
         tables = self._context.state.tables
         own = tuple(name for name, table in tables.items() if table.parameter.grad is not None)
         adds_up = any(held.unreduced for held in self._context.state.gradients())
@@ -101,10 +98,10 @@ class ShadowRank(JoinHook):
                 table.add_gradient(none, table.local.new_empty((0, table.local.shape[1])))
 
     def main_hook(self) -> None:
-        """Runs the collectives of one call of the others without a batch, which torch calls shadowing. Collective."""
-        activity = self.meet(JOINED)
+        """Takes part in the collectives of one call of the other ranks, without a batch. Collective."""
+        activity = self.gather_activities(JOINED)
         unreduced = self._context.state.unreduced
-        self._left |= unreduced  # as under DDP, sums wait until the rank has a batch again
+        self._left |= unreduced  # as under DDP, the sums stay until this rank has a batch again
         unreduced.clear()
         while True:
             try:

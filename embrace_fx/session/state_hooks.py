@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from embrace_fx.runtime.tables.part import REFUSAL
-from embrace_fx.runtime.tables.part_layout import Layout
+from embrace_fx.runtime.tables.shard_layout import Layout
 from embrace_fx.runtime.tables.state_dicts import show_parts, take_own_parts
+from embrace_fx.runtime.tables.table_shard import REFUSAL
 from embrace_fx.setup.log import log
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class Placed:
-    """The layouts of a model's tables, which the model keeps after its session has closed.
+    """What a model keeps of its session: the layouts of its tables, and the hooks of its state dict.
 
     Attributes:
         layouts: table, by each of its names -> its layout.
@@ -42,8 +42,8 @@ class Placed:
         self.copies: weakref.WeakSet[StateHook] = weakref.WeakSet()
         self.handles: list[RemovableHandle] = []
 
-    def note(self, session: Session) -> None:
-        """Notes where a session has placed its tables."""
+    def record(self, session: Session) -> None:
+        """Records the layouts of a session's tables."""
         self.layouts = session.state.layouts
         if self.layouts and self.copies and session.communicator.rank == 0:
             log(_MADE_BEFORE, ", ".join(self.layouts))
@@ -89,7 +89,7 @@ class StateHook:
 
     @property
     def taken(self) -> str | None:
-        """The reason why the model cannot be compiled again, or None if it can."""
+        """Why the model cannot be compiled again, or None if it can."""
         if self.layouts and self.trainer is None:
             return f"an earlier compile() left only this rank's shards of {', '.join(self.layouts)}"
         return None
@@ -101,7 +101,7 @@ class StateHook:
     def __reduce__(self) -> Any:
         if self.session is not None and self.session.shards:
             raise TypeError(REFUSAL.format(f"a model whose tables {', '.join(self.session.shards)} are sharded"))
-        return getattr, (contextlib.nullcontext(), "__exit__")  # a function that ignores its arguments
+        return getattr, (contextlib.nullcontext(), "__exit__")  # pickles as a function that does nothing
 
     def __deepcopy__(self, memo: dict[int, Any]) -> StateHook:
         copied = StateHook(self._act, None, Placed(self.layouts))
@@ -117,13 +117,13 @@ def _before_saving(hook: StateHook, *_: Any) -> None:
 
 
 def _after_saving(hook: StateHook, module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Shows parts of tables in a state dict as `torch.distributed.checkpoint` wants them."""
+    """Replaces sharded tables in a state dict by the form that `torch.distributed.checkpoint` expects."""
     with hook.watching():
         show_parts(state_dict, hook.layouts, prefix=prefix)
 
 
 def _before_loading(hook: StateHook, module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Takes this rank's part of tables, before a state dict is loaded."""
+    """Replaces whole tables in a state dict by this rank's parts, before the state dict is loaded."""
     _check_names(module, state_dict, prefix)
     _before_saving(hook)
     with hook.watching():
@@ -131,7 +131,7 @@ def _before_loading(hook: StateHook, module: nn.Module, state_dict: dict[str, An
 
 
 def _after_loading(hook: StateHook, *_: Any) -> None:
-    """Makes the session take over the parameters that a state dict has loaded."""
+    """Makes the session take over the loaded parameters."""
     if hook.session is not None:
         hook.session.parameters_were_loaded()
 

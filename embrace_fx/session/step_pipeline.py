@@ -38,7 +38,7 @@ from embrace_fx.runtime.exchanges.in_place import (
 )
 from embrace_fx.runtime.exchanges.rounded import sum_rounded_
 from embrace_fx.runtime.flow.bucket_updates import BucketExchange, Buckets
-from embrace_fx.runtime.flow.flow import Flow
+from embrace_fx.runtime.flow.comm_pipeline import CommPipeline
 from embrace_fx.runtime.flow.row_exchange import RowExchange
 from embrace_fx.runtime.launch.launch_queue import LaunchQueue
 from embrace_fx.runtime.launch.launcher import Launcher
@@ -47,8 +47,8 @@ from embrace_fx.runtime.launch.recorder import Recorder
 from embrace_fx.runtime.launch.stream_queue import StreamQueue
 from embrace_fx.runtime.launch.streams import Streams, streams_of
 from embrace_fx.runtime.memory.resident import bytes_in_use
-from embrace_fx.runtime.ranks.announcement import Announcement, activity_of
 from embrace_fx.runtime.ranks.checksums import checksum_of_text
+from embrace_fx.runtime.ranks.step_handshake import HandshakeMessage, activity_of
 from embrace_fx.runtime.step.program import Program
 from embrace_fx.session.batch_check import batch_check
 from embrace_fx.session.buffer_sharing import BufferSharing
@@ -66,7 +66,8 @@ from embrace_fx.vocabulary.submissions import submitted
 
 
 class StepPipeline:
-    """The programs, flow and schedule of one model under one plan. Another plan gets its own pipeline.
+    """Everything that a model's steps need under one plan: programs, flow and schedule. Another plan gets a new
+    pipeline.
 
     Args:
         findings: on rank 0, the findings from which the plan was made.
@@ -95,7 +96,7 @@ class StepPipeline:
         self.findings = findings and replace(findings, schedule=plan.schedule_name)
         self.monitor: SparsityMonitor | None = None
         self.monitor_rows()
-        self._aside = Flow.within_steps(context.announcements, streams_of(context.device))
+        self._aside = CommPipeline.within_steps(context.announcements, streams_of(context.device))
         self.flow = self._aside
         self.schedule: Schedule | None = None
         self.decided: Schedule | None = None
@@ -114,8 +115,8 @@ class StepPipeline:
         self._besides: dict[str, Callable[[], fx.GraphModule]] = {}  # name -> phase of an evaluation or accumulation
         self._logged_least = False  # whether a relaxed budget was logged
         self._ordering: tuple[OrderCompute, ...] = ()  # reorders the backward; empty for autograd's order
-        self._profiler: StepProfiler | None = StepProfiler()  # None once the steps have been measured
-        self._graph: TrainingGraph | None = None  # graph of the first training program
+        self._profiler: StepProfiler | None = StepProfiler()  # None once the steps have been profiled
+        self._graph: TrainingGraph | None = None  # the graph of the first training program
 
     def monitor_rows(self) -> None:
         """Watches the rows that batches read from now on, if strategies depend on them."""
@@ -171,7 +172,7 @@ class StepPipeline:
 
     @property
     def _shown(self) -> Compiled | None:
-        """Returns the compiled step that views show, or None before the first call."""
+        """Returns the compiled step that `model.graphs` shows, or None before the first call."""
         return None if self._last is None else self._steps_of[self._last].steady
 
     def step_memory(self) -> StepMemory | None:
@@ -190,7 +191,7 @@ class StepPipeline:
         return run_passes(analysed, passes)
 
     def _log_least(self, asked: int, least: int) -> None:
-        """Logs once that a step holds the least possible bytes because the budget's fraction asks for less."""
+        """Logs, once, that a fraction of memory was relaxed to the least possible."""
         if not self._logged_least and self._context.communicator.rank == 0:
             log(
                 "a step of this batch needs at least %s; memory_budget=%g would allow %s, and is relaxed to that",
@@ -234,9 +235,7 @@ class StepPipeline:
 
     @cached_property
     def _launches(self) -> bool:
-        """Returns whether a launcher sends the steps' exchanges. A user's communication hook sends its own within a
-        step.
-        """
+        """Returns whether a launcher sends the exchanges. Under a communication hook of the user, it does not."""
         devices = {parameter.device for parameter in self._context.model.parameters()}
         one_device = len(devices) == 1 and next(iter(devices)).type in ("cpu", "cuda")
         return self.plan.world_size > 1 and one_device and self._context.communicator.comm_hook is None
@@ -270,13 +269,13 @@ class StepPipeline:
         self.flow = (
             self._flow_between_steps(graph, self.schedule, self.recorder, on, as_gradients=as_gradients)
             if several
-            else Flow.within_steps(context.announcements, on, self.recorder)
+            else CommPipeline.within_steps(context.announcements, on, self.recorder)
         )
-        context.stepping.follow(self.flow)
+        context.optimizer_hooks.follow(self.flow)
 
     def _flow_between_steps(
         self, graph: TrainingGraph, schedule: Schedule, recorder: Recorder, on: Streams | None, *, as_gradients: bool
-    ) -> Flow:
+    ) -> CommPipeline:
         """Makes the flow that follows a schedule. Collective."""
         context, plan, state = self._context, self.plan, self._context.state
         communicator, device = context.communicator, next(context.model.parameters()).device
@@ -288,7 +287,7 @@ class StepPipeline:
             queue = LaunchQueue(recorder, at_once=len(launched) if as_gradients else IN_FLIGHT)
         else:
             queue = StreamQueue(recorder, on, communicator.channels(device))
-            communicator.look_each_time(queue.look)
+            communicator.run_periodically(queue.look)
         launcher = Launcher(launched, submitted(graph.phases["forward"]), queue, communicator)
         communicator.in_turn = queue.in_turn
         communicator.rounding.forget()  # drops the residuals of other buckets
@@ -298,7 +297,7 @@ class StepPipeline:
             )
             for name in plan.row_exchanges
         }
-        return Flow(
+        return CommPipeline(
             context.announcements,
             launcher,
             exchanges,
@@ -337,7 +336,8 @@ class StepPipeline:
         return lambda flat, name, channel: run(sum_rounded_(flat, name, channel, rounding))
 
     def _after_announcement(self) -> None:
-        """Follows the order computed from all ranks' profiles, from the next window on, once there is a profile.
+        """Switches to the order found from measured times, once there is a profile. Called in each step, when every
+        rank is known to continue.
 
         Called in each step once every rank is known to continue.
         """
@@ -353,11 +353,13 @@ class StepPipeline:
     def close(self) -> None:
         """Applies updates pending between steps, and ends the flow."""
         flow, self.flow = self.flow, self._aside
-        self._context.stepping.follow(self.flow)
+        self._context.optimizer_hooks.follow(self.flow)
         flow.close()
 
     def _compute_in_order(self, units: tuple[str, ...]) -> TrainingGraph:
-        """Reorders the backward's units of all training programs. Returns the graph of the one built last."""
+        """Reorders the backward of every training program by these units. Returns the graph of the program built
+        last.
+        """
         self._ordering = (OrderCompute(units),)
         for program, of_steps in self._steps_of.items():
             of_steps.order(self._ordering)
@@ -366,7 +368,7 @@ class StepPipeline:
         log_graph("order_compute", self._shown.graph.phases["backward"])
         return self._shown.graph
 
-    def _launched(self, joint: Compiled, flow: Flow) -> int:
+    def _launched(self, joint: Compiled, flow: CommPipeline) -> int:
         """Hashes a program's launches to a number that ranks can compare, 0 on a single rank."""
         if self._context.communicator.world_size == 1:
             return 0
@@ -386,9 +388,9 @@ class StepPipeline:
 
             regions = RegionCompiler()
 
-        def head(leaves: Sequence[Any]) -> Announcement:
+        def head(leaves: Sequence[Any]) -> HandshakeMessage:
             """Returns the announcement at the head of a step."""
-            own = Announcement(activity=activity, failure=check(leaves), program=launched, buffers=announced())
+            own = HandshakeMessage(activity=activity, failure=check(leaves), program=launched, buffers=announced())
             own.rows_seen, counters.rows_seen = counters.rows_seen, {}
             own.steps = 0 if counters.uneven else communicator.progress.optimizer_steps
             own.asks_to_plan = bool(counters.replan_for)

@@ -25,7 +25,7 @@ from embrace_fx.vocabulary.step_parts import SHARES, Share
 
 
 class Views:
-    """Shows a user one model's plan, graphs, schedule and timeline."""
+    """What a user sees of a compiled model: plan, graphs, schedule, timeline and report."""
 
     def __init__(self, context: Context, programs: Programs, eager: EagerCalls) -> None:
         self._context = context
@@ -35,7 +35,7 @@ class Views:
 
     @property
     def plan(self) -> Plan:
-        """The plan in use."""
+        """The plan in use, after the first training call."""
         return self._programs.in_use.plan
 
     @property
@@ -46,7 +46,7 @@ class Views:
     def report(self) -> Report:
         """The plan with its reasons, the measured step and advice, as a text."""
         context, pipeline, plan = self._context, self._programs.in_use, self.plan
-        shares_ms, schedule = context.stepping.recorder.tally.shares_ms(), pipeline.schedule
+        shares_ms, schedule = context.optimizer_hooks.recorder.step_times.shares_ms(), pipeline.schedule
         parts = [render(plan, folded=True) + rounding_report(context.communicator)]
         if shares_ms is not None and (found := why(shares_ms, "A step of this rank takes")) is not None:
             # There is no prediction for a forward as written, nor a useful one for assumed links.
@@ -64,12 +64,12 @@ class Views:
             beyond = {first.get(name, name): beyond_memory(of, step_ms) for name, of in pipeline.memory.items()}
             text += f"\n\n{tables_report(tables, context.communicator.world_size, beyond)}"
         if (held := pipeline.step_memory()) is not None:
-            text += f"\n\n{memory_report(held, context.model, context.stepping.holders.optimizers)}"
+            text += f"\n\n{memory_report(held, context.model, context.optimizer_hooks.known_optimizers.optimizers)}"
         return Report(text)
 
     def metrics(self) -> dict[str, float]:
         """Returns the figures of the last whole step."""
-        steps, plan = self._context.stepping.recorder.tally.steps, self.plan
+        steps, plan = self._context.optimizer_hooks.recorder.step_times.steps, self.plan
         found = {
             "sent_bytes_predicted": float(plan.sent_bytes_per_step),
             "sent_bytes_ddp": float(sum(d.ddp_bytes_per_step for d in plan)),
@@ -83,7 +83,7 @@ class Views:
 
     @property
     def schedule(self) -> Schedule:
-        """The schedule in use."""
+        """The schedule in use, after the first training step."""
         if (found := self._programs.in_use.schedule) is None:
             raise RuntimeError(_NOT_SCHEDULED)
         return found
@@ -94,7 +94,7 @@ class Views:
 
     @property
     def timeline(self) -> Timeline:
-        """The last recorded timeline."""
+        """The timeline that the last `record()` measured."""
         if self._timeline is None:
             raise RuntimeError("There is no timeline yet. Train a few steps inside `with model.record():`.")
         return self._timeline

@@ -40,7 +40,7 @@ def whole_tables(context: Context, programs: Programs) -> Iterator[None]:
 
 
 def _check(context: Context, names: Sequence[str]) -> None:
-    """Raises if a rank cannot make its tables whole now, or if memory would not suffice. Collective."""
+    """Raises if a rank cannot make its tables whole now, or lacks the memory. Collective."""
     state, own = context.state, ""
     if state.awaiting_backward or state.unreduced:
         own = "a call still waits for its backward, or gradients accumulated under no_sync() are not reduced yet"
@@ -61,9 +61,13 @@ def _check(context: Context, names: Sequence[str]) -> None:
 
 
 def _missing_bytes(context: Context, name: str) -> int:
-    """Counts the bytes of a table, and of its state in optimizers, that a rank needs to hold it whole."""
+    """Returns the bytes that a rank needs beyond its part to hold a table and its optimizer state whole."""
     table, parameter = context.state.tables[name], context.state.parameter(name)
-    held = [o.state.get(parameter) or {} for o in context.stepping.holders.optimizers if parameter in o.state]
+    held = [
+        o.state.get(parameter) or {}
+        for o in context.optimizer_hooks.known_optimizers.optimizers
+        if parameter in o.state
+    ]
     copies = 1 + sum(torch.is_tensor(v) and v.dim() == 2 for each in held for v in each.values())
     return copies * prod(table.shape) * parameter.element_size()
 

@@ -11,14 +11,14 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from embrace_fx.capture.errors import CaptureError
-from embrace_fx.runtime.ranks.announcement import Announcement, Announcements
 from embrace_fx.runtime.ranks.communicator import Communicator
 from embrace_fx.runtime.ranks.default_group import check_mesh
 from embrace_fx.runtime.ranks.failure import PeerFailure, failure_text
 from embrace_fx.runtime.ranks.step_checks import check_activities
+from embrace_fx.runtime.ranks.step_handshake import HandshakeMessage, StepHandshake
 from embrace_fx.runtime.step.gradient_hooks import has_node_hooks
 from embrace_fx.runtime.tables.model_state import names_to_ignore
-from embrace_fx.runtime.tables.part import Part
+from embrace_fx.runtime.tables.table_shard import TableShard
 from embrace_fx.setup.options import Options
 from embrace_fx.setup.replica_check import settings_of
 from embrace_fx.setup.shared_memory import refuse_shared_memory
@@ -92,7 +92,7 @@ def agree_on_set_up(
 
 
 def describe(model: nn.Module, optimizers: Sequence[Optimizer], options: Options) -> dict[str, str]:
-    """Describes a rank's model, optimizers and options as text, by aspect. Ignored parameters are left out."""
+    """Returns text about a rank's model, optimizers and options, by aspect, for ranks to compare."""
     ignored = names_to_ignore(model)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     trained = any(getattr(hook, "trainer", None) is not None for hook in model._state_dict_pre_hooks.values())
@@ -115,7 +115,8 @@ def describe(model: nn.Module, optimizers: Sequence[Optimizer], options: Options
 def _problems(model: nn.Module, optimizers: Sequence[Any], *, is_called: bool) -> Iterator[str]:
     """Yields the reasons why a model cannot be trained: a wrapper, an optimizer, a parameter."""
     kind, hooks = type(model).__name__, [*model._state_dict_pre_hooks.values()]
-    by_torch = isinstance(model, DistributedDataParallel) or "_orig_mod" in model._modules  # torch.compile's
+    # The wrapper of torch.compile.
+    by_torch = isinstance(model, DistributedDataParallel) or "_orig_mod" in model._modules
     if by_torch or getattr(type(model), "_wraps_a_model", False):
         yield (
             f"compile(): model is a {kind}, which wraps a model already. Pass the model that it wraps: compile() "
@@ -161,7 +162,7 @@ def _problems_of_parameters(model: nn.Module, *, is_called: bool) -> Iterator[st
                 f"The model is called with another tensor in place of {name}, but gradients belong to the model's own "
                 "parameters. Give functional_call tensors for all parameters and buffers, or call the plain model."
             )
-        if isinstance(parameter, Part) and id(parameter.spread) not in placed:
+        if isinstance(parameter, TableShard) and id(parameter.spread) not in placed:
             yield (
                 f"{name} is sharded by another compiled model, so this rank has only a shard of it. Keep a table that "
                 f"several models read whole in each of them, with strategy={{{name!r}: 'allreduce'}}, or compile one "
@@ -183,7 +184,7 @@ def _problems_of_parameters(model: nn.Module, *, is_called: bool) -> Iterator[st
 
 
 def _what(value: object) -> str:
-    """Describes a value, for a message."""
+    """Describes a value in an error message by its type."""
     return f"the class {value.__name__}" if isinstance(value, type) else f"{value!r} of type {type(value).__name__}"
 
 
@@ -223,8 +224,8 @@ def runs_eagerly_for(failure: Exception | None, route: str | None) -> str:
     return failure.reason
 
 
-def give_up(announcements: Announcements, failure: Exception) -> NoReturn:
-    """Announces a failure instead of a step, so that the other ranks do not wait for this one.
+def give_up(announcements: StepHandshake, failure: Exception) -> NoReturn:
+    """Announces a failure in place of a step, so that other ranks do not wait, and raises it.
 
     Raises:
         CaptureError: the failure itself, if it is one (or the forward's own error); other ranks raise PeerFailure.
@@ -232,7 +233,7 @@ def give_up(announcements: Announcements, failure: Exception) -> NoReturn:
     """
     report = None
     try:
-        announcements.announce(Announcement(failure=failure_text(failure)))
+        announcements.announce(HandshakeMessage(failure=failure_text(failure)))
     except PeerFailure as raised:
         report = raised
     if isinstance(failure, CaptureError):
@@ -242,7 +243,7 @@ def give_up(announcements: Announcements, failure: Exception) -> NoReturn:
 
 
 def _of_forward(failure: Exception | None) -> Exception | None:
-    """Returns the user's exception that made a capture fail, so that loops can catch it, or None."""
+    """Returns the user's own exception that made a capture fail, or None."""
     raised = failure.raised if isinstance(failure, CaptureError) else None
     if raised is not None:
         raised.add_note(f"Raised by the forward while it was captured: {failure}")

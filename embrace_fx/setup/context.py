@@ -7,26 +7,26 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from embrace_fx.runtime.ranks.announcement import Announcements, activity_of
 from embrace_fx.runtime.ranks.communicator import Communicator
-from embrace_fx.runtime.step.stepping import Stepping
+from embrace_fx.runtime.ranks.step_handshake import StepHandshake, activity_of
+from embrace_fx.runtime.step.optimizer_hooks import OptimizerHooks
 from embrace_fx.runtime.tables.model_state import ModelState
 from embrace_fx.setup.options import Options
 
 
 @dataclass(frozen=True)
 class Context:
-    """The model, options, ranks and tables for which a plan is made and applied."""
+    """What every part of a compiled model shares: the model, its optimizers and tables, the ranks and the options."""
 
     model: nn.Module
-    stepping: Stepping  # knows the optimizers
+    optimizer_hooks: OptimizerHooks  # the hooks on the model's optimizers
     state: ModelState
-    announcements: Announcements
+    announcements: StepHandshake
     options: Options
 
     @property
     def communicator(self) -> Communicator:
-        """The communicator of the ranks."""
+        """The communicator of the ranks that train together."""
         return self.announcements.communicator
 
     @property
@@ -36,5 +36,5 @@ class Context:
         return next((each for each in devices if each.type != "meta"), torch.get_default_device())
 
     def activity(self, *, train: bool) -> int:
-        """Returns the activity that ranks announce for a call made now."""
+        """Returns the mode of a call, as ranks announce it: training, accumulating or evaluating."""
         return activity_of(train=train, reduces=self.state.synchronised)

@@ -60,5 +60,5 @@ def stage(what: str, rank: int = 0) -> Iterator[None]:
 def _watch(stages: list[tuple[str, float]], ended: threading.Event) -> None:
     """Logs the innermost stage every few seconds until the stages have ended."""
     while not ended.wait(LINE_EVERY_S):
-        for what, began_s in stages[-1:]:  # the last stage may just have ended
+        for what, began_s in stages[-1:]:  # the last stage may have ended in the meantime
             log("%s, %.0f s so far", what, time.monotonic() - began_s)

@@ -61,7 +61,7 @@ class Options:
         return self.plan if isinstance(self.plan, Plan | None) else Plan.load(self.plan)
 
     def agreed(self) -> str:
-        """Returns, as text, the options that must agree between ranks: without folders, and with a digest of a plan."""
+        """Returns the options as text for ranks to compare, without folders."""
         plan = self.given_plan
         own = replace(self, plan=None, spill_to=None if self.spill_to is None else "somewhere")
         return repr(own) + (f" and a plan of digest {plan.digest()}" if plan is not None else "")
@@ -128,6 +128,6 @@ class Options:
 
 
 def as_tuple(optimizer: Optimizers) -> tuple[Optimizer, ...]:
-    """Puts an optimizer, or several, into a tuple, without checks, which all ranks make together later."""
+    """Returns one optimizer or several as a tuple. Checks nothing, because all ranks check together later."""
     given: Any = () if optimizer is None else optimizer
     return tuple(given) if isinstance(given, list | tuple) else (given,)

@@ -43,14 +43,15 @@ def _checksums(state: ModelState, optimizers: Sequence[Optimizer]) -> dict[str, 
     by_device: dict[torch.device, list[str]] = {}
     for what, value in tensors.items():
         by_device.setdefault(value.device, []).append(what)
-    for names in by_device.values():  # one transfer per device
+    for names in by_device.values():  # one transfer from each device to the host
         found |= zip(names, torch.stack([tensors[name] for name in names]).tolist(), strict=True)
     return found
 
 
 def _replicas(state: ModelState, optimizers: Sequence[Optimizer]) -> Iterator[tuple[str, Any]]:
     """Yields, by name, the values that must be equal on all ranks: parameters, param groups and optimizer state."""
-    names = {id(state.parameter(name)): name for name in reversed(state.names)}  # a tied parameter under its first name
+    # A tied parameter counts once, by its first name.
+    names = {id(state.parameter(name)): name for name in reversed(state.names)}
     sharded = {id(table.parameter) for table in state.tables.values() if table.layout.mesh is not None}
     for key, name in names.items():
         if key not in sharded and name not in state.ignored:

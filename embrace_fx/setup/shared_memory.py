@@ -19,7 +19,7 @@ def refuse_shared_memory(model: nn.Module) -> None:
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if type(tensor) in (nn.Parameter, Tensor) and tensor.layout == torch.strided and tensor.device.type != "meta":
             by_storage.setdefault(tensor.untyped_storage().data_ptr(), []).append((name, tensor))
-    by_storage.pop(0, None)  # no elements
+    by_storage.pop(0, None)  # address 0 means a tensor without elements
     for tensors in by_storage.values():
         for (name, one), (other, another) in combinations(tensors, 2):
             if (one.requires_grad or another.requires_grad) and share_memory(one, another):

@@ -101,8 +101,8 @@ def await_chunk(value: Tensor, launch: str) -> Tensor:
     return same
 
 
-@op("hand_over", "(Tensor flat, int bucket) -> Tensor")
-def hand_over(flat: Tensor, bucket: int) -> Tensor:
+@op("defer_bucket", "(Tensor flat, int bucket) -> Tensor")
+def defer_bucket(flat: Tensor, bucket: int) -> Tensor:
     """Leaves a bucket in flight to the optimizer and the next forward, at the end of a backward.
 
     The result is an empty tensor that represents the gradients among the backward's outputs.

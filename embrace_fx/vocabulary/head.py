@@ -15,10 +15,10 @@ Step = tuple[str, float, torch.dtype | None]
 """("mul" or "div", a number, None), ("tanh", 0.0, None), or ("to", 0.0, a dtype)."""
 
 
-def written(steps: Sequence[Step]) -> str:
+def steps_to_text(steps: Sequence[Step]) -> str:
     """Writes steps as text, for graphs.
 
-    >>> written([("div", 30.0, None), ("tanh", 0.0, None), ("to", 0.0, torch.float32)])
+    >>> steps_to_text([("div", 30.0, None), ("tanh", 0.0, None), ("to", 0.0, torch.float32)])
     'div 30.0, tanh, to float32'
     """
     return ", ".join(" ".join((name, *_operand(name, by, dtype))) for name, by, dtype in steps)
@@ -32,8 +32,8 @@ def _operand(name: str, operand: float, dtype: torch.dtype | None) -> tuple[str,
 
 
 @lru_cache(maxsize=64)
-def read(steps: str) -> tuple[Step, ...]:
-    """Parses the text that `written` returns."""
+def steps_from_text(steps: str) -> tuple[Step, ...]:
+    """Parses the text that `steps_to_text` returns."""
     return tuple(_step(*each.split()) for each in steps.split(", ") if each)
 
 
@@ -44,7 +44,7 @@ def _step(name: str, operand: str = "") -> Step:
 
 def last_dtype(steps: str) -> torch.dtype | None:
     """Returns the dtype of the last cast, or None if there is none."""
-    return next((dtype for _, _, dtype in reversed(read(steps)) if dtype is not None), None)
+    return next((dtype for _, _, dtype in reversed(steps_from_text(steps)) if dtype is not None), None)
 
 
 def softmax_dtype(steps: str, dtype: torch.dtype) -> torch.dtype:
@@ -76,7 +76,7 @@ class PromisedLogits:
     Attributes:
         table: the parameter whose rows the logits are products with.
         bias: the added parameter, or "" for none.
-        steps: the ops after the product, as text made by `written`.
+        steps: the ops after the product, as text made by `steps_to_text`.
         narrow: the dtype of the product, or None for the table's.
         chunks: the count of chunks of scored positions in which a loss outside of the model is computed.
         keeps_logits: whether such a loss keeps the logits of all chunks for its backward instead of recomputing them.

@@ -28,7 +28,7 @@ SHARES_MEMORY = (aten._unsafe_view.default, aten.reshape.default, aten.lift_fres
 """Ops that may return their input's memory although their schema does not say so."""
 
 
-def written_into(node: fx.Node) -> int | None:
+def overwritten_argument(node: fx.Node) -> int | None:
     """Returns the index of the argument that a node's result may overwrite, or None if the result needs new memory."""
     if node.target not in IN_PLACE:
         return None

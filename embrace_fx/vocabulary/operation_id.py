@@ -38,10 +38,10 @@ Kind = Literal[
 HeadPart = Literal["counts", "labels", "hidden states", "statistics", "coefficients", "hidden gradients"]
 """What ranks exchange of the scored positions of an output layer."""
 
-Part = Literal["whole", "early", "late", "prior", "delayed", "chunk"] | HeadPart
+LaunchPart = Literal["whole", "early", "late", "prior", "delayed", "chunk"] | HeadPart
 """The part of a table or bucket: early or late rows, prior gradients or a piece of the delayed ones, or a chunk."""
 
-_SPELLED: dict[Kind, dict[Part, str]] = {
+_SPELLED: dict[Kind, dict[LaunchPart, str]] = {
     "lookups": {"whole": "{what} rows", "late": "{what} rows", "early": "{what} early rows"},
     "gradients": {"whole": "{what} gradients", "prior": "{what} prior"},
     "delayed": {"delayed": "{what} delayed [{number}]"},
@@ -81,7 +81,7 @@ class OperationId(NamedTuple):
 
     kind: Kind
     what: str
-    part: Part = "whole"
+    part: LaunchPart = "whole"
     number: int = 0
     lane: Lane = "compute"
 
@@ -115,13 +115,13 @@ def chunk_id(bucket: int, number: int) -> OperationId:
 
 
 @cache
-def rows_id(table: str, part: Part) -> OperationId:
+def rows_id(table: str, part: LaunchPart) -> OperationId:
     """Returns the id of the AlltoAll of a table's rows: "whole", "early" or "late"."""
     return OperationId("lookups", table, part, lane="embedding")
 
 
 @cache
-def gradients_id(table: str, part: Part, number: int = 0) -> OperationId:
+def gradients_id(table: str, part: LaunchPart, number: int = 0) -> OperationId:
     """Returns the id of the AlltoAll of a table's row gradients: "whole", "prior", or a piece of the "delayed" ones."""
     if part == "delayed":
         return OperationId("delayed", table, part, number, "delayed")

@@ -55,7 +55,7 @@ AWAITS: frozenset[str] = frozenset(
 )
 """Ops that wait for a launch of this window or the previous one."""
 
-LOCAL_OF_FLOW: frozenset[str] = frozenset({"embrace::join_rows", "embrace::hand_over", "embrace::update_bucket"})
+LOCAL_OF_FLOW: frozenset[str] = frozenset({"embrace::join_rows", "embrace::defer_bucket", "embrace::update_bucket"})
 """Ops that neither send nor wait, but are part of communication that overlaps the next step."""
 
 

@@ -10,7 +10,7 @@ A sparse exchange (`exchange_gradient_`) is one chunk.
 rewrite, `UpdateBeforeRead`, which follows:
     backward   there1 = ...; m1, m2 = unpack_bucket(there1, [p1, p2])
     forward    ... p1 ... p2 ...
-->  backward   hand_over(sent1, k)
+->  backward   defer_bucket(sent1, k)
     forward    there = await_chunk(await_chunk(p1, "bucket k [0]"), "bucket k [1]")
                p1', p2' = update_bucket([there, p2], k); ... p1' ... p2' ...
 """
@@ -117,11 +117,11 @@ class UpdateBeforeRead:
 
     def _rewrite(self, phases: Phases) -> None:
         """Moves the update of each bucket from the end of the backward into the next forward."""
-        _hand_over(phases["backward"], self.buckets)
+        _defer_buckets(phases["backward"], self.buckets)
         _await_updates(phases, self.buckets, self.chunks)
 
 
-def _hand_over(backward: fx.GraphModule, buckets: Sequence[tuple[str, ...]]) -> None:
+def _defer_buckets(backward: fx.GraphModule, buckets: Sequence[tuple[str, ...]]) -> None:
     """Ends the backward with buckets in flight, and drops the gradients unpacked from them."""
     rewriter = Rewriter(backward)
     outputs = list(outputs_of(backward))
@@ -143,7 +143,7 @@ def _hand_over(backward: fx.GraphModule, buckets: Sequence[tuple[str, ...]]) -> 
         }
         assert names <= set(buckets[k])
         with rewriter.before(sent.next):
-            token = rewriter.call(embrace.hand_over.default, sent, k, name=f"bucket_{k}_handed_over")
+            token = rewriter.call(embrace.defer_bucket.default, sent, k, name=f"bucket_{k}_deferred")
         outputs = [(value, role) for value, role in outputs if value not in means]
         handed_over.append((token, PendingGradients(k, tuple(n for n in buckets[k] if n in names))))
         set_outputs(backward, outputs)

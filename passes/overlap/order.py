@@ -92,15 +92,15 @@ class BackwardUnits:
     def unit_of_node(self) -> dict[fx.Node, str]:
         """Maps each node to the unit of the next submission after it. Leaves out the nodes after all submissions."""
         found: dict[fx.Node, str] = {}
-        among: list[fx.Node] = []
+        pending: list[fx.Node] = []
         last = None
         for node in self.needed_by:
             unit = _unit(node) if is_submission(node) else None
             if unit is None:
-                among.append(node)
+                pending.append(node)
             elif unit != last:
-                found |= dict.fromkeys(among, unit)
-                among, last = [], unit
+                found |= dict.fromkeys(pending, unit)
+                pending, last = [], unit
         return found
 
     def complete(self, order: Sequence[str]) -> tuple[str, ...]:
@@ -139,7 +139,7 @@ def _bits(mask: int) -> Iterator[int]:
 def _unit(node: fx.Node) -> str | None:
     """Returns the unit whose gradients a node submits: a table, row space or bucket; None for other nodes."""
     launch = launch_of(node)
-    if op_name(node) == "embrace::hand_over":
+    if op_name(node) == "embrace::defer_bucket":
         launch = launch_of(node.all_input_nodes[0])
     elif not is_submission(node) or launch is None or launch.kind == "lookups":
         return None

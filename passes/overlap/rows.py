@@ -111,7 +111,7 @@ def _await_rows(
     shard, ids = _lookup_of(join).args
     counts: Any = launch.args[1]
     places: Any = join.args[1]
-    if ids.op != "placeholder":  # an item of `route_grid`
+    if ids.op != "placeholder":  # the ids are an item of the result of `route_grid`
         saved = [ids.name, counts.name, places.name]
         ids, counts, *_ = ids.all_input_nodes[0].args
         routes[saved[0]] = _Route(ids, counts, saved)

@@ -189,7 +189,7 @@ class Pricing:
     @property
     def cluster(self) -> cost.Cluster:
         """The cluster of the ranks in use."""
-        return self.links.among(self.world_size)
+        return self.links.flattened(self.world_size)
 
     @cached_property
     def losses(self) -> Collection[str]:
@@ -223,7 +223,8 @@ class Pricing:
 
     def of_dense(self, fact: ParameterFacts, strategies: Collection[str]) -> dict[str, Priced]:
         """Returns the price of each strategy for a parameter that no lookup reads. Assumes a gradient without zeros."""
-        packed = cost.passes_over(fact.nbytes) + cost.claim(fact.nbytes)  # packing into its bucket
+        # The cost of packing the gradient into its bucket.
+        packed = cost.passes_over(fact.nbytes) + cost.claim(fact.nbytes)
         replicas = [each for each in strategies if each != "vocabulary"]
         priced = self._replicas(fact, _all_rows(fact, self.world_size), cost.Exchange(0, 0), packed, replicas)
         if "vocabulary" in strategies:
@@ -321,7 +322,7 @@ class Pricing:
                 held += INDEX_BYTES * rows.num_units  # every server's index set, kept between steps
             others_ms = around.time_ms(self.cluster) + upkeep.time_ms(self.cluster, "all_reduce")
             shared = replace(found, critical=replace(found.critical, messages=0)) if strategy == "allreduce" else found
-            if rounds:  # rounding errors of the rank's own gradient and of its reduced share
+            if rounds:  # count the rounding errors of the rank's own gradient and of its reduced share
                 held += RESIDUAL_BYTES * prod(fact.shape) * (self.world_size + 1) // self.world_size
             priced[strategy] = Priced(
                 strategy,

@@ -89,7 +89,7 @@ def shard_exchange(
     """
     if world_size == 1 or not rows_by_rank:
         return cost.Exchange(0, 0)
-    sent_bytes = 0.0  # over all ranks
+    sent_bytes = 0.0  # the sum over all ranks
     grid = grid or Grid(1, world_size)
     chunks = [own_columns(table.embedding_dim, grid.columns, column) for column in range(grid.columns)]
     piece_bytes = [wire.piece_bytes(last - first) for first, last in chunks]
@@ -254,7 +254,7 @@ def prices(graph: TrainingGraph, plans: Mapping[str, Plan]) -> dict[str, Added]:
 
 def _added(plan: Plan, compute: _Compute) -> Added:
     """Predicts the compute, waits and other work of a step under a plan."""
-    schedule, cluster = plan.schedule_name, plan.links.among(plan.world_size)
+    schedule, cluster = plan.schedule_name, plan.links.flattened(plan.world_size)
     rows = [_rows(plan, tables, cluster, compute) for tables in plan.row_exchanges.values()]
     buckets = [_bucket(plan, names, cluster, compute) for names in plan.buckets]
     awaited = 0.5 if schedule in LOOKS_AHEAD else 1.0

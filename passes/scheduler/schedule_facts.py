@@ -46,7 +46,7 @@ def ddp_exposed_ms(plan: Plan, steps: StepGraph, ranks: int) -> float:
             tables += reduced
         else:
             others += reduced
-    links = plan.links.among(ranks)
+    links = plan.links.flattened(ranks)
     backward_ms = sum(each.duration_ms for each in steps.operations if each.kind == "backward")
     tables_ms, others_ms = (
         all_reduce(each, ranks).time_ms(links, "all_reduce") if each else 0 for each in (tables, others)
@@ -66,7 +66,7 @@ def _scaled(operation: Operation, plan: Plan, ranks: int) -> Operation:
         return operation
     own_bytes = operation.sent_bytes * 1000 // exchange(collective, 1000, plan.world_size).sent_bytes
     now, then = (
-        exchange(collective, own_bytes, each).time_ms(plan.links.among(each), collective)
+        exchange(collective, own_bytes, each).time_ms(plan.links.flattened(each), collective)
         for each in (plan.world_size, ranks)
     )
     return replace(operation, duration_ms=operation.duration_ms * then / now)

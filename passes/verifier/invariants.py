@@ -306,7 +306,7 @@ def _shared_buffers(module: fx.GraphModule) -> Iterator[Violation]:
     if not launches:
         return
     buffers: dict[fx.Node, set[fx.Node]] = {}
-    readers: dict[fx.Node, list[fx.Node]] = {}  # by buffer, in the order of the graph
+    readers: dict[fx.Node, list[fx.Node]] = {}  # buffer -> its readers in the order of the graph
     for node in module.graph.nodes:
         # A launch's result counts as a new buffer, because readers of its wait may read the reduced value.
         aliased = [] if node in launches else aliased_inputs(node)

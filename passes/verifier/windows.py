@@ -154,7 +154,7 @@ def chunks_unread_in_flight(graph: TrainingGraph) -> Iterator[Violation]:
                 flying[node] = above | {id_of(node)}
             case "embrace::await_chunk":
                 flying[node] = above - {id_of(node)}
-            case "embrace::hand_over":
+            case "embrace::defer_bucket":
                 name = bucket_name(int(str(node.args[1])))
                 missing = {launch for launch in _submitted(graph) if launch.what == name} - above
                 if missing:

@@ -19,7 +19,7 @@ SHORT_BLOCK = 32
 def block_bitmap(blocks: Tensor) -> Tensor:
     """Returns a mask (B,) of the `blocks` (B, s) that have a non-zero element. NaN is non-zero, and -0.0 is zero."""
     if blocks.is_cuda:
-        counts: Tensor = torch.linalg.vector_norm(blocks, 0, dim=1)  # one pass without other writes
+        counts: Tensor = torch.linalg.vector_norm(blocks, 0, dim=1)  # a single pass, which writes only the result
         return counts != 0
     if blocks.shape[1] < SHORT_BLOCK:
         return (blocks != 0).any(dim=1)

@@ -30,7 +30,7 @@ different ones.
 
 
 def run(steps: Steps[T]) -> T:
-    """Runs an exchange to its end and returns its result."""
+    """Runs an exchange's rounds to the end, and returns its result."""
     try:
         launch = next(steps)
         while True:
@@ -54,7 +54,7 @@ class Channel:
     """
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
-        assert group is not None  # a single process
+        assert group is not None  # a single process has no peers
         self._group = group
         self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
         self.sent_bytes = 0

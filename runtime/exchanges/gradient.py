@@ -35,7 +35,7 @@ class RowSet:
 
     @property
     def width(self) -> int:
-        """Number of columns."""
+        """The number of columns."""
         return self.rows.shape[1]
 
 

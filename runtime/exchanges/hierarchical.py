@@ -46,7 +46,7 @@ def _sum(first: RowSet, second: RowSet) -> RowSet:
 
 
 def _swap(units: RowSet, to: int | None, source: int | None, channel: Channel) -> Steps[RowSet]:
-    """Sends the units to one rank, and returns those that another rank sent, or an empty set without a source."""
+    """Sends units to one rank, and returns those that another rank has sent; empty without a source."""
     world = range(channel.world_size)
     count = units.ids.numel()
     own = torch.full((int(to is not None),), count, device=units.ids.device)

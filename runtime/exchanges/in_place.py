@@ -22,12 +22,12 @@ from embrace_fx.runtime.exchanges.blocks import cut_rows, write_blocks_
 from embrace_fx.runtime.exchanges.channel import Channel, Steps, run
 from embrace_fx.runtime.exchanges.gradient import RowSet, join_parts
 from embrace_fx.runtime.ranks.communicator import InFlight
-from embrace_fx.runtime.ranks.worker import Ending, Worker
+from embrace_fx.runtime.ranks.worker import FutureWork, Worker
 
 
 @dataclass(frozen=True)
 class Strategy:
-    """A method to average all ranks' gradients, with the same bits on all ranks.
+    """A way to average all ranks' gradients that gives the same bits on all ranks.
 
     Attributes:
         mean_parts: exchanges a rank's units, and returns disjoint parts of the mean in any order.
@@ -50,7 +50,7 @@ STRATEGY_OF: Mapping[tuple[str, str], Strategy] = {
 
 @dataclass(frozen=True)
 class ExchangeKind:
-    """The kind of exchange of one parameter's gradient, equal on all ranks.
+    """How one parameter's gradient is exchanged; equal on all ranks.
 
     Attributes:
         rows: size of the gradient's first dimension.
@@ -112,4 +112,4 @@ class ExchangeThread:
     def start(self, exchange: Exchange, flat: Tensor, name: str) -> InFlight:
         """Starts an exchange in the background. The bytes sent are known when it has ended."""
         sent = self._worker.submit(partial(_sent_by, exchange, flat, name, self._channel))
-        return InFlight(flat, Ending(sent), sent.wait)
+        return InFlight(flat, FutureWork(sent), sent.wait)

@@ -78,14 +78,15 @@ def mean_parts(blocks: RowSet, channel: Channel, cluster: Cluster) -> Steps[list
 
 
 class _Ranges:
-    """The (N, L) lanes of the blocks. Each has every L-th block of its aggregator's range.
+    """The lanes of blocks (N, L): lane l of aggregator n has every L-th block of that aggregator's range.
 
     A block's *place* in its lane needs fewer bytes than its index. The place after the last one means no block.
     """
 
     def __init__(self, num_blocks: int, world_size: int, lanes: int, device: torch.device) -> None:
         self.num_blocks, self.lanes = num_blocks, lanes
-        self.starts = torch.tensor(even_ranges(num_blocks, world_size), device=device).unsqueeze(1)  # (N, 1)
+        # First blocks of all ranges (N, 1).
+        self.starts = torch.tensor(even_ranges(num_blocks, world_size), device=device).unsqueeze(1)
         self._none = places_of_lane(num_blocks, world_size, lanes)
         self._dtype = torch.uint8 if place_bytes(self._none) == 1 else torch.int32
         self._lane = torch.arange(lanes, device=device)
@@ -104,7 +105,7 @@ class _Ranges:
 
 
 class _Queues:
-    """This rank's blocks in the order of sending: ascending queues (N, L), for N aggregators and L lanes."""
+    """This rank's non-zero blocks, as one queue per lane (N, L), in ascending order."""
 
     def __init__(self, blocks: RowSet, ranges: _Ranges) -> None:
         starts, lanes = ranges.starts.view(-1), ranges.lanes
@@ -167,7 +168,7 @@ class _Aggregation:
         return self._channel.all_to_all(records.view(-1), self._sizes(mine), self._sizes(self._senders(stream)))
 
     def _senders(self, stream: slice) -> Tensor:
-        """Returns a mask (N, slots) of the ranks that have the current block of each of this rank's lanes."""
+        """Returns a mask (N, slots): which ranks have the current block of each of this rank's lanes."""
         current = self._current[self._channel.rank, stream]
         return (self._upcoming_of_ranks[:, stream] == current) & (current < self._end)
 

@@ -16,7 +16,7 @@ Records = tuple[Tensor, Tensor, list[int]]
 
 
 def push(units: RowSet, counts: Tensor, channel: Channel) -> Steps[Records]:
-    """Sends the first counts[0] units to rank 0, the next counts[1] to rank 1, and so on. Returns the received units.
+    """Sends `counts[r]` consecutive units to each rank r. Returns the received units.
 
     Args:
         units: ids in the order of their servers.
@@ -29,7 +29,7 @@ def push(units: RowSet, counts: Tensor, channel: Channel) -> Steps[Records]:
 
 
 def send(units: RowSet, send_counts: Sequence[int], receive_counts: list[int], channel: Channel) -> Steps[Records]:
-    """Sends as `push` does, if both sides know the counts."""
+    """Sends units like `push`, if both sides already know the counts."""
     records = encode_records(units.ids, units.rows, units.num_rows)
     size = records.shape[1]
     flat = yield channel.all_to_all(
@@ -40,7 +40,7 @@ def send(units: RowSet, send_counts: Sequence[int], receive_counts: list[int], c
 
 
 def gather(units: RowSet, channel: Channel) -> Steps[Records]:
-    """Gathers every rank's units."""
+    """Gathers the units of all ranks on every rank."""
     count = torch.tensor([units.ids.numel()], device=units.ids.device)
     announced = yield channel.all_gather(count, [1] * channel.world_size)
     counts: list[int] = announced.tolist()

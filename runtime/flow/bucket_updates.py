@@ -26,12 +26,12 @@ from embrace_fx.runtime.ranks.communicator import Communicator, InFlight
 from embrace_fx.runtime.ranks.groups import LANE_GROUP
 from embrace_fx.runtime.tables.local_storage import GONE, GradientFuture
 from embrace_fx.runtime.tables.own_step import hyperparameters, step_groups, takes_sparse
-from embrace_fx.vocabulary.forwarding import READ_MEMORY, NoStorage, forward, share_memory
 from embrace_fx.vocabulary.operation_id import OperationId, bucket_name, compute_id
+from embrace_fx.vocabulary.proxies import READ_MEMORY, NoStorage, forward, share_memory
 
 
 class PendingGradient(Tensor):
-    """Stands in `.grad` for a gradient in flight. Any use waits for the gradient, and then uses the real one.
+    """A tensor in `.grad` that stands for a gradient in flight. Any use waits for the gradient and then uses it.
 
     So code that reads gradients between backward and step (clipping, logging) works as with any model. From then on,
     the gradient is an ordinary one.
@@ -50,7 +50,7 @@ class PendingGradient(Tensor):
     def each(parameters: Sequence[Tensor], late: GradientFuture[Tensor], *, sparse: bool) -> list[PendingGradient]:
         """Makes the stand-ins of all parameters whose gradients are in `late`."""
         found = list[PendingGradient]()
-        for place, like in enumerate(parameters):  # runs for every parameter, so it makes no calls
+        for place, like in enumerate(parameters):  # inlined, because it runs for every parameter in every step
             made: PendingGradient = Tensor._make_wrapper_subclass(
                 PendingGradient,
                 like.shape,
@@ -66,12 +66,12 @@ class PendingGradient(Tensor):
 
     @property
     def landed(self) -> Tensor | None:
-        """Returns the real gradient, or None if nobody has waited for it yet."""
+        """Returns the gradient if it has arrived, or None."""
         found = self.late.landed
         return None if found is None else found[self.place]
 
     def resolve(self) -> Tensor:
-        """Waits for the bucket and returns this parameter's mean gradient."""
+        """Waits for the gradient and returns it."""
         return self.late.now()[self.place]
 
     @property
@@ -118,7 +118,7 @@ _Update = tuple[Optimizer, dict[str, Any], list[nn.Parameter]]
 
 
 class Bucket(Owed):
-    """The gradients of one bucket, from one backward at a time.
+    """One bucket of dense gradients: its reduction in flight, and the step that waits for it.
 
     Args:
         names: the names of the bucket's parameters.
@@ -153,7 +153,7 @@ class Bucket(Owed):
         return bool(self.updates) and self.sent is not None and all(ticket.has_ended() for ticket in self.sent[1])
 
     def take(self, flat: Tensor, tickets: list[Ticket]) -> None:
-        """Takes over gradients in flight from the backward."""
+        """Takes over the bucket's reduction, in flight, at the end of a backward."""
         if self.sent is not None:  # from the previous step, if no forward has read the parameters since
             self._finish()
         self.parameters, self.sent = self._find(self._names), (flat, tickets)
@@ -167,7 +167,7 @@ class Bucket(Owed):
                 parameter.grad = gradient
 
     def _promise(self, sent: _Sent) -> GradientFuture[Tensor]:
-        """Makes the future of gradients in flight, which refers to the bucket weakly."""
+        """Returns the future of gradients in flight. It refers to the bucket weakly."""
         itself = ref(self)
 
         def wait() -> Sequence[Tensor]:
@@ -187,9 +187,9 @@ class Bucket(Owed):
                 parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
 
     def wanted(self, sent: _Sent) -> Sequence[Tensor]:
-        """Waits for the gradients, one of which is about to be used, and returns them."""
+        """Waits for the gradients, because one of them is read, and returns them."""
         # Rows of the next forward may come before it in the order, and other buckets may have to wait longer.
-        with self._launcher.hurrying(), torch._C.DisableTorchFunctionSubclass():
+        with self._launcher.flushing(), torch._C.DisableTorchFunctionSubclass():
             return self._finish() if self.sent is sent else self._land(sent)
 
     def take_step(self, update: _Update) -> None:
@@ -217,7 +217,7 @@ class Bucket(Owed):
             self.sent = self.late = None
 
     def _finish(self, others: Sequence[Bucket] = ()) -> Sequence[Tensor]:
-        """Waits for the reduction and applies the steps that optimizers have left, together with those of others.
+        """Waits for the reduction, and applies the steps left for it. Returns the gradients.
 
         Other gradients become ordinary. Returns this bucket's gradients.
         """
@@ -226,7 +226,7 @@ class Bucket(Owed):
         updates, given = list[_Update](), list[tuple[nn.Parameter, Tensor, Tensor | None]]()
         for bucket, found in zip(buckets, landed, strict=True):
             if bucket.late is not None:
-                bucket.late.landed = found  # stand-ins may still be held
+                bucket.late.landed = found  # user code may still refer to the stand-ins
             updates += bucket.updates
             bucket.sent, bucket.late, bucket.updates, bucket.stepped = None, None, [], {}
             for parameter, gradient in zip(bucket.parameters, found, strict=True):
@@ -239,7 +239,7 @@ class Bucket(Owed):
         return landed[0]
 
     def _land(self, sent: _Sent | None) -> list[Tensor]:
-        """Waits for a reduction and returns the mean gradients of its parameters."""
+        """Waits for a reduction, and returns the gradients of the bucket's parameters."""
         assert sent is not None
         flat, tickets = sent
         for ticket in tickets:
@@ -260,7 +260,7 @@ def _step(updates: Sequence[_Update]) -> None:
 
 
 class Buckets:
-    """All buckets of a model.
+    """All buckets of a model's plan, with their exchanges.
 
     Args:
         buckets: parameter names by bucket.
@@ -327,8 +327,8 @@ class Buckets:
         """Forgets the submitted chunks of a backward that was given up, because no bucket takes them over."""
         self._submitted.clear()
 
-    def hand_over(self, flat: Tensor, k: int) -> None:
-        """Takes over a packed bucket whose chunks have all been submitted, so that the optimizer finds it in flight."""
+    def defer_bucket(self, flat: Tensor, k: int) -> None:
+        """Takes over a bucket whose chunks have all been submitted, at the end of a backward."""
         mine = [launch for launch in self._submitted if self._number[launch.what] == k]
         self._any_sparse |= flat.is_sparse
         self.all[k].take(flat, [self._submitted.pop(launch) for launch in mine])
@@ -349,7 +349,7 @@ class Buckets:
             if not summed:
                 bucket.deliver(without)
                 continue
-            with self._launcher.hurrying():  # rows of the next forward may come before the buckets in the order
+            with self._launcher.flushing():  # rows of the next forward may come before the buckets in the order
                 bucket.add_to(without)
 
     # -- updates -------------------------------------------------------------------------------------------------------
@@ -368,7 +368,7 @@ class Buckets:
         return [optimizer for bucket in self.all for optimizer, *_ in bucket.updates]
 
     def hide_late(self, optimizer: Optimizer, tables: Set[int]) -> dict[int, tuple[nn.Parameter, Tensor, Bucket]]:
-        """Hides gradients in flight from an optimizer that is about to step, if all gradients that it would read are in
+        """Hides gradients in flight from an optimizer's step, if all gradients that the step would read are in
         flight.
 
         Args:
@@ -389,10 +389,10 @@ class Buckets:
                 if gradient is None:
                     continue
                 bucket: Bucket | None = None
-                if type(gradient) is PendingGradient:  # runs for every parameter, so it makes no calls
+                if type(gradient) is PendingGradient:  # inlined, because it runs for every parameter in every step
                     late, n = gradient.late, gradient.place
                     if late.landed is not None:
-                        parameter.grad = late.landed[n]  # put back by an assignment such as `p.grad *= 2`
+                        parameter.grad = late.landed[n]  # an assignment such as `p.grad *= 2` has put the stand-in back
                     elif (found := bucket_of.get(id(late))) is not None and found.parameters[n] is parameter:
                         bucket = found if id(parameter) not in found.stepped else None
                 if bucket is not None and (takes_any or not gradient.is_sparse):
@@ -435,7 +435,7 @@ class Buckets:
         if not sent:
             return
         mine = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        with self._launcher.hurrying():
+        with self._launcher.flushing():
             for bucket in sent:
                 if not mine.isdisjoint(map(id, bucket.parameters)):
                     bucket.apply()

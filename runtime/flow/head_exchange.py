@@ -34,16 +34,16 @@ class HeadExchange:
     def __init__(self, communicator: Communicator, recorder: Recorder | None = None) -> None:
         self._communicator, self._recorder = communicator, recorder
         self._counting: dict[str, InFlight] = {}  # table -> its last exchange of counts
-        self._watches: dict[OperationId, Watch] = {}  # of launches in flight
+        self._watches: dict[OperationId, Watch] = {}  # spans of the launches in flight
 
     def begin(self, node: fx.Node) -> Callable[..., InFlight]:
-        """Makes the function that a node calls to begin an exchange."""
+        """Returns the function that starts an output layer's exchange for a node."""
         launch, until, recorder = id_of(node), compute_up_to(node), self._recorder
         exchange = getattr(self, op_name(node).removeprefix("embrace::"))
         assert recorder is not None
 
         def begun(*arguments: Any) -> InFlight:
-            """Begins an exchange for a launch."""
+            """Starts the exchange of the node's launch."""
             recorder.mark(until)
             found: InFlight = exchange(*arguments[:-1], launch)
             return found
@@ -51,7 +51,7 @@ class HeadExchange:
         return begun
 
     def end(self, node: fx.Node) -> Callable[[InFlight], Tensor]:
-        """Makes the function that a node calls to await an exchange."""
+        """Returns the function that awaits an output layer's exchange for a node."""
         launch, until, recorder = id_of(node.all_input_nodes[0]), compute_up_to(node), self._recorder
         assert recorder is not None
 
@@ -78,7 +78,7 @@ class HeadExchange:
         """Begins a gather of the count of labels on each rank."""
         own = torch.tensor([0 if labels is None else len(labels)], device="cpu")
         self._watch(launch, own, group_size - 1)
-        self._counting[table] = self._communicator.gather_alike(own, group)
+        self._counting[table] = self._communicator.gather_equal(own, group)
         return replace(self._counting[table], value=self._counting[table].value.view(-1))
 
     def gather_positions(
@@ -100,7 +100,7 @@ class HeadExchange:
             rows = rows[slice(*chunk_bounds(len(rows), chunk, chunks))]
         of_ranks = [size * shape.numel() for size in sizes]
         self._watch(launch, rows, group_size - 1)
-        found = self._communicator.gather_unlike(rows.reshape(-1), of_ranks, group)
+        found = self._communicator.gather_unequal(rows.reshape(-1), of_ranks, group)
         return replace(found, value=found.value.view(sum(sizes), *shape))
 
     def scatter_positions(
@@ -128,7 +128,7 @@ class HeadExchange:
         return replace(found, value=found.value.view(group_size * sizes[self._communicator.rank], *shape))
 
     def _sizes(self, counts: Tensor | None, chunk: int, chunks: int, table: str) -> list[int]:
-        """Returns how many positions of a chunk each rank scores."""
+        """Returns, for each rank, the number of its scored positions in a chunk."""
         if counts is None:
             counts = self._communicator.wait(self._counting[table]).view(-1)
         bounds = [chunk_bounds(size, chunk, chunks) for size in counts.tolist()]

@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from embrace_fx.runtime.launch.recorder import Recorder
-from embrace_fx.vocabulary.as_seen import AsSeen
 from embrace_fx.vocabulary.operation_id import LOADER, OWN_CODE
+from embrace_fx.vocabulary.version_snapshot import VersionSnapshot
 
 
 class Lookahead:
@@ -61,7 +61,7 @@ class Lookahead:
         self._warned = True
 
     def over(self, loader: Iterable[Any], batches: int = 1) -> Iterator[Any]:
-        """Yields a loader's batches in order, while it reads the loader `batches` batches ahead.
+        """Yields a loader's batches in order, and reads the loader `batches` batches ahead.
 
         Raises:
             RuntimeError: another loop is still reading.
@@ -84,14 +84,14 @@ class Lookahead:
         except StopIteration:
             return
         self._current_flat = _flatten(self._current)
-        seen = AsSeen.of(self._current_flat[0])
+        seen = VersionSnapshot.of(self._current_flat[0])
         try:
             for self._coming in iterator:
                 self._recorder().mark(LOADER)
                 self._coming_flat = _flatten(self._coming)
                 leaves, _ = self._coming_flat
                 _check_apart(seen, leaves if not self._further else [*leaves, *pytree.tree_leaves([*self._further])])
-                seen = AsSeen.of(leaves)
+                seen = VersionSnapshot.of(leaves)
                 self.known = True
                 yield self._current
                 self._recorder().mark(OWN_CODE)
@@ -171,8 +171,8 @@ def _spec_of_tensors(count: int, *, is_list: bool) -> pytree.TreeSpec:
     return pytree.tree_structure(leaves if is_list else tuple(leaves))
 
 
-def _check_apart(current: AsSeen, coming: Iterable[Any]) -> None:
-    """Raises `RuntimeError` if a loader has written a later batch, `coming`, into the tensors of the present batch."""
+def _check_apart(current: VersionSnapshot, coming: Iterable[Any]) -> None:
+    """Raises `RuntimeError` if the loader has written a later batch into the present batch's tensors."""
     again = {id(leaf) for leaf in coming}
     if any(id(leaf) in again for leaf in current.written()):
         raise RuntimeError(

@@ -21,33 +21,33 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from embrace_fx.runtime.flow.routing import Routed, Routing, SplitAhead, routed
+from embrace_fx.runtime.flow.routing import PaddedRouting, Routing, SplitAhead, routed
 from embrace_fx.runtime.flow.row_exchange import RowExchange
 from embrace_fx.runtime.kernels import unpack_ids
 from embrace_fx.runtime.launch.launcher import Launcher
 from embrace_fx.runtime.launch.stream_queue import StreamTicket
 from embrace_fx.runtime.launch.streams import Event, Streams
 from embrace_fx.runtime.launch.ticket import Ticket
-from embrace_fx.runtime.ranks.announcement import Announcements
 from embrace_fx.runtime.ranks.bad_batches import bad_id_report, unreadable
 from embrace_fx.runtime.ranks.communicator import Communicator, InFlight
 from embrace_fx.runtime.ranks.groups import LANE_GROUP
+from embrace_fx.runtime.ranks.step_handshake import StepHandshake
 from embrace_fx.runtime.tables.member import Member
-from embrace_fx.vocabulary.as_seen import AsSeen
 from embrace_fx.vocabulary.graph import Values
 from embrace_fx.vocabulary.operation_id import IDS, OperationId
 from embrace_fx.vocabulary.row_space import RowSpace
+from embrace_fx.vocabulary.version_snapshot import VersionSnapshot
 
 ANNOUNCEMENT = OperationId("ids", "announcement", "early", lane="ids")
 """What a recording shows of the wait for the slowest rank."""
 
 _FOUND, _OVERTOOK = 1, 2
-"""Bits of the state that a rank announces, as in `Announced`."""
+"""Bits of the state that a rank announces, as in `HandshakeResult`."""
 
 
 @dataclass(frozen=True)
 class IdsProgram:
-    """The part of a program that finds the rows that a batch reads. It can run before the batch's turn.
+    """The part of a program that finds the rows a batch reads. It can run before the batch's own step.
 
     Attributes:
         unique: batch -> the values of the unique phase.
@@ -77,7 +77,7 @@ class IdsProgram:
     reads: tuple[int, ...]
 
     def route(self, values: Values, packed: Tensor) -> None:
-        """Adds the values of the ids phase, computed from the ids of all ranks."""
+        """Adds the values of the ids phase to `values`, given the gathered ids of all ranks."""
         self.routing(values, unpack_ids(packed, len(self.tables), len(packed)))
 
     def rows_of_ranks(self, values: Values) -> dict[str, tuple[Tensor, Tensor]]:
@@ -90,7 +90,7 @@ class IdsProgram:
 
 
 class NextBatch:
-    """The next batch, about which the host knows everything.
+    """The next batch on the host: its unique rows, and the exchange of its ids.
 
     Args:
         counts: the count (T,) of unique rows by table if only the device knows it, or None if all rows are unique.
@@ -117,17 +117,17 @@ class NextBatch:
         self.current: Mapping[str, Routing] = {}
         self._counts = counts
         self._read = [leaves[k] for k in program.reads]
-        self._seen = AsSeen.of(self._read)  # a batch with a tensor written since is another batch
+        self._seen = VersionSnapshot.of(self._read)  # a batch with a tensor written since is another batch
 
     def is_batch(self, leaves: Sequence[Any]) -> bool:
         """Returns whether a flattened batch equals this one, in the tensors from which its ids are computed."""
-        for k, own in zip(self.program.reads, self._read, strict=True):  # runs at every step, so it makes no calls
+        for k, own in zip(self.program.reads, self._read, strict=True):  # inlined, because it runs in every step
             if (leaf := leaves[k]) is not own and (isinstance(leaf, Tensor) or leaf != own):
                 return False
         return not self._seen.written()
 
     def sizes(self) -> list[int]:
-        """Returns the count of rows by table, or -1 if a table gets an id that will raise at the batch's turn."""
+        """Returns the number of unique rows by table, or -1 for a table with an invalid id."""
         unique = self.program.rows_of_batch(self.values)
         if self.program.bad_id(self.values) is not None:
             return [-1] * len(unique)
@@ -141,7 +141,7 @@ class NextBatch:
         return dict(zip(self.program.tables, self.program.rows_of_batch(self.values), strict=True))
 
     def exchange(self, communicator: Communicator, exchanges: Mapping[str, RowExchange]) -> InFlight:
-        """Launches the exchange of ids."""
+        """Launches the exchange of the batch's ids with all ranks."""
         rows = self.program.rows_of_batch(self.values)
         sizes, group = self.announced, LANE_GROUP[IDS.lane]
         return communicator.gather_rows_read(rows, sizes, self.program.num_rows, group, self._counts)
@@ -159,7 +159,7 @@ class NextBatch:
         return self.usable
 
     def _arrive(self, ticket: Ticket, wait: Callable[[Ticket], Tensor]) -> None:
-        """Waits for the gathered ids and routes them."""
+        """Waits for the gathered ids, and computes the routing."""
         self.program.route(self.values, wait(ticket))
 
 
@@ -176,9 +176,9 @@ class DeviceBatch(NextBatch):
         self._copies: list[Tensor] = []  # rows by table and their counts, in flight to the host
         self._copied: Event = None
         self._rank = 0
-        self._tables: list[Routed] = []
+        self._tables: list[PaddedRouting] = []
         self._splits: dict[str, SplitAhead] = {}
-        self._sizes: Tensor | None = None  # in flight to the host
+        self._sizes: Tensor | None = None  # the counts, in flight to the host
         self._for_host: list[tuple[str, Member, Tensor]] = []  # ids in flight to tables that need them on the host
 
     def copy_rows(self) -> None:
@@ -220,7 +220,7 @@ class DeviceBatch(NextBatch):
                 self._splits[table] = SplitAhead(
                     current[table],
                     self._routed(table),
-                    exchange.among,
+                    exchange.isin,
                     exchange.table.shape[0],
                     exchange.delayed_chunks,
                     self.program.paddings.get(table, ()),
@@ -233,7 +233,7 @@ class DeviceBatch(NextBatch):
                 self._for_host.append((table, first, self._streams.to_host(self._routed(table).ids)))
         return InFlight(packed, None, reads=launched.reads)
 
-    def _routed(self, table: str) -> Routed:
+    def _routed(self, table: str) -> PaddedRouting:
         """Returns the routed ids of a table."""
         return self._tables[self.program.tables.index(table)]
 
@@ -264,10 +264,12 @@ class DeviceBatch(NextBatch):
         self.cuts = cuts
         for table, beyond, ids in self._for_host:
             own, _ = rows[table]
-            beyond.store.note_rows(own, ids[: own.numel()].unique())
+            beyond.store.record_rows(own, ids[: own.numel()].unique())
 
     def _cut_padding(self, counts: Sequence[int]) -> None:
-        """Cuts the padding from this rank's unique rows. From here on, the compute stream uses the prepared tensors."""
+        """Removes the padding from this rank's unique rows. From now on the compute stream uses the prepared
+        tensors.
+        """
         padded = self.program.rows_of_batch(self.values)
         self._streams.keep(*[value for value in self.values.values() if isinstance(value, Tensor)])
         by_identity = {id(rows): rows[:count] for rows, count in zip(padded, counts, strict=True)}
@@ -291,7 +293,7 @@ _NO_TABLES = torch.empty(0, device="cpu")
 
 
 @dataclass(frozen=True)
-class Announced:
+class HandshakeResult:
     """The announcements of all ranks at the head of a forward.
 
     Attributes:
@@ -308,14 +310,14 @@ class Announced:
 
 
 def announce(
-    announcements: Announcements,
+    announcements: StepHandshake,
     launcher: Launcher,
     rows: Sequence[Tensor],
     coming: Sequence[int] | None,
     failure: str | None,
     *,
     found: bool,
-) -> Announced:
+) -> HandshakeResult:
     """Announces this rank's batch to all ranks, and returns the announcements of all ranks.
 
     Args:
@@ -336,10 +338,10 @@ def announce(
         all_found, overtook = all_found and bool(row[0] & _FOUND), overtook or bool(row[0] & _OVERTOOK)
         read.append(row[1 : 1 + len(now)])
         coming_rows.append(row[1 + len(now) :])
-    return Announced(all_found, overtook, read, coming_rows)
+    return HandshakeResult(all_found, overtook, read, coming_rows)
 
 
-def read_batch(announcements: Announcements, program: IdsProgram, leaves: Sequence[Any]) -> tuple[Values, str | None]:
+def read_batch(announcements: StepHandshake, program: IdsProgram, leaves: Sequence[Any]) -> tuple[Values, str | None]:
     """Returns the values of a batch's unique phase, and a report of a bad id, if any.
 
     Raises:

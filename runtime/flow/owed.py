@@ -13,7 +13,9 @@ from abc import ABC, abstractmethod
 
 
 class Owed(ABC):
-    """The gradients of a table or bucket in flight, or the update that a step has left, for one backward at a time."""
+    """What is owed to the parameters of one unit, for one backward at a time: gradients in flight, or an update to
+    apply.
+    """
 
     @property
     @abstractmethod

@@ -20,8 +20,8 @@ from operator import sub
 import torch
 from torch import Tensor
 
-from embrace_fx.runtime.kernels.among import among as is_one_of
 from embrace_fx.runtime.kernels.grid import route_grid
+from embrace_fx.runtime.kernels.membership import isin as is_one_of
 from embrace_fx.vocabulary.plan import Grid
 
 Sums = tuple[Tensor, Tensor]
@@ -30,7 +30,7 @@ k: none, a padding row. So no host has to ask for their number."""
 
 
 class Routing:
-    """Rows of a table that each rank reads for one batch: all of them, or the same part of them on all ranks.
+    """Which rows of a table each rank reads for one batch, or a part of these rows.
 
     Args:
         grid: the grid of ranks that hold the table.
@@ -77,7 +77,7 @@ class Routing:
         self.own_positions = order if places is None else places.index_select(0, order)
 
     def where(self, mask: Tensor, but: Sequence[Routing] | None = None) -> Routing:
-        """Returns the rows that a mask (R,) bool selects.
+        """Returns the routing of the rows that a mask (R,) selects.
 
         Args:
             but: all other rows, if known, so that the host reads no sizes.
@@ -92,7 +92,7 @@ class Routing:
         return self.pieces(places, [counts])[0]
 
     def pieces(self, places: Tensor, counts: Sequence[tuple[int, ...]], sums: Sequence[Sums] = ()) -> list[Routing]:
-        """Returns the rows at some places (R',), piece after piece, and in order within each piece.
+        """Returns the routings of consecutive pieces of the rows at `places` (R',).
 
         Args:
             counts: for each piece, how many of its rows each rank reads.
@@ -109,24 +109,25 @@ class Routing:
 
 
 def left_of(counts: tuple[int, ...], taken: Iterable[tuple[int, ...]]) -> tuple[int, ...]:
-    """Subtracts counts of taken rows from counts of all rows, by rank."""
+    """Returns, by rank, the number of rows that are left when some are taken."""
     for each in taken:
         counts = tuple(map(sub, counts, each))
     return counts
 
 
-def cut(current: Routing, following: Routing, among: Among, chunks: int) -> tuple[Routing, Routing]:
-    """Cuts two batches in a row by use, reading the sizes of their pieces (EmbRace, ICPP 2022, section 4.2).
+def cut(current: Routing, following: Routing, isin: IsIn, chunks: int) -> tuple[Routing, Routing]:
+    """Splits the rows of two consecutive batches into prior and delayed gradients, and early and late rows (EmbRace,
+    ICPP 2022, section 4.2).
 
     Args:
-        among: the membership test of the table's rows.
+        isin: the membership test of the table's rows.
         chunks: the count of pieces in which delayed gradients are sent.
 
     Returns: this batch's prior rows, which the next batch reads, and the next batch's early rows, which this batch does
         not read. The `rest` of the former is delayed, in chunks, and the `rest` of the latter is late, in one piece.
     """
-    is_late = among(following.ids, current.ids)
-    is_prior = among(current.ids, following.ids)
+    is_late = isin(following.ids, current.ids)
+    is_prior = isin(current.ids, following.ids)
     late = following.where(is_late)
     prior, early = current.where(is_prior), following.where(~is_late, but=[late])
 
@@ -145,19 +146,19 @@ def cut(current: Routing, following: Routing, among: Among, chunks: int) -> tupl
 MOST_MARKED = 1 << 22
 """The most rows of a table on the CPU that have a mark each: marks of more rows would not stay in cache."""
 
-Among = Callable[[Tensor, Tensor], Tensor]
+IsIn = Callable[[Tensor, Tensor], Tensor]
 """Marks those of ids (R,) that are among others: bool (R,)."""
 
 
-def membership(num_rows: int, device: torch.device) -> Among:
-    """Makes the membership test of one table's rows, in which the id `num_rows` stands for no row.
+def membership(num_rows: int, device: torch.device) -> IsIn:
+    """Returns a function that tests which ids are among others, for one table.
 
     The test keeps one mark per row, and one for no row. For a large table on the CPU it sorts the other ids instead.
     """
     is_marked = device.type != "cpu" or num_rows <= MOST_MARKED
     marks = torch.zeros((num_rows + 1 if is_marked else 0,), dtype=torch.bool, device=device)
 
-    def among(ids: Tensor, others: Tensor) -> Tensor:
+    def isin(ids: Tensor, others: Tensor) -> Tensor:
         """Returns a bool mask of the `ids` that are in `others`."""
         if not is_marked:
             ordered = torch.cat([others.sort().values, others.new_full((1,), num_rows)])
@@ -167,11 +168,11 @@ def membership(num_rows: int, device: torch.device) -> Among:
         marks.index_fill_(0, others, False)
         return found
 
-    return among
+    return isin
 
 
 def chunks_of(ids: Tensor, mask: Tensor, chunks: int) -> list[Tensor]:
-    """Cuts the masked ids into `chunks` masks of about equal size. Equal ids are in the same chunk.
+    """Splits the masked ids into `chunks` masks of about equal size. Equal ids stay together.
 
     A row whose gradients came in two chunks would be updated twice.
     """
@@ -205,8 +206,8 @@ def _bounds(num_rows: int, device: torch.device) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Routed:
-    """The next batch's routing of one table, rank after rank, then places of no row.
+class PaddedRouting:
+    """The routing of one table for the next batch, padded to a fixed size on a device.
 
     Attributes:
         ids: the ids (sum of all ranks' C,). At places of no row, the table's count of rows.
@@ -220,7 +221,7 @@ class Routed:
     counts: Tensor
 
 
-def routed(packed: Tensor, capacities: Sequence[Sequence[int]], table: int, num_rows: int) -> Routed:
+def routed(packed: Tensor, capacities: Sequence[Sequence[int]], table: int, num_rows: int) -> PaddedRouting:
     """Finds the rows that all ranks read of a table.
 
     Args:
@@ -237,11 +238,11 @@ def routed(packed: Tensor, capacities: Sequence[Sequence[int]], table: int, num_
     counts = packed[:, table].to(torch.int64)
     is_row, order = (number < counts.index_select(0, owner)).sort(stable=True, descending=True)
     ids = torch.where(is_row, flat.index_select(0, order), num_rows)
-    return Routed(ids, owner.index_select(0, order), is_row, counts)
+    return PaddedRouting(ids, owner.index_select(0, order), is_row, counts)
 
 
 class SplitAhead:
-    """Cuts a table's rows of two consecutive batches before the host knows the sizes.
+    """Splits a table's rows of two consecutive batches on a device, before the host knows the sizes.
 
     A stable sort by kind puts the places of each piece after those of the previous piece, so that the host can cut once
     it has read the sizes. A sort by kind and id puts the rows of each sum next to each other.
@@ -249,7 +250,7 @@ class SplitAhead:
     Args:
         current: the batch whose rows have been requested.
         following: the next batch.
-        among: the membership test of the table's rows, used on this stream only.
+        isin: the membership test of the table's rows, used on this stream only.
         num_rows: the count of the table's rows.
         chunks: the count of pieces in which delayed gradients are sent.
         padding_rows: the rows without gradient.
@@ -258,8 +259,8 @@ class SplitAhead:
     def __init__(
         self,
         current: Routing,
-        following: Routed,
-        among: Among,
+        following: PaddedRouting,
+        isin: IsIn,
         num_rows: int,
         chunks: int,
         padding_rows: tuple[int, ...],
@@ -267,10 +268,11 @@ class SplitAhead:
         self._current, self._following = current, following
         self._chunks, self._ranks, self._pads = chunks, following.counts.numel(), bool(padding_rows)
         ids = current.ids
-        late, prior = among(following.ids, ids), among(ids, following.ids)
+        late, prior = isin(following.ids, ids), isin(ids, following.ids)
         owner = _by_rank(current.counts, ids.device)[0] if current.owner is None else current.owner
-        self._ahead = late.sort(stable=True, descending=True).indices  # late rows, early rows, then places of no row
-        key = torch.add(ids, prior, alpha=-num_rows)  # prior rows before all others
+        # Sort keys: late rows, then early rows, then places of no row.
+        self._ahead = late.sort(stable=True, descending=True).indices
+        key = torch.add(ids, prior, alpha=-num_rows)  # sort keys: prior rows before all others
         ordered, order = key.sort(stable=True)
         bounds = _bounds(num_rows, ids.device)
         if chunks == 1:
@@ -281,13 +283,14 @@ class SplitAhead:
             kind = torch.bucketize(key, bounds[:-1], right=True)
             self._places = kind.sort(stable=True).indices
             counted = [(following.owner, late), *((owner, kind == k) for k in range(chunks))]
-        if padding_rows:  # after all sums
+        if padding_rows:  # the place of rows without a sum, after all sums
             ordered, order = torch.where(is_one_of(ids, padding_rows), num_rows, key).sort(stable=True)
         begins = torch.zeros(ids.numel() + 1, dtype=torch.bool, device=ids.device)
         torch.ne(ordered[1:], ordered[:-1], out=begins[2:])
         number = begins.cumsum(0)  # index of the sum that each row goes into, plus one
         self._sums = torch.empty_like(order).scatter_(0, order, number[1:])
-        self._ids = torch.empty_like(ids).scatter_(0, self._sums, ids)  # any of the equal ids may be the one written
+        # Rows of one sum have equal ids, so any order of writes is correct.
+        self._ids = torch.empty_like(ids).scatter_(0, self._sums, ids)
         ends = torch.searchsorted(ordered, bounds)
         none = torch.zeros(self._ranks, dtype=torch.int64, device=ids.device)
         counts = [none.index_add(0, of, mask.to(torch.int64)) for of, mask in counted]

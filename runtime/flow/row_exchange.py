@@ -73,11 +73,12 @@ class RowExchange:
         self._launcher = launcher
         self._recorder = launcher.recorder
         self.delayed_chunks = delayed_chunks
-        self.among = membership(table.shape[0], table.local.device)
+        self.isin = membership(table.shape[0], table.local.device)
         self.gradient = RowGradient(table, communicator, launcher, self._grid)
         self.sent: list[Sent] = []
         self._early: Routing | None = None  # early rows of the next batch, once both batches are cut
-        self._preview: tuple[Tensor, Tensor, Tensor] | None = None  # (ids, rows in the table, rows as sent)
+        # Prefetched rows: (ids, rows in the table, rows as sent).
+        self._preview: tuple[Tensor, Tensor, Tensor] | None = None
         self._expected: tuple[Optimizer | None, Options] | None = None  # the step that early rows assume
         self._stale = False  # whether the table was written since, or another step was taken
 
@@ -107,7 +108,7 @@ class RowExchange:
         self._recorder.mark(compute_id("update", launch.what) if self._recorder.segment is not None else EARLY)
 
     def _begin_batch(self, ids: Tensor, counts: Tensor) -> Routing:
-        """Returns the rows of the running forward's batch that are still to be looked up."""
+        """Begins the batch of the running forward. Returns its rows that have not been sent yet."""
         early, batch = self._early, self.routing(ids, counts)
         if early is not None and early.whole is batch:
             (late,) = early.rest()
@@ -153,7 +154,7 @@ class RowExchange:
     def _send(self, launch: OperationId, routing: Routing, dtype: torch.dtype) -> None:
         """Looks up the rows of a routing and submits their exchange."""
         ids = routing.held_ids
-        self.table.note(ids, routing.all_ids)
+        self.table.record(ids, routing.all_ids)
         rows = self._preview_of(ids).to(dtype) if launch.part == "early" else self.table.look_up(ids, dtype)
         self.sent.append((self._launch(launch, rows, routing.counts_by_row), routing))
 
@@ -177,7 +178,7 @@ class RowExchange:
 
     @property
     def splits_ahead(self) -> bool:
-        """Returns whether two batches may be cut on a device before the host knows the sizes. Routed parts cannot."""
+        """Returns whether the device may split two batches before the host knows the sizes."""
         return self._grid.rows == 1
 
     def can_split(self, ids: Tensor | None) -> bool:
@@ -195,14 +196,14 @@ class RowExchange:
         gradient.apply()
         assert gradient.batch is not None
         if found is None:
-            found = cut(gradient.batch, self.routing(ids, counts), self.among, self.delayed_chunks)
+            found = cut(gradient.batch, self.routing(ids, counts), self.isin, self.delayed_chunks)
         gradient.prior, self._early = found
         self.sent = []
 
     # -- early rows ----------------------------------------------------------------------------------------------------
 
     def _preview_of(self, ids: Tensor) -> Tensor:
-        """Returns the values of early rows after the next step."""
+        """Returns prefetched rows as they will be after the next step."""
         before = self.table.look_up(ids, self.table.local.dtype)
         after, options = self.table.preview(ids, before)
         self._preview = ids, before, after
@@ -211,22 +212,22 @@ class RowExchange:
 
     @property
     def usable(self) -> bool:
-        """Returns whether early rows still equal the table's, as far as known without comparing values."""
+        """Returns whether prefetched rows may still be current, as far as this can be told without comparing values."""
         # Early rows are by definition not read by the batch that ran then.
         is_of_batch = not self.sent or self.gradient.batch is not None
         return is_of_batch and not self._stale and self._expected is None
 
     def still_equal(self) -> bool:
-        """Compares early rows with the table's rows, which anyone may have written."""
+        """Returns whether prefetched rows equal the table's rows now."""
         if self._preview is None:
             return True
         ids, before, after = self._preview
         # If so, the step that early rows assume has not changed the table yet.
-        waits = self.gradient.step is not None or self.table.has_resting_rows
+        waits = self.gradient.step is not None or self.table.has_deferred_rows
         return torch.equal(self.table.peek(ids), before if waits else after)
 
-    def note_step(self, *, moved_all: bool, of_all: bool = True, rewritten: bool = False) -> None:
-        """Compares a taken step with the step that early rows assume, and drops them if the two differ.
+    def record_step(self, *, moved_all: bool, of_all: bool = True, rewritten: bool = False) -> None:
+        """Records a step, and drops prefetched rows if it differs from the step that they assume.
 
         Args:
             moved_all: whether the step has also moved rows without a gradient.
@@ -250,7 +251,7 @@ class RowExchange:
 
 
 def _join(routing: Routing, flat: Tensor, out: Tensor | None, shape: tuple[int, int]) -> Tensor:
-    """Writes received rows to their places among the rows of the batch, and returns these.
+    """Writes received rows to their places (among U' rows), and returns all rows.
 
     Args:
         out: the rows (U', D) with the parts received before, or None.

@@ -25,8 +25,8 @@ from torch import Tensor
 from embrace_fx.runtime.flow.owed import Owed
 from embrace_fx.runtime.flow.routing import Routing
 from embrace_fx.runtime.kernels import coalesce, split_columns, split_selected_columns, sum_into
-from embrace_fx.runtime.kernels.among import on_device
 from embrace_fx.runtime.kernels.grid import split_selected_grid
+from embrace_fx.runtime.kernels.membership import on_device
 from embrace_fx.runtime.launch.launcher import Launcher
 from embrace_fx.runtime.launch.ticket import Ticket
 from embrace_fx.runtime.ranks.communicator import Communicator, Counts, by_row
@@ -46,7 +46,7 @@ How = tuple[torch.dtype, int, tuple[int, ...], float]
 
 
 class RowGradient(Owed):
-    """The row gradient of one table or row space, for one backward at a time.
+    """The row gradient of one table or row space, from a backward to its update.
 
     Args:
         table: the table or row space.
@@ -64,7 +64,7 @@ class RowGradient(Owed):
         self._launcher, self._recorder = launcher, launcher.recorder
         self._grid, (self._row, _) = grid, grid.place(communicator.rank)
         local = table.local
-        self._columns, self._dtype = local.shape[1], local.dtype  # do not change later
+        self._columns, self._dtype = local.shape[1], local.dtype  # options that do not change later
         self.batch: Routing | None = None
         self.prior: Routing | None = None
         self.parts: dict[OperationId, Sent] = {}
@@ -79,14 +79,14 @@ class RowGradient(Owed):
         self.batch, self.prior = batch, None
 
     def begin_backward(self) -> None:
-        """Applies all parts that a step has taken, except delayed ones, if no node of a program has applied them.
+        """Applies what a step has left and no node of the program applies, except delayed parts.
 
         Gradients of this backward are sent together, unless rows are cut.
         """
         self.prior = None
         left = [launch for launch in self.parts if launch.part != "delayed"] if self.step is not None else ()
         if left:
-            with self._launcher.hurrying():  # rows of this forward come before them in the order
+            with self._launcher.flushing():  # rows of this forward come before them in the order
                 for launch in left:
                     self.apply(launch)
 
@@ -113,7 +113,7 @@ class RowGradient(Owed):
         self.apply()
         self.wait()  # for an earlier backward's gradient, because the step uses the sum
         batch = self.batch
-        if batch is None or batch.ids is not ids:  # not the batch of the last forward
+        if batch is None or batch.ids is not ids:  # the gradient is not of the last forward's batch
             batch = Routing(ids, tuple(counts.tolist()), self._grid, self._communicator.rank)
             self.batch = self.prior = None
         self._how = self._dtype, self._columns, tuple(padding_rows), scale
@@ -122,7 +122,7 @@ class RowGradient(Owed):
 
     def _send(self, launch: OperationId, rows: Tensor, routing: Routing) -> None:
         """Packs the gradient rows of a routing and submits their exchange."""
-        self._table.note(routing.held_ids, routing.all_ids)
+        self._table.record(routing.held_ids, routing.all_ids)
         ticket = self._launch(launch, _split(routing, rows), routing.counts_by_row, rows.shape[1])
         self.parts[launch] = ticket, routing
 
@@ -156,9 +156,9 @@ class RowGradient(Owed):
         self._table.deliver(self._late, absent, unreduced=unreduced)
 
     def _landing(self) -> Callable[[], list[Sequence[Rows]]]:
-        """Makes the future of each table's rows, which refers to the model weakly."""
+        """Returns a function that waits for the gradient, split by table. It refers to the model weakly."""
         found, by, split = ref(self._table), ref(self._launcher), self._table.split
-        parts, how = tuple(self.parts.values()), self._how  # copied, because a step removes parts
+        parts, how = tuple(self.parts.values()), self._how  # copy the parts, because a step removes some of them
 
         def wait() -> list[Sequence[Rows]]:
             """Waits for all parts of the gradient, and returns them split by table."""
@@ -180,7 +180,7 @@ class RowGradient(Owed):
         """Returns whether the gradient is in flight, untaken by a step, and `.grad` of a table still stands for it."""
         if self.step is not None or self._late is None:
             return False
-        if not self._table.standing(self._late):  # the gradient was dropped or read
+        if not self._table.count_in_flight(self._late):  # the gradient was dropped or has been read
             self._forget()
         return self._late is not None
 
@@ -188,7 +188,7 @@ class RowGradient(Owed):
         """Returns whether a step can take the gradient while in flight, and leave the update to the next forward."""
         if not self.waiting or self._late is None:
             return False
-        return self._table.standing(self._late) == len(self._table.members) and self._table.can_wait()
+        return self._table.count_in_flight(self._late) == len(self._table.members) and self._table.can_wait()
 
     def begin_step(self) -> SparseUpdate:
         """Keeps the optimizer's present options for the update, because the optimizer has stepped."""
@@ -209,13 +209,13 @@ class RowGradient(Owed):
             self._forget()
 
     def _forget(self) -> None:
-        """Forgets the sent parts and the step that waits for them."""
+        """Drops the sent parts, and the step that waits for them."""
         self.parts, self.step, self._late = {}, None, None
 
     # -- the update ----------------------------------------------------------------------------------------------------
 
     def with_rows(self) -> tuple[SparseUpdate, Rows]:
-        """Waits for all parts, and returns the step that has taken the gradient with their rows."""
+        """Waits for all parts. Returns the step that applies the gradient, and the rows."""
         assert self.step is not None
         rows, self.parts = self._rest(), {}
         return self.step, merged(rows)
@@ -282,16 +282,16 @@ def summed(
 
 
 def _arrived(parts: Iterable[Sent], table: Table, launcher: Launcher, how: How) -> list[Rows]:
-    """Waits for parts and returns their rows."""
+    """Waits for parts of a gradient, and returns their rows."""
     found = []
     for ticket, routing in parts:
         ids, rows = summed(routing, launcher.wait(ticket), *how)
-        table.note(ids, routing.held_ids)
+        table.record(ids, routing.held_ids)
         found.append((ids, rows))
     return found
 
 
 def _in_a_hurry(parts: Iterable[Sent], table: Table, launcher: Launcher, how: How) -> list[Rows]:
-    """Waits for parts of a gradient, ahead of rows of the next forward that may be launched first."""
-    with launcher.hurrying():  # rows of the next forward may come before them in the order
+    """Waits for parts of a gradient without waiting for launches that precede them in the order."""
+    with launcher.flushing():  # rows of the next forward may come before them in the order
         return _arrived(parts, table, launcher, how)

@@ -35,7 +35,7 @@ _READERS = frozenset(
 
 
 class _Numbers:
-    """Count of rows in flight to the host, which reads all of them together.
+    """Counts of unique rows that are being copied from a device to the host.
 
     Args:
         counts: scalars of int64.
@@ -52,7 +52,7 @@ class _Numbers:
 
 
 class SingleProcessRows:
-    """The unique rows of a single process's batches, and their counts.
+    """Finds the unique rows of batches for a single process on a device.
 
     Args:
         tables: the model's tables, which note which ids are subsets of which.
@@ -114,12 +114,12 @@ class SingleProcessRows:
         first = len(padding_rows)
         read, rows = ids[first:count], flat.view(ids.numel(), columns)[first:count]
         if (found := self._tables.get(table)) is not None:
-            found.note(read, ids)
+            found.record(read, ids)
         return [read, rows if scale == 1.0 else rows * scale]
 
 
 def runs_uncounted(graph: TrainingGraph) -> bool:
-    """Returns whether nothing in a graph needs the count of unique rows, except the ops that take their gradients."""
+    """Returns whether a graph can run before the host knows the number of unique rows."""
     phases = graph.phases
     if "backward" not in phases or not any(op_name(n) == "embrace::unpack_ids" for n in phases["ids"].graph.nodes):
         return False

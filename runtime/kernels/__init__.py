@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from embrace_fx.runtime.kernels import gpu
-from embrace_fx.runtime.kernels.among import among
 from embrace_fx.runtime.kernels.grid import join_grid, route_grid, split_grid
 from embrace_fx.runtime.kernels.head import KERNELS as OF_HEADS
+from embrace_fx.runtime.kernels.membership import isin
 from embrace_fx.vocabulary import again_ops  # noqa: F401  (declares the ops)
 from embrace_fx.vocabulary.ops import own_columns
 from embrace_fx.vocabulary.row_space import OUTSIDE
@@ -198,17 +198,17 @@ def column_widths(embedding_dim: int, group_size: int) -> tuple[int, ...]:
 
 def coalesce(ids: Tensor, flat: Tensor, columns: int, padding_rows: Sequence[int], scale: float) -> list[Tensor]:
     """Implements the op `coalesce`: sums the rows of equal ids, and returns [the ids, the sums times `scale`]."""
-    return sum_rows(flat, places_of_sums(ids, flat, padding_rows), columns, scale)
+    return sum_rows(flat, plan_sums(ids, flat, padding_rows), columns, scale)
 
 
-def places_of_sums(ids: Tensor, flat: Tensor, padding_rows: Sequence[int]) -> tuple[Tensor, ...]:
+def plan_sums(ids: Tensor, flat: Tensor, padding_rows: Sequence[int]) -> tuple[Tensor, ...]:
     """Finds which rows go into which sum of `coalesce`, for `sum_rows`. On a device, the host waits for the count of
     sums.
     """
     if flat.is_cuda and gpu.takes(flat):
         return gpu.segments(ids, padding_rows)
     unique, inverse = sorted_unique(ids)
-    return (unique, inverse, ~among(unique, tuple(padding_rows))) if padding_rows else (unique, inverse)
+    return (unique, inverse, ~isin(unique, tuple(padding_rows))) if padding_rows else (unique, inverse)
 
 
 def sum_rows(flat: Tensor, sums: tuple[Tensor, ...], columns: int, scale: float) -> list[Tensor]:

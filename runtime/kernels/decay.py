@@ -89,7 +89,7 @@ class Moments:
         self.sums = torch.zeros(self.TERMS + 1, most, dtype=torch.float64, device="cpu")
         self.centre = torch.ones(most, dtype=torch.float64, device="cpu")
         self._faded = torch.ones(most, dtype=torch.float64, device="cpu")  # f: the remaining fraction of the momentum
-        self._root = torch.ones(most, dtype=torch.float64, device="cpu")  # 1 - u
+        self._root = torch.ones(most, dtype=torch.float64, device="cpu")  # 1 - u, with u as in the class's docstring
 
     def add(self, counted: int, size: float, correction: float, fading: tuple[float, float, float]) -> None:
         """Adds a step.

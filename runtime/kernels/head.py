@@ -10,7 +10,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from embrace_fx.vocabulary.head import read, softmax_dtype
+from embrace_fx.vocabulary.head import softmax_dtype, steps_from_text
 
 
 def scored_positions(labels: Tensor, ignore_index: int, num_rows: int) -> list[Tensor]:
@@ -38,7 +38,7 @@ def _own_labels(labels: Tensor, logits: Tensor, rank: int, group_size: int) -> t
 def apply_steps(values: Tensor, steps: str) -> list[Tensor]:
     """Returns the values before the first step, and after each step."""
     found = [values]
-    for name, by, dtype in read(steps):
+    for name, by, dtype in steps_from_text(steps):
         last = found[-1]
         if dtype is not None:
             found.append(last.to(dtype))
@@ -55,7 +55,9 @@ def steps_backward(gradient: Tensor, values: list[Tensor], steps: str) -> Tensor
     Args:
         values: the result of `apply_steps`.
     """
-    for (name, by, _), before, after in reversed(list(zip(read(steps), values[:-1], values[1:], strict=True))):
+    for (name, by, _), before, after in reversed(
+        list(zip(steps_from_text(steps), values[:-1], values[1:], strict=True))
+    ):
         if name == "to":
             gradient = gradient.to(before.dtype)
         elif name == "tanh":

@@ -32,7 +32,7 @@ LATE, SHORTEST_S = 1.5, 0.005
 """A launch is late, and the next one does not wait for it, when it has taken this multiple of its time alone in flight,
 and at least this many seconds: another rank, which alone reads a parameter, may have launched others first."""
 
-WAITING = attrgetter("waiting")  # runs in C, unlike a generator
+WAITING = attrgetter("waiting")  # `attrgetter` runs in C, unlike a generator
 _FAREWELL_S = 5.0
 _POLL_S = 0.001
 
@@ -41,7 +41,7 @@ LARGE_BYTES = 1 << 18
 
 
 class LaunchWindow:
-    """The launches of one window, in their order.
+    """The launches of one window, in launch order, and how far they have been made.
 
     Attributes:
         held: whether launches are held back for now.
@@ -54,8 +54,8 @@ class LaunchWindow:
         self.order = order
         self._passed = 0  # number of launches at the head of the order that are launched or will not come
         self.number = number
-        self.waiting: dict[OperationId, Ticket] = {}  # submitted, not launched
-        self.expected = set(order)  # not submitted yet, but may be
+        self.waiting: dict[OperationId, Ticket] = {}  # launches that are submitted and not launched
+        self.expected = set(order)  # launches that may still be submitted
         self.in_forward = False
 
     def head(self) -> OperationId | None:
@@ -66,11 +66,11 @@ class LaunchWindow:
         return order[self._passed] if self._passed < len(order) else None
 
     def owes(self, place: float = math.inf) -> bool:
-        """Returns whether a launch before this place in the order may still be launched."""
+        """Returns whether an earlier launch than the one at `place` may still be submitted."""
         return self.head() is not None and self._passed < place
 
-    def to_come(self) -> Sequence[OperationId]:
-        """Returns the launches of the order, from the first one that may still be launched."""
+    def remaining(self) -> Sequence[OperationId]:
+        """Returns the launches that may still be made, in order."""
         self.head()
         return self.order[self._passed :]
 
@@ -83,7 +83,7 @@ class LaunchWindow:
 
 
 class LaunchQueue:
-    """The queue of launches, shared under one lock by a launcher and the threads that issue launches.
+    """The submitted launches of one launcher, shared under a lock by the threads that make them.
 
     The queue's thread refers to the queue and not to the launcher, so that the launcher can be freed.
 
@@ -93,7 +93,7 @@ class LaunchQueue:
         at_once: maximum launches in flight; more are allowed if none is more urgent than another.
 
     Attributes:
-        hurried: number of hurried waits.
+        flushes: number of hurried waits.
         draining: whether all submitted launches may be made, without regard to those not submitted yet.
         callbacks: references to callbacks of collectives, run and dropped by their threads.
         sleepers: number of threads that wait for `arrived`.
@@ -112,7 +112,7 @@ class LaunchQueue:
         self.stopped = False
         self.issuing = False
         self.wakes_s = -math.inf  # when the waiting thread wakes; -inf while it is awake
-        self.hurried = 0
+        self.flushes = 0
         self.draining = False
         self.moved_s = time.perf_counter()
         self.took_s: dict[OperationId, float] = {}  # launch -> its last time alone in flight
@@ -161,7 +161,7 @@ class LaunchQueue:
         return ticket
 
     def enter(self, ticket: Ticket) -> None:
-        """Queues a ticket, or drops it with its window."""
+        """Queues a ticket in its window."""
         with self.lock:
             window = self.windows[-1]
             window.expected.remove(ticket.id)
@@ -175,11 +175,11 @@ class LaunchQueue:
                     self.changed.notify_all()
                     return
         if window.dropped:
-            self.note_change(window)
+            self.record_change(window)
         else:
             self.issue()
 
-    def note_change(self, window: LaunchWindow) -> None:
+    def record_change(self, window: LaunchWindow) -> None:
         """Issues due launches after a window has changed."""
         if window.dropped:
             with self.lock:
@@ -194,28 +194,30 @@ class LaunchQueue:
             self.windows.append(LaunchWindow(order, window.number + 1, held=held))
             while len(self.windows) > 1 and not self.windows[0].waiting:
                 self.windows.popleft()
-        self.note_change(window)
+        self.record_change(window)
 
     @contextlib.contextmanager
-    def hurrying(self) -> Iterator[None]:
-        """Opens a context where launches not yet submitted do not delay the launches that the caller waits for."""
+    def flushing(self) -> Iterator[None]:
+        """Opens a context in which launches that are not submitted yet do not hold back those that the caller waits
+        for.
+        """
         with self.lock:
-            self.hurried += 1
+            self.flushes += 1
         try:
             yield
         finally:
             with self.lock:
-                self.hurried -= 1
+                self.flushes -= 1
 
     def took_turns(self) -> bool:
-        """Returns whether all launches since the last call were made in turn. If not, other ranks must be told.
+        """Returns whether all launches since the last call were made in order.
 
         Always True here, because this queue launches in time whatever another rank has launched out of turn.
         """
         return True
 
-    def catch_up(self) -> None:
-        """Does nothing, because this queue launches in time whatever another rank has launched out of turn."""
+    def enqueue_submitted(self) -> None:
+        """Does nothing. On streams, makes launches that another rank has made out of order."""
 
     @property
     def in_turn(self) -> InTurn | None:
@@ -281,7 +283,7 @@ class LaunchQueue:
             if self.sleepers:
                 self.arrived.notify_all()
         self.issue()
-        self.recorder.tally.sent_bytes += ticket.sent_bytes
+        self.recorder.step_times.sent_bytes += ticket.sent_bytes
         if ticket.window > OUTSIDE:
             self.recorder.transferred(
                 Transfer(ticket.id, ticket.window, ticket.sent_bytes, ticket.started_s, ticket.ended_s)
@@ -297,7 +299,7 @@ class LaunchQueue:
     # -- all methods below are called with the lock held
 
     def due_s(self) -> float:
-        """Returns when a launch may be made because of a standstill, or because the last launch is late."""
+        """Returns when the next launch may be made although earlier ones are missing."""
         if not any(map(WAITING, self.windows)):
             return math.inf
         now_s = time.perf_counter()
@@ -329,7 +331,7 @@ class LaunchQueue:
                 return None
         while len(self.windows) > 1 and not self.windows[0].waiting:
             self.windows.popleft()
-        if not (standing_still or self.draining or self.hurried):
+        if not (standing_still or self.draining or self.flushes):
             for window in self.windows:
                 if window.held:
                     return None
@@ -339,12 +341,12 @@ class LaunchQueue:
         return self._next_out_of_turn(standing_still)
 
     def _next_out_of_turn(self, standing_still: bool) -> Ticket | None:
-        """Returns the ticket to launch now, if some may overtake others that are not submitted."""
+        """Returns the ticket to launch now, if it may overtake launches that are not submitted."""
         may_overtake, passed_over = self._may_overtake(standing_still), set[str]()
         for window in self.windows:
             if window.held:
                 return None
-            for launch in window.to_come():
+            for launch in window.remaining():
                 ticket = window.waiting.get(launch)
                 if ticket is None and launch not in window.expected:
                     continue
@@ -364,7 +366,7 @@ class LaunchQueue:
         return {self.channel[ticket.id.lane] for ticket in tickets if any_may or ticket.wanted}
 
     def leaves(self, ticket: Ticket) -> None:
-        """Records that a launch is in flight. Launches that share the link are timed only if their time is unknown."""
+        """Records that a launch has started."""
         for each in self.in_flight:
             each.tells = each.tells and each.id not in self.took_s
         ticket.tells = not self.in_flight or ticket.id not in self.took_s
@@ -372,7 +374,7 @@ class LaunchQueue:
         self.moved_s = ticket.started_s = time.perf_counter()
 
     def under_way(self) -> bool:
-        """Returns whether any submitted launch has not completed."""
+        """Returns whether any launch is submitted and not completed."""
         return bool(self.in_flight) or any(map(WAITING, self.windows))
 
 
@@ -396,7 +398,9 @@ def _run(queue: LaunchQueue) -> None:
 
 
 def _stop(queue: LaunchQueue, thread: threading.Thread) -> None:
-    """Ends the thread and all launches, because a completion during shutdown would abort the process."""
+    """Ends the queue's thread, and waits for launches in flight, because a completion during shutdown would abort the
+    process.
+    """
     deadline_s = time.monotonic() + _FAREWELL_S
     queue.draining = True
     queue.issue()

@@ -10,7 +10,7 @@ Contract
     The order between classes is for speed. The order within a class makes ranks' collectives match, and never changes;
     but if nothing moves for `STANDSTILL_S` (a rank saves a checkpoint while the others train on), classes overtake each
     other. So all launches submitted on all ranks complete, and no rank waits for a launch that is not submitted yet.
-    Only hurried waits (`hurrying`) let a launch overtake launches that are not submitted yet.
+    Only hurried waits (`flushing`) let a launch overtake launches that are not submitted yet.
     A backward's launches are held until every rank is known to be in that backward; if one is not, all are dropped, and
     no rank has sent data that another one will never receive.
 """
@@ -35,7 +35,7 @@ from embrace_fx.vocabulary.ops import launch_of
 
 
 class Launcher:
-    """Submits a rank's launches to their queue.
+    """Submits a rank's launches in the schedule's order, while the model computes.
 
     Args:
         order: the launch order of a window.
@@ -76,7 +76,7 @@ class Launcher:
         self.order = tuple(order)
 
     def absent(self, submits: Collection[OperationId], *, forward: bool) -> tuple[OperationId, ...]:
-        """Lists a window's launches of a phase, the forward or the backward, that are not in `submits`."""
+        """Returns the launches of the window's forward or backward that are not in `submits`."""
         return tuple(o for o in self.order if (o in self._of_forward) == forward and o not in submits)
 
     def open_window(self, *, held: bool = False) -> None:
@@ -107,7 +107,7 @@ class Launcher:
                 window.held = False
                 if not agreed():
                     window.drop()
-            self.queue.note_change(window)
+            self.queue.record_change(window)
 
         future.add_done_callback(self.queue.watch(ended))
 
@@ -117,7 +117,7 @@ class Launcher:
         return launch if launch in self.order else None
 
     def expects(self, launch: OperationId) -> bool:
-        """Returns whether a launch of the current window may still be submitted."""
+        """Returns whether a launch may still be submitted in this window."""
         return launch in self.queue.windows[-1].expected
 
     def leave_backward(self) -> None:
@@ -125,7 +125,7 @@ class Launcher:
         with self.queue.lock:
             window = self.queue.windows[-1]
             window.expected &= self._of_forward
-        self.queue.note_change(window)
+        self.queue.record_change(window)
 
     def enter_forward(self) -> None:
         """Opens a window for a forward's submissions if no backward came before it; ends the backward's."""
@@ -142,7 +142,7 @@ class Launcher:
             with self.queue.lock:
                 window = self.queue.windows[-1]
                 window.expected.difference_update(launches)
-            self.queue.note_change(window)
+            self.queue.record_change(window)
 
     def submit(self, which: OperationId, launch: Launch, sent_bytes: int) -> Ticket:
         """Queues a launch at its place in the current window.
@@ -158,7 +158,7 @@ class Launcher:
                 ticket = queue.submit(which, launch, sent_bytes)
         else:
             ticket = queue.submit(which, launch, sent_bytes)
-        self._communicator.progress.note(which)
+        self._communicator.progress.record(which)
         return ticket
 
     def wait(self, ticket: Ticket) -> Tensor:
@@ -170,14 +170,16 @@ class Launcher:
             if recorder.recording is not None or is_profiled():
                 with Waiting(recorder, ticket.id):
                     return ticket.wait()
-            began_s = time.perf_counter()  # runs at every launch, so it uses no context
+            began_s = time.perf_counter()  # inlined instead of a context manager, because it runs at every launch
             value = ticket.wait()
-            recorder.tally.waited(ticket.id, time.perf_counter() - began_s)
+            recorder.step_times.waited(ticket.id, time.perf_counter() - began_s)
             return value
         except RuntimeError as error:
             self._communicator.name_ranks(error, ticket.id)
             raise
 
-    def hurrying(self) -> contextlib.AbstractContextManager[None]:
-        """Returns a context where launches not yet submitted do not delay those that the caller waits for."""
-        return self.queue.hurrying()
+    def flushing(self) -> contextlib.AbstractContextManager[None]:
+        """Returns a context in which launches that are not submitted yet do not hold back those that the caller waits
+        for.
+        """
+        return self.queue.flushing()

@@ -28,7 +28,7 @@ class StepProfiler:
         if self._steps <= PROFILED_AFTER + PROFILED:
             return None
         if recorder.recording is None or recorder.recording is not self._recording:
-            self._steps = 0  # the user records these steps, so profile the next ones
+            self._steps = 0  # the user records these steps, so profile later ones
             return None
         return profile(recorder.stop())
 

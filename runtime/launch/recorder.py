@@ -17,7 +17,7 @@ from itertools import pairwise
 from typing import Any, TypeVar
 
 from embrace_fx.runtime.launch.spans import is_profiled, span
-from embrace_fx.runtime.launch.tally import Tally
+from embrace_fx.runtime.launch.step_times import StepTimes
 from embrace_fx.vocabulary.operation_id import OperationId
 
 Result = TypeVar("Result")
@@ -34,7 +34,7 @@ class Clock:
     """Takes moments of a recording: on the host, by `time.perf_counter`."""
 
     def start(self) -> None:
-        """Begins a recording."""
+        """Begins a recording; a device's clock sets its origin here."""
 
     def now(self) -> Moment:
         """Takes this moment, in the program's order."""
@@ -81,7 +81,7 @@ class Recording:
 
 @dataclass(frozen=True)
 class ComputeSpan:
-    """A piece of a compute operation between two waits, seconds of `time.perf_counter`."""
+    """One stretch of a compute operation between two waits, in seconds of `time.perf_counter`."""
 
     operation: OperationId
     window: int
@@ -115,7 +115,7 @@ class Recorder:
         bytes_in_use: called at each mark.
 
     Attributes:
-        tally: counts each step, recorded or not.
+        step_times: counts each step, recorded or not.
         segment: the operation that the forward computes, or None if no forward runs.
     """
 
@@ -123,22 +123,22 @@ class Recorder:
         self._bytes_in_use = bytes_in_use
         self.clock = clock or Clock()
         self.recording: Recording | None = None
-        self.tally = Tally()
-        self.mark: Callable[[OperationId], None] = self.tally.mark
+        self.step_times = StepTimes()
+        self.mark: Callable[[OperationId], None] = self.step_times.mark
         """Ends a piece of the calling thread's time, which is this operation's."""
         self.segment: OperationId | None = None
         self._stands = False
 
     def window(self) -> None:
-        """Records that a backward begins."""
-        self.tally.window()
+        """Records that a window begins: a backward."""
+        self.step_times.window()
         if self.recording is not None:
             self.recording.window += 1
             self.recording.marks.append((None, self.recording.window, self.clock.now()))
 
     def _record(self, operation: OperationId) -> None:
         """Records that an operation begins now."""
-        self.tally.mark(operation)
+        self.step_times.mark(operation)
         recording = self.recording
         assert recording is not None
         if recording.marks and recording.marks[-1][:2] == (operation, recording.window):
@@ -155,13 +155,13 @@ class Recorder:
         self.segment, self._stands = operation, False
 
     def stand(self) -> None:
-        """Ends the segment, because the forward begins to wait."""
+        """Ends the present compute operation of a forward, because the forward begins to wait."""
         if self.segment is not None and not self._stands:
             self.mark(self.segment)
         self._stands = True
 
     def end_forward(self) -> None:
-        """Records that the forward ends."""
+        """Records that the forward has ended."""
         self.stand()
         self.forget_forward()
 
@@ -180,7 +180,7 @@ class Recorder:
                 return call(*arguments)
         began_s = time.perf_counter()  # runs twice in every step, so it uses no context
         value = call(*arguments)
-        self.tally.waited(launch, time.perf_counter() - began_s)
+        self.step_times.waited(launch, time.perf_counter() - began_s)
         return value
 
     def transferred(self, transfer: Transfer) -> None:
@@ -198,7 +198,7 @@ class Recorder:
         """Ends the recording, converts it to seconds, and returns it: the object that `start` returned."""
         assert self.recording is not None
         recording, self.recording = self.recording, None
-        self.mark = self.tally.mark
+        self.mark = self.step_times.mark
         self.clock.stop()
         seconds = self.clock.seconds
         recording.marks = [(operation, window, seconds(at)) for operation, window, at in recording.marks]
@@ -231,13 +231,13 @@ class Waiting(contextlib.AbstractContextManager[None]):
         if self._span is not None:
             self._span.__exit__(*raised)
         recorder, recording = self._recorder, self._recording
-        recorder.tally.waited(self._launch, time.perf_counter() - self._began_s)
+        recorder.step_times.waited(self._launch, time.perf_counter() - self._began_s)
         if recording is not None:
             recording.waits.append((self._launch, recording.window, self._start, recorder.clock.now()))
 
 
 class Watch:
-    """Records one copy, which begins and ends with this context, in any thread.
+    """Records one copy, from the beginning to the end of this context, in any thread.
 
     Args:
         recorder: records the copy, or None.

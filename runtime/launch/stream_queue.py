@@ -43,7 +43,7 @@ Place = tuple[int, int]
 
 @dataclass
 class StreamTicket(Ticket):
-    """A submitted launch.
+    """A submitted launch on a stream.
 
     Attributes:
         place: (window, place in the order).
@@ -65,7 +65,7 @@ class StreamTicket(Ticket):
             RuntimeError: a launch failed.
         """
         if self.ended is None:
-            self.queue.issue(hurry=True)
+            self.queue.issue(out_of_turn=True)
         if self.queue.error is not None:
             raise self.queue.error
         if self.ended is None:
@@ -113,8 +113,8 @@ class StreamQueue(LaunchQueue):
         self._issued: list[tuple[tuple[int, ...], Lane, Event]] = []  # place, class and end of launches, by place
         self._ends: dict[Lane, Event] = {}  # the end of each class's last launch
 
-    def issue(self, hurry: bool = False, agreed: bool = False) -> None:
-        """Enqueues all due launches, or with `hurry` all submitted ones, each class in its order.
+    def issue(self, out_of_turn: bool = False, agreed: bool = False) -> None:
+        """Enqueues all launches whose turn it is; with `out_of_turn`, all submitted ones.
 
         Args:
             agreed: whether all ranks do so at this place, so that the launches count as in turn.
@@ -122,12 +122,12 @@ class StreamQueue(LaunchQueue):
         with self.lock:
             if self.error is not None:
                 return
-            was_draining, self.draining = self.draining, self.draining or hurry
+            was_draining, self.draining = self.draining, self.draining or out_of_turn
             try:
                 while any(map(WAITING, self.windows)) and (ticket := self.next()) is not None:
                     assert isinstance(ticket, StreamTicket)
                     in_turn = agreed or not self.draining or not self._is_out_of_turn(ticket)
-                    if not in_turn:  # noted first, because over gloo the host waits here for the other ranks
+                    if not in_turn:  # record it first, because over gloo the host waits here for the other ranks
                         self.overtook, self.tells = True, self.place()
                     self._enqueue(ticket, in_turn)
             except BaseException as error:
@@ -141,18 +141,18 @@ class StreamQueue(LaunchQueue):
 
     def close(self) -> None:
         """Makes the current stream wait for all submitted launches."""
-        self.catch_up()
+        self.enqueue_submitted()
         for ticket in list(self.unwaited.values()):
             ticket.wait()
 
-    def note_change(self, window: LaunchWindow) -> None:
+    def record_change(self, window: LaunchWindow) -> None:
         """Issues the launches that the changed window now allows."""
         if self.error is not None:
             raise self.error
         self.issue()
 
     @contextlib.contextmanager
-    def hurrying(self) -> Iterator[None]:
+    def flushing(self) -> Iterator[None]:
         """Does nothing, because a wait makes its launch, out of turn only if needed."""
         yield
 
@@ -180,18 +180,18 @@ class StreamQueue(LaunchQueue):
                 ticket.wait()
 
     def took_turns(self) -> bool:
-        """Returns whether every launch since the last call was issued in its turn."""
+        """Returns whether every launch since the last call was enqueued in order."""
         overtook, self.overtook = self.overtook, False
         return not overtook
 
-    def catch_up(self) -> None:
-        """Makes all submitted launches, as another rank may have done already. Called on all ranks.
+    def enqueue_submitted(self) -> None:
+        """Enqueues all submitted launches, because another rank has done so. Called on all ranks at the same place.
 
         Ranks differ in the launches that have left out of turn. So all later ones, whatever their places, follow all
         launches so far.
         """
         with self.lock:
-            self.issue(hurry=True, agreed=True)
+            self.issue(out_of_turn=True, agreed=True)
             self.overtook, self.tells = False, None
             if not self._ends:
                 return
@@ -237,8 +237,7 @@ class StreamQueue(LaunchQueue):
         return window.number, len(window.expected)
 
     def look(self, store: Any, name: str) -> None:
-        """Informs other ranks that launches have left out of turn here, or does the same where another rank has, at
-        this rank's position. Called a few times a second, by a thread that must not block.
+        """Informs other ranks if this rank has launched out of order, or does the same where another rank has.
 
         Args:
             store: a store that only that thread uses.
@@ -257,11 +256,11 @@ class StreamQueue(LaunchQueue):
             threading.Thread(target=self._follow, args=(place,), name="embrace_fx launcher", daemon=True).start()
 
     def _follow(self, place: Place) -> None:
-        """Issues the next launches in a hurry, if nothing was launched since `place`."""
+        """Enqueues the next launches out of order, if this rank has launched nothing since `place`."""
         self.streams.use_device()
-        with self.lock, contextlib.suppress(Exception):  # the next submission or wait raises it
+        with self.lock, contextlib.suppress(Exception):  # the next submission or wait raises the error
             if self.place() == place:
-                self.issue(hurry=True)
+                self.issue(out_of_turn=True)
 
     def _is_out_of_turn(self, ticket: StreamTicket) -> bool:
         """Returns whether an earlier launch of the order may still be made."""
@@ -299,7 +298,7 @@ class StreamQueue(LaunchQueue):
         self._issued.insert(at, (place, ticket.id.lane, ticket.ended))
         self._ends[ticket.id.lane] = ticket.ended
         del self._issued[:-_REMEMBERED]
-        recorder.tally.sent_bytes += ticket.sent_bytes
+        recorder.step_times.sent_bytes += ticket.sent_bytes
         if recorded:
             sent = ticket.sent_bytes if launched.sent_bytes is None else launched.sent_bytes()
             recorder.transferred(Transfer(ticket.id, ticket.window, sent, started, over))

@@ -58,14 +58,14 @@ class Streams:
         torch._C._CudaEventBase.wait(event, stream)
 
     def keep(self, *tensors: Tensor) -> None:
-        """Keeps memory of another stream from being reused before the current stream has used it."""
+        """Keeps the memory of tensors from being reused before the current stream has read them."""
         stream = self._by_id[torch._C._cuda_getCurrentStream(self._index)]
         for tensor in tensors:
             if tensor.is_cuda:
                 tensor.record_stream(stream)
 
     def up(self, tensor: Tensor) -> Tensor:
-        """Copies a host tensor to the device, for later work on the current stream."""
+        """Copies a host tensor to the device on the current stream."""
         return tensor.pin_memory().to(self._device, non_blocking=True)
 
     def to_host(self, tensor: Tensor) -> Tensor:
@@ -78,7 +78,7 @@ class Streams:
         return bool(event.query())
 
     def reach(self, event: Event) -> None:
-        """Makes the host wait for the event, if it has not completed."""
+        """Makes the host wait for an event."""
         if not self.has_passed(event):
             event.synchronize()
 
@@ -98,7 +98,7 @@ class Streams:
 
 
 class _ById(dict[tuple[int, int, int], torch.cuda.Stream]):
-    """Streams by the id that torch's C++ returns for the current stream, found without a call of Python."""
+    """Streams by the ids that torch's C++ returns for the current stream."""
 
     def __missing__(self, key: tuple[int, int, int]) -> torch.cuda.Stream:
         stream_id, device, kind = key
@@ -107,7 +107,7 @@ class _ById(dict[tuple[int, int, int], torch.cuda.Stream]):
 
 
 class _On(AbstractContextManager[None]):
-    """Makes a stream current on its device, and its device current in the thread, within a context."""
+    """A context in which a stream and its device are current."""
 
     def __init__(self, stream: torch.cuda.Stream, device: int) -> None:
         self._stream, self._index = stream, device
@@ -150,7 +150,7 @@ class _StreamClock(Clock):
 
     def seconds(self, moment: Any) -> float:
         """Converts a moment to seconds of the host's clock."""
-        if isinstance(moment, float):  # taken by a thread without a stream
+        if isinstance(moment, float):  # a thread without a stream has taken the host's time
             return moment
         return self._zero_s + float(self._zero.elapsed_time(moment)) / 1e3
 

@@ -45,11 +45,11 @@ class Ticket:
     queue: LaunchQueue = field(default=None)  # type: ignore[assignment]
     done: bool = False
     dropped: bool = False
-    wanted: bool = False  # a hurried wait waits for it
+    wanted: bool = False  # whether a wait that flushes launches waits for it
     tells: bool = True  # its time in flight counts as the launch's time
 
     def drop(self) -> None:
-        """Forgets a launch that will not be made."""
+        """Drops a launch that will not be made."""
         self.dropped, self.launch = True, None
 
     def has_ended(self) -> bool:
@@ -65,7 +65,7 @@ class Ticket:
         """
         queue = self.queue
         if self.ended_s == 0.0:
-            if queue.hurried:
+            if queue.flushes:
                 self.wanted = True
                 queue.issue()
             with queue.lock:

@@ -49,7 +49,7 @@ def _single_step(recording: Recording) -> Recording:
 
 
 def _memory_of(rank: int, recording: Recording, zero_s: float) -> list[MemoryAt]:
-    """Lists the growth of the memory in use since the recording's first mark, or nothing if it never changes."""
+    """Returns the growth of a rank's memory since the recording's first mark; empty if it never changes."""
     if len({nbytes for _, nbytes in recording.memory}) < 2:
         return []
     return [MemoryAt(rank, (at - zero_s) * 1e3, nbytes - recording.memory[0][1]) for at, nbytes in recording.memory]

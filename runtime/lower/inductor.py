@@ -91,7 +91,8 @@ class RegionCompiler:
         self._captures_cuda_graphs |= cuda_graph
         output = traced.graph.output_node()
         assert isinstance(output.args[0], list | tuple)
-        output.meta["user_visible_output_idxs"] = list(range(len(output.args[0])))  # keeps their strides
+        # User-visible outputs keep their strides.
+        output.meta["user_visible_output_idxs"] = list(range(len(output.args[0])))
         with tracing(TracingContext(fake_mode)):
             compiled: Compiled = compile_fx_inner(
                 traced,

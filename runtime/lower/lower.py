@@ -22,7 +22,7 @@ from embrace_fx.runtime.kernels import LOCAL
 from embrace_fx.runtime.lower import rnn
 from embrace_fx.runtime.lower.regions import Compiled, Region, compile_regions
 from embrace_fx.vocabulary.graph import Buffer, Parameter, Shard
-from embrace_fx.vocabulary.in_place import IN_PLACE, written_into
+from embrace_fx.vocabulary.in_place import IN_PLACE, overwritten_argument
 from embrace_fx.vocabulary.operation_id import OperationId
 from embrace_fx.vocabulary.ops import op_name
 
@@ -32,7 +32,7 @@ Call = Callable[[fx.Node], Callable[..., Any] | None]
 
 
 class _OneList(CodeGen):
-    """Generates code that takes all arguments in one list, and empties it."""
+    """Generates a function that takes all arguments in one list, and empties the list."""
 
     def gen_fn_def(self, free_vars: list[str], maybe_return_annotation: str, **_: Any) -> str:
         """Writes the head of a function that takes all its arguments in one list, and clears the list."""
@@ -81,7 +81,7 @@ def lower(
 
 
 def source(phase: Phase) -> str:
-    """Prints a lowered phase as Python, with the launch that a line makes or awaits in a comment.
+    """Returns a lowered phase as Python code, with the launch of each line in a comment.
 
     Values that die with a line are left out. A call of the runtime has the name of its method.
     """
@@ -106,9 +106,9 @@ def source(phase: Phase) -> str:
 
 
 def _write_in_place(graph: fx.Graph) -> None:
-    """Lets ops write into inputs that they are the last to read, because a functional graph allocates new memory."""
+    """Makes ops write into inputs that no later node reads, because a functional graph allocates new memory."""
     for node in graph.nodes:
-        position = written_into(node)
+        position = overwritten_argument(node)
         if position is not None:
             node.args = (node.args[position], *(a for k, a in enumerate(node.args) if k != position))
             node.target = IN_PLACE[node.target]
@@ -116,7 +116,7 @@ def _write_in_place(graph: fx.Graph) -> None:
 
 @cache
 def _direct(op: torch._ops.OpOverload) -> Callable[..., Any]:
-    """Returns an op's C++ function.
+    """Returns a C++ function that runs an op.
 
     This is torch's own binding if it is known to take the same arguments, because it reads them at half the cost. Other
     ops use the function that every op has.

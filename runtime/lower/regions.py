@@ -39,7 +39,7 @@ _SYMBOLIC = torch.SymInt | torch.SymFloat | torch.SymBool
 
 @dataclass(frozen=True)
 class Region:
-    """A part of a phase, cut out.
+    """A part of a phase that is compiled as one function.
 
     Attributes:
         module: its graph, with one placeholder for each input and one tuple of outputs.
@@ -79,7 +79,7 @@ def compile_regions(root: fx.GraphModule, graph: fx.Graph, compile_region: Calla
 
 
 def _runs(graph: fx.Graph) -> Iterator[dict[fx.Node, None]]:
-    """Yields runs of neighbouring nodes that can be compiled, in order."""
+    """Yields the runs of consecutive nodes that can be compiled."""
     run: dict[fx.Node, None] = {}
     for node in graph.nodes:
         if _is_compute(node) or (node.target is operator.getitem and node.args[0] in run):
@@ -95,7 +95,7 @@ def _is_compute(node: fx.Node) -> bool:
         return False
     value, target = node.meta.get("val"), node.target
     if not isinstance(target, torch._ops.OpOverload):
-        return isinstance(value, _SYMBOLIC)  # arithmetic of sizes
+        return isinstance(value, _SYMBOLIC)  # other functions only compute sizes
     if target.namespace not in ("aten", "prims") or target._schema.is_mutable:
         return False
     values = value if isinstance(value, list | tuple) else [value]
@@ -111,7 +111,7 @@ def _is_kernel(node: fx.Node) -> bool:
 
 
 def _items_follow_their_tuples(graph: fx.Graph) -> None:
-    """Moves `getitem` nodes to right after their op, so that a region has both or neither."""
+    """Moves each `getitem` node to right after the op whose result it reads."""
     for node in list(graph.nodes):
         if isinstance(node.target, torch._ops.OpOverload) and isinstance(node.meta.get("val"), list | tuple):
             for item in reversed([user for user in node.users if user.target is operator.getitem]):
@@ -125,7 +125,7 @@ def _inputs_of(nodes: Collection[fx.Node], others: Sequence[fx.Node]) -> list[fx
 
 
 def _symbols_for(graph: fx.Graph, nodes: Collection[fx.Node]) -> list[fx.Node] | None:
-    """Finds nodes for the symbols in the region's sizes. Returns None if a symbol has no node.
+    """Returns nodes for the symbols in a region's sizes, or None if a symbol has no node.
 
     The compiled form reads a symbol that is the size of an input from that input.
     """
@@ -174,7 +174,7 @@ def _size_node(graph: fx.Graph, source: fx.Node, dim: int, first: fx.Node) -> fx
 def _cut_out(
     root: fx.GraphModule, nodes: Collection[fx.Node], inputs: Sequence[fx.Node], outputs: Sequence[fx.Node]
 ) -> Region:
-    """Copies nodes into a region of their own."""
+    """Returns a region with copies of the nodes."""
     graph = fx.Graph()
     env: dict[fx.Node, fx.Node] = {}
     for k, node in enumerate(inputs):
@@ -228,7 +228,7 @@ def _replace(
 
 
 def bundle(*values: Any) -> list[Any]:
-    """Returns the arguments of a region in a list, which the region empties."""
+    """Returns the arguments of a region as a list, which the region empties."""
     return list(values)
 
 

@@ -29,7 +29,7 @@ _CELL_NUMBERS = {"rnn_relu": 0, "rnn_tanh": 1, "lstm": 2, "gru": 3}
 
 
 class _Layer(NamedTuple):
-    """The arguments of `rnn_layer`."""
+    """The arguments of `rnn_layer`: one layer and direction of a recurrent network."""
 
     input: Tensor
     h0: Tensor
@@ -131,7 +131,7 @@ def _loop_backward(
 
 
 def _per_row(grad_rows: Tensor | None, grad_final: Tensor | None, rows: Tensor, walk: Walk) -> Tensor:
-    """Returns a new gradient (R, ...) of `rows`: their own gradient, plus that of each sequence's final state."""
+    """Returns the gradient (R, ...) of each row: its own, plus that of the final state of its sequence."""
     total = torch.zeros_like(rows)
     if grad_rows is not None:
         total.copy_(grad_rows.reshape(rows.shape))
@@ -187,7 +187,7 @@ def _mkldnn_backward(grads: _Gradients, layer: _Layer, results: Sequence[Tensor]
 
 
 def _turned(rows: Tensor, shape: Sequence[int], walk: Walk) -> Tensor:
-    """Returns contiguous rows in the order of the walk, for cuDNN, which walks only forward. Its own inverse."""
+    """Returns contiguous rows in the walk's order, because cuDNN runs only forward. The function is its own inverse."""
     if not walk.reverse:
         return rows.contiguous()
     return rows.reshape(-1, rows.shape[-1])[walk.mirror(rows.device)].view(shape)

@@ -59,7 +59,7 @@ class Walk:
         return torch.cat(states[::-1] if self.reverse else states)
 
     def ends(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Returns the indices of the rows where each sequence is visited first and last, (B,) each.
+        """Returns the row indices (B,) where each sequence is first visited, and those where it is last visited.
 
         Sizes [2, 1], forward: ([0, 1], [2, 1]): sequence 0 has rows 0 and 2, sequence 1 has row 1.
         """
@@ -87,14 +87,16 @@ class Walk:
 
 
 def carry(initial: Tensor, before: Tensor, rows: int) -> Tensor:
-    """Returns the state from which a step of `rows` sequences starts: the state before, as sequences end or begin."""
+    """Returns the state from which a step with `rows` sequences starts: `before`, cut if sequences have ended, extended
+    by `initial` if some begin.
+    """
     if before.shape[0] >= rows:
         return _head(before, rows)
     return torch.cat([before, initial[before.shape[0] : rows]])
 
 
 def _head(tensor: Tensor, rows: int) -> Tensor:
-    """Returns the first `rows` rows."""
+    """Returns the first `rows` rows of a tensor."""
     # Slicing costs as much as a small kernel; padded inputs, whose steps never shrink, do without.
     return tensor if tensor.shape[0] == rows else tensor[:rows]
 
@@ -121,7 +123,9 @@ def _weight_gradients(
 
 @dataclass(frozen=True)
 class Backward:
-    """Gradients of one layer, flat: input (R, I) if wanted, h0 (B, P), c0 (B, H) of an LSTM, and the weights."""
+    """The gradients of one layer: of the input (R, I) if needed, of h0 (B, P), of c0 (B, H) for an LSTM, and of the
+    weights.
+    """
 
     input: Tensor | None
     h0: Tensor

@@ -15,12 +15,12 @@ CPU = torch.device("cpu")
 
 def timeout_of(group: dist.ProcessGroup) -> timedelta | None:
     """Returns the user's timeout of a group; new groups do not inherit it. None: its back end does not report it."""
-    backend = group._get_backend(CPU if carries(group, CPU) else torch.device("cuda"))
+    backend = group._get_backend(CPU if supports_device(group, CPU) else torch.device("cuda"))
     found: timedelta | None = getattr(backend.options, "_timeout", None)
     return found
 
 
-def carries(group: dist.ProcessGroup, device: torch.device) -> bool:
+def supports_device(group: dist.ProcessGroup, device: torch.device) -> bool:
     """Returns whether a group has a back end for tensors of a device."""
     try:
         group._get_backend(device)
@@ -29,7 +29,7 @@ def carries(group: dist.ProcessGroup, device: torch.device) -> bool:
     return True
 
 
-def travels_by_host(tensor: Tensor, group: dist.ProcessGroup) -> bool:
+def goes_through_host(tensor: Tensor, group: dist.ProcessGroup) -> bool:
     """Returns whether a tensor must be copied to the host before it is sent: a CUDA tensor over gloo."""
     return tensor.is_cuda and "nccl" not in backend_name(group, tensor.device)
 

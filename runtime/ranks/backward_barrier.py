@@ -11,11 +11,11 @@ from typing import Any
 
 import torch
 
-from embrace_fx.runtime.ranks.announcement import BACKWARD, Announcement, Announcements, Form
 from embrace_fx.runtime.ranks.failure import BACKWARD as NAME
 from embrace_fx.runtime.ranks.failure import PeerFailure
+from embrace_fx.runtime.ranks.step_handshake import BACKWARD, HandshakeMessage, MessageFormat, StepHandshake
 
-_FORM = Form()
+_FORM = MessageFormat()
 
 
 class BackwardBarrier:
@@ -29,11 +29,11 @@ class BackwardBarrier:
         future: ends with the exchange.
     """
 
-    def __init__(self, announcements: Announcements, call: int) -> None:
-        announcements.communicator.progress.note(NAME)
+    def __init__(self, announcements: StepHandshake, call: int) -> None:
+        announcements.communicator.progress.record(NAME)
         self._announcements = announcements
         self._here: bool | None = None
-        self._own, self._everyone, self._work = announcements.launch(Announcement(BACKWARD, program=call))
+        self._own, self._everyone, self._work = announcements.launch(HandshakeMessage(BACKWARD, program=call))
         self.future: torch.futures.Future[Any] = self._work.get_future()
 
     def all_are_here(self) -> bool:
@@ -68,9 +68,9 @@ class BackwardBarrier:
             }
             raise PeerFailure(self._announcements.reports(sent, None) or others)
 
-    def _announced(self) -> list[Announcement]:
+    def _announced(self) -> list[HandshakeMessage]:
         """Returns the announcements of all ranks, decoded."""
-        return [Announcement.decode(row, _FORM, 0) for row in self._everyone.tolist()]
+        return [HandshakeMessage.decode(row, _FORM, 0) for row in self._everyone.tolist()]
 
 
 def _ordinal_call(call: int) -> str:

@@ -27,7 +27,7 @@ from embrace_fx.runtime.ranks.gathering import gather_single
 from embrace_fx.runtime.ranks.groups import CLASSES, LANE_GROUPS, Groups
 from embrace_fx.runtime.ranks.messages import send_parts
 from embrace_fx.runtime.ranks.wire_rounding import Rounding
-from embrace_fx.runtime.ranks.worker import Ending
+from embrace_fx.runtime.ranks.worker import FutureWork
 
 
 @dataclass(slots=True)
@@ -63,7 +63,7 @@ def widened(
     if launched.work is None:
         write(into, narrow)
     else:
-        work = Ending(launched.work.get_future().then(widen))
+        work = FutureWork(launched.work.get_future().then(widen))
     return InFlight(into, work, lambda: sent_bytes, (narrow, *launched.reads))
 
 
@@ -100,7 +100,7 @@ class Communicator(Groups):
         comm_hook: the user's hook that reduces buckets instead of an AllReduce, or None.
         in_turn: orders the calling thread's collectives on a device with the launcher's. Unordered ones could start in
             different orders on two ranks and deadlock. None without a launcher, or if the launcher runs on the host.
-        deeds: the number of ops on this rank's parts of tables so far.
+        collective_ops: the number of ops on this rank's parts of tables so far.
     """
 
     gradient_dtype: torch.dtype | None = None
@@ -110,10 +110,10 @@ class Communicator(Groups):
     def __init__(self, group: dist.ProcessGroup | None, rounding: Rounding | None = None) -> None:
         super().__init__(group)
         self.rounding = rounding or Rounding()
-        self.deeds = 0
+        self.collective_ops = 0
         self._ask: Ask = lambda *_: None
 
-    def let_ask(self, ask: Ask) -> None:
+    def set_read_announcer(self, ask: Ask) -> None:
         """Sets the function that announces reads of sharded tables.
 
         Args:
@@ -147,7 +147,7 @@ class Communicator(Groups):
                 dist.all_reduce(value, reduce_op, group=group)
         return value
 
-    def reduce_asked(self, value: Tensor, reduce_op: dist.ReduceOp.RedOpType, what: str) -> Tensor:
+    def reduce_for_read(self, value: Tensor, reduce_op: dist.ReduceOp.RedOpType, what: str) -> Tensor:
         """Computes `reduce_scalar` for a read of a sharded table, in place.
 
         Args:
@@ -159,12 +159,12 @@ class Communicator(Groups):
         found = self._ask(what, value, reduce_op)
         return self.reduce_scalar(value, reduce_op) if found is None else value.copy_(found)
 
-    def gather_asked(self, own: Tensor, what: str) -> Tensor:
-        """Gathers equally many elements (n,) of every rank, (N n,), to read a table. Raises like `reduce_asked`."""
+    def gather_for_read(self, own: Tensor, what: str) -> Tensor:
+        """Gathers equally many elements (n,) of every rank, (N n,), to read a table. Raises like `reduce_for_read`."""
         self._ask(what, None, None)
-        return self.wait(self.gather_alike(own, "dense")).view(-1)
+        return self.wait(self.gather_equal(own, "dense")).view(-1)
 
-    def meet(self, what: str) -> None:
+    def wait_for_ranks(self, what: str) -> None:
         """Waits until every rank does `what`.
 
         Raises:
@@ -197,9 +197,9 @@ class Communicator(Groups):
             torch.cat([*unique], out=own[tables:given])
         else:
             torch.cat([counts, *unique], out=own[:given])
-        return self.gather_alike(own, group)
+        return self.gather_equal(own, group)
 
-    def gather_alike(self, own: Tensor, group: str) -> InFlight:
+    def gather_equal(self, own: Tensor, group: str) -> InFlight:
         """Gathers equally many numbers from every rank, (N, n)."""
         if self.world_size == 1:
             return InFlight(own.view(1, -1), None)
@@ -213,7 +213,7 @@ class Communicator(Groups):
         found.value = packed
         return found
 
-    def gather_unlike(self, own: Tensor, sizes: list[int], group: str) -> InFlight:
+    def gather_unequal(self, own: Tensor, sizes: list[int], group: str) -> InFlight:
         """Gathers flat tensors whose sizes, by rank, are known on the host."""
         if self.world_size == 1:
             return InFlight(own, None)

@@ -124,9 +124,9 @@ class LaunchLog:
     def begin_step(self) -> None:
         """Records that a step begins."""
         self.step += 1
-        self.note(ANNOUNCEMENT)
+        self.record(ANNOUNCEMENT)
 
-    def note(self, name: object) -> None:
+    def record(self, name: object) -> None:
         """Notes a launch of this step."""
         self.launches += 1
         self._last.pop(name, None)

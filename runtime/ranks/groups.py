@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from embrace_fx.runtime.ranks.backends import CPU, alone_on, backend_name, carries, timeout_of
+from embrace_fx.runtime.ranks.backends import CPU, alone_on, backend_name, supports_device, timeout_of
 from embrace_fx.runtime.ranks.failure import (
     CLOSED,
     LaunchLog,
@@ -84,7 +84,7 @@ class Groups:
         self._carriers: dict[tuple[str, torch.device], tuple[dist.ProcessGroup, str]] = {}
         self._waiters: dict[str, Worker] = {}
         self._hosts: dist.ProcessGroup | None = None  # the group of handshakes
-        self._made: list[dist.ProcessGroup] = []  # groups to destroy with this object
+        self._made: list[dist.ProcessGroup] = []  # the process groups that `end_groups` destroys
         self._liveness: LivenessCheck | None = None
         self.progress = LaunchLog()
         self._end: Callable[[], object] = lambda: None
@@ -113,7 +113,7 @@ class Groups:
 
     def _create_groups(self, group: dist.ProcessGroup) -> str:
         """Creates the groups of the calling thread. Returns a text unique to this attempt of the job."""
-        on_host = carries(group, CPU)
+        on_host = supports_device(group, CPU)
         if on_host:  # a message to a dead rank fails at once, but creating a group would wait
             self._hosts = group
             self._agree_on_counts()
@@ -204,7 +204,7 @@ class Groups:
         Collective.
         """
         assert self.group is not None
-        return self.group if carries(self.group, CPU) else self.open_group("joins", "gloo")
+        return self.group if supports_device(self.group, CPU) else self.open_group("joins", "gloo")
 
     def process_group(self, name: str) -> dist.ProcessGroup | None:
         """Returns a communication class's group, or None on a single process."""
@@ -301,7 +301,9 @@ class Groups:
     def uses_nccl(self, device: torch.device) -> bool:
         """Returns whether NCCL sends tensors of a device."""
         assert self.group is not None
-        return device.type == "cuda" and carries(self.group, device) and "nccl" in backend_name(self.group, device)
+        return (
+            device.type == "cuda" and supports_device(self.group, device) and "nccl" in backend_name(self.group, device)
+        )
 
     def _carrier(self, name: str, tensor: Tensor) -> tuple[dist.ProcessGroup, str]:
         """Returns the group that sends a class's tensors of this device, and its back end.
@@ -311,7 +313,7 @@ class Groups:
         found = self._carriers.get((name, tensor.device))
         if found is None:
             group: Any = self._groups[name]
-            group = group if carries(group, tensor.device) else self._hosts
+            group = group if supports_device(group, tensor.device) else self._hosts
             found = self._carriers[name, tensor.device] = group, backend_name(group, tensor.device)
         return found
 
@@ -328,7 +330,7 @@ class Groups:
         """Returns the ranks that no longer respond. Called after a message has failed."""
         return self._liveness.missing() if self._liveness is not None else []
 
-    def look_each_time(self, look: Callable[[Any, str], None]) -> str:
+    def run_periodically(self, look: Callable[[Any, str], None]) -> str:
         """Adds `look` to the loop of the liveness thread, a few times a second. Called on all ranks in the same order.
 
         Args:

@@ -39,7 +39,7 @@ _TOGETHER = {
     "torch/distributed/utils.py": ("_verify_param_shape", "_sync_module_states"),  # DDP's constructor calls it
 }
 """File -> prefixes of its functions that return only after all ranks have called them."""
-_ANNOUNCEMENTS, _READ = "runtime/ranks/announcement.py", "_read"
+_ANNOUNCEMENTS, _READ = "runtime/ranks/step_handshake.py", "_read"
 """The function in which ranks wait in a handshake, which may be another model's."""
 _WAITS, _RAISES = "/waits", "/raises"
 """Suffixes of the store's keys for a rank that waits, and for one that raises."""
@@ -92,7 +92,7 @@ class MismatchWatchdog:
         """
         if self._name or communicator.group is None:
             return
-        self._rank, self._name = communicator.rank, communicator.look_each_time(look)
+        self._rank, self._name = communicator.rank, communicator.run_periodically(look)
         communicator.refuse = self.refuse
         itself = weakref.ref(self)
 

@@ -9,7 +9,7 @@ from embrace_fx.runtime.ranks.communicator import Communicator
 from embrace_fx.runtime.ranks.failure import PeerFailure
 
 if TYPE_CHECKING:
-    from embrace_fx.runtime.ranks.announcement import Announcement
+    from embrace_fx.runtime.ranks.step_handshake import HandshakeMessage
 
 _ACTIVITIES = ("training", "accumulating gradients (no_sync)", "evaluating (eval or no_grad)")
 
@@ -44,20 +44,20 @@ OTHER_PROGRAM = (
 )
 
 
-_DONE_ALONE = (
+_RUN_BY_ONE_RANK = (
     "{} operation(s) on sharded tables, their gradients or their state ran on this rank alone since the last call. "
     "Each changes or copies its own columns, never the whole. Do the same on every rank, or call "
     "model.full_state_dict() on every rank and use that"
 )
 
 
-def check_steps(announcements: Sequence[Announcement], communicator: Communicator) -> None:
+def check_steps(announcements: Sequence[HandshakeMessage], communicator: Communicator) -> None:
     """Raises `PeerFailure` if ranks have taken different numbers of optimizer steps, or have run different ops on
     sharded tables.
     """
-    if len({(each.steps, each.deeds) for each in announcements}) == 1:
+    if len({(each.steps, each.collective_ops) for each in announcements}) == 1:
         return
-    steps, deeds = [each.steps for each in announcements], [each.deeds for each in announcements]
+    steps, collective_ops = [each.steps for each in announcements], [each.collective_ops for each in announcements]
     if len(set(steps)) > 1:
         raise PeerFailure(
             {
@@ -68,6 +68,8 @@ def check_steps(announcements: Sequence[Announcement], communicator: Communicato
                 for rank, count in enumerate(steps)
             }
         )
-    if (least := min(deeds)) >= 0:
-        communicator.deeds -= deeds[communicator.rank]  # all ranks restart the count of ops together
-        raise PeerFailure({rank: _DONE_ALONE.format(n - least) for rank, n in enumerate(deeds) if n > least})
+    if (least := min(collective_ops)) >= 0:
+        communicator.collective_ops -= collective_ops[communicator.rank]  # all ranks restart the count of ops together
+        raise PeerFailure(
+            {rank: _RUN_BY_ONE_RANK.format(n - least) for rank, n in enumerate(collective_ops) if n > least}
+        )

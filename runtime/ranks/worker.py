@@ -49,7 +49,7 @@ def _raise(error: Exception, _: object) -> None:
     raise error
 
 
-class Ending:
+class FutureWork:
     """Wraps a future with the interface of a collective's work."""
 
     def __init__(self, future: Future[Any]) -> None:

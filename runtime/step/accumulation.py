@@ -35,7 +35,7 @@ _RAISED = "this rank's backward raised: its own error says why"
 
 @dataclass
 class _Backward:
-    """A backward that is running.
+    """The state of a running backward of an eager call.
 
     Attributes:
         before: parameter -> its `.grad` before the backward, if it had one.
@@ -52,7 +52,7 @@ class _Backward:
 
 
 class _End:
-    """The engine's last callback of a backward."""
+    """The callback that autograd's engine calls at the end of a backward."""
 
     def __init__(self, accumulation: Accumulation) -> None:
         self._accumulation: Accumulation | None = accumulation
@@ -68,7 +68,7 @@ class _End:
 
 
 class Accumulation:
-    """The gradients that autograd accumulates in one model's parameters.
+    """Follows autograd as it accumulates the gradients of one model's parameters.
 
     Args:
         look: a weak reference to a method, called with a backward's gradients by parameter before their exchange.
@@ -104,7 +104,7 @@ class Accumulation:
             self._nodes[name] = (parameter, node)  # keeps the node alive, because autograd does not
 
     def forget(self) -> None:
-        """Stops watching."""
+        """Stops watching the parameters."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -112,7 +112,7 @@ class Accumulation:
         self.parameters = {}
 
     def expect(self, step: GradientStep, results: Any) -> None:
-        """Expects the backward of a call that returns these results."""
+        """Waits for the backward of a call that has returned these results."""
         self._waiting = [each for each in self._waiting if each() is not None] + [weakref.ref(step)]
         leaves = [leaf for leaf in _tensors(results) if leaf.requires_grad and leaf.grad_fn is not None]
         step.end_forward(leaves)
@@ -145,7 +145,7 @@ class Accumulation:
         """Returns whether the running backward accumulates parameters' gradients, as `torch.autograd.grad` does not."""
         try:
             return any(torch._C._will_engine_execute_node(node) for _, node in self._nodes.values())
-        except RuntimeError:  # raised if `torch.autograd.grad` asks for a parameter's gradient
+        except RuntimeError:  # torch raises if `torch.autograd.grad` asks for a parameter's gradient
             return False
 
     def end(self) -> None:
@@ -157,7 +157,7 @@ class Accumulation:
         step.exchange(gradients)
 
     def fail(self) -> None:
-        """Informs the other ranks that the backward has raised. Failures of other ranks raise there, not here."""
+        """Tells the other ranks that this rank's backward has raised. Does not raise their failures."""
         if self.backward is None:
             return
         step, _ = self._taken()
@@ -165,7 +165,9 @@ class Accumulation:
             step.exchange({}, RuntimeError(_RAISED))
 
     def _taken(self) -> tuple[GradientStep, dict[str, Tensor]]:
-        """Ends the backward. Returns its step and its gradients, in their order, and restores `.grad`."""
+        """Ends the backward and restores `.grad`. Returns the step, and its gradients in the order of their
+        accumulation.
+        """
         backward, self.backward = self.backward, None
         assert backward is not None
         found = [(name, self.parameters[name].grad) for name in backward.reached]
@@ -186,7 +188,7 @@ class Accumulation:
 
 
 def _accumulated(itself: weakref.ref[Accumulation], name: str, *_: Any) -> None:
-    """Records a gradient in `.grad`, and sends it if earlier backwards accumulated it only once."""
+    """Records that autograd has accumulated a parameter's gradient. Sends its bucket if that is complete."""
     accumulation = itself()
     if accumulation is None or (backward := accumulation.backward) is None:
         return
@@ -200,14 +202,14 @@ def _accumulated(itself: weakref.ref[Accumulation], name: str, *_: Any) -> None:
 
 
 def _reached(itself: weakref.ref[Accumulation], step: GradientStep | None, *_: Any) -> None:
-    """Begins an accumulation, if the step's backward is its first."""
+    """Begins a backward, when its first node runs."""
     accumulation = itself()
     if accumulation is not None and accumulation.backward is None:
         accumulation.begin(step)
 
 
 def _tensors(results: Any) -> Sequence[Tensor]:
-    """Lists the tensors among results, in containers and in objects."""
+    """Returns the tensors in a call's results, also those in containers and objects."""
     found: list[Tensor] = []
     waiting, seen = [results], set[int]()
     while waiting:

@@ -88,8 +88,8 @@ def _launch(
     """Exchanges, by rank, the count of scalars that are not finite and `written`, then the sum of `used`."""
     numbers = [scalar.item() for scalar in scalars]
     own = [len(numbers) - sum(map(math.isfinite, numbers)), written, *used]
-    communicator.progress.note(_NAME)
-    launched = communicator.gather_alike(torch.tensor(own, dtype=torch.int64, device="cpu"), "ids")
+    communicator.progress.record(_NAME)
+    launched = communicator.gather_equal(torch.tensor(own, dtype=torch.int64, device="cpu"), "ids")
 
     def read() -> list[int]:
         """Waits for the flags, and returns them flat with the counts summed over ranks."""

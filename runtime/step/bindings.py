@@ -11,7 +11,7 @@ from torch import Tensor, fx
 from embrace_fx.cost.links import Cluster
 from embrace_fx.runtime.exchanges.channel import Channel
 from embrace_fx.runtime.exchanges.in_place import ExchangeKind, exchange_gradient_
-from embrace_fx.runtime.flow.flow import Flow
+from embrace_fx.runtime.flow.comm_pipeline import CommPipeline
 from embrace_fx.runtime.flow.head_exchange import HeadExchange
 from embrace_fx.runtime.flow.single_process import SingleProcessRows, runs_uncounted
 from embrace_fx.runtime.kernels import lookup
@@ -20,8 +20,8 @@ from embrace_fx.runtime.launch.recorder import Recorder
 from embrace_fx.runtime.launch.streams import Streams
 from embrace_fx.runtime.launch.ticket import Ticket
 from embrace_fx.runtime.memory.copies import Copies
-from embrace_fx.runtime.ranks.announcement import Announcements
 from embrace_fx.runtime.ranks.communicator import Communicator, InFlight
+from embrace_fx.runtime.ranks.step_handshake import StepHandshake
 from embrace_fx.runtime.step.hooked_buckets import CommHook, HookedBucket, launch_hooked
 from embrace_fx.runtime.step.packer import Packer
 from embrace_fx.runtime.tables.model_state import ModelState
@@ -34,7 +34,7 @@ from embrace_fx.vocabulary.submissions import compute_up_to
 
 
 class Bindings:
-    """The functions that the nodes of one graph call.
+    """Maps the nodes of one graph to the runtime functions that they call.
 
     Args:
         buckets: the buckets that the graph reduces, in launch order, or None.
@@ -48,9 +48,9 @@ class Bindings:
         self,
         graph: TrainingGraph,
         state: ModelState,
-        announcements: Announcements,
+        announcements: StepHandshake,
         buckets: tuple[tuple[str, ...], ...] | None,
-        flow: Flow,
+        flow: CommPipeline,
         links: Cluster,
         copies: Copies | None = None,
         *,
@@ -70,7 +70,7 @@ class Bindings:
             "embrace::await_ids": lambda _: flow.await_ids,
             "embrace::join_rows": lambda node: flow.exchanges[str(node.args[3])].join_rows,
             "embrace::coalesce": lambda _: flow.coalesce,
-            "embrace::hand_over": lambda _: flow.buckets.hand_over,
+            "embrace::defer_bucket": lambda _: flow.buckets.defer_bucket,
             "embrace::update_bucket": lambda _: flow.buckets.update_bucket,
             "embrace::pack_bucket": self._packer,
             "embrace::lookup": self._lookup,
@@ -87,7 +87,7 @@ class Bindings:
         }
 
     def call(self, node: fx.Node) -> Callable[..., Any] | None:
-        """Returns the function that a node calls with its op's arguments, or None for a kernel or torch's own op."""
+        """Returns the function that a node calls, or None if the node runs a kernel or a torch op."""
         found = self._alone.kernel(node) if self._alone is not None else None
         found = found or self._method(node)
         return found and _named(partial(found), node.name)
@@ -114,7 +114,7 @@ class Bindings:
         return partial(self._announcements.all_gather_ids, tables=node.meta["tables"], spaces=self._spaces)
 
     def _copied(self, node: fx.Node) -> Callable[..., Any]:
-        """Returns the function that begins or ends a copy of a saved value."""
+        """Returns the function that starts or awaits a copy of a saved value."""
         assert self._copies is not None
         return _copy(self._copies, self._flow.recorder, node)
 
@@ -123,17 +123,17 @@ class Bindings:
         role, state = node.all_input_nodes[0].meta["role"], self._state
         name = role.table if isinstance(role, Shard) else role.name
 
-        def caught_up(shard: Tensor, ids: Tensor) -> Tensor:
-            """Looks up rows of a shard after their pending steps."""
+        def looked_up(shard: Tensor, ids: Tensor) -> Tensor:
+            """Looks up rows after applying the steps that they have deferred."""
             table = state.spaces.get(name) or state.tables.get(name)
             return lookup(shard, ids) if table is None else table.look_up(ids)
 
-        return caught_up
+        return looked_up
 
     def _hooked(self, comm_hook: CommHook, node: fx.Node) -> Callable[..., Any]:
         """Makes the function by which the user's hook reduces a bucket."""
         packed = node.all_input_nodes[0]
-        if op_name(packed) != "embrace::pack_bucket":  # other passes reduce counts
+        if op_name(packed) != "embrace::pack_bucket":  # some all_reduce nodes reduce counts of ids instead of buckets
             return self._communicator.all_reduce_
         state, index = self._state, packed.meta["bucket"]
         names, last = self._buckets[index], index == len(self._buckets) - 1
@@ -146,7 +146,7 @@ class Bindings:
         return reduce_bucket
 
 
-_OF_LAUNCH: Mapping[str, Callable[[Flow, str], Callable[..., Any]]] = {
+_OF_LAUNCH: Mapping[str, Callable[[CommPipeline, str], Callable[..., Any]]] = {
     "embrace::submit_rows": lambda flow, what: flow.exchanges[what].submit_rows,
     "embrace::await_rows": lambda flow, what: flow.exchanges[what].await_rows,
     "embrace::all_to_all_rows": lambda flow, what: flow.exchanges[what].all_to_all_rows,
@@ -161,7 +161,7 @@ _OF_LAUNCH: Mapping[str, Callable[[Flow, str], Callable[..., Any]]] = {
 """Methods of nodes whose launch the flow's launcher issues; they take it first."""
 
 
-def _wait_for(flow: Flow, launch: Ticket | InFlight) -> Tensor:
+def _wait_for(flow: CommPipeline, launch: Ticket | InFlight) -> Tensor:
     """Returns the value of a launch made by the launcher or by this thread."""
     if isinstance(launch, InFlight):
         return flow.communicator.wait(launch)
@@ -217,7 +217,7 @@ def _exchange_gradient_(
     group: str,
     group_size: int,
 ) -> InFlight:
-    """Runs the op of that name to its end, for gradients that no launcher takes."""
+    """Runs the op `exchange_gradient_` to its end, for gradients that go through no launcher."""
     channel = Channel(communicator.process_group(group))
     with communicator.watching():
         exchange_gradient_(flat, ExchangeKind(rows, strategy, scheme), channel, links)

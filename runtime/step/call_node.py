@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from embrace_fx.runtime.launch.spans import spanned
-from embrace_fx.runtime.step.phases import outside_of_autograd
 from embrace_fx.runtime.step.program import Program
+from embrace_fx.runtime.step.runnable_phase import outside_of_autograd
 
 if TYPE_CHECKING:
     from embrace_fx.runtime.step.step import Step
@@ -46,7 +46,8 @@ class CallNode(torch.autograd.Function):
         program.state.graph_task = torch._C._current_graph_task_id()
         anchor, _ = ctx.next_functions[0]  # `torch.autograd.grad` and `backward(inputs=...)` do not reach it
         wanted = torch._C._will_engine_execute_node(anchor)
-        final = twice and wanted and not program.state.tables and len(ctx.next_functions) == 1  # of no batch
+        # No tensor of the batch gets a gradient.
+        final = twice and wanted and not program.state.tables and len(ctx.next_functions) == 1
         run, options = ctx.step.backward, {"for_parameters": wanted, "twice": twice and not final}
         with program.state.pending.closed(grows=program.overlaps_steps):
             gradients = outside_of_autograd(spanned, "backward", run, tangents, **options)
@@ -56,7 +57,7 @@ class CallNode(torch.autograd.Function):
 
 
 class _Final(torch.autograd.Function):
-    """Returns a gradient unchanged, and refuses to differentiate it."""
+    """An autograd function that returns a gradient, and raises if the gradient is differentiated."""
 
     @staticmethod
     def forward(ctx: Any, gradient: Tensor) -> Tensor:
@@ -65,12 +66,12 @@ class _Final(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *_: Tensor) -> Tensor:
-        """Refuses a second derivative."""
+        """Raises `RuntimeError`, because second derivatives are not supported."""
         raise RuntimeError(TWICE)
 
 
 def make_final(program: Program) -> None:
-    """Makes gradients require grad, as after `backward(create_graph=True)`, and raise if they are differentiated."""
+    """Makes the gradients of a backward with `create_graph=True` raise if they are differentiated again."""
     program.flow.wait()
     with torch.enable_grad():
         for parameter in program.state.parameters():

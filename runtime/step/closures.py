@@ -31,7 +31,7 @@ def with_closure(
 
 
 class _Number(float):
-    """This rank's own loss, which `float()` shows as the mean over ranks while a step runs."""
+    """A loss that `float()` shows as the mean over ranks during a step, and otherwise as this rank's own."""
 
     mean: float | None = None
 
@@ -43,7 +43,7 @@ class _Number(float):
 
 
 class MeanLoss:
-    """A closure whose losses are means over ranks until `restore`. Losses that are no numbers are not changed.
+    """A closure that returns the mean of its losses over ranks, until `restore`.
 
     Args:
         closure: evaluates the loss of this rank's batch, and its gradients. Collective.
@@ -51,7 +51,7 @@ class MeanLoss:
 
     def __init__(self, closure: Callable[[], Any], communicator: Communicator) -> None:
         self._closure, self._communicator = closure, communicator
-        self._tensors: list[tuple[Tensor, Tensor]] = []  # (mean over ranks, this rank's own loss)
+        self._tensors: list[tuple[Tensor, Tensor]] = []  # pairs of losses: (mean over ranks, this rank's own)
         self._numbers: list[_Number] = []
 
     def __call__(self) -> Any:

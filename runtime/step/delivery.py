@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer, SparseAdam
 
-from embrace_fx.runtime.flow.flow import Flow
+from embrace_fx.runtime.flow.comm_pipeline import CommPipeline
 from embrace_fx.runtime.step.gradient_hooks import hooked, run_accumulated
 from embrace_fx.runtime.tables.model_state import ModelState
 from embrace_fx.runtime.tables.own_step import takes_sparse
@@ -30,7 +30,7 @@ from embrace_fx.vocabulary.graph import (
 
 
 def delivered(roles: Sequence[OutputRole]) -> list[str]:
-    """Returns the parameters whose gradients a backward with these outputs delivers."""
+    """Returns the parameters that get a gradient from a backward with these outputs."""
     found: dict[str, None] = {}
     for role in roles:
         match role:
@@ -46,13 +46,14 @@ def delivered(roles: Sequence[OutputRole]) -> list[str]:
 
 
 class _Sorted:
-    """A backward's outputs by kind: the outputs to deliver, each with its place."""
+    """The outputs of a backward, sorted by how they are delivered."""
 
     def __init__(self, roles: Sequence[OutputRole]) -> None:
         self.roles = roles  # kept alive, because they are compared by identity
         self.dense: list[tuple[int, str]] = []
         self.of_shards: list[tuple[int, str]] = []
-        self.of_rows: dict[str, tuple[Sequence[str], int, int]] = {}  # of a table or space: its tables, ids, rows
+        # (tables, place of ids, place of rows) of a table or row space.
+        self.of_rows: dict[str, tuple[Sequence[str], int, int]] = {}
         self.pending: list[PendingGradients] = []
         self.pending_rows: list[tuple[int, PendingRows]] = []
         parts = {(role.table, role.part): k for k, role in enumerate(roles) if isinstance(role, GradientOfRows)}
@@ -72,7 +73,8 @@ class _Sorted:
 
 @dataclass(frozen=True)
 class Delivery:
-    """Delivers the gradients of one program's backwards to where optimizers find them.
+    """Delivers the results of one program's backwards: dense gradients to `.grad`, rows to tables, launches to the
+    flow.
 
     Attributes:
         synchronised: whether gradients are the mean over all ranks; else they add to this rank's own sum (`no_sync`).
@@ -80,7 +82,7 @@ class Delivery:
     """
 
     state: ModelState
-    flow: Flow
+    flow: CommPipeline
     synchronised: bool
     own: bool
     _sorted: dict[int, _Sorted] = field(default_factory=dict)  # id of roles -> the same roles by kind

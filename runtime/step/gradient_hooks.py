@@ -28,7 +28,7 @@ def has_node_hooks(parameter: nn.Parameter) -> bool:
 
     Hooks of another compiled model that holds the parameter do not count.
     """
-    if getattr(parameter, "_in_backward_optimizers", None):  # set by torch.distributed.optim
+    if getattr(parameter, "_in_backward_optimizers", None):  # torch.distributed.optim sets this attribute
         return True
     with torch.inference_mode(False), torch.enable_grad():
         node = torch.autograd.graph.get_gradient_edge(parameter).node
@@ -39,11 +39,11 @@ def has_node_hooks(parameter: nn.Parameter) -> bool:
 
 
 def _nothing(*_: object) -> None:
-    """Does nothing."""
+    """Does nothing, as a hook that is registered only to reach the node's other hooks."""
 
 
 def hooked(parameter: nn.Parameter, gradient: Tensor) -> Tensor:
-    """Returns a gradient as changed by the parameter's own hooks."""
+    """Returns a gradient after the parameter's own hooks."""
     for hook in tuple((parameter._backward_hooks or {}).values()):
         changed = hook(gradient)
         gradient = gradient if changed is None else changed
@@ -51,7 +51,7 @@ def hooked(parameter: nn.Parameter, gradient: Tensor) -> Tensor:
 
 
 def accumulated(parameter: nn.Parameter, gradient: Tensor, there: Tensor | None) -> Tensor:
-    """Returns a gradient as changed by the hooks that find it in `.grad`, and restores `.grad`.
+    """Returns a gradient after the post-accumulate hooks of its parameter, which read and write `.grad`.
 
     Args:
         gradient: the gradient to reduce: this backward's, plus the sum that backwards under `no_sync` have left.
@@ -73,7 +73,7 @@ def accumulated(parameter: nn.Parameter, gradient: Tensor, there: Tensor | None)
 
 
 def _left_in(parameter: nn.Parameter) -> Tensor | None:
-    """Reads the gradient that hooks have left in `.grad`, if they have not cleared it."""
+    """Returns the gradient that hooks have left in `.grad`, or None."""
     return parameter.grad
 
 

@@ -8,13 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from embrace_fx.runtime.step.phases import autocast_is_in_the_graph, outside_of_autograd
-from embrace_fx.runtime.step.pieces import InPieces
 from embrace_fx.runtime.step.program import LoweredPhase, Program
+from embrace_fx.runtime.step.runnable_phase import autocast_is_in_the_graph, outside_of_autograd
 from embrace_fx.runtime.step.step import SECOND, Opened, Step
-from embrace_fx.vocabulary.as_seen import AsSeen
+from embrace_fx.runtime.step.streaming_backward import StreamingBackward
 from embrace_fx.vocabulary.graph import Values
 from embrace_fx.vocabulary.step_variant import BackwardVariant, ForwardVariant
+from embrace_fx.vocabulary.version_snapshot import VersionSnapshot
 
 
 class GradientStep(Step):
@@ -38,7 +38,7 @@ class GradientStep(Step):
         self._of_results = True
         self._reduced: set[str] = set()  # parameters whose gradients earlier backwards of the results have reduced
         self._opened: Opened | None = None
-        self._sent: InPieces | None = None  # sends gradients as they arrive, or None to send them at the end
+        self._sent: StreamingBackward | None = None  # sends gradients as they arrive, or None to send them at the end
         self._taken: dict[int, Tensor] = {}  # index of a parameter -> gradient in the layout of its exchange
 
     def announce(self) -> None:
@@ -50,9 +50,9 @@ class GradientStep(Step):
         outside_of_autograd(self.forward)
         self._results = []
 
-    def _seen(self, values: Values, results: Sequence[Any], made: Sequence[int]) -> AsSeen:
-        """Returns no tensors, because autograd itself checks the tensors that its backward reads."""
-        return AsSeen()
+    def _seen(self, values: Values, results: Sequence[Any], made: Sequence[int]) -> VersionSnapshot:
+        """Returns no tensors, because autograd itself checks for writes."""
+        return VersionSnapshot()
 
     def _begin_forward(self) -> tuple[Values, ForwardVariant]:
         """Announces a training step on a host in advance, so that ranks meet at the head of its backward, before any
@@ -85,14 +85,14 @@ class GradientStep(Step):
         self.program.announcements.wait()
         self._opened = self._open({})
         self._sent, self._taken, self._of_results = None, {}, of_results
-        if isinstance(run := self._opened.phase.run, InPieces):
+        if isinstance(run := self._opened.phase.run, StreamingBackward):
             run.begin()
             may_leave = not self.program.state.unreduced and self.program.flow.shares_failures
             self._sent = run if may_leave else None
         super()._begin_backward(BackwardVariant(), twice=False)
 
     def add(self, name: str, gradient: Tensor) -> None:
-        """Adds a gradient, and sends its bucket if that is complete. Only on hosts, and not if `no_sync` left sums.
+        """Adds a parameter's gradient, and sends the parameter's bucket once that is complete.
 
         Raises:
             RuntimeError: a gradient that was sent, or reduced by an earlier backward, is accumulated again.
@@ -102,7 +102,7 @@ class GradientStep(Step):
         if self._of_results and name in self._reduced:
             raise RuntimeError(SECOND)
         k = self._places[name]
-        if (completes := self._sent.note(k)) is None:
+        if (completes := self._sent.record(k)) is None:
             raise RuntimeError(_AGAIN.format(name))
         self._taken[k] = gradient if gradient.layout is torch.strided else self._as_exchanged(name, gradient)
         if completes:
@@ -144,7 +144,7 @@ class GradientStep(Step):
     def _begin_backward(self, variant: BackwardVariant, twice: bool) -> None:
         """Raises the failure of the call before a backward begins."""
         if self._failure is not None:
-            raise self._failure  # reported to the other ranks like any failure
+            raise self._failure  # the other ranks learn of it like of any failure
 
     def _call_backward(
         self,
@@ -162,9 +162,9 @@ class GradientStep(Step):
                 taken[k] = tangent
             else:
                 taken[k] = self._as_exchanged(name, tangent)
-        if isinstance(backward.run, InPieces):
+        if isinstance(backward.run, StreamingBackward):
             backward.run.run_ready(taken)
-            announce_end()  # called while the last buckets are in flight
+            announce_end()  # announce the end while the last buckets are in flight
         return backward.run(self._leaves, values, taken)
 
     def _as_exchanged(self, name: str, gradient: Tensor | None) -> Tensor:

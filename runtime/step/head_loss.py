@@ -37,7 +37,7 @@ _GROUP = "embedding"
 
 @dataclass(frozen=True)
 class LossArguments:
-    """The sharded head of a loss, and the options of `F.cross_entropy` for weights, smoothing and reduction.
+    """A sharded output layer, and the options of the `F.cross_entropy` call on its logits.
 
     Attributes:
         reduction: the number of the reduction, as in `aten.nll_loss_forward`.
@@ -61,7 +61,7 @@ class HeadLoss(torch.autograd.Function):
         """Computes the loss of a sharded head over all ranks, and saves the backward's inputs. Collective."""
         promise, state, communicator = head.promise, head.state, head.communicator
         table, ranks, rank = state.tables[promise.table], communicator.world_size, communicator.rank
-        communicator.meet(f"loss of logits of the sharded {promise.table}")
+        communicator.wait_for_ranks(f"loss of logits of the sharded {promise.table}")
         exchange, chunks = HeadExchange(communicator), promise.chunks
         where = promise.table, _GROUP, ranks
         positions, own_labels = scored_positions(labels, head.ignore_index, table.shape[0])
@@ -98,7 +98,7 @@ class HeadLoss(torch.autograd.Function):
         promise, state, communicator = head.promise, head.state, head.communicator
         hidden, local, own_bias, _, labels, all_labels, positions, counts, log_sums, *saved = ctx.saved_tensors
         table, ranks, rank = state.tables[promise.table], communicator.world_size, communicator.rank
-        communicator.meet(f"gradient of the loss of logits of the sharded {promise.table}")
+        communicator.wait_for_ranks(f"gradient of the loss of logits of the sharded {promise.table}")
         exchange, chunks = HeadExchange(communicator), promise.chunks
         where = promise.table, _GROUP, ranks
         own = _coefficients(head, gradient, log_sums, positions, labels, table.shape[0])

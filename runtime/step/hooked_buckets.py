@@ -20,7 +20,7 @@ from embrace_fx.runtime.ranks.communicator import InFlight
 
 @dataclass(frozen=True)
 class CommHook:
-    """A communication hook, and the state that it is called with."""
+    """A user's communication hook with its state."""
 
     state: object
     hook: Callable[[Any, Any], Any]
@@ -54,7 +54,7 @@ class HookedBucket:
         return self._is_last
 
     def buffer(self) -> Tensor:
-        """Returns all gradients, flat."""
+        """Returns the flat tensor of all gradients."""
         return self._flat
 
     def set_buffer(self, flat: Tensor) -> None:
@@ -87,7 +87,7 @@ def launch_hooked(comm_hook: CommHook, flat: Tensor, bucket: HookedBucket) -> In
 
 
 class _Reduction:
-    """Waits for a hook's future, and writes its result into the bucket."""
+    """The reduction of a bucket by a hook, in flight."""
 
     def __init__(self, future: torch._C.Future[Any], flat: Tensor, name: str) -> None:
         self._future = future

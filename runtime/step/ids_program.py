@@ -9,7 +9,7 @@ from torch import Tensor, fx
 
 from embrace_fx.runtime.flow.next_batch import IdsProgram
 from embrace_fx.runtime.kernels import padded_unique_ids
-from embrace_fx.runtime.step.phases import Runnable, runnable
+from embrace_fx.runtime.step.runnable_phase import Runnable, runnable
 from embrace_fx.runtime.tables.model_state import ModelState
 from embrace_fx.vocabulary.graph import BatchInput, Mutation, TrainingGraph, Values, inputs_of, outputs_of
 from embrace_fx.vocabulary.ops import draws, op_name
@@ -52,7 +52,7 @@ def ids_program(graph: TrainingGraph, state: ModelState, unique_phase: Runnable)
 def _unique_on_device(
     graph: TrainingGraph, state: ModelState, sent: Sequence[str]
 ) -> Callable[[Sequence[Any]], tuple[Values, list[Tensor]]]:
-    """Makes `IdsProgram.unique_on_device`.
+    """Returns the function that finds a batch's unique rows on a device, padded to a fixed length.
 
     Args:
         sent: names of the unique rows, by table.
@@ -85,11 +85,11 @@ def _unique_on_device(
 
 
 def _routing(graph: TrainingGraph, state: ModelState) -> Callable[[Values, list[Tensor]], None]:
-    """Makes `IdsProgram.routing`, which runs the ids phase after its exchange."""
+    """Returns the function that runs the ids phase, given the ids that all ranks have exchanged."""
     unpacked: list[list[Tensor]] = []
 
     def given(node: fx.Node) -> Callable[..., Any] | None:
-        """Returns a function that gives already exchanged ids in place of a node that exchanges them."""
+        """Returns a function that returns the exchanged ids, for a node that would exchange them."""
         if op_name(node) == "embrace::unpack_ids":
             return lambda *_: unpacked.pop()
         launches = ("embrace::all_gather_ids", "_c10d_functional::wait_tensor")
@@ -106,6 +106,8 @@ def _routing(graph: TrainingGraph, state: ModelState) -> Callable[[Values, list[
 
 
 def _are_pure(unique: fx.GraphModule, forward: fx.GraphModule) -> bool:
-    """Returns whether ids depend neither on random numbers nor on values that the forward writes."""
+    """Returns whether a batch's ids can be found in advance: without random numbers, or values that the forward
+    writes.
+    """
     written = {role.of for _, role in outputs_of(forward) if isinstance(role, Mutation)}
     return not any(map(draws, unique.graph.nodes)) and written.isdisjoint(role for _, role in inputs_of(unique))

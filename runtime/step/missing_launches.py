@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from embrace_fx.runtime.flow.flow import Flow
+from embrace_fx.runtime.flow.comm_pipeline import CommPipeline
 from embrace_fx.runtime.ranks.communicator import Communicator, InFlight, by_row
 from embrace_fx.vocabulary.graph import Saved, Values
 from embrace_fx.vocabulary.head_ops import HEAD_LAUNCHES
@@ -29,7 +29,7 @@ Call = Callable[..., Any]
 
 @dataclass(frozen=True)
 class _Launch:
-    """One launch of a phase.
+    """A launch that a phase makes, with what is needed to make it if the phase fails.
 
     Attributes:
         id: the launch's id, or None if it goes through no launcher.
@@ -46,7 +46,8 @@ class _Launch:
 
 
 class MissingLaunches:
-    """The launches of one phase. A rank that fails makes its missing launches, because other ranks wait for them.
+    """Makes the launches of one phase that a failed rank has not made, with zeros, because other ranks wait for
+    them.
 
     Args:
         flow: the flow, whose launcher makes the launches in its order. All others are made immediately.
@@ -55,7 +56,7 @@ class MissingLaunches:
         on_the_spot: whether any launch is made immediately, without a launcher.
     """
 
-    def __init__(self, communicator: Communicator, flow: Flow) -> None:
+    def __init__(self, communicator: Communicator, flow: CommPipeline) -> None:
         self._communicator = communicator
         self._flow = flow
         self._launches: list[_Launch] = []
@@ -98,7 +99,7 @@ class MissingLaunches:
         return found
 
     def submit(self, values: Values) -> None:
-        """Makes the missing launches, and waits for those that go through no launcher.
+        """Makes the launches that the failed phase has not made, and waits for those that go through no launcher.
 
         Args:
             values: the result of `begin`.
@@ -124,7 +125,7 @@ class MissingLaunches:
         return launch.call(void, *rest)
 
     def _void(self, launch: _Launch, arguments: list[Any]) -> Tensor | None:
-        """Returns zeros of the size that a launch sends."""
+        """Returns zeros of the size that a launch sends, or None if the launch needs none."""
         like, rank = launch.like, self._communicator.rank
         assert like is not None
         if launch.op in ("embrace::submit_rows", "embrace::gather_counts"):
@@ -152,7 +153,9 @@ def _needs_lookahead(launch: _Launch) -> bool:
 
 
 def _kept(argument: Any) -> Any:
-    """Returns a saved value's role, None for any other node, or a constant itself."""
+    """Converts an argument for later use: a saved value to its role, another node to None. Returns a constant
+    unchanged.
+    """
     if isinstance(argument, fx.Node):
         role = argument.meta.get("role")
         return role if argument.op == "placeholder" and isinstance(role, Saved) else None

@@ -12,7 +12,7 @@ from embrace_fx.runtime.tables.model_state import ModelState
 
 
 class Packer:
-    """Packs one bucket. The sums that backwards under `no_sync` left in `.grad` are reduced with it.
+    """Packs the gradients of one bucket into one flat tensor, whose memory later steps reuse.
 
     Args:
         scales: False if a hook of the user divides by the count of ranks.
@@ -33,7 +33,8 @@ class Packer:
         if self._state.hooked or self._state.unreduced:
             part = self._hooked if self._state.hooked else self._state.with_unreduced
             parts = [part(name, gradient) for name, gradient in zip(self._names, gradients, strict=True)]
-        flat = parts[0].coalesce() if parts[0].is_sparse else self._joined(parts)  # sparse gradients have own buckets
+        # A sparse gradient has a bucket of its own.
+        flat = parts[0].coalesce() if parts[0].is_sparse else self._joined(parts)
         scale = scale * self._state.gradient_scale if self._scales else 1.0
         return flat.mul_(scale) if scale != 1.0 else flat
 
@@ -50,7 +51,9 @@ class Packer:
         return kept.detach()  # a separate tensor, so that references to it can be counted
 
     def _hooked(self, name: str, gradient: Tensor) -> Tensor:
-        """Returns a gradient with this rank's earlier sum added, as changed by the parameter's hooks."""
+        """Returns a gradient to reduce: this rank's sum of earlier backwards added, and the parameter's hooks
+        applied.
+        """
         state = self._state
         if name not in state.hooked or name in state.unreached:
             return state.with_unreduced(name, gradient)
@@ -60,6 +63,6 @@ class Packer:
 
 
 def _is_shared(kept: Tensor) -> bool:
-    """Returns whether another tensor, such as a parameter's `.grad`, shares the memory of this one."""
+    """Returns whether another tensor, such as a `.grad`, shares this tensor's memory."""
     storage = kept.untyped_storage()
-    return int(torch._C._storage_Use_Count(storage._cdata)) > 2  # two references are `kept` and `storage`
+    return int(torch._C._storage_Use_Count(storage._cdata)) > 2  # `kept` and `storage` are the two references

@@ -9,19 +9,18 @@ from typing import TYPE_CHECKING, Any, Literal
 from torch import Tensor, fx
 
 from embrace_fx.cost.links import Cluster
-from embrace_fx.runtime.flow.flow import Flow
+from embrace_fx.runtime.flow.comm_pipeline import CommPipeline
 from embrace_fx.runtime.memory.copies import Copies
-from embrace_fx.runtime.ranks.announcement import Announcement, Announcements
+from embrace_fx.runtime.ranks.step_handshake import HandshakeMessage, StepHandshake
 from embrace_fx.runtime.step.bindings import Bindings
 from embrace_fx.runtime.step.delivery import Delivery, delivered
 from embrace_fx.runtime.step.ids_program import ids_program
 from embrace_fx.runtime.step.missing_launches import MissingLaunches
-from embrace_fx.runtime.step.own_results import memory_of
-from embrace_fx.runtime.step.phases import Runnable, runnable
-from embrace_fx.runtime.step.pieces import InPieces
+from embrace_fx.runtime.step.runnable_phase import Runnable, runnable
+from embrace_fx.runtime.step.streaming_backward import StreamingBackward
 from embrace_fx.runtime.step.used_parameters import UsedParameters
+from embrace_fx.runtime.step.writable_results import memory_of
 from embrace_fx.runtime.tables.model_state import ModelState
-from embrace_fx.vocabulary.as_seen import AsSeen
 from embrace_fx.vocabulary.graph import (
     BatchInput,
     Parameter,
@@ -38,6 +37,7 @@ from embrace_fx.vocabulary.operation_id import OperationId
 from embrace_fx.vocabulary.ops import op_name
 from embrace_fx.vocabulary.step_variant import ForwardVariant, StepVariant
 from embrace_fx.vocabulary.submissions import overlaps_steps, submitted
+from embrace_fx.vocabulary.version_snapshot import VersionSnapshot
 
 if TYPE_CHECKING:  # importing Inductor takes seconds, so only its users import it
     from embrace_fx.runtime.lower.inductor import RegionCompiler
@@ -52,7 +52,7 @@ class LoweredPhase:
         absent: launches that this phase leaves out, so that the launcher does not wait for them.
     """
 
-    run: Runnable | InPieces
+    run: Runnable | StreamingBackward
     missing: MissingLaunches
     absent: tuple[OperationId, ...]
 
@@ -93,11 +93,11 @@ class Program:
         self,
         graph: TrainingGraph,
         state: ModelState,
-        announcements: Announcements,
+        announcements: StepHandshake,
         buckets: tuple[tuple[str, ...], ...] | None,
         result_constants: Mapping[int, Any],
-        flow: Flow,
-        head: Callable[[Sequence[Any]], Announcement] = lambda leaves: Announcement(),
+        flow: CommPipeline,
+        head: Callable[[Sequence[Any]], HandshakeMessage] = lambda leaves: HandshakeMessage(),
         *,
         scores_nothing: Callable[[Sequence[Any]], bool] = lambda leaves: False,
         share_buffers: Callable[[], None] | None = None,
@@ -120,13 +120,13 @@ class Program:
         self.head = head
         self.scores_nothing = scores_nothing
         alone = self.communicator.world_size == 1
-        # A single process has nothing to reduce later, so that it accumulates sums from the first backward on.
+        # A single process reduces nothing, so its sums accumulate from the first backward on.
         self.deliver = Delivery(state, flow, buckets is not None or alone, buckets is None or alone)
         self._buckets, self._links = buckets, links
         self._lower(graph, self._bound(graph))
-        self._note_communication(graph)
-        self._note_results(graph)
-        self._note_reads_of_backward(graph)
+        self._record_communication(graph)
+        self._record_results(graph)
+        self._record_reads_of_backward(graph)
         self.promised = graph.promised
 
     def _lower(self, graph: TrainingGraph, bound: Bindings) -> None:
@@ -170,7 +170,7 @@ class Program:
 
         launcher = self.flow.launcher
         in_pieces = is_last and self._of_gradients and not self.flow.is_within_steps
-        run = InPieces(module, lowered) if in_pieces else lowered(module)
+        run = StreamingBackward(module, lowered) if in_pieces else lowered(module)
         return LoweredPhase(run, missing, launcher.absent({*submitted(module)}, forward=not is_last))
 
     def phase(self, variant: StepVariant) -> LoweredPhase:
@@ -184,23 +184,23 @@ class Program:
 
     @property
     def sources(self) -> dict[str, Callable[[], str]]:
-        """Returns, by name of a phase or variant, a function that prints its code."""
+        """Maps the name of each phase or variant to a function that returns its source code."""
         runs = {"unique": self.unique, "ids": self.ids, **{str(key): each.run for key, each in self._lowered.items()}}
         return {name: run.source for name, run in runs.items()}
 
     def compute_as(self, graph: TrainingGraph) -> None:
-        """Takes over the backward of a graph that computes the same in another order, from the next backward on."""
+        """Replaces the backward by one that computes the same in another order, from the next backward on."""
         self._lowered = {key: each for key, each in self._lowered.items() if _is_of_forward(key)}
         self._lowered["backward"] = self._lowered_phase("backward", graph, self._bound(graph))
-        self._note_reads_of_backward(graph)
+        self._record_reads_of_backward(graph)
 
-    def _note_communication(self, graph: TrainingGraph) -> None:
-        """Notes whether ranks announce rows, and which communication runs between steps."""
+    def _record_communication(self, graph: TrainingGraph) -> None:
+        """Stores whether ranks announce rows, and which communication crosses steps."""
         self.overlaps_steps = overlaps_steps(graph)
         self.announces = any(op_name(node) == "embrace::all_gather_ids" for node in graph.phases["ids"].graph.nodes)
 
-    def _note_results(self, graph: TrainingGraph) -> None:
-        """Notes the results of the forward, those with a gradient, and the parameters that get one from each."""
+    def _record_results(self, graph: TrainingGraph) -> None:
+        """Stores which results the forward computes, which have a gradient, and which parameters get one from each."""
         self.results = [r.index for _, r in outputs_of(graph.phases["forward"]) if isinstance(r, Result)]
         self.differentiable = frozenset(role.index for _, role in graph.inputs() if isinstance(role, Tangent))
         found = enumerate(self.results)
@@ -209,8 +209,8 @@ class Program:
         state, size = self.state, self.communicator.world_size
         self.used = UsedParameters(state.names, graph.results_behind, delivered(roles), size, state.ignored)
 
-    def _note_reads_of_backward(self, graph: TrainingGraph) -> None:
-        """Notes the values that must not be written between forward and backward, because the backward reads them."""
+    def _record_reads_of_backward(self, graph: TrainingGraph) -> None:
+        """Stores the values that the backward reads, which must not be written before it."""
         roles = [role for _, role in inputs_of(graph.phases["backward"])] if self.has_backward else []
         self._leaves_read = [role.index for role in roles if isinstance(role, BatchInput)]
         self._parameters_read = [role.name for role in roles if isinstance(role, Parameter)]
@@ -226,18 +226,18 @@ class Program:
         self._read_after = {"ids": after_forward | saved.get("forward", nothing), "forward": after_forward}
 
     def let_go(self, values: Values, phase: Literal["ids", "forward"]) -> None:
-        """Drops saved values that no phase after this one reads. A step that looks ahead reads more of them."""
+        """Drops saved values that no phase after `phase` reads."""
         if not self.overlaps_steps:
             for name in values.keys() - self._read_after[phase]:
                 del values[name]
 
-    def read_again(self, leaves: Sequence[Any], values: Values) -> AsSeen:
-        """Returns the tensors that the backward reads, including views of parameters and results."""
+    def read_again(self, leaves: Sequence[Any], values: Values) -> VersionSnapshot:
+        """Returns a snapshot of the tensors that the backward reads, to detect writes."""
         found = [leaves[index] for index in self._leaves_read]
         found += self.state.parameters(self._parameters_read)
         found += [self.state.table(name).local for name in self._shards_read]
         found += [values[name] for name in self._saved_read]
-        return AsSeen.of(found)
+        return VersionSnapshot.of(found)
 
     def name_written(self, written: Sequence[Tensor], leaves: Sequence[Any]) -> str:
         """Names the values whose memory was written, or returns "" if none was."""
@@ -249,12 +249,12 @@ class Program:
 
     @property
     def result_count(self) -> int:
-        """Count of results, constants included."""
+        """The number of the model's flattened results, constants included."""
         return len(self.results) + len(self.constants)
 
 
 def _is_computed_with(node: fx.Node) -> bool:
-    """Returns whether an op reads a value, not counting communication that overlaps the next step."""
+    """Returns whether any op reads a value, other than communication that crosses steps."""
     return any(not op_name(user).startswith("embrace::") for user in node.users)
 
 

@@ -28,8 +28,8 @@ from embrace_fx.runtime.kernels.head import apply_steps
 from embrace_fx.runtime.ranks.communicator import Communicator
 from embrace_fx.runtime.step.head_loss import HeadLoss, LossArguments
 from embrace_fx.runtime.tables.model_state import Gathered, ModelState
-from embrace_fx.runtime.tables.part import Part
-from embrace_fx.vocabulary.head import PromisedLogits, last_dtype, read, written
+from embrace_fx.runtime.tables.table_shard import TableShard
+from embrace_fx.vocabulary.head import PromisedLogits, last_dtype, steps_from_text, steps_to_text
 
 _STALE = (
     "logits must be read before optimizer.step(): they are computed when they are read, and their table {} has been "
@@ -47,7 +47,7 @@ _CHANGED = (
 
 @dataclass(frozen=True)
 class Source:
-    """The source of logits besides hidden states: the table, the bias and the steps.
+    """What logits are computed from besides hidden states: table, bias and element-wise steps.
 
     Attributes:
         steps: the count of optimizer steps before the model's call.
@@ -61,7 +61,7 @@ class Source:
 
     @classmethod
     def of(cls, promise: PromisedLogits, state: ModelState, communicator: Communicator, *, trains: bool) -> Source:
-        """Returns the source of logits at the current optimizer step; drops an outdated copy of the table."""
+        """Returns the source of a call's logits. Drops a gathered copy of the table that is out of date."""
         steps, local = communicator.progress.optimizer_steps, state.tables[promise.table].local
         if trains or (promise.table in state.gathered and not state.gathered[promise.table].is_of(local, steps)):
             state.gathered.pop(promise.table, None)
@@ -72,8 +72,8 @@ class Source:
         return last_dtype(self.promise.steps) or hidden.dtype
 
     def cast(self, dtype: torch.dtype) -> Source:
-        """Returns a copy with a cast after its element-wise steps."""
-        steps = written([*read(self.promise.steps), ("to", 0.0, dtype)])
+        """Returns a copy that casts the logits to a dtype."""
+        steps = steps_to_text([*steps_from_text(self.promise.steps), ("to", 0.0, dtype)])
         return replace(self, promise=replace(self.promise, steps=steps))
 
     def check(self) -> None:
@@ -88,21 +88,21 @@ class Source:
         return [self.state.parameter(name) for name in (self.promise.table, self.promise.bias) if name]
 
     def make(self, hidden: Tensor, parameters: Sequence[Tensor] | None = None) -> Tensor:
-        """Makes logits of the whole table. Collective.
+        """Computes the logits (.., V) of hidden states with the whole table. Collective.
 
         Args:
             parameters: the parameters to use instead of the source's own.
         """
         self.check()
         weight, *bias = self.parameters() if parameters is None else parameters
-        if isinstance(weight, Part) and not torch.is_grad_enabled():
+        if isinstance(weight, TableShard) and not torch.is_grad_enabled():
             weight = self._gathered(weight)
         if self.promise.narrow is not None:
             weight, bias = weight.to(self.promise.narrow), [each.to(self.promise.narrow) for each in bias]
         with torch.autocast(hidden.device.type, enabled=False):
             return apply_steps(F.linear(hidden, weight, *bias), self.promise.steps)[-1]
 
-    def _gathered(self, weight: Part) -> Tensor:
+    def _gathered(self, weight: TableShard) -> Tensor:
         """Returns the whole table, which stays gathered."""
         gathered, name = self.state.gathered, self.promise.table
         if name not in gathered:
@@ -113,7 +113,7 @@ class Source:
 
 @dataclass(eq=False)
 class Made:
-    """The state of logits once they are made.
+    """What is known of logits, shared by their views: their values, and whether a loss has read them.
 
     Attributes:
         before: the logits of which these are a view.
@@ -141,7 +141,7 @@ class Made:
 
 
 class _Node(torch.autograd.Function):
-    """The autograd function that makes logits."""
+    """The autograd function that computes logits from hidden states and parameters."""
 
     @staticmethod
     def forward(ctx: Any, make: Callable[[], Logits], hidden: Tensor, *parameters: Tensor) -> Logits:
@@ -157,7 +157,7 @@ class _Node(torch.autograd.Function):
         """Computes the gradients of the hidden states and parameters from a gradient of the logits."""
         if any(each.is_changed for each in ctx.made.chain()):
             raise RuntimeError(_CHANGED)
-        whole = [each.full_tensor() if isinstance(each, Part) else each for each in ctx.source.parameters()]
+        whole = [each.full_tensor() if isinstance(each, TableShard) else each for each in ctx.source.parameters()]
         with torch.enable_grad():
             hidden, *parameters = (each.detach().requires_grad_() for each in (*ctx.saved_tensors, *whole))
             values = ctx.source.make(hidden, parameters)
@@ -166,7 +166,7 @@ class _Node(torch.autograd.Function):
 
 
 class _Values(torch.autograd.Function):
-    """The autograd function for values of logits that another autograd function has returned."""
+    """The autograd function that returns a result's values, and passes gradients on to the logits."""
 
     @staticmethod
     def forward(ctx: Any, logits: Logits, values: Tensor) -> Tensor:
@@ -180,7 +180,7 @@ class _Values(torch.autograd.Function):
 
 
 class Logits(Tensor):
-    """Logits (.., V), or their log-softmax, made when they are read.
+    """Logits (.., V), or their log-softmax, that are computed only when code reads their values.
 
     Attributes:
         hidden: the hidden states (.., D), with their autograd graph.
@@ -223,7 +223,7 @@ class Logits(Tensor):
         return found
 
     def make(self) -> Tensor:
-        """Makes the logits, once, with an autograd graph if the model's call had one. Collective."""
+        """Computes the values, once. Collective."""
         made = self.made
         if made.value is None:
             with torch.inference_mode(mode=False), torch.set_grad_enabled(self.hidden.requires_grad):
@@ -240,7 +240,7 @@ class Logits(Tensor):
         return self.grad_fn is not self.node or any(each.value is not None for each in self.made.chain())
 
     def derived(self, hidden: Tensor, base: Callable[[], Tensor], source: Source | None = None) -> Logits:
-        """Returns logits of other hidden states, which `base` makes from these logits."""
+        """Returns logits of other hidden states, whose values `base` computes from these."""
         return Logits(hidden, source or self.source, base, self.made, is_log=self.is_log)
 
     @classmethod
@@ -269,7 +269,7 @@ class Logits(Tensor):
 
 
 def _hook(logits: Sequence[Logits]) -> None:
-    """Raises `RuntimeError` if a gradient of these logits would lack a loss's share."""
+    """Records that code asks for the gradient of logits. Raises if a loss has already bypassed them."""
     for each in logits:
         if any(made.is_scored for made in each.made.chain()):
             raise RuntimeError(_SCORED)
@@ -277,7 +277,7 @@ def _hook(logits: Sequence[Logits]) -> None:
 
 
 def _made(tree: Any) -> Any:
-    """Computes the values of all promised logits in a tree."""
+    """Replaces all promised logits in a tree by their values. Collective."""
     return pytree.tree_map_only(Logits, Logits.make, tree)
 
 
@@ -300,7 +300,7 @@ _OF_GRADIENTS = frozenset({torch.autograd.grad, Tensor.register_hook, Tensor.ret
 
 
 def _reshaped(func: Any, logits: Logits, *args: Any, **kwargs: Any) -> Any:
-    """Returns promised logits for a change of the leading shape."""
+    """Implements reshapes of the leading dimensions without computing values."""
     with torch._C.DisableTorchFunctionSubclass():
         shape = func(torch.empty(logits.shape, device="meta"), *args, **kwargs).shape
     if not shape or shape[-1] != logits.shape[-1]:
@@ -310,17 +310,17 @@ def _reshaped(func: Any, logits: Logits, *args: Any, **kwargs: Any) -> Any:
 
 
 def _same(func: Any, logits: Logits, *args: Any, **kwargs: Any) -> Any:
-    """Returns promised logits whose values an op computes from others of equal hidden states."""
+    """Implements ops whose result has the same hidden states, without computing values."""
     return logits.derived(logits.hidden, lambda: func(logits.make(), *args, **kwargs))
 
 
 def _detached(func: Any, logits: Logits) -> Any:
-    """Returns promised logits that are detached from autograd."""
+    """Implements `detach` without computing values."""
     return logits.derived(logits.hidden.detach(), lambda: func(logits.make()))
 
 
 def _indexed(func: Any, logits: Logits, index: Any) -> Any:
-    """Returns promised logits for an index into the leading dimensions."""
+    """Implements indexing of the leading dimensions without computing values."""
     indices = index if isinstance(index, tuple) else (index,)
     behind = indices[next((k for k, each in enumerate(indices) if each is Ellipsis), -1) + 1 :]
     has_ellipsis = any(each is Ellipsis for each in indices)
@@ -333,7 +333,9 @@ def _indexed(func: Any, logits: Logits, index: Any) -> Any:
 
 
 def _cast(func: Any, logits: Logits, *args: Any, **kwargs: Any) -> Any:
-    """Returns promised logits for a cast. Log-softmaxes do not commute with casts."""
+    """Implements casts without computing values. A log-softmax computes them, because it does not commute with
+    casts.
+    """
     with torch._C.DisableTorchFunctionSubclass():
         like = torch.empty((0,), dtype=logits.dtype, device=logits.device)
         found = func(like, *args, **kwargs)
@@ -351,7 +353,7 @@ def _cast(func: Any, logits: Logits, *args: Any, **kwargs: Any) -> Any:
 
 
 def _log_softmax(func: Any, logits: Logits, dim: Any = None, *args: Any, **kwargs: Any) -> Any:
-    """Returns the log-softmax of promised logits over the last dimension as a promise."""
+    """Implements log-softmax over the last dimension without computing values."""
     dtype = kwargs.get("dtype")
     if logits.is_log or dim not in (-1, logits.dim() - 1) or args or (dtype is not None and dtype != logits.dtype):
         return NotImplemented
@@ -360,12 +362,12 @@ def _log_softmax(func: Any, logits: Logits, dim: Any = None, *args: Any, **kwarg
 
 
 def _nll_loss(func: Any, logits: Logits, target: Any, *args: Any, **kwargs: Any) -> Any:
-    """Computes the loss of promised log-probabilities without making them, if it can."""
+    """Implements `nll_loss` of promised log-probabilities by the sharded output layer, where that is possible."""
     return _loss(logits, target, *args, **kwargs) if logits.is_log else NotImplemented
 
 
 def _cross_entropy(func: Any, logits: Logits, target: Any, *args: Any, **kwargs: Any) -> Any:
-    """Computes the cross entropy of promised logits without making them, if it can."""
+    """Implements `cross_entropy` of promised logits by the sharded output layer, where that is possible."""
     return NotImplemented if logits.is_log else _loss(logits, target, *args, **kwargs)
 
 
@@ -382,7 +384,9 @@ def _loss(
     reduction: str = "mean",
     label_smoothing: float = 0.0,
 ) -> Any:
-    """Computes the loss of logits by the sharded head, if labels are indices. Collective."""
+    """Computes a loss of logits by the sharded output layer. Returns NotImplemented if its options are not supported.
+    Collective.
+    """
     is_plain = size_average is None and reduce is None and not (label_smoothing and weight is not None)
     is_plain = is_plain and 0.0 <= label_smoothing <= 1.0
     is_plain = is_plain and (weight is None or (weight.shape == logits.shape[-1:] and not weight.requires_grad))

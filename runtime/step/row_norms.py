@@ -36,7 +36,7 @@ def add_up_squares(steps: Sequence[Step], communicator: Communicator, recorder: 
 
 
 class _RowNorms:
-    """Squares (K,) of rows, in flight to be summed over all ranks."""
+    """Sums of squares (K,) of rows, in flight to be summed over ranks."""
 
     def __init__(self, squares: Tensor, communicator: Communicator, recorder: Recorder) -> None:
         self._squares, self._communicator, self._recorder = squares, communicator, recorder

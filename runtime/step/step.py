@@ -25,13 +25,13 @@ from embrace_fx.runtime.ranks.bad_batches import unreadable
 from embrace_fx.runtime.ranks.failure import TOLD, PeerFailure, failure_text, is_of_ranks
 from embrace_fx.runtime.step.backward_flags import FAILED, Finish, launch_flags
 from embrace_fx.runtime.step.call_node import TWICE, CallNode
-from embrace_fx.runtime.step.own_results import in_memory_of, own_results
-from embrace_fx.runtime.step.phases import autocast_is_in_the_graph, keep
 from embrace_fx.runtime.step.program import LoweredPhase, Program
 from embrace_fx.runtime.step.promised_logits import Logits, Source
-from embrace_fx.vocabulary.as_seen import AsSeen
+from embrace_fx.runtime.step.runnable_phase import autocast_is_in_the_graph, keep
+from embrace_fx.runtime.step.writable_results import in_memory_of, writable_results
 from embrace_fx.vocabulary.graph import BatchInput, Gradient, OutputRole, Result, Values
 from embrace_fx.vocabulary.step_variant import BackwardVariant, ForwardVariant
+from embrace_fx.vocabulary.version_snapshot import VersionSnapshot
 
 SECOND = (
     "backward(): a second one for the results of the same call, after the gradients of the first have been reduced. "
@@ -77,7 +77,7 @@ def _tensors(program: Program, step: Step, leaves: Sequence[Any], train: bool) -
 
 @dataclass(frozen=True)
 class Opened:
-    """A backward that has begun.
+    """A backward that has begun on this rank.
 
     Attributes:
         gate: finds out whether all ranks are in the backward, or None if no other rank is waited for.
@@ -91,7 +91,7 @@ class Opened:
 
 
 class Step:
-    """One call of the model, with everything that its backward needs."""
+    """One call of the model, from its announcement to the end of its backward."""
 
     def __init__(self, program: Program, leaves: Sequence[Any], following: NextBatch | None) -> None:
         self.program = program
@@ -99,10 +99,11 @@ class Step:
         self._following = following
         self.anchor: Any = None  # a node that every backward of this call reaches
         self._announced = 0  # count of announcements up to this call's own
-        self.unreduced: Collection[str] = program.state.unreduced  # parameters whose gradients are reduced in any case
+        # Parameters with unreduced sums, which are reduced in any case.
+        self.unreduced: Collection[str] = program.state.unreduced
         self._values: Values | None = None
         self._results: list[Any] = []  # tensors and sizes that the model returns
-        self._read_again = AsSeen()
+        self._read_again = VersionSnapshot()
 
     def forward(self) -> list[Any]:
         """Announces the call, runs its forward, and keeps what the backward needs."""
@@ -121,13 +122,13 @@ class Step:
         program.let_go(values, "forward")
         program.flow.end_forward()
         self._values = values
-        results, made = own_results(results, program.differentiable_places)
+        results, made = writable_results(results, program.differentiable_places)
         self._results = [r.detach() if isinstance(r, Tensor) else r for r in results]
         self._read_again = self._seen(values, results, made)
         return results
 
-    def _seen(self, values: Values, results: Sequence[Any], made: Sequence[int]) -> AsSeen:
-        """Returns the tensors that the backward reads, including the results at the places `made`."""
+    def _seen(self, values: Values, results: Sequence[Any], made: Sequence[int]) -> VersionSnapshot:
+        """Returns a snapshot of the tensors that the backward reads, to detect writes between forward and backward."""
         read = self.program.read_again(self._leaves, values)
         return read + in_memory_of((results[k] for k in made), read) if made else read
 
@@ -213,7 +214,8 @@ class Step:
         self._launch_flags(self.program.used.words(()), 0)("", None, lambda: True)
 
     def _enter(self, call: int) -> BackwardBarrier | None:
-        """Announces that this rank is in its backward. Returns None if no other rank is waited for.
+        """Announces that this rank has entered its backward. Returns the barrier, or None if there are no other
+        ranks.
 
         Args:
             call: the number of the call, as in `BackwardBarrier`.
@@ -225,7 +227,7 @@ class Step:
         return BackwardBarrier(program.announcements, call)
 
     def _open(self, values: Values) -> Opened:
-        """Begins a backward: announces it to the other ranks, and opens its window.
+        """Begins a backward: announces it, and opens its launch window.
 
         Raises:
             PeerFailure: a rank is known not to be in this backward; raised on every rank that is.
@@ -243,7 +245,7 @@ class Step:
     def _close(
         self, opened: Opened, values: Values, tangents: Sequence[Tensor | None], used: Sequence[int], *, twice: bool
     ) -> tuple[tuple[Any, ...], Sequence[OutputRole], tuple[int, ...]]:
-        """Runs an opened backward to its end.
+        """Runs the backward to its end, and checks with all ranks that it has succeeded.
 
         Args:
             used: the parameters that the backward reaches, as `UsedParameters.words` encodes them.
@@ -295,9 +297,9 @@ class Step:
         return outputs, backward.run.roles, reached
 
     def _begin_backward(self, variant: BackwardVariant, twice: bool) -> None:
-        """Begins the backward's exchanges; refuses a second derivative."""
+        """Begins the backward's exchanges. Raises if a second derivative is requested."""
         self.program.flow.begin_backward(self.program.ids_program, variant)
-        if twice:  # reported to the other ranks like any failure
+        if twice:  # the other ranks learn of it like of any failure
             raise RuntimeError(TWICE)
 
     def _meet(self, call: Callable[..., Met], *arguments: Any) -> Met:
@@ -308,7 +310,7 @@ class Step:
     def _written(self) -> tuple[int, str]:
         """Counts the tensors read by the backward that were written since the forward, and names them."""
         written = self._read_again.written()
-        self._read_again = AsSeen()  # values are freed after their last use
+        self._read_again = VersionSnapshot()  # the backward frees values after their last use
         return len(written), self.program.name_written(written, self._leaves)
 
     def _call_backward(
@@ -375,7 +377,7 @@ class Step:
         return launch_flags(scalars, used, written, self.program.communicator, on)
 
     def _of_batch(self, roles: Sequence[OutputRole], outputs: Sequence[Any]) -> list[Tensor | None]:
-        """Returns the gradients of the batch's tensors that require one."""
+        """Returns the gradients of the batch's tensors that require one, in the order of the batch."""
         found = {
             role.of.index: value
             for role, value in zip(roles, outputs, strict=True)

@@ -20,7 +20,7 @@ _REMEMBERED = 64
 
 
 class UsedParameters:
-    """Finds the parameters that backwards of one program reach, and lets ranks count them.
+    """Counts, over ranks, which parameters the backwards of a program give a gradient.
 
     Each parameter has a field of a few bits, which counts ranks. The numbering is by `names`, the same on all ranks,
     whatever their programs.
@@ -54,7 +54,7 @@ class UsedParameters:
         self._absent: dict[tuple[int, ...], frozenset[str]] = {}
 
     def words(self, given: tuple[int, ...], unreduced: Collection[str] = ()) -> tuple[int, ...]:
-        """Encodes, for the other ranks, the parameters that a backward reaches from some results.
+        """Encodes the parameters that a backward reaches as a few numbers, which ranks sum.
 
         Args:
             given: the results that the backward starts from, by index.
@@ -66,11 +66,11 @@ class UsedParameters:
         return self._encoded(self._reached(given).union(unreduced)) if unreduced else found
 
     def left(self, given: tuple[int, ...]) -> frozenset[str]:
-        """Returns this rank's own parameters that a backward from these results does not reach."""
+        """Returns the parameters that ranks do not share and that a backward from these results does not reach."""
         return self._local - self._reached(given) if self._local else self._local
 
     def absent(self, counts: tuple[int, ...]) -> frozenset[str]:
-        """Returns the parameters with delivered gradients that no rank's backward reaches.
+        """Returns the parameters that no rank's backward reaches.
 
         Args:
             counts: the sums of all ranks' words.
@@ -79,7 +79,7 @@ class UsedParameters:
         return _remember(self._absent, counts, self._without(counts)) if found is None else found
 
     def named(self, counts: tuple[int, ...]) -> list[str]:
-        """Lists the parameters that any rank's backward reaches.
+        """Returns the parameters that at least one rank's backward reaches.
 
         Args:
             counts: the sums of all ranks' words, of any program.
@@ -94,10 +94,10 @@ class UsedParameters:
         return {name for sources, members in self._groups if not starts.isdisjoint(sources) for name in members}
 
     def _encoded(self, reached: Collection[str]) -> tuple[int, ...]:
-        """Encodes names as a field of one word each, which ranks sum."""
+        """Returns the numbers that ranks sum: a field of a few bits, set to 1, for each name."""
         words = [0] * -(-len(self._place) // self._per_word)
         for name in reached:
-            if name in self._place:  # other parameters are this rank's own
+            if name in self._place:  # parameters that ranks do not share are left out
                 word, field = self._place[name]
                 words[word] += 1 << field * self._field
         return tuple(words)
@@ -110,7 +110,7 @@ class UsedParameters:
 
 
 def _remember(kept: dict[Key, Value], key: Key, value: Value) -> Value:
-    """Keeps a value under a key, and returns it; a full cache is emptied first."""
+    """Stores a value in a cache, which is emptied when it is full. Returns the value."""
     if len(kept) >= _REMEMBERED:
         kept.clear()
     kept[key] = value

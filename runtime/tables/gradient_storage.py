@@ -15,8 +15,8 @@ from torch import Tensor
 
 from embrace_fx.runtime.kernels import coalesce
 from embrace_fx.runtime.tables.local_storage import GradientFuture, LocalStorage, Rows
-from embrace_fx.runtime.tables.part_layout import Layout
-from embrace_fx.vocabulary.as_seen import AsSeen
+from embrace_fx.runtime.tables.shard_layout import Layout
+from embrace_fx.vocabulary.version_snapshot import VersionSnapshot
 
 _WRITTEN_TOO_LATE = (
     "the values() of a sharded table's sparse gradient were written after it was used as a dense tensor, which no "
@@ -25,7 +25,7 @@ _WRITTEN_TOO_LATE = (
 
 
 class _Viewer:
-    """Kept alive by the views of a gradient.
+    """An object that views of a gradient keep alive, so that the gradient can tell whether views exist.
 
     Args:
         of: the gradient.
@@ -66,18 +66,18 @@ class GradientStorage(LocalStorage):
         self.layout = layout
         self._siblings = siblings
         self._norms: dict[float, Tensor] = {}  # norms of the whole table by order; cleared by writes
-        self._seen = AsSeen()  # the memory that `_norms` were computed from
+        self._seen = VersionSnapshot()  # the memory that `_norms` were computed from
         self.late: tuple[GradientFuture[Sequence[Rows]], int] | None = None
         self._rows: list[Rows] = []
         self._read: list[Tensor] | None = None  # if dense, the rows with a gradient from lookups, or None for all rows
         self._is_zero = True
         # Whether the caller may write the rows; and rows handed out earlier, which the gradient no longer uses.
-        self._are_shown, self._left = False, AsSeen()
+        self._are_shown, self._left = False, VersionSnapshot()
         self._viewer: weakref.ref[_Viewer] = weakref.ref(_Viewer(self))
 
     @property
     def is_late(self) -> bool:
-        """Returns whether the gradient is in flight and has not been read."""
+        """Returns whether the gradient is still in flight."""
         return self.late is not None
 
     @property
@@ -86,11 +86,11 @@ class GradientStorage(LocalStorage):
         return self._is_zero and self.late is None
 
     def waits_for(self, late: GradientFuture[Sequence[Rows]]) -> bool:
-        """Returns whether this future will deliver the gradient and it has not been read."""
+        """Returns whether the gradient is still in flight and this future delivers it."""
         return self.late is not None and self.late[0] is late
 
     def will_be(self, late: GradientFuture[Sequence[Rows]], k: int) -> None:
-        """Sets the gradient to the k-th result of a future."""
+        """Sets the gradient to the k-th result of a future, without waiting."""
         self.set_zero()
         self.late, self._is_zero = (late, k), False
 
@@ -119,7 +119,7 @@ class GradientStorage(LocalStorage):
             self._read.append(ids)
 
     def _changed(self) -> None:
-        """Clears the values cached from the gradient, after a change."""
+        """Clears the cached norms after a change of the gradient."""
         self._norms, self._is_zero = {}, False
 
     def set_zero(self) -> None:
@@ -130,7 +130,7 @@ class GradientStorage(LocalStorage):
             self._read = []
             return
         self.late, self._rows, self.local, self._read, self._is_zero = None, [], None, None, True
-        self._norms, self._seen, self._left = {}, AsSeen(), AsSeen()
+        self._norms, self._seen, self._left = {}, VersionSnapshot(), VersionSnapshot()
 
     def set_dense(self, dense: Tensor) -> None:
         """Makes the gradient dense and uses a tensor as its memory."""
@@ -151,7 +151,7 @@ class GradientStorage(LocalStorage):
 
     @property
     def is_dense(self) -> bool:
-        """Returns whether the gradient is dense, after a wait for it."""
+        """Waits for the gradient. Returns whether it is stored as a dense tensor."""
         self.wait()
         return self.local is not None
 
@@ -192,12 +192,12 @@ class GradientStorage(LocalStorage):
             raise RuntimeError(self._no_dense)
 
     def memory(self) -> Tensor:
-        """Makes the gradient dense permanently and returns it (V', d)."""
+        """Converts the gradient to a dense tensor for good, and returns that tensor (V', d)."""
         if not self.is_dense:
-            self._left = AsSeen.of(self._shown())  # a write to rows handed out earlier would now be lost
+            self._left = VersionSnapshot.of(self._shown())  # a write to rows handed out earlier would now be lost
             dense, read = self.dense(), [ids for ids, _ in self._rows]
             self._rows, self.local, self._read, self._is_zero = [], dense, read, False
-            self._seen = AsSeen.of([dense])  # same values, so the norms stay valid
+            self._seen = VersionSnapshot.of([dense])  # the values are the same, so the norms stay valid
         assert self.local is not None
         return self.local
 
@@ -223,16 +223,16 @@ class GradientStorage(LocalStorage):
         return viewer
 
     def pinned(self) -> Tensor:
-        """Returns dense memory that the caller may keep."""
+        """Returns the gradient as a dense tensor that the caller may keep."""
         self._keeps = self.viewer()
         return self.memory()
 
     def values(self) -> Tensor:
-        """Returns the elements that may differ from zero."""
+        """Returns the stored elements: those that may differ from zero."""
         return self.local if self.is_dense and self.local is not None else self.rows()[1]
 
     def map(self, change: Callable[[Tensor], Tensor]) -> None:
-        """Applies an element-wise function that maps zero to zero. Does not change rows a step has already taken."""
+        """Applies an element-wise function, which must map zero to zero, to the stored elements."""
         if self.is_dense:
             assert self.local is not None
             self.local.copy_(change(self.local))
@@ -246,11 +246,11 @@ class GradientStorage(LocalStorage):
         self.wait()
         other = copy.copy(self)
         other._rows, other._norms = list(self._rows), dict(self._known_norms())
-        other._siblings, other._are_shown, other._left = (lambda: ()), False, AsSeen()
+        other._siblings, other._are_shown, other._left = (lambda: ()), False, VersionSnapshot()
         other._viewer = weakref.ref(_Viewer(other))
         if self.local is not None:
             other.replace(self.local.clone())
-            other._seen = AsSeen.of((other.local,))
+            other._seen = VersionSnapshot.of((other.local,))
             other._read = None if self._read is None else list(self._read)
         return other
 
@@ -269,13 +269,13 @@ class GradientStorage(LocalStorage):
         """Returns the cached norms by order; clears them after a write."""
         of = self._shown() if self.local is None else (self.local,)
         if not self._seen.is_of(of) or any(each.is_inference() for each in of):
-            self._norms, self._seen = {}, AsSeen.of(of)
+            self._norms, self._seen = {}, VersionSnapshot.of(of)
         return self._norms
 
     def own_norm(self, order: float) -> Tensor:
         """Computes the norm of this rank's part."""
         values = self.values() if order >= 0 else self.dense()  # rows without a gradient are zero
-        wide = torch.promote_types(self.dtype, torch.float32)  # the square of 256 overflows in half precision
+        wide = torch.promote_types(self.dtype, torch.float32)  # half precision would overflow at the square of 256
         if values.numel():
             norm: Tensor = torch.linalg.vector_norm(values, order, dtype=wide)
             return norm
@@ -284,7 +284,7 @@ class GradientStorage(LocalStorage):
 
 
 def merged(parts: Sequence[Rows]) -> Rows:
-    """Sums row gradients with unique ids into one with sorted ids."""
+    """Sums several row gradients into one, with sorted, unique ids."""
     if len(parts) == 1:
         return parts[0]
     ids, rows = (torch.cat(each) for each in zip(*parts, strict=True))
@@ -306,7 +306,7 @@ def _whole_norms(asked: Sequence[GradientStorage], order: float) -> list[Tensor]
 
 
 def _together(held: GradientStorage, values: Sequence[Tensor], reduce_op: dist.ReduceOp.RedOpType) -> list[Tensor]:
-    """Reduces several numbers together, in the widest of their dtypes. Collective."""
+    """Reduces several numbers over ranks in one message, in the widest of their dtypes. Collective."""
     widest = max((value.dtype for value in values), key=lambda dtype: dtype.itemsize)
     joined = torch.stack([value.to(widest) for value in values])
     held.layout.reduce(joined, reduce_op, "" if joined.is_cuda else "norm")

@@ -4,7 +4,7 @@ Contract
     A row applies its deferred steps, all at once, when it is next read. Its values and state then equal those of the
     optimizer, up to rounding. All rows apply them before a checkpoint, before parameters or state are handed out, and
     before a step that cannot be deferred.
-    One step calls `begin`; then, for rows with gradients, `apply_deferred`, the update and `took`; then `note`.
+    One step calls `begin`; then, for rows with gradients, `apply_deferred`, the update and `took`; then `record`.
     The tables of a row space share the history of the space. A step of a single table uses its own history. One kind
     of history is closed before the other is opened.
 
@@ -47,7 +47,8 @@ ROWS_AT_ONCE = 1 << 16
 
 @dataclass(frozen=True)
 class PredictedUpdate:
-    """The next step of some rows, computed ahead in case the step gives them no gradient.
+    """The result of the next step for some rows, computed before the step, on the assumption that they get no
+    gradient.
 
     Attributes:
         options: the step's param group options.
@@ -62,7 +63,7 @@ class PredictedUpdate:
 
 
 class History:
-    """The deferred steps of a table, or of the tables of a row space.
+    """The steps that rows of a table, or of a row space, have deferred.
 
     Args:
         store: the rows.
@@ -92,7 +93,7 @@ class History:
         return any(map(_OPEN, self._with))
 
     def begin(self, optimizer: Optimizer, options: Mapping[str, Any]) -> None:
-        """Begins a step that can be deferred, before any of its rows are updated."""
+        """Begins a step that rows may defer. Call it before any of its rows are updated."""
         local, known = self._store.local, self.open
         found = skipping(type(optimizer), options, local.dtype)
         assert found is not None
@@ -104,21 +105,23 @@ class History:
             self._taken = torch.zeros(len(local), dtype=torch.int32, device=local.device)
 
     def took(self, places: Tensor) -> None:
-        """Records that the rows at places (K,) have applied the current step."""
+        """Records that rows, given by their places (K,), have applied the current step."""
         assert self.open is not None
         assert self._taken is not None
         self._taken.index_fill_(0, places, self._before + self.open.count + 1)
 
     def record_prediction(self, step: PredictedUpdate) -> None:
-        """Stores a predicted update for `note`."""
+        """Stores a predicted update for `record`."""
         self._predicted = step if self.open is not None and not step.rows.is_cuda else None
 
-    def note(self, options: Mapping[str, Any]) -> None:
-        """Records the current step as deferred for all other rows. The state is still as before the step."""
+    def record(self, options: Mapping[str, Any]) -> None:
+        """Adds the current step, which all other rows have deferred. Call it while the state is still that before the
+        step.
+        """
         skipped, predicted, store, taken = self.open, self._predicted, self._store, self._taken
         assert skipped is not None
         assert taken is not None
-        skipped.note(options, {} if skipped.count else store.state)
+        skipped.record(options, {} if skipped.count else store.state)
         self._predicted = None
         if predicted is None or not same_options(predicted.options, options):
             return
@@ -129,7 +132,7 @@ class History:
             taken.index_fill_(0, places, steps)
 
     def shorten(self) -> None:
-        """Closes the history once it has `MOST_STEPS` steps."""
+        """Applies all deferred steps once there are `MOST_STEPS`."""
         if self.open is not None and self.open.count == MOST_STEPS:
             self.close()
 
@@ -144,28 +147,28 @@ class History:
                 each.apply_deferred(own)
 
     def _split(self, places: Tensor) -> Iterator[tuple[History, Tensor]]:
-        """Yields each table's history with its share of places (K,) in the row space."""
+        """Yields each member table's history with its own share of the places (K,)."""
         firsts = torch.tensor([each._first for each in self._members[1:]], device=places.device)
         of = torch.bucketize(places, firsts, right=True)
         for k, each in enumerate(self._members):
             yield each, places[of == k] - each._first
 
     def take(self, places: Tensor, local: Tensor, state: Mapping[str, Any]) -> None:
-        """Applies the open steps to rows at places (K,) of the store's `local` and `state`."""
+        """Applies the deferred steps to rows, given by places (K,), of `local` and `state`."""
         assert self.open is not None
         assert self._taken is not None
         if self.open.count:
             self.open.take(local, state, places, self._taken)
 
     def close(self) -> None:
-        """Applies all deferred steps to all rows. Do not call between `begin` and `note`."""
+        """Applies all deferred steps to all rows. Do not call it during a step."""
         for each in self._with:
             if each.open is not None:
                 each._close()
             each.open = each._predicted = None
 
     def _close(self) -> None:
-        """Applies the open skipped steps to all rows that have not taken them."""
+        """Applies all deferred steps to the rows that have not applied them yet."""
         assert self.open is not None
         assert self._taken is not None
         if self.open.count:
@@ -182,7 +185,7 @@ _OPEN = attrgetter("open")
 
 
 class SkippedSteps(ABC):
-    """The deferred steps of a history.
+    """Several deferred steps, in a form that applies all of them to a row at once.
 
     Args:
         device: the table's device.
@@ -197,15 +200,15 @@ class SkippedSteps(ABC):
 
     @abstractmethod
     def fits(self, options: Mapping[str, Any]) -> bool:
-        """Returns whether a step with these options can be added to this history."""
+        """Returns whether a step with these options can be added."""
 
     @abstractmethod
-    def note(self, options: Mapping[str, Any], state: Mapping[str, Any]) -> None:
-        """Adds a step. For the first one, the table's state is as before the step."""
+    def record(self, options: Mapping[str, Any], state: Mapping[str, Any]) -> None:
+        """Adds one step with these options. For the first step, `state` is the table's state before it."""
 
     @abstractmethod
     def take(self, local: Tensor, state: Mapping[str, Any], ids: Tensor, taken: Tensor) -> None:
-        """Applies, in place, the steps that each row has not applied yet.
+        """Applies the deferred steps to rows, in place, and updates `taken`.
 
         Args:
             ids: row ids (K,), with possible duplicates.
@@ -225,7 +228,7 @@ _READ = ("momentum", "dampening", "weight_decay", "eps", "alpha")
 def form_of(
     optimizer: Optimizer, options: Mapping[str, Any], state: Mapping[str, Any], dtype: torch.dtype
 ) -> type[SkippedSteps] | None:
-    """Returns the form for an optimizer's steps, or None if they cannot be deferred or the table has no state yet."""
+    """Returns the class for an optimizer's deferred steps, or None if the optimizer's steps cannot be deferred."""
     found = skipping(type(optimizer), options, dtype)
     if found is None:
         return None
@@ -242,7 +245,7 @@ Skipping = tuple[type[SkippedSteps], list[str]]
 
 @by_options
 def skipping(kind: type[Optimizer], options: Mapping[str, Any], dtype: torch.dtype) -> Skipping | None:
-    """Returns the form for an optimizer class and its options, or None if its steps cannot be deferred."""
+    """Returns the class for the deferred steps of an optimizer class under these options, or None."""
     if dtype not in (torch.float32, torch.float64) or options.get("differentiable") or options.get("capturable"):
         return None
     if _tensors_among(options, _READ) or getattr(options["lr"], "requires_grad", False):
@@ -302,11 +305,11 @@ class Decaying(SkippedSteps):
         self._amsgrad: bool | None = None
 
     def fits(self, options: Mapping[str, Any]) -> bool:
-        """Returns whether a step with these options can join the history."""
+        """Returns whether a step with these options can be added."""
         return self._amsgrad in (None, options["amsgrad"])
 
-    def note(self, options: Mapping[str, Any], state: Mapping[str, Any]) -> None:
-        """Notes one step's coefficients."""
+    def record(self, options: Mapping[str, Any], state: Mapping[str, Any]) -> None:
+        """Adds the coefficients of one step."""
         if self._coefficients is None:
             self._coefficients = torch.zeros((MOST_STEPS + 1, COLUMNS), dtype=torch.float64, device=self._device)
             self._counted = round(float(state["step"]))
@@ -331,7 +334,7 @@ class Decaying(SkippedSteps):
         self._bounds = (max(largest, size), min(least, eps), max(ratio, beta1 / math.sqrt(beta2)))
 
     def take(self, local: Tensor, state: Mapping[str, Any], ids: Tensor, taken: Tensor) -> None:
-        """Applies the steps that rows have skipped, each from its `taken` count on."""
+        """Applies to each row the steps after its `taken` count."""
         assert self._coefficients is not None
         greatest = state["max_exp_avg_sq"] if self._amsgrad else None
         averages = Averages(state["exp_avg"], state["exp_avg_sq"], greatest)
@@ -356,14 +359,15 @@ class Linear(SkippedSteps):
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
-        self._maps: Tensor | None = None  # (T + 1, 5)
+        # (T + 1, 5): for each step, the map of all later ones and their factor of the averages.
+        self._maps: Tensor | None = None
 
     def fits(self, options: Mapping[str, Any]) -> bool:
-        """Returns True: a step of any options can join the history."""
+        """Returns True: any options can be added."""
         return True
 
-    def note(self, options: Mapping[str, Any], state: Mapping[str, Any]) -> None:
-        """Notes one step: its map follows all maps before it."""
+    def record(self, options: Mapping[str, Any], state: Mapping[str, Any]) -> None:
+        """Adds one step, by multiplying the maps of all earlier steps with its own."""
         if self._maps is None:
             self._maps = torch.zeros((MOST_STEPS + 1, 5), dtype=torch.float64, device=self._device)
             self._maps[0] = self._maps.new_tensor(_IDENTITY)
@@ -377,7 +381,7 @@ class Linear(SkippedSteps):
         self._maps[self.count] = self._maps.new_tensor(_IDENTITY)
 
     def take(self, local: Tensor, state: Mapping[str, Any], ids: Tensor, taken: Tensor) -> None:
-        """Applies the map of all steps that rows have skipped, each from its `taken` count on."""
+        """Applies to each row the map of all steps after its `taken` count."""
         assert self._maps is not None
         rested = taken.index_select(0, ids)
         if not local.is_cuda:  # on the CPU, where the selection needs no synchronization
@@ -409,11 +413,11 @@ _IDENTITY = (1.0, 0.0, 0.0, 1.0, 1.0)
 
 
 def _map_of(options: Mapping[str, Any]) -> tuple[tuple[float, float, float, float], float]:
-    """Returns one step without a gradient as a map (2 x 2) of a weight and its momentum, and the factor of the
+    """Returns one step without a gradient as a 2 x 2 map of a weight and its momentum, and the factor of the
     averages.
     """
     lr, momentum = float(options["lr"]), options["momentum"]
-    if "alpha" in options:  # RMSprop
+    if "alpha" in options:  # only RMSprop has the option alpha
         return (1.0, -lr * momentum, 0.0, momentum if momentum > 0 else 1.0), options["alpha"]
     decay = options["weight_decay"]
     if momentum == 0:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from embrace_fx.runtime.ranks.backends import travels_by_host
+from embrace_fx.runtime.ranks.backends import goes_through_host
 from embrace_fx.runtime.ranks.communicator import Communicator
 from embrace_fx.runtime.ranks.messages import receive_one, send_one
 from embrace_fx.vocabulary.ops import own_columns
@@ -44,12 +44,12 @@ def mesh_of(communicator: Communicator, device_type: str, grid: Grid | None) -> 
 
 
 def part_of(shape: Sequence[int], grid: Grid, rank: int) -> Slices:
-    """Returns the slices of a table (V, D) that a rank owns. A table by columns has a grid of one row."""
+    """Returns the rows and columns of a table (V, D) that a rank owns, as slices."""
     return grid.own_rows(shape[0], rank), slice(*own_columns(shape[1], grid.columns, grid.place(rank)[1]))
 
 
 def own_part(shape: Sequence[int], mesh: DeviceMesh) -> Slices:
-    """Returns the slices of a table that this rank owns on a mesh."""
+    """Returns the rows and columns of a table that this rank owns, as slices."""
     place = mesh.get_coordinate()  # Do not use its groups: torch may return an equal mesh with destroyed groups.
     assert place is not None
     grid = Grid(*mesh.shape) if mesh.ndim > 1 else Grid(1, mesh.size())
@@ -58,7 +58,7 @@ def own_part(shape: Sequence[int], mesh: DeviceMesh) -> Slices:
 
 def scatter_table(table: Tensor, group: dist.ProcessGroup, grid: Grid | None) -> Tensor:
     """Scatters rank 0's table (V, D). Returns this rank's part (V', d). Each rank passes a table of the same shape."""
-    if travels_by_host(table, group):
+    if goes_through_host(table, group):
         return scatter_table(table.cpu(), group, grid).to(table.device)
     size, rank = dist.get_world_size(group), dist.get_rank(group)
     parts = [part_of(table.shape, grid or Grid(1, size), r) for r in range(size)]
@@ -78,7 +78,7 @@ def scatter_table(table: Tensor, group: dist.ProcessGroup, grid: Grid | None) ->
 @torch.no_grad()
 def regrid(local: Tensor, shape: Sequence[int], old: Grid, new: Grid, group: dist.ProcessGroup) -> Tensor:
     """Moves this rank's part of a table from one grid to another by an AlltoAll of the overlaps. Collective."""
-    if travels_by_host(local, group):
+    if goes_through_host(local, group):
         return regrid(local.cpu(), shape, old, new, group).to(local.device)
     size, rank = dist.get_world_size(group), dist.get_rank(group)
     had, wanted = ([part_of(shape, grid, r) for r in range(size)] for grid in (old, new))
@@ -95,12 +95,12 @@ def regrid(local: Tensor, shape: Sequence[int], old: Grid, new: Grid, group: dis
 
 
 def _common(a: Slices, b: Slices) -> Slices:
-    """Intersects two parts. One of them must have all rows."""
+    """Returns the rows and columns that two parts share."""
     first = max(a[1].start, b[1].start)
     return a[0] if b[0].step == 1 else b[0], slice(first, max(first, min(a[1].stop, b[1].stop)))
 
 
 def _within(part: Slices, common: Slices) -> Slices:
-    """Converts a table's rows and columns to indices into a part that contains them."""
+    """Converts rows and columns of a table to indices within a part."""
     rows = common[0] if part[0].step == 1 else slice(None)
     return rows, slice(common[1].start - part[1].start, common[1].stop - part[1].start)

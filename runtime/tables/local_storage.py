@@ -12,7 +12,7 @@ from embrace_fx.vocabulary.modes import outside_of_modes
 
 
 class LocalStorage:
-    """Storage of this rank's part of a tensor. Aliases of the tensor share it.
+    """Storage of this rank's part of a tensor, shared by all aliases of the tensor.
 
     Args:
         local: this rank's part.
@@ -33,27 +33,27 @@ class LocalStorage:
         return self.now()
 
     def now(self) -> Tensor:
-        """Returns this rank's part without applying pending updates."""
+        """Returns this rank's part as stored, without applying pending updates."""
         assert self.local is not None
         return self.local
 
     def memory(self) -> Tensor:
-        """Returns this rank's part for writing or for views. Writes change the tensor."""
+        """Returns this rank's part for writes and views, after pending updates."""
         return self.dense()
 
     is_elsewhere = False
     """Whether most rows are outside of memory."""
 
     def by_ids(self) -> Tensor:
-        """Returns this rank's part for a graph that reads its rows only by ids."""
+        """Returns this rank's part for a graph that reads rows only by ids, without applying deferred steps."""
         return self.memory()
 
     def replace(self, local: Tensor) -> None:
-        """Replaces the memory."""
+        """Replaces this rank's part by another tensor of the same shape."""
         self.shape, self.dtype, self.device = local.shape, local.dtype, local.device
         self.local = local
 
-    def note_write(self) -> None:
+    def record_write(self) -> None:
         """Increments the version counter after an op on the part, because ops below autograd do not."""
         if self.local is not None:
             torch.autograd.graph.increment_version(self.local)
@@ -98,16 +98,16 @@ class LocalStorage:
         return gradient is not None and gradient.unreduced
 
     def viewer(self) -> object:
-        """Returns the object that views of this memory keep alive."""
+        """Returns an object that views of this memory keep alive."""
         return self._keeps
 
     def pinned(self) -> Tensor:
-        """Returns memory that the caller may keep."""
+        """Returns this rank's part as a tensor that the caller may keep."""
         return self.memory()
 
 
 class CopyStorage(LocalStorage):
-    """Storage of a copy, which refuses writes because they would be lost.
+    """Storage of a copy, whose writes raise, because they would be lost.
 
     Args:
         refusal: message of the error.
@@ -118,11 +118,11 @@ class CopyStorage(LocalStorage):
         self._refusal = refusal
 
     def check_write(self) -> None:
-        """Refuses a write to a copy."""
+        """Raises `RuntimeError`, because a write to a copy would be lost."""
         raise RuntimeError(self._refusal)
 
     def viewed(self, own: Tensor) -> LocalStorage:
-        """Returns a storage of a view of the copy, which refuses writes too."""
+        """Returns the storage of a view of the copy, whose writes raise too."""
         return CopyStorage(own, self._refusal)
 
 
@@ -137,7 +137,7 @@ GONE = (
 
 
 class GradientFuture(Generic[Landed]):
-    """Gradients of a table, a row space or a bucket that have not arrived yet. `.grad` refers to it until then.
+    """Gradients that have not arrived yet, which `.grad` already refers to: of a table, a row space or a bucket.
 
     Args:
         wait: waits for the gradients. It must hold the model weakly: the garbage collector does not follow autograd's

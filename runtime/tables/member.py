@@ -25,10 +25,10 @@ from embrace_fx.runtime.tables.own_step import (
     same_options,
     step_tensor,
 )
-from embrace_fx.runtime.tables.part import Part
-from embrace_fx.runtime.tables.part_layout import Layout
 from embrace_fx.runtime.tables.row_store import RowStore
+from embrace_fx.runtime.tables.shard_layout import Layout
 from embrace_fx.runtime.tables.table import Table
+from embrace_fx.runtime.tables.table_shard import TableShard
 from embrace_fx.runtime.tables.update_rule import (
     DeferredUpdate,
     DenseUpdate,
@@ -43,13 +43,13 @@ from embrace_fx.vocabulary.row_wise import RowWiseAdagrad
 
 
 class Member(Table):
-    """A table of one parameter.
+    """A table of one parameter: this rank's part, its gradient, and its optimizer.
 
     Args:
         parameter: the table's parameter, which holds this rank's part.
         layout: the table's layout.
         row_updates: the semantics that the user chose.
-        may_rest: returns, at each step, whether updates of rows without a gradient may be deferred.
+        may_defer: returns, at each step, whether updates of rows without a gradient may be deferred.
         gradients: returns the gradients of all sharded tables, in the same order on all ranks.
         store: makes the row store of this table.
 
@@ -66,7 +66,7 @@ class Member(Table):
         row_updates: RowUpdates,
         optimizer: Optimizer | None = None,
         *,
-        may_rest: Callable[[], bool] = lambda: False,
+        may_defer: Callable[[], bool] = lambda: False,
         gradients: Callable[[], Sequence[GradientStorage]] = lambda: (),
         store: Callable[[Member], RowStore] = RowStore,
     ) -> None:
@@ -77,7 +77,7 @@ class Member(Table):
         self.is_read_densely = self.has_sparse_gradient = False
         self._at = 0, 0  # param group and index in the optimizer
         self._made: object = None  # options and state for which a step creates no new state
-        self._may_rest = may_rest
+        self._may_rest = may_defer
         self._gradients = gradients
         super().__init__(layout.name, (self,), (0, layout.shape[0]), store(self))
 
@@ -92,11 +92,11 @@ class Member(Table):
     def open_gradient(self) -> GradientStorage:
         """Returns the gradient that a backward adds to: `.grad`'s, or a new one of zeros."""
         gradient = self.parameter.grad
-        if isinstance(gradient, Part) and isinstance(gradient.held, GradientStorage):
+        if isinstance(gradient, TableShard) and isinstance(gradient.held, GradientStorage):
             return gradient.held
-        like = self.parameter.held.now() if isinstance(self.parameter, Part) else self.parameter.detach()
+        like = self.parameter.held.now() if isinstance(self.parameter, TableShard) else self.parameter.detach()
         held = GradientStorage(like, self.layout, self._gradients, self.store.refusal)
-        if isinstance(gradient, Part):  # computed from parts of another layout
+        if isinstance(gradient, TableShard):  # the gradient may have been computed from parts of another layout
             if not gradient.spread.fits(self.layout):
                 raise gradient.refused(f"setting it as the gradient of {self.name}, which has other rows or columns")
             held.set_dense(gradient.held.memory())
@@ -105,7 +105,7 @@ class Member(Table):
         if gradient is not None:  # a gradient that the user has set
             held.set_dense(self.layout.cut(gradient).contiguous())
         sparse = self.has_sparse_gradient and gradient is None
-        self.parameter.grad = Part(held, self.layout, "the gradient of ", sparse=sparse)
+        self.parameter.grad = TableShard(held, self.layout, "the gradient of ", sparse=sparse)
         return held
 
     def add_gradient(self, ids: Tensor, rows: Tensor, absent: Collection[str] = (), *, unreduced: bool = False) -> None:
@@ -124,7 +124,7 @@ class Member(Table):
             held.unreduced = unreduced
 
     def add_late_gradient(self, late: GradientFuture[Sequence[Rows]], k: int, *, unreduced: bool) -> None:
-        """Sets `.grad` to the k-th pending gradient, or adds that to `.grad`."""
+        """Makes `.grad` the k-th gradient of a future, or adds that gradient to `.grad`."""
         held = self.open_gradient()
         if held.is_zero:
             held.will_be(late, k)
@@ -134,7 +134,7 @@ class Member(Table):
         held.unreduced = unreduced
 
     def waits_for(self, late: GradientFuture[Sequence[Rows]]) -> bool:
-        """Returns whether `.grad` still is this future's gradient and has not been read."""
+        """Returns whether `.grad` is still in flight and this future delivers it."""
         held = self.held
         return held is not None and held.waits_for(late)
 
@@ -212,11 +212,11 @@ class Member(Table):
         )
 
     def is_one(self) -> bool:
-        """Returns whether one update can step the table, as a single table always can."""
+        """Returns True: one update always steps one parameter."""
         return self.optimizer is not None
 
     def steps_by(self, optimizer: Optimizer | None, options: Options) -> bool:
-        """Returns whether this optimizer would update the table now, with these options."""
+        """Returns whether a step of this optimizer now, with these options, would update the table as assumed."""
         return self.optimizer is optimizer and same_options(options, hyperparameters(self.param_group()))
 
     @property
@@ -235,7 +235,7 @@ class Member(Table):
 
     @property
     def lacks_state(self) -> bool:
-        """Returns whether the optimizer would make state for this table at its next step."""
+        """Returns whether the optimizer has no state for this table yet and will create it in its next step."""
         options, kept = self.param_group(), self.store.entries
         asked = plain_options(options, but="lr"), *kept, *map(type, kept.values())
         if asked[0] is None or self._made != asked:
@@ -245,7 +245,7 @@ class Member(Table):
         return False
 
     def step_dense(self) -> None:
-        """Applies a step with a gradient of all rows."""
+        """Runs one step with a gradient of all rows."""
         gradient = self.open_gradient().memory()
         self.flush()
         self.store.keep(step_tensor(self.holder, self.param_group(), self.local, gradient, self.state))

@@ -14,18 +14,18 @@ from torch.optim import Optimizer
 from embrace_fx.runtime.tables.gradient_storage import GradientStorage
 from embrace_fx.runtime.tables.local_storage import Rows
 from embrace_fx.runtime.tables.member import Member
-from embrace_fx.runtime.tables.part import Part
-from embrace_fx.runtime.tables.part_layout import Layout
 from embrace_fx.runtime.tables.pending_parameters import PendingUpdates
+from embrace_fx.runtime.tables.shard_layout import Layout
 from embrace_fx.runtime.tables.table import Table
+from embrace_fx.runtime.tables.table_shard import TableShard
 from embrace_fx.vocabulary.modes import outside_of_modes
 
 
 class Hints(Protocol):
-    """Receives the rows that upcoming batches read, at each training call under `lookahead`."""
+    """The interface for prefetching: receives the rows that upcoming batches read, under `lookahead`."""
 
-    def step(self, leaves: Sequence[Any], coming: ToCome | None, ahead: int) -> None:
-        """Takes the arguments of this call and the next batch, `ahead` calls away, if one is known."""
+    def step(self, leaves: Sequence[Any], coming: UpcomingBatch | None, ahead: int) -> None:
+        """Receives the arguments of a training call, and the batch of `ahead` calls later if it is known."""
 
     def end_call(self, *, train: bool) -> None:
         """Ends a call of the model."""
@@ -34,8 +34,8 @@ class Hints(Protocol):
 _OPEN = attrgetter("history.open")
 
 
-class ToCome(Protocol):
-    """An upcoming batch of a training loop."""
+class UpcomingBatch(Protocol):
+    """The interface of an upcoming batch."""
 
     def is_batch(self, leaves: Sequence[Any]) -> bool:
         """Returns whether flattened arguments are those of this batch."""
@@ -77,11 +77,11 @@ class ParameterReads:
         return self._in_a_row >= OFTEN
 
     def stepped(self, optimizer: Optimizer) -> None:
-        """Records an optimizer's step."""
+        """Records that an optimizer has stepped."""
         self._missed |= id(optimizer) in self._stepped
         self._stepped.add(id(optimizer))
 
-    def note(self) -> None:
+    def record(self) -> None:
         """Records a read of all parameters. Several reads between two steps count once."""
         if self._stepped:
             self._in_a_row = 1 if self._missed else self._in_a_row + 1
@@ -91,7 +91,7 @@ class ParameterReads:
 
 @dataclass(frozen=True)
 class Gathered:
-    """A gathered whole table.
+    """A table that was gathered, with what is needed to tell whether it is still current.
 
     Attributes:
         local: this rank's part at that time. The reference keeps the memory from being reused for another tensor.
@@ -105,12 +105,12 @@ class Gathered:
     steps: int
 
     def is_of(self, local: Tensor, steps: int) -> bool:
-        """Returns whether the table has not changed since it was gathered."""
+        """Returns whether the table has not changed since it was gathered: same part, same number of steps."""
         return (local.data_ptr(), local._version, steps) == (self.local.data_ptr(), self.version, self.steps)
 
 
 class ModelState:
-    """A model's parameters, buffers and tables.
+    """The parameters, buffers and tables that a model has now.
 
     Args:
         model: the user's model.
@@ -120,7 +120,7 @@ class ModelState:
         self._parameters = dict(_owners(model, "_parameters"))
         self._buffers = dict(_owners(model, "_buffers"))
         self.names = tuple(self._parameters)
-        self._note_parameters()
+        self._record_parameters()
         self.ignored = names_to_ignore(model)
         """Names of parameters and buffers that each rank keeps for itself, as with DDP."""
         self.tables: dict[str, Member] = {}
@@ -156,12 +156,12 @@ class ModelState:
         return self.spaces.get(name) or self.tables[name]
 
     def units(self) -> list[Table]:
-        """Returns the row spaces, and the tables outside of row spaces."""
+        """Returns the tables that are exchanged: row spaces, and tables outside of row spaces."""
         joined = {id(table) for space in self.spaces.values() for table in space.members}
         return [*self.spaces.values(), *[table for table in self.tables.values() if id(table) not in joined]]
 
     def joined(self, tables: Iterable[Member]) -> Iterator[tuple[Table, Rows]]:
-        """Yields tables with their gradients; a row space as one where a joint update equals one per table."""
+        """Yields (table, gradient): a row space where one joint update equals an update per table, else its tables."""
         left = {id(table): table for table in tables}
         for space in self.spaces.values() if left else ():
             own = list(map(id, space.members))
@@ -176,7 +176,7 @@ class ModelState:
         return [held for table in self.tables.values() if (held := table.held) is not None]
 
     def gradients_reader(self) -> Callable[[], list[GradientStorage]]:
-        """Returns a reader of `gradients` that holds the tables weakly, so that `.grad` does not keep them alive."""
+        """Returns a function that returns `gradients` and refers to the tables weakly."""
         itself = ref(self)
         return lambda: [] if (state := itself()) is None else state.gradients()
 
@@ -184,13 +184,13 @@ class ModelState:
     def layouts(self) -> dict[str, Layout]:
         """Maps each name of a sharded table to its layout."""
         tables = {table.parameter: table.layout for table in self.tables.values() if table.layout.mesh is not None}
-        if not tables:  # a hot path: every call of a lookup layer reads it
+        if not tables:  # a plain dict lookup, because every call of a lookup layer does it
             return {}
         named = ((name, self.parameter(name)) for name in self.names)
         return {name: tables[parameter] for name, parameter in named if parameter in tables}
 
     @property
-    def has_resting_rows(self) -> bool:
+    def has_deferred_rows(self) -> bool:
         """Returns whether any table has rows with deferred updates."""
         # A hot path of every step: no Python call per table.
         return any(map(_OPEN, self.tables.values())) or any(map(_OPEN, self.spaces.values()))
@@ -200,23 +200,23 @@ class ModelState:
         with outside_of_modes():
             for table in self.units():
                 table.flush()
-        self.reads.note()
+        self.reads.record()
 
     def refresh(self, model: nn.Module) -> None:
         """Looks parameters and buffers up again, after modules were replaced."""
         for known, kind in ((self._parameters, "_parameters"), (self._buffers, "_buffers")):
-            known.clear()  # in place, because others hold the dict
+            known.clear()  # change the dict in place, because other objects refer to it
             known.update(_owners(model, kind))
         self.names = tuple(self._parameters)
-        self._note_parameters()
+        self._record_parameters()
 
-    def _note_parameters(self) -> None:
-        """Records every parameter, to recognise it after a module renames it, as pruning does, or removes it."""
+    def _record_parameters(self) -> None:
+        """Records every parameter, so that renamed or removed ones are recognized."""
         self._known = {name: self.parameter(name) for name in self.names}
 
     def parameters_were_loaded(self) -> None:
         """Takes over parameters after a load, which may have replaced the objects."""
-        self._note_parameters()
+        self._record_parameters()
         for name, table in self.tables.items():
             table.parameter = self._known[name]
 
@@ -233,7 +233,7 @@ class ModelState:
         """Returns the parameters of `names`, or all, without walking the modules."""
         names, found = self.names if names is None else names, list[nn.Parameter]()
         try:
-            for owner, key in map(self._parameters.__getitem__, names):  # several times a step: without calls
+            for owner, key in map(self._parameters.__getitem__, names):  # inlined, because it runs several times a step
                 found.append(owner[key])
         except KeyError:
             return list(map(self.parameter, names))
@@ -248,7 +248,7 @@ class ModelState:
         return next(map(self.parameter, self.names), None)
 
     def with_unreduced(self, name: str, gradient: Tensor) -> Tensor:
-        """Adds this rank's sum from backwards under `no_sync`, found in `.grad`, to a gradient."""
+        """Adds to a gradient the sum that backwards under `no_sync` have left in `.grad` on this rank."""
         left = self.parameter(name).grad if name in self.unreduced else None
         if left is None:
             return gradient
@@ -256,7 +256,7 @@ class ModelState:
         return left + gradient if gradient.is_sparse else gradient + left
 
     def place_of_parameter(self, name: str) -> tuple[Mapping[str, Any], str]:
-        """Returns the dict that holds the parameter, and its key."""
+        """Returns the module's dict that holds a parameter, and the key in it."""
         return self._parameters[name]
 
     def shard_reader(self, name: str) -> Callable[[], Tensor]:
@@ -268,7 +268,7 @@ class ModelState:
         def read() -> Tensor:  # the dict may hold another parameter by then
             """Reads the shard from the parameter that the module holds now."""
             found = owner[key]
-            return found.held.by_ids() if isinstance(found, Part) else found.detach()
+            return found.held.by_ids() if isinstance(found, TableShard) else found.detach()
 
         return read
 
@@ -290,7 +290,7 @@ class ModelState:
         return [each for each in found if each is not None]
 
     def place_of_buffer(self, name: str) -> tuple[Mapping[str, Any], str]:
-        """Returns the dict that holds the buffer, and its key."""
+        """Returns the module's dict that holds a buffer, and the key in it."""
         return self._buffers[name]
 
 

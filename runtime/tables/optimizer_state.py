@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from embrace_fx.runtime.tables.local_storage import LocalStorage
-from embrace_fx.runtime.tables.part import Part, own_part_of, whole
-from embrace_fx.runtime.tables.part_layout import Layout
+from embrace_fx.runtime.tables.shard_layout import Layout
 from embrace_fx.runtime.tables.state_dicts import as_shown
+from embrace_fx.runtime.tables.table_shard import TableShard, own_part_of, whole
 
 if TYPE_CHECKING:
     from embrace_fx.runtime.ranks.communicator import Communicator
@@ -27,11 +27,11 @@ def state_of(optimizer: Optimizer, parameter: nn.Parameter) -> dict[str, Any]:
     kept = optimizer.state.get(parameter) or {}
     found, shape = dict(kept), None
     for key, value in found.items():
-        if isinstance(value, Tensor) and value.dim() and not isinstance(value, Part):
+        if isinstance(value, Tensor) and value.dim() and not isinstance(value, TableShard):
             shape = shape or parameter.shape
-            if value.shape == shape and isinstance(parameter, Part):
-                value = kept[key] = as_state(parameter, value)  # a whole tensor from the user
-        if isinstance(value, Part):
+            if value.shape == shape and isinstance(parameter, TableShard):
+                value = kept[key] = as_state(parameter, value)  # the user has stored a whole tensor
+        if isinstance(value, TableShard):
             found[key] = value.held.memory()
     return found
 
@@ -41,7 +41,7 @@ def keep_state(optimizer: Optimizer, parameter: nn.Parameter, state: Mapping[str
     kept = optimizer.state[parameter] if state else {}
     for key, value in state.items():
         known = kept.get(key)
-        if isinstance(known, Part) and isinstance(value, Tensor) and value.shape == known.held.shape:
+        if isinstance(known, TableShard) and isinstance(value, Tensor) and value.shape == known.held.shape:
             if known.held.memory() is not value:
                 known.held.replace(value)
         else:
@@ -49,22 +49,22 @@ def keep_state(optimizer: Optimizer, parameter: nn.Parameter, state: Mapping[str
 
 
 def as_state(parameter: nn.Parameter, value: Any) -> Any:
-    """Converts a value to the form that users find in the optimizer's state.
+    """Converts a value of the runtime to the form in `optimizer.state`.
 
-    A tensor with one element per element of the table, or of this rank's part, becomes a `Part`. Other values are
+    A tensor with one element per element of the table, or of this rank's part, becomes a `TableShard`. Other values are
     returned unchanged.
     """
-    if not isinstance(parameter, Part) or isinstance(value, Part) or not isinstance(value, Tensor):
+    if not isinstance(parameter, TableShard) or isinstance(value, TableShard) or not isinstance(value, Tensor):
         return value
     if value.dim() and value.shape == parameter.shape != parameter.held.shape:
         value = parameter.spread.cut(value).clone()
     if not value.dim() or value.shape != parameter.held.shape:
         return value
-    return Part(LocalStorage(value), parameter.spread, "the optimizer's state of ")
+    return TableShard(LocalStorage(value), parameter.spread, "the optimizer's state of ")
 
 
 def own_state(parameter: nn.Parameter, layout: Layout, state: Mapping[str, Any]) -> dict[str, Any]:
-    """Cuts this rank's part out of an optimizer's state of a table. Collective like `own_part_of`."""
+    """Returns this rank's part of a table's optimizer state. Collective like `own_part_of`."""
     tensors = {key: value for key, value in state.items() if isinstance(value, Tensor)}
     return {**state, **{key: as_state(parameter, own_part_of(v, layout)) for key, v in tensors.items()}}
 
@@ -80,7 +80,7 @@ def whole_state_of(parameter: nn.Parameter, state: Mapping[str, Any]) -> dict[st
 def show_state(
     optimizer: Optimizer, state_dict: dict[str, Any], model: ModelState, communicator: Communicator
 ) -> dict[str, Any]:
-    """Shows the state of tables as parts by columns. Collective if a table lies on a grid."""
+    """Replaces the state of sharded tables in a state dict by parts by columns. Collective if a table is on a grid."""
     shown = dict(state_dict["state"])
     tables = {table.parameter: table for table in model.tables.values()}
     for key, parameter in _numbered(optimizer, state_dict):
@@ -91,14 +91,16 @@ def show_state(
             continue
         with communicator.watching():
             state = {name: as_state(parameter, value) for name, value in shown[key].items()}
-            shown[key] = {name: as_shown(v) if isinstance(v, Part) else v for name, v in state.items()}
+            shown[key] = {name: as_shown(v) if isinstance(v, TableShard) else v for name, v in state.items()}
     return {**state_dict, "state": shown}
 
 
 def own_parts(
     optimizer: Optimizer, state_dict: dict[str, Any], model: ModelState, communicator: Communicator
 ) -> dict[str, Any]:
-    """Cuts this rank's parts out of a state dict, whole or in parts. Collective if its parts have other columns."""
+    """Replaces the state of sharded tables in a state dict by this rank's parts. Collective if the parts must be
+    exchanged.
+    """
     loaded = dict(state_dict["state"])
     with communicator.watching():
         for key, parameter in _numbered(optimizer, state_dict):

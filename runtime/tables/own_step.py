@@ -25,7 +25,7 @@ State = MutableMapping[str, Any]
 
 
 def hyperparameters(group: Mapping[str, Any]) -> dict[str, Any]:
-    """The options of a param group as they are now; schedulers write into the group, and in place into a tensor lr."""
+    """Returns the present options of a param group, without its parameters."""
     found = {**group}
     found.pop("params", None)
     for name, value in found.items():
@@ -41,7 +41,7 @@ def plain_options(group: Mapping[str, Any], but: str = "") -> tuple[tuple[str, H
         but: name of an option to leave out.
     """
     found: list[tuple[str, Hashable]] = []
-    for name, value in group.items():  # a hot path: no comprehension or helper calls
+    for name, value in group.items():  # called several times a step, so no comprehension and no helper
         if name not in ("params", but):
             kinds = map(type, value) if type(value) is tuple else (type(value),)
             if not PLAIN.issuperset(kinds):
@@ -54,15 +54,15 @@ Decide = TypeVar("Decide", bound=Callable[..., Any])
 
 
 def by_options(decide: Decide) -> Decide:
-    """Caches a function of an optimizer class and its options, for options that are plain values."""
+    """Decorator that caches a function of an optimizer class and its options, if all options are plain values."""
 
     @lru_cache(maxsize=256)
     def under(kind: Hashable, plain: tuple[tuple[str, Hashable], ...], *rest: Hashable) -> Any:
-        """Decides for options that can be a key of the cache."""
+        """Calls the function for options that are plain values; cached."""
         return decide(kind, dict(plain), *rest)
 
     def of(kind: type[Optimizer], options: Mapping[str, Any], *rest: Any) -> Any:
-        """Decides with the cache if the options can be its key, or else without it."""
+        """Calls the function, with the cache if all options are plain values."""
         plain = plain_options(options)
         if plain is None:
             return decide(kind, options, *rest)
@@ -95,7 +95,7 @@ def takes_sparse(optimizer: Optimizer) -> bool:
 def step_groups(
     optimizer: Optimizer, groups: Sequence[dict[str, Any]], state: MutableMapping[Any, Any] | None = None
 ) -> None:
-    """Runs the class's own step on other param groups, with unscaled gradients.
+    """Runs an optimizer's own step on other param groups, in place of its own.
 
     The optimizer keeps its own groups meanwhile, because another thread may clear gradients or change learning rates.
 
@@ -107,7 +107,7 @@ def step_groups(
     another.__dict__.update(before)
     for name in _OF_ITS_STEP:
         another.__dict__.pop(name, None)
-    for name in _HOOKS:  # which a class whose step calls that of its base would run
+    for name in _HOOKS:  # a step that calls its base class's step would run these hooks
         another.__dict__[name] = OrderedDict()
     another.__dict__["param_groups"] = list(groups)
     if state is not None:
@@ -115,7 +115,7 @@ def step_groups(
     for group in groups:
         of_cpu = bool(group["params"]) and group["params"][0].device.type == "cpu"
         if of_cpu and group.get("foreach", "") is None and not group.get("fused"):
-            group["foreach"] = False  # the class's own choice for these tensors
+            group["foreach"] = False  # the class would choose this for tensors on the CPU
     step: Any = type(optimizer).step
     if getattr(step, "hooked", False):
         step = step.__wrapped__
@@ -168,14 +168,14 @@ def _sparse(gradient: Tensor) -> Tensor:
 
 
 def is_of_rows(value: Any, rows: int) -> bool:
-    """Returns whether a state entry has one element or row per row of the table."""
+    """Returns whether a state entry has one value, or one row of values, per row of the table."""
     return isinstance(value, Tensor) and value.dim() > 0 and value.shape[0] == rows
 
 
 def rows_of_state(state: Mapping[str, Any], ids: Tensor, rows: int) -> State:
     """Copies the state of some rows, and the counters, of a table with `rows` rows."""
     found: State = {}
-    for key, value in state.items():  # a hot path: no helper calls
+    for key, value in state.items():  # called several times a step, so no helper
         if not isinstance(value, Tensor):
             found[key] = copy.copy(value)
         elif value.dim() > 0 and value.shape[0] == rows:
@@ -186,13 +186,13 @@ def rows_of_state(state: Mapping[str, Any], ids: Tensor, rows: int) -> State:
 
 
 def with_own_counters(state: Mapping[str, Any], rows: int) -> State:
-    """Returns the state with cloned counters, because a step increments them in place."""
+    """Returns the state with copies of its counters, because a step increments them in place."""
     counters = {key: value for key, value in state.items() if isinstance(value, Tensor) and not is_of_rows(value, rows)}
     return {**state, **{key: value.clone() for key, value in counters.items()}}
 
 
 def put_rows(state: Mapping[str, Any], of_rows: Mapping[str, Any], ids: Tensor, rows: int) -> None:
-    """Writes the state of some rows back, without the counters."""
+    """Writes the state of some rows back to the table's state, without the counters."""
     for key, value in of_rows.items():
         whole = state.get(key)
         if isinstance(whole, Tensor) and whole.dim() > 0 and whole.shape[0] == rows:
@@ -271,7 +271,7 @@ def counters_after(optimizer: Optimizer, options: Mapping[str, Any], local: Tens
 
 
 def _step_nothing(optimizer: Optimizer, options: Mapping[str, Any], local: Tensor, state: Mapping[str, Any]) -> State:
-    """Steps a table of no rows, so that only the counters advance, and returns the new state."""
+    """Runs a step on a table of no rows, so that only the counters advance. Returns the new state."""
     none = torch.empty(0, dtype=torch.int64, device=local.device)
     of_none = rows_of_state(state, none, local.shape[0])
     return step_tensor(optimizer, options, local[:0].clone(), local[:0].clone(), of_none)
@@ -289,5 +289,5 @@ def makes_state(optimizer: Optimizer, options: Mapping[str, Any], values: Tensor
 
 
 def _tensors(state: Mapping[str, Any]) -> dict[str, bool]:
-    """Returns which values of a state are tensors."""
+    """Maps each entry of a state to whether it is a tensor."""
     return {key: isinstance(value, Tensor) for key, value in state.items()}

@@ -27,8 +27,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from embrace_fx.runtime.tables.local_storage import LocalStorage
-from embrace_fx.runtime.tables.part import Part
 from embrace_fx.runtime.tables.pending_state import PendingState
+from embrace_fx.runtime.tables.table_shard import TableShard
 from embrace_fx.vocabulary.modes import outside_of_modes
 
 _WITHOUT_VALUES = frozenset(
@@ -53,7 +53,7 @@ _WITHOUT_VALUES = frozenset(
 
 
 class PendingParameter(nn.Parameter):
-    """A parameter with a pending update, which any access applies first. Each `Updates` has its own subclasses.
+    """The class of a parameter with a pending update: any access applies the update first.
 
     Attributes:
         plain: the class of the parameter at other times.
@@ -123,7 +123,7 @@ class PendingParameter(nn.Parameter):
 
 
 class Updates:
-    """Pending updates of some parameters, which are applied together.
+    """The pending updates of some parameters, which are applied together at the first access.
 
     Args:
         parameters: yields the parameters with a pending update, or with rows read ahead.
@@ -157,10 +157,12 @@ class Updates:
         self.dense: list[nn.Parameter] = []
         self._held: list[LocalStorage] = []
         self._applies = False
-        self._opener = 0  # the training thread
+        self._opener = 0  # the id of the training thread, which arms the parameters
 
     def open(self) -> None:
-        """Guards the parameters, or applies the updates at once if other tensors share memory."""
+        """Arms the parameters: the next access applies the updates. Applies them now if other tensors share the
+        memory.
+        """
         self.stale = False
         parameters = list(self._parameters())
         if parameters and (share_memory(parameters, self._own()) or _are_held_by_torch(parameters)):
@@ -168,10 +170,10 @@ class Updates:
             return
         self._opener, self.is_open = threading.get_ident(), bool(parameters)
         for parameter in parameters:
-            if issubclass(type(parameter), PendingParameter):  # also a parameter of another model
+            if issubclass(type(parameter), PendingParameter):  # the parameter may belong to another model too
                 _apply(parameter)
             plain: Any = type(parameter)
-            if plain is Part:  # every access goes through its storage
+            if plain is TableShard:  # every access goes through its storage
                 held: LocalStorage = parameter.held  # type: ignore[attr-defined]
                 self._held.append(held)
                 held.on_use = self.apply
@@ -194,24 +196,24 @@ class Updates:
             self._applies = False
 
     def _kind(self, plain: type[nn.Parameter]) -> type[PendingParameter]:
-        """Makes the class of pending parameters whose plain class is `plain`."""
+        """Returns the pending class of parameters of this plain class. Makes it at the first call."""
         bases = (PendingParameter,) if plain is nn.Parameter else (PendingParameter, plain)
         its_own = {"plain": plain, "updates": self, "lock": self._lock, "__module__": __name__}
         made = self._kinds[plain] = type(PendingParameter.__name__, bases, its_own)
         return made
 
     def close(self) -> None:
-        """Removes the guards."""
+        """Disarms the parameters."""
         with self._lock:
             if self.dense:
-                self.pass_by()
+                self.disarm_dense()
             for held in self._held:
                 held.on_use = None
             self._held.clear()
             self.stale, self.is_open = True, False
 
-    def pass_by(self) -> None:
-        """Restores the classes of dense parameters for a step. The caller holds the lock."""
+    def disarm_dense(self) -> None:
+        """Disarms dense parameters for a step, which handles pending updates itself. The caller holds the lock."""
         self.stale = True
         for parameter in self.dense:
             if issubclass(kind := type(parameter), PendingParameter):  # isinstance() would call the metaclass
@@ -223,7 +225,8 @@ class Updates:
         """Applies the pending updates on an access."""
         with self._lock:
             self.stale = True  # the caller may keep a reference to the memory
-            if self.inside or self._applies or not self.is_open:  # a step or another thread applies them
+            # A step or another thread is already applying the updates.
+            if self.inside or self._applies or not self.is_open:
                 return
             with self.states_aside(), self._applying():
                 if threading.get_ident() == self._opener:
@@ -238,7 +241,7 @@ class Updates:
 
 
 class PendingUpdates:
-    """All pending updates of a model.
+    """All pending updates of a model, and the stand-ins for optimizers' states.
 
     Attributes:
         lock: held while updates are applied, and while guards are set or removed.
@@ -262,7 +265,7 @@ class PendingUpdates:
             kind.states_aside = self._states_aside
 
     def closed(self, *, grows: bool = True) -> contextlib.AbstractContextManager[None]:
-        """Returns a context without guards, for code that handles pending updates itself.
+        """Returns a context in which no parameter is armed, for code that handles pending updates itself.
 
         Args:
             grows: whether parameters without a guard may have pending updates at the end.
@@ -286,7 +289,7 @@ class PendingUpdates:
                 self.watch_stale()
 
     def watch_stale(self) -> None:
-        """Sets the guards again where updates may have been added. The caller holds the lock."""
+        """Arms the parameters again where updates may have been added. The caller holds the lock."""
         if self.states:
             self.leave_states()
         grown = is_open = False
@@ -306,12 +309,12 @@ class PendingUpdates:
             self._take_states()
 
     def _take_states(self) -> None:
-        """Replaces the states of stepped optimizers with pending ones."""
+        """Replaces the states of optimizers that have stepped by `PendingState` objects."""
         for optimizer in self._stepped:
             self.states.append(PendingState(optimizer, self.apply))
 
     def leave_states(self) -> None:
-        """Puts the plain states back into their optimizers."""
+        """Puts the plain states back into the optimizers."""
         states, self.states = self.states, []
         for state in states:
             state.leave()
@@ -327,7 +330,7 @@ class PendingUpdates:
                 self._take_states()
 
     def apply(self) -> None:
-        """Applies all pending updates."""
+        """Applies all pending updates of the model."""
         with self.lock:
             for kind in self.kinds:
                 kind.apply()
@@ -335,7 +338,7 @@ class PendingUpdates:
 
 
 class _Closed(contextlib.AbstractContextManager[None]):
-    """The context that `PendingUpdates.closed` returns."""
+    """The context manager that `PendingUpdates.closed` returns."""
 
     def __init__(self, updates: PendingUpdates, grows: bool) -> None:
         self._updates, self._grows = updates, grows
@@ -349,7 +352,7 @@ class _Closed(contextlib.AbstractContextManager[None]):
             for kind in updates.kinds:
                 kind.inside = True
                 if kind.dense:
-                    kind.pass_by()
+                    kind.disarm_dense()
 
     def __exit__(self, *_: object) -> None:
         updates = self._updates
@@ -367,8 +370,8 @@ def share_memory(parameters: Sequence[Tensor], own: Iterable[Tensor] = ()) -> bo
     counts: dict[int, int] = {}
     holders: dict[int, int] = {}
     nobodys: Any = torch.empty(0, device="cpu")
-    tensors: list[Any] = [*[p.held.local if isinstance(p, Part) else p for p in parameters], *own, nobodys]
-    for tensor in tensors:  # a hot path: every parameter of every step
+    tensors: list[Any] = [*[p.held.local if isinstance(p, TableShard) else p for p in parameters], *own, nobodys]
+    for tensor in tensors:  # this loop is a hot path: it runs for every parameter in every step
         if tensor.is_sparse:  # any tensor may share the values of a sparse one
             return True
         storage = tensor.untyped_storage()
@@ -376,14 +379,16 @@ def share_memory(parameters: Sequence[Tensor], own: Iterable[Tensor] = ()) -> bo
             return True
         address = storage._cdata
         counts[address] = counts.get(address, 0) + 1
-        # References from C++ and from Python.
+        # The sum of the references from C++ and from Python.
         holders[address] = torch._C._storage_Use_Count(address) + getrefcount(storage)
     alone: int = holders[address]  # the count for an unshared tensor
     return bool(max(map(sub, holders.values(), counts.values())) >= alone)
 
 
 def is_held_by_torch(parameter: Tensor) -> bool:
-    """Whether torch's C++ code, such as a TorchScript module, holds the parameter and reads it without its class."""
+    """Returns whether torch's C++ code refers to the parameter, such as a TorchScript module, and so reads it without
+    its class.
+    """
     node = torch.autograd.graph.get_gradient_edge(parameter).node if parameter.requires_grad else None
     uses: int = parameter._use_count()  # type: ignore[attr-defined]
     return uses > (1 if node is None else 2)
@@ -391,13 +396,13 @@ def is_held_by_torch(parameter: Tensor) -> bool:
 
 def _are_held_by_torch(parameters: Sequence[Any]) -> bool:
     """Returns whether `is_held_by_torch` holds for any dense parameter. Each may have a gradient accumulator node."""
-    return max([parameter._use_count() for parameter in parameters if type(parameter) is not Part], default=0) > 2
+    return max([parameter._use_count() for parameter in parameters if type(parameter) is not TableShard], default=0) > 2
 
 
 def _most_holders(optimizers: Iterable[Any]) -> int:
     """Returns the largest reference count of a tensor in the optimizers' states."""
     most = 0
-    for optimizer in optimizers:  # a hot path: every parameter of every step
+    for optimizer in optimizers:  # this loop is a hot path: it runs for every parameter in every step
         for state in optimizer.state.values():
             for value in state.values():
                 if (count := getrefcount(value)) > most and isinstance(value, Tensor) and value.dim():
@@ -428,7 +433,7 @@ _IN_A_GRAPH = (
 
 @torch.compiler.disable(reason=_IN_A_GRAPH)  # type: ignore[untyped-decorator]  # tracing would skip the update
 def _apply(parameter: Any) -> Any:
-    """Applies the pending updates. Returns the parameter, which is then an ordinary one."""
+    """Applies the pending updates of a parameter, and returns it."""
     kind = type(parameter)
     if issubclass(kind, PendingParameter):  # otherwise another thread has applied them
         kind.updates.apply()

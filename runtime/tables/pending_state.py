@@ -9,7 +9,7 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-from embrace_fx.vocabulary.forwarding import forward
+from embrace_fx.vocabulary.proxies import forward
 
 _LOOKS = (
     *(

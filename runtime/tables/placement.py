@@ -16,8 +16,8 @@ from embrace_fx.runtime.ranks.communicator import Communicator
 from embrace_fx.runtime.tables.layouts import mesh_of, own_part, scatter_table
 from embrace_fx.runtime.tables.member import Member
 from embrace_fx.runtime.tables.optimizer_state import whole_state_of
-from embrace_fx.runtime.tables.part import Part, become_part, become_whole
-from embrace_fx.runtime.tables.part_layout import Layout
+from embrace_fx.runtime.tables.shard_layout import Layout
+from embrace_fx.runtime.tables.table_shard import TableShard, become_part, become_whole
 from embrace_fx.vocabulary.plan import Grid
 from embrace_fx.vocabulary.random_state import random_state_kept
 
@@ -91,7 +91,7 @@ def unshard_parameter(table: Member, optimizers: Sequence[Optimizer]) -> None:
     for optimizer in optimizers:
         if parameter in optimizer.state:
             optimizer.state[parameter] = whole_state_of(parameter, optimizer.state[parameter])
-    if isinstance(parameter, Part):
+    if isinstance(parameter, TableShard):
         become_whole(parameter, table.layout.whole(table.local), table.name)
     parameter.grad = gradient
 
@@ -99,7 +99,7 @@ def unshard_parameter(table: Member, optimizers: Sequence[Optimizer]) -> None:
 def broadcast_state(
     model: nn.Module, apart: Collection[str], communicator: Communicator, *, buffers: bool = True, source: int = 0
 ) -> None:
-    """Broadcasts replicated parameters, and buffers, from one rank. Collective.
+    """Broadcasts the parameters and buffers that all ranks replicate, from one rank. Collective.
 
     Args:
         apart: names of parameters and buffers that are not replicated.
@@ -115,7 +115,7 @@ def materialise(
     communicator: Communicator,
     lazily: Sequence[nn.Parameter] = (),
 ) -> dict[str, DeviceMesh]:
-    """Initializes parameters and buffers on the meta device with their modules' `reset_parameters`.
+    """Initializes parameters and buffers on the meta device with their modules' `reset_parameters`. Collective.
 
     A sharded table is initialized in blocks of rows, and each rank keeps its part of them. The values do not depend on
     the number of ranks, and no rank has the whole table at once. All ranks seed the generator alike.
@@ -201,7 +201,7 @@ def _materialise_shard(module: nn.Module, key: str, optimizers: Sequence[Optimiz
 
 
 def _give_values(optimizers: Sequence[Optimizer], parameter: nn.Parameter, values: Tensor) -> None:
-    """Puts values into a meta parameter, which stays the same object, and into its optimizer state.
+    """Gives a meta parameter and its optimizer state their values. The parameter stays the same object.
 
     Raises:
         ValueError: an optimizer other than Adagrad has created state before its first step.
@@ -219,7 +219,7 @@ def _give_values(optimizers: Sequence[Optimizer], parameter: nn.Parameter, value
                 fill = optimizer.defaults["initial_accumulator_value"]
                 state[key] = torch.full_like(parameter, fill, requires_grad=False)
             else:
-                state[key] = torch.zeros(state[key].shape, device="cpu")  # the step counter
+                state[key] = torch.zeros(state[key].shape, device="cpu")  # the step counter is on the CPU
 
 
 def _row_blocks(rows: int, columns: int) -> list[tuple[int, int]]:

@@ -23,7 +23,7 @@ from torch import Tensor
 from embrace_fx.runtime.tables.history import History
 from embrace_fx.runtime.tables.optimizer_state import keep_state, state_of
 from embrace_fx.runtime.tables.own_step import is_of_rows
-from embrace_fx.runtime.tables.part import Part
+from embrace_fx.runtime.tables.table_shard import TableShard
 from embrace_fx.runtime.tables.update_rule import DenseUpdate, SparseUpdate
 from embrace_fx.vocabulary.exactness import Moving
 
@@ -35,7 +35,7 @@ _VERSION = attrgetter("_version")
 
 
 class RowStore:
-    """The rows of a table and their optimizer state: here, of one table in memory.
+    """Where the rows of a table and their optimizer state are: here, of one table in memory.
 
     Attributes:
         history: the deferred steps of the rows.
@@ -59,21 +59,23 @@ class RowStore:
     def local(self) -> Tensor:
         """Returns the weights (S, d) of the rows in memory."""
         parameter = self.member.parameter
-        return parameter.held.now() if isinstance(parameter, Part) else parameter.detach()
+        return parameter.held.now() if isinstance(parameter, TableShard) else parameter.detach()
 
     def places(self, ids: Tensor, *, to_write: bool = False) -> Tensor:
-        """Returns the places of rows (K,), valid until the next call."""
+        """Returns the indices of rows (K,) in `local` and `state`. They are valid until the next call."""
         return ids
 
     def look_up(self, ids: Tensor, *, to_write: bool = False) -> Tensor:
-        """Returns the places of rows (K,) that a lookup reads."""
+        """Returns the places of rows (K,) for a lookup."""
         return ids
 
-    def note(self, ids: Tensor, among: Tensor) -> None:
-        """Records that device ids (K,) are among the ids `among`, if the host must know the looked-up rows."""
+    def record(self, ids: Tensor, host_ids: Tensor) -> None:
+        """Records that the device ids (K,) are among the ids `host_ids`. Does nothing here, because the host need
+        not know them.
+        """
 
-    def note_rows(self, ids: Tensor, rows: Tensor) -> None:
-        """Records which host ids (K,) the device ids come from, if the store `needs_host`."""
+    def record_rows(self, ids: Tensor, rows: Tensor) -> None:
+        """Records the host's copy `ids` (K,) of device ids. Does nothing here, because the host need not know them."""
 
     @property
     def state(self) -> Mapping[str, Any]:
@@ -82,19 +84,21 @@ class RowStore:
 
     @property
     def entries(self) -> Mapping[str, Any]:
-        """Returns the state for a look at its keys and types."""
+        """Returns the optimizer state for a look at its keys and types. Values may not be plain tensors."""
         return self.member.holder.state.get(self.member.parameter) or {}
 
     def is_alike(self) -> bool:
-        """Returns whether all tables have the same state entries and equal counters."""
+        """Returns whether all tables in the store have the same state entries and equal counters."""
         return True
 
     def keep(self, state: Mapping[str, Any]) -> None:
-        """Stores state values that a step has changed."""
+        """Stores optimizer state that a step has changed."""
         keep_state(self.member.holder, self.member.parameter, state)
 
     def keep_first(self, state: Mapping[str, Any], places: Tensor) -> None:
-        """Stores the state that the first step of a table has created for the rows at places (K,), and zeros."""
+        """Stores the optimizer state that a table's first step has created for the rows at places (K,), and zeros for
+        others.
+        """
         kept, rows = self.state, len(self.local)
         made = {key: value.new_zeros((rows, *value.shape[1:])) for key, value in state.items() if key not in kept}
         for key, value in state.items():
@@ -102,7 +106,7 @@ class RowStore:
         self.keep(made)
 
     def other_rule(self, policy: Moving) -> type[SparseUpdate]:
-        """Returns the rule of a step that changes all rows and cannot be deferred."""
+        """Returns the rule of a step that changes all rows and that rows cannot defer."""
         return DenseUpdate
 
     def held_bytes(self) -> tuple[int, int]:
@@ -111,7 +115,7 @@ class RowStore:
         return self.local.nbytes, sum(value.nbytes for value in state if isinstance(value, Tensor))
 
     def join(self, members: Sequence[Member], bounds: Sequence[int]) -> RowStore:
-        """Returns the rows of several tables, the first with these rows, as one store.
+        """Returns one store with the rows of several tables, the first of which has these rows.
 
         Args:
             bounds: the first row of each table, and the total number of rows.
@@ -120,7 +124,7 @@ class RowStore:
 
 
 class JoinedRows(RowStore):
-    """The rows of several tables in memory, as one matrix. Steps that create state run table by table."""
+    """The rows of several tables in memory, as one matrix of which the tables' parts are views."""
 
     def __init__(self, members: Sequence[Member], bounds: Sequence[int]) -> None:
         self.member, self._members, self._rows = members[0], members, bounds[-1]
@@ -129,7 +133,7 @@ class JoinedRows(RowStore):
 
     @property
     def local(self) -> Tensor:
-        """Returns the tables' parts as one tensor (V', d)."""
+        """Returns all tables' parts as one tensor (V', d)."""
         parts, known = [*map(_LOCAL, self._members)], self._weights
         if known.all is not None and all(map(is_, parts, known.views)):  # ten times a step: without a call
             return known.all
@@ -138,22 +142,22 @@ class JoinedRows(RowStore):
         return found
 
     def _move(self, k: int, view: Tensor) -> None:
-        """Moves a table's part into a view."""
+        """Makes table k's part a view of the joined memory."""
         parameter = self._members[k].parameter
-        assert isinstance(parameter, Part)
+        assert isinstance(parameter, TableShard)
         parameter.held.replace(view)
 
     @property
     def state(self) -> Mapping[str, Any]:
-        """Returns one tensor per entry with rows, and the first table's counters."""
+        """Returns the state of all rows: one tensor per entry with rows, and the first table's counters."""
         return self._state.now()
 
     def is_alike(self) -> bool:
-        """Returns whether one step may read the first table's counters for all."""
+        """Returns whether the first table's counters are those of all tables."""
         return self._state.is_alike()
 
     def keep(self, state: Mapping[str, Any]) -> None:
-        """Stores the counters that a step has changed, for each table."""
+        """Stores the counters, which a step has changed, in each table's state."""
         self._state.keep({key: value for key, value in state.items() if not is_of_rows(value, self._rows)})
 
 
@@ -186,7 +190,7 @@ class _Joined:
 
 
 class JoinedState:
-    """The optimizer state of several tables.
+    """The optimizer state of several tables, joined to one tensor per entry.
 
     The joined state is cached as long as the memory is the same and no counter was written, so that a lookup needs no
     call per table. The cache holds no reference to parts of the state: such a reference would look like a user's.
@@ -202,7 +206,7 @@ class JoinedState:
         self._is_alike = False
 
     def is_alike(self) -> bool:
-        """Returns whether all tables have the same entries and equal counters."""
+        """Returns whether all tables have the same state entries and equal counters."""
         if not self._is_known():
             states = self._states()
             if not all(_alike(state, states[0]) for state in states):
@@ -231,20 +235,20 @@ class JoinedState:
         state = self._members[0].holder.state
         self._kept = [state.get(member.parameter) or {} for member in self._members]
         self._counters = {key: [each.get(key) for each in self._kept] for key in joined if key not in self._of_rows}
-        self._note_versions()
+        self._record_versions()
 
     def _move(self, key: str, k: int, view: Tensor) -> None:
-        """Moves a table's optimizer state into a view."""
+        """Makes table k's state entry a view of the joined one."""
         keep_state(self._members[k].holder, self._members[k].parameter, {key: view})
 
-    def _note_versions(self) -> None:
-        """Remembers the versions of the counters, so that a write by others is seen."""
+    def _record_versions(self) -> None:
+        """Stores the version counters of the step counters, to detect writes by other code."""
         tensors = {key: values for key, values in self._counters.items() if isinstance(values[0], Tensor)}
         counted = {key: values for key, values in tensors.items() if True not in map(Tensor.is_inference, values)}
         self._versions = {key: [*map(_VERSION, values)] for key, values in counted.items()}
 
     def _is_known(self) -> bool:
-        """Returns whether the memory and counters are the same as when the state was last joined."""
+        """Returns whether the joined state is still valid: same memory, and no counter written."""
         optimizer = self._members[0].optimizer
         if not self._kept or optimizer is None:
             return False
@@ -259,20 +263,20 @@ class JoinedState:
             for key, of_rows in self._of_rows.items():
                 if not all(map(is_, map(_HELD_LOCAL, map(itemgetter(key), self._kept)), of_rows.views)):
                     return False
-        except (KeyError, AttributeError):  # the user's own tensor, or missing
+        except (KeyError, AttributeError):  # an entry is the user's own tensor, or is missing
             return False
         now = chain.from_iterable(map(self._counters.__getitem__, self._versions))
         return [*map(_VERSION, now)] == [*chain.from_iterable(self._versions.values())]
 
     def keep(self, counters: Mapping[str, Any]) -> None:
-        """Stores the counters after a step in each table's state."""
+        """Stores the counters, which a step has changed, in each table's state."""
         if not counters:
             return
         if self._is_alike and self._is_known() and self._versions.keys() >= counters.keys():
             for key, value in counters.items():
                 torch._foreach_copy_(self._counters[key], [value] * len(self._members))
             self._joined |= {key: self._counters[key][0] for key in counters}
-            self._note_versions()
+            self._record_versions()
             return
         for member in self._members:
             own = {k: v.clone() if isinstance(v, Tensor) else v for k, v in counters.items()}

@@ -17,8 +17,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from embrace_fx.runtime.tables.local_storage import CopyStorage, LocalStorage
-from embrace_fx.runtime.tables.part import Part, own_part_of, whole
-from embrace_fx.runtime.tables.part_layout import Layout
+from embrace_fx.runtime.tables.shard_layout import Layout
+from embrace_fx.runtime.tables.table_shard import TableShard, own_part_of, whole
 
 
 def show_parts(state_dict: dict[str, Any], names: Iterable[str], *, prefix: str = "") -> None:
@@ -31,14 +31,15 @@ def show_parts(state_dict: dict[str, Any], names: Iterable[str], *, prefix: str 
     shown: dict[int, Tensor] = {}  # convert a tied parameter once
     for name in names:
         value = state_dict.get(prefix + name)
-        if isinstance(value, Part) and not value.held.is_elsewhere:
+        if isinstance(value, TableShard) and not value.held.is_elsewhere:
             if id(value.held) not in shown:
                 shown[id(value.held)] = as_shown(value)
             state_dict[prefix + name] = shown[id(value.held)]
 
 
-def as_shown(part: Part) -> Tensor:
-    """Returns a part in the form for state dicts: by columns, and a copy if the table is on a grid. Collective there.
+def as_shown(part: TableShard) -> Tensor:
+    """Returns a part in its form in a state dict: by columns, as a copy if the table is on a grid. Collective on a
+    grid.
 
     Returns a DTensor if `torch.distributed.checkpoint` will gather it or split a whole tensor by it.
     """
@@ -57,7 +58,7 @@ _OF_A_GRID = (
 
 
 def _is_gathered() -> bool:
-    """Returns whether `torch.distributed.checkpoint` calls state_dict() to gather it, or to split tensors by it."""
+    """Returns whether the caller of `state_dict()` is `torch.distributed.checkpoint`."""
     frame: Any = sys._getframe(1)
     while frame is not None:
         if frame.f_globals.get("__name__") == _CHECKPOINTS and (info := frame.f_locals.get("info")) is not None:
@@ -91,16 +92,16 @@ def take_own_parts(
             continue
         if (layout := layouts.get(name.removeprefix(prefix))) is None:
             state_dict[name] = whole(value)
-        elif value.shape == layout.shape and not (isinstance(value, Part) and value.spread.fits(layout)):
+        elif value.shape == layout.shape and not (isinstance(value, TableShard) and value.spread.fits(layout)):
             own = parameter(name.removeprefix(prefix))
             check_in_memory(own)
             held = own_part_of(value, layout)
-            state_dict[name] = own.like(LocalStorage(held)) if isinstance(own, Part) else held
+            state_dict[name] = own.like(LocalStorage(held)) if isinstance(own, TableShard) else held
 
 
 def check_in_memory(value: Any) -> None:
     """Raises `RuntimeError` if the value is a table that lies beyond memory: on every rank, before any transfer."""
-    if isinstance(value, Part) and value.held.is_elsewhere:
+    if isinstance(value, TableShard) and value.held.is_elsewhere:
         value.held.dense()
 
 
@@ -110,7 +111,7 @@ def whole_state(state: Any) -> Any:
     Other values stay the same objects. Tables are gathered in the order of their keys as text, because ranks may have
     inserted them in different orders.
     """
-    if isinstance(state, Part | DTensor):
+    if isinstance(state, TableShard | DTensor):
         return whole(state.detach())
     if isinstance(state, dict):
         found = copy.copy(state)

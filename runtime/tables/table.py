@@ -37,7 +37,7 @@ _PARAMETER, _OPTIMIZER, _GRAD = map(attrgetter, ("parameter", "optimizer", "para
 
 
 class Table:
-    """The rows of one or more parameters.
+    """Rows of one or more parameters (its members), which are exchanged, looked up and updated as one matrix.
 
     Args:
         name: of the table, or of the row space.
@@ -56,14 +56,14 @@ class Table:
     def __init__(self, name: str, members: Sequence[Member], bounds: Sequence[int], store: RowStore) -> None:
         self.name, self.members, self.store, self._bounds = name, tuple(members), store, bounds
         self.shape = torch.Size((bounds[-1], members[0].shape[1]))
-        self.history, self.places, self.note = store.history, store.places, store.note
+        self.history, self.places, self.record = store.history, store.places, store.record
         self.split = partial(_split, tuple(bounds))
         """Splits rows (K, d) with sorted ids (K,) by member. Holds no reference to the members."""
         self._gradient = TableGradient(self.members)
 
     @classmethod
     def of(cls, space: RowSpace, members: Sequence[Member]) -> Table:
-        """Returns the members of a row space as one table. All are sharded by columns."""
+        """Makes one table of the members of a row space, which are all sharded by columns."""
         return cls(space.name, members, space.bounds, members[0].store.join(members, space.bounds))
 
     @property
@@ -79,7 +79,7 @@ class Table:
     # -- the gradient --------------------------------------------------------------------------------------------------
 
     def add_gradient(self, ids: Tensor, rows: Tensor, absent: Collection[str] = (), *, unreduced: bool = False) -> None:
-        """Adds a coalesced row gradient, ids (K,) and rows (K, d), to the `.grad` of all members but `absent`."""
+        """Adds a coalesced row gradient, ids (K,) and rows (K, d), to the `.grad` of all members except `absent`."""
         split = self.split
         late = GradientFuture(lambda: [[part] for part in split(ids, rows)])
         self._gradient.deliver(late, absent, (ids, rows), unreduced=unreduced)
@@ -87,7 +87,7 @@ class Table:
     def deliver(
         self, late: GradientFuture[Sequence[Rows]], absent: Collection[str] = (), *, unreduced: bool = False
     ) -> None:
-        """Sets each member's `.grad` to its pending gradient, or adds the gradient to an existing `.grad`.
+        """Makes each member's `.grad` the gradient of a future, or adds it to an existing `.grad`.
 
         Args:
             absent: names of members without a gradient.
@@ -95,12 +95,12 @@ class Table:
         """
         self._gradient.deliver(late, absent, None, unreduced=unreduced)
 
-    def standing(self, late: GradientFuture[Sequence[Rows]]) -> int:
-        """Counts the members whose `.grad` still is this future's gradient and has not been read."""
-        return self._gradient.standing(late)
+    def count_in_flight(self, late: GradientFuture[Sequence[Rows]]) -> int:
+        """Returns how many members' `.grad` is still in flight in this future."""
+        return self._gradient.count_in_flight(late)
 
     def gradient(self) -> Rows | None:
-        """Returns the row gradient of all members, or None if any `.grad` was replaced or changed."""
+        """Returns the row gradient of all members, or None if the loop has replaced or changed a `.grad`."""
         return self._gradient.rows()
 
     @property
@@ -109,14 +109,14 @@ class Table:
         return set(map(_GRAD, self.members)) != {None} and any(member.held is not None for member in self.members)
 
     def join(self, parts: Sequence[Rows]) -> Rows:
-        """Concatenates the members' row gradients, with ids of the row space."""
+        """Concatenates the members' row gradients. Ids become row numbers of the table."""
         ids = torch.cat([ids + first for (ids, _), first in zip(parts, self._bounds, strict=False)])
         return ids, torch.cat([rows for _, rows in parts])
 
     # -- rows ----------------------------------------------------------------------------------------------------------
 
     def look_up(self, ids: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-        """Returns rows (K, d), after their deferred steps. A new forward frees gradients that the loop has dropped."""
+        """Returns rows (K, d) for a forward, after applying their deferred steps."""
         if self._gradient.holds:
             self._gradient.give_back()
         store, history = self.store, self.history
@@ -130,7 +130,7 @@ class Table:
         return self.store.local.index_select(0, self.places(ids))
 
     @property
-    def has_resting_rows(self) -> bool:
+    def has_deferred_rows(self) -> bool:
         """Returns whether any row may have deferred steps."""
         return self.history.rest
 
@@ -164,16 +164,16 @@ class Table:
 
     @property
     def lacks_state(self) -> bool:
-        """Returns whether the next step creates state: it does so member by member."""
+        """Returns whether the next step creates optimizer state, which it does for each member separately."""
         return False
 
     def can_wait(self) -> bool:
-        """Returns whether the update can be deferred to the next forward and applied by rows."""
+        """Returns whether the update can be left to the next forward and applied by rows."""
         first = self.members[0]
         return self.is_one() and steps_rows(first.param_group()) and not first.lacks_state
 
     def is_one(self) -> bool:
-        """Returns whether one update equals the optimizer's update of each member."""
+        """Returns whether one update of the whole table equals the optimizer's update of each member."""
         return self._has_one_group() and self.store.is_alike()
 
     def _has_one_group(self) -> bool:
@@ -185,20 +185,19 @@ class Table:
         return set(map(id, params)).issuperset(map(id, map(_PARAMETER, self.members)))
 
     def steps_by(self, optimizer: Optimizer | None, options: Options) -> bool:
-        """Returns whether this optimizer would update all members now, with these options."""
+        """Returns whether a step of this optimizer now, with these options, would update all members."""
         members = self.members[:1] if self._has_one_group() else self.members
         return all(member.steps_by(optimizer, options) for member in members)
 
     def begin_step(self) -> SparseUpdate:
-        """Begins a step with the current options; requires `is_one`."""
+        """Begins a step with the optimizer's present options. Call it only if `is_one`."""
         rule = self.rule
         if rule is not DeferredUpdate:
             self.flush()
         return rule(self)
 
     def preview(self, ids: Tensor, rows: Tensor) -> tuple[Tensor, Options | None]:
-        """Predicts rows (K, d) after the next step, if that gives them no gradient. Returns them and the step's
-        options.
+        """Returns rows (K, d) as the next step will leave them if it gives them no gradient, and the step's options.
 
         Returns the rows unchanged and None if the step does not change them or cannot be predicted.
         """

@@ -11,14 +11,14 @@ from torch import nn
 
 from embrace_fx.runtime.tables.gradient_storage import GradientStorage
 from embrace_fx.runtime.tables.local_storage import GradientFuture, Rows
-from embrace_fx.runtime.tables.part import Part
+from embrace_fx.runtime.tables.table_shard import TableShard
 
 if TYPE_CHECKING:
     from embrace_fx.runtime.tables.member import Member
 
 
 class TableGradient:
-    """The gradients of a table's members. Reuses their objects if the loop has dropped them unread.
+    """The `.grad` objects of a table's members, which one backward delivers together and a later one may reuse.
 
     Attributes:
         holds: whether memory of the last gradients is still held.
@@ -26,15 +26,16 @@ class TableGradient:
 
     def __init__(self, members: Sequence[Member]) -> None:
         self._members = members
-        self._given: list[tuple[Member, nn.Parameter, Part, GradientStorage]] = []  # by the last backward
-        self._late: GradientFuture[Sequence[Rows]] | None = None  # the last delivered
+        # The gradient objects that the last backward has given to members.
+        self._given: list[tuple[Member, nn.Parameter, TableShard, GradientStorage]] = []
+        self._late: GradientFuture[Sequence[Rows]] | None = None  # the future of the last backward
         self._rows: Rows | None = None
         self.holds = False
 
     def deliver(
         self, late: GradientFuture[Sequence[Rows]], absent: Collection[str], rows: Rows | None, *, unreduced: bool
     ) -> None:
-        """Sets each member's `.grad` to its pending gradient, or adds the gradient to an existing `.grad`.
+        """Makes each member's `.grad` the gradient of a future, or adds it to an existing `.grad`.
 
         Args:
             absent: names of members without a gradient.
@@ -52,19 +53,23 @@ class TableGradient:
             self._given = self._slots(late)
         self._late, self._rows, self.holds = (late, rows, True) if self._given else (None, None, False)
 
-    def _slots(self, late: GradientFuture[Sequence[Rows]]) -> list[tuple[Member, nn.Parameter, Part, GradientStorage]]:
-        """Returns the gradient objects, for reuse by later backwards, if each has only this gradient."""
+    def _slots(
+        self, late: GradientFuture[Sequence[Rows]]
+    ) -> list[tuple[Member, nn.Parameter, TableShard, GradientStorage]]:
+        """Returns the gradient objects for reuse in later backwards, if each holds only this gradient; else an empty
+        list.
+        """
         found = []
         for member in self._members:
             part = member.parameter.grad
-            held = part.held if isinstance(part, Part) else None
-            if not isinstance(part, Part) or not isinstance(held, GradientStorage) or not held.waits_for(late):
+            held = part.held if isinstance(part, TableShard) else None
+            if not isinstance(part, TableShard) or not isinstance(held, GradientStorage) or not held.waits_for(late):
                 return []
             found.append((member, member.parameter, part, held))
         return found
 
     def _are_free(self) -> bool:
-        """Whether the gradients of the last backward have been dropped, and nobody has looked at them or keeps them."""
+        """Returns whether the last backward's gradient objects can be reused: dropped, unread and not referenced."""
         late, (alone, of_gradient) = self._late, _ALONE
         for member, parameter, part, held in self._given:
             if member.parameter is not parameter or parameter.grad is not None:
@@ -76,14 +81,14 @@ class TableGradient:
         return bool(self._given)
 
     def give_back(self) -> None:
-        """Frees the memory of dropped gradients."""
+        """Frees the memory of gradients that the loop has dropped."""
         if self._are_free():
             self._late, self._rows, self.holds = GradientFuture(tuple), None, False
             for k, (_, _, _, held) in enumerate(self._given):
                 held.late = self._late, k
 
-    def standing(self, late: GradientFuture[Sequence[Rows]]) -> int:
-        """Counts the members whose `.grad` still is this future's gradient and has not been read."""
+    def count_in_flight(self, late: GradientFuture[Sequence[Rows]]) -> int:
+        """Returns how many members' `.grad` is still in flight in this future."""
         if late is self._late and self._given:
             for member, parameter, part, held in self._given:
                 is_same = member.parameter is parameter and parameter.grad is part
@@ -94,14 +99,14 @@ class TableGradient:
         return sum([member.waits_for(late) for member in self._members])
 
     def rows(self) -> Rows | None:
-        """Returns the row gradient of all members, or None if any `.grad` was replaced or changed."""
-        if self._rows is None or self._late is None or self.standing(self._late) < len(self._members):
+        """Returns the row gradient of all members, or None if the loop has replaced or changed a `.grad`."""
+        if self._rows is None or self._late is None or self.count_in_flight(self._late) < len(self._members):
             self._rows = None
         return self._rows
 
 
 def _references() -> tuple[int, int]:
-    """Counts the references to an unused gradient, and to its storage, for comparison in `_are_free`."""
+    """Returns the reference counts of a gradient and its storage that mean that no other code refers to them."""
     made: Any = torch.empty(0, device="cpu")
     made.held = object()
     given = [(None, None, made, made.held)]

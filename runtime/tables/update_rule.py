@@ -48,7 +48,7 @@ Options = Mapping[str, Any]
 
 
 class SparseUpdate:
-    """A step that does not change rows without a gradient.
+    """One step of a table that changes only rows with a gradient.
 
     Args:
         table: the table, whose current options the step uses.
@@ -61,7 +61,7 @@ class SparseUpdate:
         self.table, self.optimizer, self.options = table, table.holder, hyperparameters(table.param_group())
         # The bits of a fused kernel's result depend on the elements it updates together.
         self._of_some = {**self.options, "fused": False} if self.options.get("fused") else self.options
-        self._counted: State = {}  # the counters after the step
+        self._counted: State = {}  # step counters after this step
 
     def apply(self, ids: Tensor, rows: Tensor) -> None:
         """Updates rows with sorted, unique ids (K,) by their gradients (K, d).
@@ -83,7 +83,7 @@ class SparseUpdate:
         self._count()
 
     def _take_first(self, parts: Sequence[Rows]) -> None:
-        """Updates rows in the step that creates state."""
+        """Runs the table's first step, which creates optimizer state for all rows."""
         store = self.table.store
         none = torch.empty(0, dtype=torch.int64, device=store.local.device)
         ids, rows = (torch.cat(each) for each in zip((none, store.local[:0]), *parts, strict=True))
@@ -98,7 +98,7 @@ class SparseUpdate:
         store.keep(counters)
 
     def _count(self) -> None:
-        """Advances the counters, which all rows share."""
+        """Advances the step counters, which all rows share."""
         store = self.table.store
         if self._counted and self._of_some is self.options:
             store.keep(self._counted)
@@ -109,21 +109,21 @@ class SparseUpdate:
 
 
 class DenseUpdate(SparseUpdate):
-    """A step that changes all rows together."""
+    """One step of a table that changes all rows at once."""
 
     moves_all = True
 
     def __init__(self, table: Table) -> None:
         super().__init__(table)
-        self._applied: list[Tensor] = []  # ids of rows updated by `apply`
+        self._applied: list[Tensor] = []  # the ids that `apply` has updated in this step
 
     def apply(self, ids: Tensor, rows: Tensor) -> None:
-        """Steps the given rows immediately."""
+        """Updates some rows before `finish` updates the others."""
         step_rows(self.optimizer, self.options, self.table.store.local, self.table.store.state, ids, rows)
         self._applied.append(ids)
 
     def finish(self, parts: Sequence[Rows]) -> None:
-        """Steps all other rows in one dense step, and keeps the results of rows stepped before."""
+        """Updates all other rows by one dense step. Rows updated before keep their result."""
         store = self.table.store
         local, state = store.local, store.state
         total, gradient = local.shape[0], torch.zeros_like(local)
@@ -139,7 +139,7 @@ class DenseUpdate(SparseUpdate):
 
 
 class DeferredUpdate(SparseUpdate):
-    """A step that rows without a gradient apply when they are next read."""
+    """One step of a table that rows without a gradient defer until they are next read."""
 
     moves_all = True
 
@@ -157,10 +157,10 @@ class DeferredUpdate(SparseUpdate):
         self._history.took(places)
 
     def finish(self, parts: Sequence[Rows]) -> None:
-        """Steps the remaining rows, and notes the step for rows without a gradient."""
+        """Updates the remaining rows with a gradient, and records the step as deferred for all others."""
         for ids, rows in parts:
             self.apply(ids, rows)
-        self._history.note(self.options)
+        self._history.record(self.options)
         self._count()
         self._history.shorten()
 
@@ -171,7 +171,7 @@ class RowWiseUpdate(SparseUpdate):
     _squares: Callable[[], Tensor] | None = None
 
     def wait_for(self, rows: Rows, squares: Callable[[], Tensor]) -> None:
-        """Registers a shard's rows for `finish`, which waits for their sums of squares over all columns (K,)."""
+        """Adds rows of a shard for `finish`. `squares` waits for their sums of squares over all columns (K,)."""
         self._rows, self._squares = rows, squares
 
     def finish(self, parts: Sequence[Rows]) -> None:
@@ -216,7 +216,7 @@ def dense_update_policy(kind: type[Optimizer], options: Options, row_updates: Ro
 
 
 def steps_rows(options: Options) -> bool:
-    """Returns whether a step can update single rows: outside of autograd and of CUDA graphs."""
+    """Returns whether a step can update single rows, which it cannot if it is differentiable or capturable."""
     lr = options["lr"]
     return not (options.get("differentiable") or options.get("capturable")) and not (
         isinstance(lr, Tensor) and lr.requires_grad

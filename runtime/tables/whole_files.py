@@ -20,10 +20,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
 
-from embrace_fx.runtime.ranks.backends import travels_by_host
+from embrace_fx.runtime.ranks.backends import goes_through_host
 from embrace_fx.runtime.ranks.messages import receive_one, send_one
-from embrace_fx.runtime.tables.part import Part, own_part_of
 from embrace_fx.runtime.tables.state_dicts import check_in_memory
+from embrace_fx.runtime.tables.table_shard import TableShard, own_part_of
 from embrace_fx.vocabulary.ops import own_columns
 
 _BLOCK_ELEMENTS = 1 << 20
@@ -35,10 +35,10 @@ def write_whole(state: dict[str, Any], path: Path) -> None:
     values = list(_tensors(state))
     for each in values:
         check_in_memory(each)
-    first = next((each.spread for each in values if isinstance(each, Part) and not each.spread.is_alone), None)
+    first = next((each.spread for each in values if isinstance(each, TableShard) and not each.spread.is_alone), None)
     group = None if first is None else first.group
     if first is not None:
-        first.meet()
+        first.wait_for_ranks()
     rank = dist.get_rank() if dist.is_initialized() else 0
     writes = group is None or dist.get_rank(group) == 0
     being_written = path.with_name(f"{path.name}.part" if group is not None else f"{path.name}.part-{rank}")
@@ -50,7 +50,7 @@ def write_whole(state: dict[str, Any], path: Path) -> None:
         with torch.serialization.set_default_mmap_options(mmap.MAP_SHARED):
             places = list(_tensors(torch.load(being_written, mmap=True, weights_only=True)))
     for value, place in zip(values, places, strict=True):
-        if isinstance(value, Part) and group is not None:
+        if isinstance(value, TableShard) and group is not None:
             with value.spread.watching():
                 _write_table(value, place, group)
         elif place is not None:
@@ -77,7 +77,7 @@ def _tensors(state: Any) -> Iterator[Tensor]:
 
 
 def _laid_out(state: Any) -> Any:
-    """Copies the structure with empty tensors, each in its own storage."""
+    """Returns a copy of the state dict with an uninitialized tensor in place of each tensor."""
     if isinstance(state, Tensor):
         return torch.empty(state.shape, dtype=state.dtype, device="cpu")
     if isinstance(state, dict):
@@ -87,10 +87,10 @@ def _laid_out(state: Any) -> Any:
     return state
 
 
-def _write_table(part: Part, place: Tensor | None, group: dist.ProcessGroup) -> None:
-    """Receives the columns of all ranks into a table (V, D), or sends this rank's if `place` is None."""
+def _write_table(part: TableShard, place: Tensor | None, group: dist.ProcessGroup) -> None:
+    """On the rank that writes, receives all ranks' columns into a table (V, D); on the others, sends this rank's."""
     size, local = dist.get_world_size(group), own_part_of(part, part.spread.by_columns())
-    by_host = travels_by_host(local, group)
+    by_host = goes_through_host(local, group)
     rows_a_block = max(1, _BLOCK_ELEMENTS // max(1, part.shape[1]))
     for block in local.split(rows_a_block) if place is None else ():
         if block.numel():

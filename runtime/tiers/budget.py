@@ -27,7 +27,7 @@ _PARTS, _FEWEST, _MOST = 32, 8, 1 << 12
 
 
 def part_of(slots: int) -> int:
-    """Returns the number of rows that are read, written or moved together."""
+    """Returns how many rows are read, written or moved at once, for this number of slots."""
     return min(max(slots // _PARTS, _FEWEST), _MOST)
 
 
@@ -54,7 +54,7 @@ def least_bytes(rows: int, slots: int, columns: Mapping[str, Column]) -> int:
 
 @dataclass(frozen=True)
 class Tier:
-    """A table beyond memory.
+    """How much memory one table beyond memory may use, and the columns of its rows.
 
     Attributes:
         memory: bytes for its working set; below 1, the share of its rows.
@@ -85,7 +85,7 @@ class Tier:
         return min(rows, found)
 
     def asked_for(self, slots: int, rows: int) -> str:
-        """Prints the least table_memory that keeps this many rows in memory."""
+        """Returns the `table_memory` that keeps this many rows in memory, as text."""
         if self.memory < 1:
             return f"{ceil(slots / rows * 1e4) / 1e4:g}"
         return f"{ceil(least_bytes(rows, slots, self.columns) * self.whole / self.memory):,} bytes"

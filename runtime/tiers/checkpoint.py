@@ -124,7 +124,7 @@ def _load_whole(table: SlotRows, values: torch.Tensor, state: Mapping[str, Any],
 
 
 def _take_state(rest: dict[str, Any], table: SlotRows, optimizers: Sequence[Optimizer]) -> dict[str, Any]:
-    """Removes a table's state from a checkpoint's optimizer states and returns it."""
+    """Removes a table's optimizer state from a checkpoint's, and returns it."""
     for optimizer, saved in zip(optimizers, rest["optimizers"], strict=True):
         for number, parameter in enumerate(_parameters(optimizer)):
             if parameter is table.member.parameter:
@@ -169,7 +169,9 @@ def _of_optimizer(optimizer: Optimizer, state: ModelState) -> dict[str, Any]:
 
 
 def _put(rest: dict[str, Any], folder: Path) -> None:
-    """Replaces the file of `folder` with everything except rows, and deletes row files that it does not name."""
+    """Writes everything except rows as the folder's main file, and deletes row files that the new file does not
+    name.
+    """
     being_written = folder / f"{REST}.part"
     with being_written.open("wb") as file:
         torch.save(rest, file)
@@ -184,7 +186,7 @@ def _put(rest: dict[str, Any], folder: Path) -> None:
 
 @contextlib.contextmanager
 def _together(communicator: Communicator, action: str) -> Iterator[None]:
-    """Opens a context for local work, at the end of which every rank raises the first failure of any rank."""
+    """Opens a context for this rank's own work. At its end, every rank raises if any rank has failed. Collective."""
     failure = None
     try:
         yield
@@ -232,9 +234,7 @@ def _load_rows(table: SlotRows, paths: Sequence[Path], communicator: Communicato
 def _blocks(
     columns: Mapping[str, Column], path: Path, cut: range, shared: range, count: int, stack: contextlib.ExitStack
 ) -> Iterator[tuple[Tensor, dict[str, Tensor]]]:
-    """Yields rows (K,) of a file, at most `count`, and the columns `shared` of their entries, of which the file has
-    `cut`.
-    """
+    """Yields the rows of a file in blocks of at most `count`: (row ids (K,), their columns `shared`)."""
     file = stack.enter_context(path.open("rb"))
     records = Records({k: replace(c, size=(len(cut),)) if c.size else c for k, c in columns.items()})
     data = torch.empty(records.nbytes * count, dtype=torch.uint8, device="cpu")

@@ -25,7 +25,7 @@ _SHARE = 64
 
 
 class EvictionPolicy:
-    """The marks of the slots, and the free ones.
+    """Decides which slots to evict, by a mark for each slot, and keeps the list of free slots.
 
     Attributes:
         step: the number of the current step.
@@ -49,7 +49,7 @@ class EvictionPolicy:
         self._before, self._began = self._began, self._call
 
     def begin_call(self) -> None:
-        """Begins a call."""
+        """Begins a call of the model, whose slots count as used last."""
         self._call += 1
 
     def use(self, slots: Tensor) -> None:
@@ -60,7 +60,7 @@ class EvictionPolicy:
 
     @contextlib.contextmanager
     def pinned(self, slots: Tensor) -> Iterator[None]:
-        """Opens a context in which no slot of (K,) is evicted."""
+        """Opens a context in which slots (K,) are not evicted."""
         marks = self._marks.index_select(0, slots)
         self._marks.index_fill_(0, slots, _FREE - 1)
         try:
@@ -73,18 +73,18 @@ class EvictionPolicy:
         self._marks.index_fill_(0, slots, _SOON - due)
 
     def take(self, count: int) -> Tensor:
-        """Takes (count,) free slots."""
+        """Takes `count` free slots, and returns them."""
         left = len(self.free) - count
         taken, self.free = self.free[left:].to(torch.int64), self.free[:left]
         return taken
 
     def give_back(self, slots: Tensor) -> None:
-        """Frees slots (K,)."""
+        """Marks slots (K,) as free."""
         self._marks.index_fill_(0, slots, _FREE)
         self.free = torch.cat([self.free, slots.to(torch.int32)])
 
     def first_to_go(self, count: int, due: int | None = None) -> tuple[Tensor, bool]:
-        """Returns slots (K,) of about `count` rows to evict first, and whether there may be more.
+        """Returns about `count` slots to evict first, and whether there may be more.
 
         Args:
             due: if given, returns only slots not used before that step, nor since the step before the current one.

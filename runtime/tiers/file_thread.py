@@ -43,7 +43,7 @@ _ALL = torch.iinfo(torch.int64).max
 
 
 class Come(NamedTuple):
-    """The result of reading rows into slots.
+    """The result of a read: what the slots need to take the rows, and the rows' least number of applied steps.
 
     Attributes:
         arrivals: arguments for the slots' `arrive`.
@@ -55,7 +55,7 @@ class Come(NamedTuple):
 
 
 class FileThread:
-    """The thread that reads and writes a table's records. For a device, a second thread handles writes.
+    """Reads and writes a table's records in the background, in the order of the calls.
 
     Args:
         table: its name.
@@ -109,7 +109,7 @@ class FileThread:
             leaving = leave(None if room is None else room[: rows.numel()])
 
             def write() -> None:
-                """Writes the records that leave memory. A later call raises an error."""
+                """Writes the records. An error is raised by a later call."""
                 try:
                     with watch:
                         self._file.write(numbers, self._records.sign(leaving(), rows))
@@ -148,7 +148,7 @@ class FileThread:
         return leave(None if room is None else room[:count])()
 
     def bring(self, rows: Tensor, numbers: Tensor, slots: Tensor, initial: FirstOfTables) -> Future[Come]:
-        """Starts reading rows (K,) into slots (K,).
+        """Starts to read rows (K,) into slots (K,). Returns a future.
 
         Args:
             numbers: (K,) the numbers of their records, or -1 for rows with their first values.
@@ -170,7 +170,7 @@ class FileThread:
             return self._reader.submit(self._bring, rows, numbers, slots, initial, taken, watch, behind)
 
     def has_come(self, coming: Future[Come]) -> bool:
-        """Returns whether the rows have arrived without an error, so that no wait is needed."""
+        """Returns whether a read has ended without an error."""
         if not coming.done() or coming.exception() is not None:
             return False
         return all(map(self._slots.has_come, coming.result().arrivals))
@@ -191,7 +191,7 @@ class FileThread:
         self._check()
 
     def _room(self) -> Tensor | None:
-        """Waits for the oldest write. Returns its memory for a part of records, which a device does not need."""
+        """Waits for the oldest write, and returns its memory for records; None for a device, which needs none."""
         self._writes.rotate(-1)
         written, _, room = self._writes[-1]
         if not written.done():
@@ -210,14 +210,14 @@ class FileThread:
         return all(written.done() for written, _, _ in self._writes)
 
     def _behind(self, numbers: Tensor) -> list[Future[None]]:
-        """Returns the pending writes of any of these record numbers (K,), which a read must wait for."""
+        """Returns the pending writes that a read of these record numbers (K,) must wait for."""
         pending = [(written, at) for written, at, _ in self._writes if not written.done()]
         return [written for written, at in pending if bool(torch.isin(at, numbers).any())]
 
     def _read(
         self, numbers: Tensor, rows: Tensor | None, into: Tensor | None, behind: Sequence[Future[None]]
     ) -> Tensor:
-        """Reads records, after pending writes of them."""
+        """Reads records, after the pending writes of them have ended."""
         wait(behind)
         self._check()
         return self._file.read(numbers, rows, into)
@@ -225,8 +225,8 @@ class FileThread:
     def _bring_cached(
         self, rows: Tensor, numbers: Tensor, slots: Tensor, read: Callable[..., Tensor | None]
     ) -> tuple[int, int]:
-        """Reads rows (K,) part by part until a part needs the disk. Returns the number of read rows, and the minimum
-        of their applied steps.
+        """Reads rows (K,) that are in the page cache, until one needs the disk. Returns the number of read rows, and
+        their least number of applied steps.
         """
         taken = _ALL
         with self._watch(self._reading, len(rows)):
@@ -249,7 +249,7 @@ class FileThread:
         watch: Watch,
         behind: Sequence[Future[None]],
     ) -> Come:
-        """Reads rows (K,), sorted by record number. Those without a record get their first values.
+        """Reads rows (K,), sorted by record number, into their slots. Rows without a record get their first values.
 
         Args:
             taken: an upper bound for the minimum of applied steps.

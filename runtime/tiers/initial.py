@@ -22,7 +22,8 @@ _WORDS = _FIELDS // 4
 
 @dataclass(frozen=True)
 class FirstValues:
-    """The first values of an embedding layer's rows: normal numbers, and zeros for padding.
+    """The first values of an embedding's rows, computed from seed, row and column: normal numbers, and zeros for
+    padding.
 
     Attributes:
         columns: this rank's columns, out of `width`.
@@ -41,7 +42,7 @@ class FirstValues:
 
 
 class FirstOfTables:
-    """The first values of several tables whose rows are numbered consecutively.
+    """The first values of several tables, whose rows are numbered one table after the other.
 
     Args:
         tables: first row -> the table's first values.

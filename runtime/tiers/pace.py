@@ -44,7 +44,7 @@ def row_ms_of_host(records: Records) -> tuple[float, float]:
     apart = -(-APART_BYTES // records.nbytes)
     rest, rows = HostRecords(READ_ROWS * apart, records), torch.arange(0, READ_ROWS * apart, apart, device="cpu")
     packed, took_ms = _packed(rows, records), (0.0, 0.0)
-    for _ in range(2):  # the first run allocates memory
+    for _ in range(2):  # the first run also allocates memory
         began = time.perf_counter()
         rest.write(rows, packed)
         written = time.perf_counter()
@@ -54,5 +54,5 @@ def row_ms_of_host(records: Records) -> tuple[float, float]:
 
 
 def _packed(rows: Tensor, records: Records) -> Tensor:
-    """Returns packed records of rows that hold initial values."""
+    """Returns records of some rows with their initial values."""
     return records.pack(rows, {WEIGHTS: records.columns[WEIGHTS].filled(rows.numel())})

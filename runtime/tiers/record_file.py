@@ -131,14 +131,14 @@ class RecordFile:
         return None if bool(self._wrong(records, rows).any()) else records
 
     def _room(self, numbers: Tensor, into: Tensor | None) -> Tensor:
-        """Returns memory for the records: the first of `into`, or new memory."""
+        """Returns memory for the records: the head of `into`, or newly allocated memory."""
         if into is not None:
             return into[: numbers.numel()]
         size = numbers.numel(), self._records.nbytes
         return torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=self._pinned)
 
     def _runs(self, numbers: Tensor, records: Tensor) -> Iterator[tuple[int, memoryview]]:
-        """Yields the runs of consecutive numbers (K,): each run's offset in the file, and its bytes in the records."""
+        """Yields, for each run of consecutive record numbers, its offset in the file and its bytes in `records`."""
         nbytes, data, found = self._records.nbytes, records.numpy().data.cast("B"), numbers.numpy()
         starts = np.flatnonzero(np.diff(found) != 1) + 1
         firsts = [0, *starts.tolist()]
@@ -146,7 +146,7 @@ class RecordFile:
             yield int(found[first]) * nbytes, data[first * nbytes : stop * nbytes]
 
     def _wrong(self, records: Tensor, rows: Tensor | None) -> Tensor:
-        """Returns a mask of records with a wrong checksum or a wrong row."""
+        """Returns a mask of records whose checksum or row id is wrong."""
         wrong = self._records.wrong(records)
         return wrong if rows is None else wrong.logical_or_(self._records.rows(records) != rows)
 

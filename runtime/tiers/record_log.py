@@ -65,7 +65,7 @@ class RecordLog:
         return self._blocks * self.block
 
     def lacks(self, count: int) -> bool:
-        """Returns whether a block must be emptied before `take(count)`. One spare block is kept for that."""
+        """Returns whether `take(count)` needs a block to be emptied first."""
         short = count - (self._end - self._next) - (len(self._empty) - 1) * self.block
         begins = -(-short // self.block)
         if begins <= 0:
@@ -88,7 +88,7 @@ class RecordLog:
         return numbers_of(found)
 
     def give_back(self, numbers: Tensor) -> None:
-        """Frees numbers (K,)."""
+        """Frees record numbers (K,)."""
         if not numbers.numel():
             return
         blocks, counts = (numbers // self.block).unique(return_counts=True)
@@ -99,7 +99,7 @@ class RecordLog:
         self._empty.extend(empty.tolist())
 
     def sparsest(self) -> range:
-        """Returns the numbers of the full block with the fewest in use."""
+        """Returns the record numbers of the block with the fewest records in use."""
         in_use = self._in_use[: self._begun].masked_fill(~self._full[: self._begun], self.block + 1)
         first = int(in_use.argmin()) * self.block
         return range(first, first + self.block)

@@ -61,9 +61,7 @@ class Records:
         return self.sign(self.place(values), rows)
 
     def place(self, values: Mapping[str, Tensor], into: Tensor | None = None) -> Tensor:
-        """Packs columns on the values' device, without row ids and checksums; into given memory if any. Columns without
-        values get their initial ones.
-        """
+        """Packs columns as records without row ids and checksums, on the columns' device."""
         like = next(iter(values.values()))
         records = torch.zeros((len(like), self.nbytes), dtype=torch.uint8, device=like.device) if into is None else into
         for key, of_column in self.unpack(records).items():
@@ -74,7 +72,7 @@ class Records:
         return records
 
     def sign(self, records: Tensor, rows: Tensor) -> Tensor:
-        """Writes row ids (K,) and checksums into records, in place."""
+        """Writes the row ids (K,) and checksums into records, in place."""
         words = records.view(torch.int64)
         words[:, 1] = rows
         words[:, 0] = self._sums(words)

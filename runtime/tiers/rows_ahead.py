@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from embrace_fx.runtime.ranks.communicator import Communicator
-from embrace_fx.runtime.tables.model_state import ModelState, ToCome
+from embrace_fx.runtime.tables.model_state import ModelState, UpcomingBatch
 from embrace_fx.runtime.tiers.tiered_table import SlotRows, beyond_memory
 from embrace_fx.runtime.tiers.working_set import WorkingSet
 
@@ -28,7 +28,7 @@ Rows = dict[WorkingSet, Tensor]
 
 
 class RowsAhead:
-    """Gathers the rows of upcoming batches.
+    """Prefetches, from files, the rows that upcoming batches of all ranks will read.
 
     Args:
         state: the model's state, with tables beyond memory.
@@ -37,7 +37,9 @@ class RowsAhead:
 
     def __init__(self, state: ModelState, communicator: Communicator) -> None:
         self._state, self._number = state, 0
-        self._to_come: deque[tuple[int, ToCome]] = deque()  # on a single rank: number of a coming call -> its batch
+        self._upcoming: deque[tuple[int, UpcomingBatch]] = (
+            deque()
+        )  # on a single rank: number of a coming call -> its batch
         self._coming: deque[tuple[int, Future[Rows]]] = deque()
         self._jobs: SimpleQueue[_Job] = SimpleQueue()
         self._group: dist.ProcessGroup | None = None
@@ -48,8 +50,8 @@ class RowsAhead:
             # A daemon, because a gather blocked by a dead rank must not block this process's exit.
             threading.Thread(target=_gather, args=(self._jobs, self._group), daemon=True).start()
 
-    def step(self, leaves: Sequence[Any], coming: ToCome | None, ahead: int) -> None:
-        """Begins a step.
+    def step(self, leaves: Sequence[Any], coming: UpcomingBatch | None, ahead: int) -> None:
+        """Begins a training step, and starts to read the rows of a known later batch.
 
         Args:
             leaves: of the current batch.
@@ -83,19 +85,19 @@ class RowsAhead:
         return beyond_memory({**self._state.tables, **self._state.spaces})
 
     def _step_alone(
-        self, leaves: Sequence[Any], coming: ToCome | None, ahead: int, places: Mapping[str, SlotRows]
+        self, leaves: Sequence[Any], coming: UpcomingBatch | None, ahead: int, places: Mapping[str, SlotRows]
     ) -> None:
         """Reads ahead the known rows of upcoming calls; on a device, those that were known one call earlier."""
         late = int(any(each.needs_host for each in places.values()))
-        while self._to_come and self._to_come[0][0] <= self._number:
-            due, batch = self._to_come.popleft()
+        while self._upcoming and self._upcoming[0][0] <= self._number:
+            due, batch = self._upcoming.popleft()
             if late and due == self._number and batch.is_batch(leaves):
                 for name in (rows := batch.rows()).keys() & places.keys():
                     places[name].expect(rows[name])
         if coming is not None:
-            self._to_come.append((self._number + ahead, coming))
-            if len(self._to_come) > late:
-                due, batch = self._to_come[-1 - late]
+            self._upcoming.append((self._number + ahead, coming))
+            if len(self._upcoming) > late:
+                due, batch = self._upcoming[-1 - late]
                 _read_ahead(_rows_of(batch, places), due)
 
 
@@ -106,7 +108,7 @@ def _read_ahead(rows: Rows, due: int) -> None:
             memory.read_ahead(numbers, due)
 
 
-def _rows_of(batch: ToCome | None, places: Mapping[str, SlotRows]) -> Rows:
+def _rows_of(batch: UpcomingBatch | None, places: Mapping[str, SlotRows]) -> Rows:
     """Returns the rows that a batch looks up."""
     none = torch.empty(0, dtype=torch.int64, device="cpu")
     found = {each.memory: [none] for each in places.values()}
@@ -116,7 +118,7 @@ def _rows_of(batch: ToCome | None, places: Mapping[str, SlotRows]) -> Rows:
     return {memory: torch.cat(numbers) for memory, numbers in found.items()}
 
 
-_Job = tuple[ToCome | None, Mapping[str, SlotRows], Future[Rows]]
+_Job = tuple[UpcomingBatch | None, Mapping[str, SlotRows], Future[Rows]]
 """An upcoming batch, the tables and row spaces, and the future of the rows."""
 
 

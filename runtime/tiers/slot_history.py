@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 class _FirstStep:
-    """The first step, which creates state, for rows without a gradient. Calls the optimizer itself.
+    """A table's first step, for rows that get no gradient in it. It creates their optimizer state.
 
     Args:
         counters: the state's counters before the step.
@@ -137,7 +137,7 @@ class ClosedHistories:
 
 
 class SlotHistory(History):
-    """The history of a table or row space beyond memory.
+    """The steps that rows of a table beyond memory have deferred.
 
     Args:
         rows: its rows in the working set.
@@ -163,7 +163,7 @@ class SlotHistory(History):
     def took_first(
         self, slots: Tensor, optimizer: Optimizer, options: Mapping[str, Any], counters: Mapping[str, Any]
     ) -> None:
-        """Records that only the rows in slots (K,) have applied the step that created state."""
+        """Records that the rows in slots (K,) have applied the step that created state; all others have deferred it."""
         self.close()
         before = self._closed.steps
         self._taken.index_fill_(0, slots, before + 1)
@@ -205,5 +205,5 @@ def _plain(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _on(device: torch.device | str, value: Any) -> Any:
-    """Returns a tensor on a device, or any other value itself."""
+    """Returns a tensor moved to a device, or any other value unchanged."""
     return value.to(device) if isinstance(value, Tensor) else value

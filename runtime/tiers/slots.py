@@ -26,7 +26,7 @@ Leave = Callable[[Tensor | None], Leaving]
 
 
 class Arrival(NamedTuple):
-    """Rows that are being copied to a device.
+    """A copy of rows to a device that has been started.
 
     Attributes:
         event: recorded after the copy.
@@ -49,14 +49,16 @@ class Slots:
         self.columns = {key: column.filled(count, device) for key, column in records.columns.items()}
 
     def leave(self, places: Tensor, into: Tensor | None) -> Leaving:
-        """Copies the slots (K,) into memory for records; on a device, `into` is None."""
+        """Copies the rows in slots (K,) into memory for records, or returns a function that does once a device has
+        finished.
+        """
         assert into is not None
         for key, of_column in self._records.unpack(into).items():
             torch.index_select(self.columns[key], 0, places, out=of_column)
         return lambda: into
 
     def come(self, places: Tensor, records: Tensor) -> Any:
-        """Writes records into slots (K,), from a thread. Returns the argument of `arrive`."""
+        """Copies records into slots (K,), from the thread that has read them. Returns what `arrive` needs."""
         self.put(places, records)
 
     def put(self, places: Tensor, records: Tensor) -> None:
@@ -65,11 +67,11 @@ class Slots:
             self.columns[key].index_copy_(0, places, values)
 
     def has_come(self, coming: Any) -> bool:
-        """Returns whether `arrive` would not wait."""
+        """Returns whether the copy has ended, so that `arrive` would not wait."""
         return True
 
     def arrive(self, coming: Any) -> None:
-        """Makes later reads of the slots see the arrived rows."""
+        """Makes later reads of the slots see the rows of a copy."""
 
     def to_index(self, places: Tensor) -> Tensor:
         """Returns slots (K,) as an index tensor on the columns' device."""

@@ -65,7 +65,7 @@ class FileStorage(LocalStorage):
 
 
 class SlotRows(RowStore):
-    """The rows of one or more tables in the slots of a working set.
+    """Rows of one or more tables beyond memory, which are read and updated in the slots of a working set.
 
     Args:
         member: the table, or the first of several.
@@ -104,19 +104,19 @@ class SlotRows(RowStore):
 
     @property
     def local(self) -> Tensor:
-        """Weights in the slots."""
+        """The weights in the slots."""
         return self.memory.columns[WEIGHTS]
 
     def numbers(self, ids: Tensor) -> Tensor:
-        """Returns the row numbers of ids (K,) in the working set."""
+        """Converts ids (K,) of the table to row numbers of the working set."""
         return ids + self.rows.start if self.rows.start else ids
 
     def places(self, ids: Tensor, *, to_write: bool = False) -> Tensor:
-        """Returns the slots of rows."""
-        return self.memory.places(self.numbers(ids), among=self._rows_on_host(ids), to_write=to_write)
+        """Returns the slots of rows (K,), after missing rows have been read."""
+        return self.memory.places(self.numbers(ids), host_ids=self._rows_on_host(ids), to_write=to_write)
 
     def look_up(self, ids: Tensor, *, to_write: bool = False) -> Tensor:
-        """Returns the slots of rows that a lookup reads, with the expected ids as their host copy.
+        """Returns the slots of rows (K,) for a lookup.
 
         If a row cannot be read, other errors are raised at the next handshake, because other ranks wait for this rank's
         rows.
@@ -138,18 +138,18 @@ class SlotRows(RowStore):
         return self.local.is_cuda
 
     def expect(self, rows: Tensor | None) -> None:
-        """Sets the host rows (K,) that include the ids of the next lookup, or None if they are not known."""
+        """Sets the host rows (K,) that contain the ids of the next lookup; None if they are not known."""
         self._expected = rows
 
-    def note_rows(self, ids: Tensor, rows: Tensor) -> None:
-        """Notes the host's copy of a batch's ids, and reads their rows ahead."""
+    def record_rows(self, ids: Tensor, rows: Tensor) -> None:
+        """Records the host's copy of a batch's ids, and starts to read their rows."""
         self._on_host[ids] = rows
         self.memory.read_ahead(self.numbers(rows), self.memory.step + 1)
 
-    def note(self, ids: Tensor, among: Tensor) -> None:
-        """Notes which host copy holds the ids on a device."""
+    def record(self, ids: Tensor, host_ids: Tensor) -> None:
+        """Records which host ids contain the device ids (K,)."""
         if ids.is_cuda:
-            self._on_host[ids] = self._rows_on_host(among)
+            self._on_host[ids] = self._rows_on_host(host_ids)
 
     def _rows_on_host(self, ids: Tensor) -> Tensor | None:
         """Returns host rows that include the device ids. Waits for the ids if the host does not know them."""
@@ -164,7 +164,7 @@ class SlotRows(RowStore):
 
     @property
     def counters(self) -> dict[str, Any]:
-        """Returns the state's counters, which all rows share."""
+        """Returns the step counters, which all rows share."""
         return state_of(self.member.holder, self.member.parameter)
 
     @property
@@ -192,19 +192,19 @@ class SlotRows(RowStore):
             self._joined.keep(state)
 
     def keep_first(self, state: Mapping[str, Any], places: Tensor) -> None:
-        """Writes the first optimizer state of slots."""
+        """Stores the optimizer state that the first step has created for the rows in some slots."""
         for key, value in state.items():
             self.memory.columns[key].index_copy_(0, places, value)
         self.shown |= state.keys()
 
     def other_rule(self, policy: Moving) -> type[SparseUpdate]:
-        """Returns the rule of the step that creates state, or raises if rows in a file cannot replay steps."""
+        """Returns the rule of the step that creates state. Raises if the optimizer's steps cannot be deferred."""
         if policy == "either" and self.member.lacks_state:
             return _FirstDeferred
         raise RuntimeError(not_replayable(self.member.name, type(self.member.holder)))
 
     def _with_made(self, shown: Collection[str]) -> set[str]:
-        """Adds the state column that the optimizer creates before the first step, if any."""
+        """Adds the state entry that the optimizer creates before its first step, if any."""
         return {*shown, "sum"} if type(self.member.optimizer) is RowWiseAdagrad else {*shown}
 
     # -- checkpoints and reports ---------------------------------------------------------------------------------------
@@ -217,7 +217,7 @@ class SlotRows(RowStore):
         return {**of_rows, "counters": self.counters, "padding": first.padding}
 
     def load(self, saved: Mapping[str, Any]) -> None:
-        """Restores what `saved` returned."""
+        """Restores the contents that `saved` has returned."""
         tables = self.memory.initial.tables
         first = replace(tables[self.rows.start], seed=saved["seed"], padding=saved["padding"])
         self.memory.initial = FirstOfTables({**tables, self.rows.start: first})
@@ -227,14 +227,14 @@ class SlotRows(RowStore):
         self.member.holder.state[self.member.parameter] = dict(saved["counters"])
 
     def moved(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yields like `WorkingSet.moved`, with the table's row ids."""
+        """Yields (row ids of the table, records) of the rows that differ from their first values."""
         for rows, records in self.memory.moved(self.rows):
             own = rows - self.rows.start
             yield own, self.memory.records.sign(records, own) if self.rows.start else records
 
     @property
     def remark(self) -> str:  # type: ignore[override]
-        """Returns a report on the file's memory, or an empty text for all but the first table of a file."""
+        """Returns lines about the working set for reports; "" except for the first table of a file."""
         return "" if self.rows.start else self.memory.report
 
     def held_bytes(self) -> tuple[int, int]:
@@ -243,7 +243,7 @@ class SlotRows(RowStore):
         return self._share(weights), self._share(others)
 
     def _share(self, nbytes: int) -> int:
-        """Returns this table's share of a number of bytes of the working set."""
+        """Returns this table's share of the working set's bytes."""
         return nbytes * len(self.rows) // self.memory.num_rows
 
 
@@ -253,7 +253,7 @@ def beyond_memory(tables: Mapping[str, Table]) -> dict[str, SlotRows]:
 
 
 class _FirstDeferred(SparseUpdate):
-    """The step that creates state. Rows without a gradient apply it when they are next in memory."""
+    """The step that creates optimizer state. Rows without a gradient defer it until they are next in memory."""
 
     moves_all = True
 
@@ -298,7 +298,7 @@ def state_columns(
 
 
 def _none_of(value: Any, like: Tensor) -> Any:
-    """Returns an empty tensor for optimizer state by rows, or any other value itself."""
+    """Returns state by rows as an empty tensor, and any other value unchanged."""
     return like.new_empty((0, like.shape[1]), dtype=value.dtype) if isinstance(value, Tensor) and value.dim() else value
 
 

@@ -48,7 +48,7 @@ ROWS_AT_ONCE = 1 << 13
 
 @dataclass
 class Counts:
-    """Count of a working set: steps; rows looked up, read into slots, waited for, read and written."""
+    """Counters of a working set, for reports."""
 
     steps: int = 0
     asked: int = 0
@@ -58,7 +58,7 @@ class Counts:
     written: int = 0
 
     def report(self, record_bytes: int) -> str:
-        """Returns a line for a report."""
+        """Returns a line with the hit rate and the bytes moved."""
         found, waited = (n / max(self.asked, 1) for n in (self.asked - self.brought, self.missed))
         read, written = (n * record_bytes / max(self.steps, 1) / 2**20 for n in (self.read, self.written))
         return (
@@ -68,7 +68,7 @@ class Counts:
 
 
 class WorkingSet:
-    """The rows of a table's part that are in memory.
+    """The rows of one or more tables that are in memory, in slots, and where the other rows are.
 
     Args:
         table: its name, or that of a row space, whose rows are numbered one table after the other.
@@ -127,18 +127,18 @@ class WorkingSet:
         self._dirty = torch.zeros(slots, dtype=torch.bool, device="cpu")
         self._arriving = torch.zeros(slots, dtype=torch.bool, device="cpu")
         self._thread = FileThread(table, self.file, self.records, self._slots, slots, recorder, streams)
-        self.part = self._thread.part  # rows moved at once
+        self.part = self._thread.part  # the number of rows that are moved at once
         self._coming: deque[tuple[Future[Come], Tensor]] = deque()  # reads in flight, with their slots
         self._at_once = max(1, slots // (_AHEAD if streams is None else _BESIDE))
         self._waiting: list[tuple[Tensor, int]] = []  # rows to read ahead, and the step that needs them
 
-    def places(self, ids: Tensor, *, among: Tensor | None = None, to_write: bool = False) -> Tensor:
-        """Reads missing rows into memory and returns the slots (K,) of rows; arbitrary slots once the file has failed.
+    def places(self, ids: Tensor, *, host_ids: Tensor | None = None, to_write: bool = False) -> Tensor:
+        """Reads missing rows into slots, and returns the slots (K,) of the rows.
 
         Args:
-            among: host rows that include the ids (K,), if these are on a device.
+            host_ids: host rows that include the ids (K,), if these are on a device.
         """
-        slots: Tensor | None = self._unless_failed(self._hold, ids if among is None else among, to_write)
+        slots: Tensor | None = self._unless_failed(self._hold, ids if host_ids is None else host_ids, to_write)
         if slots is None:
             return torch.zeros_like(ids)
         if self._on_device is None:
@@ -156,7 +156,7 @@ class WorkingSet:
             return None
 
     def _hold(self, ids: Tensor, to_write: bool) -> Tensor:
-        """Returns the slots of ids (K,), after the missing rows have been read."""
+        """Reads the missing rows of ids (K,) into slots. Returns the slots."""
         self._next_use.begin_call()
         where = self._where.index_select(0, ids)
         missing = where <= 0
@@ -188,7 +188,7 @@ class WorkingSet:
                 self._waiting += [(left, step)] if left.numel() else []
 
     def _read_some(self, ids: Tensor, due: int) -> Tensor:
-        """Starts reading as many of rows (K,) as there is room for. Returns the others."""
+        """Starts to read as many of the rows (K,) as have room. Returns the other rows."""
         self._take_arrived()
         where = self._where.index_select(0, ids)
         self._next_use.expect(where[where > 0].to(torch.int64).sub_(1), due)
@@ -221,7 +221,7 @@ class WorkingSet:
         self._dirty.index_fill_(0, slots, True)
 
     def in_use(self, of: range) -> Tensor:
-        """Returns the slots (K,) with arrived rows of a table."""
+        """Returns the slots (K,) that hold rows of one table, given by its range of rows."""
         return ((self.row_of >= of.start) & (self.row_of < of.stop) & ~self._arriving).nonzero().view(-1)
 
     def to_index(self, slots: Tensor) -> Tensor:
@@ -252,7 +252,7 @@ class WorkingSet:
                     yield found + begin, self._records_of(found + begin, where.index_select(0, found))
 
     def _records_of(self, rows: Tensor, where: Tensor) -> Tensor:
-        """Copies the records of rows (K,), at most a part.
+        """Returns copies of the records of rows (K,).
 
         Args:
             where: (K,) entries of the map of rows.
@@ -310,7 +310,7 @@ class WorkingSet:
     # -- moving rows ---------------------------------------------------------------------------------------------------
 
     def _bring_missing(self, ids: Tensor, where: Tensor, missing: Tensor) -> None:
-        """Reads the missing rows of ids (K,) without evicting the others."""
+        """Reads the missing rows of ids (K,), without evicting those that are present."""
         new = ids[missing].unique()
         self.counts.missed += int(missing.sum())
         with self._next_use.pinned(where[~missing].to(torch.int64).sub_(1)):
@@ -384,7 +384,7 @@ class WorkingSet:
                 self._thread.write(moved, rows[left], partial(_selected, records, left))
 
     def _begin(self, rows: Tensor, slots: Tensor) -> None:
-        """Starts reading rows (K,) into free slots."""
+        """Starts to read rows (K,) into free slots (K,)."""
         number = -self._where.index_select(0, rows) - 1
         self.counts.brought += rows.numel()
         self.counts.read += int((number >= 0).sum())
@@ -403,7 +403,7 @@ class WorkingSet:
             self._await_oldest()
 
     def _await_all(self) -> None:
-        """Waits for all reads."""
+        """Waits until all reads have ended."""
         while self._coming:
             self._await_oldest()
 
@@ -415,6 +415,6 @@ class WorkingSet:
 
 
 def _selected(records: Tensor, only: Tensor, into: Tensor | None) -> Leaving:
-    """Copies some of the records (K, B)."""
+    """Copies some of the records (K, B), given by `only`. Returns a function that returns the copies."""
     found = torch.index_select(records, 0, only, out=into)
     return lambda: found

@@ -32,9 +32,9 @@ def test_a_cluster_of_machines_with_several_devices_knows_the_link_inside() -> N
     alone, four = (device.cluster(12.5e6, 0.01, devices_per_machine=k) for k in (1, 4))
     assert alone.inside is None
     assert four.inside == device.inside
-    assert four.among(4).link("all_reduce") == Link(device.inside.bandwidth_bytes_per_ms, device.inside.latency_ms)
-    assert four.among(16).compute == four.among(4).compute == device.compute
-    assert four.among(16).handling == four.among(4).handling == device.handling
+    assert four.flattened(4).link("all_reduce") == Link(device.inside.bandwidth_bytes_per_ms, device.inside.latency_ms)
+    assert four.flattened(16).compute == four.flattened(4).compute == device.compute
+    assert four.flattened(16).handling == four.flattened(4).handling == device.handling
 
 
 class Words(nn.Module):

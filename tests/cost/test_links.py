@@ -124,7 +124,7 @@ def test_work_takes_its_time_at_the_rates_of_the_processor() -> None:
         cluster
     ) == 2.0 + 4.0 + 1.5 + 14.0
     assert Work().time_ms(cluster) == 0.0
-    assert MACHINES.among(8).handling == MACHINES.among(4).handling == MACHINES.handling
+    assert MACHINES.flattened(8).handling == MACHINES.flattened(4).handling == MACHINES.handling
 
 
 @pytest.mark.parametrize(
@@ -157,8 +157,8 @@ def test_pairwise_messages_are_split_by_where_they_go() -> None:
 def test_what_a_message_takes_at_least_is_that_of_the_links_it_uses(ranks: int, least_ms: float) -> None:
     outside = tuple((collective, Link(1000.0, 0.0, 1.0)) for collective in COLLECTIVES)
     machines = Cluster(1000.0, 0.5, outside, ranks_per_machine=4, inside=Link(8000.0, 0.0, 2.0))
-    assert machines.among(ranks).link("all_to_all").least_ms == pytest.approx(least_ms)
-    assert machines.among(ranks).link("all_reduce").least_ms == 2.0
+    assert machines.flattened(ranks).link("all_to_all").least_ms == pytest.approx(least_ms)
+    assert machines.flattened(ranks).link("all_reduce").least_ms == 2.0
 
 
 def test_chunks_of_machines_are_cut_for_what_they_take() -> None:

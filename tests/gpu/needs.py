@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import embrace_fx
-from embrace_fx.runtime.tables.part import Part
+from embrace_fx.runtime.tables.table_shard import TableShard
 from embrace_fx.vocabulary.schedule import ScheduleName
 from tests.support.models import Workload
 from tests.support.training import SEED, make_optimizers
@@ -118,7 +118,7 @@ def trains_on_gpu(
 
 def _whole(value: Tensor, world_size: int) -> Tensor:
     """A parameter on the host, its columns gathered over the default group: over gloo alone."""
-    if not isinstance(value, Part):
+    if not isinstance(value, TableShard):
         return value.cpu()
     columns: list[Any] = [None] * world_size
     dist.all_gather_object(columns, value.to_local().cpu())

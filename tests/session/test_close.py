@@ -15,12 +15,12 @@ from torch import Tensor
 from torch.optim import SGD, Adam
 
 import embrace_fx
-from embrace_fx.runtime.tables.part import Part
+from embrace_fx.runtime.tables.table_shard import TableShard
 from tests.support.ranks import close_pool, run_ranks
 from tests.support.words import words_batch, words_model
 
 MODELS = 3
-KINDS = ("Session", "Communicator", "Flow", "Words", "Parameter")
+KINDS = ("Session", "Communicator", "CommPipeline", "Words", "Parameter")
 
 
 def taken() -> dict[str, int]:
@@ -92,7 +92,7 @@ def close_and_go_on(rank: int, world_size: int) -> tuple[str, dict[str, Tensor],
 
 
 def _whole(tensor: Tensor) -> Tensor:
-    return tensor.full_tensor() if isinstance(tensor, Part) else tensor.clone()
+    return tensor.full_tensor() if isinstance(tensor, TableShard) else tensor.clone()
 
 
 def test_a_closed_model_keeps_its_state_and_says_that_it_is_closed() -> None:

@@ -20,7 +20,7 @@ from torch.optim import AdamW, Optimizer
 
 import embrace_fx
 from embrace_fx.runtime.ranks.failure import PeerFailure
-from embrace_fx.runtime.tables.part import Part
+from embrace_fx.runtime.tables.table_shard import TableShard
 from embrace_fx.vocabulary.plan import Grid
 from tests.support.parts import differs, whole_of
 from tests.support.ranks import run_ranks
@@ -332,7 +332,7 @@ def _checkpoints(rank: int, world_size: int, strategy: Any, path: Path) -> list[
 
     for name, options in OPTIONS.items():
         found = copy.deepcopy(get_model_state_dict(model, options=options))
-        if found and isinstance(found[TABLE], Part) == options.full_state_dict:
+        if found and isinstance(found[TABLE], TableShard) == options.full_state_dict:
             wrong.append(f"{name}: {type(found[TABLE])}")
         if name != "whole on one rank":
             training.step(1)

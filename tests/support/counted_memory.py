@@ -15,7 +15,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from embrace_fx.runtime.tables.part import local_part
+from embrace_fx.runtime.tables.table_shard import local_part
 
 
 class CountedMemory(TorchDispatchMode):

@@ -20,8 +20,8 @@ from embrace_fx.capture import capture
 from embrace_fx.passes.pipeline import Pass, analyse
 from embrace_fx.passes.shard import ShardTables
 from embrace_fx.runtime.lower.lower import lower
-from embrace_fx.runtime.ranks.announcement import Announcements
 from embrace_fx.runtime.ranks.communicator import Communicator
+from embrace_fx.runtime.ranks.step_handshake import StepHandshake
 from embrace_fx.vocabulary.graph import (
     BatchInput,
     Buffer,
@@ -181,7 +181,7 @@ def _launches(communicator: Communicator, module: fx.GraphModule) -> Mapping[str
     names = [node.meta["tables"] for node in module.graph.nodes if "tables" in node.meta]
 
     def all_gather_ids(unique: Sequence[Tensor], num_rows: Sequence[int], group: str, group_size: int) -> Any:
-        return Announcements(communicator).all_gather_ids(unique, num_rows, group, group_size, names[0], {})
+        return StepHandshake(communicator).all_gather_ids(unique, num_rows, group, group_size, names[0], {})
 
     return {**communicator.launches(), "embrace::all_gather_ids": all_gather_ids}
 

@@ -14,16 +14,16 @@ def reference_losses(workload: Workload, optimizer: str, ranks: int) -> list[flo
     """One process, dense gradients, torch's own optimizer; mean over ranks, by step."""
     what = Task(workload, optimizer, LEARNING_RATES[optimizer])
     trained = what.model()
-    stepping = what.make_optimizer(trained.parameters())
+    optimizer_hooks = what.make_optimizer(trained.parameters())
     losses = []
     for step in range(STEPS):
-        stepping.zero_grad()
+        optimizer_hooks.zero_grad()
         found = []
         for rank in range(ranks):  # one backward each: what an emulated block returns is no function of a whole batch
             loss = trained(*what.workload.batch(step, rank, 0))
             (loss / ranks).backward()
             found.append(loss.item())
-        stepping.step()
+        optimizer_hooks.step()
         losses.append(sum(found) / ranks)
     return losses
 

@@ -18,8 +18,8 @@ from embrace_fx.runtime.ranks.communicator import Communicator
 from embrace_fx.runtime.tables.gradient_storage import GradientStorage
 from embrace_fx.runtime.tables.layouts import mesh_of
 from embrace_fx.runtime.tables.local_storage import LocalStorage
-from embrace_fx.runtime.tables.part import Part
-from embrace_fx.runtime.tables.part_layout import Layout
+from embrace_fx.runtime.tables.shard_layout import Layout
+from embrace_fx.runtime.tables.table_shard import TableShard
 from embrace_fx.vocabulary.plan import Grid
 
 REFUSED = "the sharded "
@@ -36,21 +36,21 @@ class Parts:
     def _of(self, whole: Tensor) -> Layout:
         return Layout.of_table("t.weight", whole.shape, self._mesh, weakref.ref(self.communicator))
 
-    def parameter(self, whole: Tensor) -> Part:
+    def parameter(self, whole: Tensor) -> TableShard:
         """As of a table."""
         layout = self._of(whole)
-        return nn.Parameter(Part(LocalStorage(layout.cut(whole).clone()), layout), requires_grad=False)  # type: ignore[return-value]
+        return nn.Parameter(TableShard(LocalStorage(layout.cut(whole).clone()), layout), requires_grad=False)  # type: ignore[return-value]
 
-    def gradient(self, whole: Tensor) -> Part:
+    def gradient(self, whole: Tensor) -> TableShard:
         """In rows: those that are not zero."""
         layout = self._of(whole)
         local = layout.cut(whole).contiguous()
         held = GradientStorage(local, layout)
         ids = torch.arange(local.shape[0])
         held.add_rows(ids, local.clone())
-        return Part(held, layout, "the gradient of ")
+        return TableShard(held, layout, "the gradient of ")
 
-    def state(self, whole: Tensor) -> Part:
+    def state(self, whole: Tensor) -> TableShard:
         """As an optimizer makes it of a parameter."""
         return torch.zeros_like(self.parameter(whole)).copy_(whole)  # type: ignore[return-value]
 
@@ -69,18 +69,18 @@ class Shown:
         self._model(torch.zeros(1, dtype=torch.int64)).backward()
         self._optimizer.step()
 
-    def parameter(self, whole: Tensor) -> Part:
+    def parameter(self, whole: Tensor) -> TableShard:
         """Of the model's state dict."""
         name = self._names[whole.shape]
         self._model.load_state_dict({name: whole}, strict=False)
         return self._model.state_dict()[name]
 
-    def state(self, whole: Tensor) -> Part:
+    def state(self, whole: Tensor) -> TableShard:
         """Of the optimizer's state dict."""
         number = int(self._names[whole.shape].split(".")[0])
         return self._optimizer.state_dict()["state"][number]["exp_avg"].copy_(whole)
 
-    def kept(self, whole: Tensor) -> Part:
+    def kept(self, whole: Tensor) -> TableShard:
         """Of the optimizer's state."""
         self.state(whole)
         number = int(self._names[whole.shape].split(".")[0])
@@ -100,7 +100,7 @@ class _Tables(nn.Sequential):
 
 def whole_of(value: Any) -> Any:
     """The same with parts put together. Collective."""
-    return pytree.tree_map_only(Part, Part.full_tensor, value)
+    return pytree.tree_map_only(TableShard, TableShard.full_tensor, value)
 
 
 def asked(make: Callable[[], Any], deed: Callable[[Any], Any]) -> tuple[str, Any]:

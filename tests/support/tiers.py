@@ -22,8 +22,8 @@ from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer, RMSprop
 
 import embrace_fx
 from embrace_fx.runtime.tables.member import Member
-from embrace_fx.runtime.tables.part import Part, become_part
-from embrace_fx.runtime.tables.part_layout import Layout
+from embrace_fx.runtime.tables.shard_layout import Layout
+from embrace_fx.runtime.tables.table_shard import TableShard, become_part
 from embrace_fx.runtime.tiers.initial import FirstOfTables, FirstValues
 from embrace_fx.runtime.tiers.record_file import RecordFile
 from embrace_fx.runtime.tiers.records import TAKEN, WEIGHTS, Column
@@ -52,7 +52,7 @@ OPTIMIZERS: Mapping[str, Make] = {
 def in_memory(table: Tensor, make: Make) -> Member:
     """A table whose rows rest, all of it in memory."""
     parameter = nn.Parameter(table.clone())
-    return Member(parameter, Layout.of_table("t", table.shape), "exact", make([parameter]), may_rest=lambda: True)
+    return Member(parameter, Layout.of_table("t", table.shape), "exact", make([parameter]), may_defer=lambda: True)
 
 
 def beyond_memory(table: Tensor, make: Make, slots: int, directory: str | Path) -> Any:
@@ -70,10 +70,10 @@ def beyond_memory(table: Tensor, make: Make, slots: int, directory: str | Path) 
     like = torch.empty_strided(tuple(table.shape), (0, 0), dtype=table.dtype)
     layout = Layout.of_table("t", table.shape)
     become_part(parameter, like, layout)
-    assert isinstance(parameter, Part)
+    assert isinstance(parameter, TableShard)
     parameter.held = FileStorage(like, "expected rows by ids")
     store = partial(SlotRows, memory=memory, shown=shown)
-    return Member(parameter, layout, "exact", optimizer, may_rest=lambda: True, store=store)
+    return Member(parameter, layout, "exact", optimizer, may_defer=lambda: True, store=store)
 
 
 ROWS, COLUMNS = 200, 6

@@ -18,7 +18,7 @@ from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer, SparseAdam
 import embrace_fx
 from embrace_fx.cost.links import Cluster
 from embrace_fx.passes.planner.asked_strategies import Strategy
-from embrace_fx.runtime.tables.part import Part
+from embrace_fx.runtime.tables.table_shard import TableShard
 from embrace_fx.vocabulary.exactness import RowUpdates
 from embrace_fx.vocabulary.plan import Decision
 from embrace_fx.vocabulary.schedule import ScheduleName
@@ -135,7 +135,7 @@ def whole_parameters(model: nn.Module) -> dict[str, Tensor]:
 
 def whole(named: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
     """Collective: copies of tensors, sharded ones put together."""
-    return {name: (t.full_tensor() if isinstance(t, Part) else t).detach().clone() for name, t in named}
+    return {name: (t.full_tensor() if isinstance(t, TableShard) else t).detach().clone() for name, t in named}
 
 
 def whole_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
@@ -143,7 +143,9 @@ def whole_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     held = [names[id(parameter)] for group in optimizer.param_groups for parameter in group["params"]]
     return {
-        f"{held[number]} {key}": (value.full_tensor() if isinstance(value, Part) else torch.as_tensor(value)).clone()
+        f"{held[number]} {key}": (
+            value.full_tensor() if isinstance(value, TableShard) else torch.as_tensor(value)
+        ).clone()
         for number, state in optimizer.state_dict()["state"].items()
         for key, value in state.items()
         if value is not None

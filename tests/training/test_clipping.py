@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, AdamW
 
 import embrace_fx
-from embrace_fx.runtime.flow.flow import Flow
+from embrace_fx.runtime.flow.comm_pipeline import CommPipeline
 from embrace_fx.runtime.ranks.communicator import Communicator
 from embrace_fx.vocabulary.exactness import RowUpdatesOption
 from tests.support.models import TwoTableLMWorkload
@@ -40,7 +40,7 @@ def _train(rank: int, model: Any, kind: Any, *, write: bool) -> tuple[list[float
         for step, batch in enumerate(model.lookahead(batches) if hasattr(model, "lookahead") else batches):
             if step == SETTLED:
                 patch.setattr(Communicator, "reduce_scalar", counted("reductions", Communicator.reduce_scalar))
-                patch.setattr(Flow, "_forget_rows", counted("rows forgotten", Flow._forget_rows))
+                patch.setattr(CommPipeline, "_forget_rows", counted("rows forgotten", CommPipeline._forget_rows))
             model(*batch).backward()
             log.append(float(nn.utils.clip_grad_norm_(model.parameters(), 0.05)))
             optimizer.step()

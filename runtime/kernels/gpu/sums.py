@@ -15,8 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from embrace_fx.runtime.kernels.among import among
 from embrace_fx.runtime.kernels.gpu.tiles import on_its_device, refuse_strided, sum_type, tile_of
+from embrace_fx.runtime.kernels.membership import isin
 
 
 # One program per tile of sums: no atomics, each sum stored once. Sums of a tile are as long as its longest, at most one
@@ -58,7 +58,7 @@ def segments(ids: Tensor, padding_rows: Sequence[int]) -> Segments:
     in_order, order = ids.sort(stable=True)
     first = in_order.diff(prepend=in_order.new_full((1,), -1)) != 0
     if padding_rows:
-        first &= ~among(in_order, tuple(padding_rows))
+        first &= ~isin(in_order, tuple(padding_rows))
     starts = first.nonzero().view(-1)
     unique = in_order[starts]
     return unique, order, starts, torch.searchsorted(in_order, unique, right=True)

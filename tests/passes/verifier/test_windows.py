@@ -173,7 +173,7 @@ def bucket_read_in_flight(phases: Phases) -> None:
 
 
 def handed_over_too_early(phases: Phases) -> None:
-    over = of(phases, "backward", "hand_over")
+    over = of(phases, "backward", "defer_bucket")
     over.update_arg(0, of(phases, "backward", "submit_chunk", chunk_id(0, 0)))
 
 

@@ -36,7 +36,7 @@ class Training:
         for k, launch in enumerate(order):
             flat = torch.full((2,), float(k + 1))
             self.buckets.submit_chunk(launch, flat, 0, 2, "")
-            self.buckets.hand_over(flat, k)
+            self.buckets.defer_bucket(flat, k)
         self.buckets.deliver(range(len(NAMES)))
         optimizer = SGD(self.parameters.values(), lr=0.25)
         hidden = self.buckets.hide_late(optimizer, set())

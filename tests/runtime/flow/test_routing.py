@@ -64,11 +64,11 @@ def test_batches_are_cut_as_with_sizes_at_hand(ranks: int, data: st.DataObject, 
     one, other = (data.draw(st.lists(ids, min_size=ranks, max_size=ranks)) for _ in range(2))
     current = packed(one)[2]
     gathered, capacities, following = packed(other)
-    among = membership(V, CPU)
-    expected = cut(current, following, among, chunks)
+    isin = membership(V, CPU)
+    expected = cut(current, following, isin, chunks)
     paddings = (padding_idx,) if padding_idx >= 0 else ()
 
-    ahead = SplitAhead(current, table := routed(gathered, capacities, 0, V), among, V, chunks, paddings)
+    ahead = SplitAhead(current, table := routed(gathered, capacities, 0, V), isin, V, chunks, paddings)
     assert tuple(table.counts.tolist()) == following.counts
     assert torch.equal(table.ids[: sum(following.counts)], following.ids)
     found = ahead.cut(following.ids, following.counts, ahead.sizes.tolist())

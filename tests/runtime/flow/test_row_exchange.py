@@ -31,8 +31,8 @@ def test_prior_and_delayed_rows_partition_a_batch(current: list[list[int]], foll
     with mock.patch("embrace_fx.runtime.flow.routing.MOST_MARKED", 0):
         unmarked = membership(V, torch.device("cpu"))
 
-    for among in (unmarked, marked, marked):  # it leaves no marks behind
-        mask = among(routing.ids, other.ids)
+    for isin in (unmarked, marked, marked):  # it leaves no marks behind
+        mask = isin(routing.ids, other.ids)
         prior, delayed = routing.where(mask), routing.where(~mask)
 
     read_next = {i for ids in following for i in ids}

@@ -150,7 +150,7 @@ def test_who_waits_is_not_held_up_by_what_is_still_to_be_submitted() -> None:
     launcher, link = make(), Link(instant=True)
     _, delayed, *_ = submit(launcher, link, "prior", "delayed", "bucket 1", "rows")
     link.expect()
-    with launcher.hurrying():
+    with launcher.flushing():
         delayed.wait()
     link.expect("delayed")
     submit(launcher, link, "early rows")
@@ -161,14 +161,14 @@ def test_nothing_but_what_is_waited_for_overtakes_what_is_still_to_be_submitted(
     """Another rank need not be in a hurry: with other launches on its way it would wait for this one's."""
     launcher, link = make(), Link(instant=True)
     *_, last = submit(launcher, link, "delayed", "bucket 1", "bucket 0")  # classes of "delayed" and of buckets
-    with launcher.hurrying():
+    with launcher.flushing():
         last.wait()
     link.expect("bucket 0")
 
 
 def test_the_order_holds_again_after_a_hurry() -> None:
     launcher, link = make(), Link(instant=True)
-    with launcher.hurrying():
+    with launcher.flushing():
         pass
     submit(launcher, link, "delayed")
     link.expect()
@@ -179,7 +179,7 @@ def test_a_hurry_into_the_next_window_keeps_the_order_of_a_class() -> None:
     submit(launcher, link, *NAMES)
     launcher.open_window()
     submit(launcher, link, "prior", "bucket 0", "early rows")
-    with launcher.hurrying():
+    with launcher.flushing():
         for name in (*NAMES, "early rows", "prior", "bucket 0"):
             link.end(name)
     assert link.launched == [*NAMES, "early rows", "prior", "bucket 0"]

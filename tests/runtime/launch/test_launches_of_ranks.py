@@ -46,7 +46,7 @@ def submits_in_its_own_order(rank: int, world_size: int, stands_still: bool) -> 
             submissions.append((ticket, world_size * term(each, window)))
         launcher.open_window()
         if hurries:
-            with launcher.hurrying():
+            with launcher.flushing():
                 for ticket, _ in submissions:
                     ticket.wait()
     for ticket, expected in submissions:

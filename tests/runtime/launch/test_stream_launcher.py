@@ -121,7 +121,7 @@ def test_no_stream_waits_for_a_launch_of_a_later_place() -> None:
     """Another rank's may wait the other way round."""
     device = Device()
     device.submit("bucket 1", "delayed")
-    device.queue.issue(hurry=True)  # as whoever waits does
+    device.queue.issue(out_of_turn=True)  # as whoever waits does
     assert device.launched == ["delayed"]
     device.submit("early rows", "prior", "bucket 0", "ids", "rows")
 
@@ -154,20 +154,20 @@ def test_classes_of_one_channel_keep_one_order_whoever_is_in_a_hurry() -> None:
     """They meet on one communicator: where one of them overtook the other on a rank, neither would be what it is."""
     device = Device(channel={"ids": "a", "embedding": "a", "dense": "b", "delayed": "b"})
     device.submit("delayed", "rows")
-    device.queue.issue(hurry=True)
+    device.queue.issue(out_of_turn=True)
     assert device.launched == []
     device.submit("early rows", "prior", "bucket 0")
-    device.queue.issue(hurry=True)
+    device.queue.issue(out_of_turn=True)
     assert device.launched == ["early rows", "prior", "bucket 0", "delayed"]
     device.submit("ids")
-    device.queue.issue(hurry=True)
+    device.queue.issue(out_of_turn=True)
     assert device.launched[4:] == ["ids", "rows"]
 
 
 def test_all_ranks_catch_up_together() -> None:
     device = Device()
     device.submit("delayed", "bucket 0")
-    device.queue.catch_up()
+    device.queue.enqueue_submitted()
     assert device.launched == ["bucket 0", "delayed"]
     assert device.queue.took_turns()
 
@@ -177,9 +177,9 @@ def test_what_left_out_of_turn_is_before_all_that_leaves_once_all_ranks_have_cau
     """If a loop reads a dense parameter, delayed gradients leave; late rows of the next forward stand before them."""
     device = Device()
     device.submit(*first)
-    device.queue.issue(hurry=True)  # as a wait does
+    device.queue.issue(out_of_turn=True)  # as a wait does
     assert not device.queue.took_turns()
-    device.queue.catch_up()
+    device.queue.enqueue_submitted()
     device.submit(*(name for name in NAMES if name not in first))
 
     assert too_many_in_flight(device.program(), IN_FLIGHT) == []

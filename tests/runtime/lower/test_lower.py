@@ -13,8 +13,8 @@ from torch import Tensor, fx
 from torch.utils._pytree import tree_leaves
 
 from embrace_fx.runtime.lower.lower import _BOUND, _direct, lower
-from embrace_fx.runtime.ranks.announcement import Announcements
 from embrace_fx.runtime.ranks.communicator import Communicator
+from embrace_fx.runtime.ranks.step_handshake import StepHandshake
 from tests.support.golden import check_golden
 from tests.support.graphs import IDS, analysed, by_op, classifier, sharding
 
@@ -31,7 +31,7 @@ def test_golden() -> None:
     """Kernels and launches as plain functions, and an end to every value's life: forward and backward in one."""
     module = sharding("words.weight")(analysed(classifier(), IDS)).module
     communicator = Communicator(None)
-    announced = {"embrace::all_gather_ids": Announcements(communicator).all_gather_ids}
+    announced = {"embrace::all_gather_ids": StepHandshake(communicator).all_gather_ids}
     phase = lower(module, by_op({**communicator.launches(), **announced}))
     check_golden("lowered", phase.__self__.code.strip())  # type: ignore[attr-defined]
 

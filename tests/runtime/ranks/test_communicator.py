@@ -7,21 +7,21 @@ import torch
 import torch.distributed as dist
 
 from embrace_fx.runtime.ranks import backends, groups
-from embrace_fx.runtime.ranks.announcement import Announcements
 from embrace_fx.runtime.ranks.communicator import Communicator
+from embrace_fx.runtime.ranks.step_handshake import StepHandshake
 from tests.support.ranks import run_ranks
 
 
 def speaks_beside_a_group_of_devices(rank: int, world_size: int) -> dict[str, object]:
     with pytest.MonkeyPatch.context() as patched:
-        carries = backends.carries
+        supports_device = backends.supports_device
         hosts_only: list[dist.ProcessGroup] = []
 
         def of_device_alone(group: dist.ProcessGroup, device: torch.device) -> bool:
-            return carries(group, device) and (group in hosts_only or device.type != "cpu")
+            return supports_device(group, device) and (group in hosts_only or device.type != "cpu")
 
-        patched.setattr(backends, "carries", of_device_alone)
-        patched.setattr(groups, "carries", of_device_alone)
+        patched.setattr(backends, "supports_device", of_device_alone)
+        patched.setattr(groups, "supports_device", of_device_alone)
         communicator = Communicator(dist.group.WORLD)
         hosts_only.append(communicator.host_group())
         values = [torch.tensor([float(rank + 1)])]
@@ -29,7 +29,7 @@ def speaks_beside_a_group_of_devices(rank: int, world_size: int) -> dict[str, ob
         total = communicator.reduce_scalar(torch.tensor(rank + 1), dist.ReduceOp.SUM)
         return {
             "apart": communicator._hosts not in communicator._groups.values(),
-            "announced": [list(each) for each in Announcements(communicator).announce_step([rank])],
+            "announced": [list(each) for each in StepHandshake(communicator).announce_step([rank])],
             "objects": communicator.gather(rank, int),
             "broadcast": values[0].item(),
             "total": total.item(),

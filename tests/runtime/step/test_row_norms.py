@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import embrace_fx
-from embrace_fx.runtime.tables.part import Part
+from embrace_fx.runtime.tables.table_shard import TableShard
 from embrace_fx.vocabulary.operation_id import ROW_NORMS
 from embrace_fx.vocabulary.schedule import SCHEDULES, ScheduleName
 from tests.support.cases import long_but
@@ -114,7 +114,7 @@ def look_and_train(rank: int, world_size: int, looks: bool, schedule: ScheduleNa
         model(ids).backward()
         if looks and rank == 0:
             gradient = plain.tables[0].weight.grad
-            assert isinstance(gradient, Part)
+            assert isinstance(gradient, TableShard)
             gradient.held.dense()
         for each in (optimizer, rest):
             each.step()

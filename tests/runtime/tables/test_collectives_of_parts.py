@@ -12,12 +12,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from embrace_fx.runtime.tables.part import Part
+from embrace_fx.runtime.tables.table_shard import TableShard
 from tests.support.parts import Parts
 from tests.support.ranks import run_ranks
 
 
-def _arguments(rank: int, part: Part, name: str, function: Callable[..., Any]) -> dict[str, Any] | None:
+def _arguments(rank: int, part: TableShard, name: str, function: Callable[..., Any]) -> dict[str, Any] | None:
     """What a function of torch.distributed is called with; None: it takes no tensors."""
     names = inspect.signature(function).parameters
     plain = torch.zeros(part.shape, dtype=part.dtype)

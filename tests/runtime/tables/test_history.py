@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
 
 from embrace_fx.runtime.tables.member import Member
-from embrace_fx.runtime.tables.part import become_part
-from embrace_fx.runtime.tables.part_layout import Layout
+from embrace_fx.runtime.tables.shard_layout import Layout
 from embrace_fx.runtime.tables.table import Table
+from embrace_fx.runtime.tables.table_shard import become_part
 from embrace_fx.runtime.tables.update_rule import DeferredUpdate
 from embrace_fx.vocabulary.row_space import RowSpace
 
@@ -36,7 +36,7 @@ def _tables(values: list[Tensor], make: Callable[..., Optimizer], *, rests: bool
     for k, parameter in enumerate(parameters):
         layout = Layout.of_table(f"t{k}", parameter.shape)
         become_part(parameter, parameter.detach().clone(), layout)
-        found.append(Member(parameter, layout, "exact", optimizer, may_rest=lambda: rests))
+        found.append(Member(parameter, layout, "exact", optimizer, may_defer=lambda: rests))
     return found
 
 
@@ -74,4 +74,4 @@ def test_rows_of_a_space_end_where_dense_updates_lead(name: str, takes: str) -> 
         torch.testing.assert_close(found.local, other.local, rtol=1e-12, atol=1e-12)
         assert found.local.data_ptr() in range(space.local.data_ptr(), space.local.data_ptr() + space.local.nbytes)
     assert together > 15
-    assert not any(table.has_resting_rows for table in tables)
+    assert not any(table.has_deferred_rows for table in tables)

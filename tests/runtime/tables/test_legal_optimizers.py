@@ -9,7 +9,7 @@ from torch.optim import ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from embrace_fx.runtime.tables.member import Member
-from embrace_fx.runtime.tables.part_layout import Layout
+from embrace_fx.runtime.tables.shard_layout import Layout
 from embrace_fx.runtime.tables.update_rule import (
     DeferredUpdate,
     DenseUpdate,
@@ -102,7 +102,7 @@ def test_a_table_tells_the_rule_of_its_next_step(definition: Definition, can_res
 def _table(optimizer: Optimizer, *, can_rest: bool) -> Member:
     parameter: nn.Parameter = optimizer.param_groups[0]["params"][0]
     layout = Layout.of_table("t", parameter.shape)
-    return Member(parameter, layout, "exact", optimizer, may_rest=lambda: can_rest)
+    return Member(parameter, layout, "exact", optimizer, may_defer=lambda: can_rest)
 
 
 def test_a_scheduler_changes_the_rule() -> None:

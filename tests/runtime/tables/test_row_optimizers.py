@@ -13,7 +13,7 @@ from torch.optim import SGD, Adagrad, Adam, AdamW, SparseAdam
 from embrace_fx.runtime.tables import own_step
 from embrace_fx.runtime.tables.member import Member
 from embrace_fx.runtime.tables.own_step import State
-from embrace_fx.runtime.tables.part_layout import Layout
+from embrace_fx.runtime.tables.shard_layout import Layout
 from embrace_fx.runtime.tables.update_rule import SparseUpdate
 from tests.support.definitions import DTYPES, EXACT, LAZY, STEPS, D, Definition, V
 

@@ -17,7 +17,7 @@ from torch.optim import SGD, Adagrad, Adam, Optimizer, SparseAdam
 
 import embrace_fx
 from embrace_fx.compiled_model import CompiledModel
-from embrace_fx.runtime.tables.part import Part
+from embrace_fx.runtime.tables.table_shard import TableShard
 from embrace_fx.vocabulary.exactness import RowUpdates
 from tests.support.cases import long_but
 from tests.support.ranks import run_ranks
@@ -85,7 +85,7 @@ def _train(model: CompiledModel, optimizer: Optimizer, rank: int, steps: range) 
 
 
 def _whole(value: Any) -> Any:
-    return value.full_tensor() if isinstance(value, Part) else value
+    return value.full_tensor() if isinstance(value, TableShard) else value
 
 
 class _Reference:
@@ -122,7 +122,7 @@ def _state_dict_facts(rank: int, world_size: int) -> dict[str, Any]:
         "names": list(state),
         "shape": tuple(table.shape),
         "local shape": tuple(table.to_local().shape),
-        "sharded": [name for name, value in state.items() if isinstance(value, Part)],
+        "sharded": [name for name, value in state.items() if isinstance(value, TableShard)],
     }
     torch.manual_seed(1)
     loaded = Words().double().state_dict()

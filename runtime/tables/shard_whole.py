@@ -27,42 +27,42 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from embrace_fx.runtime.tables.local_storage import CopyStorage, LocalStorage
-from embrace_fx.runtime.tables.part import Part, Rule, whole
-from embrace_fx.runtime.tables.part_layout import VIEWS, Layout
 from embrace_fx.runtime.tables.pending_parameters import share_memory
-from embrace_fx.vocabulary import forwarding
+from embrace_fx.runtime.tables.shard_layout import VIEWS, Layout
+from embrace_fx.runtime.tables.table_shard import Rule, TableShard, whole
+from embrace_fx.vocabulary import proxies
 
 aten = torch.ops.aten
 
 
 def of_whole(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Computes an op on whole tensors. A view of them is a read-only copy. Collective.
+    """Runs an op on whole tensors, which the ranks gather. Collective.
 
     Raises:
         RuntimeError: the op writes into a part, or is a collective; on every rank.
     """
-    parts = {id(leaf): leaf for leaf in leaves_of(args, kwargs) if isinstance(leaf, Part)}
+    parts = {id(leaf): leaf for leaf in leaves_of(args, kwargs) if isinstance(leaf, TableShard)}
     first, arguments = next(iter(parts.values())), func._schema.arguments
     named = {argument.name: value for argument, value in zip(arguments, args, strict=False)} | dict(kwargs)
     written = [named.get(argument.name) for argument in arguments if argument.is_write]
     if _is_collective(func):
         raise first.refused("a collective, while ranks have different columns")
-    if any(isinstance(leaf, Part) for leaf in pytree.tree_leaves(written)):
+    if any(isinstance(leaf, TableShard) for leaf in pytree.tree_leaves(written)):
         raise first.refused(func._schema.name)
     found = {key: whole(part) for key, part in parts.items()}
-    plain_args, plain_kwargs = pytree.tree_map_only(Part, lambda part: found[id(part)], (args, kwargs))
+    plain_args, plain_kwargs = pytree.tree_map_only(TableShard, lambda part: found[id(part)], (args, kwargs))
     result = func(*plain_args, **plain_kwargs)
     is_view = any(
-        isinstance(named.get(argument.name), Part) for argument in arguments if argument.alias_info is not None
+        isinstance(named.get(argument.name), TableShard) for argument in arguments if argument.alias_info is not None
     )
     return to_be_read(first, result, func) if is_view and not is_of_a_loss(func, args, kwargs) else result
 
 
-def to_be_read(part: Part, result: Any, func: Any) -> Any:
-    """Wraps copies, made for views of a part, as read-only parts with all elements on this rank."""
+def to_be_read(part: TableShard, result: Any, func: Any) -> Any:
+    """Wraps the gathered copies in a result as read-only parts, so that writes into them raise."""
     refusal = str(part.refused(f"a write into the result of {func._schema.name.split('::')[-1]}()"))
 
-    def read(copy: Tensor) -> Part:
+    def read(copy: Tensor) -> TableShard:
         """Returns a part that holds a read-only copy of the whole tensor."""
         layout = replace(Layout.of_table(part.spread.name, copy.shape), stride=copy.stride())
         return part.like(CopyStorage(copy, refusal), layout)
@@ -76,16 +76,16 @@ def leaves_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
     return given if _LEAVES.issuperset(map(type, given)) else pytree.tree_leaves(given)
 
 
-_LEAVES = frozenset({Part, Tensor, nn.Parameter, bool, int, float, str, type(None), torch.dtype, torch.device})
+_LEAVES = frozenset({TableShard, Tensor, nn.Parameter, bool, int, float, str, type(None), torch.dtype, torch.device})
 
 
 def is_of_a_loss(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Returns whether autograd records an op, or a backward runs it, on operands that may differ between ranks."""
+    """Returns whether an op belongs to a loss: autograd records it, or a backward runs it."""
     in_backward = torch._C._current_graph_task_id() != -1
     if func._schema.is_mutable or func in _OF_ONE or not (in_backward or torch.is_grad_enabled()):
         return False
     tensors = [leaf for leaf in leaves_of(args, kwargs) if isinstance(leaf, Tensor)]
-    return any(not isinstance(each, Part) if in_backward else each.requires_grad for each in tensors)
+    return any(not isinstance(each, TableShard) if in_backward else each.requires_grad for each in tensors)
 
 
 def of_loss(rule: Rule | None, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -93,7 +93,7 @@ def of_loss(rule: Rule | None, func: Any, args: tuple[Any, ...], kwargs: dict[st
     if rule is not None:
         with torch.no_grad():
             found = rule(func, args, kwargs)
-        if found is not NotImplemented and not any(isinstance(each, Part) for each in pytree.tree_leaves(found)):
+        if found is not NotImplemented and not any(isinstance(each, TableShard) for each in pytree.tree_leaves(found)):
             return found
     return of_whole(func, args, kwargs)
 
@@ -130,7 +130,7 @@ _OF_ONE = frozenset({*VIEWS, *ALIASES, aten.clone.default, aten._to_copy.default
 # -- memory that another tensor is to share ----------------------------------------------------------------------------
 
 
-def memory_to_share(part: Part, references: int | None = None) -> Tensor:
+def memory_to_share(part: TableShard, references: int | None = None) -> Tensor:
     """Returns memory for a tensor that will share a part's. Collective if the table is sharded.
 
     Args:
@@ -152,7 +152,7 @@ def memory_to_share(part: Part, references: int | None = None) -> Tensor:
     return part.full_tensor()
 
 
-def _shares_memory(part: Part) -> bool:
+def _shares_memory(part: TableShard) -> bool:
     """Returns whether anything besides this part refers to its memory."""
     alone = part.like(LocalStorage(torch.empty(0, device="cpu")))
     if sys.getrefcount(part.held) > sys.getrefcount(alone.held):
@@ -162,7 +162,7 @@ def _shares_memory(part: Part) -> bool:
 
 @cache
 def _references_of_setter() -> int:
-    """Returns the reference count of an otherwise unreferenced tensor during `.data =`."""
+    """Returns the reference count that a tensor without other references has during `.data =`."""
     found = []
 
     class Unkept(Tensor):
@@ -173,11 +173,11 @@ def _references_of_setter() -> int:
             raise NotImplementedError
 
     def count(_: Any, references: int) -> Tensor:
-        """Notes the count of references."""
+        """Stores the number of references."""
         found.append(references)
         return torch.empty(0, device="cpu")
 
-    forwarding.share_memory(Unkept, count)
+    proxies.share_memory(Unkept, count)
     torch.empty(0, device="cpu").data = Tensor._make_wrapper_subclass(Unkept, (0,), device=torch.device("cpu"))
     return found[0]
 
@@ -185,10 +185,10 @@ def _references_of_setter() -> int:
 def set_memory(func: Any, args: Any, kwargs: Any) -> Any:
     """Implements `set_` with a part as the target or the source."""
     tensor, source = args
-    if not isinstance(tensor, Part):
+    if not isinstance(tensor, TableShard):
         return func(tensor, memory_to_share(source))
     tensor.data = source
     return tensor
 
 
-forwarding.share_memory(Part, memory_to_share)
+proxies.share_memory(TableShard, memory_to_share)

@@ -14,8 +14,8 @@ from embrace_fx.runtime.tables.update_rule import dense_update_policy
 from embrace_fx.vocabulary.exactness import Moving, RowUpdates
 
 
-class Holders:
-    """Weak references to the known optimizers, in the order of registration.
+class KnownOptimizers:
+    """The known optimizers of a model's parameters, by weak reference, in the order of registration.
 
     Attributes:
         on_new: called with each new optimizer.
@@ -43,7 +43,7 @@ class Holders:
         return True
 
     def of(self, parameter: Tensor) -> list[tuple[Optimizer, Mapping[str, Any]]]:
-        """Returns the optimizers that hold a parameter, each with its param group."""
+        """Returns (optimizer, param group) for each optimizer that updates a parameter."""
         return [
             (optimizer, group)
             for optimizer in self.optimizers

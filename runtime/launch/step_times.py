@@ -18,8 +18,8 @@ REMEMBERED = 32
 """Number of steps that a report covers."""
 
 
-class Tally:
-    """The time and sent bytes of one model's steps.
+class StepTimes:
+    """The time that the calling thread spends in each part of a step, and the bytes sent.
 
     Attributes:
         steps: for each of the last whole steps, in order, (seconds by part, bytes that this rank has sent).
@@ -34,7 +34,7 @@ class Tally:
         self.sent_bytes = 0
 
     def mark(self, operation: OperationId) -> None:
-        """Adds the time since the last mark, without waits, to this operation's part."""
+        """Adds the time since the last mark, without waits, to this operation's part of the step."""
         if self._at_s is not None:
             share, now_s, step = share_of(operation), time.perf_counter(), self._step
             step[share] = step.get(share, 0.0) + now_s - self._at_s - self._waited_s
@@ -47,7 +47,7 @@ class Tally:
         self._waited_s += seconds
 
     def window(self) -> None:
-        """Ends the figures of one step and begins the next. Called when a backward begins."""
+        """Ends one step and begins the next, when a backward begins."""
         now_s = time.perf_counter()
         if self._at_s is not None:
             self._step["between"] = self._step.get("between", 0.0) + now_s - self._at_s - self._waited_s
@@ -56,7 +56,7 @@ class Tally:
         self._at_s, self._waited_s = now_s, 0.0
 
     def shares_ms(self) -> dict[Share, float] | None:
-        """Returns the parts of the step of median length, because medians of parts would not add up to a step.
+        """Returns the parts of the step of median length, in milliseconds; None before the third backward.
 
         None before the third backward: the step between the first two warms up.
         """

@@ -17,8 +17,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from embrace_fx.runtime.tables.local_storage import LocalStorage
-from embrace_fx.runtime.tables.part import Part, Rule
-from embrace_fx.runtime.tables.part_layout import NotAView, arguments_of, without_axes
+from embrace_fx.runtime.tables.shard_layout import NotAView, arguments_of, without_axes
+from embrace_fx.runtime.tables.table_shard import Rule, TableShard
 
 aten = torch.ops.aten
 _SUM, _MAX, _MIN = dist.ReduceOp.SUM, dist.ReduceOp.MAX, dist.ReduceOp.MIN
@@ -26,7 +26,7 @@ _SUM, _MAX, _MIN = dist.ReduceOp.SUM, dist.ReduceOp.MAX, dist.ReduceOp.MIN
 
 @dataclass(frozen=True)
 class _Asked:
-    """The arguments of a reduction."""
+    """The dimensions, dtype and options that a reduction was called with."""
 
     dims: tuple[int, ...]
     keep: bool
@@ -40,20 +40,20 @@ class _Asked:
         dims = (dim,) if isinstance(dim, int) else tuple(dim or range(count))
         return cls(tuple(each % max(1, count) for each in dims), bool(named.get("keepdim")), named)
 
-    def is_of_all(self, part: Part) -> bool:
+    def is_of_all(self, part: TableShard) -> bool:
         """Returns whether the reduction is over all dimensions."""
         return len(self.dims) == part.dim()
 
 
-def _over(part: Part, asked: _Asked, func: Any, of_part: Callable[..., Tensor], reduce_op: Any) -> Tensor:
-    """Reduces a part.
+def _over(part: TableShard, asked: _Asked, func: Any, of_part: Callable[..., Tensor], reduce_op: Any) -> Tensor:
+    """Reduces a part over some dimensions: the values of this rank first, then over ranks if needed.
 
     Args:
         of_part: (values, dims) -> the reduction of this rank's values, with dimensions kept.
     """
     layout = part.spread
     if layout.is_flat and not asked.is_of_all(part):
-        raise NotAView  # a sharded dimension of a view
+        raise NotAView  # the view has merged a sharded dimension with others
     axes, dims = layout.axes, tuple(range(len(layout.axes))) if layout.is_flat else asked.dims
     local = part.held.dense()
     if local.dim() != len(axes):  # a 0-dim view of an element on another rank, or a flat view
@@ -71,7 +71,7 @@ def _over(part: Part, asked: _Asked, func: Any, of_part: Callable[..., Tensor], 
 
 
 def _whole(
-    part: Part, local: Tensor, dims: tuple[int, ...], of_part: Callable[..., Tensor], reduce_op: Any, asked: str
+    part: TableShard, local: Tensor, dims: tuple[int, ...], of_part: Callable[..., Tensor], reduce_op: Any, asked: str
 ) -> Tensor:
     """Reduces the parts of all ranks and keeps dimensions. Collective."""
     layout = part.spread
@@ -81,7 +81,7 @@ def _whole(
     if local.numel():
         index = tuple(slice(0, 1) if dim in dims else axis.index for dim, axis in enumerate(layout.axes))
         whole[index] = of_part(local, dims).to(dtype).view(whole[index].shape)
-    if dtype.is_floating_point and reduce_op != _SUM:  # comparisons ignore nan
+    if dtype.is_floating_point and reduce_op != _SUM:  # MAX and MIN ignore nan, so it is reduced separately
         no_number = whole.isnan()
         compared = whole.masked_fill(no_number, none)
         both = torch.stack([compared, _flags(no_number, dtype, reduce_op)])
@@ -91,7 +91,7 @@ def _whole(
 
 
 def _word(func: Any) -> str:
-    """Returns an op's name for error messages."""
+    """Returns the name of an op, for error messages."""
     name: str = func._schema.name
     return name.removeprefix("aten::").removeprefix("linalg_vector_")
 
@@ -115,7 +115,7 @@ def _of_none(dtype: torch.dtype, reduce_op: Any) -> Any:
     return torch.iinfo(dtype).min if reduce_op == _MAX else torch.iinfo(dtype).max
 
 
-def _is_of_gradient(part: Part, asked: _Asked) -> bool:
+def _is_of_gradient(part: TableShard, asked: _Asked) -> bool:
     """Returns whether the reduction is over all elements of a gradient, which may be kept as rows."""
     return part.held.of_gradient and asked.is_of_all(part) and not asked.keep
 
@@ -166,7 +166,7 @@ def _variance(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _extreme(func: Any, args: Any, kwargs: Any) -> Any:
-    """Returns the largest or the smallest value of all ranks; or whether any value, or all, are true."""
+    """Implements `max`, `min`, `amax` and `amin` over the values of all ranks."""
     part, asked, name = args[0], _Asked.of(func, args, kwargs), func._schema.name.removeprefix("aten::")
     func(part.spread.meta(part.dtype), *args[1:], **kwargs)
     reduce_op = _MAX if name in ("max", "amax", "any") else _MIN
@@ -177,7 +177,7 @@ def _extreme(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _norm(func: Any, args: Any, kwargs: Any) -> Any:
-    """Returns the norm of the whole values; a gradient that is not exchanged yet computes its own."""
+    """Implements norms. A gradient in flight or stored as rows computes its own."""
     part = args[0]
     # The call that gradient clipping makes.
     if part.held.of_gradient and len(args) < 3 and not kwargs and part.dtype.is_floating_point:
@@ -218,36 +218,36 @@ def _renorm(func: Any, args: Any, kwargs: Any) -> Any:
 def _dot(func: Any, args: Any, kwargs: Any) -> Any:
     """Computes the dot product of two parts of one layout, summed over ranks. Collective."""
     one, other = args
-    if not isinstance(one, Part) or not isinstance(other, Part) or not one.spread.fits(other.spread):
+    if not isinstance(one, TableShard) or not isinstance(other, TableShard) or not one.spread.fits(other.spread):
         return NotImplemented
     return one.spread.reduce(func(one.held.dense().reshape(-1), other.held.dense().reshape(-1)), _SUM, _word(func))
 
 
 def _equal(func: Any, args: Any, kwargs: Any) -> Any:
-    """Returns whether the parts are equal on every rank."""
+    """Implements `torch.equal`: returns whether the parts are equal on every rank."""
     one, other = args
-    if not isinstance(one, Part):
+    if not isinstance(one, TableShard):
         one, other = other, one
     if one.shape != other.shape:
         return False
-    if isinstance(other, Part) and not one.spread.fits(other.spread):
+    if isinstance(other, TableShard) and not one.spread.fits(other.spread):
         return NotImplemented
-    theirs = other.held.dense() if isinstance(other, Part) else one.spread.cut(other)
+    theirs = other.held.dense() if isinstance(other, TableShard) else one.spread.cut(other)
     own = torch.equal(one.held.dense(), theirs.reshape(one.held.dense().shape))
     own_number = torch.tensor(int(own), dtype=torch.int32, device=one.device)
     return bool(one.spread.reduce(own_number, _MIN, _word(func)).item())
 
 
 def _unscaled(func: Any, args: Any, kwargs: Any) -> Any:
-    """Unscales gradients for GradScaler, and finds non-finite values on any rank."""
+    """Implements `GradScaler`'s unscaling, and finds infinite values on any rank."""
     gradients, found_inf, inverse_scale = args
-    parts = [g for g in gradients if isinstance(g, Part)]
-    plain = [g for g in gradients if not isinstance(g, Part)]
+    parts = [g for g in gradients if isinstance(g, TableShard)]
+    plain = [g for g in gradients if not isinstance(g, TableShard)]
     values = [part.held.values().clone() for part in parts]
     func([*plain, *values], found_inf, inverse_scale)
     for part, changed in zip(parts, values, strict=True):
         part.held.map(lambda _, changed=changed: changed)  # type: ignore[misc]
-        part.held.note_write()
+        part.held.record_write()
     parts[0].spread.reduce(found_inf, _MAX, "" if found_inf.is_cuda else "unscaling")
 
 

@@ -20,8 +20,8 @@ from torch import Tensor
 
 from embrace_fx.runtime.tables.gradient_storage import GradientStorage
 from embrace_fx.runtime.tables.local_storage import LocalStorage, Rows
-from embrace_fx.runtime.tables.part import Part, Rule
-from embrace_fx.runtime.tables.part_layout import Axis
+from embrace_fx.runtime.tables.shard_layout import Axis
+from embrace_fx.runtime.tables.table_shard import Rule, TableShard
 
 aten = torch.ops.aten
 
@@ -38,7 +38,7 @@ def _own_ids(ids: Tensor, axis: Axis) -> tuple[Tensor, Tensor | None]:
 
 
 def _unravelled(ids: Tensor, sizes: Sequence[int]) -> list[Tensor]:
-    """Converts ids into a flat tensor to ids along its former dimensions."""
+    """Converts ids into a flat tensor to ids along its dimensions."""
     ids, _ = _own_ids(ids, Axis.whole(prod(sizes)))
     return list(torch.unravel_index(ids, sizes))
 
@@ -49,13 +49,13 @@ def _check_ids(ids: Tensor, axis: Axis) -> None:
         raise IndexError(f"index out of bounds for a dimension of size {axis.size}")
 
 
-def _ids_of(indices: Sequence[Any], part: Part) -> list[Tensor] | None:
+def _ids_of(indices: Sequence[Any], part: TableShard) -> list[Tensor] | None:
     """Returns ids along the leading dimensions, or None if the indices are of another kind or are parts."""
     found: list[Tensor] = []
     while indices and indices[-1] is None:
         indices = indices[:-1]
     for each in indices:
-        if not isinstance(each, Tensor) or isinstance(each, Part):
+        if not isinstance(each, Tensor) or isinstance(each, TableShard):
             return None
         if each.dtype in (torch.bool, torch.uint8):
             if each.shape != part.shape[len(found) : len(found) + each.dim()]:
@@ -69,8 +69,8 @@ def _ids_of(indices: Sequence[Any], part: Part) -> list[Tensor] | None:
 
 
 def _own_values(values: Tensor, shape: Sequence[int], axes: Sequence[Axis], rows: int) -> Tensor | None:
-    """Returns this rank's columns of values broadcast to `shape`. The first `rows` dimensions are of ids."""
-    if isinstance(values, Part):
+    """Returns this rank's columns of values that are broadcast to `shape`, or None if they cannot be cut."""
+    if isinstance(values, TableShard):
         mine = [axis.of for axis in values.spread.axes]
         fits = values.shape == torch.Size(shape) and mine == [()] * rows + [axis.of for axis in axes]
         return values.held.dense() if fits and not values.spread.chosen and not values.spread.is_flat else None
@@ -78,12 +78,12 @@ def _own_values(values: Tensor, shape: Sequence[int], axes: Sequence[Axis], rows
 
 
 def _put(func: Any, args: Any, kwargs: Any) -> Any:
-    """Writes values at indices into this rank's rows and columns."""
+    """Implements `index_put_`: writes values at ids into this rank's rows and columns."""
     part, indices, values, *rest = args
     accumulate = kwargs.get("accumulate", rest[0] if rest else False)
-    if not isinstance(part, Part) or (part.spread.is_flat and part.dim() > 1):
+    if not isinstance(part, TableShard) or (part.spread.is_flat and part.dim() > 1):
         return NotImplemented
-    if len(indices) == 1 and isinstance(indices[0], Part):
+    if len(indices) == 1 and isinstance(indices[0], TableShard):
         return _put_where(part, indices[0], values, accumulate)
     ids, axes = _ids_of(indices, part), part.spread.axes
     if ids is None:
@@ -108,9 +108,14 @@ def _put(func: Any, args: Any, kwargs: Any) -> Any:
     return part
 
 
-def _put_where(part: Part, mask: Part, values: Any, accumulate: bool) -> Any:
+def _put_where(part: TableShard, mask: TableShard, values: Any, accumulate: bool) -> Any:
     """Writes one value where a mask of the same layout is true."""
-    if not mask.spread.fits(part.spread) or mask.dtype != torch.bool or values.numel() != 1 or isinstance(values, Part):
+    if (
+        not mask.spread.fits(part.spread)
+        or mask.dtype != torch.bool
+        or values.numel() != 1
+        or isinstance(values, TableShard)
+    ):
         return NotImplemented
     local = part.held.memory()
     local.index_put_([mask.held.dense()], values, accumulate)
@@ -118,14 +123,14 @@ def _put_where(part: Part, mask: Part, values: Any, accumulate: bool) -> Any:
 
 
 def _put_apart(func: Any, args: Any, kwargs: Any) -> Any:
-    """Writes values at indices into a copy of a part."""
-    return _put(func, (args[0].clone(), *args[1:]), kwargs) if isinstance(args[0], Part) else NotImplemented
+    """Implements `index_put`: writes values at ids into a copy of a part."""
+    return _put(func, (args[0].clone(), *args[1:]), kwargs) if isinstance(args[0], TableShard) else NotImplemented
 
 
 def _by_index(func: Any, args: Any, kwargs: Any) -> Any:
     """Implements `index_fill_`, `index_copy_`, `index_add_` and their out-of-place forms."""
     part, dim, ids, value = args[:4]
-    if not isinstance(part, Part) or isinstance(ids, Part) or part.spread.is_flat or not part.dim():
+    if not isinstance(part, TableShard) or isinstance(ids, TableShard) or part.spread.is_flat or not part.dim():
         return NotImplemented
     if not func._schema.is_mutable:
         part = part.clone()
@@ -151,21 +156,23 @@ def _by_index(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _read(func: Any, args: Any, kwargs: Any) -> Any:
-    """Reads `x[ids]` as whole rows, because ranks may read different ids."""
+    """Implements `x[ids]`: returns whole rows, because ranks may read different ids. Collective."""
     part, indices = args
-    if not isinstance(part, Part) or part.spread.is_flat or part.spread.chosen or part.spread.is_alone:
+    if not isinstance(part, TableShard) or part.spread.is_flat or part.spread.chosen or part.spread.is_alone:
         return NotImplemented
     ids = _ids_of(indices, part)
     return NotImplemented if ids is None else _rows_of_all(part, ids)
 
 
 def _select_index(func: Any, args: Any, kwargs: Any) -> Any:
-    """Reads rows of a part by ids, as `index_select` does."""
+    """Implements `index_select` by rows."""
     part, dim, ids = args
-    return _read(func, (part, [ids]), {}) if isinstance(part, Part) and dim in (0, -part.dim()) else NotImplemented
+    return (
+        _read(func, (part, [ids]), {}) if isinstance(part, TableShard) and dim in (0, -part.dim()) else NotImplemented
+    )
 
 
-def _rows_of_all(part: Part, ids: Sequence[Tensor]) -> Tensor:
+def _rows_of_all(part: TableShard, ids: Sequence[Tensor]) -> Tensor:
     """Reads whole rows for this rank's ids; each rank sends its columns of the rows of all. Collective."""
     layout, axes, rest = part.spread, part.spread.axes[: len(ids)], part.spread.axes[len(ids) :]
     for each, axis in zip(ids, axes, strict=True):
@@ -184,8 +191,8 @@ def _rows_of_all(part: Part, ids: Sequence[Tensor]) -> Tensor:
 
 
 def _rows_of(part: Any) -> Any:
-    """Returns the storage of a gradient kept as rows, or None for any other part."""
-    held = part.held if isinstance(part, Part) else None
+    """Returns the storage of a gradient that is kept as rows, or None for any other part."""
+    held = part.held if isinstance(part, TableShard) else None
     return None if held is None or held.is_dense else held
 
 
@@ -201,7 +208,7 @@ def _on_rows(func: Any, args: Any, kwargs: Any) -> Any:
     """Applies an element-wise op that keeps zero to a gradient kept as rows."""
     (part, *given), held = args, _rows_of(args[0])
     tensors = [each for each in (*given, *kwargs.values()) if isinstance(each, Tensor)]
-    if held is None or any(isinstance(each, Part) or each.dim() for each in tensors):
+    if held is None or any(isinstance(each, TableShard) or each.dim() for each in tensors):
         return NotImplemented
     if func not in _LINEAR:  # the values of a tensor are not known on the host
         zero = torch.zeros(1, dtype=part.dtype, device="cpu")
@@ -226,7 +233,7 @@ def _added(func: Any, args: Any, kwargs: Any) -> Any:
 # -- sparse gradients --------------------------------------------------------------------------------------------------
 
 
-def _shown_rows(part: Part, asked: str) -> Rows:
+def _shown_rows(part: TableShard, asked: str) -> Rows:
     """Returns writable ids (K,) and this rank's columns of their rows (K, d).
 
     Raises:
@@ -241,7 +248,7 @@ def _shown_rows(part: Part, asked: str) -> Rows:
 
 def _sparse_values(func: Any, args: Any, kwargs: Any) -> Any:
     """Returns the rows of a sparse gradient as a part."""
-    part: Part = args[0]
+    part: TableShard = args[0]
     ids, rows = _shown_rows(part, "its values()")
     layout = part.spread.with_axes((Axis.whole(len(ids)), *part.spread.axes[1:]))
     return part.like(LocalStorage(rows, part.held.viewer()), layout)
@@ -258,8 +265,8 @@ def _nnz(func: Any, args: Any, kwargs: Any) -> int:
 
 
 def _to_dense(func: Any, args: Any, kwargs: Any) -> Any:
-    """Returns a copy of the part as dense values."""
-    part: Part = args[0]
+    """Implements `to_dense`: returns a copy of a sparse gradient as a dense part."""
+    part: TableShard = args[0]
     dtype = kwargs.get("dtype") or (args[1] if len(args) > 1 else None) or part.dtype
     return part.like(LocalStorage(part.held.dense().to(dtype, copy=True)), part.spread)
 
@@ -277,7 +284,7 @@ _OF_SPARSE: Mapping[Any, Rule] = {
 
 def _of_sparse(func: Any, args: Any, kwargs: Any) -> Any:
     """Answers by the part if it shows a sparse gradient, else as torch answers for a dense tensor."""
-    part: Part = args[0]
+    part: TableShard = args[0]
     return _OF_SPARSE[func](func, args, kwargs) if part.is_sparse else func(part.new_zeros([0] * part.dim()), *args[1:])
 
 
@@ -290,10 +297,10 @@ def _sparse_norm(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _look_up(func: Any, args: Any, kwargs: Any) -> Any:
-    """Refuses lookups outside of the compiled model, because each rank has only some columns."""
+    """Raises, because each rank has only some columns of a table outside of the compiled model."""
     if args[0].spread.is_alone:
         return NotImplemented
-    raise args[0].spread.told(
+    raise args[0].spread.report(
         RuntimeError(
             f"a lookup in {args[0].what} outside of the compiled model would read only this rank's columns. Call the "
             "compiled model on every rank, under join() if loaders differ in length. Or enter `with model.whole() as "

@@ -3,7 +3,7 @@
 Contract
     A part has the shape of the whole tensor, so that no op mistakes it for the whole. Each op either returns the result
     for the whole tensor, on every rank that calls it, or raises an error that says what to do. The rule of each op is
-    in `embrace_fx.runtime.tables.part_rules`. Views of a part are parts that share its memory. A part on a single rank
+    in `embrace_fx.runtime.tables.shard_rules`. Views of a part are parts that share its memory. A part on a single rank
     behaves like any tensor. A parameter stays the same object when it becomes a part, and when it becomes whole again.
 
 Shape legend: V x D the table; V' x d a rank's part.
@@ -22,9 +22,9 @@ from torch.distributed.tensor import DTensor, Shard
 
 from embrace_fx.runtime.tables.layouts import regrid
 from embrace_fx.runtime.tables.local_storage import CopyStorage, LocalStorage
-from embrace_fx.runtime.tables.part_layout import Layout
-from embrace_fx.vocabulary.forwarding import READ_MEMORY, NoStorage, forward
+from embrace_fx.runtime.tables.shard_layout import Layout
 from embrace_fx.vocabulary.plan import Grid
+from embrace_fx.vocabulary.proxies import READ_MEMORY, NoStorage, forward
 
 REFUSAL = (
     "saving or sending {} would lose the other ranks' columns. "
@@ -34,7 +34,7 @@ REFUSAL = (
 )
 
 
-class Part(Tensor):
+class TableShard(Tensor):
     """This rank's part of a tensor, with the shape of the whole tensor.
 
     Attributes:
@@ -53,8 +53,8 @@ class Part(Tensor):
     is_sparse: bool = False  # torch's own method would not dispatch to the subclass
 
     @staticmethod
-    def __new__(cls, held: LocalStorage, spread: Layout, kind: str = "", *, sparse: bool = False) -> Part:
-        made: Part = Tensor._make_wrapper_subclass(
+    def __new__(cls, held: LocalStorage, spread: Layout, kind: str = "", *, sparse: bool = False) -> TableShard:
+        made: TableShard = Tensor._make_wrapper_subclass(
             cls, spread.shape, strides=spread.stride, dtype=held.dtype, device=held.device, dispatch_layout=sparse
         )
         made.held, made.spread, made.kind, made.is_sparse = held, spread, kind, sparse
@@ -71,21 +71,21 @@ class Part(Tensor):
     ) -> Any:
         return cls.answer(func, args, kwargs or {})
 
-    def like(self, held: LocalStorage, layout: Layout | None = None) -> Part:
-        """Returns another part of the same table. Sparse if this one is, unless `layout` is given."""
+    def like(self, held: LocalStorage, layout: Layout | None = None) -> TableShard:
+        """Returns another part of the same table with other storage."""
         if layout is None:
             return type(self)(held, self.spread, self.kind, sparse=self.is_sparse)
         return type(self)(held, layout, self.kind)
 
     @property
     def what(self) -> str:
-        """Describes the tensor in words, with the table's name."""
+        """Describes the tensor for error messages, as in "the gradient of words.weight"."""
         return f"{self.kind}the sharded {self.spread.name}"
 
     def refused(self, asked: str) -> RuntimeError:
         """Returns the error for an op that parts do not support."""
         asked = f"{asked.rsplit('::', maxsplit=1)[-1]}()" if "::" in asked else asked
-        return self.spread.told(
+        return self.spread.report(
             RuntimeError(
                 f"{asked}: this rank holds only a part of {self.what}, which torch's ops can read, and write by "
                 "element or by row. Call .full_tensor() on every rank, change the result, and copy_() it back; or run "
@@ -96,7 +96,7 @@ class Part(Tensor):
 
     def _not_saved(self) -> TypeError:
         """Returns the error of saving a part."""
-        return self.spread.told(TypeError(REFUSAL.format(f"a part of {self.what}")))
+        return self.spread.report(TypeError(REFUSAL.format(f"a part of {self.what}")))
 
     def not_reduced(self, asked: str) -> RuntimeError:
         """Returns the error for reading a gradient that has not been reduced yet."""
@@ -128,14 +128,14 @@ class Part(Tensor):
     @data.setter
     def data(self, value: Tensor) -> None:
         """Replaces the part's values with another part's, or with its cut of a whole tensor."""
-        if isinstance(value, Part) and not value.spread.fits(self.spread):
+        if isinstance(value, TableShard) and not value.spread.fits(self.spread):
             raise self.refused(f"setting .data to {value.what}, which has other rows or columns")
-        if not isinstance(value, Part):
+        if not isinstance(value, TableShard):
             if value.shape != self.shape:
                 shapes = f"{tuple(self.shape)} to a tensor of shape {tuple(value.shape)}"
                 raise self.refused(f"setting .data of shape {shapes}")
             value = self.like(LocalStorage(self.spread.cut(value.detach()).clone()))
-        self.spread.note_deed()
+        self.spread.count_collective_op()
         self.held.dense()  # pending updates belong to the old memory, which others may hold
         Tensor.data.__set__(self, value.detach())  # type: ignore[attr-defined]
         self.held = LocalStorage(value.held.memory().detach())
@@ -154,23 +154,23 @@ class Part(Tensor):
     def __format__(self, spec: str) -> str:
         return format(self.item() if self.dim() == 0 else str(self), spec)
 
-    def apply_(self, function: Callable[[Any], Any]) -> Part:
+    def apply_(self, function: Callable[[Any], Any]) -> TableShard:
         """Applies a Python function to this rank's values in place."""
         self.held.memory().apply_(function)
-        self.held.note_write()
+        self.held.record_write()
         return self
 
-    def map_(self, *given: Any) -> Part:
+    def map_(self, *given: Any) -> TableShard:
         """Applies `map_` to the values; only a rank that holds the whole table can."""
         self._whole("map_()").map_(*given)
         return self
 
-    def map2_(self, *given: Any) -> Part:
+    def map2_(self, *given: Any) -> TableShard:
         """Applies `map2_` to the values; only a rank that holds the whole table can."""
         self._whole("map2_()").map2_(*given)
         return self
 
-    def share_memory_(self) -> Part:
+    def share_memory_(self) -> TableShard:
         """Moves this rank's values into shared memory."""
         self.held.memory().share_memory_()
         return self
@@ -209,7 +209,7 @@ class Part(Tensor):
         return torch.empty_like(self, **options) if _is_staged() else super().new_empty(*size, **options)
 
     def _whole(self, asked: str) -> Tensor:
-        """Returns the memory if this rank has all elements; else raises."""
+        """Returns the values if this rank has all of them; else raises."""
         if not self.spread.is_alone:
             raise self.refused(asked)
         return self.held.memory()
@@ -217,14 +217,14 @@ class Part(Tensor):
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         if self.spread.is_alone:
             return repr(self.held.dense())
-        return f"Part({self.what}, {tuple(self.shape)}, on this rank {self.held.dense()!r})"
+        return f"TableShard({self.what}, {tuple(self.shape)}, on this rank {self.held.dense()!r})"
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Part:
+    def __deepcopy__(self, memo: dict[int, Any]) -> TableShard:
         if id(self) not in memo:
-            self.spread.note_deed()
+            self.spread.count_collective_op()
             copied = self.like(self.held.copied())
             memo[id(self)] = nn.Parameter(copied, self.requires_grad) if isinstance(self, nn.Parameter) else copied
-        found: Part = memo[id(self)]
+        found: TableShard = memo[id(self)]
         return found
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -233,12 +233,12 @@ class Part(Tensor):
         return self.held.dense().__reduce_ex__(protocol)
 
     def _typed_storage(self) -> NoReturn:
-        """Refuses the storage to `torch.save`."""
+        """Raises, because `torch.save` would save only this rank's part."""
         raise self._not_saved()
 
 
 forward(
-    Part,
+    TableShard,
     [name for name in READ_MEMORY if name not in ("numpy", "__array__", "tolist", "data_ptr")],
     lambda part, name: part._whole(f"{name}()"),
 )
@@ -257,7 +257,7 @@ Rule = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 
 def become_part(parameter: nn.Parameter, local: Tensor, layout: Layout) -> None:
     """Turns a parameter into this rank's part of a table. It stays the same object."""
-    part = Part(LocalStorage(local), layout)
+    part = TableShard(LocalStorage(local), layout)
     _exchange(parameter, nn.Parameter(part, parameter.requires_grad), layout.name)
 
 
@@ -267,9 +267,7 @@ def become_whole(parameter: nn.Parameter, whole: Tensor, name: str) -> None:
 
 
 def _exchange(parameter: nn.Parameter, other: nn.Parameter, name: str) -> None:
-    """Swaps two parameters like `torch.utils.swap_tensors`, but also if references exist. Weak references stay valid,
-    and a graph that has read the parameter raises in its backward.
-    """
+    """Swaps the contents of two parameters, like `torch.utils.swap_tensors`, even if other references exist."""
     gradient, parameter.grad = parameter.grad, None
     # Attributes that users have set.
     own = {key: value for key, value in vars(parameter).items() if key not in _OF_A_PART}
@@ -283,7 +281,7 @@ def _exchange(parameter: nn.Parameter, other: nn.Parameter, name: str) -> None:
 
 
 def _refuse(name: str, gradients: object) -> NoReturn:
-    """Refuse a gradient of a loss that was computed before the table was placed."""
+    """Raises for the backward of a loss that was computed before the table was placed."""
     raise RuntimeError(
         f"backward(): the loss was computed before the table {name} was placed. Call the model first, then compute "
         "the loss."
@@ -294,8 +292,8 @@ _OF_A_PART = ("held", "spread", "kind", "is_sparse", "_is_param")
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """Returns this rank's part as a plain tensor; a tensor that is not a part, as it is."""
-    return tensor.held.memory() if isinstance(tensor, Part) else tensor.detach()
+    """Returns this rank's part as a plain tensor. Returns any other tensor unchanged."""
+    return tensor.held.memory() if isinstance(tensor, TableShard) else tensor.detach()
 
 
 def own_part_of(value: Tensor, layout: Layout) -> Tensor:
@@ -305,18 +303,18 @@ def own_part_of(value: Tensor, layout: Layout) -> Tensor:
     """
     if value.shape != layout.shape:
         return value
-    if isinstance(value, Part) and value.spread.fits(layout):
+    if isinstance(value, TableShard) and value.spread.fits(layout):
         return value.held.dense()
-    if isinstance(value, Part) and value.spread.is_table and value.spread.group is layout.group is not None:
-        layout.meet()
+    if isinstance(value, TableShard) and value.spread.is_table and value.spread.group is layout.group is not None:
+        layout.wait_for_ranks()
         old, new = (each.grid or Grid(1, layout.group.size()) for each in (value.spread, layout))
         return regrid(value.held.dense(), layout.shape, old, new, layout.group)
     if isinstance(value, DTensor) and value.placements == (Shard(1),) and layout.mesh == value.device_mesh:
-        local: Tensor = value.to_local()  # by columns over the same ranks
+        local: Tensor = value.to_local()  # the same table by columns, over the same ranks
         return local
     return layout.cut(whole(value)).contiguous()
 
 
 def whole(value: Any) -> Any:
     """Gathers a part or DTensor. Returns other values unchanged. Collective."""
-    return value.full_tensor() if isinstance(value, Part | DTensor) else value
+    return value.full_tensor() if isinstance(value, TableShard | DTensor) else value

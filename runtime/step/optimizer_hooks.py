@@ -25,19 +25,19 @@ from torch.optim.optimizer import (
 )
 
 from embrace_fx.runtime.flow.bucket_updates import Bucket
-from embrace_fx.runtime.flow.flow import Flow
+from embrace_fx.runtime.flow.comm_pipeline import CommPipeline
 from embrace_fx.runtime.flow.row_exchange import RowExchange
-from embrace_fx.runtime.ranks.announcement import Announcements
+from embrace_fx.runtime.ranks.step_handshake import StepHandshake
 from embrace_fx.runtime.step.closures import MeanLoss, closure_of, with_closure
 from embrace_fx.runtime.step.delivery import in_other_layouts
 from embrace_fx.runtime.step.row_norms import Step, add_up_squares
-from embrace_fx.runtime.tables.holders import Holders
+from embrace_fx.runtime.tables.known_optimizers import KnownOptimizers
 from embrace_fx.runtime.tables.local_storage import Rows
 from embrace_fx.runtime.tables.member import Member
 from embrace_fx.runtime.tables.model_state import ModelState
 from embrace_fx.runtime.tables.optimizer_state import own_parts, own_state_of, show_state
-from embrace_fx.runtime.tables.part import Part
 from embrace_fx.runtime.tables.table import Table
+from embrace_fx.runtime.tables.table_shard import TableShard
 from embrace_fx.runtime.tables.update_rule import DenseUpdate, RowWiseUpdate, SparseUpdate
 from embrace_fx.vocabulary.exactness import ELEMENT_WISE, needs_whole
 from embrace_fx.vocabulary.operation_id import OPTIMIZER, OWN_CODE
@@ -48,7 +48,7 @@ Hook = Callable[..., Any]
 
 @dataclass
 class _Step:
-    """One step of an optimizer, during torch's own part of it.
+    """One optimizer step in progress, while torch's own part of it runs.
 
     Attributes:
         hidden: (parameter, its `.grad` to restore after the step, its `.grad` during the step).
@@ -92,61 +92,61 @@ class _Step:
         self.hidden = []
 
 
-class Stepping:
-    """The optimizers of one model.
+class OptimizerHooks:
+    """Hooks on a model's optimizers, so that their steps also update sharded tables and gradients in flight.
 
     Args:
         state: the model's, with its sharded tables.
-        make_whole: (tables, reason) -> None: makes tables whole that an optimizer needs whole. Collective.
+        unshard: (tables, reason) -> None: makes tables whole that an optimizer needs whole. Collective.
 
     Attributes:
-        holders: the optimizers that are known.
+        known_optimizers: the optimizers that are known.
         replicas: data-parallel tables updated by rows, whose gradients become rows at the step.
         recorder: records the time of each step.
         of_any_layout: whether some gradients may be sparse, as autograd makes them.
     """
 
     def __init__(
-        self, state: ModelState, announcements: Announcements, make_whole: Callable[[Sequence[str], str], None]
+        self, state: ModelState, announcements: StepHandshake, unshard: Callable[[Sequence[str], str], None]
     ) -> None:
-        self.holders = Holders()
+        self.known_optimizers = KnownOptimizers()
         self.replicas: list[Member] = []
         self.of_any_layout = False
-        self.follow(Flow.within_steps(announcements))
+        self.follow(CommPipeline.within_steps(announcements))
         self._state = state
         self._communicator = announcements.communicator
-        self._make_whole = make_whole
+        self._unshard = unshard
         self._steps: dict[int, _Step] = {}  # id of an optimizer -> its step
 
-    def follow(self, flow: Flow) -> None:
-        """Uses another flow from now on, and records times with its recorder."""
+    def follow(self, flow: CommPipeline) -> None:
+        """Uses another flow from now on."""
         self._flow, self.recorder = flow, flow.recorder
 
     def listen(self) -> None:
-        """Adopts every optimizer that is about to step a parameter of the model, from now on."""
-        handle = register_optimizer_step_pre_hook(_hook(self, Stepping._before_any_step))
+        """Adopts, from now on, every optimizer that is about to step a parameter of the model."""
+        handle = register_optimizer_step_pre_hook(_hook(self, OptimizerHooks._before_any_step))
         weakref.finalize(self, handle.remove)
 
     # -- optimizers ----------------------------------------------------------------------------------------------------
 
     def adopt(self, optimizer: Optimizer) -> None:
-        """Makes an optimizer's steps and state dicts include the model's tables."""
-        if not self.holders.add(optimizer):
+        """Adds the hooks to an optimizer, so that its steps and state dicts include sharded tables."""
+        if not self.known_optimizers.add(optimizer):
             return
-        for parameter, state in list(optimizer.state.items()):  # loaded before the optimizer was adopted
+        for parameter, state in list(optimizer.state.items()):  # state that was loaded before the optimizer was adopted
             if isinstance(parameter, nn.Parameter) and isinstance(state, dict):
                 optimizer.state[parameter] = own_state_of(parameter, state, self._state)
-        optimizer.register_step_pre_hook(_hook(self, Stepping._before_step))
-        optimizer.register_step_post_hook(_hook(self, Stepping._after_step))
-        optimizer.register_state_dict_pre_hook(_hook(self, Stepping._settle))
-        optimizer.register_state_dict_post_hook(_hook(self, Stepping._show_state))
-        optimizer.register_load_state_dict_pre_hook(_hook(self, Stepping._load_state))
+        optimizer.register_step_pre_hook(_hook(self, OptimizerHooks._before_step))
+        optimizer.register_step_post_hook(_hook(self, OptimizerHooks._after_step))
+        optimizer.register_state_dict_pre_hook(_hook(self, OptimizerHooks._settle))
+        optimizer.register_state_dict_post_hook(_hook(self, OptimizerHooks._show_state))
+        optimizer.register_load_state_dict_pre_hook(_hook(self, OptimizerHooks._load_state))
 
     def _before_any_step(self, optimizer: Optimizer, *_: Any) -> None:
         """Adopts an optimizer that is about to step, if it holds a parameter of the model."""
         if not hasattr(optimizer, "_optimizer_state_dict_pre_hooks"):
             return  # wraps another optimizer, whose step calls this too, or steps by ops on parameters
-        if not self.holders.has(optimizer):
+        if not self.known_optimizers.has(optimizer):
             own = {id(parameter) for parameter in self._state.parameters()}
             if own.isdisjoint([id(p) for group in optimizer.param_groups for p in group["params"]]):
                 return
@@ -197,9 +197,7 @@ class Stepping:
         return lambda: loss
 
     def _sort_gradients(self, optimizer: Optimizer) -> None:
-        """Sorts gradients into those that torch's step takes, those applied by rows, and those left to the next
-        forward.
-        """
+        """Decides how each gradient is applied: by torch's step, by rows, or in the next forward."""
         held = self._held_tables(optimizer)
         self._state.pending.close()
         step = self._steps[id(optimizer)] = _Step()
@@ -210,7 +208,7 @@ class Stepping:
         step.late = self._in_flight(exchanges, tables) if may_wait else []
         for exchange in exchanges:
             if exchange.gradient.step is not None:
-                exchange.gradient.apply()  # for the gradient of the last step
+                exchange.gradient.apply()  # applies the last step's gradient first
         self._sort_tables(step, tables, optimizer)
         for table in replicas:
             if (gradient := table.parameter.grad) is not None:
@@ -236,7 +234,7 @@ class Stepping:
                 if (table := by_id.get(id(parameter))) is not None:
                     held.append(table)
                     gradient = parameter.grad
-                    if type(gradient) is Part and gradient.held.unreduced and not table.layout.is_alone:
+                    if type(gradient) is TableShard and gradient.held.unreduced and not table.layout.is_alone:
                         names.append(table.name)
         if names:
             raise RuntimeError(
@@ -248,7 +246,7 @@ class Stepping:
         return held
 
     def _sort_tables(self, step: _Step, tables: Sequence[Member], optimizer: Optimizer) -> None:
-        """Hides the gradients of tables whose rows are stepped later, and finds the joined and dense ones."""
+        """Decides for each table how its gradient is applied, and hides it from torch's step if needed."""
         done: set[int] = set()
         for exchange in step.late:
             done.update(map(id, exchange.table.members))
@@ -280,14 +278,16 @@ class Stepping:
                 step.own.append(table)
 
     def _own_tables(self, optimizer: Optimizer, held: Sequence[Member]) -> Sequence[Member]:
-        """Returns the tables among `held` that an optimizer is about to step, and makes it their optimizer."""
+        """Records `optimizer` as that of its sharded tables. Returns those that it may step sharded; makes the others
+        whole.
+        """
         whole: list[str] = []
         if reason := needs_whole(type(optimizer)):
             whole = [table.name for table in held]
         elif type(optimizer) is RowWiseAdagrad:
             whole, reason = [table.name for table in held if table.grid is not None], NOT_ON_A_GRID
         if whole:
-            self._make_whole(whole, reason)
+            self._unshard(whole, reason)
         for table in held:
             if table.optimizer is not optimizer:
                 for exchange in self._exchanges([table]):
@@ -306,14 +306,15 @@ class Stepping:
         return [table for table in found if not table.rule.moves_all]
 
     def _may_wait(self, optimizer: Optimizer) -> bool:
-        """Returns whether torch's own step does nothing that an update in the next forward could not do."""
+        """Returns whether the update may be applied in the next forward: torch's step would have no other effect."""
         if type(optimizer) not in (*ELEMENT_WISE, RowWiseAdagrad):
             return False  # other optimizers may write into their groups while they step
-        if optimizer.__dict__.get("found_inf") is not None:  # a GradScaler leaves unscaling and skipping to this step
+        # A GradScaler leaves unscaling and skipping to this step, which must run now.
+        if optimizer.__dict__.get("found_inf") is not None:
             return False
         own = *optimizer._optimizer_step_pre_hooks.values(), *optimizer._optimizer_step_post_hooks.values()
         hooks = *own, *_global_optimizer_pre_hooks.values(), *_global_optimizer_post_hooks.values()
-        return all(map(hasattr, hooks, repeat("stepping")))
+        return all(map(hasattr, hooks, repeat("optimizer_hooks")))
 
     def _exchanges(self, tables: Sequence[Member]) -> list[RowExchange]:
         """Returns the row exchanges of tables, each once."""
@@ -342,18 +343,18 @@ class Stepping:
             self._flow.buckets.step(optimizer, step.buckets)
         is_row_wise = type(optimizer) is RowWiseAdagrad
         for exchange in () if is_row_wise else step.late:
-            exchange.note_step(moved_all=exchange.gradient.begin_step().moves_all)
+            exchange.record_step(moved_all=exchange.gradient.begin_step().moves_all)
         if self._unscale(optimizer, step):
             self._step_at_once(optimizer, step)
         self._state.pending.open()
         self.recorder.mark(OPTIMIZER)
 
     def _step_at_once(self, optimizer: Optimizer, step: _Step) -> None:
-        """Steps tables by the gradients hidden from torch's own step, and notes the step at their exchanges."""
+        """Updates the tables whose gradients were hidden from torch's step."""
         moved_all, rewritten = set(map(id, step.own + step.dense)), set[int]()
         for table in step.dense + step.rows:
             held = table.open_gradient()
-            if not held.is_late and held.is_dense:  # the loop has made it dense
+            if not held.is_late and held.is_dense:  # the loop has made the gradient dense
                 rewritten.add(id(table))
         if type(optimizer) is RowWiseAdagrad:
             self._step_row_wise(step)
@@ -371,7 +372,7 @@ class Stepping:
         for exchange in self._exchanges(stepped := step.own + step.dense + step.rows + of_spaces):
             tables = set(map(id, exchange.table.members))
             of_all, rewrote = tables.issubset(map(id, stepped)), bool(tables & rewritten)
-            exchange.note_step(moved_all=bool(tables & moved_all), of_all=of_all, rewritten=rewrote)
+            exchange.record_step(moved_all=bool(tables & moved_all), of_all=of_all, rewritten=rewrote)
 
     def _step_row_wise(self, step: _Step) -> None:
         """Steps RowWiseAdagrad: row spaces as one, or table by table if someone has read a table's gradient.
@@ -385,14 +386,14 @@ class Stepping:
             found += [(table.begin_step(), table.open_gradient().rows()) for table in tables]
             at_once += [rule for rule, _ in found[len(found) - len(tables) :]]
             if exchanges and exchanges[k] in step.late:
-                exchanges[k].note_step(moved_all=exchanges[k].gradient.begin_step().moves_all)
+                exchanges[k].record_step(moved_all=exchanges[k].gradient.begin_step().moves_all)
                 found.append(exchanges[k].gradient.with_rows())
         add_up_squares(found, self._communicator, self.recorder)
         for rule in at_once:
             rule.finish([])
 
     def _count_step(self, optimizer: Optimizer) -> None:
-        """Counts a step that changes anything. Ranks compare their counts."""
+        """Counts a step. Ranks compare their counts before the next call."""
         grads = [parameter.grad for group in optimizer.param_groups for parameter in group["params"]]
         if grads.count(None) < len(grads):
             self._communicator.progress.optimizer_steps += 1
@@ -416,7 +417,7 @@ class Stepping:
     # -- state dicts ---------------------------------------------------------------------------------------------------
 
     def _settle(self, *_: Any) -> None:
-        """Applies all pending updates."""
+        """Applies all pending updates, before code reads the optimizer's state."""
         self._state.pending.close()
         self._flow.apply()
         self._state.flush_tables()
@@ -451,9 +452,9 @@ def _refuse_without_gradients(optimizer: Optimizer) -> None:
         )
 
 
-def _hook(stepping: Stepping, method: Callable[..., Any]) -> Hook:
+def _hook(optimizer_hooks: OptimizerHooks, method: Callable[..., Any]) -> Hook:
     """Returns a hook that runs without gradients, and refers to its model weakly."""
-    itself = weakref.ref(stepping)
+    itself = weakref.ref(optimizer_hooks)
 
     def hook(*args: Any) -> Any:
         """Calls the method without gradients, if its object still exists."""
@@ -466,13 +467,13 @@ def _hook(stepping: Stepping, method: Callable[..., Any]) -> Hook:
         finally:
             torch._C._set_grad_enabled(had_gradients)
 
-    hook.stepping = itself  # type: ignore[attr-defined]
+    hook.optimizer_hooks = itself  # type: ignore[attr-defined]
     return hook
 
 
-def _move_hook(hooks: Any, stepping: Stepping, *, last: bool) -> None:
-    """Moves a model's hook to the end, or to the head, of the hooks of its kind."""
+def _move_hook(hooks: Any, optimizer_hooks: OptimizerHooks, *, last: bool) -> None:
+    """Moves this model's hook to the end, or to the beginning, of the hooks of its kind."""
     for key, hook in list(hooks.items()):
-        owner = getattr(hook, "stepping", None)
-        if owner is not None and owner() is stepping:
+        owner = getattr(hook, "optimizer_hooks", None)
+        if owner is not None and owner() is optimizer_hooks:
             hooks.move_to_end(key, last=last)

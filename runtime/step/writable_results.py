@@ -12,11 +12,11 @@ from typing import Any
 
 from torch import Tensor
 
-from embrace_fx.runtime.tables.part import Part
-from embrace_fx.vocabulary.as_seen import AsSeen
+from embrace_fx.runtime.tables.table_shard import TableShard
+from embrace_fx.vocabulary.version_snapshot import VersionSnapshot
 
 
-def own_results(results: Sequence[Any], differentiable: Iterable[int]) -> tuple[list[Any], list[int]]:
+def writable_results(results: Sequence[Any], differentiable: Iterable[int]) -> tuple[list[Any], list[int]]:
     """Returns the results of a call with views replaced by plain tensors, which count their own writes.
 
     Args:
@@ -35,18 +35,18 @@ def own_results(results: Sequence[Any], differentiable: Iterable[int]) -> tuple[
     return given, made
 
 
-def in_memory_of(made: Iterable[Tensor], read: AsSeen) -> AsSeen:
-    """Finds the tensors that share memory with the tensors that the backward reads.
+def in_memory_of(made: Iterable[Tensor], read: VersionSnapshot) -> VersionSnapshot:
+    """Returns the tensors among `made` that share memory with tensors that the backward reads.
 
     Args:
-        made: plain tensors that `own_results` made.
+        made: plain tensors that `writable_results` made.
         read: the tensors that the backward reads.
     """
     memory = {memory_of(tensor) for tensor in read.tensors}
     shared = (tensor.detach() for tensor in made if memory_of(tensor) in memory)
-    return AsSeen.of(shared)
+    return VersionSnapshot.of(shared)
 
 
 def memory_of(tensor: Tensor) -> int:
-    """Returns a number that tensors in the same memory share."""
-    return int((tensor.held.now() if isinstance(tensor, Part) else tensor).untyped_storage()._cdata)
+    """Returns a number that is equal for tensors with the same storage."""
+    return int((tensor.held.now() if isinstance(tensor, TableShard) else tensor).untyped_storage()._cdata)

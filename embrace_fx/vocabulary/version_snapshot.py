@@ -12,29 +12,29 @@ _VERSION = attrgetter("_version")
 
 
 @dataclass(frozen=True)
-class AsSeen:
+class VersionSnapshot:
     """A snapshot of tensors and their version counters, to detect later writes."""
 
     tensors: tuple[Tensor, ...] = ()
     writes: tuple[int, ...] = ()
 
     @staticmethod
-    def of(values: Iterable[object]) -> AsSeen:
+    def of(values: Iterable[object]) -> VersionSnapshot:
         """Takes a snapshot of the tensors among `values`. Leaves out inference tensors, which have no version
         counter.
         """
         found = tuple([each for each in values if isinstance(each, Tensor) and not each.is_inference()])
-        return AsSeen(found, tuple(map(_VERSION, found)))
+        return VersionSnapshot(found, tuple(map(_VERSION, found)))
 
     @staticmethod
-    def of_all(tensors: Iterable[Tensor]) -> AsSeen:
+    def of_all(tensors: Iterable[Tensor]) -> VersionSnapshot:
         """Takes a snapshot of tensors.
 
         Raises:
             RuntimeError: a tensor was created in inference mode.
         """
         found = tuple(tensors)
-        return AsSeen(found, tuple(map(_VERSION, found)))
+        return VersionSnapshot(found, tuple(map(_VERSION, found)))
 
     def written(self) -> list[Tensor]:
         """Returns the tensors that have been written since the snapshot."""
@@ -48,5 +48,5 @@ class AsSeen:
         now = [each for each in values if isinstance(each, Tensor) and not each.is_inference()]
         return [*map(id, now)] == [*map(id, self.tensors)] and tuple(map(_VERSION, self.tensors)) == self.writes
 
-    def __add__(self, other: AsSeen) -> AsSeen:
-        return AsSeen(self.tensors + other.tensors, self.writes + other.writes)
+    def __add__(self, other: VersionSnapshot) -> VersionSnapshot:
+        return VersionSnapshot(self.tensors + other.tensors, self.writes + other.writes)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 
-def among(ids: Tensor, rows: tuple[int, ...]) -> Tensor:
+def isin(ids: Tensor, rows: tuple[int, ...]) -> Tensor:
     """Returns a bool mask of the `ids` that are in `rows`."""
     return ids == rows[0] if len(rows) == 1 else torch.isin(ids, on_device(rows, ids.device))
 

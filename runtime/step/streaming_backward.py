@@ -16,15 +16,16 @@ from typing import Any
 
 from torch import Tensor, fx
 
-from embrace_fx.runtime.step.phases import Runnable, keep
+from embrace_fx.runtime.step.runnable_phase import Runnable, keep
 from embrace_fx.vocabulary.graph import LateModule, OutputRole, Saved, Tangent, Values, inputs_of, outputs_of
 from embrace_fx.vocabulary.ops import op_name
 
 _Output = tuple[fx.Node | None, OutputRole]
 
 
-class InPieces:
-    """A lowered backward that begins before all of its gradients exist.
+class StreamingBackward:
+    """A lowered backward of the eager route that runs piece by piece: each bucket is sent as soon as its gradients
+    exist.
 
     Args:
         module: the phase.
@@ -41,7 +42,7 @@ class InPieces:
 
     @property
     def roles(self) -> tuple[OutputRole, ...]:
-        """Roles of the outputs."""
+        """The roles of the backward's outputs."""
         return self._rest.roles
 
     def source(self) -> str:
@@ -51,10 +52,13 @@ class InPieces:
     def begin(self) -> None:
         """Begins a backward, of which nothing has run."""
         self._run, self._values = 0, Values()
-        self._missing = [set(needed) for _, needed in self._pieces]  # gradients not noted yet, by piece
+        # For each piece, the gradients that have not been recorded yet.
+        self._missing = [set(needed) for _, needed in self._pieces]
 
-    def note(self, tangent: int) -> bool | None:
-        """Records a gradient. Returns whether the next piece may run now, or None if the gradient was already sent."""
+    def record(self, tangent: int) -> bool | None:
+        """Records that a gradient exists. Returns whether the next piece can run, or None if the gradient has been sent
+        already.
+        """
         piece = self._piece_of.get(tangent)
         if piece is None:
             return False
@@ -65,7 +69,7 @@ class InPieces:
         return piece == self._run and not missing
 
     def may_run(self, tangents: Mapping[int, Tensor]) -> bool:
-        """Returns whether the gradients of the next piece exist."""
+        """Returns whether all gradients of the next piece exist."""
         return self._run < len(self._pieces) and self._pieces[self._run][1] <= tangents.keys()
 
     def run_ready(self, tangents: Mapping[int, Tensor]) -> None:
@@ -84,7 +88,7 @@ class InPieces:
 
 
 def _cut(module: fx.GraphModule) -> list[fx.GraphModule]:
-    """Cuts out the nodes that pack and submit each bucket. The last piece has all other nodes."""
+    """Splits a backward into pieces: one per bucket, and a last one with all other nodes."""
     left = dict.fromkeys(node for node in module.graph.nodes if node.op == "call_function")
     found = []
     for node in [*left]:
@@ -102,7 +106,7 @@ def _cut(module: fx.GraphModule) -> list[fx.GraphModule]:
 
 
 def _part(module: fx.GraphModule, nodes: Collection[fx.Node], outputs: Sequence[_Output]) -> fx.GraphModule:
-    """Returns the graph of some nodes. Values that they read from other nodes become saved values."""
+    """Returns the graph of some nodes. What they read from other nodes becomes a saved value."""
     read = {each for node in nodes for each in node.all_input_nodes} | {value for value, _ in outputs}
     graph, env = fx.Graph(), dict[fx.Node, fx.Node]()
     for node in module.graph.nodes:

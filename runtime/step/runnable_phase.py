@@ -79,7 +79,7 @@ def runnable(
     *,
     last: bool = False,
 ) -> Runnable:
-    """Returns a lowered phase.
+    """Lowers a phase to a `Runnable`.
 
     Args:
         call: returns what a node calls, or None for a kernel or torch's own op.
@@ -106,13 +106,13 @@ def runnable(
 
 
 def reader(module: fx.GraphModule, state: ModelState) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
-    """Returns a graph without collectives as a function of the flattened batch."""
+    """Returns a function from a flattened batch to the outputs of a graph without collectives."""
     run = runnable(module, state)
     return lambda leaves: run(leaves, {}, {})
 
 
 def keep(roles: Sequence[OutputRole], outputs: Sequence[Any], values: Values) -> None:
-    """Adds the outputs that a phase saves to `values`."""
+    """Stores the outputs that a phase saves in `values`, by role."""
     for role, value in zip(roles, outputs, strict=True):
         if isinstance(role, Saved):
             values[role.name] = value
@@ -132,7 +132,7 @@ def outside_of_autograd(call: Callable[..., Result], *arguments: Any, **options:
 
 
 def autocast_is_in_the_graph() -> contextlib.AbstractContextManager[None]:
-    """Turns off autocast, because the graph has its casts as nodes, and autocast would cast again."""
+    """Returns a context without autocast, because the graph has casts as nodes, and autocast would cast again."""
     enabled = torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")
     return _without_autocast() if enabled else _AS_IT_IS
 
@@ -142,6 +142,6 @@ _AS_IT_IS = contextlib.nullcontext()
 
 @contextlib.contextmanager
 def _without_autocast() -> Iterator[None]:
-    """Disables autocast on all devices."""
+    """Opens a context without autocast on any device."""
     with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
         yield

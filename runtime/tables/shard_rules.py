@@ -31,11 +31,10 @@ from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
 from embrace_fx.runtime.tables.local_storage import CopyStorage, LocalStorage
-from embrace_fx.runtime.tables.part import Part, Rule
-from embrace_fx.runtime.tables.part_layout import VIEWS, Axis, Layout, NotAView, view
-from embrace_fx.runtime.tables.part_reductions import REDUCTIONS
-from embrace_fx.runtime.tables.part_rows import ROWS
-from embrace_fx.runtime.tables.part_whole import (
+from embrace_fx.runtime.tables.shard_layout import VIEWS, Axis, Layout, NotAView, view
+from embrace_fx.runtime.tables.shard_reductions import REDUCTIONS
+from embrace_fx.runtime.tables.shard_rows import ROWS
+from embrace_fx.runtime.tables.shard_whole import (
     ALIASES,
     LIKE,
     NEW,
@@ -47,36 +46,40 @@ from embrace_fx.runtime.tables.part_whole import (
     set_memory,
     to_be_read,
 )
+from embrace_fx.runtime.tables.table_shard import Rule, TableShard
 
 aten = torch.ops.aten
 
 
 def answer(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """Computes an op that has parts among its arguments.
+    """Runs an op that has parts among its arguments, by the rule for that op.
 
     Raises:
         RuntimeError: the op is not supported on parts; on every rank.
     """
     leaves = leaves_of(args, kwargs)
-    parts = [leaf for leaf in leaves if isinstance(leaf, Part)]
+    parts = [leaf for leaf in leaves if isinstance(leaf, TableShard)]
     if len(parts) < len(leaves) and DTensor in set(map(type, leaves)):
         raise parts[0].refused(f"{func._schema.name} with a DTensor")
-    written = args[0].held if func._schema.is_mutable and isinstance(args[0], Part) else None
+    written = args[0].held if func._schema.is_mutable and isinstance(args[0], TableShard) else None
     if written is not None:
         written.check_write()
-    if len(parts) > 1 and any(part.spread.is_alone != parts[0].spread.is_alone for part in parts):  # makes another copy
-        args, kwargs = pytree.tree_map_only(Part, lambda p: p.held.dense() if p.spread.is_alone else p, (args, kwargs))
+    # A part of which this rank has all is read as a plain tensor.
+    if len(parts) > 1 and any(part.spread.is_alone != parts[0].spread.is_alone for part in parts):
+        args, kwargs = pytree.tree_map_only(
+            TableShard, lambda p: p.held.dense() if p.spread.is_alone else p, (args, kwargs)
+        )
         parts = [part for part in parts if not part.spread.is_alone]
     found = _answer(func, args, dict(kwargs), parts)
     if written is not None:
-        written.note_write()
+        written.record_write()
     if func not in _OF_NO_ELEMENTS:
-        parts[0].spread.note_deed()
+        parts[0].spread.count_collective_op()
     return found
 
 
-def _answer(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], parts: Sequence[Part]) -> Any:
-    """Runs an op on parts by its rule, or refuses it."""
+def _answer(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], parts: Sequence[TableShard]) -> Any:
+    """Runs an op on parts by its rule, or raises if there is none."""
     first = parts[0]
     is_alone = first.spread.is_alone
     summed = not is_alone and True in [part.held.unreduced for part in parts]
@@ -86,7 +89,7 @@ def _answer(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], parts: Seq
     if not is_alone and is_of_a_loss(func, args, kwargs):
         return of_loss(_RULES.get(func), func, args, kwargs)
     rule = _RULES.get(func)
-    if rule is not None and (isinstance(args[0], Part | list | tuple) or rule in _OF_TWO):
+    if rule is not None and (isinstance(args[0], TableShard | list | tuple) or rule in _OF_TWO):
         try:
             found = rule(func, args, kwargs)
         except NotAView:
@@ -101,7 +104,7 @@ def _answer(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], parts: Seq
             return found
     if is_alone:
         return _alone(func, args, kwargs)
-    if isinstance(kwargs.get("out"), Part) and torch.Tag.pointwise in func.tags:
+    if isinstance(kwargs.get("out"), TableShard) and torch.Tag.pointwise in func.tags:
         found = _into_part(func, args, kwargs)
         if found is not NotImplemented:
             return found
@@ -114,7 +117,7 @@ def _answer(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], parts: Seq
 
 
 def _alias(func: Any, args: Any, kwargs: Any) -> Any:
-    """Returns a part that shares this part's storage."""
+    """Implements `detach` and `alias`: returns a part that shares this part's storage."""
     return args[0].like(args[0].held)
 
 
@@ -135,25 +138,25 @@ def _view(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _element_wise(func: Any, args: Any, kwargs: Any) -> Any:
-    """Applies an element-wise op to this rank's elements."""
+    """Implements element-wise ops: applies the op to this rank's elements."""
     given = leaves_of(args, kwargs)
     leaves = [leaf for leaf in given if isinstance(leaf, Tensor)]
-    parts = [leaf for leaf in leaves if isinstance(leaf, Part)]
+    parts = [leaf for leaf in leaves if isinstance(leaf, TableShard)]
     writes = func._schema.is_mutable
-    if kwargs.get("out") is not None or (writes and not isinstance(args[0], Part)):
-        return NotImplemented  # would write a part into a whole tensor
+    if kwargs.get("out") is not None or (writes and not isinstance(args[0], TableShard)):
+        return NotImplemented  # the op would write a part into a whole tensor
     common = _common(parts, leaves)
     if common is None:
         return NotImplemented
     layout: Layout = common
     if writes and not layout.fits(parts[0].spread):
-        # Raises torch's error.
+        # Run the op without data, so that torch raises its own error.
         func(*pytree.tree_map_only(Tensor, _meta, args), **pytree.tree_map_only(Tensor, _meta, kwargs))
         return NotImplemented
 
     def own(leaf: Tensor) -> Tensor:
         """Returns this rank's values of an operand."""
-        if isinstance(leaf, Part):
+        if isinstance(leaf, TableShard):
             local = leaf.held.memory() if writes and leaf is args[0] else leaf.held.dense()
             return local if leaf.spread.is_flat else _own(local, leaf.spread.axes, layout)
         if layout.is_flat:
@@ -165,7 +168,7 @@ def _element_wise(func: Any, args: Any, kwargs: Any) -> Any:
     if writes:
         return args[0]
     if not parts[0].spread.is_alone:
-        others = [leaf for leaf in leaves if not isinstance(leaf, Part)]
+        others = [leaf for leaf in leaves if not isinstance(leaf, TableShard)]
         numbers = [leaf for leaf in given if isinstance(leaf, int | float | complex)]
         layout = layout.computed_with([part.spread for part in parts], others, numbers)
     if any(not part.spread.meta().is_contiguous() for part in parts):
@@ -176,7 +179,7 @@ def _element_wise(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _into_part(func: Any, args: Any, kwargs: Any) -> Any:
-    """Applies an element-wise op with `out=`."""
+    """Implements element-wise ops with `out=` a part."""
     out = kwargs["out"]
     found = func.overloadpacket(*args, **{key: value for key, value in kwargs.items() if key != "out"})
     return out.copy_(found) if found.shape == out.shape else NotImplemented
@@ -184,17 +187,17 @@ def _into_part(func: Any, args: Any, kwargs: Any) -> Any:
 
 def _meta(leaf: Tensor) -> Tensor:
     """Returns the leaf without memory, in the shape of the whole value."""
-    if isinstance(leaf, Part):
+    if isinstance(leaf, TableShard):
         return leaf.spread.meta(leaf.dtype)
     return leaf.to("meta")
 
 
-def _common(parts: Sequence[Part], leaves: Sequence[Tensor]) -> Layout | None:
-    """Returns the layout of an element-wise result, or None if the operands are sharded differently."""
+def _common(parts: Sequence[TableShard], leaves: Sequence[Tensor]) -> Layout | None:
+    """Returns the layout of an element-wise result, or None if its operands are sharded differently."""
     first, shape = parts[0].spread, torch.broadcast_shapes(*(leaf.shape for leaf in leaves))
     if any(part.spread.is_flat for part in parts):
         alike = all(part.spread.fits(first) for part in parts)
-        plain = [leaf for leaf in leaves if not isinstance(leaf, Part)]
+        plain = [leaf for leaf in leaves if not isinstance(leaf, TableShard)]
         fit = alike and shape == first.shape and all(leaf.numel() == 1 or leaf.shape == shape for leaf in plain)
         return first if fit else None
     if any(part.spread.chosen != first.chosen for part in parts):
@@ -218,7 +221,7 @@ def _own(operand: Tensor, axes: tuple[Axis, ...], layout: Layout) -> Tensor:
 
 
 def _like(func: Any, args: Any, kwargs: Any) -> Any:
-    """Returns another tensor of the same layout: a copy, a conversion or zeros."""
+    """Implements `clone`, `_to_copy`, `zeros_like` and the like: returns a part of the same layout."""
     part = args[0]
     if func is aten.clone.default and not kwargs:
         return part.like(part.held.copied())
@@ -235,7 +238,7 @@ def _new(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _random(func: Any, args: Any, kwargs: Any) -> Any:
-    """Draws random numbers for the whole tensor, equal on all ranks, and keeps this rank's share."""
+    """Implements random fills: draws numbers for the whole tensor, equal on all ranks, and keeps this rank's."""
     part = args[0]
     looks = torch.empty(part.shape, dtype=part.dtype, device=part.device)
     drawn = part.spread.cut(func(looks, *args[1:], **kwargs))
@@ -251,16 +254,16 @@ def _random(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _each(func: Any, args: Any, kwargs: Any) -> Any:
-    """Applies a `_foreach_` op: to plain tensors together, to parts one by one, as torch does without a kernel."""
+    """Implements `_foreach_` ops: applies them to plain tensors together, and to parts one by one."""
     tensors = next(value for value in args if isinstance(value, list | tuple))
     lists = [value for value in (*args, *kwargs.values()) if isinstance(value, list | tuple)]
-    parts = sorted({k for each in lists for k, value in enumerate(each) if isinstance(value, Part)})
+    parts = sorted({k for each in lists for k, value in enumerate(each) if isinstance(value, TableShard)})
     found: list[Any] = [None] * len(tensors)
     one_by_one = partial(func._op_dk, torch._C.DispatchKey.CompositeExplicitAutograd)
     for chosen, call in (([k for k in range(len(tensors)) if k not in parts], func), (parts, one_by_one)):
 
         def of(value: Any, chosen: Sequence[int] = chosen) -> Any:
-            """Returns the chosen items of a list with one item per tensor, or else the value itself."""
+            """Returns the chosen items of a list argument, or any other argument unchanged."""
             is_list = isinstance(value, list | tuple) and len(value) == len(tensors)
             return [value[k] for k in chosen] if is_list else value
 
@@ -271,18 +274,18 @@ def _each(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _alone(func: Any, args: Any, kwargs: Any) -> Any:
-    """Applies an op that no other rule covers, on a rank that has the whole table."""
+    """Implements all other ops on a rank that has the whole table."""
     shares = func._schema.is_mutable or any(each.alias_info is not None for each in func._schema.returns)
 
-    def plain(part: Part) -> Tensor:
+    def plain(part: TableShard) -> Tensor:
         """Returns the whole table's values as a plain tensor."""
         return part.held.pinned() if shares else part.held.dense()
 
-    plain_args, plain_kwargs = pytree.tree_map_only(Part, plain, (args, kwargs))
+    plain_args, plain_kwargs = pytree.tree_map_only(TableShard, plain, (args, kwargs))
     result = func(*plain_args, **plain_kwargs)
-    if shares and isinstance(args[0], Part) and isinstance(args[0].held, CopyStorage):
+    if shares and isinstance(args[0], TableShard) and isinstance(args[0].held, CopyStorage):
         return to_be_read(args[0], result, func)
-    return args[0] if func._schema.is_mutable and isinstance(args[0], Part) else result
+    return args[0] if func._schema.is_mutable and isinstance(args[0], TableShard) else result
 
 
 _ELEMENT_WISE = frozenset(
@@ -332,4 +335,4 @@ _OF_SUMS = frozenset(
 
 _OF_TWO = frozenset({REDUCTIONS[aten.equal.default], set_memory})
 
-Part.answer = answer
+TableShard.answer = answer

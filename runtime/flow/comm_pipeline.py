@@ -21,13 +21,13 @@ from embrace_fx.runtime.flow.bucket_updates import Buckets
 from embrace_fx.runtime.flow.next_batch import IdsProgram, NextBatch, announce, read_batch
 from embrace_fx.runtime.flow.owed import Owed
 from embrace_fx.runtime.flow.row_exchange import RowExchange
-from embrace_fx.runtime.kernels import coalesce, places_of_sums, sum_rows
+from embrace_fx.runtime.kernels import coalesce, plan_sums, sum_rows
 from embrace_fx.runtime.launch.launch_queue import LaunchQueue
 from embrace_fx.runtime.launch.launcher import Launcher
 from embrace_fx.runtime.launch.recorder import Recorder
 from embrace_fx.runtime.launch.streams import Event, Streams
-from embrace_fx.runtime.ranks.announcement import Announcements
 from embrace_fx.runtime.ranks.backward_barrier import BackwardBarrier
+from embrace_fx.runtime.ranks.step_handshake import StepHandshake
 from embrace_fx.vocabulary.graph import Values
 from embrace_fx.vocabulary.modes import outside_of_modes
 from embrace_fx.vocabulary.operation_id import (
@@ -46,8 +46,8 @@ from embrace_fx.vocabulary.step_variant import Arrival, BackwardVariant, Forward
 Absent = Callable[[ForwardVariant], Sequence[OperationId]]
 
 
-class Flow:
-    """The communication in flight between two steps, and the updates left to the next step.
+class CommPipeline:
+    """Everything in flight between two steps: launches, prefetched rows, and updates that the next forward applies.
 
     Args:
         exchanges: table or row space -> its exchange.
@@ -68,7 +68,7 @@ class Flow:
 
     def __init__(
         self,
-        announcements: Announcements,
+        announcements: StepHandshake,
         launcher: Launcher,
         exchanges: Mapping[str, RowExchange],
         buckets: Buckets,
@@ -104,8 +104,8 @@ class Flow:
 
     @classmethod
     def within_steps(
-        cls, announcements: Announcements, streams: Streams | None = None, recorder: Recorder | None = None
-    ) -> Flow:
+        cls, announcements: StepHandshake, streams: Streams | None = None, recorder: Recorder | None = None
+    ) -> CommPipeline:
         """Makes the flow of steps that launch each collective immediately, and wait for it in the same step."""
         launcher = Launcher((), (), LaunchQueue(recorder or Recorder()), announcements.communicator)
         buckets = Buckets((), lambda names: [], announcements.communicator, launcher, {})
@@ -136,14 +136,14 @@ class Flow:
         rows = program.rows_of_batch(values)
         coming = following.sizes() if following is not None and self.looks_ahead else None
         everyone = announce(self.announcements, self.launcher, rows, coming, bad, found=found)
-        self.announcements.note_rows(program.tables, everyone.rows)
+        self.announcements.record_rows(program.tables, everyone.rows)
         self.after_announcement()
         if everyone.overtook:
-            self.launcher.queue.catch_up()
+            self.launcher.queue.enqueue_submitted()
         if expected is not None and everyone.found:
             self._route(expected)
         else:
-            if expected is not None and not is_batch:  # on this rank
+            if expected is not None and not is_batch:  # this rank has called the model with another batch
                 self._warn()
             self._forget_rows()
             if program.tables:
@@ -159,8 +159,8 @@ class Flow:
             following.current = {table: self.exchanges[table].routing(*found) for table, found in of_ranks.items()}
             self._coming = following
         variant = ForwardVariant(self._arrives(), self._coming is not None)
-        if variant.arrives == "other":  # whose rows would wait for gradients that come later in the order
-            self.launcher.queue.catch_up()
+        if variant.arrives == "other":  # the rows would wait for gradients that come later in the order
+            self.launcher.queue.enqueue_submitted()
         self.launcher.skip(absent(variant))
         self._begin_compute()
         return values, variant
@@ -178,7 +178,7 @@ class Flow:
         return ahead
 
     def _arrives(self) -> Arrival:
-        """Returns how the rows of this forward's batch arrive, and forgets the prepared batch."""
+        """Returns how the rows of this batch arrive: "cut", "whole" or "other", as in `ForwardVariant`."""
         cut, self._has_cut = self._has_cut, False
         if cut:
             return "cut"
@@ -193,35 +193,39 @@ class Flow:
         self.recorder.begin_segment(self._forward)
 
     def _land_waiting(self) -> None:
-        """Waits for gradients that no step has taken, because they precede this forward's launches in the order."""
+        """Waits for gradients that no step has applied, because they come before this forward's launches in the
+        order.
+        """
         waiting = [each.gradient for each in self.exchanges.values() if each.gradient.waiting]
         if waiting:
-            with self.launcher.hurrying():
+            with self.launcher.flushing():
                 for gradient in waiting:
                     gradient.wait()
 
     def coalesce(
         self, ids: Tensor, flat: Tensor, columns: int, padding_rows: Sequence[int], scale: float
     ) -> list[Tensor]:
-        """Sums row gradients, as the op does. On a device, the host waits for the ids but not for the backward."""
+        """Sums the gradient rows of equal ids, like the op `coalesce`. On a device, the host waits for the ids, not for
+        the backward.
+        """
         if (streams := self.streams) is None:
             return coalesce(ids, flat, columns, padding_rows, scale)
         with streams.on("ids", "places of sums"):
             streams.wait(self._ids_known)
             streams.keep(ids)
-            places = places_of_sums(ids, flat, padding_rows)
+            places = plan_sums(ids, flat, padding_rows)
             known = streams.record("places known")
         streams.wait(known)
         streams.keep(*places)
         return sum_rows(flat, places, columns, scale)
 
     def begin_plain_forward(self) -> None:
-        """Begins an announced forward that leaves nothing to the next step and finds nothing left by the last one."""
+        """Begins a forward that leaves nothing to the next step and finds nothing left by the last one."""
         self.launcher.enter_forward()
         self._begin_compute()
 
     def _route(self, ahead: NextBatch) -> NextBatch | None:
-        """Runs the ids phase of a batch whose id exchange is in flight. Returns None if no rank may use the batch."""
+        """Computes the routing of a batch whose ids are in flight. Returns None if no rank may use the batch."""
         return ahead if ahead.route(self.launcher.wait) else None
 
     def mark_forward(self) -> None:
@@ -268,7 +272,7 @@ class Flow:
 
     def begin_backward(self, program: IdsProgram, variant: BackwardVariant) -> None:
         """Applies the pending updates that no node of the program applies."""
-        self.recorder.mark(OWN_CODE)  # code since the forward, such as losses
+        self.recorder.mark(OWN_CODE)  # counts the code since the forward, such as losses, as the loop's own
         self.recorder.window()
         self._has_cut = self._left = self.looks_ahead and variant.cut
         for bucket in self.buckets.all:
@@ -363,11 +367,12 @@ class Flow:
     @contextlib.contextmanager
     def _out_of_turn(self) -> Iterator[None]:
         """Opens a context in which launches may complete out of turn, because it may be opened anywhere in a step."""
-        with outside_of_modes(), self.launcher.hurrying():
+        with outside_of_modes(), self.launcher.flushing():
             yield
 
     def hand_out(self) -> None:
-        """Prepares for writes to parameters from now on.
+        """Prepares for writes to parameters by the caller: prefetched rows will be compared with the table, or sent
+        again.
 
         Early rows are compared with the table before they are used. On a device, where the host would wait for the
         comparison, they are sent again.
@@ -376,7 +381,7 @@ class Flow:
         self._valid &= self.streams is None
 
     def forget_sent(self) -> None:
-        """Makes early rows be sent again, because the optimizer state with which they were computed changes."""
+        """Makes prefetched rows be sent again, because the optimizer state that they were computed with changes."""
         self._valid = False
 
     def expect_no_batch(self) -> None:
@@ -384,7 +389,7 @@ class Flow:
         self._ahead = None
 
     def leave(self) -> None:
-        """Applies updates, waits, and drops prefetched rows, before a call that runs without the flow."""
+        """Applies updates, waits for gradients, and drops prefetched rows, before a call that does not use the flow."""
         self.apply()
         self.wait()
         self._ahead = None

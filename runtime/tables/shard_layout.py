@@ -36,7 +36,7 @@ class NotAView(Exception):
 
 @dataclass(frozen=True)
 class Axis:
-    """One dimension of a layout.
+    """One dimension of a layout: which of its indices this rank has.
 
     Attributes:
         own: the indices that this rank has.
@@ -55,7 +55,7 @@ class Axis:
 
     @property
     def is_tables(self) -> bool:
-        """Returns whether the axis is a complete dimension of the table."""
+        """Returns whether the axis is a whole dimension of the table."""
         return len(self.of) == len(("rows or columns", "size", "ranks"))
 
     @property
@@ -64,7 +64,7 @@ class Axis:
         return slice(self.own.start, self.own.stop, self.own.step) if len(self.own) else slice(0, 0)
 
     def picked(self, asked: slice) -> tuple[Axis, slice]:
-        """Slices the axis. Returns the new axis and the slice of this rank's part."""
+        """Returns a slice of the axis, and the slice of this rank's indices."""
         picks, own = range(self.size)[asked], self.own
         if not self.of:
             return Axis.whole(len(picks)), asked
@@ -73,7 +73,7 @@ class Axis:
             raise NotAView
         if not own:  # also if a view has picked an element on another rank
             return Axis(len(picks), own, of), slice(0, 0, 1)
-        if own.step == 1:  # the selected indices between two bounds
+        if own.step == 1:  # this rank's indices are those between two bounds
             first = max(0, -(-(own.start - picks.start) // picks.step))
             last = min(len(picks), -(-(own.stop - picks.start) // picks.step))
             kept = range(first, max(first, last))
@@ -139,7 +139,7 @@ class Layout:
 
     @property
     def is_alone(self) -> bool:
-        """Returns whether this rank has the whole table."""
+        """Returns whether this rank has the whole table, so that nothing is exchanged."""
         return self.mesh is None
 
     @property
@@ -173,7 +173,7 @@ class Layout:
             if communicator.is_open:
                 if not asked:
                     return communicator.reduce_scalar(value, reduce_op)
-                return communicator.reduce_asked(value, reduce_op, self._what(asked))
+                return communicator.reduce_for_read(value, reduce_op, self._what(asked))
             communicator.check_fork()
         for group in self.mesh.get_all_groups():  # the model has been closed or deleted
             dist.all_reduce(value, reduce_op, group=group)
@@ -187,22 +187,22 @@ class Layout:
 
     def _what(self, asked: str) -> str:
         """Describes the request in words that are equal on all ranks if the requests are."""
-        told, computed = f"{asked} of the sharded {self.name}", int(self.operands)
-        return f"{told} with operands of hash {computed:x}" if computed else told
+        request, computed = f"{asked} of the sharded {self.name}", int(self.operands)
+        return f"{request} with operands of hash {computed:x}" if computed else request
 
     def watching(self) -> contextlib.AbstractContextManager[None]:
         """Returns a context that names missing or stuck ranks in the error of a failed collective."""
         communicator = self.communicator()
         return contextlib.nullcontext() if communicator is None else communicator.watching()
 
-    def note_deed(self) -> None:
-        """Records that this rank did something with its part that all ranks must do."""
+    def count_collective_op(self) -> None:
+        """Counts an op on parts that all ranks must run. Ranks compare their counts before a step."""
         communicator = self.communicator() if self.mesh is not None else None
         if communicator is not None and threading.current_thread() is threading.main_thread():
-            communicator.deeds += 1
+            communicator.collective_ops += 1
 
-    def told(self, error: E) -> E:
-        """Reports an error to ranks that may be waiting, and returns it for the caller to raise.
+    def report(self, error: E) -> E:
+        """Reports an error to ranks that may be waiting. Returns the error for the caller to raise.
 
         Raises:
             RuntimeError: this is a forked child process.
@@ -212,8 +212,8 @@ class Layout:
             communicator.refuse(str(error))
         return error
 
-    def meet(self) -> None:
-        """Waits until all ranks request the whole tensor. Collective."""
+    def wait_for_ranks(self) -> None:
+        """Returns once all ranks have asked for the whole tensor. Collective."""
         self.reduce(torch.zeros(1, device="cpu"), dist.ReduceOp.SUM, _ALL)
 
     def whole(self, own: Tensor) -> Tensor:
@@ -235,7 +235,7 @@ class Layout:
         )
 
     def joined(self, own: Tensor) -> tuple[Tensor, slice]:
-        """Concatenates the ranks' ids (D, K). Returns them and the slice of this rank's. K may differ. Collective."""
+        """Concatenates the ranks' ids. Returns them, and the slice of this rank's. Collective."""
         assert self.mesh is not None
         ranks = self.mesh.mesh.flatten().tolist()
         at, count = ranks.index(self.mesh.get_rank()), own.shape[1]
@@ -257,7 +257,7 @@ class Layout:
         sent[: len(own)] = own
         flat, communicator = sent.view(-1).view(torch.uint8), self.communicator()
         if communicator is not None and communicator.is_open:
-            everyone = communicator.gather_asked(flat, self._what(_ALL))
+            everyone = communicator.gather_for_read(flat, self._what(_ALL))
         else:  # the model has been closed or deleted
             everyone = flat.new_empty((ranks * flat.numel(),))
             all_gather_single(everyone, flat, group=self.mesh.get_group())
@@ -270,11 +270,11 @@ class Layout:
 
     @property
     def is_apart(self) -> bool:
-        """Returns whether the ranks have different elements."""
+        """Returns whether the ranks have different elements of the tensor."""
         return bool(self.chosen) or any(axis.of for axis in self.axes)
 
     def fits(self, other: Layout) -> bool:
-        """Returns whether every rank has the same elements under both layouts."""
+        """Returns whether two layouts give every rank the same elements."""
         mine, theirs = ([(axis.size, axis.of) for axis in each.axes] for each in (self, other))
         return self.shape == other.shape and self.chosen == other.chosen and mine == theirs
 
@@ -433,7 +433,7 @@ def _view_of(
 
 
 def _reshaped(layout: Layout, local: Tensor, whole: Tensor) -> tuple[Layout, Tensor]:
-    """Merges dimensions of a part, or restores merged ones."""
+    """Returns the view that merges dimensions of a part, or restores merged ones."""
     sizes = [len(axis.own) for axis in layout.axes]
     is_back = whole.shape == torch.Size(axis.size for axis in layout.axes)
     if not local.numel():

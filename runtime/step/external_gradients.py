@@ -5,7 +5,7 @@
 Autograd brings two gradients to `scale`. The program reduces the one that comes through the call. The one through
 `penalty` is this rank's own: here it becomes the mean over ranks, as under DDP.
 
-A sharded table's gradient is of the whole table (`embrace_fx.runtime.tables.part_rules`): each rank adds its own part
+A sharded table's gradient is of the whole table (`embrace_fx.runtime.tables.shard_rules`): each rank adds its own part
 of the mean to the rows that the call brings.
 """
 
@@ -19,11 +19,11 @@ from torch import Tensor
 from embrace_fx.runtime.ranks.communicator import Communicator
 from embrace_fx.runtime.step.gradient_hooks import NodeHook
 from embrace_fx.runtime.tables.model_state import ModelState
-from embrace_fx.runtime.tables.part import Part
+from embrace_fx.runtime.tables.table_shard import TableShard
 
 
-class OutsideUses:
-    """Watches the nodes that accumulate gradients in autograd.
+class ExternalGradients:
+    """Reduces the gradients of parameters that a loss reads outside of the model's call.
 
     The model's own backward never runs these nodes, because it puts gradients into `.grad` directly.
 
@@ -73,7 +73,7 @@ class OutsideUses:
         table = state.tables.get(name)
         if table is not None and table.layout.mesh is None:
             table = None
-        if table is not None and (isinstance(gradient, Part) or not self._is_of_a_call()):
+        if table is not None and (isinstance(gradient, TableShard) or not self._is_of_a_call()):
             raise RuntimeError(
                 f"backward(): the loss reads the sharded {name} but no call of the model. Add what reads it to the "
                 "loss of the model's call, and go backward from the sum; or keep the table whole: "
@@ -90,7 +90,7 @@ class OutsideUses:
             )
         gradient = gradient.to_dense() if table is not None and gradient.is_sparse else gradient
         mean, what = gradient.clone(memory_format=torch.contiguous_format), f"gradient of {name} outside of the model"
-        self._communicator.progress.note(what)
+        self._communicator.progress.record(what)
         launched = self._communicator.all_reduce_(mean, "sum", "dense")
         mean = self._communicator.wait(launched, what).div_(self._communicator.world_size)
         if table is None:
@@ -99,7 +99,8 @@ class OutsideUses:
         return (None,)
 
     def _is_of_a_call(self) -> bool:
-        """Returns whether the running backward includes, sooner or later, that of a call of the model.
+        """Returns whether the running backward will also run that of a call of the model, as it then does on all
+        ranks.
 
         All ranks run such a backward. Any other may run on this rank only.
         """

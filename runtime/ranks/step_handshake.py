@@ -3,7 +3,7 @@
 Contract
     Every step begins with an exchange of flags, activity and sizes. A rank that has failed reports it there, and all
     ranks raise the same error, so that no collective is left waiting.
-    A rank's announcement is one value. Only `Announcement.encode` and `decode` define its form on the wire.
+    A rank's announcement is one value. Only `HandshakeMessage.encode` and `decode` define its form on the wire.
     The start of a backward, a failed forward and a read of a sharded table use the same exchange. Ranks that do
     different things therefore meet in it, and none waits for data that another rank never sends.
 """
@@ -53,7 +53,7 @@ _NOT_JOINED = "it called the model outside of join(), but another rank is inside
 
 
 @dataclass(frozen=True, slots=True)
-class Form:
+class MessageFormat:
     """The form of announcements on the wire. It must be equal on all ranks, or the exchange would hang.
 
     Attributes:
@@ -73,7 +73,7 @@ class Form:
 
 
 @dataclass(slots=True)
-class Announcement:
+class HandshakeMessage:
     """One rank's announcement, as its caller builds it and as the others read it.
 
     Attributes:
@@ -86,7 +86,7 @@ class Announcement:
         program: hash of the step's launches, 0 without launches. A backward sends the number of its call
             (`BackwardBarrier`), and a question its own hash.
         buffers: hash of the buffers to synchronize, or `CHANGED_BUFFERS`.
-        deeds: the number of ops on parts of tables so far; negative if not sent.
+        collective_ops: the number of ops on parts of tables so far; negative if not sent.
         rows_seen: watched table -> number of rows that the batch reads; negative if unknown.
         sizes: further numbers of the step.
     """
@@ -99,26 +99,26 @@ class Announcement:
     steps: int = 0
     program: int = 0
     buffers: int = 0
-    deeds: int = -1
+    collective_ops: int = -1
     rows_seen: Mapping[str, int] = field(default_factory=dict)
     sizes: tuple[int, ...] = ()
 
-    def encode(self, form: Form) -> list[int]:
+    def encode(self, form: MessageFormat) -> list[int]:
         """Encodes the announcement as numbers, equally many on each rank."""
         marks = self.kind << _KIND | _FAILED * (self.failure is not None)
         marks |= _ASKS_TO_PLAN * self.asks_to_plan | _DOES_NOT_FIT * self.does_not_fit
-        head = marks | self.steps << _BITS, self.activity, self.program, self.buffers, self.deeds
+        head = marks | self.steps << _BITS, self.activity, self.program, self.buffers, self.collective_ops
         seen = [self.rows_seen.get(name, -1) for name in form.watched] if form.watched else ()
         return [*head, *seen, *self.sizes, *[0] * (1 + 2 * form.tables - len(self.sizes))]
 
     @classmethod
-    def decode(cls, numbers: Sequence[int], form: Form, sizes: int) -> Announcement:
+    def decode(cls, numbers: Sequence[int], form: MessageFormat, sizes: int) -> HandshakeMessage:
         """Decodes the numbers of `encode`.
 
         Args:
             sizes: the number of sizes that were sent.
         """
-        first, activity, program, buffers, deeds, *others = numbers
+        first, activity, program, buffers, collective_ops, *others = numbers
         steps, marks = divmod(first, 1 << _BITS)
         watched = len(form.watched)
         return cls(
@@ -130,7 +130,7 @@ class Announcement:
             steps,
             program,
             buffers,
-            deeds,
+            collective_ops,
             dict(zip(form.watched, others, strict=False)),
             tuple(others[watched : watched + sizes]),
         )
@@ -156,12 +156,12 @@ Exchange = tuple[list[int], Tensor, Any]
 class _Ahead:
     """A handshake that is in flight: its exchange, and the function to call once all ranks have announced the step."""
 
-    own: Announcement
+    own: HandshakeMessage
     launched: Exchange
     then: Callable[[], None]
 
 
-class Announcements:
+class StepHandshake:
     """The handshakes of this rank with the others, one before each step.
 
     Attributes:
@@ -175,8 +175,8 @@ class Announcements:
 
     def __init__(self, communicator: Communicator) -> None:
         self.communicator = communicator
-        self.form = Form()
-        self.of_step = Announcement()
+        self.form = MessageFormat()
+        self.of_step = HandshakeMessage()
         self.asked_to_plan = False
         self.buffers_differ = False
         self.trouble: Callable[[], str | None] = lambda: None
@@ -184,7 +184,7 @@ class Announcements:
         self._watchdog = MismatchWatchdog()
         self._ahead: _Ahead | None = None
         self._given_up: str | None = None  # why the last call failed on this rank, as sent to the others
-        communicator.let_ask(self.ask)
+        communicator.set_read_announcer(self.ask)
 
     def announce_step(self, sizes: Sequence[int], failure: str | None = None) -> list[tuple[int, ...]]:
         """Announces the next step with these sizes. Returns every rank's sizes. Raises like `announce`.
@@ -215,14 +215,14 @@ class Announcements:
             self._end(ahead.own, ahead.launched)
             ahead.then()
 
-    def _own(self, sizes: Sequence[int], failure: str | None) -> Announcement:
+    def _own(self, sizes: Sequence[int], failure: str | None) -> HandshakeMessage:
         """Returns this rank's announcement of the next step."""
         own = self.of_step
         own.failure = own.failure or failure or self.trouble()
-        own.sizes, own.deeds = tuple(sizes), self.communicator.deeds
+        own.sizes, own.collective_ops = tuple(sizes), self.communicator.collective_ops
         return own
 
-    def announce(self, own: Announcement) -> list[tuple[int, ...]]:
+    def announce(self, own: HandshakeMessage) -> list[tuple[int, ...]]:
         """Announces a step. Returns every rank's sizes.
 
         Raises:
@@ -243,7 +243,7 @@ class Announcements:
         """Starts the watchdog for calls that some ranks never make; later calls do nothing. Same order on all ranks."""
         self._watchdog.watch(self.communicator, self._check_mismatch)
 
-    def _begin(self, own: Announcement) -> Exchange:
+    def _begin(self, own: HandshakeMessage) -> Exchange:
         """Starts the exchange of an announcement."""
         communicator = self.communicator
         communicator.check_open()
@@ -252,7 +252,7 @@ class Announcements:
         communicator.progress.begin_step()
         return self.launch(own)
 
-    def _end(self, own: Announcement, launched: Exchange) -> list[tuple[int, ...]]:
+    def _end(self, own: HandshakeMessage, launched: Exchange) -> list[tuple[int, ...]]:
         """Waits for an announcement's exchange. Returns every rank's sizes, or raises.
 
         Reads the full announcements only where the numbers differ or a rank reports something.
@@ -266,7 +266,7 @@ class Announcements:
         self.rows_read = dict(zip(watched, zip(*[row[_HEAD:first] for row in rows], strict=True), strict=True))
         return [tuple(row[first : first + len(own.sizes)]) for row in rows]
 
-    def _check(self, own: Announcement, everyone: Sequence[Announcement]) -> list[tuple[int, ...]]:
+    def _check(self, own: HandshakeMessage, everyone: Sequence[HandshakeMessage]) -> list[tuple[int, ...]]:
         """Compares all announcements. Returns every rank's sizes, or raises if a rank has failed or steps do not
         match.
         """
@@ -284,14 +284,14 @@ class Announcements:
         self.buffers_differ = len(buffers) > 1 or CHANGED_BUFFERS in buffers
         return [each.sizes for each in everyone]
 
-    def meet(self, activity: int) -> list[int]:
+    def gather_activities(self, activity: int) -> list[int]:
         """Exchanges the ranks' activities before a step, `JOINED` for a rank without batches. Collective."""
         self.wait()
         self.communicator.check_open()
-        own = Announcement(JOIN, activity)
+        own = HandshakeMessage(JOIN, activity)
         return [each.activity for each in self._meet(own, self._read(self.launch(own)))]
 
-    def _meet(self, own: Announcement, rows: Sequence[Sequence[int]]) -> list[Announcement]:
+    def _meet(self, own: HandshakeMessage, rows: Sequence[Sequence[int]]) -> list[HandshakeMessage]:
         """Returns every rank's announcement; repeats the exchange until all ranks are at the same place.
 
         Args:
@@ -316,17 +316,17 @@ class Announcements:
         """Answers other ranks' announcement with a failure, from another thread, while the main thread is blocked."""
         self._watchdog.announced += 1
         self.communicator.progress.begin_step()
-        own = Announcement(failure=failure)
+        own = HandshakeMessage(failure=failure)
         try:
             self._meet(own, self._read(self.launch(own)))
         except PeerFailure as told:  # another rank reads a sharded table
             return told
         return PeerFailure(self.communicator.reports(failure))
 
-    def _decoded(self, own: Announcement, rows: Sequence[Sequence[int]]) -> list[Announcement]:
+    def _decoded(self, own: HandshakeMessage, rows: Sequence[Sequence[int]]) -> list[HandshakeMessage]:
         """Decodes the announcements of all ranks."""
         form, sizes = self.form, len(own.sizes)
-        return [Announcement.decode(row, form, sizes) for row in rows]
+        return [HandshakeMessage.decode(row, form, sizes) for row in rows]
 
     def _read(self, launched: Exchange) -> list[list[int]]:
         """Waits for an exchange started by `launch`. Returns the numbers of each rank."""
@@ -349,7 +349,7 @@ class Announcements:
         found: list[list[int]] = everyone.tolist()
         return found
 
-    def launch(self, own: Announcement) -> Exchange:
+    def launch(self, own: HandshakeMessage) -> Exchange:
         """Starts the exchange of this rank's announcement with those of the others."""
         communicator, encoded = self.communicator, own.encode(self.form)
         numbers = torch.tensor(encoded, dtype=torch.int64, device="cpu")
@@ -363,7 +363,7 @@ class Announcements:
         """Announces that this rank cannot finish an announced forward. Requires at least two ranks."""
         self.wait()
         self._given_up = failure
-        own = Announcement(GAVE_UP)
+        own = HandshakeMessage(GAVE_UP)
         self.reports(self._decoded(own, self._read(self.launch(own))), failure)
 
     def ask(self, what: str, value: Tensor | None, reduce_op: Any) -> Tensor | None:
@@ -376,7 +376,7 @@ class Announcements:
             PeerFailure: not all ranks read it; on every rank.
         """
         question = SharedRead(what, value, reduce_op)
-        own = Announcement(QUESTION, program=question.hash, sizes=question.numbers(self.form.sizes))
+        own = HandshakeMessage(QUESTION, program=question.hash, sizes=question.numbers(self.form.sizes))
         self.wait()
         self.communicator.check_open()
         self._watchdog.announced += 1
@@ -389,11 +389,11 @@ class Announcements:
             raise PeerFailure(self.reports(everyone, None if gave_up else question.alone()))
         return question.answer([each.sizes for each in everyone])
 
-    def reports(self, everyone: Sequence[Announcement], failure: str | None) -> dict[int, str]:
+    def reports(self, everyone: Sequence[HandshakeMessage], failure: str | None) -> dict[int, str]:
         """Returns, by rank, why ranks cannot continue. Collective if any rank has a reason."""
         kinds, found = {each.kind for each in everyone}, dict[int, str]()
         if QUESTION in kinds:
-            self.communicator.deeds = 0  # all ranks restart the count of ops on parts
+            self.communicator.collective_ops = 0  # all ranks restart the count of ops on parts
         else:
             found = {rank: _WENT_ON for rank, each in enumerate(everyone) if each.kind in (STEP, JOIN)}
         if kinds & {GAVE_UP, QUESTION}:
@@ -405,7 +405,7 @@ class Announcements:
         told = "; ".join(f"rank {rank}: {text.removesuffix('.')}" for rank, text in sorted(reports.items()))
         warnings.warn(f"All ranks have given up the previous call: {told}.", RuntimeWarning, stacklevel=2)
 
-    def note_rows(self, tables: Sequence[str], sizes: Sequence[Sequence[int]]) -> None:
+    def record_rows(self, tables: Sequence[str], sizes: Sequence[Sequence[int]]) -> None:
         """Records the announced rows: `sizes` by rank and table; negative if unknown."""
         self.rows_read.update(zip(tables, zip(*sizes, strict=True), strict=False))
 
@@ -421,5 +421,5 @@ class Announcements:
         """Implements the op `all_gather_ids`; the announcement exchanges the sizes."""
         counts = [u.numel() for u in unique]
         everyone = self.announce_step(counts, bad_id_report(unique, tables, num_rows, spaces))
-        self.note_rows(tables, everyone)
+        self.record_rows(tables, everyone)
         return self.communicator.gather_rows_read(unique, everyone, num_rows, group)
