@@ -9,7 +9,7 @@ import torch
 
 from embrace_fx.cost.links import Cluster
 from embrace_fx.runtime.probe.disk_cache import keep, recall
-from embrace_fx.runtime.probe.probe import probed_links
+from embrace_fx.runtime.probe.probe import loopback, probed_links
 from embrace_fx.runtime.ranks.communicator import Communicator
 
 _INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
@@ -18,8 +18,9 @@ _INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 def links_between(communicator: Communicator, sent_bytes: int, device: torch.device) -> Cluster | None:
     """Measures the links of every collective. Returns None if a step sends too little for it to matter. Collective.
 
-    The result of an earlier run between the same hosts is used if two short measurements agree with it; else the links
-    are measured again. Only rank 0 reads and writes the cache.
+    Ranks of one host have the usual links of a host if two short measurements agree with these, so that all runs have
+    one plan, however busy the host is. Else the result of an earlier run between the same hosts is used if measurements
+    agree with it, or the links are measured. Only rank 0 reads and writes the cache.
 
     Args:
         sent_bytes: approximate bytes per step; equal on all ranks.
@@ -35,8 +36,9 @@ def links_between(communicator: Communicator, sent_bytes: int, device: torch.dev
         recalled.append(communicator.gather(own, Cluster | None)[0])
         return recalled[0], len({host for host, *_ in key}) == 1
 
+    usual = loopback(communicator.world_size)
     found = probed_links(communicator, sent_bytes, device, earlier)
-    if key and communicator.rank == 0 and found is not None and found != recalled[0]:
+    if key and communicator.rank == 0 and found is not None and found not in recalled and found != usual:
         keep(found, *key)
     return found
 

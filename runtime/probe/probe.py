@@ -10,6 +10,8 @@ Contract
 
 from __future__ import annotations
 
+import os
+import platform
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -91,6 +93,19 @@ SLOWER_WITHIN_A_HOST = 8.0
 busy processors cost. Containers or network namespaces of one host may have limited links."""
 
 CPU = torch.device("cpu")
+
+_LOOPBACK: tuple[tuple[Collective, float, float], ...] = (
+    ("all_reduce", 1.8e6, 0.1),
+    ("all_to_all", 1.7e6, 0.15),
+    ("all_gather", 1e6, 0.15),
+    ("messages", 1.7e6, 0.15),
+)
+"""Collective, bytes per ms and ms of a message within a host: the shortest of many, on two cores of a server."""
+_LOOPBACK_PACE = 4.0
+"""`Cluster.pace` of such a core."""
+LOOPBACK_ALIKE, LOOPBACK_WITHIN_MS = 3.0, 400.0
+"""Most ratio of the shortest exchange's time to the usual one within a host; milliseconds spent at most to find one.
+Busy processors make exchanges longer, but rarely all of them."""
 
 _GROUPS: dict[Collective, str] = {
     "all_reduce": "dense",
@@ -192,6 +207,47 @@ def _span_ms(communicator: Communicator, run: Callable[[], None], device: torch.
     return elapsed_ms / runs
 
 
+def loopback(ranks: int) -> Cluster:
+    """Returns the usual links and processors of ranks on one host with a core each, slower where ranks share cores."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    threads, own = torch.get_num_threads(), Handling()
+    shared = max(ranks * threads / cores, 1.0)
+    links = tuple((name, Link(rate / shared, ms * shared, ms * shared)) for name, rate, ms in _LOOPBACK)
+    handling = Handling(
+        own.scan_bytes_per_ms / shared,
+        own.pass_bytes_per_ms / shared,
+        own.claim_bytes_per_ms / shared,
+        own.unit_ms * shared,
+        own.round_ms * shared,
+    )
+    busy = taken_share([Load(platform.node(), tuple(range(cores)), threads, took_ms=1.0, wall_ms=2.0)] * ranks)
+    alone = links[0][1]
+    pace = _LOOPBACK_PACE / shared
+    return Cluster(alone.bandwidth_bytes_per_ms, alone.latency_ms, links, handling=handling, pace=pace, busy=busy)
+
+
+def _within_a_host(communicator: Communicator, computes_on: torch.device) -> Cluster | None:
+    """Returns the usual links of ranks of one host, or None if their exchanges take longer. Collective."""
+    usual = communicator.gather(loopback(communicator.world_size), Cluster)[0]
+    return usual if computes_on.type == "cpu" and is_loopback(communicator, usual) else None
+
+
+def is_loopback(communicator: Communicator, usual: Cluster) -> bool:
+    """Returns whether an AllReduce, small or large, takes no longer than is usual within a host. Collective."""
+    for own_bytes in (FIRST_BYTES, MOST_BYTES):
+        launch = launch_of(communicator, "all_reduce", own_bytes, CPU)
+        alone_ms(communicator, launch, 1, 1, CPU)  # connects the ranks
+        most_ms = LOOPBACK_ALIKE * launch_ms(usual, "all_reduce", own_bytes, communicator.world_size)
+        spent_ms = found_ms = 0.0
+        while spent_ms == 0.0 or (found_ms > most_ms and spent_ms < LOOPBACK_WITHIN_MS):
+            own_ms = torch.tensor(alone_ms(communicator, launch, 1, 1, CPU))
+            found_ms = communicator.reduce_scalar(own_ms, dist.ReduceOp.MAX).item()
+            spent_ms += found_ms
+        if found_ms > most_ms:
+            return False
+    return True
+
+
 _PROBED: WeakKeyDictionary[dist.ProcessGroup, dict[str, Cluster]] = WeakKeyDictionary()
 """Group -> type of the device that computes -> the links found."""
 
@@ -208,7 +264,7 @@ def probed_links(
         sent_bytes: approximate bytes that a step sends; equal on all ranks.
         device: the device whose tensors are sent. Over gloo, a GPU's tensors are sent from host to host.
         earlier: returns the links of an earlier run, or None, the same on all ranks, and whether all ranks are on one
-            host; the links are used if they still hold.
+            host; the links are used if they still hold, and within a host the usual ones if exchanges are as fast.
     """
     group = communicator.group
     if group is None or sent_bytes <= MIN_CHUNK_BYTES:
@@ -217,14 +273,18 @@ def probed_links(
     device = device if communicator.uses_nccl(device) else CPU
     if computes_on.type not in found:
         recalled, on_one_host = earlier()
-        holds = recalled is not None and still_holds(communicator, recalled, device, on_one_host)
-        found[computes_on.type] = recalled if recalled and holds else probe(communicator, device, computes_on)
+        if on_one_host and (usual := _within_a_host(communicator, computes_on)) is not None:
+            found[computes_on.type] = usual
+        elif recalled is not None and still_holds(communicator, recalled, device, on_one_host):
+            found[computes_on.type] = recalled
+        else:
+            found[computes_on.type] = probe(communicator, device, computes_on)
     return found[computes_on.type]
 
 
 def glance(communicator: Communicator, sent_bytes: int, device: torch.device = CPU) -> Cluster | None:
-    """Returns the links found in this process, or one link for all ways to send, measured in less than a tenth of a
-    probe's time; None if a step sends less than a chunk. Collective.
+    """Returns the links found in this process, the usual ones of a host, or one link for all ways to send, measured in a
+    tenth of a probe's time; None if a step sends less than a chunk. Collective.
 
     Its times may differ from a probe's by `GLANCE_ERROR`.
 
@@ -234,8 +294,12 @@ def glance(communicator: Communicator, sent_bytes: int, device: torch.device = C
     """
     if communicator.group is None or sent_bytes <= MIN_CHUNK_BYTES:
         return None
-    if (known := _PROBED.get(communicator.group, {}).get(device.type)) is not None:
-        return known
+    probed = _PROBED.setdefault(communicator.group, {})
+    one_host = device.type not in probed and len(set(communicator.gather(platform.node(), str))) == 1
+    if one_host and (usual := _within_a_host(communicator, device)) is not None:
+        probed[device.type] = usual
+    if device.type in probed:
+        return probed[device.type]
     device, samples = device if communicator.uses_nccl(device) else CPU, []
     for own_bytes, row in ((FIRST_BYTES, FIRST_ROW), (GLANCED_BYTES, IN_FLIGHT)):
         launch = launch_of(communicator, "all_reduce", own_bytes, device)

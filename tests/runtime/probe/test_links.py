@@ -81,6 +81,7 @@ def _links_thrice(rank: int, world_size: int, folder: str) -> tuple[list[int], b
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(VARIABLE, folder)
         patch.setattr(measuring, "probe", probe)
+        patch.setattr(measuring, "is_loopback", lambda *_: False)  # ranks of one host would have its usual links
         for holds in (True, True, False):  # the first run finds no file
             patch.setattr(measuring, "still_holds", lambda *_, holds=holds: holds)
             measuring._PROBED.clear()  # as a new process
@@ -96,6 +97,47 @@ def test_a_second_run_probes_nothing_unless_the_network_has_changed(tmp_path: Pa
         assert times == [1, 1, 2]
         assert alike
     assert len(list(tmp_path.iterdir())) == 1
+
+
+def _links_within_a_host(rank: int, world_size: int, folder: str) -> bool:
+    communicator = Communicator(dist.group.WORLD)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(VARIABLE, folder)
+        patch.setattr(measuring, "probe", lambda *_: pytest.fail("probes links within a host"))
+        measuring._PROBED.clear()
+        found = links_between(communicator, 2**30, CPU)
+        measuring._PROBED.clear()
+    communicator.close()
+    return found == measuring.loopback(world_size)
+
+
+def test_ranks_of_one_host_have_its_usual_links(tmp_path: Path) -> None:
+    assert run_ranks(2, _links_within_a_host, str(tmp_path)) == [True, True]
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("factors", "usual"),
+    [((1.0,), True), ((40.0, 40.0, 2.0), True), ((4.0,), False), ((100.0,), False), ((0.1,), True)],
+    ids=["quiet", "busy", "a network", "a slow network", "faster"],
+)
+def test_links_are_those_of_a_host_if_one_exchange_is_as_fast(
+    monkeypatch: pytest.MonkeyPatch, factors: tuple[float, ...], usual: bool
+) -> None:
+    links, sizes, left = measuring.loopback(2), [0], [0.0]
+
+    def launch(_: object, collective: Collective, own_bytes: int, __: object) -> Callable[[], None]:
+        sizes.append(own_bytes)
+        left[:] = [1.0, *factors]  # the first exchange connects the ranks
+        return lambda: None
+
+    def alone_ms(*_: object) -> float:
+        return (left.pop(0) if len(left) > 1 else left[0]) * launch_ms(links, "all_reduce", sizes[-1], 2)
+
+    monkeypatch.setattr(measuring, "launch_of", launch)
+    monkeypatch.setattr(measuring, "alone_ms", alone_ms)
+    communicator = cast(Communicator, SimpleNamespace(world_size=2, reduce_scalar=lambda found, _: found))
+    assert measuring.is_loopback(communicator, links) is usual
 
 
 @pytest.mark.parametrize(
