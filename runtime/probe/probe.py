@@ -283,8 +283,8 @@ def probed_links(
 
 
 def glance(communicator: Communicator, sent_bytes: int, device: torch.device = CPU) -> Cluster | None:
-    """Returns the links found in this process, the usual ones of a host, or one link for all ways to send, measured in a
-    tenth of a probe's time; None if a step sends less than a chunk. Collective.
+    """Returns the links found in this process, the usual ones of a host, or one link for all ways to send, measured in
+    a tenth of a probe's time; None if a step sends less than a chunk. Collective.
 
     Its times may differ from a probe's by `GLANCE_ERROR`.
 
