@@ -424,7 +424,14 @@ def _store_smoothing(head: Head, node: fx.Node, others: Sequence[fx.Node]) -> No
 
 
 def _store_gradient(head: Head, end: fx.Node, chain: set[fx.Node]) -> None:
-    """Stores in `head` which gradient a node computes: of hidden states, table or bias."""
+    """Finds out which gradient `end` computes (of hidden states, table or bias), and stores the node in `head`.
+
+    Args:
+        chain: the nodes that carry the gradient of the logits to `end`.
+
+    Raises:
+        Unmatched: it is none of these, or a second one of its kind.
+    """
     if end.target is aten.sum.dim_IntList:
         kind = "of_bias" if head.bias is not None and argument(end, "dim") == [0] else ""
     elif end.args[0] in chain and _is_table(head, end.args[1]):

@@ -45,7 +45,7 @@ class StepGraphs:
         return self._derived[variant]
 
     def order(self, passes: Sequence[Pass]) -> None:
-        """Reorders the steady backward, and derives the backwards of other variants again."""
+        """Runs passes that reorder the steady backward, and drops those derived from it, to be derived again."""
         self.steady = run_passes(self._analysed, passes, self.steady)
         self._derived = {variant: each for variant, each in self._derived.items() if variant.phase == "forward"}
 

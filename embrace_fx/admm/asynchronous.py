@@ -153,12 +153,12 @@ def _exchange(line: Connection, splits: Sums, vector: Tensor, recorder: Recorder
 def failure(order: Order, culprit: int, rank: int) -> RuntimeError:
     """Returns the error that every other rank raises if a worker is dead or late."""
     dead = (
-        f"Rank(s) {culprit} of an asynchronous training no longer answer rank {rank}. Look at their logs, and restart "
-        "the job from saved states."
+        f"Rank {culprit} no longer answers in an asynchronous training (seen by rank {rank}). Look at its log, and "
+        "restart the job from saved states."
     )
     late = (
-        f"Rank {culprit} did not send a contribution within the master's patience_s (rank {rank}), and its last one "
-        "is too old to continue. Raise patience_s or staleness, or check that rank."
+        f"Rank {culprit} did not send a contribution within the master's patience_s (seen by rank {rank}), and its "
+        "last one is too old to continue. Raise patience_s or staleness, or check that rank."
     )
     return DeadRank(dead) if order == "dead" else LateRank(late)
 

@@ -122,7 +122,7 @@ def paired_ranks(world_size: int) -> int:
 
 
 def _all_gather(sparsity: Sparsity) -> Prediction:
-    """Predicts "allgather". The slowest rank is the one with the most units."""
+    """Predicts the bytes and work of "allgather". The slowest rank is the one with the most units."""
     others, record = sparsity.world_size - 1, _record_bytes(sparsity)
     most, everyone = max(sparsity.units_by_rank), sparsity.world_size * sparsity.mean_units
     work = _find_work(sparsity, most, times=3) + _add_work(sparsity, everyone, sparsity.union) + _write_work(sparsity)
@@ -135,7 +135,7 @@ def _all_gather(sparsity: Sparsity) -> Prediction:
 
 
 def _parameter_server(sparsity: Sparsity) -> Prediction:
-    """Predicts "ps". The slowest rank is the server of the fullest range."""
+    """Predicts the bytes and work of "ps". The slowest rank is the server of the fullest range."""
     others, record = sparsity.world_size - 1, _record_bytes(sparsity)
     pushed, push_critical = _push_bytes(sparsity, record, sparsity.push_imbalance)
     pulled, pull_critical = _pull_bytes(sparsity, record, sparsity.pull_imbalance)
@@ -178,7 +178,7 @@ def _hierarchical(sparsity: Sparsity) -> Prediction:
         return COUNT_BYTES + units * record
 
     def largest_union(ranks: int) -> float:
-        """Returns the expected largest union, in proportion to the units of the ranks with the most."""
+        """Returns the expected largest union of `ranks` ranks: the mean one, larger as the fullest ranks are."""
         most = sorted(sparsity.units_by_rank)[-ranks:]
         grown = sparsity.unions[ranks - 1] * fmean(most) / max(sparsity.mean_units, 1.0)
         return min(sparsity.union, max(grown, most[-1]))

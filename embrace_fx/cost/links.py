@@ -319,13 +319,13 @@ def launch_ms(cluster: Cluster, collective: Collective, own_bytes: int, world_si
 
 
 def chunk_bytes(cluster: Cluster, world_size: int, collective: Collective = "all_reduce") -> int:
-    """Chooses the size of chunks, between which an urgent transfer can pass.
+    """Returns the chunk size at which an urgent transfer waits only briefly for the chunk ahead of it.
 
-    This is the smallest size whose latency takes at most `START_UP_SHARE` of a launch's time, so that the urgent
-    transfer waits for 10 latencies, or for `MIN_CHUNK_BYTES` to be sent. A single rank uses the size for two.
+    This is the smallest size of which the fixed start-up time is at most `START_UP_SHARE` of the launch's time, and at
+    least `MIN_CHUNK_BYTES`. For one rank, it is the size for two.
 
     Returns:
-        Bytes of the tensor on each rank, sent or not.
+        Bytes of the whole tensor on each rank, including a part that the rank keeps.
     """
     alone = replace(cluster, links=())
     start_up_ms, ms_per_byte = _affine(alone, max(world_size, 2), collective)

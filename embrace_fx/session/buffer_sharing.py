@@ -43,15 +43,17 @@ class BufferSharing:
     def of_forward(
         self, graph: TrainingGraph, assigned: frozenset[str], *, train: bool, reduce: bool
     ) -> tuple[Callable[[], int], Callable[[], None] | None]:
-        """Returns the two functions that share a program's buffers, or None if there are none to share.
+        """Returns two functions that share a program's buffers: one to announce them, and one to broadcast them.
 
         Args:
             assigned: buffers that the forward replaces with other tensors.
+            train: whether it is a training forward, whose reads of buffers are recorded.
             reduce: whether gradients are reduced, so that the next forward shares buffers again.
 
         Returns:
             A function that hashes the names of the buffers that this rank would share, for ranks to compare in the
-            announcement; and a collective function that shares the buffers after it, before the forward reads one.
+            announcement; and a collective function that broadcasts the buffers between the announcement and the
+            forward, or None if there are no buffers to share.
         """
         if self._context.communicator.world_size == 1 or not self.shared():
             return lambda: 0, None

@@ -37,6 +37,7 @@ class EagerCalls:
     def __init__(self, context: Context, programs: Programs) -> None:
         self._tables: list[str] = []
         self._row_tables = frozenset[str]()  # the tables of `_tables` with sparse gradients
+        self._logged_written = False
         self._replicated = False  # rank 0's parameters were sent for evaluations before the first plan
         self.reason = "route='eager' was asked for" if context.options.route == "eager" else ""
         self._context = context
@@ -202,6 +203,7 @@ class EagerCalls:
         program = self._programs.build(entry, accumulates=accumulates)
         step = GradientStep(program, tuple(trained), self._rows_of(entry) if entry.train else (), self._in_rows())
         step.announce()
+        versions = [trained[name]._version for name in self._tables if name in trained]
         try:
             results = context.model(*call.args, **call.kwargs)
         except Exception as error:
@@ -209,11 +211,25 @@ class EagerCalls:
                 context.announcements.give_up(failure_text(error))
                 error.add_note(TOLD)
             raise
+        if versions != [trained[name]._version for name in self._tables if name in trained]:
+            self._log_written()
         if entry.train:
             self._accumulation.watch(trained)
             context.state.awaiting_backward.add(step)
             self._accumulation.expect(step, results)
         return results
+
+    def _log_written(self) -> None:
+        """Logs once that a forward writes its tables, which makes replicas differ."""
+        if not self._logged_written and self._context.communicator.rank == 0:
+            log(_WRITTEN, ", ".join(self._tables))
+        self._logged_written = True
+
+
+_WRITTEN = (
+    "this forward, which runs as written, writes a table (%s), as lookups with max_norm do, by the rows of this rank's "
+    "batch: replicas differ from here on, as under DDP; route='graph' rescales them alike on all ranks"
+)
 
 
 def _rows_of(gradient: Tensor) -> Tensor:

@@ -170,7 +170,9 @@ class Programs:
         return True
 
     def observe(self) -> None:
-        """Follows the row counts of training calls, and asks for another plan if they drift."""
+        """Checks the rows that training calls read, on every `SAMPLED_EVERY`-th call, and asks all ranks for a new plan
+        if they have drifted.
+        """
         monitor = self.in_use.monitor
         if monitor is not None and self.counters.calls % SAMPLED_EVERY == 0:
             monitor.observe(self._context.announcements.rows_read)

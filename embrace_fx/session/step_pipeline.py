@@ -389,7 +389,7 @@ class StepPipeline:
             regions = RegionCompiler()
 
         def head(leaves: Sequence[Any]) -> HandshakeMessage:
-            """Returns the announcement at the head of a step."""
+            """Returns this rank's announcement of the step that begins with these inputs."""
             own = HandshakeMessage(activity=activity, failure=check(leaves), program=launched, buffers=announced())
             own.rows_seen, counters.rows_seen = counters.rows_seen, {}
             own.steps = 0 if counters.uneven else communicator.progress.optimizer_steps

@@ -61,7 +61,10 @@ class Options:
         return self.plan if isinstance(self.plan, Plan | None) else Plan.load(self.plan)
 
     def agreed(self) -> str:
-        """Returns the options as text for ranks to compare, without folders."""
+        """Returns the options as text that must be equal on all ranks.
+
+        Of `spill_to`, which may differ, it shows whether it is set; of a given plan, the digest.
+        """
         plan = self.given_plan
         own = replace(self, plan=None, spill_to=None if self.spill_to is None else "somewhere")
         return repr(own) + (f" and a plan of digest {plan.digest()}" if plan is not None else "")

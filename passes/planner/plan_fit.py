@@ -123,7 +123,11 @@ def fitted(plan: Plan, violations: Sequence[PlanViolation], why_whole: str = WHO
 
 
 def renamed(plan: Plan, names: Mapping[str, str]) -> Plan:
-    """Returns a plan with parameters renamed from old to new names. None of them is sharded."""
+    """Returns a copy of a plan under new parameter names.
+
+    Args:
+        names: old name -> new name; renamed parameters are not sharded.
+    """
     return replace(
         plan,
         decisions=tuple(replace(d, parameter=names.get(d.parameter, d.parameter)) for d in plan),

@@ -348,6 +348,6 @@ def _table_ms(decision: Decision, world_size: int, cluster: cost.Cluster, schedu
         sent_ms = cluster.transfer_ms(sent_bytes, launches_of(schedule) * others, "all_to_all")
     elif decision.strategy == "allreduce":
         sent_ms = cluster.transfer_ms(sent_bytes, 2 * others, "all_reduce")
-    else:  # a sparse exchange counts as a transfer, with all of its work
+    else:  # a sparse exchange: its whole time, work included, counts as a transfer
         return 0.0
     return max(decision.predicted_ms - sent_ms, 0.0)

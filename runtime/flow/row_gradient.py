@@ -101,7 +101,7 @@ class RowGradient(Owed):
         scale: float,
         name: str,
     ) -> RowGradient:
-        """Sends a part of the gradients (U, D) of this rank's rows of the batch: prior ones first, then delayed.
+        """Sends the gradients (U, D) of this rank's rows, or of their prior or delayed part, to the owners of columns.
 
         Returns: this object, to be delivered at the end of the backward.
         """

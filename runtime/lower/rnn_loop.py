@@ -252,8 +252,9 @@ def gru_backward(
     rows, hidden_size = output.shape
     r, z, n = gates.chunk(3, 1)
     previous = walk.previous(h0, output)
-    # Columns n, r, z, recurrent n: the first three are the input's deltas, the last three the recurrent ones.
-    # Before the loop they hold one factor of each; the hidden state's gradient is the other factor.
+    # Deltas of the gates, as columns n, r, z and the recurrent half of n. The input's weights need the first three, the
+    # recurrent weights the last three. Before the loop a column holds the local derivative, which the loop multiplies
+    # by the gradient of the hidden state.
     delta = x.new_empty(rows, 4 * hidden_size)
     delta_n, delta_r, delta_z, delta_new = delta.chunk(4, 1)
     _tanh_backward(1 - z, n, grad_input=delta_n)

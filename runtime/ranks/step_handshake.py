@@ -309,7 +309,12 @@ class StepHandshake:
         return everyone
 
     def _check_mismatch(self, store: Any, name: str) -> None:
-        """Lets the watchdog look for ranks that wait in different calls. Runs on the liveness thread."""
+        """Looks once for ranks that wait in different calls, on the liveness thread.
+
+        Args:
+            store: a store that only this thread uses.
+            name: a unique prefix of keys, equal on all ranks.
+        """
         self._watchdog.look(store, name, self._answer)
 
     def _answer(self, failure: str) -> PeerFailure:

@@ -40,7 +40,7 @@ class _ErrorSums:
 
     @property
     def relative(self) -> float | None:
-        """Returns the root mean square error relative to the values."""
+        """Returns the relative root mean square error, or None if nothing but zeros was measured."""
         return sqrt(float(self.of_errors) / float(self.of_values)) if float(self.of_values) else None
 
 

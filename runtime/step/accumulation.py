@@ -202,10 +202,14 @@ def _accumulated(itself: weakref.ref[Accumulation], name: str, *_: Any) -> None:
 
 
 def _reached(itself: weakref.ref[Accumulation], step: GradientStep | None, *_: Any) -> None:
-    """Begins a backward, when its first node runs."""
+    """Begins a backward, when its first node runs, or notes that it also runs through another call."""
     accumulation = itself()
-    if accumulation is not None and accumulation.backward is None:
+    if accumulation is None:
+        return
+    if accumulation.backward is None:
         accumulation.begin(step)
+    elif step is not None:
+        step.program.state.awaiting_backward.discard(step)
 
 
 def _tensors(results: Any) -> Sequence[Tensor]:

@@ -239,8 +239,9 @@ class OptimizerHooks:
         if names:
             raise RuntimeError(
                 "optimizer.step(): the sharded tables have gradients from backwards under no_sync() alone "
-                f"({', '.join(names)}). Under DDP each rank would step its own copy; of a sharded table there is only "
-                "one. Leave no_sync() for the last backward of a step, or keep the tables whole: "
+                f"({', '.join(names)}): no backward outside of it has read them since. Under DDP each rank would step "
+                "its own copy; of a sharded table there is only one. Read the tables in the last backward of a step, "
+                "and leave no_sync() for it, or keep the tables whole: "
                 f"strategy={{{names[0]!r}: 'allreduce'}}."
             )
         return held

@@ -40,8 +40,8 @@ _SCORED = (
     "goes around them. Call logits.retain_grad() or register_hook() above the loss."
 )
 _CHANGED = (
-    "backward: logits were written, or their gradient asked for, and a custom autograd function was given them. Give "
-    "it a copy: function.apply(logits + 0)."
+    "backward(): a custom autograd function was applied to logits that were also written in place, or whose gradient "
+    "was asked for. Apply it to a copy: function.apply(logits + 0)."
 )
 
 

@@ -34,8 +34,8 @@ from embrace_fx.vocabulary.step_variant import BackwardVariant, ForwardVariant
 from embrace_fx.vocabulary.version_snapshot import VersionSnapshot
 
 SECOND = (
-    "backward(): a second one for the results of the same call, after the gradients of the first have been reduced. "
-    "Call the model again, or add the losses and call backward once."
+    "backward() was called a second time for the results of the same call, after the gradients of the first had been "
+    "reduced. Call the model again, or add the losses and call backward once."
 )
 Met = TypeVar("Met")
 
@@ -347,7 +347,12 @@ class Step:
     def _fail_backward(
         self, backward: LoweredPhase, gate: BackwardBarrier, needed: Values, used: Sequence[int], failure: Exception
     ) -> None:
-        """Makes the launches that other ranks wait for, and shares the failure at the end of their backward."""
+        """Keeps other ranks from waiting for ever after this rank's backward has failed, and tells them the failure.
+
+        Args:
+            needed: the values from which the launches that other ranks wait for are made.
+            used: the parameters that the backward reaches, encoded by `UsedParameters.words`.
+        """
         flow = self.program.flow
         self._check_gate(gate)
         backward.missing.submit(needed)

@@ -273,7 +273,7 @@ class ModelState:
         return read
 
     def buffers_in(self, is_meant: Callable[[dict[str, Any]], bool]) -> list[str]:
-        """Returns the names of the buffers in the dicts of the modules that `is_meant` selects."""
+        """Returns the names of the buffers of modules that `is_meant` selects by their dict of buffers."""
         return [name for name, (owner, _) in self._buffers.items() if is_meant(owner)]
 
     def buffer_names(self) -> list[str]:

@@ -62,7 +62,7 @@ def by_options(decide: Decide) -> Decide:
         return decide(kind, dict(plain), *rest)
 
     def of(kind: type[Optimizer], options: Mapping[str, Any], *rest: Any) -> Any:
-        """Calls the function, with the cache if all options are plain values."""
+        """Calls `decide`, or takes its result from the cache if all options are plain values."""
         plain = plain_options(options)
         if plain is None:
             return decide(kind, options, *rest)

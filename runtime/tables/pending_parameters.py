@@ -56,9 +56,9 @@ class PendingParameter(nn.Parameter):
     """The class of a parameter with a pending update: any access applies the update first.
 
     Attributes:
-        plain: the class of the parameter at other times.
-        updates: the updates of this and other parameters.
-        lock: held while updates are applied, and with them gradients.
+        plain: the class that the parameter has when no update is pending.
+        updates: all pending updates of the model, which are applied together.
+        lock: held while updates are applied, and while `.grad` is read or set.
     """
 
     plain: ClassVar[type[nn.Parameter]]

@@ -222,7 +222,7 @@ _LINEAR = frozenset({aten.mul_.Tensor, aten.mul_.Scalar, aten.div_.Tensor, aten.
 
 
 def _added(func: Any, args: Any, kwargs: Any) -> Any:
-    """Implements `add_` of another gradient kept as rows."""
+    """Adds another gradient kept as rows to this one, in place, for `add_`, or returns `NotImplemented`."""
     held, other = _rows_of(args[0]), _rows_of(args[1])
     if held is None or other is None or kwargs or not args[0].spread.fits(args[1].spread):
         return NotImplemented

@@ -87,9 +87,9 @@ class TableShard(Tensor):
         asked = f"{asked.rsplit('::', maxsplit=1)[-1]}()" if "::" in asked else asked
         return self.spread.report(
             RuntimeError(
-                f"{asked}: this rank holds only a part of {self.what}, which torch's ops can read, and write by "
-                "element or by row. Call .full_tensor() on every rank, change the result, and copy_() it back; or run "
-                "this code under `with model.whole():`; or keep the table whole: "
+                f"{asked} is not supported on {self.what}, of which this rank holds only a part: torch's ops can read "
+                "it, and write elements or rows. Call .full_tensor() on every rank, change the result, and copy_() it "
+                "back; or run this code under `with model.whole():`; or keep the table whole: "
                 f"strategy={{{self.spread.name!r}: 'allreduce'}}."
             )
         )

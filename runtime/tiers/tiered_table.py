@@ -152,7 +152,9 @@ class SlotRows(RowStore):
             self._on_host[ids] = self._rows_on_host(host_ids)
 
     def _rows_on_host(self, ids: Tensor) -> Tensor | None:
-        """Returns host rows that include the device ids. Waits for the ids if the host does not know them."""
+        """Returns rows on the host that include those of `ids`, or None if `ids` are on the host. Waits for a copy if
+        none is known.
+        """
         if not ids.is_cuda:
             return None
         rows: Tensor | None = self._on_host.get(ids)

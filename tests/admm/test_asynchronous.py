@@ -145,4 +145,4 @@ def test_a_rank_that_dies_is_named_by_all_others(victim: int) -> None:
     assert isinstance(outcomes[victim].exception, RankDied)
     for error in errors(outcomes, victim):
         assert isinstance(error, DeadRank), error
-        assert f"Rank(s) {victim} no longer answer" in str(error)
+        assert f"Rank {victim} no longer answers" in str(error)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -159,7 +160,47 @@ def _second(rank: int, world_size: int) -> tuple[str, list[Tensor]]:
 def test_a_gradient_that_was_reduced_is_not_added_to_again() -> None:
     (told, gradients), (other, same) = run_ranks(2, _second)
     assert told == other
-    assert told.count("a second one for the results of the same call") == 1
+    assert told.count("a second time for the results of the same call") == 1
     assert len(gradients) == 4 + 4 + 4
     for one, another in zip(gradients, same, strict=True):
         assert torch.equal(one, another)
+
+
+def _without_gradients(rank: int, world_size: int) -> bool:
+    """Steps an optimizer without gradients after a backward of two calls, as DDP allows."""
+    torch.manual_seed(0)
+    compiled = embrace_fx.compile(_Towers(), route="eager")
+    optimizer = torch.optim.SGD(compiled.module.both.parameters(), 0.1)
+    one, other = (compiled(torch.full((2, 3), x), False) for x in (1.0, 2.0))
+    torch.stack([*one, *other]).sum().backward()
+    before = compiled.module.both.weight.clone()
+    optimizer.step()
+    return torch.equal(before, compiled.module.both.weight)
+
+
+def test_an_optimizer_without_gradients_steps_nothing_after_a_backward_of_two_calls() -> None:
+    assert run_ranks(2, _without_gradients) == [True, True]
+
+
+class _Rescaled(torch.nn.Module):
+    """A lookup that rescales rows, in a forward that runs as written."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = torch.nn.Embedding(20, 3)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return F.embedding(ids, self.words.weight, max_norm=1.0).square().mean()
+
+
+def _logged(rank: int, world_size: int) -> list[str]:
+    lines: list[str] = []
+    compiled = embrace_fx.compile(_Rescaled(), route="eager")
+    with mock.patch("embrace_fx.session.eager_calls.log", lambda line, *names: lines.append(line % names)):
+        for _ in range(3):
+            compiled(torch.arange(rank, 9)).backward()
+    return [line for line in lines if "writes a table (words.weight)" in line]
+
+
+def test_a_forward_that_rescales_rows_as_written_is_logged_once() -> None:
+    assert [len(lines) for lines in run_ranks(2, _logged)] == [1, 0]

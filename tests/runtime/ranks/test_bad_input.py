@@ -300,7 +300,7 @@ def _backward_twice(rank: int, world_size: int) -> tuple[str, list[str]]:
 
 def test_a_second_backward_of_one_call() -> None:
     for message, changed in run_ranks(2, _backward_twice):
-        assert_says(message, "a second one for the results of the same call", "Call the model again")
+        assert_says(message, "a second time for the results of the same call", "Call the model again")
         assert changed == []
 
 

@@ -29,7 +29,7 @@ def _loss(logits: Tensor, labels: Tensor) -> Tensor:
     return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
 
 
-@loop(refused="a second one for the results")
+@loop(refused="a second time for the results")
 def two_backwards_of_one_loss(training: Training) -> None:
     predicting = Predicting(training, Words())
     for step in range(3):
