@@ -6,15 +6,14 @@ session; a fork of it is a rank in some 50 ms, and the four ranks of the shared 
 Protocol
     The parent sends a pickled call and its test's name down a rank's pipe, the rank sends back an `Outcome`; end of
     file is the other side's death. Every `run_ranks` makes a new default group of exactly `world_size` ranks and leaves
-    it at the end, so that no test sees another one's groups. A rank that raises reports and gives its peers a moment to
-    finish by themselves. If all do, the ranks go on; if not, it exits: its closed connections are what frees peers that
-    wait for it, and the next call gets new ranks.
+    it at the end, so that no test sees another one's groups. A rank that raises reports, gives its peers a moment to
+    finish by themselves, and exits: its closed connections are what frees peers that wait for it. The next call gets
+    new ranks.
 """
 
 from __future__ import annotations
 
 import atexit
-import contextlib
 import faulthandler
 import gc
 import multiprocessing
@@ -54,8 +53,6 @@ PRELOAD = [
     *("embrace_fx.session.session", "embrace_fx.api", "pytest"),
 ]
 """Modules the fork server imports once for all ranks: those of a first capture, and of the modules of tests."""
-LEAVE_S = 5.0
-"""How long ranks may take to leave their group after one of them has raised."""
 
 
 class RankDied(Exception):
@@ -163,11 +160,6 @@ def close_pool() -> None:
 atexit.register(close_pool)  # multiprocessing would wait for them, where a script calls `run_ranks`
 
 
-def _store_of(port: int) -> Any:
-    timeout = timedelta(seconds=GROUP_TIMEOUT_S)
-    return dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timeout)  # type: ignore[attr-defined]
-
-
 def reset_torch_state() -> None:
     """Makes a test independent of those before it: the seed, the default type, and the compile caches, whose entries
     are limited in number per code object and would run out as more and more tests compile the same model.
@@ -189,29 +181,21 @@ class _Worker:
 
 
 class Pool:
-    """Processes that serve as ranks, started at the first call and again after `close` or a death.
+    """Processes that serve as ranks, started at the first call and again after `close` or a death."""
 
-    Args:
-        keeps_raised: ranks go on after one that raised, if all of them leave their group; else they end.
-    """
-
-    def __init__(self, size: int, *, keeps_raised: bool = False) -> None:
-        self._size, self._keeps_raised = size, keeps_raised
+    def __init__(self, size: int) -> None:
+        self._size = size
         self._workers: list[_Worker] = []
 
     def call(self, world_size: int, fn: Callable[..., T], args: Sequence[Any], timeout_s: float) -> list[Outcome[T]]:
-        """Runs `fn(rank, world_size, *args)` on the first `world_size` processes.
-
-        Close a pool that does not keep ranks that raised, if one did.
-        """
+        """Runs `fn(rank, world_size, *args)` on the first `world_size` processes; close the pool if one failed."""
         if not 1 <= world_size <= self._size:
             raise ValueError(f"world_size is {world_size}, but the pool has {self._size} processes")
         start_s = time.monotonic()
         with tempfile.TemporaryDirectory(prefix="ranks-") as name:
             directory = Path(name)
-            store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
             jobs = [
-                _packed(_run_as_rank, rank, world_size, directory, store.port, fn, args, warnings.filters)
+                _packed(_run_as_rank, rank, world_size, directory, fn, args, warnings.filters)
                 for rank in range(world_size)
             ]
             if not all(worker.process.is_alive() for worker in self._workers):
@@ -219,18 +203,11 @@ class Pool:
             if not self._workers:
                 self._workers = [_start_worker() for _ in range(self._size)]
             outcomes = self._exchange(jobs, directory, start_s, timeout_s)
-            # Only now: a rank that left at its own end would break the collectives its peers are still in.
-            leave = [_packed(_leave_group)] * world_size
             if _all_returned(outcomes):
-                left = self._exchange(leave, directory, start_s, timeout_s)
+                # Only now: a rank that left at its own end would break the collectives its peers are still in.
+                leave = _packed(_leave_group)
+                left = self._exchange([leave] * world_size, directory, start_s, timeout_s)
                 outcomes = [replace(end, result=o.result) for o, end in zip(outcomes, left, strict=True)]
-            elif self._keeps_raised and not any(isinstance(o.exception, RankDied | RankTimeout) for o in outcomes):
-                with contextlib.suppress(OSError):  # a rank whose peers were long has exited
-                    now_s = time.monotonic()
-                    if _all_returned(self._exchange(leave, directory, now_s, LEAVE_S)):
-                        return outcomes
-            if not _all_returned(outcomes) and self._keeps_raised:
-                self.close()
         return outcomes
 
     def _exchange(self, jobs: Sequence[bytes], directory: Path, start_s: float, timeout_s: float) -> list[Outcome[Any]]:
@@ -276,15 +253,18 @@ def _packed(call: Callable[..., Any], *args: Any) -> bytes:
     return pickle.dumps((call, args, os.environ.get("PYTEST_CURRENT_TEST", "")))
 
 
-_pool = Pool(POOL_SIZE, keeps_raised=True)
+_pool = Pool(POOL_SIZE)
 
 
 def _call_shared_pool(world_size: int, fn: Callable[..., T], args: Sequence[Any], timeout_s: float) -> list[Outcome[T]]:
     try:
-        return _pool.call(world_size, fn, args, timeout_s)
+        outcomes = _pool.call(world_size, fn, args, timeout_s)
     except BaseException:  # an interrupt, or the test's own time limit: replies would reach the wrong call
         _pool.close()
         raise
+    if not _all_returned(outcomes):
+        _pool.close()
+    return outcomes
 
 
 def _start_worker() -> _Worker:
@@ -325,8 +305,7 @@ def _serve(connection: Connection) -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # the host's own name may resolve to nothing
     torch.set_num_threads(1)
     gc.freeze()  # what is imported stays: a collection need not look at it
-    raised = raised_now = False
-    while not raised_now or connection.poll(PEER_GRACE_S):
+    while True:
         try:
             job = connection.recv_bytes()
         except EOFError:
@@ -335,11 +314,9 @@ def _serve(connection: Connection) -> None:
         sys.stdout.flush()  # pytest shows it with the test that printed it
         sys.stderr.flush()
         connection.send_bytes(_pack(outcome))
-        raised_now = outcome.exception is not None
-        raised |= raised_now
-        del outcome  # a traceback holds models, whose end is the next job
-    if raised:
-        os._exit(1)  # not sys.exit: threads that wait for a collective would keep the process and its peers
+        if outcome.exception is not None:
+            connection.poll(PEER_GRACE_S)  # returns at once when the parent, done with all ranks, closes the pipe
+            os._exit(1)  # not sys.exit: threads that wait for a collective would keep the process and its peers
 
 
 def _attempt(job: bytes) -> Outcome[Any]:
@@ -370,13 +347,7 @@ def _portable(error: BaseException) -> BaseException:
 
 
 def _run_as_rank(
-    rank: int,
-    world_size: int,
-    directory: Path,
-    port: int,
-    fn: Callable[..., T],
-    args: Sequence[Any],
-    filters: Sequence[Any],
+    rank: int, world_size: int, directory: Path, fn: Callable[..., T], args: Sequence[Any], filters: Sequence[Any]
 ) -> T:
     with (directory / f"stacks-{rank}").open("w") as stacks:
         faulthandler.register(signal.SIGUSR1, stacks)
@@ -384,7 +355,7 @@ def _run_as_rank(
             reset_torch_state()
             dist.init_process_group(
                 "gloo",
-                store=_store_of(port),
+                init_method=f"file://{directory / 'store'}",
                 rank=rank,
                 world_size=world_size,
                 timeout=timedelta(seconds=GROUP_TIMEOUT_S),
@@ -397,6 +368,6 @@ def _run_as_rank(
 
 
 def _leave_group() -> None:
-    """Ends what the call has left behind: models' threads listen to the store, which is about to go."""
+    """Ends what the call has left behind: models' threads listen to the store, whose file is about to go."""
     gc.collect()
     dist.destroy_process_group()

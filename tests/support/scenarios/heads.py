@@ -274,7 +274,7 @@ def gradients_of_logits_hooked_too_late(logits: Tensor, labels: Tensor) -> Tenso
     return loss
 
 
-@of_logits(refused="Give it a copy")
+@of_logits(refused="Apply it to a copy")
 def a_function_of_autograd_behind_logits_that_were_written(logits: Tensor, labels: Tensor) -> Tensor:
     logits[..., 0] = 0.5
     doubled: Tensor = _Doubled.apply(logits)  # type: ignore[no-untyped-call]
