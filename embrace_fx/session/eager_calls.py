@@ -203,7 +203,8 @@ class EagerCalls:
         program = self._programs.build(entry, accumulates=accumulates)
         step = GradientStep(program, tuple(trained), self._rows_of(entry) if entry.train else (), self._in_rows())
         step.announce()
-        versions = [trained[name]._version for name in self._tables if name in trained]
+        tables = [name for name in self._tables if name in trained]
+        versions = [trained[name]._version for name in tables]
         try:
             results = context.model(*call.args, **call.kwargs)
         except Exception as error:
@@ -211,24 +212,24 @@ class EagerCalls:
                 context.announcements.give_up(failure_text(error))
                 error.add_note(TOLD)
             raise
-        if versions != [trained[name]._version for name in self._tables if name in trained]:
-            self._log_written()
+        if written := [n for n, before in zip(tables, versions, strict=True) if trained[n]._version != before]:
+            self._log_written(written)
         if entry.train:
             self._accumulation.watch(trained)
             context.state.awaiting_backward.add(step)
             self._accumulation.expect(step, results)
         return results
 
-    def _log_written(self) -> None:
-        """Logs once that a forward writes its tables, which makes replicas differ."""
+    def _log_written(self, tables: list[str]) -> None:
+        """Logs once that a forward writes these tables, which may make replicas differ."""
         if not self._logged_written and self._context.communicator.rank == 0:
-            log(_WRITTEN, ", ".join(self._tables))
+            log(_WRITTEN, ", ".join(tables))
         self._logged_written = True
 
 
 _WRITTEN = (
-    "this forward, which runs as written, writes a table (%s), as lookups with max_norm do, by the rows of this rank's "
-    "batch: replicas differ from here on, as under DDP; route='graph' rescales them alike on all ranks"
+    "this forward, which runs as written, writes a table (%s), as lookups with max_norm do. If what it writes depends "
+    "on the batch, replicas differ from here on, as under DDP; route='graph' rescales rows alike on all ranks"
 )
 
 

@@ -10,7 +10,6 @@ Contract
 
 from __future__ import annotations
 
-import os
 import platform
 import time
 from collections import deque
@@ -209,9 +208,8 @@ def _span_ms(communicator: Communicator, run: Callable[[], None], device: torch.
 
 def loopback(ranks: int) -> Cluster:
     """Returns the usual links and processors of ranks on one host with a core each, slower where ranks share cores."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    threads, own = torch.get_num_threads(), Handling()
-    shared = max(ranks * threads / cores, 1.0)
+    load, own = Load.of_this_rank(took_ms=1.0, wall_ms=2.0), Handling()
+    shared = max(ranks * load.threads / len(load.cores), 1.0)
     links = tuple((name, Link(rate / shared, ms * shared, ms * shared)) for name, rate, ms in _LOOPBACK)
     handling = Handling(
         own.scan_bytes_per_ms / shared,
@@ -220,9 +218,7 @@ def loopback(ranks: int) -> Cluster:
         own.unit_ms * shared,
         own.round_ms * shared,
     )
-    busy = taken_share([Load(platform.node(), tuple(range(cores)), threads, took_ms=1.0, wall_ms=2.0)] * ranks)
-    alone = links[0][1]
-    pace = _LOOPBACK_PACE / shared
+    alone, pace, busy = links[0][1], _LOOPBACK_PACE / shared, taken_share([load] * ranks)
     return Cluster(alone.bandwidth_bytes_per_ms, alone.latency_ms, links, handling=handling, pace=pace, busy=busy)
 
 
@@ -426,7 +422,7 @@ def median_ms(
 def alone_ms(
     communicator: Communicator, launch: Callable[[], InFlight], runs: int, in_flight: int, device: torch.device
 ) -> float:
-    """Returns the mean milliseconds of a launch, repeated `runs` times, each awaited before the next."""
+    """Returns the mean milliseconds of a launch, repeated `runs` times with at most `in_flight` under way."""
     _wait_for_ranks(communicator, device)
     start_s = time.perf_counter()
     launched: deque[InFlight] = deque()

@@ -99,30 +99,25 @@ def returns_to_a_checkpoint(rank: int, world_size: int, kind: str) -> Found:
     return training.parameters()
 
 
-def reads_one_parameter(rank: int, world_size: int, kind: str) -> Found:
+def reads_one_parameter(rank: int, world_size: int, kind: str, of_gradient: bool = False) -> Found:
     training = Training(rank, kind)
     training.train(range(2))
     bias = next(p for p in training.model.parameters() if p.dim() == 1)
     seen = []
     for batch in training.batches(range(2, 10)):
         training.model(*batch).backward()
+        if of_gradient:
+            assert bias.grad is not None
+            seen.append(bias.grad.sum().cpu())
         training.step()
-        seen.append(bias.detach().sum().cpu())
+        if not of_gradient:
+            seen.append(bias.detach().sum().cpu())
     return training.parameters() | {"seen": torch.stack(seen)}
 
 
 def reads_one_gradient(rank: int, world_size: int, kind: str) -> Found:
     """Its bucket leaves out of turn, and delayed gradients with it; late rows of the next forward stand before them."""
-    training = Training(rank, kind)
-    training.train(range(2))
-    bias = next(p for p in training.model.parameters() if p.dim() == 1)
-    seen = []
-    for batch in training.batches(range(2, 10)):
-        training.model(*batch).backward()
-        assert bias.grad is not None
-        seen.append(bias.grad.sum().cpu())
-        training.step()
-    return training.parameters() | {"seen": torch.stack(seen)}
+    return reads_one_parameter(rank, world_size, kind, of_gradient=True)
 
 
 def trains_on_a_grid(rank: int, world_size: int, kind: str) -> Found:
