@@ -3,7 +3,8 @@
 Contract
     A graph gives shards, a memory budget, compiled regions, and what options ask for. Shards are priced for the tables
     that lookups may read, with the rows that the batch can hold, and for output layers whose labels are in the batch.
-    Whole tables are waited for behind the backward, of shards a schedule hides half: this must save a tenth of the
+    Whole tables are waited for behind the backward, of shards a schedule hides half. Beside tables worth sharding, a
+    graph also hides in the next forward what buckets take longer than the backward. All this must save a tenth of the
     step, whose compute is estimated from the parameters and the batch, and repay the capture in 500 steps. Otherwise
     the model runs as it is written for good, with its gradients in buckets.
     Ranks decide alike: by model and options, and by one plan for the batches of all.
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,6 +24,7 @@ from embrace_fx.capture.gradient_graph import as_lookups, gradient_graph
 from embrace_fx.cost import links as cost
 from embrace_fx.cost.links import CORE
 from embrace_fx.passes.planner.pricing import HEAD_EXCHANGES
+from embrace_fx.passes.planner.step_cost import LEAST_MS, bucket_ms
 from embrace_fx.planning.findings import find, plan_on_links
 from embrace_fx.runtime.probe.probe import GLANCE_ERROR
 from embrace_fx.session.programs import Programs
@@ -42,6 +45,9 @@ LEAST_SHARE = 1 / 16
 """Share of a table's rows that the largest number of a tensor reaches if it is likely to hold the table's ids."""
 FLOPS = 6
 """Floating-point operations of a parameter for each position of a batch: two in the forward, four in the backward."""
+
+BACKWARD = 2 / 3
+"""Share of a step's compute that is the backward's."""
 
 PARAMETER_MS = 0.05
 """Milliseconds that autograd and an optimizer take for a parameter of any size."""
@@ -78,23 +84,49 @@ def runs_as_written(context: Context, programs: Programs, leaves: Sequence[Any])
     findings = find(context, graph, [_rows(ids, table) for table in tables.values()], frozenset(), schedule="none")
     dense = sum(p.numel() for name, p in trained.items() if name not in tables and p.dim() > 1)
     positions = max(communicator.gather(max(each.numel() for each in ids), int))
-    compute_ms = FLOPS * dense * positions / CORE.flops_per_ms + PARAMETER_MS * len(trained)
     capture_ms = CAPTURE_MS * len(trained)
-    least_ms = max(WORTH * compute_ms, capture_ms / REPAID_IN)
 
-    def saved_ms(plan: Plan) -> float:
-        """Predicts the milliseconds that shards save per step."""
-        return _saved_ms(plan) + sum(_saved_by_head_ms(plan, head, positions) for head in heads.values())
+    def worth(plan: Plan) -> _Worth:
+        """Predicts what a graph saves per step."""
+        compute_ms = FLOPS * dense * positions / CORE.flops_per_ms + PARAMETER_MS * len(trained)
+        compute_ms /= min(plan.links.pace, 1.0)  # ranks may share a core
+        shards_ms = _saved_ms(plan) + sum(_saved_by_head_ms(plan, head, positions) for head in heads.values())
+        return _Worth(compute_ms, capture_ms, shards_ms, _hidden_ms(plan, compute_ms))
 
     plan = plan_on_links(context, findings, None, roughly=True)
-    if plan.links_are == "probed" and GLANCE_ERROR * saved_ms(plan) > least_ms:  # exact links may decide otherwise
+    if plan.links_are == "probed" and worth(plan).may_repay(GLANCE_ERROR):  # exact links may decide otherwise
         plan = plan_on_links(context, findings, None)
     programs.links = plan.links if plan.links_are == "probed" else None
-    if (plan.sharded or heads) and saved_ms(plan) > least_ms:
-        return ""
-    names, of = ", ".join({**tables, **heads}), f"of a step of about {compute_ms:.0f} ms"
-    saved = f"shards of {names} would save {saved_ms(plan):.1f} ms {of}"
-    return f"{saved}, a capture take {capture_ms / 1e3:.1f} s; {advice}"
+    found = worth(plan)
+    return "" if found.may_repay() else f"{found.described(', '.join({**tables, **heads}))}; {advice}"
+
+
+@dataclass(frozen=True)
+class _Worth:
+    """The predicted gain of a graph.
+
+    Attributes:
+        compute_ms: the compute of a step.
+        capture_ms: the time of the capture.
+        shards_ms: what shards save per step.
+        hidden_ms: what the next forward hides per step.
+    """
+
+    compute_ms: float
+    capture_ms: float
+    shards_ms: float
+    hidden_ms: float
+
+    def may_repay(self, error: float = 1.0) -> bool:
+        """Returns whether a graph saves enough, if it saves up to `error` times as much as predicted."""
+        least_ms = max(WORTH * self.compute_ms, self.capture_ms / REPAID_IN)
+        return error * (self.shards_ms + self.hidden_ms) > least_ms
+
+    def described(self, names: str) -> str:
+        """Describes the gain, with the names of tables and output layers."""
+        hidden = f" and overlap {self.hidden_ms:.1f}" if self.hidden_ms >= LEAST_MS else ""
+        saved = f"shards of {names} would save {self.shards_ms:.1f} ms{hidden} of a step of about"
+        return f"{saved} {self.compute_ms:.0f} ms, a capture take {self.capture_ms / 1e3:.1f} s"
 
 
 def _asks_for_a_graph(context: Context) -> bool:
@@ -162,6 +194,14 @@ def _saved_by_head_ms(plan: Plan, head: nn.Parameter, positions: int) -> float:
     rows, states = cost.all_to_all(2 * positions * row_bytes, ranks), 2 * positions * row_bytes * (ranks - 1)
     exchanges = rows + cost.Exchange(states, HEAD_EXCHANGES * (ranks - 1))
     return max(0.0, whole_ms - exchanges.time_ms(links, "all_to_all"))
+
+
+def _hidden_ms(plan: Plan, compute_ms: float) -> float:
+    """Predicts how many milliseconds of the buckets' transfers the next forward hides per step: those that the
+    backward, `BACKWARD` of the compute, does not.
+    """
+    late_ms = sum(bucket_ms(plan, names) for names in plan.buckets) - BACKWARD * compute_ms
+    return min(max(late_ms, 0.0), (1 - BACKWARD) * compute_ms)
 
 
 def _saved_ms(plan: Plan) -> float:

@@ -256,7 +256,7 @@ def _added(plan: Plan, compute: _Compute) -> Added:
     """Predicts the compute, waits and other work of a step under a plan."""
     schedule, cluster = plan.schedule_name, plan.links.flattened(plan.world_size)
     rows = [_rows(plan, tables, cluster, compute) for tables in plan.row_exchanges.values()]
-    buckets = [_bucket(plan, names, cluster, compute) for names in plan.buckets]
+    buckets = [_bucket(plan, names, compute) for names in plan.buckets]
     awaited = 0.5 if schedule in LOOKS_AHEAD else 1.0
     head_ms = sum(awaited * each.one_way_ms for each in rows)
     head_ms += 0.0 if schedule in LOOKS_AHEAD else sum(each.ids_ms for each in rows)
@@ -324,13 +324,18 @@ def ids_exchange(decision: Decision, world_size: int) -> cost.Exchange:
     return cost.gather_ids((own,) * world_size, decision.shape[0])
 
 
-def _bucket(plan: Plan, names: Sequence[str], cluster: cost.Cluster, compute: _Compute) -> tuple[float, float]:
+def _bucket(plan: Plan, names: Sequence[str], compute: _Compute) -> tuple[float, float]:
     """Returns, in milliseconds, the backward's compute before a bucket is full, and the bucket's transfer."""
     ready_ms = max(compute.ready_ms.get(name, 0.0) for name in names)
+    return ready_ms, bucket_ms(plan, names)
+
+
+def bucket_ms(plan: Plan, names: Sequence[str]) -> float:
+    """Predicts the milliseconds of a bucket's transfer."""
     if plan[names[0]].strategy in EXCHANGES:
-        return ready_ms, plan[names[0]].predicted_ms
+        return plan[names[0]].predicted_ms
     sent = cost.Exchange(sum(plan[name].sent_bytes_per_step for name in names), 2 * (plan.world_size - 1))
-    return ready_ms, sent.time_ms(cluster, "all_reduce")
+    return sent.time_ms(plan.links.flattened(plan.world_size), "all_reduce")
 
 
 def _end_ms(ready_and_transfer_ms: Iterable[tuple[float, float]]) -> float:

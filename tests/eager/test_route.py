@@ -80,6 +80,14 @@ def test_is_captured_where_its_table_is_worth_sharding() -> None:
         assert found == ("", ("words.weight",))
 
 
+def test_is_captured_where_a_forward_hides_much_of_slow_buckets() -> None:
+    made = {"rows": 8, "width": 256, "linears": 12}
+    for reason, sharded in run_ranks(2, _beside_ddp, embrace_fx.Cluster(1e4, 0.05), made, {}):
+        assert (reason, sharded) == ("", ())
+    for reason, _ in run_ranks(2, _beside_ddp, embrace_fx.Cluster(1e6, 0.05), made, {}):
+        assert reason.startswith("shards of words.weight would save 0.0 ms of a step")
+
+
 @pytest.mark.long
 def test_is_captured_where_that_is_asked_for() -> None:
     for options in ({"route": "graph"}, {"schedule": "vertical"}):
