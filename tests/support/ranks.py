@@ -186,28 +186,28 @@ class Pool:
     def __init__(self, size: int) -> None:
         self._size = size
         self._workers: list[_Worker] = []
+        self._folder: tempfile.TemporaryDirectory[str]
 
     def call(self, world_size: int, fn: Callable[..., T], args: Sequence[Any], timeout_s: float) -> list[Outcome[T]]:
         """Runs `fn(rank, world_size, *args)` on the first `world_size` processes; close the pool if one failed."""
         if not 1 <= world_size <= self._size:
             raise ValueError(f"world_size is {world_size}, but the pool has {self._size} processes")
         start_s = time.monotonic()
-        with tempfile.TemporaryDirectory(prefix="ranks-") as name:
-            directory = Path(name)
-            jobs = [
-                _packed(_run_as_rank, rank, world_size, directory, fn, args, warnings.filters)
-                for rank in range(world_size)
-            ]
-            if not all(worker.process.is_alive() for worker in self._workers):
-                self.close()
-            if not self._workers:
-                self._workers = [_start_worker() for _ in range(self._size)]
-            outcomes = self._exchange(jobs, directory, start_s, timeout_s)
-            if _all_returned(outcomes):
-                # Only now: a rank that left at its own end would break the collectives its peers are still in.
-                leave = _packed(_leave_group)
-                left = self._exchange([leave] * world_size, directory, start_s, timeout_s)
-                outcomes = [replace(end, result=o.result) for o, end in zip(outcomes, left, strict=True)]
+        if not all(worker.process.is_alive() for worker in self._workers):
+            self.close()
+        if not self._workers:
+            self._folder = tempfile.TemporaryDirectory(prefix="ranks-")
+            self._workers = [_start_worker() for _ in range(self._size)]
+        # A call's store outlives it: the thread of a model that is not collected yet would wait for the file.
+        directory = Path(tempfile.mkdtemp(dir=self._folder.name))
+        jobs = [
+            _packed(_run_as_rank, rank, world_size, directory, fn, args, warnings.filters) for rank in range(world_size)
+        ]
+        outcomes = self._exchange(jobs, directory, start_s, timeout_s)
+        if _all_returned(outcomes):
+            # Only now: a rank that left at its own end would break the collectives its peers are still in.
+            left = self._exchange([_packed(_leave_group)] * world_size, directory, start_s, timeout_s)
+            outcomes = [replace(end, result=o.result) for o, end in zip(outcomes, left, strict=True)]
         return outcomes
 
     def _exchange(self, jobs: Sequence[bytes], directory: Path, start_s: float, timeout_s: float) -> list[Outcome[Any]]:
@@ -245,6 +245,8 @@ class Pool:
         exitcodes = [worker.process.exitcode for worker in workers]
         for worker in workers:
             worker.process.close()
+        if workers:
+            self._folder.cleanup()
         return exitcodes
 
 
@@ -368,6 +370,6 @@ def _run_as_rank(
 
 
 def _leave_group() -> None:
-    """Ends what the call has left behind: models' threads listen to the store, whose file is about to go."""
+    """Ends what the call has left behind, but for what only a later collection finds."""
     gc.collect()
     dist.destroy_process_group()
