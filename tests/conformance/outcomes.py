@@ -35,7 +35,7 @@ class Bench:
 
     def __init__(self) -> None:
         ranks.PRELOAD.append("tests.conformance.bodies")
-        self._pool = Pool(WORLD_SIZE)
+        self._pool = Pool()
 
     def run(self, name: str, side: Side) -> Result:
         outcomes = self._pool.call(WORLD_SIZE, run_body, (name, side), LIMIT_S)

@@ -1,7 +1,7 @@
 """Real ranks for tests: worker processes that outlive a test, with gloo between them over loopback.
 
 Importing torch once per rank and test is what makes distributed suites slow. Here one fork server imports it once per
-session; a fork of it is a rank in some 50 ms, and the four ranks of the shared pool also keep what they have warmed up.
+session; a fork of it is a rank in some 50 ms, and the ranks of the shared pool also keep what they have warmed up.
 
 Protocol
     The parent sends a pickled call and its test's name down a rank's pipe, the rank sends back an `Outcome`; end of
@@ -38,7 +38,6 @@ import torch.distributed as dist
 
 T = TypeVar("T")
 
-POOL_SIZE = 4
 TIMEOUT_S = 240.0
 """Time limit of one call, start of the ranks included."""
 GROUP_TIMEOUT_S = 60.0
@@ -50,6 +49,8 @@ EXIT_S = 30.0
 
 PRELOAD = [
     *("torch.distributed", "torch.distributed.tensor", "torch._dynamo", "torch.profiler"),
+    *("torch._inductor.sizevars", "torch._dynamo.backends.inductor", "torch.distributed.tensor.experimental"),
+    *("torch._dynamo.testing", "torch.export._trace", "sympy.combinatorics"),
     *("embrace_fx.session.session", "embrace_fx.api", "pytest"),
 ]
 """Modules the fork server imports once for all ranks: those of a first capture, and of the modules of tests."""
@@ -147,7 +148,7 @@ def fresh_ranks(world_size: int, fn: Callable[..., T], *args: Any, timeout_s: fl
     A rank whose function returned exits as a script does at its end, with 0; one that raised exits with 1; one that
     cannot exit is killed (-9).
     """
-    pool = Pool(world_size)
+    pool = Pool()
     outcomes = pool.call(world_size, fn, args, timeout_s)
     return [replace(o, exitcode=code) for o, code in zip(outcomes, pool.close(EXIT_S), strict=True)]
 
@@ -181,23 +182,20 @@ class _Worker:
 
 
 class Pool:
-    """Processes that serve as ranks, started at the first call and again after `close` or a death."""
+    """Processes that serve as ranks, started when a call needs them, and anew after `close` or a death."""
 
-    def __init__(self, size: int) -> None:
-        self._size = size
+    def __init__(self) -> None:
         self._workers: list[_Worker] = []
         self._folder: tempfile.TemporaryDirectory[str]
 
     def call(self, world_size: int, fn: Callable[..., T], args: Sequence[Any], timeout_s: float) -> list[Outcome[T]]:
         """Runs `fn(rank, world_size, *args)` on the first `world_size` processes; close the pool if one failed."""
-        if not 1 <= world_size <= self._size:
-            raise ValueError(f"world_size is {world_size}, but the pool has {self._size} processes")
         start_s = time.monotonic()
         if not all(worker.process.is_alive() for worker in self._workers):
             self.close()
         if not self._workers:
             self._folder = tempfile.TemporaryDirectory(prefix="ranks-")
-            self._workers = [_start_worker() for _ in range(self._size)]
+        self._workers += [_start_worker() for _ in range(world_size - len(self._workers))]
         # A call's store outlives it: the thread of a model that is not collected yet would wait for the file.
         directory = Path(tempfile.mkdtemp(dir=self._folder.name))
         jobs = [
@@ -255,7 +253,7 @@ def _packed(call: Callable[..., Any], *args: Any) -> bytes:
     return pickle.dumps((call, args, os.environ.get("PYTEST_CURRENT_TEST", "")))
 
 
-_pool = Pool(POOL_SIZE)
+_pool = Pool()
 
 
 def _call_shared_pool(world_size: int, fn: Callable[..., T], args: Sequence[Any], timeout_s: float) -> list[Outcome[T]]:
