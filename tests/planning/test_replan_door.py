@@ -23,7 +23,7 @@ def _asks(rank: int, world_size: int, ask: bool) -> tuple[list[str], list[str]]:
     compiled = embrace_fx.compile(model, optimizer=Adagrad(model.parameters(), 0.05), cluster=LINKS, schedule="none")
     strategies = []
     with logged() as lines:
-        for step in (0, *range(DENSE.start, DENSE.start + 5)):
+        for step in (0, *range(DENSE.start, DENSE.start + 4)):
             compiled(*batch(step, rank)).backward()
             compiled.optimizer.step()
             compiled.optimizer.zero_grad()

@@ -152,9 +152,13 @@ def _amid(change: Callable[[Any], Any]) -> Callable[[Any, int], list[Tensor]]:
 AMID = {name: (_Tagger, _amid(change)) for name, change in PRUNED.items()}
 
 
+BY_DEFAULT = ("smallest elements", "rows by their norms", "_put_squares", "_add_twice")
+
+
 @pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.long)])
-def test_a_table_pruned_amid_training_is_as_under_ddp(ranks: int) -> None:
-    check(__name__, cases="AMID", ranks=ranks, strategy="alltoall", rtol=1e-5)
+@pytest.mark.parametrize("names", [BY_DEFAULT, pytest.param((), marks=pytest.mark.long)], ids=["some", "all"])
+def test_a_table_pruned_amid_training_is_as_under_ddp(names: tuple[str, ...], ranks: int) -> None:
+    check(__name__, *names, cases="AMID", ranks=ranks, strategy="alltoall", rtol=1e-5)
 
 
 def _changed(rank: int, world_size: int, closes: bool) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -203,17 +203,29 @@ def _trained(rank: int, wrap: Callable[[nn.Module], Any], loop: Loop) -> Any:
     return training.ends()
 
 
-def _beside_ddp(rank: int, world_size: int) -> dict[str, str]:
+LOOPS_BY_DEFAULT = (
+    *("sums of a cast", "spreads", "extremes", "of rows", "several at once", "averages of many", "whole tensors"),
+    *("averages by out, in parts", "averages that are swapped in", "a history of gradients"),
+)
+
+
+def _beside_ddp(rank: int, world_size: int, names: Iterable[str]) -> dict[str, str]:
     wrap, wrong = compiled_once(strategy="alltoall"), {}
-    for name, loop in LOOPS.items():
-        if how := differs(_trained(rank, wrap, loop), _trained(rank, DistributedDataParallel, loop)):
+    for name in names:
+        if how := differs(_trained(rank, wrap, LOOPS[name]), _trained(rank, DistributedDataParallel, LOOPS[name])):
             wrong[name] = how
     return wrong
 
 
-@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.long)])
-def test_values_of_state_dicts_are_used_as_under_ddp(ranks: int) -> None:
-    for wrong in run_ranks(ranks, _beside_ddp):
+@pytest.mark.parametrize(
+    ("names", "ranks"),
+    [
+        pytest.param(LOOPS_BY_DEFAULT, 2, id="2, some"),
+        *(pytest.param((*LOOPS,), ranks, id=f"{ranks}, all", marks=pytest.mark.long) for ranks in (2, 3)),
+    ],
+)
+def test_values_of_state_dicts_are_used_as_under_ddp(names: tuple[str, ...], ranks: int) -> None:
+    for wrong in run_ranks(ranks, _beside_ddp, names):
         assert not wrong
 
 
@@ -280,11 +292,23 @@ def _one_alone(rank: int, world_size: int, names: tuple[str, ...]) -> dict[str, 
     return errors
 
 
-@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.long)])
-def test_what_one_rank_alone_does_with_tables_is_refused_on_all_at_once(ranks: int) -> None:
-    first, *others = run_ranks(ranks, _one_alone, (*ALONE, *HARMLESS))
+ALONE_BY_DEFAULT = (
+    *("a moment's mean", "clipping", "a whole table", "an average in whole tensors", "an array", "one element"),
+    *("a copy of all", "a write", "a write to a gradient"),
+)
+
+
+@pytest.mark.parametrize(
+    ("names", "ranks"),
+    [
+        pytest.param(ALONE_BY_DEFAULT, 2, id="2, some"),
+        *(pytest.param((*ALONE,), ranks, id=f"{ranks}, all", marks=pytest.mark.long) for ranks in (2, 3)),
+    ],
+)
+def test_what_one_rank_alone_does_with_tables_is_refused_on_all_at_once(names: tuple[str, ...], ranks: int) -> None:
+    first, *others = run_ranks(ranks, _one_alone, (*names, *HARMLESS))
     assert all(each == first for each in others)
-    assert set(first) == set(ALONE)
+    assert set(first) == set(names)
     for told in first.values():
         assert told.startswith("rank 0: ")
         assert "full_state_dict() on every rank" in told

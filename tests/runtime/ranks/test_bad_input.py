@@ -350,6 +350,7 @@ def _left_alone(rank: int, world_size: int, fails: bool) -> str:
     return "no error"
 
 
+@pytest.mark.long  # a rank is missing after seconds
 @pytest.mark.parametrize(
     ("fails", "told"),
     [(True, "PeerFailure: rank 1: a call failed on this rank, and others have ended"), (False, "DeadRank")],
