@@ -34,7 +34,7 @@ from embrace_fx.vocabulary.graph import Table, TrainingGraph
 from embrace_fx.vocabulary.plan import SHARDED, Grid, LinksAre, Plan
 from embrace_fx.vocabulary.random_state import random_state_kept
 from embrace_fx.vocabulary.row_wise import RowWiseAdagrad
-from embrace_fx.vocabulary.schedule import AUTO, FULL
+from embrace_fx.vocabulary.schedule import AUTO
 
 MOST_GATHERED_IDS = 2**22
 """Most ids of one table, of all ranks together, that every rank receives at set-up: 16 MiB."""
@@ -205,16 +205,14 @@ def findings_of(
             }
             if (found := _sparsity(table, known)) is not None:
                 sparsity[table.parameter] = found
-    schedule, scored = options.schedule, [report.scored for report in reports]
-    if schedule == AUTO and options.table_memory is not None:
-        schedule = FULL  # prices ignore reads of rows beyond memory, which overlap steps
+    scored = [report.scored for report in reports]
     return Findings(
         graph,
         facts,
         rows,
         ranks,
         options.strategy,
-        schedule,
+        options.schedule,
         sparsity,
         local_rows,
         options.rows,

@@ -74,6 +74,14 @@ def test_on_shared_cores_nothing_is_hidden_behind_fast_links() -> None:
     assert plan.chosen_because.startswith('"none": "2d" would hide ')
 
 
+@pytest.mark.parametrize(("cluster", "chosen"), [(SHORT, "2d"), (SHARED, "none")])
+def test_the_schedule_of_tables_beyond_memory_is_weighed_too(cluster: Cluster, chosen: str) -> None:
+    plan = planned(cluster, strategy="alltoall", table_memory=0.5)
+    assert plan.memory
+    assert plan.schedule_name == chosen
+    assert plan.chosen_because.startswith(f'"{chosen}": ')
+
+
 def test_less_work_and_nothing_hidden_are_told_without_a_sign() -> None:
     none, full = Added(3.0, 2.0, 9.0), Added(4.0, 5.5, 9.0)
     assert compared({"none": none, "2d": full}, "none") == (
