@@ -14,7 +14,8 @@ When a value is there
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,8 +24,10 @@ from torch.library import custom_op
 from torch.utils.flop_counter import register_flop_formula
 
 from benchmarks.device.queue import QUEUE
+from embrace_fx.cost.links import CORE
+from embrace_fx.runtime.probe.pace import expected_ms
 
-FLOPS_PER_MS = 2e7
+FLOPS_PER_MS = CORE.flops_per_ms
 """By which counters of FLOPs learn that a block computes, and how long each of its parts: a core does 20 GFLOP/s."""
 SAMPLES = 64
 """Elements of a tensor that a stand-in value depends on, spread over all of it."""
@@ -41,6 +44,11 @@ def _filled(value: Tensor, shape: Sequence[int]) -> Tensor:
 
 def _occupy(ms: float) -> None:
     QUEUE.wait(QUEUE.submit(ms))
+
+
+def reference(_: torch.device) -> Callable[[], None]:
+    """Returns a function that takes the device's time for the probe's reference work, as `pace.reference` does."""
+    return partial(_occupy, expected_ms(CORE))
 
 
 @custom_op("lab::forward", mutates_args=())
