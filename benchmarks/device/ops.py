@@ -46,7 +46,7 @@ def _occupy(ms: float) -> None:
     QUEUE.wait(QUEUE.submit(ms))
 
 
-def reference(_: torch.device) -> Callable[[], None]:
+def reference(device: torch.device) -> Callable[[], None]:
     """Returns a function that takes the device's time for the probe's reference work, as `pace.reference` does."""
     return partial(_occupy, expected_ms(CORE))
 

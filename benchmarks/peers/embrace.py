@@ -16,7 +16,7 @@ from benchmarks.device.ops import reference
 from benchmarks.models.base import Batch
 from benchmarks.peers.base import Recorded, Task, Training
 from embrace_fx.runtime.launch import launch_queue, profile
-from embrace_fx.runtime.probe import probe
+from embrace_fx.runtime.probe import pace
 
 STANDSTILL_S = launch_queue.STANDSTILL_S
 """After which classes of communication overtake each other: in slow motion it, too, takes longer."""
@@ -45,7 +45,7 @@ class EmbraceFx:
         launch_queue.STANDSTILL_S = STANDSTILL_S * task.slow
         if task.slow > 1:
             profile.PROFILED_AFTER, profile.PROFILED = SLOW_PROFILE
-            probe.reference = reference  # the device computes, not this rank's core
+            pace.reference = reference  # the device computes, not this rank's core
         plain = task.model()
         optimizer = task.make_optimizer(plain.parameters())
         model = embrace_fx.compile(

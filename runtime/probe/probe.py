@@ -38,6 +38,7 @@ from embrace_fx.cost.links import (
     launch_ms,
 )
 from embrace_fx.runtime.exchanges.channel import Channel
+from embrace_fx.runtime.probe import pace
 from embrace_fx.runtime.probe.handling import (
     HANDLED_ROWS,
     NARROW,
@@ -47,7 +48,6 @@ from embrace_fx.runtime.probe.handling import (
     handling_of,
     scanning,
 )
-from embrace_fx.runtime.probe.pace import expected_ms, reference
 from embrace_fx.runtime.probe.processors import Load, taken_share
 from embrace_fx.runtime.ranks.communicator import Communicator, InFlight
 from embrace_fx.runtime.ranks.gathering import gather_single
@@ -143,18 +143,18 @@ def probe(communicator: Communicator, device: torch.device = CPU, computes_on: t
     links.append(Link(bandwidth, max(alone - sent.sent_bytes / bandwidth, 0.0) / sent.messages))
     handling = probe_handling(communicator, device)
     computes_on = computes_on or device
-    pace = expected_ms(CORE) / together_ms(communicator, reference(computes_on), computes_on)
+    speed = pace.expected_ms(CORE) / together_ms(communicator, pace.reference(computes_on), computes_on)
     figures = torch.tensor(
-        [pace, *(value for link in links for value in astuple(link)), *astuple(handling)],
+        [speed, *(value for link in links for value in astuple(link)), *astuple(handling)],
         dtype=torch.float64,
         device=device,
     )
     communicator.broadcast([figures])
-    pace, *rest = figures.tolist()
+    speed, *rest = figures.tolist()
     values = iter(rest)
     *in_a_row, own = (Link(next(values), next(values), next(values)) for _ in links)
     by_name = tuple(zip(COLLECTIVES, in_a_row, strict=True))
-    found = Cluster(own.bandwidth_bytes_per_ms, own.latency_ms, by_name, handling=Handling(*values), pace=pace)
+    found = Cluster(own.bandwidth_bytes_per_ms, own.latency_ms, by_name, handling=Handling(*values), pace=speed)
     return replace(found, busy=_busy(communicator, found)) if computes_on.type == "cpu" else found
 
 
@@ -218,8 +218,8 @@ def loopback(ranks: int) -> Cluster:
         own.unit_ms * shared,
         own.round_ms * shared,
     )
-    alone, pace, busy = links[0][1], _LOOPBACK_PACE / shared, taken_share([load] * ranks)
-    return Cluster(alone.bandwidth_bytes_per_ms, alone.latency_ms, links, handling=handling, pace=pace, busy=busy)
+    alone, speed, busy = links[0][1], _LOOPBACK_PACE / shared, taken_share([load] * ranks)
+    return Cluster(alone.bandwidth_bytes_per_ms, alone.latency_ms, links, handling=handling, pace=speed, busy=busy)
 
 
 def _within_a_host(communicator: Communicator, computes_on: torch.device) -> Cluster | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 from torch.optim import Adagrad
@@ -45,7 +45,7 @@ def test_the_chosen_schedule_is_as_fast_as_the_fastest(name: str) -> None:
     slow, rate, latency_ms, steps_ms = MEASURED[name]
     workload = MODELS[name]["lab"]
     model = EmulatedModel(workload.make(), profile_of(name, "lab").blocks, slow)
-    links = (("all_to_all", Link(rate, 1.4, 1.8)), ("all_gather", Link(rate, 1.2, 1.0)))
+    links: Any = (("all_to_all", Link(rate, 1.4, 1.8)), ("all_gather", Link(rate, 1.2, 1.0)))
     cluster = Cluster(rate, latency_ms, links, handling=Handling(round_ms=0.2), busy=0.12)
     batches = [workload.batch(0, rank, 0) for rank in range(2)]
     optimizer = Adagrad(model.parameters())
