@@ -33,6 +33,12 @@ _COMPUTES = frozenset({"mm", "addmm", "bmm", "baddbmm", "conv", "rnn", "lstm", "
 """Words in the names of matrix products and convolutions."""
 
 
+_LOOKUPS = frozenset(
+    {"aten::embedding", "aten::_embedding_bag", "aten::_embedding_bag_forward_only", "embrace::lookup"}
+)
+"""Ops that read rows of their first input, by ids that are their second."""
+
+
 def estimate(compute: cost.Compute, expected: ExpectedSizes = NOTHING_EXPECTED) -> NodeMs:
     """Returns a function that estimates a node's milliseconds on a processor of this speed, once for each node.
 
@@ -47,6 +53,9 @@ def node_ms(node: fx.Node, compute: cost.Compute, expected: ExpectedSizes = NOTH
     if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload) or _is_view(node.target):
         return 0.0
     inputs = [_shape(n.meta.get("val"), expected) for n in node.all_input_nodes]
+    if op_name(node) in _LOOKUPS:
+        (rows, *width), ids, *_ = inputs
+        inputs[0] = (min(rows, prod(ids)), *width)
     outputs = [_shape(v, expected) for v in pytree.tree_leaves(node.meta.get("val"))]
     moved = sum(prod(shape) for shape in (*inputs, *outputs) if shape) * ELEMENT_BYTES
     return compute.time_ms(flops(node, expected), moved)

@@ -13,7 +13,8 @@ from torch.optim import SGD
 
 import embrace_fx
 from embrace_fx.capture.gradient_graph import gradient_graph
-from embrace_fx.cost.links import Cluster, Handling
+from embrace_fx.cost.links import CORE, Cluster, Handling
+from embrace_fx.passes.node_cost import node_ms
 from embrace_fx.passes.planner import decide as deciding
 from embrace_fx.passes.planner.decide import decide
 from embrace_fx.passes.planner.pricing import Findings
@@ -170,6 +171,13 @@ def test_a_slow_processor_hides_more() -> None:
 def test_updates_of_buckets_in_the_forward_cost_a_processor() -> None:
     found = priced(busy=0.0)
     assert found["horizontal"].work_ms > found["none"].work_ms
+
+
+def test_a_lookup_moves_the_rows_that_it_reads() -> None:
+    nodes = captured_graph_of(planned(SHORT)).graph.nodes
+    lookup = next(node for node in nodes if node.target is torch.ops.aten.embedding.default)
+    read = batch(0).numel()
+    assert node_ms(lookup, CORE) == pytest.approx(CORE.time_ms(0, 4 * (2 * read * WIDTH + read)))
 
 
 def test_a_row_space_has_one_exchange() -> None:
