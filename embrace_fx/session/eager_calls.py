@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from embrace_fx.runtime.step.gradient_step import GradientStep
 from embrace_fx.runtime.tables.placement import broadcast_state
 from embrace_fx.session.program_cache import Arguments, Entry
 from embrace_fx.session.programs import ORDER, Programs
+from embrace_fx.session.route import ids_in, rows_in
 from embrace_fx.setup.agreement import agree_on_first_call
 from embrace_fx.setup.context import Context
 from embrace_fx.setup.log import log
@@ -77,7 +78,7 @@ class EagerCalls:
         train = call.train and bool(trained)  # autograd passes gradients through a frozen model
         announcements.wait()  # a call without gradients has no backward
         entry = self._entry(trained, train=train)
-        rows = self._rows_of(entry)
+        rows = self._rows_of(entry, call.leaves)
         if programs.pipeline is None:
             programs.decide(entry, rows)
         if train and announcements.asked_to_plan:
@@ -138,12 +139,14 @@ class EagerCalls:
             kind.found.append(Entry(captured_of(graph), graph, train))
         return kind.found[0]
 
-    def _rows_of(self, entry: Entry) -> list[Tensor]:
-        """Returns, for each table, the rows of a recent gradient, or before the first one all rows it may have."""
-        tables = {t.parameter: 0 if t.parameter in self._row_tables else t.num_rows for t in entry.analysed.tables}
+    def _rows_of(self, entry: Entry, leaves: Sequence[Any] = ()) -> list[Tensor]:
+        """Returns, for each table, the rows of a recent gradient, or before the first one those that a batch can
+        read.
+        """
+        tables = {table.parameter: table.num_rows for table in entry.analysed.tables}
         return [
-            self._rows[name] if name in self._rows else torch.arange(size, device="cpu")
-            for name, size in tables.items()
+            self._rows[name] if name in self._rows else rows_in(ids_in(leaves), num_rows)
+            for name, num_rows in tables.items()
         ]
 
     def _look(self, gradients: Mapping[str, Tensor]) -> None:
@@ -201,7 +204,8 @@ class EagerCalls:
         if self.reason:
             context.state.hooked = frozenset()  # autograd itself calls the gradient hooks
         program = self._programs.build(entry, accumulates=accumulates)
-        step = GradientStep(program, tuple(trained), self._rows_of(entry) if entry.train else (), self._in_rows())
+        rows = self._rows_of(entry, call.leaves) if entry.train else ()
+        step = GradientStep(program, tuple(trained), rows, self._in_rows())
         step.announce()
         tables = [name for name in self._tables if name in trained]
         versions = [trained[name]._version for name in tables]

@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 from embrace_fx.capture.gc_pause import not_collecting
 from embrace_fx.capture.structured_trace import log_text
 from embrace_fx.cost.links import Cluster
+from embrace_fx.passes.planner.grouping import with_buckets
 from embrace_fx.passes.planner.plan_fit import NO_MOMENT, RENAMED, WHOLE, PlanViolation, fitted, renamed, violation
 from embrace_fx.passes.planner.pricing import Findings
 from embrace_fx.passes.planner.replanning import SAMPLED_EVERY, changes, describe_replan
@@ -46,7 +47,7 @@ USER = "model.replan()"
 DRIFT = "other rows are read"
 MODULE = "a module has changed"
 ORDER = "the first backward has shown the order of its gradients"
-"""Reasons to plan again."""
+"""Reasons to plan again; after `ORDER`, only buckets change."""
 
 
 class Programs:
@@ -196,6 +197,11 @@ class Programs:
                 return
             reason = next(filter(None, communicator.gather(asked.replan_for, str)), ORDER)
             asked.replan_for = ""
+            if reason == ORDER:
+                new = communicator.gather(with_buckets(old, entry.analysed), Plan)[0]
+                if new.buckets != old.buckets:
+                    self._replace(entry.analysed, new, pipeline.findings)
+                return
             used = {d.parameter for d in old if d.strategy not in ("frozen", "unused")}
             schedule = old.schedule_name
         with stage("planning again", communicator.rank):
@@ -271,8 +277,12 @@ class Programs:
         self.change(fitted(self.in_use.plan, [PlanViolation((), tuple(names))], reason), reason)
 
     @outside_of_modes()
-    def _replace(self, analysed: TrainingGraph, new: Plan, findings: Findings | None, reason: str) -> None:
-        """Replaces the plan in use with another one, between two steps. Collective."""
+    def _replace(self, analysed: TrainingGraph, new: Plan, findings: Findings | None, reason: str = "") -> None:
+        """Replaces the plan in use with another one, between two steps. Collective.
+
+        Args:
+            reason: the reason to log and to keep in the plan's history; "" if only buckets change.
+        """
         old, context = self.in_use.plan, self._context
         with context.state.pending.closed():  # while parameters move, only the flow applies their updates
             context.state.pending.close()
@@ -281,12 +291,12 @@ class Programs:
             context.state.reads.restart()
             with stage("placing parameters anew", context.communicator.rank):
                 place_anew(context, analysed, old, new)
-            line = describe_replan(self.counters.calls, reason, old, new)
-            self._adopt(replace(new, history=(*old.history, line)), findings)
+            line = describe_replan(self.counters.calls, reason, old, new) if reason else ""
+            self._adopt(replace(new, history=(*old.history, line)) if line else new, findings)
             self._on_placed(False)
         for each in self.cache.entries():
             each.programs.clear()
-        if context.communicator.rank == 0:
+        if line and context.communicator.rank == 0:
             log("planned again %s", line)
 
     def _may_change(self, entry: Entry) -> bool:

@@ -13,12 +13,12 @@ from math import ceil, inf
 
 from embrace_fx.cost import links as cost
 from embrace_fx.passes.planner.asked_strategies import requested_strategies
-from embrace_fx.passes.planner.grouping import Joinable, plan_buckets, plan_spaces
+from embrace_fx.passes.planner.grouping import Joinable, plan_spaces, with_buckets
 from embrace_fx.passes.planner.pricing import CLEARLY, Findings, ParameterFacts, Priced, Pricing, nothing_sent
 from embrace_fx.passes.planner.step_cost import cheapest, compared, has_compute, prices
 from embrace_fx.vocabulary.graph import Table
 from embrace_fx.vocabulary.plan import EXCHANGES, SHARDED, STRATEGIES, Candidate, Decision, Grid, LinksAre, Plan
-from embrace_fx.vocabulary.schedule import AUTO, FULL, INTO_FORWARD, SCHEDULES
+from embrace_fx.vocabulary.schedule import AUTO, FULL, SCHEDULES
 from embrace_fx.vocabulary.sizes import RowCounts
 
 SHARES = (1e-3, 0.01, 0.05, 0.25, 1.0)
@@ -118,21 +118,16 @@ def _decide(findings: Findings, links: cost.Cluster, current: Plan | None, links
     )
     choices |= _travelling(tables, choices, pricing)
     decisions = tuple(_decision(fact, choices[fact.name], tables.get(fact.name), pricing) for fact in facts)
-    replicas = {d.parameter: d.strategy for d in decisions if d.strategy in ("allreduce", *EXCHANGES)}
-    reduced = set(replicas) if world_size > 1 else set()
-    alone = {name for name in reduced if replicas[name] in EXCHANGES}
     renormed = tuple(
         t.parameter
         for t in graph.tables
         if t.max_norm and world_size > 1 and choices[t.parameter].chosen.strategy != "local"
     )
-    sizes, read_later = {fact.name: fact.nbytes for fact in facts}, findings.schedule in INTO_FORWARD
-    buckets = plan_buckets(graph, reduced, sizes, links, world_size, alone, read_later=read_later)
     sharded = [fact for fact in facts if world_size > 1 and _by_columns(choices[fact.name])]
     fit = [_joinable(tables[fact.name], fact, world_size) for fact in sharded]
     spaces = plan_spaces(graph, fit, overlaps=findings.schedule != "none")
-    plan = Plan(world_size, decisions, buckets, renormed, links, links_are, watched=watched, spaces=spaces)
-    return replace(plan, schedule_name=findings.schedule)
+    plan = Plan(world_size, decisions, (), renormed, links, links_are, watched=watched, spaces=spaces)
+    return with_buckets(replace(plan, schedule_name=findings.schedule), graph)
 
 
 def _is_exchanged(fact: ParameterFacts) -> bool:

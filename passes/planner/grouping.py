@@ -10,7 +10,7 @@ Contract
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil
 
 from torch import Tensor, fx
@@ -20,39 +20,31 @@ from embrace_fx.passes.narrow import exchange_dtype
 from embrace_fx.passes.node_cost import computes
 from embrace_fx.passes.planner.step_cost import one_way_bytes
 from embrace_fx.vocabulary.graph import Table, TableUse, TrainingGraph, gradients_of, parameters_of
-from embrace_fx.vocabulary.plan import Plan
+from embrace_fx.vocabulary.plan import EXCHANGES, Plan
 from embrace_fx.vocabulary.row_space import SPACE_BYTES, RowSpace
-from embrace_fx.vocabulary.schedule import LOOKS_AHEAD, Cuts
+from embrace_fx.vocabulary.schedule import INTO_FORWARD, LOOKS_AHEAD, Cuts
 
 
-def plan_buckets(
-    graph: TrainingGraph,
-    reduced: set[str],
-    sizes: Mapping[str, int],
-    cluster: cost.Cluster,
-    world_size: int,
-    alone: Collection[str] = (),
-    *,
-    read_later: bool = True,
-) -> tuple[tuple[str, ...], ...]:
-    """Groups parameters into buckets in launch order, about the order of gradients in the backward.
+def with_buckets(plan: Plan, graph: TrainingGraph) -> Plan:
+    """Returns the plan with its replicas' gradients in buckets, in launch order: about their order in the backward.
 
     Parameters are grouped in the forward's order, so that the forward needs at the same time what is reduced together.
     Parameters that the forward does not read keep their order. A bucket has one dtype and a size chosen by the cost
     model. A parameter with a sparse exchange has its own bucket.
-
-    Args:
-        reduced: replicas with a gradient.
-        alone: the parameters of `reduced` that have their own bucket.
-        read_later: whether the next forward waits for each bucket separately under the schedule.
     """
+    if plan.world_size == 1:
+        return plan
+    alone = {decision.parameter for decision in plan if decision.strategy in EXCHANGES}
+    reduced = alone.union(decision.parameter for decision in plan if decision.strategy == "allreduce")
     position = {node: k for k, node in enumerate(graph.graph.nodes)}
     gradients, parameters = gradients_of(graph.module).items(), parameters_of(graph.module)
     produced = {name: node for name, node in gradients if name in reduced and node is not None}
     read = {n: min((position[user] for user in parameters[n].users), default=len(position)) for n in produced}
+    sizes = {name: node.meta["val"].numel() * node.meta["val"].element_size() for name, node in produced.items()}
     together = sum(sizes[name] for name in produced if name not in alone)
     given = all(node.op == "placeholder" for node in produced.values())  # true for a graph of gradients alone
-    limit = cost.bucket_bytes(cluster, world_size, together, read_later=read_later and not given)
+    read_later = plan.schedule_name in INTO_FORWARD and not given
+    limit = cost.bucket_bytes(plan.links, plan.world_size, together, read_later=read_later)
     buckets: list[list[str]] = []
     filled, dtype = 0, None
     for name in sorted(produced, key=lambda n: (read[n], n if read[n] < len(position) else "")):
@@ -64,7 +56,7 @@ def plan_buckets(
         filled += sizes[name]
         dtype = produced[name].meta["val"].dtype
     elsewhere = tuple(sorted(reduced - set(produced)))  # read only by other ranks' first batches
-    return tuple(tuple(bucket) for bucket in reversed(buckets)) + tuple((name,) for name in elsewhere)
+    return replace(plan, buckets=(*map(tuple, reversed(buckets)), *((name,) for name in elsewhere)))
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 from torch import fx
 
 from embrace_fx.cost import links as cost
-from embrace_fx.passes.planner.grouping import plan_buckets
+from embrace_fx.passes.planner.grouping import with_buckets
 from embrace_fx.vocabulary.graph import Gradient, Parameter, TrainingGraph
+from embrace_fx.vocabulary.plan import Decision, Plan
 from tests.support.planned import TABLE, planned
 
 LINK = cost.Cluster(bandwidth_bytes_per_ms=1e6, latency_ms=0.05)
@@ -44,9 +45,11 @@ def test_buckets_are_blocks_of_the_forward_the_last_one_first(
     reduced = {f"p{k}" for k in range(len(gradients)) if data.draw(st.booleans())}
     alone = {name for name in sorted(reduced) if data.draw(st.integers(0, 3)) == 0}
     absent = {f"absent{k}" for k in range(data.draw(st.integers(0, 2)))}
-    sizes = {f"p{k}": count * dtype.itemsize for k, (count, dtype) in enumerate(gradients)} | dict.fromkeys(absent, 4)
+    sizes = {f"p{k}": count * dtype.itemsize for k, (count, dtype) in enumerate(gradients)}
+    ways = {name: "zen" if name in alone else "allreduce" for name in sorted(reduced | absent)}
+    decisions = tuple(Decision(name, (1,), False, way, "", 0, 0, 0.0) for name, way in ways.items())
 
-    buckets = plan_buckets(graph_with_gradients(gradients, order), reduced | absent, sizes, LINK, 4, alone)
+    buckets = with_buckets(Plan(4, decisions, (), links=LINK), graph_with_gradients(gradients, order)).buckets
 
     blocks = buckets[: len(buckets) - len(absent)]
     assert [name for bucket in reversed(blocks) for name in bucket] == [f"p{k}" for k in order if f"p{k}" in reduced]
