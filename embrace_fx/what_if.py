@@ -42,7 +42,6 @@ from embrace_fx.runtime.ranks.step_handshake import StepHandshake
 from embrace_fx.runtime.step.optimizer_hooks import OptimizerHooks
 from embrace_fx.runtime.tables.model_state import ModelState
 from embrace_fx.runtime.tables.table_shard import TableShard
-from embrace_fx.session.memory_report import beyond_memory
 from embrace_fx.setup.context import Context
 from embrace_fx.setup.options import Optimizers, Options
 from embrace_fx.viz import DrawnSchedule
@@ -88,8 +87,7 @@ class Forecast(Plan):
         """Describes every candidate strategy, and the predicted reads of tables beyond memory."""
         step_ms = self.schedule.beside_storage_ms if self.memory and self.world_size > 1 else None
         lines = (
-            f"{name}, {readable_bytes(of.nbytes)} of memory: {beyond_memory(of, step_ms)}"
-            for name, of in self.memory.items()
+            f"{name}, {readable_bytes(of.nbytes)} of memory: {of.describe(step_ms)}" for name, of in self.memory.items()
         )
         return super().explain() + "".join(f"{each}\n" for each in lines)
 

@@ -192,6 +192,30 @@ class RowMemory:
 
         return self.with_slots(max((1 + ahead) * self.at_once, math.ceil(_least(is_hidden, self.num_rows))))
 
+    def describe(self, step_ms: float | None) -> str:
+        """Returns lines about the table: the prediction, and the least `table_memory`.
+
+        Args:
+            step_ms: the time of a step without its waits for these rows, or None if unknown.
+        """
+        if not self.draws.ids:
+            return ""
+        places = []
+        for place, rows in self.moved:
+            places.append(f"{rows * self.record_bytes / 2**20:,.3f} from {place.name}")
+            if place.holds_bytes is not None:
+                share = min(place.holds_bytes / self.record_bytes / self.num_rows, 1)
+                places[-1] += f", which holds {share:.2%}"
+        moved = f"{self.found:.1%} in memory; MiB read, and as many written, per step: {', '.join(places)}"
+        text = f"predicted, once all rows have moved: {moved};\n    least budget {self.least._size()}"
+        if step_ms is None:
+            return text
+        return f"{text}; to hide reads behind a step of {step_ms:.1f} ms, {self.at_speed(step_ms)._size()}"
+
+    def _size(self) -> str:
+        """Describes how many rows are in memory, in bytes and as a share."""
+        return f"{self.nbytes / 2**20:,.2f} MiB ({self.slots / self.num_rows:.2%} of its rows)"
+
 
 def together(memories: Sequence[RowMemory]) -> RowMemory:
     """Combines tables with equal records that share a working set."""

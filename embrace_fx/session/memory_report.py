@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
-from embrace_fx.cost.storage import RowMemory
 from embrace_fx.passes.step_memory import StepMemory
 from embrace_fx.runtime.tables.member import Member
 
@@ -51,32 +50,6 @@ def tables_report(tables: Mapping[str, Member], ranks: int, beyond: Mapping[str,
     for name, table in tables.items():
         aligned += [line for line in (table.store.remark, beyond.get(name) and f"  {beyond[name]}") if line]
     return "\n".join(["tables of this rank: predicted, then measured", *(f"  {each}" for each in aligned)])
-
-
-def beyond_memory(memory: RowMemory, step_ms: float | None) -> str:
-    """Returns lines about a table beyond memory: the prediction, and the least `table_memory`.
-
-    Args:
-        step_ms: the time of a step without its waits for these rows, or None if unknown.
-    """
-    if not memory.draws.ids:
-        return ""
-    places = []
-    for place, rows in memory.moved:
-        places.append(f"{rows * memory.record_bytes / 2**20:,.3f} from {place.name}")
-        if place.holds_bytes is not None:
-            share = min(place.holds_bytes / memory.record_bytes / memory.num_rows, 1)
-            places[-1] += f", which holds {share:.2%}"
-    moved = f"{memory.found:.1%} in memory; MiB read, and as many written, per step: {', '.join(places)}"
-    text = f"predicted, once all rows have moved: {moved};\n    least budget {_of_rows(memory.least)}"
-    if step_ms is None:
-        return text
-    return f"{text}; to hide reads behind a step of {step_ms:.1f} ms, {_of_rows(memory.at_speed(step_ms))}"
-
-
-def _of_rows(memory: RowMemory) -> str:
-    """Describes how many rows of a table are in memory, in bytes and as a share."""
-    return f"{_mib(memory.nbytes)} ({memory.slots / memory.num_rows:.2%} of its rows)"
 
 
 def line(held: StepMemory) -> str:

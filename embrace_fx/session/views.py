@@ -10,7 +10,7 @@ from embrace_fx.passes.scheduler.schedule_facts import background_of
 from embrace_fx.runtime.launch.timeline import gather_timeline
 from embrace_fx.session.comm_hooks import rounding_report
 from embrace_fx.session.eager_calls import EagerCalls
-from embrace_fx.session.memory_report import beyond_memory, memory_report, tables_report
+from embrace_fx.session.memory_report import memory_report, tables_report
 from embrace_fx.session.programs import Programs
 from embrace_fx.setup.context import Context
 from embrace_fx.viz.graphs import Graphs
@@ -61,7 +61,7 @@ class Views:
             if shares_ms is not None:
                 step_ms = sum(shares_ms.values()) - shares_ms["storage"]
             first = {space.name: space.tables[0] for space in plan.spaces}
-            beyond = {first.get(name, name): beyond_memory(of, step_ms) for name, of in pipeline.memory.items()}
+            beyond = {first.get(name, name): of.describe(step_ms) for name, of in pipeline.memory.items()}
             text += f"\n\n{tables_report(tables, context.communicator.world_size, beyond)}"
         if (held := pipeline.step_memory()) is not None:
             text += f"\n\n{memory_report(held, context.model, context.optimizer_hooks.known_optimizers.optimizers)}"

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from embrace_fx.capture.errors import CaptureError
@@ -16,12 +15,9 @@ from embrace_fx.runtime.ranks.default_group import check_mesh
 from embrace_fx.runtime.ranks.failure import PeerFailure, failure_text
 from embrace_fx.runtime.ranks.step_checks import check_activities
 from embrace_fx.runtime.ranks.step_handshake import HandshakeMessage, StepHandshake
-from embrace_fx.runtime.step.gradient_hooks import has_node_hooks
-from embrace_fx.runtime.tables.model_state import names_to_ignore
-from embrace_fx.runtime.tables.table_shard import TableShard
+from embrace_fx.runtime.tables.model_state import ModelState, names_to_ignore
+from embrace_fx.setup.model_checks import check_model
 from embrace_fx.setup.options import Options
-from embrace_fx.setup.replica_check import settings_of
-from embrace_fx.setup.shared_memory import refuse_shared_memory
 
 
 class SetUpError(ValueError, RuntimeError):
@@ -59,18 +55,11 @@ def agree_on_set_up(
     try:
         options.check()
         check_mesh(mesh)
-        if not isinstance(model, nn.Module):
-            raise ValueError(
-                f"compile(): model is {_what(model)}, not an nn.Module. Put a function into the forward of a module "
-                "that holds its parameters."
-            )
-        if problem := next(_problems(model, optimizers, is_called=is_called), None):
-            raise ValueError(problem)
+        check_model(model, optimizers, is_called=is_called)
         if options.backend == "inductor":
             from embrace_fx.runtime.lower.inductor import check_toolchain  # noqa: PLC0415  (takes seconds to import)
 
             check_toolchain({parameter.device.type for parameter in model.parameters()})
-        refuse_shared_memory(model)
         own = {**describe(model, optimizers, options), "communication hook": hook or "none"}
     except ValueError as error:
         own = str(error)
@@ -112,80 +101,34 @@ def describe(model: nn.Module, optimizers: Sequence[Optimizer], options: Options
     return found
 
 
-def _problems(model: nn.Module, optimizers: Sequence[Any], *, is_called: bool) -> Iterator[str]:
-    """Yields the reasons why a model cannot be trained: a wrapper, an optimizer, a parameter."""
-    kind, hooks = type(model).__name__, [*model._state_dict_pre_hooks.values()]
-    # The wrapper of torch.compile.
-    by_torch = isinstance(model, DistributedDataParallel) or "_orig_mod" in model._modules
-    if by_torch or getattr(type(model), "_wraps_a_model", False):
-        yield (
-            f"compile(): model is a {kind}, which wraps a model already. Pass the model that it wraps: compile() "
-            "replaces the wrapper."
-        )
-    for name, module in model.named_modules():
-        if getattr(type(module), "_wraps_a_model", False):
-            yield (
-                f"compile(): {name} in this {kind} is compiled already. Compile the whole model, with the plain module "
-                "in that place."
-            )
-    for hook in hooks:
-        if taken := getattr(hook, "taken", ""):
-            yield (
-                f"compile(): cannot take this {kind}: {taken}. Load its full_state_dict() into a new model, and "
-                "compile that."
-            )
-    own = {id(parameter) for parameter in model.parameters()}
-    for optimizer in optimizers:
-        if not isinstance(optimizer, Optimizer):
-            yield (
-                f"compile(): optimizer is {_what(optimizer)}, not a torch.optim.Optimizer or several. Create it first, "
-                "for example torch.optim.Adagrad(model.parameters(), lr=0.01)."
-            )
-        elif not any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"]):
-            yield (
-                f"compile(): {type(optimizer).__name__} holds no parameter of {kind}, so its steps "
-                "would not change the model. Create it with this model's parameters()."
-            )
-    yield from _problems_of_parameters(model, is_called=is_called)
+def replicas(state: ModelState, optimizers: Sequence[Optimizer]) -> Iterator[tuple[str, Any]]:
+    """Yields, by name, the values that must be equal on all ranks: parameters, param groups and optimizer state.
+
+    Elements of a sharded table are on one rank only and cannot be compared, but its counters can. Buffers are left out,
+    because they may legitimately differ between steps.
+    """
+    # A tied parameter counts once, by its first name.
+    names = {id(state.parameter(name)): name for name in reversed(state.names)}
+    sharded = {id(table.parameter) for table in state.tables.values() if table.layout.mesh is not None}
+    for key, name in names.items():
+        if key not in sharded and name not in state.ignored:
+            yield name, state.parameter(name)
+    for k, optimizer in enumerate(optimizers):
+        kind = type(optimizer).__name__
+        for g, group in enumerate(optimizer.param_groups):
+            yield f"param group {g} of optimizer {k} ({kind})", settings_of(group)
+        for parameter, of_parameter in optimizer.state.items():
+            name = names.get(id(parameter), "")
+            for key, value in of_parameter.items() if name and name not in state.ignored else ():
+                is_part = isinstance(value, Tensor) and value.dim() > 0 and id(parameter) in sharded
+                if not is_part:
+                    yield f"{key} of {name} ({kind})", value
 
 
-def _problems_of_parameters(model: nn.Module, *, is_called: bool) -> Iterator[str]:
-    """Yields the problems of a model's parameters, for messages."""
-    kind, hooks = type(model).__name__, [*model._state_dict_pre_hooks.values()]
-    if not is_called and not any(parameter.requires_grad for parameter in model.parameters()):
-        yield f"compile(): {kind} has no trainable parameter, so there is nothing to train. Call the model itself."
-    placed = {id(layout) for hook in hooks for layout in getattr(hook, "layouts", {}).values()}
-    named: Any = model.named_parameters()
-    for name, parameter in named:
-        if not isinstance(parameter, nn.Parameter):
-            yield (
-                f"The model is called with another tensor in place of {name}, but gradients belong to the model's own "
-                "parameters. Give functional_call tensors for all parameters and buffers, or call the plain model."
-            )
-        if isinstance(parameter, TableShard) and id(parameter.spread) not in placed:
-            yield (
-                f"{name} is sharded by another compiled model, so this rank has only a shard of it. Keep a table that "
-                f"several models read whole in each of them, with strategy={{{name!r}: 'allreduce'}}, or compile one "
-                "module that contains these models."
-            )
-        if parameter.requires_grad and has_node_hooks(parameter):
-            yield (
-                f"compile(): {name} has a hook on the autograd node that accumulates its gradient, and that node never "
-                "runs here. Use register_post_accumulate_grad_hook(), or step the optimizer after backward()."
-            )
-    ignored = names_to_ignore(model)
-    for name, module in model.named_modules():
-        weight = f"{name}.weight" if name else "weight"
-        if weight in ignored and getattr(module, "scale_grad_by_freq", False):
-            yield (
-                f"compile(): {weight} is to be ignored and has scale_grad_by_freq, which counts ids over all ranks. "
-                "Turn it off, or divide the gradient in a hook of the parameter."
-            )
-
-
-def _what(value: object) -> str:
-    """Describes a value in an error message by its type."""
-    return f"the class {value.__name__}" if isinstance(value, type) else f"{value!r} of type {type(value).__name__}"
+def settings_of(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the options of a param group in a comparable form."""
+    options = ((key, value) for key, value in group.items() if key != "params")
+    return {key: value.tolist() if isinstance(value, Tensor) else value for key, value in options}
 
 
 def agree_on_first_call(

@@ -21,8 +21,11 @@ from embrace_fx.runtime.exchanges import allgather, hierarchical, omnireduce, ps
 from embrace_fx.runtime.exchanges.blocks import cut_rows, write_blocks_
 from embrace_fx.runtime.exchanges.channel import Channel, Steps, run
 from embrace_fx.runtime.exchanges.gradient import RowSet, join_parts
-from embrace_fx.runtime.ranks.communicator import InFlight
+from embrace_fx.runtime.exchanges.rounded import sum_rounded_
+from embrace_fx.runtime.ranks.communicator import Communicator, InFlight
+from embrace_fx.runtime.ranks.wire_rounding import Rounding
 from embrace_fx.runtime.ranks.worker import FutureWork, Worker
+from embrace_fx.vocabulary.plan import Plan
 
 
 @dataclass(frozen=True)
@@ -83,6 +86,40 @@ def exchange_gradient_(flat: Tensor, kind: ExchangeKind, channel: Channel, clust
 
 Exchange = Callable[[Tensor, str, Channel], object]
 """(packed gradient, name of its launch, channel) -> exchanges in place and waits for every round."""
+
+
+def exchanges_of(
+    plan: Plan, parameter: Callable[[str], Tensor], communicator: Communicator, *, at_once: bool
+) -> dict[int, Callable[[Tensor, str], InFlight]]:
+    """Makes the functions that start the exchanges of the buckets that are not AllReduced, by bucket. Collective.
+
+    Args:
+        parameter: returns a parameter by its name.
+        at_once: whether a function runs its exchange to the end immediately.
+    """
+    rounding, found = communicator.rounding, dict[int, Exchange]()
+    for k, (name, *_) in enumerate(plan.buckets):
+        if (exchange := _exchange(plan, name, parameter(name), rounding)) is not None:
+            found[k] = exchange
+    if not found:
+        return {}
+    group = communicator.open_group("exchanges")
+    if at_once:
+        channel = Channel(group)
+        return {k: partial(exchange_at_once, each, channel) for k, each in found.items()}
+    start = ExchangeThread(group).start
+    return {k: partial(start, each) for k, each in found.items()}
+
+
+def _exchange(plan: Plan, name: str, first: Tensor, rounding: Rounding) -> Exchange | None:
+    """Makes the exchange of a bucket by its first parameter, or returns None if the bucket is AllReduced."""
+    if name in plan.exchanged:
+        decision = plan[name]
+        kind = ExchangeKind(next(iter(first.shape), 1), decision.strategy, decision.scheme)
+        return lambda flat, _, channel: exchange_gradient_(flat, kind, channel, plan.links)
+    if not rounding.rounds(first):
+        return None
+    return lambda flat, name, channel: run(sum_rounded_(flat, name, channel, rounding))
 
 
 def exchange_at_once(exchange: Exchange, channel: Channel, flat: Tensor, name: str) -> InFlight:

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
+
+from embrace_fx.runtime.ranks.communicator import Communicator
+from embrace_fx.runtime.ranks.failure import DivergedReplicas
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Bytes of an element -> dtype."""
@@ -33,6 +37,25 @@ def checksum(tensor: Tensor) -> Tensor:
 def checksum_of_text(text: str) -> int:
     """Hashes a text to a 64-bit number that is equal on all ranks."""
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little", signed=True)
+
+
+def compare(values: Iterable[tuple[str, Any]], communicator: Communicator) -> None:
+    """Compares the checksums of named values that should be equal on all ranks. Collective.
+
+    Raises:
+        DivergedReplicas: values differ; on every rank.
+    """
+    found: dict[str, int] = {}
+    by_device: dict[torch.device, dict[str, Tensor]] = {}
+    for what, value in values:
+        if isinstance(value, Tensor):
+            by_device.setdefault(value.device, {})[what] = checksum(value)
+        else:
+            found[what] = checksum_of_text(repr(value))
+    for sums in by_device.values():  # one transfer from each device to the host
+        found |= zip(sums, torch.stack([*sums.values()]).tolist(), strict=True)
+    if difference := diverged(communicator.gather(found, dict[str, int])):
+        raise DivergedReplicas(difference)
 
 
 def diverged(by_rank: Sequence[Mapping[str, int]]) -> str:

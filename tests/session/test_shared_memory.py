@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import SGD
 
 import embrace_fx
-from embrace_fx.setup.shared_memory import share_memory
+from embrace_fx.setup.model_checks import share_memory
 from tests.support.ranks import run_ranks
 
 

@@ -1,0 +1,155 @@
+"""Checks of one rank's model and optimizers before they are compiled, without the other ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import combinations
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from embrace_fx.runtime.step.gradient_hooks import has_node_hooks
+from embrace_fx.runtime.tables.model_state import names_to_ignore
+from embrace_fx.runtime.tables.table_shard import TableShard
+
+
+def check_model(model: nn.Module, optimizers: Sequence[Any], *, is_called: bool) -> None:
+    """Raises `ValueError` if a model cannot be trained with these optimizers.
+
+    Args:
+        is_called: whether this is the first call, when all parameters may be frozen, like a discriminator's in a GAN.
+    """
+    if not isinstance(model, nn.Module):
+        raise ValueError(
+            f"compile(): model is {_what(model)}, not an nn.Module. Put a function into the forward of a module "
+            "that holds its parameters."
+        )
+    if problem := next(_problems(model, optimizers, is_called=is_called), None):
+        raise ValueError(problem)
+    _refuse_shared_memory(model)
+
+
+def _problems(model: nn.Module, optimizers: Sequence[Any], *, is_called: bool) -> Iterator[str]:
+    """Yields the reasons why a model cannot be trained: a wrapper, an optimizer, a parameter."""
+    kind, hooks = type(model).__name__, [*model._state_dict_pre_hooks.values()]
+    # The wrapper of torch.compile.
+    by_torch = isinstance(model, DistributedDataParallel) or "_orig_mod" in model._modules
+    if by_torch or getattr(type(model), "_wraps_a_model", False):
+        yield (
+            f"compile(): model is a {kind}, which wraps a model already. Pass the model that it wraps: compile() "
+            "replaces the wrapper."
+        )
+    for name, module in model.named_modules():
+        if getattr(type(module), "_wraps_a_model", False):
+            yield (
+                f"compile(): {name} in this {kind} is compiled already. Compile the whole model, with the plain module "
+                "in that place."
+            )
+    for hook in hooks:
+        if taken := getattr(hook, "taken", ""):
+            yield (
+                f"compile(): cannot take this {kind}: {taken}. Load its full_state_dict() into a new model, and "
+                "compile that."
+            )
+    own = {id(parameter) for parameter in model.parameters()}
+    for optimizer in optimizers:
+        if not isinstance(optimizer, Optimizer):
+            yield (
+                f"compile(): optimizer is {_what(optimizer)}, not a torch.optim.Optimizer or several. Create it first, "
+                "for example torch.optim.Adagrad(model.parameters(), lr=0.01)."
+            )
+        elif not any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"]):
+            yield (
+                f"compile(): {type(optimizer).__name__} holds no parameter of {kind}, so its steps "
+                "would not change the model. Create it with this model's parameters()."
+            )
+    yield from _problems_of_parameters(model, is_called=is_called)
+
+
+def _problems_of_parameters(model: nn.Module, *, is_called: bool) -> Iterator[str]:
+    """Yields the problems of a model's parameters, for messages."""
+    kind, hooks = type(model).__name__, [*model._state_dict_pre_hooks.values()]
+    if not is_called and not any(parameter.requires_grad for parameter in model.parameters()):
+        yield f"compile(): {kind} has no trainable parameter, so there is nothing to train. Call the model itself."
+    placed = {id(layout) for hook in hooks for layout in getattr(hook, "layouts", {}).values()}
+    named: Any = model.named_parameters()
+    for name, parameter in named:
+        if not isinstance(parameter, nn.Parameter):
+            yield (
+                f"The model is called with another tensor in place of {name}, but gradients belong to the model's own "
+                "parameters. Give functional_call tensors for all parameters and buffers, or call the plain model."
+            )
+        if isinstance(parameter, TableShard) and id(parameter.spread) not in placed:
+            yield (
+                f"{name} is sharded by another compiled model, so this rank has only a shard of it. Keep a table that "
+                f"several models read whole in each of them, with strategy={{{name!r}: 'allreduce'}}, or compile one "
+                "module that contains these models."
+            )
+        if parameter.requires_grad and has_node_hooks(parameter):
+            yield (
+                f"compile(): {name} has a hook on the autograd node that accumulates its gradient, and that node never "
+                "runs here. Use register_post_accumulate_grad_hook(), or step the optimizer after backward()."
+            )
+    ignored = names_to_ignore(model)
+    for name, module in model.named_modules():
+        weight = f"{name}.weight" if name else "weight"
+        if weight in ignored and getattr(module, "scale_grad_by_freq", False):
+            yield (
+                f"compile(): {weight} is to be ignored and has scale_grad_by_freq, which counts ids over all ranks. "
+                "Turn it off, or divide the gradient in a hook of the parameter."
+            )
+
+
+def _what(value: object) -> str:
+    """Describes a value in an error message by its type."""
+    return f"the class {value.__name__}" if isinstance(value, type) else f"{value!r} of type {type(value).__name__}"
+
+
+def _refuse_shared_memory(model: nn.Module) -> None:
+    """Raises `ValueError` if a trainable parameter shares memory with another parameter or a buffer.
+
+    Under DDP, two Parameters on one storage stay equal, because both are written in place. Here they would silently
+    diverge, because a table may be sharded and parameters may be updated at different times.
+    """
+    by_storage: dict[int, list[tuple[str, Tensor]]] = {}
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if type(tensor) in (nn.Parameter, Tensor) and tensor.layout == torch.strided and tensor.device.type != "meta":
+            by_storage.setdefault(tensor.untyped_storage().data_ptr(), []).append((name, tensor))
+    by_storage.pop(0, None)  # address 0 means a tensor without elements
+    for tensors in by_storage.values():
+        for (name, one), (other, another) in combinations(tensors, 2):
+            if (one.requires_grad or another.requires_grad) and share_memory(one, another):
+                raise ValueError(
+                    f"compile(): {name} and {other} are two parameters whose memory "
+                    f"{'is the same' if _same_view(one, another) else 'overlaps'}: their updates "
+                    "would diverge. Make them one Parameter, `model.out.weight = model.words.weight`, "
+                    "before the optimizer is made; or give one a copy."
+                )
+
+
+def share_memory(one: Tensor, other: Tensor) -> bool:
+    """Returns whether two tensors have an element in common.
+
+    >>> table = torch.zeros(4, 6)
+    >>> share_memory(table[:, :3], table[:, 3:]), share_memory(table[:, :4], table[:, 3:])
+    (False, True)
+    """
+    return np.shares_memory(_addresses(one), _addresses(other))
+
+
+def _addresses(tensor: Tensor) -> np.ndarray[Any, Any]:
+    """Returns an array at the addresses of a tensor's elements, which nobody reads: they may be a device's."""
+    size, at = tensor.element_size(), (tensor.data_ptr(), True)
+    place = {"version": 3, "data": at, "shape": tuple(tensor.shape), "typestr": f"|V{size}"}
+    place["strides"] = tuple(size * stride for stride in tensor.stride())
+    return np.asarray(SimpleNamespace(__array_interface__=place))
+
+
+def _same_view(one: Tensor, other: Tensor) -> bool:
+    """Returns whether two tensors are the same view of the same memory."""
+    return (one.data_ptr(), one.shape, one.stride()) == (other.data_ptr(), other.shape, other.stride())
