@@ -70,7 +70,6 @@ class GradientStorage(LocalStorage):
         self.late: tuple[GradientFuture[Sequence[Rows]], int] | None = None
         self._rows: list[Rows] = []
         self._read: list[Tensor] | None = None  # if dense, the rows with a gradient from lookups, or None for all rows
-        self._is_zero = True
         # Whether the caller may write the rows; and rows handed out earlier, which the gradient no longer uses.
         self._are_shown, self._left = False, VersionSnapshot()
         self._viewer: weakref.ref[_Viewer] = weakref.ref(_Viewer(self))
@@ -83,7 +82,7 @@ class GradientStorage(LocalStorage):
     @property
     def is_zero(self) -> bool:
         """Returns whether the gradient is zero because nothing was added since it was created or zeroed."""
-        return self._is_zero and self.late is None
+        return self.late is None and self.local is None and not self._rows
 
     def waits_for(self, late: GradientFuture[Sequence[Rows]]) -> bool:
         """Returns whether the gradient is still in flight and this future delivers it."""
@@ -92,7 +91,7 @@ class GradientStorage(LocalStorage):
     def will_be(self, late: GradientFuture[Sequence[Rows]], k: int) -> None:
         """Sets the gradient to the k-th result of a future, without waiting."""
         self.set_zero()
-        self.late, self._is_zero = (late, k), False
+        self.late = late, k
 
     def wait(self) -> None:
         """Waits for a gradient in flight.
@@ -110,17 +109,13 @@ class GradientStorage(LocalStorage):
     def add_rows(self, ids: Tensor, rows: Tensor) -> None:
         """Adds a row gradient with unique ids."""
         self.wait()
-        self._changed()
+        self._norms = {}
         if self.local is None:
             self._rows.append((ids, rows))
             return
         self.local.index_add_(0, ids, rows)
         if self._read is not None:
             self._read.append(ids)
-
-    def _changed(self) -> None:
-        """Clears the cached norms after a change of the gradient."""
-        self._norms, self._is_zero = {}, False
 
     def set_zero(self) -> None:
         """Sets the gradient to zero, in place if views exist."""
@@ -129,7 +124,7 @@ class GradientStorage(LocalStorage):
             self.local.zero_()
             self._read = []
             return
-        self.late, self._rows, self.local, self._read, self._is_zero = None, [], None, None, True
+        self.late, self._rows, self.local, self._read = None, [], None, None
         self._norms, self._seen, self._left = {}, VersionSnapshot(), VersionSnapshot()
 
     def set_dense(self, dense: Tensor) -> None:
@@ -137,8 +132,7 @@ class GradientStorage(LocalStorage):
         self._check_dense()
         self.unreduced = False
         self.replace(dense)
-        self.late, self._rows, self._read = None, [], None
-        self._changed()
+        self.late, self._rows, self._read, self._norms = None, [], None, {}
 
     def add_dense(self, gradient: Tensor) -> None:
         """Adds a gradient of all rows (V', d). The first one becomes the gradient's memory."""
@@ -146,8 +140,7 @@ class GradientStorage(LocalStorage):
             self.set_dense(gradient)
             return
         self.memory().add_(gradient)
-        self._read = None
-        self._changed()
+        self._read, self._norms = None, {}
 
     @property
     def is_dense(self) -> bool:
@@ -196,7 +189,7 @@ class GradientStorage(LocalStorage):
         if not self.is_dense:
             self._left = VersionSnapshot.of(self._shown())  # a write to rows handed out earlier would now be lost
             dense, read = self.dense(), [ids for ids, _ in self._rows]
-            self._rows, self.local, self._read, self._is_zero = [], dense, read, False
+            self._rows, self.local, self._read = [], dense, read
             self._seen = VersionSnapshot.of([dense])  # the values are the same, so the norms stay valid
         assert self.local is not None
         return self.local
