@@ -24,18 +24,13 @@ from embrace_fx.runtime.tables.member import Member
 from embrace_fx.runtime.tables.placement import shard_parameter
 from embrace_fx.runtime.tables.shard_layout import Layout
 from embrace_fx.runtime.tables.table_shard import TableShard, become_part, local_part, own_part_of
+from embrace_fx.runtime.tables.update_rule import not_replayable
 from embrace_fx.runtime.tiers.budget import Tier
 from embrace_fx.runtime.tiers.initial import FirstOfTables, FirstValues
 from embrace_fx.runtime.tiers.pace import row_ms, row_ms_of_host
 from embrace_fx.runtime.tiers.record_file import TierError
 from embrace_fx.runtime.tiers.records import TAKEN, WEIGHTS, Column, Records
-from embrace_fx.runtime.tiers.tiered_table import (
-    REFUSAL,
-    FileStorage,
-    SlotRows,
-    not_replayable,
-    state_columns,
-)
+from embrace_fx.runtime.tiers.tiered_table import REFUSAL, FileStorage, SlotRows, first_of_rows
 from embrace_fx.runtime.tiers.working_set import ROWS_AT_ONCE, WorkingSet
 from embrace_fx.setup.context import Context
 from embrace_fx.vocabulary.exactness import STILL, semantics
@@ -199,7 +194,7 @@ def _columns(context: Context, name: str, shape: tuple[int, ...], rank: int) -> 
     width = len(_columns_of(shape, context.communicator.world_size, rank))
     like = torch.empty((0, width), dtype=parameter.dtype, device="cpu")
     columns = {WEIGHTS: Column((width,), parameter.dtype), TAKEN: Column((), torch.int64)}
-    return columns | state_columns(optimizer, group, like, optimizer.state.get(parameter) or {})
+    return columns | first_of_rows(optimizer, group, like)[0]
 
 
 def _columns_of(shape: tuple[int, ...], ranks: int, rank: int) -> range:
@@ -291,7 +286,6 @@ def place_tiered(
     width = len(_columns_of(shape, communicator.world_size, communicator.rank))
     # A placeholder that takes the memory of one element.
     like = torch.empty_strided((shape[0], width), (0, 0), dtype=parameter.dtype, device=device)
-    optimizer.state[parameter] = {key: value for key, value in state.items() if key not in columns}
     if not isinstance(parameter, TableShard):
         become_part(parameter, like, layout)
     assert isinstance(parameter, TableShard)
@@ -303,7 +297,7 @@ def place_tiered(
         optimizer,
         may_defer=lambda: True,
         gradients=context.state.gradients_reader(),
-        store=partial(SlotRows, memory=memory, first=first, shown=columns.keys() & state.keys()),
+        store=partial(SlotRows, memory=memory, first=first),
     )
 
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+MEAN_SQUARES = "mean_squares"
+"""Option of one step: (K,) the mean squared gradient of each row, where the gradient has only some of the columns."""
 NOT_ON_A_GRID = "RowWiseAdagrad supports shards by columns, not on a grid"
 
 
@@ -66,14 +68,16 @@ class RowWiseAdagrad(Optimizer):
                 if not state:
                     state["sum"] = new_sums(parameter, group)
                 dims = tuple(range(1, parameter.dim()))
-                squares = gradient.square()
-                state["sum"].add_(squares.mean(dims) if dims else squares)
+                squares = group.get(MEAN_SQUARES)
+                if squares is None:
+                    squares = gradient.square().mean(dims) if dims else gradient.square()
+                state["sum"].add_(squares)
                 root = state["sum"].sqrt().add_(group["eps"])
                 parameter.sub_(group["lr"] * gradient / root.view(*root.shape, *(1 for _ in dims)))
         return loss
 
 
-def new_sums(parameter: Tensor, group: dict[str, Any]) -> Tensor:
+def new_sums(parameter: Tensor, group: Mapping[str, Any]) -> Tensor:
     """Returns the initial optimizer state of a parameter: one sum per row."""
     return torch.full(
         parameter.shape[:1], group["initial_accumulator_value"], dtype=parameter.dtype, device=parameter.device

@@ -223,7 +223,7 @@ class RowExchange:
             return True
         ids, before, after = self._preview
         # If so, the step that early rows assume has not changed the table yet.
-        waits = self.gradient.step is not None or self.table.has_deferred_rows
+        waits = self.gradient.step is not None or self.table.history.rest
         return torch.equal(self.table.peek(ids), before if waits else after)
 
     def record_step(self, *, moved_all: bool, of_all: bool = True, rewritten: bool = False) -> None:

@@ -153,7 +153,7 @@ class RowGradient(Owed):
             unreduced: whether the gradient is this rank's own.
         """
         self._late = GradientFuture(self._landing())
-        self._table.deliver(self._late, absent, unreduced=unreduced)
+        self._table.gradient.deliver(self._late, absent, unreduced=unreduced)
 
     def _landing(self) -> Callable[[], list[Sequence[Rows]]]:
         """Returns a function that waits for the gradient, split by table. It refers to the model weakly."""
@@ -180,7 +180,7 @@ class RowGradient(Owed):
         """Returns whether the gradient is in flight, untaken by a step, and `.grad` of a table still stands for it."""
         if self.step is not None or self._late is None:
             return False
-        if not self._table.count_in_flight(self._late):  # the gradient was dropped or has been read
+        if not self._table.gradient.count_in_flight(self._late):  # the gradient was dropped or has been read
             self._forget()
         return self._late is not None
 
@@ -188,7 +188,7 @@ class RowGradient(Owed):
         """Returns whether a step can take the gradient while in flight, and leave the update to the next forward."""
         if not self.waiting or self._late is None:
             return False
-        return self._table.count_in_flight(self._late) == len(self._table.members) and self._table.can_wait()
+        return self._table.gradient.count_in_flight(self._late) == len(self._table.members) and self._table.can_wait()
 
     def begin_step(self) -> SparseUpdate:
         """Keeps the optimizer's present options for the update, because the optimizer has stepped."""

@@ -38,7 +38,7 @@ from embrace_fx.runtime.tables.model_state import ModelState
 from embrace_fx.runtime.tables.optimizer_state import own_parts, own_state_of, show_state
 from embrace_fx.runtime.tables.table import Table
 from embrace_fx.runtime.tables.table_shard import TableShard
-from embrace_fx.runtime.tables.update_rule import DenseUpdate, RowWiseUpdate, SparseUpdate
+from embrace_fx.runtime.tables.update_rule import DenseUpdate, SparseUpdate
 from embrace_fx.vocabulary.exactness import ELEMENT_WISE, needs_whole
 from embrace_fx.vocabulary.operation_id import OPTIMIZER, OWN_CODE
 from embrace_fx.vocabulary.row_wise import NOT_ON_A_GRID, RowWiseAdagrad
@@ -254,7 +254,7 @@ class OptimizerHooks:
             step.hide_all(exchange.table.members)
         own = set(map(id, tables)) if optimizer.__dict__.get("grad_scale") is None else set[int]()
         for space in self._state.spaces.values() if type(optimizer) is not RowWiseAdagrad else ():
-            rows = space.gradient() if own.issuperset(map(id, space.members)) else None
+            rows = space.gradient.rows() if own.issuperset(map(id, space.members)) else None
             if rows is not None and space.can_wait():
                 step.hide_all(space.members)
                 step.joined.append((space, rows))
@@ -263,7 +263,7 @@ class OptimizerHooks:
             if id(table) in done or table.parameter.grad is None:
                 continue
             held = table.open_gradient()
-            if (rule := table.rule) is RowWiseUpdate or not (held.is_of_all_rows or rule is DenseUpdate):
+            if type(optimizer) is RowWiseAdagrad or not (held.is_of_all_rows or table.rule is DenseUpdate):
                 held.wait()
                 step.hide(table.parameter)
                 step.rows.append(table)

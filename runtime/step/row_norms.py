@@ -16,7 +16,7 @@ from embrace_fx.cost import links as cost
 from embrace_fx.runtime.launch.recorder import Recorder, Transfer
 from embrace_fx.runtime.ranks.communicator import Communicator
 from embrace_fx.runtime.tables.local_storage import Rows
-from embrace_fx.runtime.tables.update_rule import RowWiseUpdate, SparseUpdate
+from embrace_fx.runtime.tables.update_rule import SparseUpdate
 from embrace_fx.vocabulary.operation_id import ROW_NORMS
 
 Step = tuple[SparseUpdate, Rows]
@@ -30,7 +30,6 @@ def add_up_squares(steps: Sequence[Step], communicator: Communicator, recorder: 
     norms = _RowNorms(torch.cat([rows.square().sum(1) for _, (_, rows) in steps]), communicator, recorder)
     first = 0
     for rule, (ids, rows) in steps:
-        assert isinstance(rule, RowWiseUpdate)
         rule.wait_for((ids, rows), partial(norms.of, slice(first, first + len(ids)), rows.dtype))
         first += len(ids)
 

@@ -95,9 +95,8 @@ class History:
     def begin(self, optimizer: Optimizer, options: Mapping[str, Any]) -> None:
         """Begins a step that rows may defer. Call it before any of its rows are updated."""
         local, known = self._store.local, self.open
-        found = skipping(type(optimizer), options, local.dtype)
-        assert found is not None
-        form, _ = found
+        form = form_of(type(optimizer), options, local.dtype)
+        assert form is not None
         if known is None or not (isinstance(known, form) and known.fits(options)):
             self.close()
             self.open = form(local.device)
@@ -225,41 +224,18 @@ _READ = ("momentum", "dampening", "weight_decay", "eps", "alpha")
 """Options that a step reads on the host, besides lr and betas."""
 
 
-def form_of(
-    optimizer: Optimizer, options: Mapping[str, Any], state: Mapping[str, Any], dtype: torch.dtype
-) -> type[SkippedSteps] | None:
-    """Returns the class for an optimizer's deferred steps, or None if the optimizer's steps cannot be deferred."""
-    found = skipping(type(optimizer), options, dtype)
-    if found is None:
-        return None
-    form, names = found
-    for name in names:
-        if not isinstance(state.get(name), Tensor):
-            return None
-    return form
-
-
-Skipping = tuple[type[SkippedSteps], list[str]]
-"""A form, and the names of the state entries that it needs."""
-
-
 @by_options
-def skipping(kind: type[Optimizer], options: Mapping[str, Any], dtype: torch.dtype) -> Skipping | None:
+def form_of(kind: type[Optimizer], options: Mapping[str, Any], dtype: torch.dtype) -> type[SkippedSteps] | None:
     """Returns the class for the deferred steps of an optimizer class under these options, or None."""
     if dtype not in (torch.float32, torch.float64) or options.get("differentiable") or options.get("capturable"):
         return None
     if _tensors_among(options, _READ) or getattr(options["lr"], "requires_grad", False):
         return None
     if kind in (Adam, AdamW):
-        greatest = ["max_exp_avg_sq"] * options["amsgrad"]
-        return (Decaying, ["step", "exp_avg", "exp_avg_sq", *greatest]) if _decays(options) else None
+        return Decaying if _decays(options) else None
     if kind is SGD:
-        momentum = options["momentum"] != 0
-        return None if momentum and options["dampening"] != 0 else (Linear, ["momentum_buffer"] * momentum)
-    if kind is RMSprop and options["weight_decay"] == 0:
-        momentum, centered = options["momentum"] > 0, options["centered"]
-        return Linear, ["square_avg", *(["grad_avg"] * centered), *(["momentum_buffer"] * momentum)]
-    return None
+        return None if options["momentum"] != 0 and options["dampening"] != 0 else Linear
+    return Linear if kind is RMSprop and options["weight_decay"] == 0 else None
 
 
 def _tensors_among(values: Mapping[str, Any], names: Iterable[str]) -> int:

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-from embrace_fx.runtime.tables.history import skipping
+from embrace_fx.runtime.tables.history import form_of
 from embrace_fx.runtime.tables.update_rule import dense_update_policy
 from embrace_fx.vocabulary.exactness import Moving, RowUpdates
 
@@ -59,5 +59,5 @@ class KnownOptimizers:
             return dense_update_policy(type(optimizer), group, row_updates, parameter.dtype)
         if row_updates == "lazy":
             return ""
-        can_rest = all(skipping(type(each), group, parameter.dtype) is not None for each, group in held)
+        can_rest = all(form_of(type(each), group, parameter.dtype) is not None for each, group in held)
         return "either" if can_rest else "sweep"

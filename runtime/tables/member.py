@@ -1,6 +1,7 @@
 """A table of one parameter, by itself or in a row space: its gradient and its optimizer.
 
-The table's parameter stays the same object and becomes a part (`part.py`). On a single process it stays a plain tensor.
+The table's parameter stays the same object and becomes a part (`table_shard.py`). On a single process it stays a plain
+tensor.
 Row ids index the part, V' x d: by columns they are the table's ids, on a grid id // rows.
 """
 
@@ -15,16 +16,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from embrace_fx.runtime.tables.gradient_storage import GradientStorage
-from embrace_fx.runtime.tables.history import form_of
 from embrace_fx.runtime.tables.local_storage import GradientFuture, Rows
-from embrace_fx.runtime.tables.own_step import (
-    hyperparameters,
-    makes_state,
-    new_state,
-    plain_options,
-    same_options,
-    step_tensor,
-)
+from embrace_fx.runtime.tables.own_step import hyperparameters, is_of_rows, same_options, step_tensor
 from embrace_fx.runtime.tables.row_store import RowStore
 from embrace_fx.runtime.tables.shard_layout import Layout
 from embrace_fx.runtime.tables.table import Table
@@ -33,13 +26,12 @@ from embrace_fx.runtime.tables.update_rule import (
     DeferredUpdate,
     DenseUpdate,
     Options,
-    RowWiseUpdate,
     SparseUpdate,
     dense_update_policy,
+    not_replayable,
 )
 from embrace_fx.vocabulary.exactness import STILL, RowUpdates
 from embrace_fx.vocabulary.plan import Grid
-from embrace_fx.vocabulary.row_wise import RowWiseAdagrad
 
 
 class Member(Table):
@@ -76,7 +68,6 @@ class Member(Table):
         self.optimizer = optimizer
         self.is_read_densely = self.has_sparse_gradient = False
         self._at = 0, 0  # param group and index in the optimizer
-        self._made: object = None  # options and state for which a step creates no new state
         self._may_rest = may_defer
         self._gradients = gradients
         super().__init__(layout.name, (self,), (0, layout.shape[0]), store(self))
@@ -175,17 +166,15 @@ class Member(Table):
         if self.store.refusal:
             weights, state = self.store.held_bytes()
             return weights, 0, state
-        rows, columns = self.shape
-        grid = self.grid or Grid(1, ranks)
-        parameters = -(-rows // grid.rows) * -(-columns // grid.columns) * self.local.element_size()
+        grid, each = self.grid or Grid(1, ranks), self.local.element_size()
+        rows, columns = -(-self.shape[0] // grid.rows), -(-self.shape[1] // grid.columns)
+        parameters = rows * columns * each
         if self.optimizer is None:
             return parameters, parameters, None
-        gradient = parameters if self.rule is DenseUpdate else 0
-        if type(self.optimizer) is RowWiseAdagrad:
-            return parameters, gradient, -(-rows // grid.rows) * self.local.element_size()
-        made = new_state(self.optimizer, hyperparameters(self.param_group()), self.local)
-        kept = sum(isinstance(v, Tensor) and v.shape == self.local[:0].shape for v in made.values())
-        return parameters, gradient, kept * parameters
+        gradient, none = parameters if self.rule is DenseUpdate else 0, self.local[:0]
+        made = step_tensor(self.optimizer, hyperparameters(self.param_group()), none.clone(), none.clone(), {})
+        kept = sum(columns if value.dim() > 1 else 1 for value in made.values() if is_of_rows(value, 0))
+        return parameters, gradient, rows * kept * each
 
     def held_bytes(self) -> tuple[int, int, int]:
         """Returns the bytes of parameters, gradient and optimizer state on this rank."""
@@ -223,26 +212,14 @@ class Member(Table):
     def rule(self) -> type[SparseUpdate]:
         """Returns the class that updates this table under its optimizer's present options."""
         options = self.param_group()
-        if type(self.optimizer) is RowWiseAdagrad:
-            return RowWiseUpdate
         policy = dense_update_policy(type(self.holder), options, self.row_updates, self.parameter.dtype)
         if policy in STILL:
             return SparseUpdate
-        can_rest = policy == "either" and self._may_rest()
-        if can_rest and form_of(self.holder, options, self.store.entries, self.parameter.dtype):
+        if policy == "either" and self._may_rest():
             return DeferredUpdate
-        return self.store.other_rule(policy)
-
-    @property
-    def lacks_state(self) -> bool:
-        """Returns whether the optimizer has no state for this table yet and will create it in its next step."""
-        options, kept = self.param_group(), self.store.entries
-        asked = plain_options(options, but="lr"), *kept, *map(type, kept.values())
-        if asked[0] is None or self._made != asked:
-            if makes_state(self.holder, options, self.local, self.state):
-                return True
-            self._made = asked
-        return False
+        if self.store.refusal:
+            raise RuntimeError(not_replayable(self.name, type(self.holder)))
+        return DenseUpdate
 
     def step_dense(self) -> None:
         """Runs one step with a gradient of all rows."""

@@ -11,6 +11,7 @@ import math
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Hashable, Mapping, MutableMapping, Sequence
 from functools import lru_cache, wraps
+from inspect import signature
 from typing import Any, TypeVar, cast
 
 import torch
@@ -19,6 +20,7 @@ from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer, SparseAdam
 
 from embrace_fx.runtime.kernels import gpu
 from embrace_fx.runtime.kernels.decay import Averages
+from embrace_fx.vocabulary.row_wise import MEAN_SQUARES, RowWiseAdagrad, new_sums
 
 State = MutableMapping[str, Any]
 """An optimizer's state of one parameter: tensors and the step counter."""
@@ -215,7 +217,7 @@ def step_rows(
     after: State = {}
     if not len(ids):
         return after
-    whole = local.is_cuda or len(ids) <= size
+    whole = local.is_cuda or len(ids) <= size or MEAN_SQUARES in options  # which are of all rows
     for some, gradients in [(ids, rows)] if whole else zip(ids.split(size), rows.split(size), strict=True):
         values = local.index_select(0, some)
         after = step_tensor(optimizer, options, values, gradients, rows_of_state(state, some, total))
@@ -265,29 +267,40 @@ def _adam_step(kind: type[Optimizer], options: Mapping[str, Any], number: float)
 
 
 def counters_after(optimizer: Optimizer, options: Mapping[str, Any], local: Tensor, state: Mapping[str, Any]) -> State:
-    """Runs a step on no rows of a part (V', d). Returns the counters after it."""
-    after = _step_nothing(optimizer, options, local, state)
+    """Runs a step on no rows of a part (V', d), so that only the counters advance. Returns them."""
+    none = torch.empty(0, dtype=torch.int64, device=local.device)
+    of_none = rows_of_state(state, none, local.shape[0])
+    after = step_tensor(optimizer, options, local[:0].clone(), local[:0].clone(), of_none)
     return {key: value for key, value in after.items() if not is_of_rows(value, 0)}
 
 
-def _step_nothing(optimizer: Optimizer, options: Mapping[str, Any], local: Tensor, state: Mapping[str, Any]) -> State:
-    """Runs a step on a table of no rows, so that only the counters advance. Returns the new state."""
-    none = torch.empty(0, dtype=torch.int64, device=local.device)
-    of_none = rows_of_state(state, none, local.shape[0])
-    return step_tensor(optimizer, options, local[:0].clone(), local[:0].clone(), of_none)
+@by_options
+def state_names(kind: type[Optimizer], options: Mapping[str, Any]) -> frozenset[str]:
+    """Returns the names of the state entries that steps of a class of `first_state` need."""
+    return frozenset(_state_of_row(kind, options, options, torch.zeros((1, 1), device="cpu")))
 
 
-def new_state(optimizer: Optimizer, options: Mapping[str, Any], local: Tensor) -> State:
-    """Returns the state that a first step on no rows of a part (V', d) creates."""
-    return _step_nothing(optimizer, options, local, {})
+def first_state(optimizer: Optimizer, options: Mapping[str, Any], local: Tensor) -> State:
+    """Returns the state of a part (V', d) before its first step, for classes in `ELEMENT_WISE` and RowWiseAdagrad."""
+    row = local.new_zeros((1, *local.shape[1:]))
+    found = _state_of_row(type(optimizer), options, optimizer.defaults, row)
+    return {k: v.expand(local.shape[: v.dim()]).clone() if is_of_rows(v, 1) else v for k, v in found.items()}
 
 
-def makes_state(optimizer: Optimizer, options: Mapping[str, Any], values: Tensor, state: Mapping[str, Any]) -> bool:
-    """Returns whether the next step would create state entries, which must be created for all rows together."""
-    before = _tensors(state)
-    return _tensors(_step_nothing(optimizer, options, values, state)) != before
-
-
-def _tensors(state: Mapping[str, Any]) -> dict[str, bool]:
-    """Maps each entry of a state to whether it is a tensor."""
-    return {key: isinstance(value, Tensor) for key, value in state.items()}
+def _state_of_row(
+    kind: type[Optimizer], options: Mapping[str, Any], defaults: Mapping[str, Any], row: Tensor
+) -> Mapping[str, Any]:
+    """Returns the state that an optimizer creates for a parameter (1, d) at the beginning of its first step."""
+    if kind is RowWiseAdagrad:
+        return {"sum": new_sums(row, options)}
+    if kind is SGD:  # its first momentum is the gradient, as after a momentum of zero
+        return {"momentum_buffer": row} if options["momentum"] != 0 else {}
+    if kind is SparseAdam:
+        return {"step": 0, "exp_avg": row, "exp_avg_sq": row}
+    row.grad = torch.zeros_like(row)
+    made: Any = object.__new__(kind)
+    made.__dict__.update(state=defaultdict(dict), defaults=defaults)
+    lists = [list[Any]() for _ in range(len(signature(made._init_group).parameters) - 1)]
+    made._init_group({**options, "params": [row]}, *lists)
+    found: State = made.state[row]
+    return found

@@ -24,8 +24,6 @@ from embrace_fx.runtime.tables.history import History
 from embrace_fx.runtime.tables.optimizer_state import keep_state, state_of
 from embrace_fx.runtime.tables.own_step import is_of_rows
 from embrace_fx.runtime.tables.table_shard import TableShard
-from embrace_fx.runtime.tables.update_rule import DenseUpdate, SparseUpdate
-from embrace_fx.vocabulary.exactness import Moving
 
 if TYPE_CHECKING:
     from embrace_fx.runtime.tables.member import Member
@@ -95,19 +93,10 @@ class RowStore:
         """Stores optimizer state that a step has changed."""
         keep_state(self.member.holder, self.member.parameter, state)
 
-    def keep_first(self, state: Mapping[str, Any], places: Tensor) -> None:
-        """Stores the optimizer state that a table's first step has created for the rows at places (K,), and zeros for
-        others.
-        """
-        kept, rows = self.state, len(self.local)
-        made = {key: value.new_zeros((rows, *value.shape[1:])) for key, value in state.items() if key not in kept}
-        for key, value in state.items():
-            (made if key in made else kept)[key].index_copy_(0, places, value)
-        self.keep(made)
-
-    def other_rule(self, policy: Moving) -> type[SparseUpdate]:
-        """Returns the rule of a step that changes all rows and that rows cannot defer."""
-        return DenseUpdate
+    def complete(self, first: Mapping[str, Any]) -> None:
+        """Adds the entries of a table's first optimizer state that it lacks."""
+        known = self.entries
+        self.keep({key: value for key, value in first.items() if known.get(key) is None})
 
     def held_bytes(self) -> tuple[int, int]:
         """Returns the bytes of the weights and of the state in memory."""
@@ -127,19 +116,19 @@ class JoinedRows(RowStore):
     """The rows of several tables in memory, as one matrix of which the tables' parts are views."""
 
     def __init__(self, members: Sequence[Member], bounds: Sequence[int]) -> None:
-        self.member, self._members, self._rows = members[0], members, bounds[-1]
-        self._weights, self._state = _Joined(bounds), JoinedState(members, bounds)
+        self.member, self._members, self._bounds = members[0], members, bounds
+        self._views: Sequence[Tensor] = ()  # each table's part
+        self._state = JoinedState(members, bounds)
         self.history = History(self, {first: m.history for first, m in zip(bounds, members, strict=False)})
 
     @property
     def local(self) -> Tensor:
         """Returns all tables' parts as one tensor (V', d)."""
-        parts, known = [*map(_LOCAL, self._members)], self._weights
-        if known.all is not None and all(map(is_, parts, known.views)):  # ten times a step: without a call
-            return known.all
-        found = known.of(parts, self._move)
-        self.joined = (found,)
-        return found
+        parts = [*map(_LOCAL, self._members)]
+        if not self.joined or not all(map(is_, parts, self._views)):  # ten times a step: without a call per table
+            found, self._views = _joined(self._bounds, parts, self._move)
+            self.joined = (found,)
+        return self.joined[0]
 
     def _move(self, k: int, view: Tensor) -> None:
         """Makes table k's part a view of the joined memory."""
@@ -157,36 +146,27 @@ class JoinedRows(RowStore):
         return self._state.is_alike()
 
     def keep(self, state: Mapping[str, Any]) -> None:
-        """Stores the counters, which a step has changed, in each table's state."""
-        self._state.keep({key: value for key, value in state.items() if not is_of_rows(value, self._rows)})
+        """Stores optimizer state that a step has changed in each table's state."""
+        of_rows = {key: value for key, value in state.items() if is_of_rows(value, self._bounds[-1])}
+        if of_rows:
+            self._state.keep_rows(of_rows)
+        self._state.keep({key: value for key, value in state.items() if key not in of_rows})
 
 
-class _Joined:
-    """One tensor, with the tables' tensors as views into it.
+def _joined(
+    bounds: Sequence[int], parts: Sequence[Tensor], move: Callable[[int, Tensor], None]
+) -> tuple[Tensor, list[Tensor]]:
+    """Copies the rows of `parts` into one tensor (V', d). Returns it and each table's view.
 
     Args:
         bounds: the first row of each table, and the end of the last one.
+        move: called with a table's index and the view that replaces its part.
     """
-
-    def __init__(self, bounds: Sequence[int]) -> None:
-        self._bounds = bounds
-        self.all: Tensor | None = None
-        self.views: list[Tensor] = []
-
-    def of(self, parts: Sequence[Tensor], move: Callable[[int, Tensor], None]) -> Tensor:
-        """Returns all rows of `parts` as one tensor (V', d).
-
-        Args:
-            move: called with a table's index and the view that replaces its part.
-        """
-        if self.all is not None and all(map(is_, parts, self.views)):
-            return self.all
-        found = parts[0].new_empty((self._bounds[-1], *parts[0].shape[1:]))
-        views = [found[first:last] for first, last in pairwise(self._bounds)]
-        for k, (part, view) in enumerate(zip(parts, views, strict=True)):
-            move(k, view.copy_(part))
-        self.all, self.views = found, views
-        return found
+    found = parts[0].new_empty((bounds[-1], *parts[0].shape[1:]))
+    views = [found[first:last] for first, last in pairwise(bounds)]
+    for k, (part, view) in enumerate(zip(parts, views, strict=True)):
+        move(k, view.copy_(part))
+    return found, views
 
 
 class JoinedState:
@@ -198,7 +178,7 @@ class JoinedState:
 
     def __init__(self, members: Sequence[Member], bounds: Sequence[int]) -> None:
         self._members, self._bounds = members, bounds
-        self._of_rows: dict[str, _Joined] = {}
+        self._of_rows: dict[str, tuple[Tensor, list[Tensor]]] = {}  # key -> all rows, and each table's view
         self._kept: list[dict[str, Any]] = []  # each table's state when it was joined
         self._counters: dict[str, list[Any]] = {}  # key -> one counter per table
         self._versions: dict[str, list[int]] = {}  # key -> version of each counter that is a tensor
@@ -226,11 +206,13 @@ class JoinedState:
 
     def _join(self, states: Sequence[Mapping[str, Any]]) -> None:
         """Joins the tables' states: tensors with a value per row become one tensor for all tables."""
-        joined, rows = dict(states[0]), self._bounds[1]
-        for key, value in states[0].items():
-            if is_of_rows(value, rows):
-                of_key = self._of_rows.setdefault(key, _Joined(self._bounds))
-                joined[key] = of_key.of([each[key] for each in states], partial(self._move, key))
+        joined, rows, known = dict(states[0]), self._bounds[1], self._of_rows
+        self._of_rows = {}
+        for key in [key for key, value in joined.items() if is_of_rows(value, rows)]:
+            parts = [each[key] for each in states]
+            is_known = key in known and all(map(is_, parts, known[key][1]))
+            self._of_rows[key] = known[key] if is_known else _joined(self._bounds, parts, partial(self._move, key))
+            joined[key] = self._of_rows[key][0]
         self._joined, self._is_alike = joined, all(_alike(state, states[0]) for state in states)
         state = self._members[0].holder.state
         self._kept = [state.get(member.parameter) or {} for member in self._members]
@@ -238,7 +220,7 @@ class JoinedState:
         self._record_versions()
 
     def _move(self, key: str, k: int, view: Tensor) -> None:
-        """Makes table k's state entry a view of the joined one."""
+        """Makes table k's state entry a view of one tensor of all rows."""
         keep_state(self._members[k].holder, self._members[k].parameter, {key: view})
 
     def _record_versions(self) -> None:
@@ -253,20 +235,29 @@ class JoinedState:
         if not self._kept or optimizer is None:
             return False
         by_id = dict(zip(map(id, optimizer.state), optimizer.state.values(), strict=True))  # hashes no parameter
-        kept = map(by_id.get, map(id, map(_PARAMETER, self._members)))
+        kept = [*map(by_id.get, map(id, map(_PARAMETER, self._members)))]
+        if not self._joined:
+            return not any(kept)
         if not all(map(is_, kept, self._kept)) or set(map(len, self._kept)) != {len(self._joined)}:
             return False
         try:
             for key, counters in self._counters.items():
                 if not all(map(is_, map(itemgetter(key), self._kept), counters)):
                     return False
-            for key, of_rows in self._of_rows.items():
-                if not all(map(is_, map(_HELD_LOCAL, map(itemgetter(key), self._kept)), of_rows.views)):
+            for key, (_, views) in self._of_rows.items():
+                if not all(map(is_, map(_HELD_LOCAL, map(itemgetter(key), self._kept)), views)):
                     return False
         except (KeyError, AttributeError):  # an entry is the user's own tensor, or is missing
             return False
         now = chain.from_iterable(map(self._counters.__getitem__, self._versions))
         return [*map(_VERSION, now)] == [*chain.from_iterable(self._versions.values())]
+
+    def keep_rows(self, state: Mapping[str, Tensor]) -> None:
+        """Stores entries with a value per row. Joined ones, which a step has changed in place, are there already."""
+        for key, value in state.items():
+            if value is not self._joined.get(key):
+                for k, (first, last) in enumerate(pairwise(self._bounds)):
+                    self._move(key, k, value[first:last])
 
     def keep(self, counters: Mapping[str, Any]) -> None:
         """Stores the counters, which a step has changed, in each table's state."""

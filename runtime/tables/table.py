@@ -23,9 +23,17 @@ from torch.optim import Optimizer
 from embrace_fx.runtime.kernels import lookup
 from embrace_fx.runtime.tables.history import History
 from embrace_fx.runtime.tables.local_storage import GradientFuture, Rows
+from embrace_fx.runtime.tables.own_step import first_state, state_names
 from embrace_fx.runtime.tables.row_store import RowStore
 from embrace_fx.runtime.tables.table_gradient import TableGradient
-from embrace_fx.runtime.tables.update_rule import DeferredUpdate, Options, SparseUpdate, predict_update, steps_rows
+from embrace_fx.runtime.tables.update_rule import (
+    DeferredUpdate,
+    DenseUpdate,
+    Options,
+    SparseUpdate,
+    predict_update,
+    steps_rows,
+)
 from embrace_fx.vocabulary.exactness import ELEMENT_WISE
 from embrace_fx.vocabulary.plan import Grid
 from embrace_fx.vocabulary.row_space import RowSpace
@@ -48,6 +56,7 @@ class Table:
     Attributes:
         shape: (V, D).
         history: the deferred steps of the rows.
+        gradient: the `.grad` of all members.
     """
 
     shape: torch.Size
@@ -59,7 +68,7 @@ class Table:
         self.history, self.places, self.record = store.history, store.places, store.record
         self.split = partial(_split, tuple(bounds))
         """Splits rows (K, d) with sorted ids (K,) by member. Holds no reference to the members."""
-        self._gradient = TableGradient(self.members)
+        self.gradient = TableGradient(self.members)
 
     @classmethod
     def of(cls, space: RowSpace, members: Sequence[Member]) -> Table:
@@ -82,26 +91,7 @@ class Table:
         """Adds a coalesced row gradient, ids (K,) and rows (K, d), to the `.grad` of all members except `absent`."""
         split = self.split
         late = GradientFuture(lambda: [[part] for part in split(ids, rows)])
-        self._gradient.deliver(late, absent, (ids, rows), unreduced=unreduced)
-
-    def deliver(
-        self, late: GradientFuture[Sequence[Rows]], absent: Collection[str] = (), *, unreduced: bool = False
-    ) -> None:
-        """Makes each member's `.grad` the gradient of a future, or adds it to an existing `.grad`.
-
-        Args:
-            absent: names of members without a gradient.
-            unreduced: whether the gradients are this rank's own sums.
-        """
-        self._gradient.deliver(late, absent, None, unreduced=unreduced)
-
-    def count_in_flight(self, late: GradientFuture[Sequence[Rows]]) -> int:
-        """Returns how many members' `.grad` is still in flight in this future."""
-        return self._gradient.count_in_flight(late)
-
-    def gradient(self) -> Rows | None:
-        """Returns the row gradient of all members, or None if the loop has replaced or changed a `.grad`."""
-        return self._gradient.rows()
+        self.gradient.deliver(late, absent, (ids, rows), unreduced=unreduced)
 
     @property
     def has_gradient(self) -> bool:
@@ -117,8 +107,8 @@ class Table:
 
     def look_up(self, ids: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         """Returns rows (K, d) for a forward, after applying their deferred steps."""
-        if self._gradient.holds:
-            self._gradient.give_back()
+        if self.gradient.holds and self.members[0].parameter.grad is None:
+            self.gradient.give_back()
         store, history = self.store, self.history
         places = store.look_up(ids, to_write=(rests := history.rest))
         if rests:
@@ -128,11 +118,6 @@ class Table:
     def peek(self, ids: Tensor) -> Tensor:
         """Returns rows (K, d) without applying their deferred steps."""
         return self.store.local.index_select(0, self.places(ids))
-
-    @property
-    def has_deferred_rows(self) -> bool:
-        """Returns whether any row may have deferred steps."""
-        return self.history.rest
 
     def flush(self) -> None:
         """Applies all deferred steps. Do not call between `begin_step` and `finish`."""
@@ -162,15 +147,9 @@ class Table:
         """Returns the update rule of the next step, with the current options."""
         return self.members[0].rule
 
-    @property
-    def lacks_state(self) -> bool:
-        """Returns whether the next step creates optimizer state, which it does for each member separately."""
-        return False
-
     def can_wait(self) -> bool:
         """Returns whether the update can be left to the next forward and applied by rows."""
-        first = self.members[0]
-        return self.is_one() and steps_rows(first.param_group()) and not first.lacks_state
+        return self.is_one() and steps_rows(self.param_group())
 
     def is_one(self) -> bool:
         """Returns whether one update of the whole table equals the optimizer's update of each member."""
@@ -194,6 +173,12 @@ class Table:
         rule = self.rule
         if rule is not DeferredUpdate:
             self.flush()
+        if rule is not DenseUpdate:  # a dense step of the optimizer creates its state itself
+            optimizer, options = self.holder, self.param_group()
+            known = {key for key, value in self.store.entries.items() if value is not None}
+            if not known.issuperset(state_names(type(optimizer), options)):
+                for member in self.members:
+                    member.store.complete(first_state(optimizer, options, member.local))
         return rule(self)
 
     def preview(self, ids: Tensor, rows: Tensor) -> tuple[Tensor, Options | None]:

@@ -33,7 +33,12 @@ class TableGradient:
         self.holds = False
 
     def deliver(
-        self, late: GradientFuture[Sequence[Rows]], absent: Collection[str], rows: Rows | None, *, unreduced: bool
+        self,
+        late: GradientFuture[Sequence[Rows]],
+        absent: Collection[str] = (),
+        rows: Rows | None = None,
+        *,
+        unreduced: bool = False,
     ) -> None:
         """Makes each member's `.grad` the gradient of a future, or adds it to an existing `.grad`.
 

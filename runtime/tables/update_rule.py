@@ -3,7 +3,6 @@
     SparseUpdate     rows without a gradient do not change, by the optimizer's own rule or because the user chose "lazy"
     DenseUpdate      all rows are updated at once
     DeferredUpdate   rows without a gradient apply the step when they are next read
-    RowWiseUpdate    RowWiseAdagrad: sparse, and the update of a row depends on all of its elements
 
 Contract
     A rule object is one step of one table, with the options of that step. `apply` updates rows early, because they are
@@ -22,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.optim import SGD, Adagrad, Optimizer, SparseAdam
 
-from embrace_fx.runtime.tables.history import PredictedUpdate, skipping
+from embrace_fx.runtime.tables.history import PredictedUpdate, form_of
 from embrace_fx.runtime.tables.local_storage import Rows
 from embrace_fx.runtime.tables.own_step import (
     State,
@@ -38,7 +37,7 @@ from embrace_fx.runtime.tables.own_step import (
     with_own_counters,
 )
 from embrace_fx.vocabulary.exactness import ELEMENT_WISE, Moving, RowUpdates
-from embrace_fx.vocabulary.row_wise import RowWiseAdagrad, new_sums
+from embrace_fx.vocabulary.row_wise import MEAN_SQUARES, RowWiseAdagrad
 
 if TYPE_CHECKING:
     from embrace_fx.runtime.tables.table import Table
@@ -62,12 +61,15 @@ class SparseUpdate:
         # The bits of a fused kernel's result depend on the elements it updates together.
         self._of_some = {**self.options, "fused": False} if self.options.get("fused") else self.options
         self._counted: State = {}  # step counters after this step
+        self._awaited: tuple[Rows, Callable[[], Tensor]] | None = None
 
     def apply(self, ids: Tensor, rows: Tensor) -> None:
         """Updates rows with sorted, unique ids (K,) by their gradients (K, d).
 
         May be called several times in a step, with different rows.
         """
+        is_whole = type(self.optimizer) is not RowWiseAdagrad or rows.shape[1] == self.table.shape[1]
+        assert is_whole, "the squares of a shard's rows must be summed over ranks first"
         ids, store = self.table.places(ids, to_write=True), self.table.store
         local, state = store.local, store.state
         if not step_rows_on_device(self.optimizer, self.options, local, state, ids, rows):
@@ -75,27 +77,23 @@ class SparseUpdate:
 
     def finish(self, parts: Sequence[Rows]) -> None:
         """Updates the remaining rows: by gradients, ids (K,) and rows (K, d), or without if the rule does."""
-        if self.table.lacks_state:
-            self._take_first(parts)
-            return
+        if self._awaited is not None:
+            (ids, rows), squares = self._awaited
+            places, store = self.table.places(ids, to_write=True), self.table.store
+            options = {**self.options, MEAN_SQUARES: squares() / self.table.shape[1]}
+            step_rows(self.optimizer, options, store.local, store.state, places, rows)
+            self._awaited = None
         for ids, rows in parts:
             self.apply(ids, rows)
         self._count()
 
-    def _take_first(self, parts: Sequence[Rows]) -> None:
-        """Runs the table's first step, which creates optimizer state for all rows."""
-        store = self.table.store
-        none = torch.empty(0, dtype=torch.int64, device=store.local.device)
-        ids, rows = (torch.cat(each) for each in zip((none, store.local[:0]), *parts, strict=True))
-        places, local = store.places(ids, to_write=True), store.local
-        state, values = store.state, local.index_select(0, places)
-        after = step_tensor(self.optimizer, self._of_some, values, rows, rows_of_state(state, places, len(local)))
-        local.index_copy_(0, places, values)
-        counters: State = {key: value for key, value in after.items() if not is_of_rows(value, len(ids))}
-        if self._of_some is not self.options:
-            counters = counters_after(self.optimizer, self.options, local, state)
-        store.keep_first({key: value for key, value in after.items() if key not in counters}, places)
-        store.keep(counters)
+    def wait_for(self, rows: Rows, squares: Callable[[], Tensor]) -> None:
+        """Adds rows for `finish`, for RowWiseAdagrad, whose step of a row needs all of its columns.
+
+        Args:
+            squares: waits for the rows' sums of squares over all columns (K,), and returns them.
+        """
+        self._awaited = rows, squares
 
     def _count(self) -> None:
         """Advances the step counters, which all rows share."""
@@ -165,38 +163,6 @@ class DeferredUpdate(SparseUpdate):
         self._history.shorten()
 
 
-class RowWiseUpdate(SparseUpdate):
-    """A step of RowWiseAdagrad. `finish` also updates rows of shards, whose squares must be summed over ranks."""
-
-    _squares: Callable[[], Tensor] | None = None
-
-    def wait_for(self, rows: Rows, squares: Callable[[], Tensor]) -> None:
-        """Adds rows of a shard for `finish`. `squares` waits for their sums of squares over all columns (K,)."""
-        self._rows, self._squares = rows, squares
-
-    def finish(self, parts: Sequence[Rows]) -> None:
-        """Steps the rows with their squares, summed over ranks if a shard holds only some columns."""
-        if (squares := self._squares) is not None:
-            self._squares = None
-            self._update(*self._rows, squares())
-        for ids, rows in parts:
-            assert rows.shape[1] == self.table.shape[1], "the squares of a shard's rows must be summed over ranks first"
-            self._update(ids, rows, rows.square().sum(1))
-
-    def _update(self, ids: Tensor, rows: Tensor, squares: Tensor) -> None:
-        """Updates rows by gradients (K, d) and their sums of squares over all columns (K,)."""
-        store, options = self.table.store, self.options
-        ids = store.places(ids, to_write=True)
-        local, state = store.local, store.state  # each property joins all tables of a row space
-        if not state:
-            state = {"sum": new_sums(local, dict(options))}
-            store.keep(state)
-        sums = state["sum"].index_select(0, ids).add_(squares / self.table.shape[1])
-        state["sum"].index_copy_(0, ids, sums)
-        steps = options["lr"] * rows / sums.sqrt_().add_(options["eps"]).unsqueeze(1)
-        local.index_copy_(0, ids, local.index_select(0, ids).sub_(steps))
-
-
 # -- which rule --------------------------------------------------------------------------------------------------------
 
 
@@ -212,7 +178,7 @@ def dense_update_policy(kind: type[Optimizer], options: Options, row_updates: Ro
             return "lazy"
         if kind in (SGD, Adagrad) and not momentum and options["weight_decay"] == 0:
             return ""
-    return "sweep" if skipping(kind, options, dtype) is None else "either"
+    return "sweep" if form_of(kind, options, dtype) is None else "either"
 
 
 def steps_rows(options: Options) -> bool:
@@ -220,6 +186,15 @@ def steps_rows(options: Options) -> bool:
     lr = options["lr"]
     return not (options.get("differentiable") or options.get("capturable")) and not (
         isinstance(lr, Tensor) and lr.requires_grad
+    )
+
+
+def not_replayable(table: str, kind: type[Optimizer]) -> str:
+    """Returns the error text for an optimizer that must update all rows in each step."""
+    return (
+        f"table_memory: {kind.__name__}, with its options, changes every row of {table} in each step, but memory holds "
+        "only a working set. Use SGD without dampening, Adam or AdamW (weight decay decoupled or none), Adagrad or "
+        "RMSprop without weight decay, RowWiseAdagrad, or row_updates='lazy'; or leave the table out of table_memory."
     )
 
 

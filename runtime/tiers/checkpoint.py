@@ -120,7 +120,7 @@ def _load_whole(table: SlotRows, values: torch.Tensor, state: Mapping[str, Any],
             table.numbers(some), {k: (v[:, own.start : own.stop] if v.dim() > 1 else v).cpu() for k, v in cut.items()}
         )
     counters = {key: value for key, value in state.items() if key not in of_rows}
-    table.load({**table.saved(), "shown": of_rows.keys() - {WEIGHTS}, "histories": NO_HISTORIES, "counters": counters})
+    table.load({**table.saved(), "histories": NO_HISTORIES, "counters": counters})
 
 
 def _take_state(rest: dict[str, Any], table: SlotRows, optimizers: Sequence[Optimizer]) -> dict[str, Any]:

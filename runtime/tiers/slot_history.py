@@ -21,7 +21,6 @@ from torch.optim import Optimizer
 
 from embrace_fx.runtime.kernels.decay import Moments
 from embrace_fx.runtime.tables.history import Decaying, History, SkippedSteps
-from embrace_fx.runtime.tables.own_step import is_of_rows, step_tensor
 from embrace_fx.runtime.tables.row_store import RowStore
 from embrace_fx.runtime.tiers.records import TAKEN, WEIGHTS
 
@@ -29,37 +28,11 @@ if TYPE_CHECKING:
     from embrace_fx.runtime.tiers.working_set import WorkingSet
 
 
-class _FirstStep:
-    """A table's first step, for rows that get no gradient in it. It creates their optimizer state.
-
-    Args:
-        counters: the state's counters before the step.
-    """
-
-    count = 1
-
-    def __init__(self, optimizer: Optimizer, options: Mapping[str, Any], counters: Mapping[str, Any]) -> None:
-        self._optimizer, self._options, self._counters = optimizer, options, dict(counters)
-
-    def take(self, local: Tensor, state: Mapping[str, Any], ids: Tensor, taken: Tensor) -> None:
-        """Makes the first step, with a gradient of zero, for the rows `ids` that have not made it."""
-        behind = taken.index_select(0, ids) < 1
-        before = local.index_select(0, ids)
-        values = before.clone()
-        after = step_tensor(self._optimizer, self._options, values, torch.zeros_like(values), dict(self._counters))
-        local.index_copy_(0, ids, torch.where(behind.unsqueeze(1), values, before))
-        for key, column in state.items():
-            made: Any = after.get(key)
-            if is_of_rows(made, ids.numel()):
-                shown = behind.view(-1, *[1] * (made.dim() - 1))
-                column.index_copy_(0, ids, torch.where(shown, made, column.index_select(0, ids)))
-
-
 class ClosedHistory(NamedTuple):
     """Steps of some rows of a working set, with `before` steps before them, which rows apply when they arrive."""
 
     before: int
-    steps: SkippedSteps | _FirstStep
+    steps: SkippedSteps
     rows: range
 
 
@@ -96,7 +69,7 @@ class ClosedHistories:
         held = self._memory.row_of.index_select(0, slots)
         return slots[(held >= rows.start) & (held < rows.stop)]
 
-    def take(self, slots: Tensor, before: int, steps: SkippedSteps | _FirstStep) -> None:
+    def take(self, slots: Tensor, before: int, steps: SkippedSteps) -> None:
         """Applies steps to rows in slots (K,), on the slots' device, unless a row has applied them."""
         columns, until = dict(self._memory.columns), before + steps.count
         weights, of_rows = columns.pop(WEIGHTS), columns.pop(TAKEN)
@@ -118,12 +91,13 @@ class ClosedHistories:
                 found.append({"form": type(steps).__name__, "before": before, "fields": _plain(vars(steps))})
         return {"closed": found}
 
-    def load(self, rows: range, saved: Mapping[str, Any], optimizer: Optimizer) -> None:
+    def load(self, rows: range, saved: Mapping[str, Any]) -> None:
         """Replaces the histories of a table's rows by those that `saved` returned."""
         left = [each._replace(rows=other) for each in self._closed for other in _other_rows(each.rows, rows)]
         self._closed, device = left, self._memory.columns[TAKEN].device
         for each in saved["closed"]:
-            form = _FORMS[each["form"]]
+            if (form := _FORMS.get(each["form"])) is None:
+                raise ValueError(f"another version of embrace_fx wrote its deferred steps ({each['form']})")
             made = object.__new__(form)
             vars(made).update({key: _on(device, value) for key, value in each["fields"].items()})
             if form is Decaying and made._moments is not None:
@@ -131,8 +105,6 @@ class ClosedHistories:
                 if device.type == "cpu":
                     made._moments = object.__new__(Moments)
                     vars(made._moments).update(moments)
-            if form is _FirstStep:
-                made._optimizer = optimizer
             self._closed.append(ClosedHistory(each["before"], made, rows))
 
 
@@ -160,15 +132,6 @@ class SlotHistory(History):
         if self.open is not known:
             self._before = self._closed.steps
 
-    def took_first(
-        self, slots: Tensor, optimizer: Optimizer, options: Mapping[str, Any], counters: Mapping[str, Any]
-    ) -> None:
-        """Records that the rows in slots (K,) have applied the step that created state; all others have deferred it."""
-        self.close()
-        before = self._closed.steps
-        self._taken.index_fill_(0, slots, before + 1)
-        self._closed.add(ClosedHistory(before, _FirstStep(optimizer, options, counters), self.rows))
-
     def _close(self) -> None:
         """Ends the open steps. Rows apply them as they arrive."""
         if self.open is not None and self.open.count:
@@ -189,7 +152,7 @@ class SlotHistory(History):
 
 NO_HISTORIES: Mapping[str, Any] = {"closed": []}
 """The result of `ClosedHistories.saved` before any step."""
-_FORMS: Mapping[str, type[Any]] = {form.__name__: form for form in (*SkippedSteps.__subclasses__(), _FirstStep)}
+_FORMS: Mapping[str, type[Any]] = {form.__name__: form for form in SkippedSteps.__subclasses__()}
 
 
 def _other_rows(rows: range, than: range) -> list[range]:
@@ -200,7 +163,7 @@ def _other_rows(rows: range, than: range) -> list[range]:
 
 def _plain(fields: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the fields that a checkpoint can hold, with tensors on the CPU."""
-    found = {key: value for key, value in fields.items() if not isinstance(value, Optimizer | torch.device)}
+    found = {key: value for key, value in fields.items() if not isinstance(value, torch.device)}
     return {key: vars(value) if isinstance(value, Moments) else _on("cpu", value) for key, value in found.items()}
 
 

@@ -9,29 +9,25 @@ Shape legend: V' x d this rank's part; S slots; K rows.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NoReturn
 
-import torch
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from embrace_fx.runtime.tables.local_storage import LocalStorage, Rows
+from embrace_fx.runtime.tables.local_storage import LocalStorage
 from embrace_fx.runtime.tables.member import Member
 from embrace_fx.runtime.tables.optimizer_state import keep_state, state_of
-from embrace_fx.runtime.tables.own_step import hyperparameters, new_state
+from embrace_fx.runtime.tables.own_step import State, first_state, hyperparameters, is_of_rows
 from embrace_fx.runtime.tables.row_store import JoinedState, RowStore
 from embrace_fx.runtime.tables.table import Table
-from embrace_fx.runtime.tables.update_rule import SparseUpdate
 from embrace_fx.runtime.tiers.initial import FirstOfTables
 from embrace_fx.runtime.tiers.record_file import TierError
-from embrace_fx.runtime.tiers.records import WEIGHTS, Column
+from embrace_fx.runtime.tiers.records import TAKEN, WEIGHTS, Column
 from embrace_fx.runtime.tiers.slot_history import SlotHistory
 from embrace_fx.runtime.tiers.working_set import WorkingSet
-from embrace_fx.vocabulary.exactness import Moving
-from embrace_fx.vocabulary.row_wise import RowWiseAdagrad
 
 REFUSAL = (
     "{asked} needs all rows of {name}, but only some are in memory (table_memory). Only lookups in the model and "
@@ -71,7 +67,6 @@ class SlotRows(RowStore):
         member: the table, or the first of several.
         memory: the working set.
         first: the table's first row in the working set.
-        shown: state columns that the optimizer has created.
         tables: of several tables in one working set, in its order: each table's rows.
 
     Attributes:
@@ -85,17 +80,27 @@ class SlotRows(RowStore):
         member: Member,
         memory: WorkingSet,
         first: int = 0,
-        shown: Collection[str] = (),
         tables: Sequence[SlotRows] = (),
         counters: JoinedState | None = None,
     ) -> None:
         self.member, self.memory, self._tables, self._joined = member, memory, tables, counters
         self.rows = range(memory.num_rows) if tables else range(first, first + member.shape[0])
-        self.shown: set[str] = self._with_made(shown)
+        self._columns = {key: column for key, column in memory.columns.items() if key not in (WEIGHTS, TAKEN)}
         self.refusal = REFUSAL.format(name=member.layout.name, asked="A dense gradient or state")
         self._on_host: Any = WeakTensorKeyDictionary()  # device ids -> host rows that include them
         self._expected: Tensor | None = None
         self.history = SlotHistory(self, memory, self.rows, [each.history for each in tables])
+        if not tables:
+            assert member.optimizer is not None
+            state = member.optimizer.state.get(member.parameter) or {}
+            self._set_counters({key: value for key, value in state.items() if key not in self._columns})
+
+    def _set_counters(self, counters: Mapping[str, Any]) -> None:
+        """Makes step counters those of the table. Any that are missing are as before its first step."""
+        optimizer = self.member.optimizer
+        assert optimizer is not None
+        _, first = first_of_rows(optimizer, self.member.param_group(), self.local[:0])
+        optimizer.state[self.member.parameter] = {**first, **counters}
 
     def join(self, members: Sequence[Member], bounds: Sequence[int]) -> RowStore:
         """Returns the rows of several tables in this working set as one store."""
@@ -172,8 +177,7 @@ class SlotRows(RowStore):
     @property
     def state(self) -> Mapping[str, Any]:
         """Returns the counters and the state columns of the working set."""
-        shown = self._tables[0].shown if self._tables else self.shown
-        return {**self.counters, **{key: self.memory.columns[key] for key in sorted(shown)}}
+        return {**self.counters, **self._columns}
 
     @property
     def entries(self) -> Mapping[str, Any]:
@@ -181,10 +185,8 @@ class SlotRows(RowStore):
         return self.state
 
     def is_alike(self) -> bool:
-        """Returns whether all tables have the same state entries and equal counters."""
-        if self._joined is None:
-            return True
-        return self._joined.is_alike() and all(each.shown == self._tables[0].shown for each in self._tables)
+        """Returns whether all tables have equal counters."""
+        return self._joined is None or self._joined.is_alike()
 
     def keep(self, state: Mapping[str, Any]) -> None:
         """Stores the counters that a step has changed."""
@@ -193,21 +195,18 @@ class SlotRows(RowStore):
         else:
             self._joined.keep(state)
 
-    def keep_first(self, state: Mapping[str, Any], places: Tensor) -> None:
-        """Stores the optimizer state that the first step has created for the rows in some slots."""
-        for key, value in state.items():
-            self.memory.columns[key].index_copy_(0, places, value)
-        self.shown |= state.keys()
+    def complete(self, first: Mapping[str, Any]) -> None:
+        """Adds the counters of a table's first optimizer state that it lacks.
 
-    def other_rule(self, policy: Moving) -> type[SparseUpdate]:
-        """Returns the rule of the step that creates state. Raises if the optimizer's steps cannot be deferred."""
-        if policy == "either" and self.member.lacks_state:
-            return _FirstDeferred
-        raise RuntimeError(not_replayable(self.member.name, type(self.member.holder)))
-
-    def _with_made(self, shown: Collection[str]) -> set[str]:
-        """Adds the state entry that the optimizer creates before its first step, if any."""
-        return {*shown, "sum"} if type(self.member.optimizer) is RowWiseAdagrad else {*shown}
+        Raises:
+            RuntimeError: rows lack a column, which cannot be added later.
+        """
+        super().complete({key: value for key, value in first.items() if not is_of_rows(value, len(self.local))})
+        if lacking := first.keys() - self.state.keys():
+            raise RuntimeError(
+                f"table_memory: the optimizer's options have changed: its steps now need {', '.join(lacking)} of each "
+                f"row of {self.member.name}. Set them before the first call of the model."
+            )
 
     # -- checkpoints and reports ---------------------------------------------------------------------------------------
 
@@ -215,18 +214,17 @@ class SlotRows(RowStore):
         """Returns the contents of a checkpoint besides rows. Requires that no update is pending."""
         self.member.flush()
         first = self.memory.initial.tables[self.rows.start]
-        of_rows = {"shown": sorted(self.shown), "histories": self.memory.closed.saved(self.rows), "seed": first.seed}
-        return {**of_rows, "counters": self.counters, "padding": first.padding}
+        found = {"histories": self.memory.closed.saved(self.rows), "seed": first.seed, "padding": first.padding}
+        return {**found, "counters": self.counters}
 
     def load(self, saved: Mapping[str, Any]) -> None:
         """Restores the contents that `saved` has returned."""
         tables = self.memory.initial.tables
-        first = replace(tables[self.rows.start], seed=saved["seed"], padding=saved["padding"])
-        self.memory.initial = FirstOfTables({**tables, self.rows.start: first})
+        values = replace(tables[self.rows.start], seed=saved["seed"], padding=saved["padding"])
+        self.memory.initial = FirstOfTables({**tables, self.rows.start: values})
         self.history.close()
-        self.memory.closed.load(self.rows, saved["histories"], self.member.holder)
-        self.shown = self._with_made(saved["shown"])
-        self.member.holder.state[self.member.parameter] = dict(saved["counters"])
+        self.memory.closed.load(self.rows, saved["histories"])
+        self._set_counters(saved["counters"])
 
     def moved(self) -> Iterator[tuple[Tensor, Tensor]]:
         """Yields (row ids of the table, records) of the rows that differ from their first values."""
@@ -254,60 +252,14 @@ def beyond_memory(tables: Mapping[str, Table]) -> dict[str, SlotRows]:
     return {name: table.store for name, table in tables.items() if isinstance(table.store, SlotRows)}
 
 
-class _FirstDeferred(SparseUpdate):
-    """The step that creates optimizer state. Rows without a gradient defer it until they are next in memory."""
-
-    moves_all = True
-
-    def finish(self, parts: Sequence[Rows]) -> None:
-        """Steps the rows, and gives their slots' first state to the history."""
-        store = self.table.store
-        assert isinstance(store, SlotRows)
-        counters = store.counters
-        super().finish(parts)
-        slots = store.places(torch.cat([ids for ids, _ in parts]), to_write=True)
-        store.history.took_first(slots, self.optimizer, self._of_some, counters)
-
-
-def not_replayable(table: str, kind: type[Optimizer]) -> str:
-    """Returns the error text for an optimizer that must update all rows in each step."""
-    return (
-        f"table_memory: {kind.__name__}, with its options, changes every row of {table} in each step, but memory holds "
-        "only a working set. Use SGD without dampening, Adam or AdamW (weight decay decoupled or none), Adagrad or "
-        "RMSprop without weight decay, RowWiseAdagrad, or row_updates='lazy'; or leave the table out of table_memory."
-    )
-
-
-def state_columns(
-    optimizer: Optimizer, group: Mapping[str, Any], like: Tensor, state: Mapping[str, Any]
-) -> dict[str, Column]:
-    """Returns the columns of a table's optimizer state.
+def first_of_rows(optimizer: Optimizer, group: Mapping[str, Any], like: Tensor) -> tuple[dict[str, Column], State]:
+    """Returns the columns of a table's optimizer state, and the counters before the first step.
 
     Args:
         like: weights (0, d) of the table.
-        state: state that the optimizer has already created, for the whole table.
     """
-    if type(optimizer) is RowWiseAdagrad:
-        return {"sum": Column((), like.dtype, group["initial_accumulator_value"])}
-    known = {key: _none_of(value, like) for key, value in state.items()}
-    options = hyperparameters(group)
-    made = known or new_state(optimizer, options, like)
-    return {
-        key: Column(tuple(like.shape[1:]), value.dtype, _fill(optimizer, state.get(key)))
-        for key, value in made.items()
-        if isinstance(value, Tensor) and value.shape == like.shape
-    }
-
-
-def _none_of(value: Any, like: Tensor) -> Any:
-    """Returns state by rows as an empty tensor, and any other value unchanged."""
-    return like.new_empty((0, like.shape[1]), dtype=value.dtype) if isinstance(value, Tensor) and value.dim() else value
-
-
-def _fill(optimizer: Optimizer, value: Tensor | None) -> float:
-    """Returns the initial value of a state column, which all rows share."""
-    if value is None:
-        return 0.0
-    if value.device.type == "meta":
-        return float(optimizer.defaults["initial_accumulator_value"])
-    return float(value.reshape(-1)[0]) if value.numel() else 0.0
+    first = first_state(optimizer, hyperparameters(group), like.new_empty((1, *like.shape[1:])))
+    of_rows = {key: value for key, value in first.items() if is_of_rows(value, 1)}
+    fills = {key: float(value.view(-1)[0]) if value.numel() else 0.0 for key, value in of_rows.items()}
+    columns = {key: Column(tuple(v.shape[1:]), v.dtype, fills[key]) for key, v in of_rows.items()}
+    return columns, {key: value for key, value in first.items() if key not in columns}

@@ -27,7 +27,7 @@ from embrace_fx.runtime.tables.table_shard import TableShard, become_part
 from embrace_fx.runtime.tiers.initial import FirstOfTables, FirstValues
 from embrace_fx.runtime.tiers.record_file import RecordFile
 from embrace_fx.runtime.tiers.records import TAKEN, WEIGHTS, Column
-from embrace_fx.runtime.tiers.tiered_table import FileStorage, SlotRows, state_columns
+from embrace_fx.runtime.tiers.tiered_table import FileStorage, SlotRows, first_of_rows
 from embrace_fx.runtime.tiers.working_set import WorkingSet
 from tests.support.inside import session_of
 from tests.support.ranks import RankError, run_ranks
@@ -59,20 +59,17 @@ def beyond_memory(table: Tensor, make: Make, slots: int, directory: str | Path) 
     """The same with so many rows in memory."""
     parameter = nn.Parameter(table.clone())
     optimizer = make([parameter])
-    state = optimizer.state.get(parameter) or {}
     columns = {WEIGHTS: Column((table.shape[1],), table.dtype), TAKEN: Column((), torch.int64)}
-    columns |= state_columns(optimizer, optimizer.param_groups[0], table[:0], state)
+    columns |= first_of_rows(optimizer, optimizer.param_groups[0], table[:0])[0]
     initial = FirstOfTables({0: FirstValues(range(table.shape[1]), 0, table.dtype)})
     memory = WorkingSet("t", len(table), slots, columns, initial, directory)
     memory.store(torch.arange(len(table)), {WEIGHTS: table})
-    shown = columns.keys() & state.keys()
-    optimizer.state[parameter] = {key: value for key, value in state.items() if key not in shown}
     like = torch.empty_strided(tuple(table.shape), (0, 0), dtype=table.dtype)
     layout = Layout.of_table("t", table.shape)
     become_part(parameter, like, layout)
     assert isinstance(parameter, TableShard)
     parameter.held = FileStorage(like, "expected rows by ids")
-    store = partial(SlotRows, memory=memory, shown=shown)
+    store = partial(SlotRows, memory=memory)
     return Member(parameter, layout, "exact", optimizer, may_defer=lambda: True, store=store)
 
 

@@ -74,4 +74,35 @@ def test_rows_of_a_space_end_where_dense_updates_lead(name: str, takes: str) -> 
         torch.testing.assert_close(found.local, other.local, rtol=1e-12, atol=1e-12)
         assert found.local.data_ptr() in range(space.local.data_ptr(), space.local.data_ptr() + space.local.nbytes)
     assert together > 15
-    assert not any(table.has_deferred_rows for table in tables)
+    assert not any(table.history.rest for table in tables)
+
+
+class Rebinding(Optimizer):
+    """Momentum, whose state is another tensor after each step."""
+
+    element_wise = True
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for parameter in self.param_groups[0]["params"]:
+            state = self.state[parameter]
+            state["momentum"] = 0.9 * state.get("momentum", 0.0) + parameter.grad
+            parameter.sub_(0.1 * state["momentum"])
+
+
+def test_state_that_a_step_rebinds_is_that_of_the_next_step() -> None:
+    random = torch.Generator().manual_seed(0)
+    values = [torch.randn(rows, COLUMNS, generator=random, dtype=torch.float64) for rows in ROWS]
+    tables, dense = (_tables(values, Rebinding, rests=False) for _ in range(2))
+    space = _space(tables)
+    for _ in range(3):
+        assert space.can_wait()
+        parts = [(torch.tensor([1, 3]), torch.randn(2, COLUMNS, generator=random, dtype=torch.float64)) for _ in ROWS]
+        space.begin_step().finish([space.join(parts)])
+        for table, part in zip(dense, parts, strict=True):
+            table.begin_step().finish([part])
+    for found, other in zip(tables, dense, strict=True):
+        assert torch.equal(found.local, other.local)

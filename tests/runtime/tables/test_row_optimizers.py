@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.optim import SGD, Adagrad, Adam, AdamW, SparseAdam
+from torch.optim import SGD, Adagrad, Adam, AdamW, Rprop, SparseAdam
 
 from embrace_fx.runtime.tables import own_step
 from embrace_fx.runtime.tables.member import Member
@@ -147,6 +147,13 @@ def test_rows_without_gradient_stand_still(definition: Definition) -> None:
     found, state = train_rows(definition, table, steps)
     assert torch.equal(found[4], table[4])
     assert all(not value[4].any() for name, value in state.items() if name != "step")
+
+
+def test_rows_begin_with_the_optimizers_first_state() -> None:
+    made = by_rows(Definition(Rprop, {"lr": 0.1}), random_table(torch.float64))
+    made.begin_step().finish([(torch.tensor([3]), torch.ones((1, D), dtype=torch.float64))])
+    made.begin_step().finish([(torch.tensor([3, 4]), torch.ones((2, D), dtype=torch.float64))])
+    assert made.state["step_size"][4:6].eq(0.1).all()
 
 
 def train_rows_in_parts(definition: Definition, table: Tensor, steps: list[Step]) -> tuple[Tensor, State]:
