@@ -22,7 +22,6 @@ from embrace_fx.passes.overlap.split import SplitRows
 from embrace_fx.passes.overlap.submit_early import SubmitGradientsEarly
 from embrace_fx.passes.partition import Partition
 from embrace_fx.passes.reduce import ReduceGradients
-from embrace_fx.passes.replicas import GlobalFrequency
 from embrace_fx.passes.round_gradients import RoundRowGradients
 from embrace_fx.passes.shard import ShardTables
 from embrace_fx.passes.shard_head import ShardHeads
@@ -91,7 +90,6 @@ def training_passes(
         NarrowExchange(),  # sends rows in the narrow dtype of an autocast region
         # rounds row gradients to fewer bits
         *((RoundRowGradients(plan.rows_as),) if plan.rows_as != "exact" else ()),
-        GlobalFrequency(plan.world_size),  # counts ids over all ranks for scale_grad_by_freq
         # keeps the gradients of whole tables sparse if their module has sparse=True
         *((SparseGradients(plan.sparse, plan.exchanged if reduce else ()),) if join is not None else ()),
         # reduces dense gradients, in buckets or by sparse exchanges

@@ -83,7 +83,7 @@ def _asks_for_a_graph(context: Context) -> bool:
         return True
     layers = [module for module in context.model.modules() if isinstance(module, _LAYERS)]
     known_optimizers, updates = context.optimizer_hooks.known_optimizers, semantics(options.row_updates)
-    apart = any(m.max_norm is not None or m.scale_grad_by_freq or m.sparse for m in layers)
+    apart = any(m.max_norm is not None or m.sparse for m in layers)
     return apart or any(
         known_optimizers.dense_update_policy(p, updates) == "lazy" for m in layers for p in m.parameters()
     )

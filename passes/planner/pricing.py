@@ -442,7 +442,7 @@ def shard_blocker(table: Table) -> str | None:
     if len(paddings) > 1:
         return f"its lookups disagree on padding_idx ({', '.join(map(str, sorted(paddings)))})"
     if any(use.scale_grad_by_freq for use in table.uses):
-        return "scale_grad_by_freq needs every rank's counts of every id"
+        return "scale_grad_by_freq divides gradients by counts of ids, which rows do not carry"
     if not all(use.ids_from_batch for use in table.uses):
         return "its ids depend on parameters or on other ranks, so they are not known before the forward"
     return None
@@ -472,12 +472,6 @@ def _all_rows(fact: ParameterFacts, world_size: int) -> Sparsity:
 
 def upkeep_of_replicas(table: Table, rows_by_rank: tuple[int, ...], world_size: int) -> cost.Exchange:
     """Returns what a rank sends per step, besides the gradient, to keep the replicas of a table equal."""
-    upkeep = cost.Exchange(0, 0)
-    if world_size == 1 or not rows_by_rank:
-        return upkeep
-    if table.max_norm:  # `ShardTables.renormed`: all ranks rescale the rows that any rank reads
-        upkeep += cost.gather_ids(rows_by_rank, table.num_rows)
-    counted = {name for use in table.uses if use.scale_grad_by_freq for name in use.backward}
-    for _ in counted:  # `GlobalFrequency`: a count of int64 per row, for each backward
-        upkeep += cost.all_reduce(table.num_rows * 8, world_size)
-    return upkeep
+    if world_size == 1 or not rows_by_rank or not table.max_norm:
+        return cost.Exchange(0, 0)
+    return cost.gather_ids(rows_by_rank, table.num_rows)  # `ShardTables.renormed`

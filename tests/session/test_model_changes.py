@@ -237,13 +237,6 @@ def test_what_ddp_is_told_to_ignore_is_each_rank_s_own() -> None:
     run_ranks(2, _ignores)
 
 
-def test_a_table_to_ignore_that_counts_ids_is_refused() -> None:
-    model = nn.Sequential(nn.Embedding(5, 2, scale_grad_by_freq=True), nn.Linear(2, 1))
-    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ["0.weight"])
-    with pytest.raises(ValueError, match=r"0\.weight is to be ignored and has scale_grad_by_freq"):
-        embrace_fx.compile(model)
-
-
 def _stand_ins(rank: int, world_size: int) -> None:
     model: Any = Tagger()
     compiled = embrace_fx.compile(model, strategy="alltoall")

@@ -34,7 +34,6 @@ class LookupsWorkload:
     dim: int = 10
     padding_idx: int | None = None
     max_norm: float | None = None
-    scale_grad_by_freq: bool = False
     shape: tuple[int, ...] = (4, 5)
     id_dtype: torch.dtype = torch.int64
     only_id: int | None = None
@@ -43,7 +42,7 @@ class LookupsWorkload:
 
     def make(self, dtype: torch.dtype, seed: int) -> nn.Module:
         torch.manual_seed(seed)
-        options = {key: getattr(self, key) for key in ("padding_idx", "max_norm", "scale_grad_by_freq")}
+        options = {key: getattr(self, key) for key in ("padding_idx", "max_norm")}
         return Lookups(self.dim, **options).to(dtype)
 
     def batches(self, step: int, rank: int, seed: int) -> Batch:

@@ -57,7 +57,6 @@ class OneTableWorkload:
     repeated: int = 50
     padding_idx: int | None = None
     max_norm: float | None = None
-    scale_grad_by_freq: bool = False
     vary: bool = False
 
     def make(self, dtype: torch.dtype, seed: int) -> nn.Module:
@@ -67,7 +66,6 @@ class OneTableWorkload:
             self.embedding_dim,
             padding_idx=self.padding_idx,
             max_norm=self.max_norm,
-            scale_grad_by_freq=self.scale_grad_by_freq,
             dtype=dtype,
         )
         return OneTable(table)

@@ -13,7 +13,7 @@ from embrace_fx.cost import links as cost
 from embrace_fx.cost.sparsity import Sparsity
 from embrace_fx.cost.wire import Wire
 from embrace_fx.passes.planner.decide import decide
-from embrace_fx.passes.planner.pricing import CLEARLY, INDEX_BYTES, Findings, upkeep_of_replicas
+from embrace_fx.passes.planner.pricing import CLEARLY, INDEX_BYTES, Findings
 from embrace_fx.passes.planner.step_cost import ROUNDS, UPDATE_PASSES, launches_of, shard_exchange, shard_work
 from embrace_fx.vocabulary.plan import CANDIDATES, EXCHANGES, STRATEGIES, Decision, Plan
 from embrace_fx.vocabulary.sizes import RowCounts
@@ -346,15 +346,6 @@ def test_bytes_of_uneven_columns_by_hand() -> None:
     ids = 2 * (8 + 4 * (1 + 5))
     found = shard_exchange(table_of(graph_of(10_000)), (4, 5, 2), Wire(8), 3)
     assert found == cost.Exchange(round((rows + gradients) / 3) + ids, 2 + 2 * 2 * 2)
-
-
-def test_replicas_of_a_scaled_table_send_their_counts_once_for_each_backward() -> None:
-    scaled = ILLEGAL["scaled by frequency"].forward
-    twice = table_of(analysed(tables_model(lambda m, x: scaled(m, x) * m.linear(scaled(m, x))), IDS))
-    assert len(twice.uses) == 2
-    assert upkeep_of_replicas(twice, (4, 4), 2) == cost.Exchange(2 * 10 * 8, 4)
-    assert upkeep_of_replicas(twice, (4,), 1) == cost.Exchange(0, 0)
-    assert upkeep_of_replicas(table_of(graph_of(10_000)), (4, 4), 2) == cost.Exchange(0, 0)
 
 
 def test_memory_of_replicas_by_hand() -> None:

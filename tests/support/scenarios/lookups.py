@@ -58,6 +58,9 @@ SCORES: dict[str, Callable[..., Tensor]] = {
     "two_bags": lambda m, x, y, z: (
         F.embedding_bag(x[:, None], m.a.weight, mode="sum") * F.embedding_bag(x[:, None], m.a.weight) + m.b(x)
     ).sum(1),
+    "counted_ids": lambda m, x, y, z: (
+        F.embedding(torch.stack([x, x, z]), m.a.weight, scale_grad_by_freq=True).sum(0) * m.b(y)
+    ).sum(1),
     "detached_lookups": lambda m, x, y, z: (m.a(x) * m.a(x).detach() + m.b(x) * m.a(y)).sum(1),
     "lookups_without_gradient": _without_gradient,
     "checkpointed_pairs": _checkpointed,
