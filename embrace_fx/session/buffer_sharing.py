@@ -1,8 +1,7 @@
 """Makes buffers equal on all ranks before a forward reads them.
 
 Contract
-    A forward reads rank 0's buffers, as under DDP. Sent are: at each training step, buffers that training has changed
-    and that a training forward depends on; before an evaluation, all buffers that training has changed; all buffers,
+    A forward begins with rank 0's buffers, as under DDP. Sent are those that forwards have changed since; all buffers,
     if anything but a forward has changed one on any rank, or while another rank is the authority under `join`. As
     under DDP, forwards after one under `no_sync` share no buffers until gradients have been reduced.
 """
@@ -14,12 +13,11 @@ from collections.abc import Callable, Iterable
 
 from torch import Tensor
 
-from embrace_fx.passes.buffers import mutated_buffers, read_buffers
 from embrace_fx.runtime.ranks.checksums import checksum_of_text
 from embrace_fx.runtime.ranks.step_handshake import CHANGED_BUFFERS
 from embrace_fx.session.program_cache import StepCounters
 from embrace_fx.setup.context import Context
-from embrace_fx.vocabulary.graph import TrainingGraph
+from embrace_fx.vocabulary.graph import Buffer, TrainingGraph, written_by
 from embrace_fx.vocabulary.version_snapshot import VersionSnapshot
 
 
@@ -34,20 +32,18 @@ class BufferSharing:
         self._context = context
         self._state = context.state
         self._counters = counters
-        self._read = frozenset[str]()  # buffers that results of training forwards depend on
-        self._stale = frozenset[str]()  # buffers that training has changed since the ranks last shared them
+        self._stale = frozenset[str]()  # buffers that forwards have changed since the ranks last shared them
         self._written: set[str] = set()  # buffers that forwards write
         self.due = True
         self._were = VersionSnapshot()
 
     def of_forward(
-        self, graph: TrainingGraph, assigned: frozenset[str], *, train: bool, reduce: bool
+        self, graph: TrainingGraph, assigned: frozenset[str], *, reduce: bool
     ) -> tuple[Callable[[], int], Callable[[], None] | None]:
         """Returns two functions that share a program's buffers: one to announce them, and one to broadcast them.
 
         Args:
             assigned: buffers that the forward replaces with other tensors.
-            train: whether it is a training forward, whose reads of buffers are recorded.
             reduce: whether gradients are reduced, so that the next forward shares buffers again.
 
         Returns:
@@ -57,23 +53,18 @@ class BufferSharing:
         """
         if self._context.communicator.world_size == 1 or not self.shared():
             return lambda: 0, None
-        ignored = self._state.ignored
-        mutated = assigned.union(mutated_buffers(graph)) - ignored
-        if train:
-            self._read |= assigned.union(read_buffers(graph))
+        written = written_by(graph.module)
+        inputs = {role.name for _, role in graph.inputs() if isinstance(role, Buffer) and role in written}
+        mutated = assigned.union(inputs) - self._state.ignored
         self._written |= mutated
         self._were = VersionSnapshot.of(self._unwritten())
-
-        def names() -> frozenset[str]:
-            """Returns the names of the stale buffers that a forward must share."""
-            return self._stale & self._read if train else self._stale
 
         def announced() -> int:
             """Returns the number to announce: a hash of the names of the buffers to share, or `CHANGED_BUFFERS` if
             other code has written one.
             """
             changed = self.due and not self._were.is_of(self._unwritten())
-            return CHANGED_BUFFERS if changed else _number_of(names())
+            return CHANGED_BUFFERS if changed else _number_of(self._stale)
 
         def share() -> None:
             """Broadcasts the buffers to share, and records which ones this forward will change."""
@@ -82,13 +73,12 @@ class BufferSharing:
                 # As ranks run out of batches, other ranks take over the authority, each with the buffers of
                 # the one before.
                 every = self._context.announcements.buffers_differ or self._counters.authority != 0
-                shared = self.shared() if every else sorted(names())
+                shared = self.shared() if every else sorted(self._stale)
                 tensors = [owner[key] for owner, key in map(self._state.place_of_buffer, shared)]
                 self._context.communicator.broadcast(tensors, self._counters.authority)
                 self._stale = self._stale.difference(shared)
                 self._were = VersionSnapshot.of(self._unwritten())
-            if train:
-                self._stale |= mutated
+            self._stale |= mutated
 
         return announced, share
 

@@ -343,7 +343,7 @@ class StepPipeline:
         """Makes an entry's program. `joint` is its graph before communication overlaps the next step."""
         analysed, train = entry.analysed, entry.train
         flow = self.flow if train and (reduce or self.flow.is_within_steps) else self._aside
-        announced, share = self._buffers.of_forward(analysed, self._assigned(entry), train=train, reduce=reduce)
+        announced, share = self._buffers.of_forward(analysed, self._assigned(entry), reduce=reduce)
         check = batch_check(self._context, self.plan, analysed, self._counters, train=train)
         launched, activity = self._launched(joint, flow), activity_of(train=train, reduces=reduce)
         counters, communicator, regions = self._counters, self._context.communicator, None

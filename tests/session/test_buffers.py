@@ -38,7 +38,7 @@ def _losses(model: Any, rank: int) -> list[Tensor]:
             loss = model(torch.randn((6, DIM), generator=torch.Generator().manual_seed(10 * k + rank)))
             if loss.requires_grad:
                 loss.backward()
-            found.extend([loss.detach(), *(b.clone().double() for b in (plain.scale, plain.seen))])
+            found.extend([loss.detach(), *(b.clone().double() for b in plain.buffers())])
 
     call(0)
     with torch.no_grad():

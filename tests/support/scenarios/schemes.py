@@ -254,7 +254,6 @@ def buffers_shared_by_attribute(training: Training) -> None:
     training.note(
         model.will_sync_module_buffers(), len(model.modules_buffers), sorted(dict(model.named_module_buffers))
     )
-    training.models.clear()  # under DDP they end with each rank's own buffers
 
 
 @scheme
