@@ -85,6 +85,7 @@ class Accumulation:
         self._handles: list[Any] = []
         self.backward: _Backward | None = None
         self._waiting: list[weakref.ref[GradientStep]] = []  # calls whose backwards may still come, in order
+        self._last: GradientStep | None = None  # the call of the last backward, for one of parameters alone
         self._nests: bool | None = None  # whether a backward has contained another one, or None before the first
 
     def watch(self, parameters: Mapping[str, nn.Parameter]) -> None:
@@ -109,7 +110,7 @@ class Accumulation:
             handle.remove()
         self._handles.clear()
         self._nodes.clear()
-        self.parameters = {}
+        self.parameters, self._last = {}, None
 
     def expect(self, step: GradientStep, results: Any) -> None:
         """Waits for the backward of a call that has returned these results."""
@@ -127,7 +128,7 @@ class Accumulation:
             return
         of_results = step is not None
         if step is None:
-            step = next((found for each in reversed(self._waiting) if (found := each()) is not None), None)
+            step = next((found for each in reversed(self._waiting) if (found := each()) is not None), self._last)
         if step is None:
             raise RuntimeError(_NO_CALL)
         backward = self.backward = _Backward(step, torch._C._current_graph_task_id())
@@ -155,6 +156,7 @@ class Accumulation:
         if (look := self._look()) is not None:
             look(gradients)
         step.exchange(gradients)
+        self._last = step
 
     def fail(self) -> None:
         """Tells the other ranks that this rank's backward has raised. Does not raise their failures."""

@@ -133,6 +133,7 @@ class GradientStep(Step):
             absent_here = program.used.absent(used) | program.used.left(given)
             program.deliver(roles, outputs, program.used.absent(counts), absent_here, ())
             program.flow.mark_end()
+        self._results = []  # which have been checked, and may be large
         if program.deliver.synchronised and self._of_results and program.communicator.world_size > 1:
             self._reduced.update(gradients)
 

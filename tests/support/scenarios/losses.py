@@ -61,6 +61,15 @@ def a_distance_to_earlier_weights(training: Training, step: int) -> Tensor:
     return 0.5 * torch.stack(apart).sum()
 
 
+@scenario(optimizer=OPTIMIZERS["sgd"])
+def a_penalty_in_a_backward_of_its_own(training: Training) -> None:
+    for batch in training.batches(4):
+        training.model(*batch).backward()
+        penalty = training.module.first.weight.square().sum() + training.module.second.weight.abs().sum()
+        (0.01 * penalty).backward()
+        training.step()
+
+
 class Scaled(Matching):
     """With a scale that the training loop applies, as CLIP's is."""
 
