@@ -166,15 +166,17 @@ class Member(Table):
         if self.store.refusal:
             weights, state = self.store.held_bytes()
             return weights, 0, state
-        grid, each = self.grid or Grid(1, ranks), self.local.element_size()
-        rows, columns = -(-self.shape[0] // grid.rows), -(-self.shape[1] // grid.columns)
-        parameters = rows * columns * each
-        if self.optimizer is None:
+        rows, columns = self.shape
+        grid = self.grid or Grid(1, ranks)
+        parameters = -(-rows // grid.rows) * -(-columns // grid.columns) * self.local.element_size()
+        if self.optimizer is None or not (group := self.param_group()):
             return parameters, parameters, None
-        gradient, none = parameters if self.rule is DenseUpdate else 0, self.local[:0]
-        made = step_tensor(self.optimizer, hyperparameters(self.param_group()), none.clone(), none.clone(), {})
-        kept = sum(columns if value.dim() > 1 else 1 for value in made.values() if is_of_rows(value, 0))
-        return parameters, gradient, rows * kept * each
+        gradient = parameters if self.rule is DenseUpdate else 0
+        if type(self.optimizer) is RowWiseAdagrad:
+            return parameters, gradient, -(-rows // grid.rows) * self.local.element_size()
+        made = new_state(self.optimizer, hyperparameters(group), self.local)
+        kept = sum(isinstance(v, Tensor) and v.shape == self.local[:0].shape for v in made.values())
+        return parameters, gradient, kept * parameters
 
     def held_bytes(self) -> tuple[int, int, int]:
         """Returns the bytes of parameters, gradient and optimizer state on this rank."""
@@ -184,7 +186,7 @@ class Member(Table):
     # -- steps ---------------------------------------------------------------------------------------------------------
 
     def param_group(self) -> Options:
-        """Returns the param group that holds the table's parameter."""
+        """Returns the param group that holds the table's parameter; an empty one if the loop has removed it."""
         assert self.optimizer is not None
         groups: Sequence[dict[str, Any]] = self.optimizer.param_groups
         g, p = self._at  # the index it had last time
@@ -195,10 +197,7 @@ class Member(Table):
                 if parameter is self.parameter:
                     self._at = g, p
                     return group
-        raise RuntimeError(
-            f"the table {self.name} is no longer in a param group of its optimizer. "
-            "Do not remove or replace parameters of an optimizer after compile()."
-        )
+        return {}
 
     def is_one(self) -> bool:
         """Returns True: one update always steps one parameter."""
@@ -212,6 +211,10 @@ class Member(Table):
     def rule(self) -> type[SparseUpdate]:
         """Returns the class that updates this table under its optimizer's present options."""
         options = self.param_group()
+        if not options:
+            return SparseUpdate  # no step changes the table
+        if type(self.optimizer) is RowWiseAdagrad:
+            return RowWiseUpdate
         policy = dense_update_policy(type(self.holder), options, self.row_updates, self.parameter.dtype)
         if policy in STILL:
             return SparseUpdate

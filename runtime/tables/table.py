@@ -160,7 +160,7 @@ class Table:
         optimizer = self.members[0].optimizer
         if optimizer is None or not all(map(is_, map(_OPTIMIZER, self.members), repeat(optimizer))):
             return False
-        params = self.members[0].param_group()["params"]
+        params = self.members[0].param_group().get("params", ())
         return set(map(id, params)).issuperset(map(id, map(_PARAMETER, self.members)))
 
     def steps_by(self, optimizer: Optimizer | None, options: Options) -> bool:

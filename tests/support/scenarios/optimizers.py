@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import (
     ASGD,
@@ -116,6 +117,23 @@ KINDS: dict[str, tuple[Any, ...]] = {
 }
 for _name, _case in KINDS.items():
     _plain(_name, *_case)
+
+
+@scenario(optimizer=None, fresh=True)
+def closures_of_LBFGS_with_a_line_search(training: Training) -> None:
+    """By the mean over ranks, as under DDP they must: by its own loss each rank would search another line."""
+    optimizer = training.optimize(LBFGS, lr=0.5, max_iter=4, line_search_fn="strong_wolfe")
+    for batch in training.batches(4):
+
+        def closure(batch: Any = batch) -> Tensor:
+            optimizer.zero_grad()
+            loss: Tensor = training.model(*batch)
+            loss.backward()
+            mean = loss.detach().clone()
+            dist.all_reduce(mean)
+            return mean / dist.get_world_size()
+
+        training.note(optimizer.step(closure))
 
 
 @scenario(optimizer=None, fresh=True)
@@ -345,6 +363,30 @@ def an_optimizer_that_takes_up_more_state(training: Training) -> None:
                 group["amsgrad"] = True
             for state in training.optimizer.state.values():
                 state["max_exp_avg_sq"] = state["exp_avg_sq"].clone()
+
+
+def _removed(training: Training, table: nn.Parameter) -> None:
+    for step, batch in enumerate(training.batches(9)):
+        if step == 2:
+            for group in training.optimizer.param_groups:
+                group["params"] = [each for each in group["params"] if each is not table]
+            training.optimizer.state.pop(table)
+        if step == 5:
+            training.optimizer.add_param_group({"params": [table], "lr": 0.05, "weight_decay": 0.1})
+        training.model(*batch).backward()
+        if 2 <= step < 5:
+            table.grad = None
+        training.step()
+
+
+@scenario(optimizer=OPTIMIZERS["momentum"], fresh=True)
+def the_first_table_removed_from_its_group_and_added_again(training: Training) -> None:
+    _removed(training, training.module.words.weight)
+
+
+@scenario(optimizer=ADAMW, fresh=True)
+def the_last_table_removed_from_its_group_and_added_again(training: Training) -> None:
+    _removed(training, training.module.items.weight)
 
 
 @scenario(optimizer=ADAMW)
