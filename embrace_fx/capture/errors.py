@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import builtins
 import inspect
+import linecache
 import re
 import sys
 import traceback
@@ -20,6 +21,7 @@ from torch._dynamo.symbolic_convert import InstructionTranslatorBase
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._traceback import shorten_filename
 
 
 class CaptureError(RuntimeError):
@@ -196,14 +198,16 @@ def _frames(error: Exception) -> list[tuple[str, str, str]]:
 def line_of_branch(conditions: Sequence[str]) -> str:
     """Returns the user's line of the last condition, which torch prints as `if x.item() > 0:  # dir/file.py:29 in f`.
 
-    torch shortens the path. It is completed from the imported module whose file ends with it.
+    torch cuts off what the path has in common with torch's own. The whole path is that of the loaded file that torch
+    would shorten in the same way.
     """
     found = [match for each in conditions if (match := re.search(r"# (\S+):(\d+) in (\S+)", each)) is not None]
     if not found:
         return ""
     shortened, line, name = found[-1].groups()
-    files = (getattr(module, "__file__", None) or "" for module in list(sys.modules.values()))
-    file = next((file for file in files if file.endswith(f"/{shortened}")), shortened)
+    modules = [getattr(module, "__file__", None) or "" for module in list(sys.modules.values())]
+    files = (file for file in (*modules, *list(linecache.cache)) if file.endswith(shortened))
+    file = next((file for file in files if shorten_filename(file) == shortened), shortened)
     return f"{file}:{line} in {name}"
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import datetime
+import sys
+import types
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -11,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._traceback import shorten_filename
 
 import embrace_fx
 from embrace_fx.capture import capture
@@ -70,7 +73,10 @@ def test_values_agree_where_they_are_of_one_type_and_equal() -> None:
     assert not same_constant(array, np.ones(2))  # whose comparison gives no single answer
 
 
-def test_a_branch_on_a_size_is_named_by_its_line() -> None:
+@pytest.mark.parametrize("folder", ["/home/user/training", "/train", "/usr/lib/python3/site-packages/torch/nn"])
+def test_a_branch_on_a_size_is_named_by_its_line(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = f"{folder}/{Path(__file__).name}"
+    monkeypatch.setitem(sys.modules, "of_the_user", types.SimpleNamespace(__file__=file))
     assert line_of_branch([]) == line_of_branch(["a condition without a place"]) == ""
-    conditions = ["s0 < 4  # other.py:1 in g", f"s0 > 2  # capture/{Path(__file__).name}:29 in f"]
-    assert line_of_branch(conditions) == f"{__file__}:29 in f"
+    conditions = ["s0 < 4  # other.py:1 in g", f"s0 > 2  # {shorten_filename(file)}:29 in f"]
+    assert line_of_branch(conditions) == f"{file}:29 in f"
