@@ -26,6 +26,7 @@ def test_a_model_has_its_published_size_and_the_labs_form_of_it_the_same_share_o
     assert sizes(on_meta(MODELS[model]["lab"])).table_share == pytest.approx(tables_mib / total_mib, abs=0.03)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("model", MODELS)
 def test_a_batch_is_a_pure_function_of_its_place(model: str) -> None:
     places = ((3, 1, 0), (3, 1, 0), (3, 2, 0))

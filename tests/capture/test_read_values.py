@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.optim import SGD
 
 import embrace_fx
+from tests.support.cases import long_but
 from tests.support.inside import captures_of
 
 SETTINGS = {"scale": 1.0}
@@ -78,7 +79,10 @@ def _check(model: nn.Module, change: Callable[[Any], object]) -> None:
         torch.testing.assert_close(compiled(x), model(x))
 
 
-@pytest.mark.parametrize("name", CHANGES)
+BY_DEFAULT = ("an item of a list", "a global", "a tensor that is read as a number", "an array's element")
+
+
+@pytest.mark.parametrize("name", long_but(BY_DEFAULT, {name: (name,) for name in CHANGES}))
 def test_a_value_that_changes_changes_the_result(name: str) -> None:
     try:
         _check(Scaled(), CHANGES[name])

@@ -119,7 +119,7 @@ def scheme_of(way: Way) -> Scheme:
 
 @pytest.mark.parametrize("gradient", GRADIENTS)
 @pytest.mark.parametrize("variant", WAYS)
-@pytest.mark.parametrize("world_size", [2, 3, 4])
+@pytest.mark.parametrize("world_size", [2, 3, pytest.param(4, marks=pytest.mark.long)])
 def test_bytes_are_as_predicted(world_size: int, variant: str, gradient: str) -> None:
     by_rank = [results[variant, gradient] for results in visit(world_size)]
     prediction = predicted(variant, gradient, world_size)

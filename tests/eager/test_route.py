@@ -192,6 +192,7 @@ def _labelled(rank: int, world_size: int, cluster: embrace_fx.Cluster) -> tuple[
     return found
 
 
+@pytest.mark.long
 def test_a_tied_table_with_labels_is_captured_where_its_head_is_worth_sharding() -> None:
     for found in run_ranks(2, _labelled, embrace_fx.Cluster(1e3, 20.0)):
         assert found == ("", "vocabulary")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from torch import fx
 
 from embrace_fx.passes.node_cost import computes
@@ -40,6 +41,7 @@ def test_the_output_tables_rows_are_awaited_behind_the_last_layer() -> None:
     assert [products_before(after, table) for table in TABLES] == [0, LAYERS]
 
 
+@pytest.mark.long
 def test_rows_that_are_read_at_once_stay() -> None:
     before, after = overlapped(read_at_once=True)
     assert after is before

@@ -15,6 +15,7 @@ from embrace_fx.passes.pipeline import analyse
 from embrace_fx.passes.verifier.invariants import verify
 from embrace_fx.vocabulary.graph import Gradient, Parameter, TrainingGraph
 from embrace_fx.vocabulary.row_space import RowSpace
+from tests.support.cases import crossed
 from tests.support.golden import check_golden
 from tests.support.graphs import (
     BAG,
@@ -111,8 +112,7 @@ CASES: dict[str, tuple[Callable[..., Any], tuple[Tensor, ...]]] = {
 }
 
 
-@pytest.mark.parametrize("shards", [False, True], ids=["joined", "then sharded"])
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(("name", "shards"), crossed([*CASES], [False, True]))
 def test_values(name: str, shards: bool) -> None:
     forward, args = CASES[name]
     model = model_of(forward)

@@ -20,6 +20,7 @@ from embrace_fx.runtime.kernels.head import head_gradient, head_loss, head_stati
 from embrace_fx.vocabulary.graph import Gradient, GradientOfShard, Parameter, TrainingGraph, set_outputs
 from embrace_fx.vocabulary.head import HeadPlan
 from embrace_fx.vocabulary.plan import Grid
+from tests.support.cases import crossed
 from tests.support.golden import check_golden
 from tests.support.graphs import IDS, D, V, analysed, targets, text
 
@@ -87,8 +88,7 @@ FOUND: dict[str, Callable[..., Any]] = {
 }
 
 
-@pytest.mark.parametrize("train", [True, False])
-@pytest.mark.parametrize("name", FOUND)
+@pytest.mark.parametrize(("name", "train"), crossed([*FOUND], [True, False]))
 def test_the_whole_table_and_its_logits_leave_the_graph(name: str, train: bool) -> None:
     graph = graph_of(FOUND[name], train=train)
     assert head_blocker(graph, TABLE) is None

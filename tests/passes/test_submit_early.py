@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -35,6 +36,7 @@ def share_of_backward(graph: TrainingGraph, table: str) -> float:
     return sum(block.ms for block in of_backward[: place + 1]) / sum(block.ms for block in of_backward)
 
 
+@pytest.mark.long
 def test_the_output_tables_gradient_leaves_in_the_first_tenth_of_the_backward() -> None:
     before, after = overlapped()
     assert share_of_backward(before, "output.weight") > 0.9

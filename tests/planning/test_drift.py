@@ -24,7 +24,7 @@ from tests.support.drifting import LINKS, OTHER, ROWS, TABLE, batch, make
 from tests.support.graphs import analysed
 
 
-@pytest.mark.parametrize("strategy", ["alltoall", {"drifting.*": "zen"}])
+@pytest.mark.parametrize("strategy", ["alltoall", pytest.param({"drifting.*": "zen"}, marks=pytest.mark.long)])
 def test_what_was_asked_for_is_not_watched(strategy: Strategy) -> None:
     model = make()
 

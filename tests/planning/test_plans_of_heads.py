@@ -6,14 +6,18 @@ import pytest
 import torch
 
 import embrace_fx
+from tests.support.cases import crossed
 from tests.support.heads import IGNORED, HeadWorkload, PredictsBoth
 
 ETHERNET = embrace_fx.Cluster(12.5e3, 0.1)
 
 
-@pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize(("num_words", "length"), [(1000, 8), (1000, 64), (1000, 512), (30000, 8), (30000, 512)])
-def test_auto_picks_the_faster(tied: bool, num_words: int, length: int) -> None:
+SIZES = (1000, 8), (1000, 64), (1000, 512), (30000, 8), (30000, 512)
+
+
+@pytest.mark.parametrize(("size", "tied"), crossed(SIZES, [False, True]))
+def test_auto_picks_the_faster(size: tuple[int, int], tied: bool) -> None:
+    num_words, length = size
     workload = HeadWorkload(tied=tied, num_words=num_words, width=128)
     words = torch.randint(num_words, (4, length), generator=torch.Generator().manual_seed(0))
     model = workload.make(torch.float32, seed=0)

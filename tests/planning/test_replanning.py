@@ -19,7 +19,6 @@ from embrace_fx.passes.planner.asked_strategies import Strategy
 from embrace_fx.runtime.ranks.failure import PeerFailure
 from embrace_fx.vocabulary.plan import Plan
 from embrace_fx.vocabulary.schedule import ScheduleName
-from tests.support.cases import long_but
 from tests.support.drifting import (
     DENSE,
     LINKS,
@@ -126,7 +125,8 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", long_but(("2-sgd-2d-True",), {name: (case,) for name, case in CASES.items()}))
+@pytest.mark.long
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_training_through_new_plans_equals_the_reference(case: Case) -> None:
     by_rank = run_ranks(case.world_size, train, case)
 

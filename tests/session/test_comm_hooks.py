@@ -123,9 +123,9 @@ def register(rank: int, world_size: int, case: str) -> None:
     ("case", "told"),
     [
         ("PowerSGD", "Use strategy='auto' or 'allreduce'"),
-        ("no future", "must return a torch.futures.Future of the reduced bucket"),
-        ("twice", "fp16_compress_hook is registered already"),
-        ("no function", "is not callable"),
+        pytest.param("no future", "must return a torch.futures.Future of the reduced bucket", marks=pytest.mark.long),
+        pytest.param("twice", "fp16_compress_hook is registered already", marks=pytest.mark.long),
+        pytest.param("no function", "is not callable", marks=pytest.mark.long),
         ("called already", "Register one hook"),
         ("on one rank", "communication hook is fp16_compress_hook on rank 1, and none"),
     ],

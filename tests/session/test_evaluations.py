@@ -41,6 +41,7 @@ def _evaluates(model: Any, rank: int) -> list[Tensor]:
 CASES = {"evaluates": (Branching, _evaluates)}
 
 
-@pytest.mark.parametrize("schedule", [pytest.param("none", marks=pytest.mark.long), "2d"])
+@pytest.mark.long
+@pytest.mark.parametrize("schedule", ["none", "2d"])
 def test_whole_tables_are_evaluated_as_the_model_is_written(schedule: str) -> None:
     check(__name__, strategy="allreduce", schedule=schedule, cluster=embrace_fx.Cluster(), rtol=1e-5)

@@ -12,6 +12,7 @@ from torch.optim import Adam
 
 import embrace_fx
 from embrace_fx.runtime.ranks.checksums import checksum, diverged
+from tests.support.cases import long_but
 from tests.support.ranks import run_ranks
 from tests.support.words import words_batch, words_model
 
@@ -67,7 +68,9 @@ def train_with_a_change(rank: int, world_size: int, change: Callable[[Any, Any],
     return ""
 
 
-@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
+@pytest.mark.parametrize(
+    "change", long_but(("a_parameter", "a_counter_of_a_shard"), {each.__name__: (each,) for each in CHANGES})
+)
 def test_what_one_rank_has_otherwise_is_found(change: Callable[[Any, Any], None]) -> None:
     for said in run_ranks(2, train_with_a_change, change):
         assert CHANGES[change] in said

@@ -55,6 +55,7 @@ def _whole_between(compiled: embrace_fx.CompiledModel, rank: int) -> None:
         loss.backward()
 
 
+@pytest.mark.long
 def test_parts_of_the_model_are_called_and_training_goes_on() -> None:
     looked, plain = run_ranks(2, _train, True), run_ranks(2, _train, False)
     for (found, same, told), (expected, _, _) in zip(looked, plain, strict=True):

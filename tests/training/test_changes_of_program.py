@@ -100,10 +100,7 @@ def _trained(rank: int, world_size: int, loop: Callable[[Side], Any], strategy: 
     return differs(found, expected)
 
 
-BY_DEFAULT = (
-    *(_another_route_on_one_rank_as_a_plan_begins, _gradients_kept_over_plans),
-    _graphs_that_are_new_while_updates_are_pending,
-)
+BY_DEFAULT = _another_route_on_one_rank_as_a_plan_begins, _gradients_kept_over_plans
 
 
 @pytest.mark.parametrize(

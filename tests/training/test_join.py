@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -71,6 +72,7 @@ def _leaves_rows(rank: int, world_size: int) -> None:
     leave_a_sum(rank, model, SGD(model.parameters(), 0.001), 0)
 
 
+@pytest.mark.long
 def test_rows_that_a_rank_has_summed_up_are_refused_on_all() -> None:
     for error in run_ranks_expecting_errors(2, _leaves_rows):
         assert "rank(s) 0 left the loop with gradients" in str(error)

@@ -86,9 +86,8 @@ def test_autocast_computes_the_loss_and_the_gradients_of_eager_autocast() -> Non
     torch.testing.assert_close(model.get_parameter("qa_outputs.weight"), wanted, rtol=0.02, atol=2e-3)
 
 
-@pytest.mark.parametrize(
-    ("strategy", "routes"), [("auto", ["graph"]), pytest.param("alltoall", ["graph", "graph"], marks=pytest.mark.long)]
-)
+@pytest.mark.long
+@pytest.mark.parametrize(("strategy", "routes"), [("auto", ["graph"]), ("alltoall", ["graph", "graph"])])
 def test_evaluation_returns_the_objects_that_the_model_returns(strategy: str, routes: list[str]) -> None:
     training = TRAININGS["gpt2"]
     model, eager = training.make_model(), training.make_model()

@@ -13,6 +13,7 @@ import torch
 
 from embrace_fx.runtime.launch import launch_queue
 from embrace_fx.runtime.ranks.communicator import InFlight
+from tests.support.cases import long_but
 from tests.support.launches import ID, LONG_S, Link, make, rest, submit
 
 
@@ -43,7 +44,10 @@ def test_every_waiter_hears_of_a_launch_that_fails() -> None:
             ticket.wait()
 
 
-@pytest.mark.parametrize("names", [(), ("early rows",), ("prior",)], ids=["unused", "on the way", "waiting"])
+@pytest.mark.parametrize(
+    "names",
+    long_but(("waiting",), {"unused": ((),), "on the way": (("early rows",),), "waiting": (("prior",),)}),
+)
 def test_the_thread_ends_with_the_launcher(names: tuple[str, ...]) -> None:
     before = set(threading.enumerate())
     launcher, link = make(), Link()

@@ -120,7 +120,9 @@ def _check_faults(at: dict[int, Fault], strategy: str) -> None:
 
 
 @pytest.mark.parametrize("strategy", long_but(("alltoall",), {each: (each,) for each in ("alltoall", "allreduce")}))
-@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.does)
+@pytest.mark.parametrize(
+    "fault", long_but(("cannot be captured", "evaluates", "id too large"), {fault.does: (fault,) for fault in FAULTS})
+)
 def test_a_fault_of_one_rank_in_the_first_step_is_an_error_on_all(fault: Fault, strategy: str) -> None:
     _check_faults({0: fault}, strategy)
 
@@ -177,8 +179,14 @@ def _train_with_a_bad_key(
 
 @pytest.mark.parametrize(
     "options",
-    [{"strategy": "alltoall"}, {"strategy": "alltoall", "schedule": "none"}, {"strategy": "allreduce"}],
-    ids=["sharded", "sharded, at once", "replicated"],
+    long_but(
+        ("sharded",),
+        {
+            "sharded": ({"strategy": "alltoall"},),
+            "sharded, at once": ({"strategy": "alltoall", "schedule": "none"},),
+            "replicated": ({"strategy": "allreduce"},),
+        },
+    ),
 )
 def test_ids_that_cannot_be_computed_fail_at_their_turn_on_all_ranks(options: dict[str, Any]) -> None:
     """Also where the batch is looked at one step ahead."""

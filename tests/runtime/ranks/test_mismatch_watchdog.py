@@ -70,14 +70,9 @@ DEEDS: dict[str, Callable[[Any], object]] = {
 }
 
 
-@pytest.mark.parametrize(
-    ("deed", "ranks"),
-    [
-        pytest.param(deed, ranks, marks=() if (deed, ranks) == ("save", 2) else pytest.mark.long)
-        for deed in DEEDS
-        for ranks in (2, 3)
-    ],
-)
+@pytest.mark.long
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("deed", DEEDS)
 def test_all_ranks_are_told_what_one_cannot_do_alone(deed: str, ranks: int) -> None:
     """The others' barriers raise the reason, and not that a connection was closed."""
     for rank, error in enumerate(run_ranks_expecting_errors(ranks, partial(_alone, catches=False), deed, 2)):

@@ -226,7 +226,7 @@ def _resume(rank: int, world_size: int, when: str) -> dict[str, Tensor]:
     return whole_parameters(model)
 
 
-@pytest.mark.parametrize("when", ["before compile", "into shards"])
+@pytest.mark.parametrize("when", [pytest.param("before compile", marks=pytest.mark.long), "into shards"])
 def test_an_optimizer_resumes_from_whole_state(when: str) -> None:
     expected = _Reference(OPTIMIZERS["Adagrad"][0]).train(2, range(4))
     for found in run_ranks(2, _resume, when):

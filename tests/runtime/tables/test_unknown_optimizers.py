@@ -109,7 +109,7 @@ def _train(rank: int, world_size: int, name: str, told: Told) -> tuple[str, str,
     [
         pytest.param("OwnSGD", "before", marks=pytest.mark.long),
         ("Promised", "before"),
-        ("RAdam", "given"),
+        pytest.param("RAdam", "given", marks=pytest.mark.long),
         pytest.param("Trusting", "after", marks=pytest.mark.long),
         ("Trusting", "given"),
         ("LBFGS", "after"),

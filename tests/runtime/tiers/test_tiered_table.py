@@ -108,6 +108,7 @@ def test_table_on_the_meta_device_does_not_depend_on_memory_or_ranks() -> None:
     assert run_ranks(1, train, Run(memory=0.3, meta=True, steps=1))[0][0] == little[0][0]
 
 
+@pytest.mark.long
 def test_batch_larger_than_memory_is_an_error_on_every_rank() -> None:
     least = set()
     for error in run_ranks_expecting_errors(2, train, Run(memory=0.01, steps=1)):
@@ -181,6 +182,7 @@ def in_another_folder(rank: int, world_size: int, folder: str) -> None:
     train(rank, world_size, Run(memory=0.2, directory="rows"))
 
 
+@pytest.mark.long
 def test_directory_that_one_rank_lacks_is_an_error_on_every_rank(tmp_path: Path) -> None:
     (tmp_path / "0" / "rows").mkdir(parents=True)
     (tmp_path / "1").mkdir()
