@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from embrace_fx.capture.gc_pause import not_collecting
+from embrace_fx.capture.gradient_graph import ROUTE as EAGER
 from embrace_fx.capture.structured_trace import log_text
 from embrace_fx.cost.links import Cluster
 from embrace_fx.passes.planner.grouping import with_buckets
@@ -140,7 +141,9 @@ class Programs:
         if given is None:
             with stage("planning", rank):
                 findings = find(context, analysed, leaves, frozenset())
-                plan = plan_on_links(context, findings, None, known=self.links)
+                # A forward as written has no schedule to choose, so that a short measurement is enough.
+                roughly = entry.captured.route == EAGER
+                plan = plan_on_links(context, findings, None, known=self.links, roughly=roughly)
         else:
             plan = repeated(context, analysed, given)
         if context.options.table_memory is not None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -59,8 +59,12 @@ def runs_as_written(context: Context, programs: Programs, leaves: Sequence[Any])
     if not tables and not heads:
         return f"it has no table that only lookups read; {advice}"
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    graph = as_lookups(gradient_graph(trained, [*tables], {}, frozenset()))
+    either = {id(parameter) for parameter in (*tables.values(), *heads.values())}
+    weighed = {name: parameter for name, parameter in trained.items() if id(parameter) in either}
+    graph = as_lookups(gradient_graph(weighed, [*tables], {}, frozenset()))
     findings = find(context, graph, [rows_in(ids, len(each)) for each in tables.values()], frozenset(), schedule="none")
+    if findings is not None:
+        findings = replace(findings, facts=tuple(fact for fact in findings.facts if fact.name in weighed))
     dense = sum(p.numel() for name, p in trained.items() if name not in tables and p.dim() > 1)
     positions = max(communicator.gather(max(each.numel() for each in ids), int))
     capture = Capture(len(trained), dense, positions, tuple(heads.values()))
@@ -70,7 +74,7 @@ def runs_as_written(context: Context, programs: Programs, leaves: Sequence[Any])
     programs.links = plan.links if plan.links_are == "probed" else None
     if (plan.sharded or heads) and capture.pays(plan):
         return ""
-    return f"shards of {', '.join({**tables, **heads})} would save {capture.compared(plan)}; {advice}"
+    return f"shards of {', '.join(tables | heads)} would save {capture.compared(plan)}; {advice}"
 
 
 def _asks_for_a_graph(context: Context) -> bool:

@@ -60,14 +60,26 @@ def unchanged(node: fx.Node, verified: Mapping[str, fx.Node]) -> bool:
 
 
 def _same(a: Any, b: Any) -> bool:
-    """Returns whether two arguments are equal. Nodes are equal if they have the same fake value."""
+    """Returns whether two arguments are equal. Nodes are equal if their fake values cannot be told apart."""
     if isinstance(b, fx.Node):
-        return (a.meta.get("val", a) if isinstance(a, fx.Node) else a) is b.meta.get("val", b)
+        return _alike(a.meta.get("val", a) if isinstance(a, fx.Node) else a, b.meta.get("val", b))
     if isinstance(a, list | tuple) and isinstance(b, list | tuple):
         return len(a) == len(b) and all(map(_same, a, b))
     if isinstance(a, dict) and isinstance(b, dict):
         return a.keys() == b.keys() and all(_same(a[key], b[key]) for key in a)
     return type(a) is type(b) and bool(a == b)
+
+
+def _alike(one: Any, other: Any) -> bool:
+    """Returns whether two fake values are the same, or tensors of the same form without symbolic sizes."""
+    if one is other:
+        return True
+    if type(one) is not FakeTensor or type(other) is not FakeTensor:
+        return False
+    forms = [(x.shape, x.dtype, x.device, x.layout, x.requires_grad) for x in (one, other)]
+    if forms[0] != forms[1] or one.layout != torch.strided or not all(type(size) is int for size in one.shape):
+        return False
+    return (one.stride(), one.storage_offset()) == (other.stride(), other.storage_offset())
 
 
 def disagreement(node: fx.Node, module: fx.GraphModule, mode: FakeTensorMode) -> tuple[str, str] | None:
