@@ -20,7 +20,7 @@ from embrace_fx.runtime.step.gradient_step import GradientStep
 from embrace_fx.runtime.tables.placement import broadcast_state
 from embrace_fx.session.program_cache import Arguments, Entry
 from embrace_fx.session.programs import ORDER, Programs
-from embrace_fx.session.route import ids_in, rows_in
+from embrace_fx.session.route import ids_in, rows_in, tables_of
 from embrace_fx.setup.agreement import agree_on_first_call
 from embrace_fx.setup.context import Context
 from embrace_fx.setup.log import log
@@ -38,6 +38,7 @@ class EagerCalls:
     def __init__(self, context: Context, programs: Programs) -> None:
         self._tables: list[str] = []
         self._row_tables = frozenset[str]()  # the tables of `_tables` with sparse gradients
+        self._untied = frozenset[str]()  # the tables that only lookups read
         self._logged_written = False
         self._replicated = False  # rank 0's parameters were sent for evaluations before the first plan
         self.reason = "route='eager' was asked for" if context.options.route == "eager" else ""
@@ -145,7 +146,9 @@ class EagerCalls:
         """
         tables = {table.parameter: table.num_rows for table in entry.analysed.tables}
         return [
-            self._rows[name] if name in self._rows else rows_in(ids_in(leaves), num_rows)
+            self._rows[name]
+            if name in self._rows
+            else rows_in(ids_in(leaves) if name in self._untied else (), num_rows)
             for name, num_rows in tables.items()
         ]
 
@@ -184,6 +187,7 @@ class EagerCalls:
         """Returns a graph of the gradients alone, and stores its tables in the model's state."""
         if self._context.communicator.comm_hook is None:
             self._tables = lookup_tables(self._context.model, trained)
+            self._untied = frozenset(tables_of(self._context.model))
             self._row_tables = frozenset(lookup_tables(self._context.model, trained, only_sparse=True))
         # The eager route needs whole tables.
         whole = {name: table.shape for name, table in self._context.state.tables.items()}

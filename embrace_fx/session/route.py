@@ -50,7 +50,7 @@ def runs_as_written(context: Context, programs: Programs, leaves: Sequence[Any])
     communicator, model = context.communicator, context.model
     agree_on_first_call(communicator, context.activity(train=True), None)
     ids = ids_in(leaves)
-    tables, heads = _tables(model), _heads(model)
+    tables, heads = tables_of(model), _heads(model)
     if len(tables) > FEW_TABLES or (tables and not all(communicator.gather(bool(ids), bool))):
         return ""
     if heads and not all(communicator.gather(all(_has_labels(ids, head) for head in heads.values()), bool)):
@@ -93,7 +93,7 @@ def _asks_for_a_graph(context: Context) -> bool:
     )
 
 
-def _tables(model: nn.Module) -> dict[str, nn.Parameter]:
+def tables_of(model: nn.Module) -> dict[str, nn.Parameter]:
     """Returns the parameters that lookups may read: of lookup layers, unless shared, and of the user's own modules."""
     named = [(f"{name}.", module) for name, module in model.named_modules() if module._parameters]
     shared = Counter(id(parameter) for _, module in named for parameter in module._parameters.values())

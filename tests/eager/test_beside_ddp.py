@@ -113,10 +113,22 @@ class Wide(nn.Module):
         return self.rows(ids).square().mean()
 
 
-def _strategies(rank: int, world_size: int, sparse: bool, bytes_per_ms: float) -> list[str]:
+class Tied(Wide):
+    """An output layer gives every row of its table a gradient."""
+
+    def __init__(self, *, sparse: bool) -> None:
+        super().__init__(sparse=sparse)
+        self.out = nn.Linear(32, 20_000, bias=False)
+        self.out.weight = self.rows.weight
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.out(self.rows(ids)).square().mean()
+
+
+def _strategies(rank: int, world_size: int, sparse: bool, bytes_per_ms: float, model: type[Wide] = Wide) -> list[str]:
     """The strategies of a table, step by step."""
     cluster = Cluster(bandwidth_bytes_per_ms=bytes_per_ms)
-    compiled = embrace_fx.compile(Wide(sparse=sparse), route="eager", cluster=cluster)
+    compiled = embrace_fx.compile(model(sparse=sparse), route="eager", cluster=cluster)
     optimizer = torch.optim.SGD(compiled.parameters(), lr=0.1)
     strategies = []
     for step in range(4):
@@ -133,6 +145,12 @@ def test_the_exchange_is_planned_once_for_the_rows_that_a_batch_reads() -> None:
     for strategies in run_ranks(2, _strategies, False, 12_500.0):
         assert len({*strategies}) == 1
         assert strategies[0] in BY_ROWS
+
+
+@pytest.mark.long
+def test_a_tied_table_is_planned_once_for_all_rows() -> None:
+    for strategies in run_ranks(2, _strategies, False, 12_500.0, Tied):
+        assert strategies == ["allreduce"] * 4
 
 
 @pytest.mark.long
