@@ -55,7 +55,7 @@ def node_ms(node: fx.Node, compute: cost.Compute, expected: ExpectedSizes = NOTH
     inputs = [_shape(n.meta.get("val"), expected) for n in node.all_input_nodes]
     if op_name(node) in _LOOKUPS:
         (rows, *width), ids, *_ = inputs
-        inputs[0] = (min(rows, prod(ids)), *width)
+        inputs[0] = [min(rows, prod(ids)), *width]
     outputs = [_shape(v, expected) for v in pytree.tree_leaves(node.meta.get("val"))]
     moved = sum(prod(shape) for shape in (*inputs, *outputs) if shape) * ELEMENT_BYTES
     return compute.time_ms(flops(node, expected), moved)
