@@ -8,7 +8,7 @@ Contract
     - a ticket's `wait` lets the current stream wait for the launch's event.
     - a launch's inputs live until a stream of their owner has waited for the launch; its results, which its own stream
       allocated, are kept by the allocator for the reader's stream.
-    - models that share a device launch in the order of their calls: each behind the last launch of the other one.
+    - models that share a device launch in the order of their calls: each behind the last launches of the other one.
     A wait for a launch that is held back by launches not yet submitted makes it leave out of turn, and writes so into
     the ranks' store: another rank, which may be in a barrier of the user's, then does the same at that place.
 """
@@ -113,11 +113,13 @@ class StreamQueue(LaunchQueue):
         self._issued: list[tuple[tuple[int, ...], Lane, Event]] = []  # place, class and end of launches, by place
         self._ends: dict[Lane, Event] = {}  # the end of each class's last launch
 
-    def issue(self, out_of_turn: bool = False, agreed: bool = False) -> None:
+    def issue(self, out_of_turn: bool = False, agreed: bool = False, follows: bool = False) -> None:
         """Enqueues all launches whose turn it is; with `out_of_turn`, all submitted ones.
 
         Args:
             agreed: whether all ranks do so at this place, so that the launches count as in turn.
+            follows: whether another rank has done so, perhaps before another model launched. Then these launches wait
+                for no other model, whose launches wait there for them.
         """
         with self.lock:
             if self.error is not None:
@@ -129,7 +131,7 @@ class StreamQueue(LaunchQueue):
                     in_turn = agreed or not self.draining or not self._is_out_of_turn(ticket)
                     if not in_turn:  # record it first, because over gloo the host waits here for the other ranks
                         self.overtook, self.tells = True, self.place()
-                    self._enqueue(ticket, in_turn)
+                    self._enqueue(ticket, in_turn, follows)
             except BaseException as error:
                 self.error = error
                 raise
@@ -260,7 +262,7 @@ class StreamQueue(LaunchQueue):
         self.streams.use_device()
         with self.lock, contextlib.suppress(Exception):  # the next submission or wait raises the error
             if self.place() == place:
-                self.issue(out_of_turn=True)
+                self.issue(out_of_turn=True, follows=True)
 
     def _is_out_of_turn(self, ticket: StreamTicket) -> bool:
         """Returns whether an earlier launch of the order may still be made."""
@@ -270,7 +272,7 @@ class StreamQueue(LaunchQueue):
                 return True
         return False
 
-    def _enqueue(self, ticket: StreamTicket, in_turn: bool) -> None:
+    def _enqueue(self, ticket: StreamTicket, in_turn: bool, follows: bool) -> None:
         """Issues a launch in its lane's stream, after the event of its inputs and the launches ahead of it."""
         streams, recorder, place = self.streams, self.recorder, ticket.place
         recorded = ticket.window > OUTSIDE and recorder.recording is not None
@@ -281,7 +283,7 @@ class StreamQueue(LaunchQueue):
                 _, lane, ended = self._issued[at - IN_FLIGHT]
                 if lane != ticket.id.lane:
                     streams.wait(ended)
-            if in_turn:
+            if not follows:
                 self._wait_for_other_models()
             started = recorder.clock.now() if recorded else 0.0
             assert ticket.launch is not None

@@ -268,23 +268,52 @@ class _Critic(nn.Module):
         return (self.score(self.ids(ids)).mean() - scale).square()
 
 
-def trains_two_models(rank: int, world_size: int, kind: str) -> Found:
+def trains_two_models(rank: int, world_size: int, kind: str, reads: str = "") -> Found:
     """Each loss reads what the other model has become; their collectives share the device."""
-    training = Training(rank, kind)
+    training, seen = Training(rank, kind), list[Tensor]()
     critic = _Critic(rank).to(training.device)
     optimizer = SGD(critic.parameters(), lr=0.1)
     group = training.model.process_group
     judging = embrace_fx.compile(critic, optimizer=optimizer, process_group=group, strategy="alltoall")
+    biases = critic.score.bias, next(p for p in training.model.parameters() if p.dim() == 1)
+
+    def read(*_: Tensor) -> None:
+        seen.extend(bias.grad.sum().detach().cpu() for bias in biases if bias.grad is not None)
+
     for number, batch in enumerate(training.batches(range(6))):
         first = training.model(*batch)
-        second = judging(batch[0], first.detach())
-        for loss in (second, first) if number % 2 else (first, second):
-            loss.backward()
+        if reads == "within one backward":
+            first.register_hook(read)  # after the critic's backward, and before the other one
+            judging(batch[0], first).backward()
+        else:
+            second = judging(batch[0], first.detach())
+            for loss in (second, first) if number % 2 else (first, second):
+                loss.backward()
+                if reads == "after each":
+                    read()
+            if reads == "after both":
+                read()
         training.step()
         optimizer.step()
         optimizer.zero_grad()
     shown = embrace_fx.full_state_dict(judging)
-    return training.parameters() | on_host({f"critic {name}": value for name, value in shown.items()})
+    found = {f"critic {name}": value for name, value in shown.items()} | {f"seen {k}": s for k, s in enumerate(seen)}
+    return training.parameters() | on_host(found)
+
+
+def reads_within_a_backward(rank: int, world_size: int, kind: str) -> Found:
+    """A hook reads a gradient of the model whose backward is over, before that of the other model begins."""
+    return trains_two_models(rank, world_size, kind, reads="within one backward")
+
+
+def reads_after_each_backward(rank: int, world_size: int, kind: str) -> Found:
+    """The gradients of both models are read after either backward."""
+    return trains_two_models(rank, world_size, kind, reads="after each")
+
+
+def reads_after_both_backwards(rank: int, world_size: int, kind: str) -> Found:
+    """What leaves out of turn for the first model has been submitted before what the second one has launched."""
+    return trains_two_models(rank, world_size, kind, reads="after both")
 
 
 DEEDS: tuple[Callable[[int, int, str], Found], ...] = (
@@ -304,4 +333,7 @@ DEEDS: tuple[Callable[[int, int, str], Found], ...] = (
     reads_on_one_rank,
     reads_in_every_step,
     trains_two_models,
+    reads_within_a_backward,
+    reads_after_each_backward,
+    reads_after_both_backwards,
 )
