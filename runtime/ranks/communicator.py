@@ -125,15 +125,15 @@ class Communicator(Groups):
     def broadcast(self, tensors: Sequence[Tensor], source: int = 0) -> None:
         """Broadcasts tensors from one rank, in place."""
         self.check_open()
-        if self.world_size == 1:
+        if self.world_size == 1 or not tensors:
             return
         assert self.group is not None
         of_job = dist.get_global_rank(self.group, source)
-        groups = [self._carrier("dense", tensor)[0] for tensor in tensors]
-        turn = self._turn(tensors[0], "dense") if tensors else None
-        with self.watching(), turn or nullcontext():
+        carriers = [self._carrier("dense", tensor) for tensor in tensors]
+        with self.watching(), self._turn(tensors[0], carriers[0][1]) or nullcontext():
             works = [
-                dist.broadcast(t, of_job, group=group, async_op=True) for t, group in zip(tensors, groups, strict=True)
+                dist.broadcast(tensor, of_job, group=group, async_op=True)
+                for tensor, (group, _) in zip(tensors, carriers, strict=True)
             ]
             for work in works:
                 work.wait()
@@ -142,8 +142,8 @@ class Communicator(Groups):
         """Computes the sum or maximum of a small tensor over ranks, by element."""
         self.check_open()
         if self.world_size > 1:
-            group, _ = self._carrier("dense", value)
-            with self.watching(), self._turn(value, "dense") or nullcontext():
+            group, backend = self._carrier("dense", value)
+            with self.watching(), self._turn(value, backend) or nullcontext():
                 dist.all_reduce(value, reduce_op, group=group)
         return value
 
@@ -323,7 +323,7 @@ class Communicator(Groups):
         """Launches a collective. One of CUDA tensors over gloo goes through the host and has ended on return."""
         carrier, backend = self._carrier(group, written)
         if not written.is_cuda or "nccl" in backend:
-            turn = self._turn(written, group) if group in CLASSES else None
+            turn = self._turn(written, backend) if group in CLASSES else None
             if turn is None:
                 return InFlight(written, collective(carrier, backend, written, *read), reads=read)
             with turn:
@@ -334,17 +334,18 @@ class Communicator(Groups):
         written.copy_(on_host[0])
         return InFlight(written, None)
 
-    def _turn(self, tensor: Tensor, group: str) -> AbstractContextManager[None] | None:
+    def _turn(self, tensor: Tensor, backend: str) -> AbstractContextManager[None] | None:
         """Returns the context in which the calling thread launches a collective in order with the launcher's, or None
         on the host.
+
+        Args:
+            backend: the back end that sends the tensor.
         """
-        if self.in_turn is None and not tensor.is_cuda:
+        if "nccl" in backend:
+            return alone_on(tensor.device) if self.in_turn is None else self.in_turn()
+        # Over gloo, the launcher of a device sends from this thread too.
+        if self.in_turn is None or tensor.is_cuda or "nccl" in dist.get_backend_config(self.group):
             return None
-        of_hosts = not tensor.is_cuda and "nccl" in dist.get_backend_config(self.group)
-        if of_hosts or (tensor.is_cuda and "nccl" not in self._carrier(group, tensor)[1]):
-            return None
-        if self.in_turn is None:
-            return alone_on(tensor.device) if tensor.is_cuda else None
         return self.in_turn()
 
     def wait(self, launch: InFlight, what: str = "") -> Tensor:
