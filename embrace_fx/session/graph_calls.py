@@ -16,7 +16,7 @@ from embrace_fx.capture.model_watch import ModelWatch
 from embrace_fx.passes.pipeline import analyse
 from embrace_fx.passes.planner.plan_fit import PlanViolation
 from embrace_fx.runtime.flow.lookahead import Lookahead
-from embrace_fx.runtime.flow.next_batch import NextBatch, look_ahead
+from embrace_fx.runtime.flow.next_batch import NextBatch
 from embrace_fx.runtime.step.program import Program
 from embrace_fx.runtime.step.runnable_phase import outside_of_autograd
 from embrace_fx.runtime.step.step import run_step
@@ -127,7 +127,7 @@ class GraphCalls:
             inputs = entry.captured.inputs(coming)
             if is_next and entry.captured.replay is not None and max(of_ids.reads, default=-1) >= len(coming):
                 return None  # objects from which other inputs are read may change before the batch's turn
-            return outside_of_autograd(look_ahead, of_ids, inputs, program.flow.streams)
+            return outside_of_autograd(program.flow.look_ahead, of_ids, inputs)
         except Exception:  # the batch's own call will report it to all ranks
             return None
 

@@ -27,7 +27,7 @@ from embrace_fx.passes.planner.replanning import SAMPLED_EVERY, changes, describ
 from embrace_fx.planning.findings import find, plan_on_links, repeated
 from embrace_fx.planning.placing import gather_tables, place, place_anew
 from embrace_fx.planning.tiering import at_rest, fit_plan
-from embrace_fx.runtime.flow.comm_pipeline import CommPipeline
+from embrace_fx.runtime.flow.comm_pipeline import CommPipeline, within_steps
 from embrace_fx.runtime.ranks.failure import PeerFailure
 from embrace_fx.runtime.ranks.step_handshake import HandshakeMessage, activity_of
 from embrace_fx.runtime.step.program import Program
@@ -80,7 +80,7 @@ class Programs:
         self._whole: set[str] = set()  # tables that some batch reads in a way that shards cannot be read
         self._replanned: dict[str, int] = {}  # reason -> the call that last asked for a plan for it
         self._logged_reads = False
-        self._no_steps = CommPipeline.within_steps(context.announcements)
+        self._no_steps = within_steps(context.announcements)
 
     @property
     def plan(self) -> Plan | None:

@@ -28,16 +28,25 @@ from embrace_fx.passes.step_graphs import StepGraphs
 from embrace_fx.passes.step_memory import StepMemory, step_memory
 from embrace_fx.planning.findings import scores_nothing
 from embrace_fx.planning.scheduling import launches, order, rows_beyond_memory
-from embrace_fx.runtime.exchanges.in_place import exchanges_of
-from embrace_fx.runtime.flow.bucket_updates import Buckets
-from embrace_fx.runtime.flow.comm_pipeline import CommPipeline
+from embrace_fx.runtime.exchanges.channel import Channel, run
+from embrace_fx.runtime.exchanges.in_place import (
+    Exchange,
+    ExchangeKind,
+    ExchangeThread,
+    exchange_at_once,
+    exchange_gradient_,
+)
+from embrace_fx.runtime.exchanges.rounded import sum_rounded_
+from embrace_fx.runtime.flow.bucket_updates import BucketExchange, Buckets
+from embrace_fx.runtime.flow.comm_pipeline import CommPipeline, within_steps
+from embrace_fx.runtime.flow.device_pipeline import DevicePipeline
 from embrace_fx.runtime.flow.row_exchange import RowExchange
 from embrace_fx.runtime.launch.launch_queue import LaunchQueue
 from embrace_fx.runtime.launch.launcher import Launcher
 from embrace_fx.runtime.launch.profile import Profile, StepProfiler, agree_on_profile
 from embrace_fx.runtime.launch.recorder import Recorder
 from embrace_fx.runtime.launch.stream_queue import StreamQueue
-from embrace_fx.runtime.launch.streams import Streams, streams_of
+from embrace_fx.runtime.launch.streams import streams_of
 from embrace_fx.runtime.memory.resident import bytes_in_use
 from embrace_fx.runtime.ranks.checksums import checksum_of_text
 from embrace_fx.runtime.ranks.step_handshake import HandshakeMessage, activity_of
@@ -88,7 +97,9 @@ class StepPipeline:
         self.findings = findings and replace(findings, schedule=plan.schedule_name)
         self.monitor: SparsityMonitor | None = None
         self.monitor_rows()
-        self._aside = CommPipeline.within_steps(context.announcements, streams_of(context.device))
+        self._streams = on = streams_of(context.device)
+        self._make: Callable[..., CommPipeline] = CommPipeline if on is None else partial(DevicePipeline, streams=on)
+        self._aside = within_steps(context.announcements, self._make)
         self.flow = self._aside
         self.schedule: Schedule | None = None
         self.decided: Schedule | None = None
@@ -255,22 +266,21 @@ class StepPipeline:
         self._order = partial(order, context, plan, name=name, compute_in_order=self._compute_in_order)
         self.schedule, self.memory = self._order(graph, rows_beyond_memory(plan, self._counters.ahead))
         self.decided = self.schedule
-        device = next(context.model.parameters()).device
-        on = streams_of(device)
-        self.recorder = Recorder(on.clock() if on is not None else None, partial(bytes_in_use, device))
+        clock = None if self._streams is None else self._streams.clock()
+        self.recorder = Recorder(clock, partial(bytes_in_use, context.device))
         self.flow = (
-            self._flow_between_steps(graph, self.schedule, self.recorder, on, as_gradients=as_gradients)
+            self._flow_between_steps(graph, self.schedule, self.recorder, as_gradients=as_gradients)
             if several
-            else CommPipeline.within_steps(context.announcements, on, self.recorder)
+            else within_steps(context.announcements, self._make, self.recorder)
         )
         context.optimizer_hooks.follow(self.flow)
 
     def _flow_between_steps(
-        self, graph: TrainingGraph, schedule: Schedule, recorder: Recorder, on: Streams | None, *, as_gradients: bool
+        self, graph: TrainingGraph, schedule: Schedule, recorder: Recorder, *, as_gradients: bool
     ) -> CommPipeline:
         """Makes the flow that follows a schedule. Collective."""
         context, plan, state = self._context, self.plan, self._context.state
-        communicator, device = context.communicator, next(context.model.parameters()).device
+        communicator, device, on = context.communicator, context.device, self._streams
         launched, pieces = launches(schedule, plan), dict(self._cuts.pieces)
         communicator.connect(device)
         communicator.open_lanes(device, {launch.lane for launch in launched})
@@ -289,17 +299,42 @@ class StepPipeline:
             )
             for name in plan.row_exchanges
         }
-        in_place = exchanges_of(plan, state.parameter, communicator, at_once=on is not None)
-        return CommPipeline(
+        return self._make(
             context.announcements,
             launcher,
             exchanges,
-            Buckets(plan.buckets, state.parameters, communicator, launcher, in_place),
+            Buckets(plan.buckets, state.parameters, communicator, launcher, self._bucket_exchanges()),
             looks_ahead=plan.looks_ahead,
             warn=self._on_other_batch,
             after_announcement=self._after_announcement,
-            streams=on,
         )
+
+    def _bucket_exchanges(self) -> dict[int, BucketExchange]:
+        """Makes the functions that start the exchanges of buckets that are not AllReduced. Collective.
+
+        On streams, the functions run the exchanges to their end immediately.
+        """
+        found = {k: each for k, names in enumerate(self.plan.buckets) if (each := self._exchange(names)) is not None}
+        if not found:
+            return {}
+        group = self._context.communicator.open_group("exchanges")
+        if self._streams is not None:
+            channel = Channel(group)
+            return {k: partial(exchange_at_once, each, channel) for k, each in found.items()}
+        start = ExchangeThread(group).start
+        return {k: partial(start, each) for k, each in found.items()}
+
+    def _exchange(self, bucket: tuple[str, ...]) -> Exchange | None:
+        """Makes the sparse exchange of a bucket, or returns None if the bucket is AllReduced."""
+        plan, first = self.plan, self._context.state.parameter(bucket[0])
+        if bucket[0] in plan.exchanged:
+            decision = plan[bucket[0]]
+            kind = ExchangeKind(next(iter(first.shape), 1), decision.strategy, decision.scheme)
+            return lambda flat, _, channel: exchange_gradient_(flat, kind, channel, plan.links)
+        rounding = self._context.communicator.rounding
+        if not rounding.rounds(first):
+            return None
+        return lambda flat, name, channel: run(sum_rounded_(flat, name, channel, rounding))
 
     def _after_announcement(self) -> None:
         """Switches to the order found from measured times, once there is a profile. Called in each step once every

@@ -14,21 +14,21 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, fx
 
 from embrace_fx.cost import links as cost
 from embrace_fx.runtime.flow.bucket_updates import Buckets
 from embrace_fx.runtime.flow.next_batch import IdsProgram, NextBatch, announce, read_batch
 from embrace_fx.runtime.flow.owed import Owed
 from embrace_fx.runtime.flow.row_exchange import RowExchange
-from embrace_fx.runtime.kernels import coalesce, plan_sums, sum_rows
 from embrace_fx.runtime.launch.launch_queue import LaunchQueue
 from embrace_fx.runtime.launch.launcher import Launcher
 from embrace_fx.runtime.launch.recorder import Recorder
-from embrace_fx.runtime.launch.streams import Event, Streams
+from embrace_fx.runtime.launch.ticket import Ticket
 from embrace_fx.runtime.ranks.backward_barrier import BackwardBarrier
 from embrace_fx.runtime.ranks.step_handshake import StepHandshake
-from embrace_fx.vocabulary.graph import Values
+from embrace_fx.runtime.tables.member import Member
+from embrace_fx.vocabulary.graph import TrainingGraph, Values
 from embrace_fx.vocabulary.modes import outside_of_modes
 from embrace_fx.vocabulary.operation_id import (
     BETWEEN,
@@ -40,10 +40,12 @@ from embrace_fx.vocabulary.operation_id import (
     WHOLE_BACKWARD,
     WHOLE_FORWARD,
     OperationId,
+    compute_id,
 )
 from embrace_fx.vocabulary.step_variant import Arrival, BackwardVariant, ForwardVariant
 
 Absent = Callable[[ForwardVariant], Sequence[OperationId]]
+Kernels = Callable[[fx.Node], Callable[..., Any] | None]
 
 
 class CommPipeline:
@@ -55,8 +57,6 @@ class CommPipeline:
         looks_ahead: whether rows are cut into prior and delayed ones.
         warn: called if a batch is not the one that was prepared.
         after_announcement: called in each step once every rank is known to continue.
-        streams: the streams of the device, or None for a model on the CPU. In a steady step, the host never waits for
-            the device.
 
     Attributes:
         of_table: table -> its exchange. Tables of a row space share one.
@@ -76,11 +76,9 @@ class CommPipeline:
         looks_ahead: bool,
         warn: Callable[[], None] = lambda: None,
         after_announcement: Callable[[], None] = lambda: None,
-        streams: Streams | None = None,
     ) -> None:
         self.announcements = announcements
         self.communicator = announcements.communicator
-        self.streams = streams
         self.launcher = launcher
         self.recorder = launcher.recorder
         self.exchanges = exchanges
@@ -96,20 +94,10 @@ class CommPipeline:
         self._left = False  # whether delayed gradients of the last backward are still to be applied
         self._valid = True  # whether prefetched rows may be used
         self._handed_out = False  # whether the caller got parameters, which it may have written
-        self._ids_known: Event = None  # event after the last forward's ids, on a device
         self.awaits_ids = False
         self.is_within_steps = not launcher.order
-        self.shares_failures = self.communicator.world_size > 1 and streams is None
+        self.shares_failures = self.communicator.world_size > 1
         self._forward, self._backward = (WHOLE_FORWARD, WHOLE_BACKWARD) if self.is_within_steps else (START, END)
-
-    @classmethod
-    def within_steps(
-        cls, announcements: StepHandshake, streams: Streams | None = None, recorder: Recorder | None = None
-    ) -> CommPipeline:
-        """Makes the flow of steps that launch each collective immediately, and wait for it in the same step."""
-        launcher = Launcher((), (), LaunchQueue(recorder or Recorder()), announcements.communicator)
-        buckets = Buckets((), lambda names: [], announcements.communicator, launcher, {})
-        return cls(announcements, launcher, {}, buckets, looks_ahead=False, streams=streams)
 
     # -- the forward ---------------------------------------------------------------------------------------------------
 
@@ -187,8 +175,6 @@ class CommPipeline:
 
     def _begin_compute(self) -> None:
         """Marks the beginning of the forward's compute."""
-        if self.streams is not None:
-            self._ids_known = self.streams.record("ids known")
         self.recorder.mark(BETWEEN)
         self.recorder.begin_segment(self._forward)
 
@@ -202,22 +188,23 @@ class CommPipeline:
                 for gradient in waiting:
                     gradient.wait()
 
-    def coalesce(
-        self, ids: Tensor, flat: Tensor, columns: int, padding_rows: Sequence[int], scale: float
-    ) -> list[Tensor]:
-        """Sums the gradient rows of equal ids, like the op `coalesce`. On a device, the host waits for the ids, not for
-        the backward.
-        """
-        if (streams := self.streams) is None:
-            return coalesce(ids, flat, columns, padding_rows, scale)
-        with streams.on("ids", "places of sums"):
-            streams.wait(self._ids_known)
-            streams.keep(ids)
-            places = plan_sums(ids, flat, padding_rows)
-            known = streams.record("places known")
-        streams.wait(known)
-        streams.keep(*places)
-        return sum_rows(flat, places, columns, scale)
+    def look_ahead(self, program: IdsProgram, leaves: Sequence[Any]) -> NextBatch:
+        """Finds the rows of a batch before its turn."""
+        return NextBatch(program, leaves, program.unique(leaves))
+
+    def kernels(self, graph: TrainingGraph, tables: Mapping[str, Member]) -> Kernels:
+        """Returns the function that finds what a node of a graph runs in place of its op's kernel, if anything."""
+        return lambda node: None
+
+    def await_launch(self, ticket: Ticket) -> Tensor:
+        """Waits for a launch that the same phase has submitted, and returns its value."""
+        recorder = self.recorder
+        recorder.stand()
+        value = self.launcher.wait(ticket)
+        if recorder.segment is not None:
+            recorder.mark(compute_id("rows", ticket.id.what))
+            recorder.begin_segment(compute_id("forward", ticket.id.what))
+        return value
 
     def begin_plain_forward(self) -> None:
         """Begins a forward that leaves nothing to the next step and finds nothing left by the last one."""
@@ -371,14 +358,8 @@ class CommPipeline:
             yield
 
     def hand_out(self) -> None:
-        """Prepares for writes to parameters by the caller: prefetched rows will be compared with the table, or sent
-        again.
-
-        Early rows are compared with the table before they are used. On a device, where the host would wait for the
-        comparison, they are sent again.
-        """
+        """Prepares for writes to parameters by the caller: early rows are compared with the table before their use."""
         self._handed_out = True
-        self._valid &= self.streams is None
 
     def forget_sent(self) -> None:
         """Makes prefetched rows be sent again, because the optimizer state that they were computed with changes."""
@@ -406,3 +387,16 @@ class CommPipeline:
         self._has_cut = False
         for exchange in self.exchanges.values():
             exchange.drop()
+
+
+def within_steps(
+    announcements: StepHandshake, make: Callable[..., CommPipeline] = CommPipeline, recorder: Recorder | None = None
+) -> CommPipeline:
+    """Makes the pipeline of steps that launch each collective immediately, and wait for it in the same step.
+
+    Args:
+        make: makes a pipeline for the model's device.
+    """
+    launcher = Launcher((), (), LaunchQueue(recorder or Recorder()), announcements.communicator)
+    buckets = Buckets((), lambda names: [], announcements.communicator, launcher, {})
+    return make(announcements, launcher, {}, buckets, looks_ahead=False)

@@ -276,22 +276,6 @@ class DeviceBatch(NextBatch):
         self.values |= {name: by_identity[id(v)] for name, v in self.values.items() if id(v) in by_identity}
 
 
-def look_ahead(program: IdsProgram, leaves: Sequence[Any], streams: Streams | None) -> NextBatch:
-    """Finds the rows of a batch before its turn: immediately on the host, or on the ids' stream of a device."""
-    if streams is None:
-        return NextBatch(program, leaves, program.unique(leaves))
-    there = streams.record("batch ready")
-    with streams.on("ids", "unique rows"):
-        streams.wait(there)
-        streams.keep(*[leaf for leaf in leaves if isinstance(leaf, Tensor)])
-        values, counts = program.unique_on_device(leaves)
-        of_tables = counts[0].view(1) if len(counts) == 1 else torch.stack(counts) if counts else _NO_TABLES
-        return DeviceBatch(program, leaves, values, of_tables, streams)
-
-
-_NO_TABLES = torch.empty(0, device="cpu")
-
-
 @dataclass(frozen=True)
 class HandshakeResult:
     """The announcements of all ranks at the head of a forward.

@@ -13,12 +13,8 @@ from embrace_fx.runtime.exchanges.channel import Channel
 from embrace_fx.runtime.exchanges.in_place import ExchangeKind, exchange_gradient_
 from embrace_fx.runtime.flow.comm_pipeline import CommPipeline
 from embrace_fx.runtime.flow.head_exchange import HeadExchange
-from embrace_fx.runtime.flow.single_process import SingleProcessRows, runs_uncounted
 from embrace_fx.runtime.kernels import lookup
-from embrace_fx.runtime.launch import streams
 from embrace_fx.runtime.launch.recorder import Recorder
-from embrace_fx.runtime.launch.streams import Streams
-from embrace_fx.runtime.launch.ticket import Ticket
 from embrace_fx.runtime.memory.copies import Copies
 from embrace_fx.runtime.ranks.communicator import Communicator, InFlight
 from embrace_fx.runtime.ranks.step_handshake import StepHandshake
@@ -28,7 +24,6 @@ from embrace_fx.runtime.tables.model_state import ModelState
 from embrace_fx.vocabulary.copy_ops import AWAIT_OFFLOAD, COPY_OPS, OFFLOAD, RELOAD
 from embrace_fx.vocabulary.graph import Shard, TrainingGraph
 from embrace_fx.vocabulary.head_ops import HEAD_LAUNCHES
-from embrace_fx.vocabulary.operation_id import compute_id
 from embrace_fx.vocabulary.ops import launch_of, op_name
 from embrace_fx.vocabulary.submissions import compute_up_to
 
@@ -60,8 +55,7 @@ class Bindings:
         self._keeps_buckets, self._copies = keeps_buckets, copies
         self._announcements, self._communicator = announcements, announcements.communicator
         self._buckets, self._flow = buckets or (), flow
-        on = _streams_alone(state, self._communicator)
-        self._alone = SingleProcessRows(on, state.tables) if on is not None and runs_uncounted(graph) else None
+        self._kernel = flow.kernels(graph, state.tables)
         communicator = self._communicator
         self._heads = HeadExchange(communicator, flow.recorder)
         self._made: dict[str, Callable[[fx.Node], Callable[..., Any]]] = {
@@ -69,7 +63,6 @@ class Bindings:
             "embrace::submit_ids": lambda _: flow.submit_ids,
             "embrace::await_ids": lambda _: flow.await_ids,
             "embrace::join_rows": lambda node: flow.exchanges[str(node.args[3])].join_rows,
-            "embrace::coalesce": lambda _: flow.coalesce,
             "embrace::defer_bucket": lambda _: flow.buckets.defer_bucket,
             "embrace::update_bucket": lambda _: flow.buckets.update_bucket,
             "embrace::pack_bucket": self._packer,
@@ -88,8 +81,7 @@ class Bindings:
 
     def call(self, node: fx.Node) -> Callable[..., Any] | None:
         """Returns the function that a node calls, or None if the node runs a kernel or a torch op."""
-        found = self._alone.kernel(node) if self._alone is not None else None
-        found = found or self._method(node)
+        found = self._kernel(node) or self._method(node)
         return found and _named(partial(found), node.name)
 
     def _method(self, node: fx.Node) -> Callable[..., Any] | None:
@@ -101,8 +93,10 @@ class Bindings:
 
     def _waits(self, node: fx.Node) -> Callable[..., Any]:
         """Returns the function that waits for a launch."""
-        of_head = op_name(node.all_input_nodes[0]) in HEAD_LAUNCHES
-        return self._heads.end(node) if of_head else partial(_wait_for, self._flow)
+        launch, flow = node.all_input_nodes[0], self._flow
+        if op_name(launch) in HEAD_LAUNCHES:
+            return self._heads.end(node)
+        return self._communicator.wait if flow.launcher.launch_of(launch) is None else flow.await_launch
 
     def _packer(self, node: fx.Node) -> Packer:
         """Returns the function that packs a bucket."""
@@ -161,18 +155,6 @@ _OF_LAUNCH: Mapping[str, Callable[[CommPipeline, str], Callable[..., Any]]] = {
 """Methods of nodes whose launch the flow's launcher issues; they take it first."""
 
 
-def _wait_for(flow: CommPipeline, launch: Ticket | InFlight) -> Tensor:
-    """Returns the value of a launch made by the launcher or by this thread."""
-    if isinstance(launch, InFlight):
-        return flow.communicator.wait(launch)
-    flow.recorder.stand()
-    value = flow.launcher.wait(launch)
-    if flow.recorder.segment is not None:
-        flow.recorder.mark(compute_id("rows", launch.id.what))
-        flow.recorder.begin_segment(compute_id("forward", launch.id.what))
-    return value
-
-
 def _copy(copies: Copies, recorder: Recorder, node: fx.Node) -> Callable[..., Any]:
     """Makes the function of a node that begins or awaits a copy."""
     launch, until, name = launch_of(node), compute_up_to(node), op_name(node)
@@ -197,14 +179,6 @@ def _named(call: Callable[..., Any], node: str) -> Callable[..., Any]:
     """Returns a call under the name by which the lowered program knows it."""
     call.__name__ = node
     return call
-
-
-def _streams_alone(state: ModelState, communicator: Communicator) -> Streams | None:
-    """Returns the streams of the device on which a single process trains."""
-    parameter = state.any_parameter()
-    if communicator.world_size > 1 or parameter is None:
-        return None
-    return streams.streams_of(parameter.device)
 
 
 def _exchange_gradient_(

@@ -61,7 +61,7 @@ class GradientStep(Step):
         If ranks share buffers, which they send before the forward, they meet here.
         """
         flow = self.program.flow
-        if flow.is_within_steps or flow.streams is not None or self.program.share_buffers is not None:
+        if flow.is_within_steps or not flow.shares_failures or self.program.share_buffers is not None:
             return super()._begin_forward()
         self.program.announcements.announce_ahead(flow.after_announcement)
         flow.begin_plain_forward()

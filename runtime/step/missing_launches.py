@@ -67,7 +67,7 @@ class MissingLaunches:
     def add(self, node: fx.Node, call: Call) -> Call:
         """Registers a node that launches. Returns the function that the node is to call."""
         op = op_name(node)
-        if op not in SUBMISSIONS | LAUNCHES or self._communicator.world_size == 1:
+        if op not in SUBMISSIONS | LAUNCHES or not self._flow.shares_failures:
             return call
         arguments = tuple(map(_kept, node.args))
         self._names.update(each.name for each in arguments if isinstance(each, Saved))
@@ -106,7 +106,7 @@ class MissingLaunches:
         """
         if self._flow.awaits_ids and any(map(_needs_lookahead, self._launches)):
             self._flow.await_ids()  # early and late rows are not separated yet
-        made, under_way = self._made, []
+        made, under_way = self._made, list[InFlight]()
         for each in self._launches:
             if each.id is None and made:
                 made -= 1
@@ -114,9 +114,8 @@ class MissingLaunches:
                 under_way.append(self._call(each, values))
             elif self._flow.launcher.expects(each.id):
                 self._call(each, values)
-        for found in under_way:
-            if isinstance(found, InFlight):
-                self._communicator.wait(found)
+        for launched in under_way:
+            self._communicator.wait(launched)
 
     def _call(self, launch: _Launch, values: Values) -> Any:
         """Makes a missing launch, with a void tensor if its input does not exist."""

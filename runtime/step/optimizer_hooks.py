@@ -25,7 +25,7 @@ from torch.optim.optimizer import (
 )
 
 from embrace_fx.runtime.flow.bucket_updates import Bucket
-from embrace_fx.runtime.flow.comm_pipeline import CommPipeline
+from embrace_fx.runtime.flow.comm_pipeline import CommPipeline, within_steps
 from embrace_fx.runtime.flow.row_exchange import RowExchange
 from embrace_fx.runtime.ranks.step_handshake import StepHandshake
 from embrace_fx.runtime.step.closures import MeanLoss, closure_of, with_closure
@@ -112,7 +112,7 @@ class OptimizerHooks:
         self.known_optimizers = KnownOptimizers()
         self.replicas: list[Member] = []
         self.of_any_layout = False
-        self.follow(CommPipeline.within_steps(announcements))
+        self.follow(within_steps(announcements))
         self._state = state
         self._communicator = announcements.communicator
         self._unshard = unshard

@@ -1,0 +1,78 @@
+"""The pipeline of a model on a device: in a steady step, the host enqueues work on streams and waits for none of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from embrace_fx.runtime.flow.comm_pipeline import CommPipeline, Kernels
+from embrace_fx.runtime.flow.next_batch import DeviceBatch, IdsProgram, NextBatch
+from embrace_fx.runtime.flow.single_process import SingleProcessRows, runs_uncounted
+from embrace_fx.runtime.kernels import plan_sums, sum_rows
+from embrace_fx.runtime.launch.streams import Event, Streams
+from embrace_fx.runtime.tables.member import Member
+from embrace_fx.vocabulary.graph import TrainingGraph
+from embrace_fx.vocabulary.ops import op_name
+
+
+class DevicePipeline(CommPipeline):
+    """Everything in flight between two steps of a model on a device.
+
+    Args:
+        arguments, options: as for `CommPipeline`.
+        streams: the streams of the device.
+    """
+
+    def __init__(self, *arguments: Any, streams: Streams, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.shares_failures = False  # the hosts do not know how far the devices are
+        self._streams = streams
+        self._ids_known: Event = None  # the event after the last forward's ids
+
+    def look_ahead(self, program: IdsProgram, leaves: Sequence[Any]) -> NextBatch:
+        """Finds the rows of a batch before its turn, on the stream of the ids."""
+        streams = self._streams
+        there = streams.record("batch ready")
+        with streams.on("ids", "unique rows"):
+            streams.wait(there)
+            streams.keep(*[leaf for leaf in leaves if isinstance(leaf, Tensor)])
+            values, counts = program.unique_on_device(leaves)
+            of_tables = counts[0].view(1) if len(counts) == 1 else torch.stack(counts) if counts else _NO_TABLES
+            return DeviceBatch(program, leaves, values, of_tables, streams)
+
+    def kernels(self, graph: TrainingGraph, tables: Mapping[str, Member]) -> Kernels:
+        """Returns the function that finds what a node of a graph runs in place of its op's kernel, if anything."""
+        if self.communicator.world_size == 1 and runs_uncounted(graph):
+            return SingleProcessRows(self._streams, tables).kernel
+        return lambda node: self._coalesce if op_name(node) == "embrace::coalesce" else None
+
+    def _coalesce(
+        self, ids: Tensor, flat: Tensor, columns: int, padding_rows: Sequence[int], scale: float
+    ) -> list[Tensor]:
+        """Sums the gradient rows of equal ids. The host waits for the ids, not for the backward."""
+        streams = self._streams
+        with streams.on("ids", "places of sums"):
+            streams.wait(self._ids_known)
+            streams.keep(ids)
+            places = plan_sums(ids, flat, padding_rows)
+            known = streams.record("places known")
+        streams.wait(known)
+        streams.keep(*places)
+        return sum_rows(flat, places, columns, scale)
+
+    def _begin_compute(self) -> None:
+        """Marks the beginning of the forward's compute, once the ids of its batch are known."""
+        self._ids_known = self._streams.record("ids known")
+        super()._begin_compute()
+
+    def hand_out(self) -> None:
+        """Prepares for writes to parameters by the caller: early rows are sent again, because the host would wait for
+        a comparison with the table.
+        """
+        self.forget_sent()
+
+
+_NO_TABLES = torch.empty(0, device="cpu")
