@@ -20,6 +20,7 @@ from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer, SparseAdam
 
 from embrace_fx.runtime.kernels import gpu
 from embrace_fx.runtime.kernels.decay import Averages
+from embrace_fx.vocabulary.exactness import ELEMENT_WISE
 from embrace_fx.vocabulary.row_wise import MEAN_SQUARES, RowWiseAdagrad, new_sums
 
 State = MutableMapping[str, Any]
@@ -276,7 +277,9 @@ def counters_after(optimizer: Optimizer, options: Mapping[str, Any], local: Tens
 
 @by_options
 def state_names(kind: type[Optimizer], options: Mapping[str, Any]) -> frozenset[str]:
-    """Returns the names of the state entries that steps of a class of `first_state` need."""
+    """Returns the names of the state entries that steps of a class need, if `first_state` knows the class."""
+    if kind not in ELEMENT_WISE and kind is not RowWiseAdagrad:
+        return frozenset()
     return frozenset(_state_of_row(kind, options, options, torch.zeros((1, 1), device="cpu")))
 
 

@@ -28,7 +28,6 @@ from embrace_fx.runtime.tables.row_store import RowStore
 from embrace_fx.runtime.tables.table_gradient import TableGradient
 from embrace_fx.runtime.tables.update_rule import (
     DeferredUpdate,
-    DenseUpdate,
     Options,
     SparseUpdate,
     predict_update,
@@ -173,8 +172,8 @@ class Table:
         rule = self.rule
         if rule is not DeferredUpdate:
             self.flush()
-        if rule is not DenseUpdate:  # a dense step of the optimizer creates its state itself
-            optimizer, options = self.holder, self.param_group()
+        optimizer, options = self.holder, self.param_group()
+        if steps_rows(options):  # else the whole table makes the step, which creates state
             known = {key for key, value in self.store.entries.items() if value is not None}
             if not known.issuperset(state_names(type(optimizer), options)):
                 for member in self.members:

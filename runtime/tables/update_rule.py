@@ -172,11 +172,9 @@ def dense_update_policy(kind: type[Optimizer], options: Options, row_updates: Ro
     if kind in (SparseAdam, RowWiseAdagrad):
         return "lazy" if kind is SparseAdam else ""
     if kind in ELEMENT_WISE and steps_rows(options):
-        momentum = kind is SGD and options["momentum"] != 0
-        # With dampening, torch does not dampen a row's first gradient, and no state records which rows had one.
-        if row_updates == "lazy" and not (momentum and options["dampening"] != 0):
+        if row_updates == "lazy":
             return "lazy"
-        if kind in (SGD, Adagrad) and not momentum and options["weight_decay"] == 0:
+        if kind in (SGD, Adagrad) and not options.get("momentum") and options["weight_decay"] == 0:
             return ""
     return "sweep" if form_of(kind, options, dtype) is None else "either"
 
@@ -184,9 +182,10 @@ def dense_update_policy(kind: type[Optimizer], options: Options, row_updates: Ro
 def steps_rows(options: Options) -> bool:
     """Returns whether a step can update single rows, which it cannot if it is differentiable or capturable."""
     lr = options["lr"]
-    return not (options.get("differentiable") or options.get("capturable")) and not (
-        isinstance(lr, Tensor) and lr.requires_grad
-    )
+    if options.get("differentiable") or options.get("capturable") or (isinstance(lr, Tensor) and lr.requires_grad):
+        return False
+    # With dampening, torch does not dampen a row's first gradient, and no state records which rows had one.
+    return not (options.get("dampening") and options.get("momentum"))
 
 
 def not_replayable(table: str, kind: type[Optimizer]) -> str:

@@ -14,7 +14,7 @@ from embrace_fx.runtime.tables import own_step
 from embrace_fx.runtime.tables.member import Member
 from embrace_fx.runtime.tables.own_step import State
 from embrace_fx.runtime.tables.shard_layout import Layout
-from embrace_fx.runtime.tables.update_rule import SparseUpdate
+from embrace_fx.runtime.tables.update_rule import DenseUpdate, SparseUpdate
 from tests.support.definitions import DTYPES, EXACT, LAZY, STEPS, D, Definition, V
 
 TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-12}
@@ -154,6 +154,22 @@ def test_rows_begin_with_the_optimizers_first_state() -> None:
     made.begin_step().finish([(torch.tensor([3]), torch.ones((1, D), dtype=torch.float64))])
     made.begin_step().finish([(torch.tensor([3, 4]), torch.ones((2, D), dtype=torch.float64))])
     assert made.state["step_size"][4:6].eq(0.1).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("definition", [each for each in LAZY if not each.options.get("fused")], ids=str)
+def test_dense_updates_in_parts_equal_torch(definition: Definition, dtype: torch.dtype) -> None:
+    table, steps = random_table(dtype), random_steps(dtype, sparse=True)
+    parameter = nn.Parameter(table.clone())
+    made = Member(parameter, Layout.of_table("t", table.shape), "exact", definition(parameter))
+    assert made.rule is DenseUpdate
+    with torch.no_grad():
+        for ids, gradient in steps:
+            step, half = made.begin_step(), len(ids) // 2
+            step.apply(ids[:half], gradient[:half])
+            step.finish([(ids[half:], gradient[half:])])
+    expected, expected_state = train_torch(definition, table, steps, sparse=False)
+    assert_same({"table": made.local, **made_state(made)}, {"table": expected, **expected_state}, dtype, bitwise=False)
 
 
 def train_rows_in_parts(definition: Definition, table: Tensor, steps: list[Step]) -> tuple[Tensor, State]:
