@@ -9,7 +9,7 @@
     random fills                                    every rank draws the whole and keeps its share
     sums, means, norms, extremes, any, all          reduced over the ranks if a sharded dimension is reduced
     indices and values of a sparse gradient         the rows that any rank has read, in this rank's columns
-    ops that autograd records, and their backward   computed on gathered whole tensors (`part_whole`)
+    ops that autograd records, and their backward   computed on gathered whole tensors (`shard_whole`)
     all others, and writes into whole tensors       computed on gathered whole tensors
     collectives, and other writes into parts        refused
 

@@ -108,7 +108,7 @@ def _is_collective(func: Any) -> bool:
 
 
 _BETWEEN = (
-    *(str(Path(__file__).with_name(name)) for name in ("part.py", "part_rules.py", "part_whole.py")),
+    *(str(Path(__file__).with_name(name)) for name in ("table_shard.py", "shard_rules.py", "shard_whole.py")),
     *("torch/_ops.py", "torch/utils/_pytree.py"),
 )
 """Files in the call stack between a collective and an op's rule."""

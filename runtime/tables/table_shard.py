@@ -45,7 +45,7 @@ class TableShard(Tensor):
     """
 
     answer: ClassVar[Callable[[Any, tuple[Any, ...], Mapping[str, Any]], Any]]
-    """Computes an op that has parts among its arguments, by the rules of `part_rules`."""
+    """Computes an op that has parts among its arguments, by the rules of `shard_rules`."""
 
     held: LocalStorage
     spread: Layout
