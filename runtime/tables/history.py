@@ -25,7 +25,6 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
@@ -34,7 +33,7 @@ from torch import Tensor
 from torch.optim import SGD, Adam, AdamW, Optimizer, RMSprop
 
 from embrace_fx.runtime.kernels.decay import COLUMNS, Averages, Moments, TakenSteps, decay_rows
-from embrace_fx.runtime.tables.own_step import by_options, put_rows, same_options
+from embrace_fx.runtime.tables.own_step import by_options
 
 if TYPE_CHECKING:
     from embrace_fx.runtime.tables.row_store import RowStore
@@ -43,23 +42,6 @@ MOST_STEPS = 4096
 """Steps in a history before all rows apply them and a new history begins."""
 ROWS_AT_ONCE = 1 << 16
 """Rows per block when all rows apply their deferred steps."""
-
-
-@dataclass(frozen=True)
-class PredictedUpdate:
-    """The result of the next step for some rows, computed before the step, on the assumption that they get no
-    gradient.
-
-    Attributes:
-        options: the step's param group options.
-        ids: row ids (K,), with possible duplicates.
-        rows, state: the rows (K, d) and their state after the step.
-    """
-
-    options: Mapping[str, Any]
-    ids: Tensor
-    rows: Tensor
-    state: Mapping[str, Any]
 
 
 class History:
@@ -81,7 +63,6 @@ class History:
         self._with = self, *self._members  # histories that are closed together
         self._first = 0  # the table's first row in the row space
         self._before = 0  # the number of steps before the open ones
-        self._predicted: PredictedUpdate | None = None
         self._taken: Tensor | None = None
         for first, each in (members or {}).items():
             each.close()
@@ -109,26 +90,12 @@ class History:
         assert self._taken is not None
         self._taken.index_fill_(0, places, self._before + self.open.count + 1)
 
-    def record_prediction(self, step: PredictedUpdate) -> None:
-        """Stores a predicted update for `record`."""
-        self._predicted = step if self.open is not None and not step.rows.is_cuda else None
-
     def record(self, options: Mapping[str, Any]) -> None:
         """Adds the current step, which all other rows have deferred. Call it while the state is still that before the
         step.
         """
-        skipped, predicted, store, taken = self.open, self._predicted, self._store, self._taken
-        assert skipped is not None
-        assert taken is not None
-        skipped.record(options, {} if skipped.count else store.state)
-        self._predicted = None
-        if predicted is None or not same_options(predicted.options, options):
-            return
-        places, steps = store.places(predicted.ids, to_write=True), self._before + skipped.count
-        if bool((taken.index_select(0, places) == steps - 1).all()):  # no predicted row had a gradient
-            store.local.index_copy_(0, places, predicted.rows)
-            put_rows(store.state, predicted.state, places, len(taken))
-            taken.index_fill_(0, places, steps)
+        assert self.open is not None
+        self.open.record(options, {} if self.open.count else self._store.state)
 
     def shorten(self) -> None:
         """Applies all deferred steps once there are `MOST_STEPS`."""
@@ -164,7 +131,7 @@ class History:
         for each in self._with:
             if each.open is not None:
                 each._close()
-            each.open = each._predicted = None
+            each.open = None
 
     def _close(self) -> None:
         """Applies all deferred steps to the rows that have not applied them yet."""

@@ -23,14 +23,13 @@ from torch.optim import Optimizer
 from embrace_fx.runtime.kernels import lookup
 from embrace_fx.runtime.tables.history import History
 from embrace_fx.runtime.tables.local_storage import GradientFuture, Rows
-from embrace_fx.runtime.tables.own_step import first_state, state_names
+from embrace_fx.runtime.tables.own_step import first_state, hyperparameters, rows_of_state, state_names, step_tensor
 from embrace_fx.runtime.tables.row_store import RowStore
 from embrace_fx.runtime.tables.table_gradient import TableGradient
 from embrace_fx.runtime.tables.update_rule import (
     DeferredUpdate,
     Options,
     SparseUpdate,
-    predict_update,
     steps_rows,
 )
 from embrace_fx.vocabulary.exactness import ELEMENT_WISE
@@ -175,7 +174,8 @@ class Table:
         optimizer, options = self.holder, self.param_group()
         if steps_rows(options):  # else the whole table makes the step, which creates state
             known = {key for key, value in self.store.entries.items() if value is not None}
-            if not known.issuperset(state_names(type(optimizer), options)):
+            any_lr = {**options, "lr": 0.0}  # a schedule's rates would each be another key of the cache
+            if not known.issuperset(state_names(type(optimizer), any_lr)):
                 for member in self.members:
                     member.store.complete(first_state(optimizer, options, member.local))
         return rule(self)
@@ -188,9 +188,10 @@ class Table:
         # A trial step of any other class might have side effects.
         if type(self.members[0].optimizer) not in ELEMENT_WISE or not self.is_one() or not self.rule.moves_all:
             return rows, None
-        step = predict_update(self, ids, rows)
-        self.history.record_prediction(step)
-        return step.rows, step.options
+        rows, options = rows.clone(), hyperparameters(self.param_group())
+        state = rows_of_state(self.store.state, self.places(ids), len(self.store.local))
+        step_tensor(self.holder, options, rows, torch.zeros_like(rows), state)
+        return rows, options
 
 
 def _split(bounds: Sequence[int], ids: Tensor, rows: Tensor) -> list[Rows]:

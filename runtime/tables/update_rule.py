@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.optim import SGD, Adagrad, Optimizer, SparseAdam
 
-from embrace_fx.runtime.tables.history import PredictedUpdate, form_of
+from embrace_fx.runtime.tables.history import form_of
 from embrace_fx.runtime.tables.local_storage import Rows
 from embrace_fx.runtime.tables.own_step import (
     State,
@@ -195,14 +195,3 @@ def not_replayable(table: str, kind: type[Optimizer]) -> str:
         "only a working set. Use SGD without dampening, Adam or AdamW (weight decay decoupled or none), Adagrad or "
         "RMSprop without weight decay, RowWiseAdagrad, or row_updates='lazy'; or leave the table out of table_memory."
     )
-
-
-# -- predicted steps ---------------------------------------------------------------------------------------------------
-
-
-def predict_update(table: Table, ids: Tensor, rows: Tensor) -> PredictedUpdate:
-    """Computes the next step of copies of rows (K, d) with ids (K,), as if they had no gradient."""
-    rows, options = rows.clone(), hyperparameters(table.param_group())
-    state = rows_of_state(table.store.state, table.places(ids), len(table.store.local))
-    after = step_tensor(table.holder, options, rows, torch.zeros_like(rows), state)
-    return PredictedUpdate(options, ids, rows, after)

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adagrad, Adam, AdamW, NAdam, Optimizer, RMSprop
 
 from embrace_fx.runtime.kernels import decay
-from embrace_fx.runtime.tables.history import Decaying, History, Linear, PredictedUpdate, form_of
-from embrace_fx.runtime.tables.update_rule import DeferredUpdate, predict_update
+from embrace_fx.runtime.tables.history import Decaying, History, Linear, form_of
+from embrace_fx.runtime.tables.update_rule import DeferredUpdate
 from tests.support.tiers import OPTIMIZERS
 
 ROWS, COLUMNS, STEPS = 20, 5, 250
@@ -154,38 +154,6 @@ def test_a_row_is_caught_up_once_however_often_it_is_named() -> None:
     assert torch.equal(table.local, before)
     torch.testing.assert_close(before[[2, 7]], table.parameter.detach()[[2, 7]], rtol=1e-12, atol=1e-12)
     assert not torch.allclose(before[5], table.parameter.detach()[5], rtol=1e-6)
-    table.check()
-
-
-def _read_a_step_ahead(table: _Table, *read: int) -> PredictedUpdate:
-    ids = torch.tensor(read)
-    table.history.apply_deferred(ids)
-    step = predict_update(table.unit, ids, table.local.index_select(0, ids))
-    table.history.record_prediction(step)
-    return step
-
-
-@pytest.mark.parametrize("name", ["adamw", "momentum"])
-def test_rows_take_the_step_that_they_have_been_read_ahead_of(name: str) -> None:
-    table = _Table(SKIPPED[name], torch.float32)
-    for _ in range(3):
-        table.step(1)
-    step = _read_a_step_ahead(table, 7, 2, 7)
-    table.step(5)
-
-    assert torch.equal(table.local[[7, 2, 7]], step.rows)
-    table.check()
-
-
-@pytest.mark.parametrize("other", ["lr", "gradient"])
-def test_rows_do_not_take_a_step_that_has_not_come(other: str) -> None:
-    table = _Table(SKIPPED["adamw"], torch.float32)
-    for _ in range(3):
-        table.step(1)
-    _read_a_step_ahead(table, 7, 2)
-    table.options["lr"] *= 3 if other == "lr" else 1
-    table.step(*([2] if other == "gradient" else []), 5)
-
     table.check()
 
 
