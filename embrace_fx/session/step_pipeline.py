@@ -28,16 +28,8 @@ from embrace_fx.passes.step_graphs import StepGraphs
 from embrace_fx.passes.step_memory import StepMemory, step_memory
 from embrace_fx.planning.findings import scores_nothing
 from embrace_fx.planning.scheduling import launches, order, rows_beyond_memory
-from embrace_fx.runtime.exchanges.channel import Channel, run
-from embrace_fx.runtime.exchanges.in_place import (
-    Exchange,
-    ExchangeKind,
-    ExchangeThread,
-    exchange_at_once,
-    exchange_gradient_,
-)
-from embrace_fx.runtime.exchanges.rounded import sum_rounded_
-from embrace_fx.runtime.flow.bucket_updates import BucketExchange, Buckets
+from embrace_fx.runtime.exchanges.in_place import exchanges_of
+from embrace_fx.runtime.flow.bucket_updates import Buckets
 from embrace_fx.runtime.flow.comm_pipeline import CommPipeline, within_steps
 from embrace_fx.runtime.flow.device_pipeline import DevicePipeline
 from embrace_fx.runtime.flow.row_exchange import RowExchange
@@ -299,42 +291,16 @@ class StepPipeline:
             )
             for name in plan.row_exchanges
         }
+        in_place = exchanges_of(plan, state.parameter, communicator, at_once=on is not None)
         return self._make(
             context.announcements,
             launcher,
             exchanges,
-            Buckets(plan.buckets, state.parameters, communicator, launcher, self._bucket_exchanges()),
+            Buckets(plan.buckets, state.parameters, communicator, launcher, in_place),
             looks_ahead=plan.looks_ahead,
             warn=self._on_other_batch,
             after_announcement=self._after_announcement,
         )
-
-    def _bucket_exchanges(self) -> dict[int, BucketExchange]:
-        """Makes the functions that start the exchanges of buckets that are not AllReduced. Collective.
-
-        On streams, the functions run the exchanges to their end immediately.
-        """
-        found = {k: each for k, names in enumerate(self.plan.buckets) if (each := self._exchange(names)) is not None}
-        if not found:
-            return {}
-        group = self._context.communicator.open_group("exchanges")
-        if self._streams is not None:
-            channel = Channel(group)
-            return {k: partial(exchange_at_once, each, channel) for k, each in found.items()}
-        start = ExchangeThread(group).start
-        return {k: partial(start, each) for k, each in found.items()}
-
-    def _exchange(self, bucket: tuple[str, ...]) -> Exchange | None:
-        """Makes the sparse exchange of a bucket, or returns None if the bucket is AllReduced."""
-        plan, first = self.plan, self._context.state.parameter(bucket[0])
-        if bucket[0] in plan.exchanged:
-            decision = plan[bucket[0]]
-            kind = ExchangeKind(next(iter(first.shape), 1), decision.strategy, decision.scheme)
-            return lambda flat, _, channel: exchange_gradient_(flat, kind, channel, plan.links)
-        rounding = self._context.communicator.rounding
-        if not rounding.rounds(first):
-            return None
-        return lambda flat, name, channel: run(sum_rounded_(flat, name, channel, rounding))
 
     def _after_announcement(self) -> None:
         """Switches to the order found from measured times, once there is a profile. Called in each step once every

@@ -125,35 +125,10 @@ def replicas(state: ModelState, optimizers: Sequence[Optimizer]) -> Iterator[tup
                     yield f"{key} of {name} ({kind})", value
 
 
-def _problems_of_parameters(model: nn.Module, *, is_called: bool) -> Iterator[str]:
-    """Yields the problems of a model's parameters, for messages."""
-    kind, hooks = type(model).__name__, [*model._state_dict_pre_hooks.values()]
-    if not is_called and not any(parameter.requires_grad for parameter in model.parameters()):
-        yield f"compile(): {kind} has no trainable parameter, so there is nothing to train. Call the model itself."
-    placed = {id(layout) for hook in hooks for layout in getattr(hook, "layouts", {}).values()}
-    named: Any = model.named_parameters()
-    for name, parameter in named:
-        if not isinstance(parameter, nn.Parameter):
-            yield (
-                f"The model is called with another tensor in place of {name}, but gradients belong to the model's own "
-                "parameters. Give functional_call tensors for all parameters and buffers, or call the plain model."
-            )
-        if isinstance(parameter, TableShard) and id(parameter.spread) not in placed:
-            yield (
-                f"{name} is sharded by another compiled model, so this rank has only a shard of it. Keep a table that "
-                f"several models read whole in each of them, with strategy={{{name!r}: 'allreduce'}}, or compile one "
-                "module that contains these models."
-            )
-        if parameter.requires_grad and has_node_hooks(parameter):
-            yield (
-                f"compile(): {name} has a hook on the autograd node that accumulates its gradient, and that node never "
-                "runs here. Use register_post_accumulate_grad_hook(), or step the optimizer after backward()."
-            )
-
-
-def _what(value: object) -> str:
-    """Describes a value in an error message by its type."""
-    return f"the class {value.__name__}" if isinstance(value, type) else f"{value!r} of type {type(value).__name__}"
+def settings_of(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the options of a param group in a comparable form."""
+    options = ((key, value) for key, value in group.items() if key != "params")
+    return {key: value.tolist() if isinstance(value, Tensor) else value for key, value in options}
 
 
 def agree_on_first_call(

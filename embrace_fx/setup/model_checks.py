@@ -14,7 +14,6 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from embrace_fx.runtime.step.gradient_hooks import has_node_hooks
-from embrace_fx.runtime.tables.model_state import names_to_ignore
 from embrace_fx.runtime.tables.table_shard import TableShard
 
 
@@ -94,14 +93,6 @@ def _problems_of_parameters(model: nn.Module, *, is_called: bool) -> Iterator[st
             yield (
                 f"compile(): {name} has a hook on the autograd node that accumulates its gradient, and that node never "
                 "runs here. Use register_post_accumulate_grad_hook(), or step the optimizer after backward()."
-            )
-    ignored = names_to_ignore(model)
-    for name, module in model.named_modules():
-        weight = f"{name}.weight" if name else "weight"
-        if weight in ignored and getattr(module, "scale_grad_by_freq", False):
-            yield (
-                f"compile(): {weight} is to be ignored and has scale_grad_by_freq, which counts ids over all ranks. "
-                "Turn it off, or divide the gradient in a hook of the parameter."
             )
 
 

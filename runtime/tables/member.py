@@ -166,17 +166,15 @@ class Member(Table):
         if self.store.refusal:
             weights, state = self.store.held_bytes()
             return weights, 0, state
-        rows, columns = self.shape
-        grid = self.grid or Grid(1, ranks)
-        parameters = -(-rows // grid.rows) * -(-columns // grid.columns) * self.local.element_size()
+        grid, each = self.grid or Grid(1, ranks), self.local.element_size()
+        rows, columns = -(-self.shape[0] // grid.rows), -(-self.shape[1] // grid.columns)
+        parameters = rows * columns * each
         if self.optimizer is None or not (group := self.param_group()):
             return parameters, parameters, None
-        gradient = parameters if self.rule is DenseUpdate else 0
-        if type(self.optimizer) is RowWiseAdagrad:
-            return parameters, gradient, -(-rows // grid.rows) * self.local.element_size()
-        made = new_state(self.optimizer, hyperparameters(group), self.local)
-        kept = sum(isinstance(v, Tensor) and v.shape == self.local[:0].shape for v in made.values())
-        return parameters, gradient, kept * parameters
+        gradient, none = parameters if self.rule is DenseUpdate else 0, self.local[:0]
+        made = step_tensor(self.optimizer, hyperparameters(group), none.clone(), none.clone(), {})
+        kept = sum(columns if value.dim() > 1 else 1 for value in made.values() if is_of_rows(value, 0))
+        return parameters, gradient, rows * kept * each
 
     def held_bytes(self) -> tuple[int, int, int]:
         """Returns the bytes of parameters, gradient and optimizer state on this rank."""
@@ -213,8 +211,6 @@ class Member(Table):
         options = self.param_group()
         if not options:
             return SparseUpdate  # no step changes the table
-        if type(self.optimizer) is RowWiseAdagrad:
-            return RowWiseUpdate
         policy = dense_update_policy(type(self.holder), options, self.row_updates, self.parameter.dtype)
         if policy in STILL:
             return SparseUpdate
