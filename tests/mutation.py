@@ -1,15 +1,14 @@
 """Faults planted at random, one at a time: which of them does the suite find?
 
-    python -m tests.mutation --reach build/reach.json                                # once: which tests call what
-    python -m tests.mutation --count 60 --seed 0 --output build/mutation.json        # the tests that call it
+    python -m tests.mutation --count 60 --seed 0 --output build/mutation.json        # tests near it, then all of them
     python -m tests.mutation --again build/mutation.json --output build/after.json   # the same faults, other tests
     python -m tests.mutation --tests tests/cost tests/passes -- -n 2                 # a part; pytest's own options
 
 Rooms of `embrace_fx/`, `passes/` and `runtime/` have faults in proportion to their lines; none is in a docstring, an
 annotation, a text, an assertion or what is raised. Each is planted in a copy of the tree, which ranks import too, and
-pytest runs the files of tests that call the function with the fault, those that call little else first, until a first
-test fails. That test then runs without the fault: one that fails there as well has found nothing, and is left out from
-then on. What is known is kept in `--output`, and the same command goes on.
+pytest runs the tests of its file, of its room, those that import it, and all, until a first test fails. That test then
+runs without the fault: one that fails there as well has found nothing, and is left out from then on. What is known is
+kept in `--output`, and the same command goes on.
 """
 
 from __future__ import annotations
@@ -46,19 +45,6 @@ class Copied:
         if name in ("embrace_fx", "embrace_fx.passes", "embrace_fx.runtime"):
             return PathFinder.find_spec(name, [__file__.rpartition("/")[0]])
 sys.meta_path.insert(0, Copied)
-
-import os, threading
-folder, root, noted = os.environ.get("MUTATION_REACH"), __file__.rpartition("/")[0] + "/", set()
-def note(frame, event, argument):
-    code, test = frame.f_code, os.environ.get("PYTEST_CURRENT_TEST", "").partition("::")[0]
-    if (code, test) not in noted:
-        noted.add((code, test))
-        if test and code.co_filename.startswith(root) and not code.co_filename.startswith(root + "tests/"):
-            with open(f"{folder}/{os.getpid()}", "a") as file:  # at once: ranks may end without a word
-                file.write(f"{test} {code.co_filename.removeprefix(root)} {code.co_firstlineno}\\n")
-if folder:
-    threading.settrace(note)
-    sys.settrace(note)
 """
 OPPOSITE = {
     ast.Add: ("+", "-"), ast.Sub: ("-", "+"), ast.Mult: ("*", "+"), ast.FloorDiv: ("//", "*"), ast.Lt: ("<", "<="),
@@ -168,45 +154,22 @@ def draw(count: int, seed: int) -> list[Fault]:
     return drawn
 
 
-Reach = dict[str, dict[int, set[str]]]
-"""A file of the product -> the first line of a function -> files of tests that call it."""
-AT_LAST = "tests/training/test_scenarios.py"
-AT_A_TIME, AT_MOST = 5, 20
-"""Files of tests in a call of pytest, and all that a fault is tried with, but for `AT_LAST`."""
-
-
-def read_reach(path: Path) -> Reach:
-    """What `--reach` has written; nothing where it has not."""
-    if not path.exists():
-        return {}
-    kept: dict[str, dict[str, list[str]]] = json.loads(path.read_text(encoding="utf-8"))
-    return {file: {int(line): set(tests) for line, tests in lines.items()} for file, lines in kept.items()}
-
-
-def callers(fault: Fault, reach: Reach) -> Iterator[list[str]]:
-    """What pytest is asked for, one call after the other: tests of the function around a fault, or of its file's."""
-    file, of_file = Path(fault.file), reach.get(fault.file, {})
-    around = [
-        min([node.lineno, *(each.lineno for each in node.decorator_list)])
-        for node in ast.walk(ast.parse((ROOT / file).read_text(encoding="utf-8")))
-        if isinstance(node, ast.FunctionDef) and node.lineno <= fault.line <= (node.end_lineno or 0)
-    ]
-    tests = of_file.get(max(around), set()) if around else set().union(*of_file.values())
-    much = Counter(test for lines in reach.values() for of_line in lines.values() for test in of_line)
-    room = Path("tests", *file.parent.parts[file.parts[0] == "embrace_fx" :])
-    places = (room / f"test_{file.stem}.py", *([room] if room != Path("tests") else []))
-    near = [str(place) for place in places if (ROOT / place).exists()][:1]
-    found = list(dict.fromkeys([*near, *sorted(tests, key=lambda test: much[test])[:AT_MOST]]))
-    found = [each for each in found if (ROOT / each).exists() and each != AT_LAST]
-    yield from (found[k : k + AT_A_TIME] for k in range(0, len(found), AT_A_TIME))
-    yield [AT_LAST]
+def near(fault: Fault) -> Iterator[list[str]]:
+    """What pytest is asked for, one call after the other: the tests of the file, its room and its readers, then all."""
+    file, tests = Path(fault.file), ROOT / "tests"
+    room = tests / Path(*file.parent.parts[file.parts[0] == "embrace_fx" :])
+    module = ".".join(file.with_suffix("").parts).removeprefix("embrace_fx.").removesuffix(".__init__")
+    reads = re.compile(rf"embrace_fx\.{re.escape(module)}\b")
+    found = [path for path in tests.rglob("test_*.py") if path.parent == room or reads.search(path.read_text())]
+    found.sort(key=lambda path: (path.stem != f"test_{file.stem}", path.parent != room, path))
+    yield from filter(None, ([str(path.relative_to(ROOT)) for path in found], ["tests"]))
 
 
 class Runner:
     """A copy of the tree, and pytest in it."""
 
-    def __init__(self, tree: Path, options: Sequence[str], unsound: list[str], reach: Reach) -> None:
-        self.tree, self.options, self.unsound, self.reach = tree, options, unsound, reach
+    def __init__(self, tree: Path, options: Sequence[str], unsound: list[str]) -> None:
+        self.tree, self.options, self.unsound = tree, options, unsound
         shutil.copytree(ROOT, tree, ignore=NOT_COPIED, dirs_exist_ok=True)
         (tree / "sitecustomize.py").write_text(HOOK)
 
@@ -226,22 +189,10 @@ class Runner:
         begun = re.findall(r"^(tests/\S+\.py::.*?)(?: [A-Z]+.*)?$", told, re.M)
         return status, (failed[:1] or begun[-1:] or [told[-300:]])[0]
 
-    def trace(self, tests: Sequence[str]) -> Reach:
-        """Runs tests, and finds the functions that each file of them calls, on its ranks too."""
-        found: Reach = defaultdict(lambda: defaultdict(set))
-        with tempfile.TemporaryDirectory(prefix="reach-") as folder:
-            os.environ["MUTATION_REACH"] = folder
-            self.run(["--maxfail=10000", "--timeout=3000", *tests], 36_000.0)
-            del os.environ["MUTATION_REACH"]
-            for line in "".join(each.read_text(encoding="utf-8") for each in Path(folder).iterdir()).splitlines():
-                test, file, number = line.rsplit(" ", 2)
-                found[file][int(number)].add(test)
-        return found
-
     def judge(self, fault: Fault, tests: list[str], limit_s: float) -> None:
         """Plants a fault where its lines are, the nearest to its own, and writes into it what became of it."""
         until_s, file = time.monotonic() + limit_s, self.tree / fault.file
-        calls = [tests] if tests else list(callers(fault, self.reach))
+        calls = [tests] if tests else list(near(fault))
         text = file.read_text(encoding="utf-8") if file.exists() else ""
         starts = [found.start() for found in re.finditer(re.escape(fault.before), text)]
         at = min(starts, key=lambda start: abs(text.count("\n", 0, start) + 1 - fault.line), default=None)
@@ -274,19 +225,12 @@ def main() -> None:
     ask.add_argument("--count", type=int, default=60)
     ask.add_argument("--seed", type=int, default=0)
     ask.add_argument("--again", type=Path, help="a result, whose faults are planted in place of new ones")
-    ask.add_argument("--tests", nargs="+", default=[], help="what pytest is asked for; by default those that call it")
-    ask.add_argument("--reach", type=Path, help="traces the suite, or --tests, writes what calls what, and ends")
-    ask.add_argument("--timeout", type=float, default=300.0, help="seconds of a fault")
+    ask.add_argument("--tests", nargs="+", default=[], help="what pytest is asked for, in their place")
+    ask.add_argument("--timeout", type=float, default=1200.0, help="seconds of a fault")
     ask.add_argument("--output", type=Path, default=ROOT / "build" / "mutation.json")
     ask.add_argument("options", nargs="*", help="after --, pytest's own")
     asked = ask.parse_args()
     asked.output.parent.mkdir(parents=True, exist_ok=True)
-    if asked.reach:
-        with tempfile.TemporaryDirectory(prefix="mutation-") as folder:
-            found = Runner(Path(folder), asked.options, [], {}).trace(asked.tests or ["tests"])
-        lists = {file: {line: sorted(tests) for line, tests in lines.items()} for file, lines in found.items()}
-        asked.reach.write_text(json.dumps(lists, indent=1, sort_keys=True) + "\n", encoding="utf-8")
-        return
     kept: dict[str, Any] = {"faults": [], "unsound": []}
     if asked.output.exists():
         kept = json.loads(asked.output.read_text())
@@ -294,7 +238,7 @@ def main() -> None:
         kept["faults"] = [each | UNKNOWN for each in json.loads(asked.again.read_text())["faults"]]
     faults = [Fault(**each) for each in kept["faults"]] or draw(asked.count, asked.seed)
     with tempfile.TemporaryDirectory(prefix="mutation-") as folder:
-        runner = Runner(Path(folder), asked.options, kept["unsound"], read_reach(ROOT / "build" / "reach.json"))
+        runner = Runner(Path(folder), asked.options, kept["unsound"])
         for number, fault in enumerate(faults, 1):
             if not fault.outcome:
                 runner.judge(fault, asked.tests, asked.timeout)
