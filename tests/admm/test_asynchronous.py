@@ -87,9 +87,6 @@ def test_a_slow_worker_holds_nobody_up_within_the_staleness_bound() -> None:
         assert all(torch.equal(p, q) for p, q in zip(worker.parameters, master.parameters, strict=True))
 
 
-# -- the bound, without ranks ------------------------------------------------------------------------------------------
-
-
 def report(value: float) -> tuple[Sums, Tensor]:
     return Sums(sequences=1.0), torch.tensor([value])
 
@@ -118,8 +115,6 @@ def test_after_a_break_everybody_is_heard_first() -> None:
     heard.take(1, *report(1.0))
     assert heard.missing() == [2]
 
-
-# -- the late and the dead ---------------------------------------------------------------------------------------------
 
 PATIENCE_S = 3.0
 

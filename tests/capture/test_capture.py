@@ -18,8 +18,6 @@ from tests.support.captures import Model, captured, check_values, inputs, model_
 from tests.support.golden import check_golden
 from tests.support.graphs import IDS, classifier, text
 
-# ---- the graph ----
-
 
 def test_golden() -> None:
     model = classifier()
@@ -56,9 +54,6 @@ def test_nodes_remember_the_users_line_forward_and_backward() -> None:
         assert source_of(graph.node(name)).endswith(f"captures.py:{line} in plain")
 
 
-# ---- parameters and buffers ----
-
-
 def tied(model: Model, ids: Tensor) -> Tensor:
     return model.head(plain(model, ids))
 
@@ -72,9 +67,6 @@ def test_tied_parameters_stay_tied() -> None:
 def test_a_batch_tensor_written_in_place_comes_back_as_a_mutation() -> None:
     found = captured(lambda m, x, y: m.table(x) * y.add_(1).sum(), IDS, torch.ones(3))
     assert Mutation(BatchInput(1)) in outputs(found)
-
-
-# ---- arguments ----
 
 
 @pytest.mark.parametrize(
@@ -102,9 +94,6 @@ def test_where_the_batch_goes(
 def test_a_batch_tensor_that_requires_grad_gets_one() -> None:
     found = captured(lambda m, x, y: m.table(x) * y, IDS, torch.ones(4, dtype=torch.float64, requires_grad=True))
     assert Gradient(BatchInput(1)) in outputs(found)
-
-
-# ---- other batches ----
 
 
 def varying(model: Model, ids: Tensor) -> Tensor:
@@ -138,9 +127,6 @@ def test_a_question_about_a_size_is_guarded() -> None:
     found = capture(model_of(forward), (IDS,), {}, train=True, dynamic=frozenset({(0, 1)}))
     assert found.accepts([torch.zeros(2, 4, dtype=torch.int64)])
     assert not found.accepts([torch.zeros(2, 5, dtype=torch.int64)])
-
-
-# ---- errors ----
 
 
 def branches(model: Model, ids: Tensor) -> Tensor:

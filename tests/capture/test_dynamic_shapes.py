@@ -245,9 +245,6 @@ def test_too_many_captures_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None
     train_step(compiled, ids_of(3, 5))
 
 
-# -- ranks -------------------------------------------------------------------------------------------------------------
-
-
 def _exceed_the_limit(rank: int, world_size: int, who: tuple[int, ...]) -> None:
     """Ranks in `who` meet a third shape; raises what that raised, once a good step has followed."""
     before, capturing.MAX_CAPTURES = capturing.MAX_CAPTURES, 2

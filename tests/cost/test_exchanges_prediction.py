@@ -152,8 +152,6 @@ def test_messages_of_doubling_are_as_predicted() -> None:
         assert busiest == predicted("zen_hierarchical", "few rows", world_size).mean.messages - 2 * (world_size == 3)
 
 
-# -- what the predictions say ------------------------------------------------------------------------------------------
-
 WORK: dict[str, tuple[Scheme, Work]] = {
     "allreduce": ("balanced", passes_over(1000 * 8)),
     "allgather": ("balanced", passes_over((3 * 60 + 2 * 100 + 2 * 80 + 80) * 8) + Work(1000 * 8, units=100, rounds=2)),

@@ -72,8 +72,6 @@ def test_an_all_reduce_sends_less_than_twice_the_tensor(ranks: int, tensor_bytes
     assert tensor_bytes <= sent <= 2 * tensor_bytes or tensor_bytes == 0 == sent
 
 
-# -- links -------------------------------------------------------------------------------------------------------------
-
 SLOW = Cluster(25_000.0, 0.1)
 UNEVEN = Cluster(1000.0, 0.5, (("all_to_all", Link(500.0, 0.25)),))
 """An AlltoAll that reaches half of the bandwidth."""
@@ -110,9 +108,6 @@ def test_the_time_of_one_launch() -> None:
     assert launch_ms(UNEVEN, "all_gather", 4000, 2) == 4000 / 1000 + 0.5
 
 
-# -- processors --------------------------------------------------------------------------------------------------------
-
-
 def test_work_takes_its_time_at_the_rates_of_the_processor() -> None:
     rates = Handling(
         scan_bytes_per_ms=1000.0, pass_bytes_per_ms=100.0, claim_bytes_per_ms=10.0, unit_ms=0.5, round_ms=7.0
@@ -134,8 +129,6 @@ def test_processors_that_make_no_sense_are_refused(rates: dict[str, float]) -> N
     with pytest.raises(ValueError, match="rates must be positive"):
         Handling(**rates)
 
-
-# -- machines of several ranks ---------------------------------------------------------------------------------------
 
 MACHINES = Cluster(1000.0, 0.5, ranks_per_machine=4, inside=Link(8000.0, 0.125))
 """Four ranks share 1000 bytes per ms to the others; each reaches 8000 to its neighbours."""
@@ -176,9 +169,6 @@ def test_chunks_of_machines_are_cut_for_what_they_take() -> None:
 def test_machines_that_make_no_sense_are_refused(options: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="give inside="):
         Cluster(**options)
-
-
-# -- chunks and buckets ------------------------------------------------------------------------------------------------
 
 
 @given(RANKS, st.sampled_from(COLLECTIVES), st.floats(1e3, 1e7), st.floats(0.0, 2.0))

@@ -33,8 +33,6 @@ from tests.support.training import whole_parameters
 
 DTYPE = torch.float64
 
-# ---- the kernels ----
-
 
 @pytest.mark.parametrize("seed", range(20))
 def test_rows_find_their_way_over_the_grid_and_back(seed: int) -> None:
@@ -56,9 +54,6 @@ def test_rows_find_their_way_over_the_grid_and_back(seed: int) -> None:
         joined = join_grid(flat, order, by_row, columns, rank)
         assert torch.equal(joined, whole_VD[reads[rank]])
         assert torch.equal(split_grid(joined, order, by_row, rank), flat)
-
-
-# ---- the graphs ----
 
 
 def test_golden() -> None:
@@ -83,9 +78,6 @@ def test_ranks_of_a_grid_launch_the_same() -> None:
     }
     assert [len(found) for found in hashes.values()] == [1, 1]
     assert hashes[Grid(2, 2)] != hashes[Grid(4, 1)]
-
-
-# ---- training ----
 
 
 def _everything_else(rank: int, world_size: int, strategy: Any, backend: Any, narrow: bool) -> dict[str, Tensor]:

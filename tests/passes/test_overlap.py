@@ -6,10 +6,7 @@ import pytest
 
 from embrace_fx.passes.pipeline import overlap_passes, run_passes, training_passes
 from embrace_fx.passes.verifier.invariants import verify
-from embrace_fx.vocabulary.graph import (
-    Parameter,
-    TrainingGraph,
-)
+from embrace_fx.vocabulary.graph import Parameter, TrainingGraph
 from embrace_fx.vocabulary.schedule import SCHEDULES, Cuts
 from tests.support.golden import check_golden
 from tests.support.graphs import IDS, analysed, classifier, tables_model, text

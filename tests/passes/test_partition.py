@@ -12,14 +12,7 @@ from torch import Tensor, fx
 
 from embrace_fx.passes.partition import Partition
 from embrace_fx.passes.verifier.invariants import verify
-from embrace_fx.vocabulary.graph import (
-    Buffer,
-    Mutation,
-    Saved,
-    TrainingGraph,
-    inputs_of,
-    outputs_of,
-)
+from embrace_fx.vocabulary.graph import Buffer, Mutation, Saved, TrainingGraph, inputs_of, outputs_of
 from tests.support.golden import check_golden
 from tests.support.graphs import (
     IDS,
@@ -124,9 +117,6 @@ def test_a_gradient_that_the_forward_has_computed() -> None:
     model = tables_model(lambda m, x: (m.vector * x.sum()).sum() + m.table(x).sum())
     joint = sharding(TABLE)(analysed(model, IDS))
     assert_equal_outputs(run_graph(partitioned(joint), model, IDS), run_graph(joint, model, IDS))
-
-
-# ---- mutations ----
 
 
 def counting(model: Tables, ids: Tensor) -> Tensor:

@@ -112,9 +112,6 @@ def test_a_forward_alone_sends_no_gradients() -> None:
     assert_equal_outputs(run_graph(sharded, model, IDS), run_graph(graph, model, IDS))
 
 
-# ---- max_norm: replicas that rescale the same rows ----
-
-
 def renormed(model: Tables, ids: Tensor) -> Any:
     return model.linear(model.table(ids)) + model.linear(model.table(ids + 1))
 

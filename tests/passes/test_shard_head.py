@@ -138,9 +138,6 @@ def test_counts_travel_before_the_forward_computes() -> None:
     assert forward.index("embrace::gather_counts") < forward.index("aten::embedding")
 
 
-# ---- illegal twins ----
-
-
 def _launch_unawaited(graph: TrainingGraph) -> None:
     node = next(n for n in graph.graph.nodes if n.name.endswith("all_coefficients_done"))
     node.replace_all_uses_with(node.all_input_nodes[0])
@@ -178,9 +175,6 @@ def test_illegal_twins_are_refused(break_it: Callable[[TrainingGraph], None], ex
     break_it(broken)
     with pytest.raises(VerificationError, match=expected):
         verify(broken, after="ShardHeads", captured=captured)
-
-
-# ---- kernels ----
 
 
 @pytest.mark.parametrize("steps", ["", "div 3.0, tanh, mul 3.0", "mul 0.5"])

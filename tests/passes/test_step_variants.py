@@ -69,9 +69,6 @@ def test_only_graphs_that_cut_rows_have_variants() -> None:
     assert [name for name in ("horizontal", *SPLIT) if splits_rows(translator(name)[0])] == list(SPLIT)
 
 
-# -- runs ----------------------------------------------------------------------------------------------------------
-
-
 @st.composite
 def runs(draw: st.DrawFn) -> list[StepVariant]:
     """Steps as they may follow each other, told by what users do: nothing of the verifier's table is used."""
@@ -114,9 +111,6 @@ def test_in_any_run_what_is_submitted_is_awaited_once_and_rows_are_current(
                 assert first or awaits in under_way, (run, node)  # before a run there were steps as well
                 del under_way[awaits]
         first = False
-
-
-# -- broken by hand ------------------------------------------------------------------------------------------------
 
 
 def erase(op: str, part: str) -> Callable[[fx.GraphModule], None]:

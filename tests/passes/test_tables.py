@@ -113,9 +113,6 @@ def test_a_use_names_the_users_line() -> None:
     assert second.endswith(f"test_tables.py:{line + 3} in story")
 
 
-# ---- extracting the ids ----
-
-
 def run(module: fx.GraphModule, batch: Tensor) -> list[Tensor]:
     torch.manual_seed(0)
     return list(module(batch))
@@ -144,9 +141,6 @@ def test_the_extracted_function_yields_the_ids_of_every_use() -> None:
 def test_whether_ids_are_drawn_at_random(forward: Callable[..., Tensor], expected: bool) -> None:
     graph = analysed(tables_model(forward), IDS)
     assert any(map(draws, extract_ids(graph, graph.tables).graph.nodes)) == expected
-
-
-# ---- arguments by name ----
 
 
 def lookup_node(graph: TrainingGraph) -> fx.Node:

@@ -171,9 +171,6 @@ def test_a_new_plan_says_what_it_changed_and_why() -> None:
     assert found.state[f"{TABLE} sum"].shape == (ROWS, WIDTH)
 
 
-# -- what is under way when a plan is asked for ------------------------------------------------------------------------
-
-
 def _forward_twice(compiled: CompiledModel, first: Batch, second: Batch) -> None:
     (compiled(*first) + compiled(*second)).backward()
 
@@ -236,9 +233,6 @@ def test_no_gradient_is_lost(how: str) -> None:
     for parameters, strategies in run_ranks(2, _train_on_pairs, how):
         assert strategies == ["alltoall", "allreduce"]
         assert_same(parameters, expected, torch.float64)
-
-
-# -- when --------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.long

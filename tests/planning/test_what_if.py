@@ -121,9 +121,6 @@ def test_a_compiled_model_has_a_plan_of_its_own() -> None:
         embrace_fx.plan(embrace_fx.compile(Words()), batch(0))
 
 
-# -- crossovers of the papers ------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("ranks", [2, 4, pytest.param(16, marks=pytest.mark.long)])
 def test_sharding_sends_the_density_of_all_reduce_and_two_nths_of_all_gather(ranks: int) -> None:
     """EmbRace, section 3: AlltoAll / AllReduce = density, AlltoAll / AllGather = 2/N; ids are extra."""

@@ -172,9 +172,6 @@ def test_arguments_and_results_in_any_form_train_as_under_ddp() -> None:
     check(__name__, strategy="alltoall", rtol=1e-5)
 
 
-# ---- refused ----
-
-
 class PacksItself(Words):
     def forward(self, ids_BT: Tensor, lengths_B: Tensor) -> Tensor:
         packed = pack_padded_sequence(self.words(ids_BT), lengths_B, batch_first=True, enforce_sorted=False)

@@ -45,9 +45,6 @@ def parameters(run: Run) -> dict[str, Tensor]:
     return {name: value.clone() for name, value in run.model.full_state_dict().items()}
 
 
-# -- shards ------------------------------------------------------------------------------------------------------------
-
-
 def move_state(rank: int, world_size: int, old: Strategy, new: Strategy, when: str) -> None:
     source = Run(old, lazy=True)
     source.train(rank, range(2))
@@ -115,9 +112,6 @@ def test_a_shard_is_not_written_to_one_ranks_file() -> None:
             assert "would lose the other ranks' columns" in message
             assert "model.full_state_dict()" in message
             assert NAMED_BY.get(what.split(" by")[0], "words.weight") in message, what
-
-
-# -- models as they stand ----------------------------------------------------------------------------------------------
 
 
 class Holder(nn.Module):

@@ -108,8 +108,6 @@ def test_from_any_ranks_and_grid_to_any(
     check(saved_on, loaded_on, tmp_path / "saved")
 
 
-# -- one file of everything --------------------------------------------------------------------------------------------
-
 ROWS, WIDTH = 100_000, 120
 WHOLE_BYTES = 4 * ROWS * WIDTH
 

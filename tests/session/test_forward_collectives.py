@@ -46,16 +46,10 @@ def contrast(own_BD: Tensor, all_ND: Tensor) -> Tensor:
     return F.cross_entropy(own_BD @ all_ND.t(), mine)
 
 
-# ---- written in place: constants for autograd ----
-
-
 def reduced_in_place(x: Tensor) -> Tensor:
     mean = x.mean(0)
     dist.all_reduce(mean)
     return (x - mean / 2).square().sum()
-
-
-# ---- with gradients ----
 
 
 def gathered_with_gradient(x: Tensor) -> Tensor:
@@ -119,9 +113,6 @@ CASES = {
 @pytest.mark.filterwarnings("ignore:.*is deprecated:FutureWarning", "ignore:c10d.*autograd kernel:UserWarning")
 def test_collectives_of_the_forward_are_those_of_ddp(options: dict[str, Any]) -> None:
     check(__name__, rtol=1e-5, **options)
-
-
-# ---- refused ----
 
 
 def asynchronous(x: Tensor) -> Tensor:

@@ -229,9 +229,6 @@ def test_values_of_state_dicts_are_used_as_under_ddp(names: tuple[str, ...], ran
         assert not wrong
 
 
-# -- by one rank alone -------------------------------------------------------------------------------------------------
-
-
 @torch.no_grad()
 def _average_of_one_rank(training: Training) -> None:
     for name, average in training.copied.state_dict().items():
@@ -332,8 +329,6 @@ def test_a_question_is_refused_while_the_others_wait_in_a_barrier() -> None:
     assert "only this rank reads a sharded table: norm of the sharded emb.weight, at test_state_in_use.py" in told
     assert "rank 1: another rank calls the model" in told
 
-
-# -- what torch.distributed.checkpoint asks ----------------------------------------------------------------------------
 
 OPTIONS: Mapping[str, StateDictOptions] = {
     "whole": StateDictOptions(full_state_dict=True),

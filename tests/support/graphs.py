@@ -95,9 +95,6 @@ def classifier() -> Classifier:
     return Classifier().double()
 
 
-# ---- graphs ----
-
-
 def analysed(model: nn.Module, *args: Any, train: bool = True, **kwargs: Any) -> TrainingGraph:
     """The captured graph of a model's call, its tables found."""
     return analyse(capture(model, args, kwargs, train=train).graph)
@@ -131,9 +128,6 @@ def text(module: fx.GraphModule) -> str:
     printed = re.sub(r"# File: \S*?([^/\s]+):\d+ in (\S+), code:", r"# \1, \2:", printed)
     printed = printed.replace("# No stacktrace found for following nodes", "# (from a pass)")
     return "\n".join(re.sub(r";  [\w = ]+ = None$", "", line).rstrip() for line in printed.splitlines())
-
-
-# ---- running ----
 
 
 def run_graph(

@@ -24,8 +24,6 @@ from embrace_fx.vocabulary.ops import own_columns
 from tests.support.kernel_values import DTYPES, WIDTHS, Put, assert_near, assert_same, plain, random, random_ids
 from tests.support.update_cases import decay_rows, update_no_rows, update_rows, update_rows_of_bfloat16
 
-# -- columns -----------------------------------------------------------------------------------------------------------
-
 
 def columns_by_rank(rows: Tensor, ranks: int) -> Tensor:
     return torch.cat([rows[:, slice(*own_columns(rows.shape[1], ranks, rank))].reshape(-1) for rank in range(ranks)])
@@ -73,9 +71,6 @@ def columns_codec(put: Put) -> None:
     _columns_codec(put)
 
 
-# -- sums --------------------------------------------------------------------------------------------------------------
-
-
 def sums_of_ids(ids: Tensor, rows: Tensor, padding_idx: int, scale: float) -> tuple[Tensor, Tensor]:
     """One id after the other, in float64."""
     unique = sorted(set(ids.tolist()) - {padding_idx})
@@ -119,9 +114,6 @@ def coalesce_adds_narrow_values_widely(put: Put) -> None:
     rows = torch.tensor([256.0, *[1.0] * 8]).bfloat16()
     found = kernels.coalesce(put(torch.zeros(9, dtype=torch.int64)), put(rows), 1, (), 1.0)
     assert found[1].item() == 264.0
-
-
-# -- what is refused ---------------------------------------------------------------------------------------------------
 
 
 def refuse_strided(put: Put) -> None:

@@ -216,9 +216,6 @@ def assert_same_losses(world_size: int, run: Run) -> None:
     assert run_ranks(world_size, train, run) == expected
 
 
-# -- loops that do more than train -------------------------------------------------------------------------------------
-
-
 class TwoTables(nn.Module):
     """A table that two lookups read, and one of bags, of another width: else memory has them rest as one."""
 

@@ -191,9 +191,6 @@ def test_padding_rows_take_their_step_before_the_next_batch_reads_them(
     check(__name__, *names, cases="PADDING", once=True, strategy=strategy, schedule=schedule, rtol=1e-10)
 
 
-# -- parameters that no rank uses under `join` -------------------------------------------------------------------------
-
-
 def present(in_place: bool) -> Loop:
     """By step, which parameters have a gradient, while ranks run out of batches."""
 

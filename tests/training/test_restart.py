@@ -71,9 +71,6 @@ def test_a_job_goes_on_on_another_number_of_ranks(tmp_path: Path) -> None:
     check(tmp_path, 18)
 
 
-# -- a kill while a checkpoint is written ------------------------------------------------------------------------------
-
-
 def save_killed_at(point: int, directory: Path, state: dict[str, Tensor]) -> None:
     """Saves in this process, which dies at the point-th thing that it does with files there."""
     reached = 0

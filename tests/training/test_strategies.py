@@ -78,9 +78,6 @@ def test_a_dense_parameter_may_be_exchanged_too(strategy: str) -> None:
         assert "exchange_gradient_" not in plain
 
 
-# -- the thread --------------------------------------------------------------------------------------------------------
-
-
 def _exchange(kind: ExchangeKind) -> Exchange:
     return lambda flat, _, channel: exchange_gradient_(flat, kind, channel, Cluster())
 

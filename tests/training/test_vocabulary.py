@@ -106,9 +106,6 @@ def test_regions_are_compiled_beside_an_output_layer() -> None:
         assert_same(found.parameters, expected, DTYPE)
 
 
-# ---- losses outside of the model ----
-
-
 def _next_word(logits: Tensor, labels_BT: Tensor) -> Tensor:
     flat = logits[..., :-1, :].contiguous().view(-1, logits.shape[-1])
     return F.cross_entropy(flat, labels_BT[..., 1:].reshape(-1), reduction="sum")
@@ -146,9 +143,6 @@ def test_losses_outside_of_the_model_in_chunks(case: str) -> None:
     expected = _train_alone(workload)
     for found in run_ranks(3, _train_outside, workload):
         assert_same(found, expected, DTYPE)
-
-
-# ---- between steps ----
 
 
 def _steps(model: Any, optimizer: Any, batches: Iterable[Any]) -> None:
@@ -244,9 +238,6 @@ def _holds(rank: int, world_size: int) -> list[tuple[int, ...]]:
 def test_a_rank_holds_its_rows_of_the_table_and_of_its_state() -> None:
     for rank, held in enumerate(run_ranks(3, _holds)):
         assert held == [(14 - rank // 2, 6)] * 3
-
-
-# ---- ranks that differ ----
 
 
 class _MayPredict(HeadModel):

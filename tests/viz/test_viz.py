@@ -20,7 +20,6 @@ from tests.support.golden import check_golden
 from tests.support.pictures import saved
 
 SVG = "{http://www.w3.org/2000/svg}"
-# ------------------------------------------------------------------------------------------- what there is to draw
 
 
 def test_suffix_decides_and_an_unknown_one_is_an_error(tmp_path: Path, schedule: Schedule) -> None:
@@ -80,9 +79,6 @@ def _cells(line: str) -> list[str]:
     return line.split("│") if line.startswith("│") else []
 
 
-# ------------------------------------------------------------------------------------------------------ panels
-
-
 def test_still_pictures_show_the_last_two_windows(schedule: Schedule) -> None:
     panel = Picture(None, timelines.timeline(schedule, windows=5)).panels[0]
     assert panel.origin_ms == panel.starts_ms[3]
@@ -91,9 +87,6 @@ def test_still_pictures_show_the_last_two_windows(schedule: Schedule) -> None:
         min(s.start_ms for s in shown) - panel.origin_ms,
         max(s.end_ms for s in shown) - panel.origin_ms,
     )
-
-
-# -------------------------------------------------------------------------------------------------------- .svg
 
 
 @pytest.mark.parametrize("drawn", ["schedule", "timeline"])
@@ -110,9 +103,6 @@ def test_held_memory_is_a_line_above_its_steps(
     found, also = trace.read(tmp_path / "trace.json")
     assert found is not None
     assert (also.memory if also is not None else found.predicted.memory) == points
-
-
-# -------------------------------------------------------------------------------------------------------- .dot
 
 
 @pytest.mark.skipif(shutil.which("dot") is None, reason="Graphviz is not installed on this machine")

@@ -101,9 +101,6 @@ def test_predictions_and_reasons_are_not_agreed_on() -> None:
     assert replace(PLAN).digest() == PLAN.digest()
 
 
-# ---- files ----
-
-
 def full_plan() -> Plan:
     """One that has every field there is."""
     candidates = (Candidate("alltoall", "", 9, 0.5, 7, "", Grid(2, 2)), Candidate("zen", "balanced", 8, 1.0, 6, "slow"))

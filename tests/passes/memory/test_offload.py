@@ -73,9 +73,6 @@ def test_copies_are_lanes_of_schedule_and_timeline() -> None:
     assert {"offload", "reload"} <= {s.operation.lane for s in shown.predicted.spans}
 
 
-# ---- several ranks ----
-
-
 def fails(rank: int, world_size: int, how: str, directory: str) -> tuple[bool, list[str]]:
     """A step that works, then one that one rank cannot do; whether that has changed anything, and the errors."""
     own = f"{directory}/{rank}"
@@ -126,9 +123,6 @@ def test_what_one_rank_cannot_copy_is_an_error_on_every_rank(how: str, expected:
 def test_options_that_contradict_each_other() -> None:
     with pytest.raises(ValueError, match="Pass table_memory or memory_budget"):
         embrace_fx.compile(make(Block), spill_to="/tmp")
-
-
-# ---- what the verifier refuses ----
 
 
 def _reads_what_has_gone(nodes: dict[str, fx.Node]) -> None:
@@ -188,8 +182,6 @@ def test_a_graph_that_holds_more_than_it_may_is_refused() -> None:
         verify(graph, after="a broken pass")
 
 
-# ---- places, by properties ----
-
 SIZES = st.lists(st.integers(1, 50), min_size=1, max_size=6)
 
 
@@ -234,9 +226,6 @@ def test_an_offload_that_takes_all_of_the_forward_is_awaited_at_its_end() -> Non
     order = [node.name for node in graph.graph.nodes]
     places = [order.index(name) for name in (last.name, f"{value.name}_await_offload", first.name)]
     assert places == sorted(places)
-
-
-# ---- the copies themselves ----
 
 
 @pytest.mark.parametrize("kind", ["file", "pinned"])

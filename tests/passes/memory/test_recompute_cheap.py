@@ -118,9 +118,6 @@ def test_models_that_checkpoint_have_decided_already() -> None:
     assert RecomputeCheap(SLOW)(graph) is graph
 
 
-# ---- the cut, by brute force ----
-
-
 @given(
     st.lists(
         st.tuples(st.integers(1, 9), st.booleans(), st.lists(st.integers(0, 5), max_size=2)), min_size=2, max_size=6

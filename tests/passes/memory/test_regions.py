@@ -65,9 +65,6 @@ def test_gradients_are_those_of_eager_checkpointing_and_no_more_is_held(form: st
     assert peak <= 1.05 * eager_peak
 
 
-# ---- what a region may hold ----
-
-
 @pytest.mark.parametrize(
     ("form", "blocks"),
     [("not reentrant", Normalised), pytest.param("nested", Recurrent, marks=pytest.mark.long), ("nested", Odd)],
@@ -97,9 +94,6 @@ def test_the_generator_goes_on_as_without_checkpointing() -> None:
         gradients(own, call, IDS)
         after.append(torch.rand(3))
     assert torch.equal(*after)
-
-
-# ---- what the verifier refuses ----
 
 
 def _other_input(nodes: dict[str, fx.Node]) -> None:

@@ -26,17 +26,11 @@ def first(plan: Plan) -> tuple[str, str]:
     return plan[TABLE].strategy, plan[TABLE].reason
 
 
-# ---- what a plan expects to be read ----
-
-
 def test_the_rows_of_all_ranks_are_in_the_plan() -> None:
     rows = {TABLE: (30, 50), OTHER: (0, 0)}
     assert planned(60, rows=rows, world_size=2).rows == {TABLE: RowCounts(50, 80, 60)}
     lying = Sparsity(60, 4, 8, (30, 50), (40.0, 52.6))
     assert planned(60, rows=rows, world_size=2, sparsity={TABLE: lying}).rows == {TABLE: RowCounts(50, 80, 53)}
-
-
-# ---- the strategy of a table ----
 
 
 CHOSEN: dict[str, tuple[dict[str, Any], str, str]] = {
@@ -309,9 +303,6 @@ def test_the_plan_keeps_what_it_was_cut_for() -> None:
     facts = (replace(FACTS, name=TABLE, shape=(10_000, 4)),)
     assert decide(Findings(graph_of(10_000), facts, ROWS, 2), links).links == links
     assert planned().links == cost.Cluster()
-
-
-# ---- predicted bytes ----
 
 
 @pytest.mark.long

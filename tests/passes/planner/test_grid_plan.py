@@ -54,9 +54,6 @@ def test_bytes_equal_the_prediction(grid: Grid, workload: Workload, autocast: bo
     assert_predicted(by_rank)
 
 
-# ---- the choice ----
-
-
 ROWS_OF_MANY = 100_000
 
 

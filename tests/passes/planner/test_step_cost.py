@@ -58,9 +58,6 @@ def planned(cluster: Cluster, **options: Any) -> Plan:
     return embrace_fx.plan(model, [batch(0), batch(1)], optimizer=optimizer, cluster=cluster, **options)
 
 
-# ---- which schedule is chosen ----
-
-
 def test_short_links_are_hidden() -> None:
     plan = planned(SHORT)
     assert plan.schedule_name == "2d"
@@ -139,9 +136,6 @@ def test_of_schedules_that_cannot_be_told_apart_the_one_with_least_work_is_chose
     assert cheapest(found | {"2d": Added(waits_ms, 3.0, 0.0)}) == chosen
 
 
-# ---- what is added ----
-
-
 def priced(**facts: Any) -> dict[str, Added]:
     """Of processors that differ from those of SHORT."""
     plans = {name: planned(SHORT, schedule=name) for name in SCHEDULES}
@@ -185,9 +179,6 @@ def test_a_row_space_has_one_exchange() -> None:
     tables = tuple(replace(planned(SHORT)["table.weight"], parameter=name) for name in space.tables)
     plan = replace(planned(SHORT), decisions=tables, spaces=(space,))
     assert plan.row_exchanges == {space.name: space.tables}
-
-
-# ---- on ranks ----
 
 
 def decided(rank: int, world_size: int) -> tuple[str, str]:

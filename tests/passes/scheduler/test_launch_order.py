@@ -16,17 +16,7 @@ from embrace_fx.passes.scheduler.launch_order import Key, Ready, embrace_key, re
 from embrace_fx.passes.scheduler.link_machine import LinkMachine
 from embrace_fx.vocabulary.schedule import SCHEDULES, Dependence, StepGraph
 from tests.support.timelines import dependence_graph
-from tests.support.windows import (
-    EMBEDDING,
-    TWO_BLOCKS,
-    check_order,
-    compute,
-    large_step,
-    launch,
-    simulate,
-    step,
-    steps,
-)
+from tests.support.windows import EMBEDDING, TWO_BLOCKS, check_order, compute, large_step, launch, simulate, step, steps
 
 EXACT = 1e-9
 
@@ -34,9 +24,6 @@ EXACT = 1e-9
 def order(steps: StepGraph, key: Key = readiness_key) -> tuple[str, ...]:
     machine = LinkMachine(steps)
     return machine.names(launch_order.order(machine, key))
-
-
-# -- simulation --------------------------------------------------------------------------------------------------------
 
 
 def test_the_head_of_the_line_blocks() -> None:
@@ -122,9 +109,6 @@ def test_a_critical_path_has_no_gap(drawn: StepGraph) -> None:
     assert all(one.end_ms == pytest.approx(other.start_ms) for one, other in itertools.pairwise(path))
 
 
-# -- legal orders ------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("launch_order", "expected"),
     [
@@ -185,9 +169,6 @@ def test_an_order_is_legal_exactly_if_two_windows_of_it_have_no_cycle(drawn: Ste
             check_order(drawn, names)
 
 
-# -- policies ----------------------------------------------------------------------------------------------------------
-
-
 def test_a_policy_of_ones_own() -> None:
     def longest_first(candidate: Ready) -> float:
         return -candidate.operation.duration_ms
@@ -199,9 +180,6 @@ def test_a_policy_of_ones_own() -> None:
 @given(steps(), st.sampled_from([readiness_key, embrace_key]))
 def test_every_policy_yields_a_legal_order(drawn: StepGraph, policy: Key) -> None:
     check_order(drawn, order(drawn, policy))
-
-
-# -- schedules ---------------------------------------------------------------------------------------------------------
 
 
 @given(steps(), st.sampled_from(SCHEDULES))

@@ -71,8 +71,6 @@ def test_legal_graph_passes(make: Callable[[], TrainingGraph]) -> None:
     assert complaint(graph.edit(), "Nothing", captured=graph, previous=graph) is None
 
 
-# ---- graphs broken by hand ----
-
 Break = Callable[[TrainingGraph], TrainingGraph | None]
 """Breaks a graph in place, or returns a broken one."""
 

@@ -45,8 +45,6 @@ def test_what_runs_under_each_schedule_is_sound(name: str) -> None:
     check_launches(graph, order_of(name))
 
 
-# -- broken by hand ----------------------------------------------------------------------------------------------------
-
 Phases = dict[str, fx.GraphModule]
 
 

@@ -153,9 +153,6 @@ def test_the_mean_is_the_dense_all_reduces(world_size: int, way: str) -> None:
     assert not faults_of(visit(world_size), [case for case in QUICK if case.way == way])
 
 
-# -- long lanes and many streams ---------------------------------------------------------------------------------------
-
-
 @given(st.data())
 def test_places_in_lanes_tell_the_blocks(data: st.DataObject) -> None:
     """Also where there are fewer blocks than lanes, or ranks; 256 places need more than a byte."""
@@ -170,9 +167,6 @@ def test_places_in_lanes_tell_the_blocks(data: st.DataObject) -> None:
         ]
     )
     assert torch.equal(ranges.decode(ranges.encode(blocks, ranges.starts), ranges.starts), blocks)
-
-
-# -- shapes and special values -----------------------------------------------------------------------------------------
 
 
 def exchange_shapes(rank: int, world_size: int) -> list[str]:

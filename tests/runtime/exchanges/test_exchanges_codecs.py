@@ -56,9 +56,6 @@ def assert_same_rows(found: RowSet, expected: RowSet) -> None:
     torch.testing.assert_close(found.rows, expected.rows, rtol=0, atol=0, equal_nan=True)
 
 
-# -- records -----------------------------------------------------------------------------------------------------------
-
-
 @given(row_sets(), st.sampled_from([0, 2**31 - 1 - 60, 2**31, 2**62]))
 def test_records(rows: RowSet, offset: int) -> None:
     """From 2^31 on, indices take 8 bytes."""
@@ -69,9 +66,6 @@ def test_records(rows: RowSet, offset: int) -> None:
     received = torch.cat([torch.zeros(3, dtype=torch.uint8), records.view(-1)])[3:]
     ids, values = decode_records(received, limit, rows.width, rows.rows.dtype)
     assert_same_rows(RowSet(ids - offset, values, rows.num_rows), rows)
-
-
-# -- blocks ------------------------------------------------------------------------------------------------------------
 
 
 @given(dense_tensors(), st.integers(1, 2 * SHORT_BLOCK))
@@ -94,9 +88,6 @@ def test_blocks_are_written_in_any_order(dense: Tensor, block_size: int, seed: i
     kept[blocks.ids] = False
     own = kept.repeat_interleave(block_size)[: dense.numel()].view(dense.shape)
     torch.testing.assert_close(written, torch.where(own, 5.0, dense), rtol=0, atol=0, equal_nan=True)
-
-
-# -- hashing -----------------------------------------------------------------------------------------------------------
 
 
 def test_murmur_is_the_published_finaliser() -> None:
@@ -126,9 +117,6 @@ def test_hash_bitmaps(ids: Tensor, servers: int, seed: int) -> None:
         assert bitmap.numel() == -(-index_set.numel() // 8)
         padded = torch.cat([bitmap, torch.full((2,), 255, dtype=torch.uint8)])
         assert torch.equal(ids_of_bitmap(padded, index_set), own)
-
-
-# -- sums --------------------------------------------------------------------------------------------------------------
 
 
 def test_sums_of_narrow_values_are_wide() -> None:

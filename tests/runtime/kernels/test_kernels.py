@@ -30,9 +30,6 @@ def ids_of(num_rows: int) -> st.SearchStrategy[list[int]]:
     return st.lists(st.integers(0, num_rows - 1), max_size=20)
 
 
-# ---- columns ----
-
-
 @given(RANKS, COLUMNS)
 def test_own_columns_are_those_of_torch_chunk(ranks: int, columns: int) -> None:
     """Ranks beyond the last chunk own nothing."""
@@ -41,9 +38,6 @@ def test_own_columns_are_those_of_torch_chunk(ranks: int, columns: int) -> None:
     owned = [torch.arange(*own_columns(columns, ranks, rank)) for rank in range(ranks)]
     assert [part.tolist() for part in owned] == [chunk.tolist() for chunk in chunks]
     assert kernels.column_widths(columns, ranks) == tuple(len(part) for part in owned)
-
-
-# ---- ids ----
 
 
 @given(st.data(), st.integers(1, 9), st.lists(st.integers(0, 3), min_size=1, max_size=3))
@@ -105,9 +99,6 @@ def test_unpacking_inverts_the_packing_of_ids(ids_by_rank: list[list[list[int]]]
         assert (ids.dtype, counts.dtype) == (torch.int64, torch.int64)
 
 
-# ---- gradients ----
-
-
 @given(st.data(), st.integers(1, 8), st.integers(0, 4), st.sampled_from([1.0, 0.5]))
 def test_coalescing_is_a_dense_sum(data: st.DataObject, num_rows: int, columns: int, scale: float) -> None:
     ids = torch.tensor(data.draw(ids_of(num_rows)), dtype=torch.int64)
@@ -143,9 +134,6 @@ class _Ops(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.names.append(str(func))
         return func(*args, **(kwargs or {}))
-
-
-# ---- kernels and ops ----
 
 
 def _examples() -> dict[str, tuple[Any, ...]]:

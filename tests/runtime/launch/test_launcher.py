@@ -18,8 +18,6 @@ from embrace_fx.runtime.ranks.communicator import InFlight
 from embrace_fx.vocabulary.schedule import IN_FLIGHT
 from tests.support.launches import ID, LONG_S, NAMES, ORDER, Link, make, rest, stand_still, submit, windows
 
-# -- the order ---------------------------------------------------------------------------------------------------------
-
 
 def test_what_is_submitted_waits_for_its_turn() -> None:
     launcher, link = make(), Link(instant=True)
@@ -141,9 +139,6 @@ def test_all_that_is_submitted_is_launched_in_order(windows: list[tuple[list[str
     for ticket in tickets:
         ticket.wait()
     assert link.launched == expected
-
-
-# -- where the order gives way -----------------------------------------------------------------------------------------
 
 
 def test_who_waits_is_not_held_up_by_what_is_still_to_be_submitted() -> None:

@@ -45,8 +45,7 @@ def test_every_waiter_hears_of_a_launch_that_fails() -> None:
 
 
 @pytest.mark.parametrize(
-    "names",
-    long_but(("waiting",), {"unused": ((),), "on the way": (("early rows",),), "waiting": (("prior",),)}),
+    "names", long_but(("waiting",), {"unused": ((),), "on the way": (("early rows",),), "waiting": (("prior",),)})
 )
 def test_the_thread_ends_with_the_launcher(names: tuple[str, ...]) -> None:
     before = set(threading.enumerate())

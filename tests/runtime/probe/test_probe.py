@@ -18,8 +18,6 @@ from embrace_fx.runtime.probe.probe import Sample, fit, probe
 from embrace_fx.runtime.ranks.communicator import Communicator
 from tests.support.ranks import run_ranks
 
-# -- the fit -----------------------------------------------------------------------------------------------------------
-
 
 def as_cluster(link: Link) -> Cluster:
     return Cluster(links=tuple((collective, link) for collective in COLLECTIVES))
@@ -104,9 +102,6 @@ def test_links_are_found_in_little_time(
 
     assert fit(samples).bandwidth_bytes_per_ms == pytest.approx(rate, rel=0.15)
     assert sum(spent_ms) < 1500
-
-
-# -- on ranks ----------------------------------------------------------------------------------------------------------
 
 
 def probed(rank: int, world_size: int) -> tuple[Cluster, float]:

@@ -37,9 +37,6 @@ def _message(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"
 
 
-# -- one rank's bad batch ----------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Fault:
     """What rank 1 does at the step that fails, and what every rank is then told."""
@@ -211,9 +208,6 @@ def test_a_forward_that_cannot_be_captured_names_the_users_line() -> None:
     assert_says(str(caught.value), line, "`.item()`, `if tensor:`")
 
 
-# -- ranks that disagree -----------------------------------------------------------------------------------------------
-
-
 def _compile_another(rank: int, world_size: int, other: str) -> str:
     odd = rank == 1
     model = words_model(Sentences if odd and other == "model" else Words)
@@ -286,9 +280,6 @@ def test_a_strategy_that_cannot_be_followed(strategy: dict[str, str], parts: tup
     for message in run_ranks(2, _use_strategy, strategy):
         assert_says(message, *parts)
         assert message.startswith(("ValueError", "SetUpError"))
-
-
-# -- calls in the wrong order ------------------------------------------------------------------------------------------
 
 
 def _backward_twice(rank: int, world_size: int) -> tuple[str, list[str]]:

@@ -96,9 +96,6 @@ def test_what_a_backward_is_given_is_not_written(world_size: int) -> None:
     run_ranks(world_size, _keep_the_given)
 
 
-# -- what is refused ---------------------------------------------------------------------------------------------------
-
-
 def _write_the_batch(loop: Loop, batch: tuple[Tensor, Tensor]) -> None:
     a, b = loop.model(*batch)
     batch[1].zero_()

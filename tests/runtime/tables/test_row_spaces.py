@@ -50,9 +50,6 @@ class ManyWorkload:
         return ids.to(torch.int64), torch.rand(size, generator=random, dtype=DTYPE)
 
 
-# ---- which tables ----
-
-
 def spaces(
     model: nn.Module, *batch: Tensor, groups: dict[str, int] | None = None, part_bytes: int = 1, overlaps: bool = True
 ) -> list[set[str]]:
@@ -108,9 +105,6 @@ def test_not_across_computation_that_hides_communication() -> None:
     assert spaces(Apart(), torch.randint(9, (5,)), overlaps=False) == [{"first.weight", "second.weight"}]
 
 
-# ---- ids ----
-
-
 def test_ids_are_told_apart_before_their_sizes_are_known() -> None:
     # Two ranks, three tables with room for 3, 2 and 2 ids.
     packed = torch.tensor([[2, 1, 2, 2, 5, -7, 0, -7, 1, 3], [1, 2, 0, 5, -7, -7, 3, 4, -7, -7]], dtype=torch.int32)
@@ -140,9 +134,6 @@ def test_an_id_outside_its_table_is_found_again(bad: int) -> None:
     (found,) = join_ids([torch.tensor([2, 5]), torch.tensor([bad, 4])], [0, 1], [0, 10], [10, 5], 2)
     assert [row for row in found.tolist() if 0 <= row < 15] == [2, 5, 14]
     assert space.outside(int(found[2])) == ("other", bad)
-
-
-# ---- training ----
 
 
 @dataclass(frozen=True)

@@ -108,9 +108,6 @@ class _Reference:
         )
 
 
-# -- names and attributes ----------------------------------------------------------------------------------------------
-
-
 def _state_dict_facts(rank: int, world_size: int) -> dict[str, Any]:
     plain = _model()
     optimizer = Adagrad(plain.parameters(), lr=0.1)
@@ -154,9 +151,6 @@ def test_attributes_of_the_model_are_reached_through_the_compiled_one() -> None:
     assert [name for name, _ in model.named_parameters()] == [name for name, _ in plain.named_parameters()]
     with pytest.raises(AttributeError, match="no attribute 'grammar'"):
         _ = model.grammar
-
-
-# -- checkpoints -------------------------------------------------------------------------------------------------------
 
 
 def _save(rank: int, world_size: int, name: str, path: Path) -> None:
@@ -231,9 +225,6 @@ def test_an_optimizer_resumes_from_whole_state(when: str) -> None:
     expected = _Reference(OPTIMIZERS["Adagrad"][0]).train(2, range(4))
     for found in run_ranks(2, _resume, when):
         assert_same(found, expected, torch.float64)
-
-
-# -- the meta device ---------------------------------------------------------------------------------------------------
 
 
 def _initial_values(rank: int, world_size: int, columns: int) -> dict[str, Tensor]:

@@ -15,8 +15,6 @@ from embrace_fx.runtime.ranks.failure import PeerFailure
 from tests.support.scenario import OPTIMIZERS, Mean, Training, scenario
 from tests.support.sides import DTYPE, NUM_WORDS, Words, draw_batch
 
-# -- batches -----------------------------------------------------------------------------------------------------------
-
 
 @scenario()
 def several_epochs(training: Training) -> None:
@@ -117,9 +115,6 @@ def ids_outside_of_a_table(training: Training) -> None:
                 training.model(*batch).backward()
 
 
-# -- forwards and backwards --------------------------------------------------------------------------------------------
-
-
 @scenario()
 def two_losses_in_one_backward(training: Training) -> None:
     batches = training.batches(8)
@@ -209,8 +204,6 @@ def a_penalty_outside_of_the_model(training: Training) -> None:
         (training.model(*batch) + penalty).backward()
         training.step()
 
-
-# -- losses of some results --------------------------------------------------------------------------------------------
 
 NUM_IDS, DIM = 20, 4
 

@@ -16,8 +16,6 @@ from tests.support.scenario import OPTIMIZERS, Mean, Training, before_each_step,
 
 ADAMW = OPTIMIZERS["adamw"]
 
-# -- read --------------------------------------------------------------------------------------------------------------
-
 
 @before_each_step()
 def gradients_looked_at(training: Training) -> Any:
@@ -65,8 +63,6 @@ def gradients_read_after_the_step(training: Training) -> None:
         training.note(training.module.first.weight.grad)
         training.optimizer.zero_grad()
 
-
-# -- clipped, scaled, replaced -----------------------------------------------------------------------------------------
 
 USES: dict[str, Callable[[Training], Any]] = {
     "clipping": lambda training: nn.utils.clip_grad_norm_(training.model.parameters(), 0.05),
@@ -188,9 +184,6 @@ def a_gradient_scaler_with_clipping(training: Training) -> None:
     _scaled(training, clip)
 
 
-# -- zeroed ------------------------------------------------------------------------------------------------------------
-
-
 @scenario()
 def gradients_zeroed_before_the_backward(training: Training) -> None:
     for batch in training.batches():
@@ -237,9 +230,6 @@ def gradients_never_zeroed(training: Training) -> None:
     for batch in training.batches(5):
         training.model(*batch).backward()
         training.optimizer.step()
-
-
-# -- kept --------------------------------------------------------------------------------------------------------------
 
 
 @scenario(optimizer=ADAMW)
@@ -314,9 +304,6 @@ def a_kept_gradient_grows(training: Training) -> None:
         training.step()
 
 
-# -- sums under no_sync ------------------------------------------------------------------------------------------------
-
-
 def _sum(training: Training) -> list[Any]:
     with training.model.no_sync():
         training.model(*training.batch(20)).backward()
@@ -360,9 +347,6 @@ def a_view_of_a_sum_is_asked_for(training: Training) -> None:
 def a_sum_is_clamped(training: Training) -> None:
     _sum(training)
     nn.utils.clip_grad_value_(training.parameters, 1e-4)
-
-
-# -- hooks, frozen parameters ------------------------------------------------------------------------------------------
 
 
 def _scaled_by(by: float, parameter: Tensor) -> None:

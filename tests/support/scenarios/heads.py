@@ -69,9 +69,6 @@ def _loss(logits: Tensor, labels: Tensor) -> Tensor:
     return F.cross_entropy(*_flat(logits, labels))
 
 
-# -- losses of a loop --------------------------------------------------------------------------------------------------
-
-
 @of_logits()
 def class_weights_in_the_loop(logits: Tensor, labels: Tensor) -> Tensor:
     return F.cross_entropy(*_flat(logits, labels), weight=torch.linspace(0.5, 2, NUM_WORDS))

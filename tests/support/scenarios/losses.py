@@ -89,9 +89,6 @@ def a_scale_that_the_loop_applies(training: Training) -> None:
         optimizer.step()
 
 
-# -- parameters that are not used --------------------------------------------------------------------------------------
-
-
 class Branches(nn.Module):
     """A table and a head of each of two branches, and a trunk; a call takes the branches that it names."""
 

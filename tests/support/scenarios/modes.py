@@ -103,9 +103,6 @@ def read_under_an_export(training: Training, step: int) -> Any:
     return torch.export.export(training.module.first, (x,)).module()(x).detach()
 
 
-# -- functions that ask no class ---------------------------------------------------------------------------------------
-
-
 def _doubled(x: Tensor) -> Tensor:
     return x * 2.0
 
@@ -153,9 +150,6 @@ TAKERS: dict[str, Callable[[nn.Parameter], Tensor]] = {
     "made a parameter": nn.Parameter,
 }
 enter_all(after_each_step, {name: _taken_by(take) for name, take in TAKERS.items()})
-
-
-# -- other processes ---------------------------------------------------------------------------------------------------
 
 
 def in_a_child(read: Callable[[], Any]) -> Any:

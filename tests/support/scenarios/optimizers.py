@@ -240,9 +240,6 @@ def the_optimizer_saved_and_loaded(training: Training) -> None:
         training.optimizer.zero_grad()
 
 
-# -- several -----------------------------------------------------------------------------------------------------------
-
-
 def _two(training: Training) -> tuple[Any, Any]:
     """Of parameters that share buckets."""
     first, second = training.module.first, training.module.second
@@ -308,9 +305,6 @@ def parameters_without_an_optimizer(training: Training) -> None:
         optimizer.step()
         optimizer.zero_grad()
     training.note([parameter.grad for parameter in training.dense[1:]])
-
-
-# -- changes on the way ------------------------------------------------------------------------------------------------
 
 
 @scenario(optimizer=None, fresh=True)

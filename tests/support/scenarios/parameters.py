@@ -46,8 +46,6 @@ def shown(training: Training, held: list[Any]) -> list[Any]:
     return [training.columns(each) for each in held[:2]] + held[2:]
 
 
-# -- reads -------------------------------------------------------------------------------------------------------------
-
 READS: dict[str, Use] = {
     "every third read": lambda training, step: values(training) if step % 3 == 2 else None,
     "read by functions": lambda training, step: F.linear(torch.ones(8), *training.module.second.parameters()),
@@ -188,9 +186,6 @@ def state_read_on_one_rank(training: Training) -> None:
             training.model.state_dict()
             training.optimizer.state_dict()
         dist.barrier()
-
-
-# -- writes ------------------------------------------------------------------------------------------------------------
 
 
 def every(of: Callable[[Training], Any], change: Callable[[Any], Any], *, tracked: bool = True) -> Use:

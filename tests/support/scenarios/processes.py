@@ -12,16 +12,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 import embrace_fx
 from tests.support.scenario import Training
 from tests.support.scenarios.modes import in_a_child
-from tests.support.scenarios.schemes import (
-    NUM_IDS,
-    Words,
-    adam,
-    ids_of,
-    scheme,
-    step_of,
-    train,
-    wrapped,
-)
+from tests.support.scenarios.schemes import NUM_IDS, Words, adam, ids_of, scheme, step_of, train, wrapped
 
 
 class _Mined(Dataset[tuple[Tensor, Tensor]]):

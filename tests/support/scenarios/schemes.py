@@ -208,9 +208,6 @@ def a_whole_model_in_bfloat16(training: Training) -> None:
         step_of(training, optimizer, model(ids_of(training.rank, k)).float().square().mean())
 
 
-# -- DDP's attributes --------------------------------------------------------------------------------------------------
-
-
 @scheme
 def synced_by_attribute(training: Training) -> None:
     """As Lightning's strategies and Accelerate's `accumulate` do it."""

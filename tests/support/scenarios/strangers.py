@@ -14,18 +14,7 @@ from torch.optim import SGD, Adagrad, Adam, AdamW, RMSprop, SparseAdam
 from torch.utils.dlpack import from_dlpack
 
 from tests.support.scenario import Training
-from tests.support.scenarios.schemes import (
-    DIM,
-    NUM_IDS,
-    Words,
-    adam,
-    ids_of,
-    loss_of,
-    scheme,
-    step_of,
-    train,
-    wrapped,
-)
+from tests.support.scenarios.schemes import DIM, NUM_IDS, Words, adam, ids_of, loss_of, scheme, step_of, train, wrapped
 
 
 class _Critic(nn.Module):
@@ -130,9 +119,6 @@ def two_towers_of_one_loss(training: Training) -> None:
         step_of(training, optimizer, F.cross_entropy(logits, torch.arange(4)))
 
 
-# -- sparse tables -----------------------------------------------------------------------------------------------------
-
-
 class _SkipGram(nn.Module):
     """Words near each other, and drawn ones that are not; the context may be bags."""
 
@@ -200,9 +186,6 @@ def _skip_grams(name: str, make: Callable[[Any], list[Any]]) -> None:
 
 for _name, _make in SPARSE.items():
     _skip_grams(_name, _make)
-
-
-# -- logs, evaluations, and batches that fail --------------------------------------------------------------------------
 
 
 @scheme

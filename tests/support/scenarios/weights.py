@@ -12,17 +12,7 @@ from torch.nn.utils import parameters_to_vector, prune, vector_to_parameters
 from torch.optim import SGD
 
 from tests.support.scenario import Training
-from tests.support.scenarios.schemes import (
-    DIM,
-    NUM_IDS,
-    Words,
-    adam,
-    ids_of,
-    loss_of,
-    scheme,
-    train,
-    wrapped,
-)
+from tests.support.scenarios.schemes import DIM, NUM_IDS, Words, adam, ids_of, loss_of, scheme, train, wrapped
 
 
 @scheme
@@ -140,9 +130,6 @@ def importance_of_weights(training: Training) -> None:
         optimizer.step()
         held = [(importance[n] * (each.detach() - anchor[n]) ** 2).sum() for n, each in plain.named_parameters()]
         training.note(sum(held))
-
-
-# -- changes amid training ---------------------------------------------------------------------------------------------
 
 
 def _pruned(plain: Any, step: int) -> None:

@@ -32,10 +32,7 @@ def test_events_on_both_sides_order_a_launch() -> None:
     [
         (program(MADE, READY[0], REDUCED, *DONE, READ), "'bucket' is written by launch 'reduce'.* after 'backward'"),
         (program(MADE, *READY, REDUCED, DONE[0], READ), "'bucket' is read by 'update'.* after launch 'reduce'"),
-        (
-            program(MADE, *READY, REDUCED, DONE[1], DONE[0], READ),
-            "'compute' waits for event 'done'",
-        ),
+        (program(MADE, *READY, REDUCED, DONE[1], DONE[0], READ), "'compute' waits for event 'done'"),
         (program(READY[0], MADE, READY[1], REDUCED, *DONE, READ), "'bucket' is written by launch 'reduce'"),
         (program(MADE, *READY, DONE[0], REDUCED, DONE[1], READ), "'bucket' is read by 'update'"),
         (
