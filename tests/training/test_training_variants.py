@@ -16,7 +16,7 @@ from tests.support.lookups import LookupsWorkload
 from tests.support.models import TwoTableLMWorkload, Workload
 from tests.support.ranks import run_ranks
 from tests.support.reference import assert_same
-from tests.support.training import SEED, Way, expected_parameters, make_optimizers, train_compiled, whole_parameters
+from tests.support.training import Way, expected_parameters, train_compiled, whole_parameters
 
 STEPS = 8
 DTYPE = torch.float64
@@ -41,21 +41,6 @@ def _check(
 
 def test_max_norm_shortens_the_same_rows_on_every_rank() -> None:
     _check(2, LookupsWorkload(max_norm=2.0), "adam", "exact", {"table.weight": "allreduce"})
-
-
-@pytest.mark.long
-def test_scale_grad_by_freq_counts_the_ids_of_all_ranks() -> None:
-    workload = LookupsWorkload(scale_grad_by_freq=True)
-    model = workload.make(DTYPE, SEED)
-    (own,) = make_optimizers("adam", model)
-    for step in range(STEPS):
-        ids = torch.cat([workload.batches(step, rank, SEED)[0] for rank in range(2)])
-        own.zero_grad()
-        (model(ids) / 2).backward()
-        own.step()
-    for result in run_ranks(2, train_compiled, workload, DTYPE, "adam", "exact", Way(steps=STEPS)):
-        assert result.strategies == {"table.weight": "allreduce"}
-        assert_same(result.parameters, whole_parameters(model), DTYPE)
 
 
 class Summed(nn.Module):
