@@ -190,7 +190,7 @@ def plan(  # noqa: PLR0913
     ]
     graph = captured[0][0]
     used = frozenset[str]().union(*(report.used for report in reports))
-    facts = facts_of(model, optimizer_hooks.known_optimizers, row_updates, used, {})
+    facts = facts_of(model, graph, optimizer_hooks.known_optimizers, row_updates, used, {})
     findings = findings_of(graph, facts, reports, ranks, options)
     if len(batches) < ranks:
         drawn = [drawn_ids(state, *each) for each in captured]

@@ -64,29 +64,30 @@ def plan_on_links(
     """
     communicator = context.communicator
 
-    def decided(links: Cluster, links_are: LinksAre) -> Plan:
-        """Decides on rank 0 and returns that plan on all ranks. Collective."""
-        plan: Plan | str | None = None
-        if findings is not None:
-            try:
-                plan = decide(findings, links, current, links_are)
-            except Exception as error:  # send the error instead of a plan, because the other ranks wait for an answer
-                plan = str(error) if isinstance(error, ValueError) else failure_text(error)
-        plan = communicator.gather(plan, Plan | str | None)[0]
-        if not isinstance(plan, Plan):
-            raise ValueError(plan)
-        return plan
+    def decided(links: Cluster, links_are: LinksAre) -> Plan | str | None:
+        """Decides on rank 0. Returns the plan, or an error to send instead, because the other ranks wait for an
+        answer; None on other ranks.
+        """
+        try:
+            return None if findings is None else decide(findings, links, current, links_are)
+        except Exception as error:
+            return str(error) if isinstance(error, ValueError) else failure_text(error)
 
-    if context.options.cluster is not None:
-        return decided(context.options.cluster, "given")
+    given = context.options.cluster
     known = known or (current.links if current is not None and current.links_are == "probed" else None)
-    if known is not None:
-        return decided(known, "probed")
-    plan = decided(Cluster(), "assumed")
-    with stage("probing links", communicator.rank):
-        links_of = glance if roughly else links_between
-        probed = links_of(communicator, plan.sent_bytes_per_step, context.device)
-    return plan if probed is None else decided(probed, "probed")
+    if given is not None or known is not None:
+        plan = decided(given, "given") if given is not None else decided(known or Cluster(), "probed")
+    else:
+        plan = decided(Cluster(), "assumed")
+        sent_bytes = plan.sent_bytes_per_step if isinstance(plan, Plan) else 0  # without a plan, nothing is probed
+        with stage("probing links", communicator.rank):
+            links_of = glance if roughly else links_between
+            probed = links_of(communicator, communicator.gather(sent_bytes, int)[0], context.device)
+        plan = plan if probed is None else decided(probed, "probed")
+    plan = communicator.gather(plan, Plan | str | None)[0]
+    if not isinstance(plan, Plan):
+        raise ValueError(plan)
+    return plan
 
 
 def repeated(context: Context, graph: TrainingGraph, plan: Plan) -> Plan:
@@ -106,7 +107,8 @@ def _disagreements(context: Context, graph: TrainingGraph, plan: Plan) -> Iterat
     if plan.world_size != context.communicator.world_size:
         yield f"a plan for {plan.world_size} ranks on {context.communicator.world_size}"
     used = used_parameters(graph)
-    facts = facts_of(context.model, context.optimizer_hooks.known_optimizers, context.options.row_updates, used, {})
+    known_optimizers, row_updates = context.optimizer_hooks.known_optimizers, context.options.row_updates
+    facts = facts_of(context.model, graph, known_optimizers, row_updates, used, {})
     planned, tables = {d.parameter: d for d in plan}, {table.parameter: table for table in graph.tables}
     if missing := planned.keys() ^ {fact.name for fact in facts}:
         yield f"parameters of the plan or of the model alone: {', '.join(sorted(missing)[:3])}"
@@ -162,9 +164,10 @@ def find(
     sharded = {name: table.shape for name, table in state.tables.items()}
     used = {*used}.union(*(report.used for report in everyone))
     blocked = {name: reason for report in everyone for name, reason in report.whole.items()}
+    known_optimizers = context.optimizer_hooks.known_optimizers
     facts = tuple(
         replace(f, local=f.name in state.ignored, row_update_blocker=blocked.get(f.name, f.row_update_blocker))
-        for f in facts_of(context.model, context.optimizer_hooks.known_optimizers, options.row_updates, used, sharded)
+        for f in facts_of(context.model, graph, known_optimizers, options.row_updates, used, sharded)
     )
     options = replace(options, schedule=schedule or options.schedule)
     return findings_of(graph, facts, everyone, communicator.world_size, options)
@@ -223,6 +226,7 @@ def findings_of(
 
 def facts_of(
     model: nn.Module,
+    graph: TrainingGraph,
     known_optimizers: KnownOptimizers,
     row_updates: RowUpdatesOption,
     used: Collection[str],
@@ -231,6 +235,7 @@ def facts_of(
     """Collects the facts about every parameter that the planner needs.
 
     Args:
+        graph: the graph, whose tables are known.
         known_optimizers: the optimizers known so far.
         used: parameters that get a gradient.
         sharded: sharded table -> its whole shape.
@@ -240,7 +245,7 @@ def facts_of(
     for k, (kind, group) in every:
         for parameter in group["params"]:
             held.setdefault(id(parameter), []).append((kind, k))
-    names: dict[int, list[str]] = {}
+    names, tables = dict[int, list[str]](), {table.parameter for table in graph.tables}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
     return tuple(
@@ -252,7 +257,7 @@ def facts_of(
             name in used,
             next(filter(None, (needs_whole(kind) for kind, _ in of)), None),
             of[-1][1] if of else -1,
-            _moving(known_optimizers, parameter, row_updates) if parameter.dim() == 2 else "",
+            _moving(known_optimizers, parameter, row_updates) if name in tables else "",
             adds_up_norms=any(kind is RowWiseAdagrad for kind, _ in of),
             tied=tuple(names[id(parameter)][1:]),
         )

@@ -201,9 +201,10 @@ class Programs:
             reason = next(filter(None, communicator.gather(asked.replan_for, str)), ORDER)
             asked.replan_for = ""
             if reason == ORDER:
-                new = communicator.gather(with_buckets(old, entry.analysed), Plan)[0]
-                if new.buckets != old.buckets:
-                    self._replace(entry.analysed, new, pipeline.findings)
+                own_buckets = with_buckets(old, entry.analysed).buckets
+                buckets = communicator.gather(own_buckets, tuple[tuple[str, ...], ...])[0]
+                if buckets != old.buckets:
+                    self._replace(entry.analysed, replace(old, buckets=buckets), pipeline.findings)
                 return
             used = {d.parameter for d in old if d.strategy not in ("frozen", "unused")}
             schedule = old.schedule_name

@@ -50,7 +50,7 @@ def from_plain(kind: Any, value: Any, where: str = "it") -> Any:
     Raises:
         ValueError: the data has another type.
     """
-    origin, arguments = get_origin(kind), get_args(kind)
+    origin, arguments = _form(kind)
     if origin in (Union, UnionType):
         return _of_union(arguments, value, where)
     if origin is Literal and value in arguments:
@@ -84,6 +84,12 @@ def from_plain(kind: Any, value: Any, where: str = "it") -> Any:
 
 
 _hints = cache(get_type_hints)
+
+
+@cache
+def _form(kind: Any) -> tuple[Any, tuple[Any, ...]]:
+    """Returns the generic type of a hint, None if it has no arguments, and its arguments."""
+    return get_origin(kind), get_args(kind)
 
 
 @cache

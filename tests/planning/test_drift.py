@@ -40,7 +40,7 @@ def test_what_was_asked_for_is_not_watched(strategy: Strategy) -> None:
 def _findings() -> Findings:
     """Of the two tables as the first batches of two ranks read them."""
     graph = analysed(make(), *batch(0, 0))
-    facts = facts_of(make(), KnownOptimizers(), "exact", used_parameters(graph), {})
+    facts = facts_of(make(), graph, KnownOptimizers(), "exact", used_parameters(graph), {})
     legal = tuple(replace(fact, row_update_blocker=None) for fact in facts)
     rows = {TABLE: (8, 8), OTHER: (6, 6)}
     return Findings(graph, legal, rows, 2)
