@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torch.optim import Optimizer
 
-from embrace_fx import ddp_attributes
+from embrace_fx.session import ddp_attributes
 from embrace_fx.setup.options import Options
 from embrace_fx.viz import DrawnSchedule, DrawnTimeline
 from embrace_fx.viz.graphs import Graphs

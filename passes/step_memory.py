@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import pairwise
 from math import prod
 from types import MappingProxyType
 from typing import Any
@@ -36,6 +37,9 @@ Numbers = NDArray[np.int64]
 
 NEVER_READ = np.iinfo(np.int64).max
 """Position of the first read of a storage without reads."""
+
+SAMPLES, _LEVELS = 60, " ▁▂▃▄▅▆▇█"
+"""Columns and characters of the line that shows memory by time."""
 
 
 @dataclass(eq=False)
@@ -99,6 +103,15 @@ class StepMemory:
     def by_time(self) -> list[int]:
         """Returns the bytes held while each node runs."""
         return self._held(self.storages)
+
+    def line(self) -> str:
+        """Draws the bytes held over the step as one line of text."""
+        if not self.by_time or not self.peak_bytes:
+            return ""
+        width = min(SAMPLES, len(self.by_time))
+        edges = [k * len(self.by_time) // width for k in range(width + 1)]
+        levels = [max(self.by_time[a:b]) * (len(_LEVELS) - 1) // self.peak_bytes for a, b in pairwise(edges)]
+        return "".join(_LEVELS[level] for level in levels)
 
     @property
     def peak_bytes(self) -> int:

@@ -89,18 +89,6 @@ def captured_of(graph: TrainingGraph) -> Captured:
     return Captured(graph, pytree.tree_structure(()), {}, ROUTE, None, (), (), Conditions(NO_VALUES))
 
 
-def lookup_tables(model: nn.Module, names: Collection[str], *, only_sparse: bool = False) -> list[str]:
-    """Returns the parameters that are weights of lookup layers.
-
-    Args:
-        only_sparse: only layers with `sparse=True`.
-    """
-    layers = [each for each in model.modules() if isinstance(each, nn.Embedding | nn.EmbeddingBag)]
-    # Read `_parameters`, because reading the weight of a parametrized layer may change buffers.
-    weights = {id(layer._parameters.get("weight")) for layer in layers if layer.sparse or not only_sparse}
-    return [name for name, parameter in model.named_parameters() if name in names and id(parameter) in weights]
-
-
 def _placeholder(graph: fx.Graph, name: str, role: InputRole, value: Tensor) -> fx.Node:
     """Adds a placeholder with a role and a traced value."""
     node = graph.placeholder(re.sub(r"\W|^(?=\d)", "_", name))

@@ -62,13 +62,3 @@ def register_hook(communicator: Communicator, asked: CommHook, options: Options,
         )
     communicator.comm_hook = asked
     return asked.name
-
-
-def rounding_report(communicator: Communicator) -> str:
-    """Describes, for a report, what the communication hook or rounding does to gradients."""
-    if communicator.comm_hook is not None:
-        return f"gradients are reduced by {communicator.comm_hook.name}, within the backward\n"
-    if communicator.gradient_dtype is None:
-        return communicator.rounding.report()
-    dtype, error = communicator.gradient_dtype, torch.finfo(communicator.gradient_dtype).eps / 2
-    return f"gradients, and rows of them, are sent as {dtype}: each is off by up to {error:.1e} of its value\n"

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from embrace_fx.capture.gradient_graph import captured_of, gradient_graph, lookup_tables
+from embrace_fx.capture.gradient_graph import captured_of, gradient_graph
+from embrace_fx.capture.module_tables import ids_in, lookup_tables, rows_in, tables_of
 from embrace_fx.passes.join_exchanges import idle_graph
 from embrace_fx.passes.planner.replanning import SAMPLED_EVERY
 from embrace_fx.runtime.exchanges.blocks import block_bitmap
@@ -20,7 +21,6 @@ from embrace_fx.runtime.step.gradient_step import GradientStep
 from embrace_fx.runtime.tables.placement import broadcast_state
 from embrace_fx.session.program_cache import Arguments, Entry
 from embrace_fx.session.programs import ORDER, Programs
-from embrace_fx.session.route import ids_in, rows_in, tables_of
 from embrace_fx.setup.agreement import agree_on_first_call
 from embrace_fx.setup.context import Context
 from embrace_fx.setup.log import log

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import pairwise
 from typing import Any
 
 from torch import Tensor, nn
@@ -12,11 +11,6 @@ from torch.utils import _pytree as pytree
 
 from embrace_fx.passes.step_memory import StepMemory
 from embrace_fx.runtime.tables.member import Member
-
-SAMPLES = 60
-"""Columns of the line that shows memory by time."""
-
-_LEVELS = " ▁▂▃▄▅▆▇█"
 
 
 def memory_report(held: StepMemory, model: nn.Module, optimizers: Sequence[Optimizer]) -> str:
@@ -30,7 +24,7 @@ def memory_report(held: StepMemory, model: nn.Module, optimizers: Sequence[Optim
         f"  saved for the backward  {_mib(held.saved_bytes)} in {len(held.saved)} storages"
         + (f"; {again} nodes run again" if again else ""),
         f"  most at a time          {_mib(held.peak_bytes)} in forward and backward",
-        f"  |{line(held)}|  forward to backward",
+        f"  |{held.line()}|  forward to backward",
     ]
     return "\n".join(lines)
 
@@ -50,16 +44,6 @@ def tables_report(tables: Mapping[str, Member], ranks: int, beyond: Mapping[str,
     for name, table in tables.items():
         aligned += [line for line in (table.store.remark, beyond.get(name) and f"  {beyond[name]}") if line]
     return "\n".join(["tables of this rank: predicted, then measured", *(f"  {each}" for each in aligned)])
-
-
-def line(held: StepMemory) -> str:
-    """Draws the bytes held over a step as one line of text."""
-    if not held.by_time or not held.peak_bytes:
-        return ""
-    width = min(SAMPLES, len(held.by_time))
-    edges = [k * len(held.by_time) // width for k in range(width + 1)]
-    levels = [max(held.by_time[a:b]) * (len(_LEVELS) - 1) // held.peak_bytes for a, b in pairwise(edges)]
-    return "".join(_LEVELS[level] for level in levels)
 
 
 def _nbytes(values: Iterable[Any]) -> int:

@@ -10,15 +10,12 @@ Contract
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-import torch
-from torch import Tensor, nn
-
 from embrace_fx.capture.gradient_graph import as_lookups, gradient_graph
+from embrace_fx.capture.module_tables import LAYERS, has_labels, heads_of, ids_in, rows_in, tables_of
 from embrace_fx.passes.planner.capture_gain import Capture
 from embrace_fx.planning.findings import find, plan_on_links
 from embrace_fx.runtime.probe.probe import GLANCE_ERROR
@@ -30,11 +27,6 @@ from embrace_fx.vocabulary.schedule import AUTO
 
 FEW_TABLES = 8
 """Most tables that are priced one by one: more of them share start-ups, which only a graph shows."""
-LEAST_SHARE = 1 / 16
-"""Share of a table's rows that the largest number of a tensor reaches if it is likely to hold the table's ids."""
-
-_LAYERS = (nn.Embedding, nn.EmbeddingBag)
-_INTEGERS = (torch.int64, torch.int32)
 
 
 def runs_as_written(context: Context, programs: Programs, leaves: Sequence[Any]) -> str:
@@ -50,10 +42,10 @@ def runs_as_written(context: Context, programs: Programs, leaves: Sequence[Any])
     communicator, model = context.communicator, context.model
     agree_on_first_call(communicator, context.activity(train=True), None)
     ids = ids_in(leaves)
-    tables, heads = tables_of(model), _heads(model)
+    tables, heads = tables_of(model), heads_of(model)
     if len(tables) > FEW_TABLES or (tables and not all(communicator.gather(bool(ids), bool))):
         return ""
-    if heads and not all(communicator.gather(all(_has_labels(ids, head) for head in heads.values()), bool)):
+    if heads and not all(communicator.gather(all(has_labels(ids, head) for head in heads.values()), bool)):
         heads = {}  # without labels in the batch, the loss is outside of the model, where "auto" shards no head
     advice = "route='graph' captures"
     if not tables and not heads:
@@ -85,56 +77,9 @@ def _asks_for_a_graph(context: Context) -> bool:
     usual &= options.backend == "eager" and options.rows == "exact"
     if any(each is not None for each in asked) or not usual or state.hooked or state.ignored:
         return True
-    layers = [module for module in context.model.modules() if isinstance(module, _LAYERS)]
+    layers = [module for module in context.model.modules() if isinstance(module, LAYERS)]
     known_optimizers, updates = context.optimizer_hooks.known_optimizers, semantics(options.row_updates)
     apart = any(m.max_norm is not None or m.sparse for m in layers)
     return apart or any(
         known_optimizers.dense_update_policy(p, updates) == "lazy" for m in layers for p in m.parameters()
     )
-
-
-def tables_of(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Returns the parameters that lookups may read: of lookup layers, unless shared, and of the user's own modules."""
-    named = [(f"{name}.", module) for name, module in model.named_modules() if module._parameters]
-    shared = Counter(id(parameter) for _, module in named for parameter in module._parameters.values())
-    layers = [
-        (f"{prefix}{name}".removeprefix("."), parameter)  # the root's prefix is "."
-        for prefix, module in named
-        if isinstance(module, _LAYERS) or not type(module).__module__.startswith("torch.nn.")
-        for name, parameter in module._parameters.items()
-    ]
-    return {n: p for n, p in layers if p is not None and p.requires_grad and p.dim() == 2 and shared[id(p)] == 1}
-
-
-def _heads(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Returns the weights of output layers, which are linear layers with a row for each row of a lookup layer."""
-    rows = {module.num_embeddings for module in model.modules() if isinstance(module, nn.Embedding)}
-    layers = [(name, module) for name, module in model.named_modules() if isinstance(module, nn.Linear)]
-    found = {id(layer.weight): f"{name}.weight" for name, layer in layers if layer.out_features in rows}
-    return {name: p for name in found.values() if (p := model.get_parameter(name)).requires_grad}
-
-
-def _has_labels(ids: Sequence[Tensor], head: nn.Parameter) -> bool:
-    """Returns whether a batch has ids and labels: two or more tensors whose largest numbers fit a head's rows."""
-    largest = [int(each.max()) for each in ids]
-    return sum(LEAST_SHARE * len(head) <= most < len(head) for most in largest) > 1
-
-
-def ids_in(leaves: Sequence[Any]) -> list[Tensor]:
-    """Returns the tensors of a batch that may hold ids."""
-    return [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.numel() and leaf.dtype in _INTEGERS]
-
-
-def rows_in(ids: Sequence[Tensor], num_rows: int) -> Tensor:
-    """Returns the rows of a table that a batch can read: the numbers of the tensors that fit the table's rows best.
-
-    Small numbers may be ids of a sorted or a large table, or counts. They are used only if there are no others.
-    """
-    fitting, likely = [], []
-    for each in ids:
-        least, most = (int(bound) for bound in each.aminmax())
-        if least >= 0 and most < num_rows:
-            fitting.append(each.reshape(-1).cpu().to(torch.int64))
-            likely += fitting[-1:] if LEAST_SHARE * num_rows <= most else []
-    found = likely or fitting
-    return torch.cat(found).unique() if found else torch.arange(num_rows, device="cpu")

@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from embrace_fx.runtime.tables.shard_layout import Layout
-from embrace_fx.runtime.tables.state_dicts import show_parts, take_own_parts
+from embrace_fx.runtime.tables.state_dicts import check_names, show_parts, take_own_parts
 from embrace_fx.runtime.tables.table_shard import REFUSAL
 from embrace_fx.setup.log import log
 
@@ -124,7 +124,7 @@ def _after_saving(hook: StateHook, module: nn.Module, state_dict: dict[str, Any]
 
 def _before_loading(hook: StateHook, module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
     """Replaces whole tables in a state dict by this rank's parts, before the state dict is loaded."""
-    _check_names(module, state_dict, prefix)
+    check_names(module, state_dict, prefix)
     _before_saving(hook)
     with hook.watching():
         take_own_parts(state_dict, hook.layouts, module.get_parameter, prefix=prefix)
@@ -134,19 +134,6 @@ def _after_loading(hook: StateHook, *_: Any) -> None:
     """Makes the session take over the loaded parameters."""
     if hook.session is not None:
         hook.session.parameters_were_loaded()
-
-
-def _check_names(module: nn.Module, state_dict: Mapping[str, Any], prefix: str) -> None:
-    """Raises `RuntimeError` if a state dict has no name of the model, so that nothing would be loaded."""
-    named = (*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False))
-    own = dict.fromkeys(prefix + name for name, _ in named)
-    given = [name for name in state_dict if name.startswith(prefix)]
-    if given and own.keys().isdisjoint(given) and not any(name.endswith("_extra_state") for name in given):
-        raise RuntimeError(
-            f"load_state_dict(): no key of the state dict is a parameter or buffer of {type(module).__name__}, so "
-            f"nothing would be loaded. Its first key is {given[0]!r}, the model's is {next(iter(own), '')!r}. Keys of "
-            "a compiled model have no 'module.' prefix: remove the code that strips it."
-        )
 
 
 def add_state_hooks(session: Session) -> Placed:

@@ -8,7 +8,6 @@ from collections.abc import Iterator, Mapping
 
 from embrace_fx.passes.scheduler.schedule_facts import background_of
 from embrace_fx.runtime.launch.timeline import gather_timeline
-from embrace_fx.session.comm_hooks import rounding_report
 from embrace_fx.session.eager_calls import EagerCalls
 from embrace_fx.session.memory_report import memory_report, tables_report
 from embrace_fx.session.programs import Programs
@@ -47,7 +46,7 @@ class Views:
         """The plan with its reasons, the measured step and advice, as a text."""
         context, pipeline, plan = self._context, self._programs.in_use, self.plan
         shares_ms, schedule = context.optimizer_hooks.recorder.step_times.shares_ms(), pipeline.schedule
-        parts = [render(plan, folded=True) + rounding_report(context.communicator)]
+        parts = [render(plan, folded=True) + context.communicator.rounding_report()]
         if shares_ms is not None and (found := why(shares_ms, "A step of this rank takes")) is not None:
             # There is no prediction for a forward as written, nor a useful one for assumed links.
             predicts = not self._eager.reason and plan.links_are != "assumed"

@@ -314,6 +314,15 @@ class Communicator(Groups):
             return launched
         return widened(launched, flat, cost.all_reduce(narrow.nbytes, self.world_size).sent_bytes)
 
+    def rounding_report(self) -> str:
+        """Describes, for a report, what the communication hook or rounding does to gradients."""
+        if self.comm_hook is not None:
+            return f"gradients are reduced by {self.comm_hook.name}, within the backward\n"
+        if self.gradient_dtype is None:
+            return self.rounding.report()
+        dtype, error = self.gradient_dtype, torch.finfo(self.gradient_dtype).eps / 2
+        return f"gradients, and rows of them, are sent as {dtype}: each is off by up to {error:.1e} of its value\n"
+
     def _narrow(self, gradient: Tensor) -> Tensor:
         """Converts a gradient to its dtype on the wire, if that is narrower."""
         dtype = self.gradient_dtype

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from embrace_fx.runtime.tables.local_storage import CopyStorage, LocalStorage
@@ -35,6 +35,19 @@ def show_parts(state_dict: dict[str, Any], names: Iterable[str], *, prefix: str 
             if id(value.held) not in shown:
                 shown[id(value.held)] = as_shown(value)
             state_dict[prefix + name] = shown[id(value.held)]
+
+
+def check_names(module: nn.Module, state_dict: Mapping[str, Any], prefix: str) -> None:
+    """Raises `RuntimeError` if a state dict has no name of the model, so that nothing would be loaded."""
+    named = (*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False))
+    own = dict.fromkeys(prefix + name for name, _ in named)
+    given = [name for name in state_dict if name.startswith(prefix)]
+    if given and own.keys().isdisjoint(given) and not any(name.endswith("_extra_state") for name in given):
+        raise RuntimeError(
+            f"load_state_dict(): no key of the state dict is a parameter or buffer of {type(module).__name__}, so "
+            f"nothing would be loaded. Its first key is {given[0]!r}, the model's is {next(iter(own), '')!r}. Keys of "
+            "a compiled model have no 'module.' prefix: remove the code that strips it."
+        )
 
 
 def as_shown(part: TableShard) -> Tensor:

@@ -7,7 +7,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import embrace_fx
-from embrace_fx.ddp_attributes import SET
+from embrace_fx.session.ddp_attributes import SET
 from tests.support.scenarios.schemes import Words
 
 

@@ -1,0 +1,75 @@
+"""Finds the tables of a model, and what a batch reads of them, without a capture of the forward."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+LAYERS = (nn.Embedding, nn.EmbeddingBag)
+"""The classes of lookup layers."""
+LEAST_SHARE = 1 / 16
+"""Share of a table's rows that the largest number of a tensor reaches if it is likely to hold the table's ids."""
+_INTEGERS = (torch.int64, torch.int32)
+
+
+def lookup_tables(model: nn.Module, names: Collection[str], *, only_sparse: bool = False) -> list[str]:
+    """Returns the parameters that are weights of lookup layers.
+
+    Args:
+        only_sparse: only layers with `sparse=True`.
+    """
+    layers = [each for each in model.modules() if isinstance(each, LAYERS)]
+    # Read `_parameters`, because reading the weight of a parametrized layer may change buffers.
+    weights = {id(layer._parameters.get("weight")) for layer in layers if layer.sparse or not only_sparse}
+    return [name for name, parameter in model.named_parameters() if name in names and id(parameter) in weights]
+
+
+def tables_of(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Returns the parameters that lookups may read: of lookup layers, unless shared, and of the user's own modules."""
+    named = [(f"{name}.", module) for name, module in model.named_modules() if module._parameters]
+    shared = Counter(id(parameter) for _, module in named for parameter in module._parameters.values())
+    layers = [
+        (f"{prefix}{name}".removeprefix("."), parameter)  # the root's prefix is "."
+        for prefix, module in named
+        if isinstance(module, LAYERS) or not type(module).__module__.startswith("torch.nn.")
+        for name, parameter in module._parameters.items()
+    ]
+    return {n: p for n, p in layers if p is not None and p.requires_grad and p.dim() == 2 and shared[id(p)] == 1}
+
+
+def heads_of(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Returns the weights of output layers, which are linear layers with a row for each row of a lookup layer."""
+    rows = {module.num_embeddings for module in model.modules() if isinstance(module, nn.Embedding)}
+    layers = [(name, module) for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+    found = {id(layer.weight): f"{name}.weight" for name, layer in layers if layer.out_features in rows}
+    return {name: p for name in found.values() if (p := model.get_parameter(name)).requires_grad}
+
+
+def has_labels(ids: Sequence[Tensor], head: nn.Parameter) -> bool:
+    """Returns whether a batch has ids and labels: two or more tensors whose largest numbers fit a head's rows."""
+    largest = [int(each.max()) for each in ids]
+    return sum(LEAST_SHARE * len(head) <= most < len(head) for most in largest) > 1
+
+
+def ids_in(leaves: Sequence[Any]) -> list[Tensor]:
+    """Returns the tensors of a batch that may hold ids."""
+    return [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.numel() and leaf.dtype in _INTEGERS]
+
+
+def rows_in(ids: Sequence[Tensor], num_rows: int) -> Tensor:
+    """Returns the rows of a table that a batch can read: the numbers of the tensors that fit the table's rows best.
+
+    Small numbers may be ids of a sorted or a large table, or counts. They are used only if there are no others.
+    """
+    fitting, likely = [], []
+    for each in ids:
+        least, most = (int(bound) for bound in each.aminmax())
+        if least >= 0 and most < num_rows:
+            fitting.append(each.reshape(-1).cpu().to(torch.int64))
+            likely += fitting[-1:] if LEAST_SHARE * num_rows <= most else []
+    found = likely or fitting
+    return torch.cat(found).unique() if found else torch.arange(num_rows, device="cpu")
