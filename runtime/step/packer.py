@@ -33,22 +33,23 @@ class Packer:
         if self._state.hooked or self._state.unreduced:
             part = self._hooked if self._state.hooked else self._state.with_unreduced
             parts = [part(name, gradient) for name, gradient in zip(self._names, gradients, strict=True)]
-        # A sparse gradient has a bucket of its own.
-        flat = parts[0].coalesce() if parts[0].is_sparse else self._joined(parts)
         scale = scale * self._state.gradient_scale if self._scales else 1.0
-        return flat.mul_(scale) if scale != 1.0 else flat
-
-    def _joined(self, parts: Sequence[Tensor]) -> Tensor:
-        """Joins gradients into one flat tensor, in the memory of the last bucket if nothing else holds it."""
-        flats = [part.reshape(-1) for part in parts]
-        if not self._keeps_memory or parts[0].device.type != "cpu":
-            return torch.cat(flats)
+        if parts[0].is_sparse:  # a sparse gradient has a bucket of its own
+            flat = parts[0].coalesce()
+            return flat.mul_(scale) if scale != 1.0 else flat
         kept = self._kept
-        if kept is None or kept.dtype != parts[0].dtype or _is_shared(kept):
-            kept = self._kept = torch.cat(flats)
+        if kept is not None and (kept.dtype != parts[0].dtype or _is_shared(kept)):
+            kept = None
+        if len(parts) == 1:
+            flat = torch.mul(parts[0].reshape(-1), scale, out=kept)  # one pass over the memory
         else:
-            torch.cat(flats, out=kept)
-        return kept.detach()  # a separate tensor, so that references to it can be counted
+            flat = torch.cat([part.reshape(-1) for part in parts], out=kept)
+            if scale != 1.0:
+                flat.mul_(scale)
+        if not self._keeps_memory or flat.device.type != "cpu":
+            return flat
+        self._kept = flat
+        return flat.detach()  # a separate tensor, so that references to it can be counted
 
     def _hooked(self, name: str, gradient: Tensor) -> Tensor:
         """Returns a gradient to reduce: this rank's sum of earlier backwards added, and the parameter's hooks

@@ -25,6 +25,18 @@ def gradients(value: float, dtype: torch.dtype = torch.float32) -> list[Tensor]:
     return [torch.full((2, 2), value, dtype=dtype), torch.full((2,), value + 1, dtype=dtype)]
 
 
+@pytest.mark.parametrize("keeps_memory", [True, False])
+@pytest.mark.parametrize("scale", [0.5, 1.0])
+def test_a_bucket_of_one_gradient_is_a_tensor_of_its_own(scale: float, keeps_memory: bool) -> None:
+    pack, gradient = packer(keeps_memory=keeps_memory), torch.full((2, 2), 3.0)
+    for _ in range(2):
+        flat = pack([gradient], scale)
+        assert flat.tolist() == [3.0 * scale] * 4
+        flat.zero_()  # as ranks reduce it in place
+        assert gradient.eq(3.0).all()
+        del flat
+
+
 @pytest.mark.parametrize("held", ["itself", "a part of it", "an array"])
 def test_memory_that_something_holds_is_left_alone(held: str) -> None:
     pack = packer()
