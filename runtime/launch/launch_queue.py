@@ -20,7 +20,7 @@ from operator import attrgetter
 from typing import Any
 
 from embrace_fx.runtime.launch.recorder import OUTSIDE, Recorder, Transfer
-from embrace_fx.runtime.launch.ticket import Launch, Ticket
+from embrace_fx.runtime.launch.ticket import Ticket
 from embrace_fx.runtime.ranks.communicator import InTurn
 from embrace_fx.runtime.ranks.groups import LANE_GROUP
 from embrace_fx.vocabulary.operation_id import Lane, OperationId
@@ -93,11 +93,14 @@ class LaunchQueue:
         at_once: maximum launches in flight; more are allowed if none is more urgent than another.
 
     Attributes:
+        ticket: the class of this queue's tickets.
         flushes: number of hurried waits.
         draining: whether all submitted launches may be made, without regard to those not submitted yet.
         callbacks: references to callbacks of collectives, run and dropped by their threads.
         sleepers: number of threads that wait for `arrived`.
     """
+
+    ticket: type[Ticket] = Ticket
 
     def __init__(self, recorder: Recorder, channel: Mapping[Lane, str] = LANE_GROUP, at_once: int = IN_FLIGHT) -> None:
         self.at_once = at_once
@@ -153,15 +156,8 @@ class LaunchQueue:
         self.callbacks.add(weakref.ref(callback, self.callbacks.discard))
         return callback
 
-    def submit(self, which: OperationId, launch: Launch, sent_bytes: int) -> Ticket:
-        """Queues a launch of the current window, or drops it if the window is dropped."""
-        recording = self.recorder.recording
-        ticket = Ticket(which, launch, sent_bytes, OUTSIDE if recording is None else recording.window, queue=self)
-        self.enter(ticket)
-        return ticket
-
     def enter(self, ticket: Ticket) -> None:
-        """Queues a ticket in its window."""
+        """Queues a launch of the current window, or drops it if the window is dropped."""
         with self.lock:
             window = self.windows[-1]
             window.expected.remove(ticket.id)
@@ -174,16 +170,6 @@ class LaunchQueue:
                 if ticket.sent_bytes >= LARGE_BYTES and self.wakes_s > -math.inf:
                     self.changed.notify_all()
                     return
-        if window.dropped:
-            self.record_change(window)
-        else:
-            self.issue()
-
-    def record_change(self, window: LaunchWindow) -> None:
-        """Issues due launches after a window has changed."""
-        if window.dropped:
-            with self.lock:
-                self.arrived.notify_all()
         self.issue()
 
     def open_window(self, order: tuple[OperationId, ...], *, held: bool) -> None:
@@ -194,7 +180,7 @@ class LaunchQueue:
             self.windows.append(LaunchWindow(order, window.number + 1, held=held))
             while len(self.windows) > 1 and not self.windows[0].waiting:
                 self.windows.popleft()
-        self.record_change(window)
+        self.issue()
 
     @contextlib.contextmanager
     def flushing(self) -> Iterator[None]:

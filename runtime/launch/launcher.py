@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, fx
 
 from embrace_fx.runtime.launch.launch_queue import LaunchQueue, LaunchWindow
-from embrace_fx.runtime.launch.recorder import Waiting
+from embrace_fx.runtime.launch.recorder import OUTSIDE, Waiting
 from embrace_fx.runtime.launch.spans import is_profiled, span
 from embrace_fx.runtime.launch.ticket import Launch, Ticket
 from embrace_fx.runtime.ranks.communicator import Communicator
@@ -107,7 +107,8 @@ class Launcher:
                 window.held = False
                 if not agreed():
                     window.drop()
-            self.queue.record_change(window)
+                    self.queue.arrived.notify_all()
+            self.queue.issue()
 
         future.add_done_callback(self.queue.watch(ended))
 
@@ -123,9 +124,8 @@ class Launcher:
     def leave_backward(self) -> None:
         """Expects no more submissions of the window's backward."""
         with self.queue.lock:
-            window = self.queue.windows[-1]
-            window.expected &= self._of_forward
-        self.queue.record_change(window)
+            self.queue.windows[-1].expected &= self._of_forward
+        self.queue.issue()
 
     def enter_forward(self) -> None:
         """Opens a window for a forward's submissions if no backward came before it; ends the backward's."""
@@ -140,9 +140,8 @@ class Launcher:
         """Removes launches from those that the current window expects."""
         if launches:
             with self.queue.lock:
-                window = self.queue.windows[-1]
-                window.expected.difference_update(launches)
-            self.queue.record_change(window)
+                self.queue.windows[-1].expected.difference_update(launches)
+            self.queue.issue()
 
     def submit(self, which: OperationId, launch: Launch, sent_bytes: int) -> Ticket:
         """Queues a launch at its place in the current window.
@@ -151,13 +150,15 @@ class Launcher:
             sent_bytes: bytes that this rank sends, for the recorder; a guess if they are known only at the launch's
                 end.
         """
-        queue = self.queue
+        queue, recording = self.queue, self.recorder.recording
         assert which in queue.windows[-1].expected, str(which)
+        window = OUTSIDE if recording is None else recording.window
+        ticket = queue.ticket(which, launch, sent_bytes, window, queue=queue)
         if is_profiled():
             with span("submit", which):
-                ticket = queue.submit(which, launch, sent_bytes)
+                queue.enter(ticket)
         else:
-            ticket = queue.submit(which, launch, sent_bytes)
+            queue.enter(ticket)
         self._communicator.progress.record(which)
         return ticket
 

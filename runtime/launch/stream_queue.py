@@ -25,10 +25,10 @@ from typing import Any
 
 from torch import Tensor
 
-from embrace_fx.runtime.launch.launch_queue import WAITING, LaunchQueue, LaunchWindow
+from embrace_fx.runtime.launch.launch_queue import WAITING, LaunchQueue
 from embrace_fx.runtime.launch.recorder import OUTSIDE, Recorder, Transfer
 from embrace_fx.runtime.launch.streams import Event, Streams
-from embrace_fx.runtime.launch.ticket import Launch, Ticket
+from embrace_fx.runtime.launch.ticket import Ticket
 from embrace_fx.runtime.ranks.communicator import InTurn
 from embrace_fx.runtime.ranks.groups import LANE_GROUP
 from embrace_fx.vocabulary.operation_id import Lane, OperationId
@@ -103,6 +103,8 @@ class StreamQueue(LaunchQueue):
         tells: this rank's position at that launch, which the other ranks still have to learn, or None.
     """
 
+    ticket = StreamTicket
+
     def __init__(self, recorder: Recorder, streams: Streams, channel: Mapping[Lane, str] = LANE_GROUP) -> None:
         super().__init__(recorder, channel)
         self.moved_s = math.inf  # a standstill never lets classes overtake each other here
@@ -147,30 +149,21 @@ class StreamQueue(LaunchQueue):
         for ticket in list(self.unwaited.values()):
             ticket.wait()
 
-    def record_change(self, window: LaunchWindow) -> None:
-        """Issues the launches that the changed window now allows."""
-        if self.error is not None:
-            raise self.error
-        self.issue()
-
     @contextlib.contextmanager
     def flushing(self) -> Iterator[None]:
         """Does nothing, because a wait makes its launch, out of turn only if needed."""
         yield
 
-    def submit(self, which: OperationId, launch: Launch, sent_bytes: int) -> Ticket:
-        """Enters a launch into its place of the current window, to be issued in turn."""
+    def enter(self, ticket: Ticket) -> None:
+        """Queues a launch at its place of the current window, to be issued in turn."""
         if self.error is not None:
             raise self.error
+        assert isinstance(ticket, StreamTicket)
         current = self.windows[-1]
-        place = (current.number, current.order.index(which))
-        ready = self.streams.record(which, "ready")
-        recording = self.recorder.recording
-        number = OUTSIDE if recording is None else recording.window
-        ticket = StreamTicket(which, launch, sent_bytes, number, queue=self, place=place, ready=ready)
-        self.unwaited[place] = ticket
-        self.enter(ticket)
-        return ticket
+        ticket.place = current.number, current.order.index(ticket.id)
+        ticket.ready = self.streams.record(ticket.id, "ready")
+        self.unwaited[ticket.place] = ticket
+        super().enter(ticket)
 
     def open_window(self, order: tuple[OperationId, ...], *, held: bool) -> None:
         """Opens a window, and waits for launches that nothing has awaited in a whole window."""
