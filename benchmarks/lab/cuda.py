@@ -129,9 +129,9 @@ def markdown(found: Mapping[str, Any]) -> str:
 
 
 _HEAD = (
-    "| system | k | step ms | host ms of a step | waits: streams, events, copies | waited ms | compute stands still "
-    "| link busy | sent MB | launches |",
-    "|---|---|---|---|---|---|---|---|---|---|",
+    "| system | k | step ms | host ms of a step | processor ms | waits: streams, events, copies | waited ms "
+    "| compute stands still | link busy | sent MB | launches |",
+    "|---|---|---|---|---|---|---|---|---|---|---|",
 )
 
 
@@ -168,7 +168,8 @@ def _row(system: str, slow: float, of: Mapping[str, Any]) -> str:
 
     waits = ", ".join(f"{waits_for(kind):.3g}" for kind in range(3))
     return (
-        f"| {system} | {slow:g} | {step_ms(of, slow).text(1)} | {middle('host_ms'):.1f} | {waits} "
+        f"| {system} | {slow:g} | {step_ms(of, slow).text(1)} | {middle('host_ms'):.1f} "
+        f"| {middle('issuing_ms'):.1f} | {waits} "
         f"| {middle('waited_ms') / slow:.1f} | {1 - middle('busy_ms') / middle('step_ms'):.0%} "
         f"| {middle('link_ms') / middle('step_ms'):.0%} | {middle('sent_bytes') / 1e6:,.2f} "
         f"| {middle('enqueued'):,.0f} |"

@@ -13,6 +13,7 @@ import ctypes
 import json
 import os
 import sys
+import threading
 import time
 import traceback
 from dataclasses import asdict, dataclass, replace
@@ -24,6 +25,7 @@ import torch.distributed as dist
 
 from benchmarks.gpu.device import CudaDevice
 from benchmarks.gpu.training import Running
+from benchmarks.micro.host_time.counters import threads_now
 from benchmarks.models import MODELS
 from benchmarks.peers import SYSTEMS
 from benchmarks.peers.embrace import EmbraceFx
@@ -44,6 +46,8 @@ class CudaTurn:
         slow: how many times longer the device and the links took than their data sheets say.
         step_ms: until the device had done all of them.
         host_ms: until the host had enqueued them, without what it waited.
+        issuing_ms: processor time of the threads that enqueue, the training thread and autograd's, whatever else runs
+            on the machine: the stand-ins' threads compute ids on the same processors.
         waited_ms: what it waited for the device.
         waits: how often, for streams, for events and for copies.
         busy_ms: of the compute stream.
@@ -55,6 +59,7 @@ class CudaTurn:
     slow: float
     step_ms: float
     host_ms: float
+    issuing_ms: float
     waited_ms: float
     waits: tuple[float, ...]
     busy_ms: float
@@ -90,14 +95,21 @@ def slow_motion(slow: float) -> None:
     launch_queue.STANDSTILL_S = STANDSTILL_S * slow
 
 
+def _issuing_ms() -> float:
+    """Processor time so far of this thread and of autograd's."""
+    threads, own = threads_now(), threading.get_native_id()
+    return sum(each.cpu_ms for k, (name, each) in threads.items() if k == own or name.startswith("pt_autograd"))
+
+
 def turn(running: Running, device: CudaDevice, slow: float, steps: int) -> CudaTurn:
     slow_motion(slow)
     dist.barrier()
     running.step()
     device.synchronize()
-    counters, began = Counters(), time.perf_counter()
+    counters, before, began = Counters(), _issuing_ms(), time.perf_counter()
     for _ in range(steps):
         running.step()
+    issuing_ms = (_issuing_ms() - before) / steps
     enqueued_ms = (time.perf_counter() - began) * 1e3 / steps
     *waits, enqueued, waited_ns, _, _, sent_bytes, link_ns = counters.per_step(steps)
     device.synchronize()
@@ -107,6 +119,7 @@ def turn(running: Running, device: CudaDevice, slow: float, steps: int) -> CudaT
         slow=slow,
         step_ms=step_ms,
         host_ms=enqueued_ms - waited_ns / 1e6,
+        issuing_ms=issuing_ms,
         waited_ms=waited_ns / 1e6,
         waits=tuple(waits),
         busy_ms=busy_ns / 1e6,
