@@ -96,10 +96,7 @@ class History:
         """
         assert self.open is not None
         self.open.record(options, {} if self.open.count else self._store.state)
-
-    def shorten(self) -> None:
-        """Applies all deferred steps once there are `MOST_STEPS`."""
-        if self.open is not None and self.open.count == MOST_STEPS:
+        if self.open.count == MOST_STEPS:
             self.close()
 
     def apply_deferred(self, places: Tensor) -> None:

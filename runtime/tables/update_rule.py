@@ -160,7 +160,6 @@ class DeferredUpdate(SparseUpdate):
             self.apply(ids, rows)
         self._history.record(self.options)
         self._count()
-        self._history.shorten()
 
 
 # -- which rule --------------------------------------------------------------------------------------------------------

@@ -86,7 +86,7 @@ class Rebinding(Optimizer):
         super().__init__(params, {"lr": 0.1})
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         for parameter in self.param_groups[0]["params"]:
             state = self.state[parameter]
             state["momentum"] = 0.9 * state.get("momentum", 0.0) + parameter.grad
