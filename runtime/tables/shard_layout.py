@@ -224,7 +224,9 @@ class Layout:
         if self.shape.numel() and not self.chosen and len(cut) == self.mesh.ndim == 1 and self.axes[cut[0]].is_tables:
             return self._gathered(own, cut[0]).view(self.shape)
         whole = torch.zeros([axis.size for axis in self.axes], dtype=own.dtype, device=own.device)
-        self.cut_into(whole, own)
+        part = whole[tuple(axis.index for axis in self.axes)]
+        if part.numel() == own.numel():  # a rank may have no element of a 0-dim tensor
+            part.copy_(own.reshape(part.shape))
         return self.summed(whole).view(self.shape)
 
     def summed(self, whole: Tensor) -> Tensor:
@@ -286,12 +288,6 @@ class Layout:
         """Returns this rank's part of a whole tensor, as a view if possible."""
         parts = whole.reshape([axis.size for axis in self.axes])[tuple(axis.index for axis in self.axes)]
         return parts.reshape(-1) if self.is_flat else parts
-
-    def cut_into(self, whole: Tensor, local: Tensor) -> None:
-        """Writes this rank's part of a whole tensor into `local`."""
-        own = whole[tuple(axis.index for axis in self.axes)]
-        if own.numel() == local.numel():  # a rank may have no element of a 0-dim tensor
-            own.copy_(local.reshape(own.shape))
 
 
 def without_axes(layout: Layout, dims: Sequence[int], *, keep: bool) -> Layout:

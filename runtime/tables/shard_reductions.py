@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from math import prod
 from types import MappingProxyType
 from typing import Any
 
@@ -16,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from embrace_fx.runtime.tables.gradient_storage import order_of_sum
 from embrace_fx.runtime.tables.local_storage import LocalStorage
 from embrace_fx.runtime.tables.shard_layout import NotAView, arguments_of, without_axes
 from embrace_fx.runtime.tables.table_shard import Rule, TableShard
@@ -26,19 +28,24 @@ _SUM, _MAX, _MIN = dist.ReduceOp.SUM, dist.ReduceOp.MAX, dist.ReduceOp.MIN
 
 @dataclass(frozen=True)
 class _Asked:
-    """The dimensions, dtype and options that a reduction was called with."""
+    """A reduction that was called: its dimensions and options, how many elements each result is of, and its dtype."""
 
     dims: tuple[int, ...]
     keep: bool
     named: Mapping[str, Any]
+    count: int
+    dtype: torch.dtype
 
     @classmethod
     def of(cls, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> _Asked:
-        """Reads the dimensions and options of a reduction from its arguments."""
-        named, count = arguments_of(func, args[1:], kwargs), args[0].dim()
-        dim = named.get("dim")
-        dims = (dim,) if isinstance(dim, int) else tuple(dim or range(count))
-        return cls(tuple(each % max(1, count) for each in dims), bool(named.get("keepdim")), named)
+        """Reads a reduction from its arguments. Raises the error that torch raises for them."""
+        part, named = args[0], arguments_of(func, args[1:], kwargs)
+        looks = func(part.spread.meta(part.dtype), *args[1:], **kwargs)
+        dim, dims = named.get("dim"), part.dim()
+        asked = (dim,) if isinstance(dim, int) else tuple(dim or range(dims))
+        asked = tuple(each % max(1, dims) for each in asked)
+        count = prod([part.shape[each] if dims else 1 for each in asked])
+        return cls(asked, bool(named.get("keepdim")), named, count, looks.dtype)
 
     def is_of_all(self, part: TableShard) -> bool:
         """Returns whether the reduction is over all dimensions."""
@@ -123,13 +130,12 @@ def _is_of_gradient(part: TableShard, asked: _Asked) -> bool:
 def _sum(func: Any, args: Any, kwargs: Any) -> Any:
     """Sums the local values and adds up the ranks' sums, in a wider dtype than the result's."""
     part, asked = args[0], _Asked.of(func, args, kwargs)
-    looks = func(part.spread.meta(part.dtype), *args[1:], **kwargs)
-    dtype = _wide(looks.dtype)
+    dtype = _wide(asked.dtype)
     if _is_of_gradient(part, asked):
         found = part.spread.reduce(aten.sum.default(part.held.values(), dtype=dtype), _SUM, _word(func))
     else:
         found = _over(part, asked, func, lambda v, dims: v.sum(dims, keepdim=True, dtype=dtype), _SUM)
-    return found.to(looks.dtype)
+    return found.to(asked.dtype)
 
 
 def _count_nonzero(func: Any, args: Any, kwargs: Any) -> Any:
@@ -140,35 +146,24 @@ def _count_nonzero(func: Any, args: Any, kwargs: Any) -> Any:
 
 def _mean(func: Any, args: Any, kwargs: Any) -> Any:
     """Sums, then divides by the number of whole elements."""
-    part, asked = args[0], _Asked.of(func, args, kwargs)
-    looks = func(part.spread.meta(part.dtype), *args[1:], **kwargs)
-    count, dtype = 1, _wide(looks.dtype)
-    for dim in asked.dims:
-        count *= part.shape[dim] if part.dim() else 1
-    if len(args) == 1 and not asked.keep:
-        total = aten.sum.default(part, dtype=dtype)
-    else:
-        total = aten.sum.dim_IntList(part, list(asked.dims), asked.keep, dtype=dtype)
-    return (total / max(1, count)).to(looks.dtype)
+    asked = _Asked.of(func, args, kwargs)
+    total = _sum(aten.sum.dim_IntList, (args[0], list(asked.dims), asked.keep), {"dtype": _wide(asked.dtype)})
+    return (total / max(1, asked.count)).to(asked.dtype)
 
 
 def _variance(func: Any, args: Any, kwargs: Any) -> Any:
     """Sums the squared distances from the mean, then divides by the corrected count."""
     part, asked = args[0], _Asked.of(func, args, kwargs)
-    looks = func(part.spread.meta(part.dtype), *args[1:], **kwargs)
-    correction, count, values = asked.named.get("correction"), 1, part.to(_wide(part.dtype))
-    for dim in asked.dims:
-        count *= part.shape[dim] if part.dim() else 1
+    correction, values = asked.named.get("correction"), part.to(_wide(part.dtype))
     apart = values - values.mean(list(asked.dims), keepdim=True)
     squares = (apart * apart).sum(list(asked.dims), keepdim=asked.keep)
-    found = squares / max(0.0, count - (1.0 if correction is None else float(correction)))
-    return (found.sqrt() if "std" in func._schema.name else found).to(looks.dtype)
+    found = squares / max(0.0, asked.count - (1.0 if correction is None else float(correction)))
+    return (found.sqrt() if "std" in func._schema.name else found).to(asked.dtype)
 
 
 def _extreme(func: Any, args: Any, kwargs: Any) -> Any:
-    """Implements `max`, `min`, `amax` and `amin` over the values of all ranks."""
+    """Implements `max`, `min`, `amax`, `amin`, `any` and `all` over the values of all ranks."""
     part, asked, name = args[0], _Asked.of(func, args, kwargs), func._schema.name.removeprefix("aten::")
-    func(part.spread.meta(part.dtype), *args[1:], **kwargs)
     reduce_op = _MAX if name in ("max", "amax", "any") else _MIN
     if name in ("any", "all"):
         return _over(part, asked, func, lambda v, dims: getattr(v.bool(), name)(dims, keepdim=True), reduce_op)
@@ -184,25 +179,19 @@ def _norm(func: Any, args: Any, kwargs: Any) -> Any:
         of_all: Tensor = part.held.norm(float(args[1]) if args[1:] else 2.0).to(part.dtype)
         return of_all
     asked = _Asked.of(func, args, kwargs)
-    looks = func(part.spread.meta(part.dtype), *args[1:], **kwargs)
-    order = float(asked.named["ord"])
+    order, wide = float(asked.named["ord"]), _wide(asked.dtype)  # the square of 256 overflows in half precision
     if part.held.of_gradient and asked.is_of_all(part):
-        total: Tensor = part.held.norm(order)
-        return total.to(looks.dtype).view(looks.shape)
-    wide = _wide(looks.dtype)  # the square of 256 overflows in half precision
+        total: Tensor = part.held.norm(order).to(asked.dtype)
+        return total.view([1] * part.dim()) if asked.keep else total
+    power, reduce_op = order_of_sum(order)
 
     def of_part(values: Tensor, dims: tuple[int, ...]) -> Tensor:
-        """Returns the norm of this rank's values."""
+        """Returns the norm of this rank's values, to the power in which norms add up."""
         norm: Tensor = torch.linalg.vector_norm(values, order, dims, keepdim=True, dtype=wide)
-        return norm
+        return norm.pow(power)
 
-    if abs(order) == float("inf"):
-        found = _over(part, asked, func, of_part, _MAX if order > 0 else _MIN)
-    elif order == 0:
-        found = _over(part, asked, func, of_part, _SUM)
-    else:
-        found = _over(part, asked, func, lambda v, dims: of_part(v, dims).pow(order), _SUM).pow(1.0 / order)
-    return found.to(looks.dtype)
+    found = _over(part, asked, func, of_part, reduce_op)
+    return found.pow(1.0 / power).to(asked.dtype)
 
 
 def _renorm(func: Any, args: Any, kwargs: Any) -> Any:

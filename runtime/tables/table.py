@@ -21,11 +21,11 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from embrace_fx.runtime.kernels import lookup
+from embrace_fx.runtime.tables.gradient_storage import TableGradient
 from embrace_fx.runtime.tables.history import History
 from embrace_fx.runtime.tables.local_storage import GradientFuture, Rows
 from embrace_fx.runtime.tables.own_step import first_state, hyperparameters, rows_of_state, state_names, step_tensor
 from embrace_fx.runtime.tables.row_store import RowStore
-from embrace_fx.runtime.tables.table_gradient import TableGradient
 from embrace_fx.runtime.tables.update_rule import (
     DeferredUpdate,
     Options,
