@@ -32,25 +32,37 @@ WAYS: Mapping[str, tuple[int, dict[str, Any]]] = {
     "eager": (2, {"route": "eager"}),
 }
 QUICK = (
-    *("ids outside of a table", "backwards in other order", "backwards without step", "gradients copied", "clipping"),
-    *("other data of gradients that nobody has read", "gradients zeroed before the step", "gradients kept"),
-    *("rows of a sum are scaled", "read under inference mode", "read under a mode of ops", "given to vmap"),
-    *("read under a trace", "gradients read by a forked child", "plain adamw, one cycle", "schedulers"),
-    *("steps taken twice", "the optimizer saved and loaded", "two optimizers with a look in between"),
-    *("read by a thread", "state read on one rank", "written through the state dict", "the padding row zeroed"),
-    *("a storage from before written", "chunks are scaled", "rows are added by ids", "the slice of data"),
-    *("the gradient is gathered", "renormed rows", "its gradient is another", "momentum reset", "other state"),
+    *("ids outside of a table", "closures", "two losses in one backward", "backwards in other order"),
+    *("backwards without step", "all gradients logged", "gradients copied", "clipping", "clipping by other norms"),
+    *("clipping of data", "all gradients replaced", "other data of gradients that nobody has read"),
+    *("gradients changed", "a gradient scaler with clipping", "rows that were not read given gradients"),
+    *("gradients zeroed before the step", "gradients kept", "gradients detached and zeroed in place"),
+    *("a kept gradient grows", "rows of a sum are scaled", "a sum is clamped", "read under inference mode"),
+    *("read under a mode of ops", "given to vmap", "read under fake tensors", "read under a trace", "given as data"),
+    *("made a parameter", "gradients read by a forked child", "plain adamw, one cycle", "plain adagrad"),
+    *("plain row-wise adagrad", "schedulers", "steps every second time", "steps taken twice"),
+    *("a group of each parameter", "the optimizer saved and loaded", "two optimizers with a look in between"),
+    *("two optimizers of one parameter", "every third read", "read by functions", "foreach average", "copies"),
+    *("read by a thread", "state read on one rank", "data clamped", "written through the state dict"),
+    *("the padding row zeroed", "numpy from before written", "a storage from before written"),
+    *("averages after one rank has looked", "weights saved and loaded", "all rows but some are zeroed by a mask"),
+    *("columns are zeroed", "chunks are scaled", "rows are added by ids", "the slice of data", "the data is broadcast"),
+    *("the gradient is gathered", "a copy that is saved", "renormed rows", "rows are put back", "noise"),
+    *("a decay by column", "its gradient is another", "momentum reset", "other state", "kept state halved"),
+    "the first table removed from its group and added again",
 )
 """One of each mechanism, of those that share one model, without those of `BESIDE_A_HEAD`: a capture for all of them."""
 OF_THEIR_OWN = (
     *("buffers shared by attribute", "attributes that trainers ask for", "hooks of all kinds"),
-    *("skip grams of bags", "master weights by hand", "rank 0 evaluates and tells"),
+    *("skip grams of bags", "master weights by hand", "items mined by workers"),
+    *("a model served by its script", "rank 0 evaluates and tells", "tables read by pairs"),
+    "tables read by counted ids",
 )
 """Scenarios of models of their own."""
 AS_WRITTEN = (
     *("a scale that the loop applies", "a weight of each rank", "other branches on each rank", "unequal loaders"),
     *("accumulation", "gradients copied", "clipping", "gradients kept", "the optimizer saved and loaded"),
-    "calls that are checkpointed",
+    *("calls that are checkpointed", "a penalty in a backward of its own"),
 )
 """Scenarios of the eager route."""
 HEADS = ("heads", "output_layers", "head_loops")

@@ -373,12 +373,12 @@ def _removed(training: Training, table: nn.Parameter) -> None:
         training.step()
 
 
-@scenario(optimizer=OPTIMIZERS["momentum"], fresh=True)
+@scenario(optimizer=OPTIMIZERS["momentum"])
 def the_first_table_removed_from_its_group_and_added_again(training: Training) -> None:
     _removed(training, training.module.words.weight)
 
 
-@scenario(optimizer=ADAMW, fresh=True)
+@scenario(optimizer=ADAMW)
 def the_last_table_removed_from_its_group_and_added_again(training: Training) -> None:
     _removed(training, training.module.items.weight)
 
