@@ -1,9 +1,10 @@
-"""Prices what a capture gives: the waits that shards save per step, beside the time that the capture takes.
+"""Prices what a capture gives: the waits that a graph saves per step, beside the time that the capture takes.
 
 Contract
     A pure function of a plan and of a few counts, because it is asked before there is a graph. Whole tables are waited
-    for behind the backward, of shards a schedule hides half: this must save a tenth of the step, whose compute is
-    estimated from the parameters and the batch, and repay the capture in 500 steps.
+    for behind the backward, of shards a schedule hides half. A graph also hides in the next forward what buckets take
+    longer than the backward. Both together must save a tenth of the step, whose compute is estimated from the
+    parameters and the batch, and repay the capture in 500 steps.
 """
 
 from __future__ import annotations
@@ -15,15 +16,18 @@ from torch import Tensor
 from embrace_fx.cost import links as cost
 from embrace_fx.cost.links import CORE
 from embrace_fx.passes.planner.pricing import HEAD_EXCHANGES
+from embrace_fx.passes.planner.step_cost import LEAST_MS, bucket_ms
 from embrace_fx.vocabulary.plan import SHARDED, Plan
 
 WORTH = 0.1
-"""Share of a step that shards must save."""
+"""Share of a step that a graph must save."""
 CAPTURE_MS, REPAID_IN = 25.0, 500
 """Milliseconds that capture and passes take for each parameter, of 12 layers of a Transformer on one core; steps that
 must save as much."""
 FLOPS = 6
 """Floating-point operations of a parameter for each position of a batch: two in the forward, four in the backward."""
+BACKWARD = 2 / 3
+"""Share of a step's compute that is the backward's."""
 PARAMETER_MS = 0.05
 """Milliseconds that autograd and an optimizer take for a parameter of any size."""
 AWAITED = 0.5
@@ -39,33 +43,47 @@ class Capture:
         elements: elements of those that are multiplied with every position of a batch.
         positions: positions of the largest batch.
         heads: weights of output layers, of which every position counts as scored.
+        other_bytes: bytes of the parameters that the plan lacks, which are neither tables nor output layers.
     """
 
     parameters: int
     elements: int
     positions: int
     heads: tuple[Tensor, ...]
+    other_bytes: int
 
     @property
     def capture_ms(self) -> float:
         """The time of the capture."""
         return CAPTURE_MS * self.parameters
 
-    @property
-    def compute_ms(self) -> float:
-        """The compute of a step."""
-        return FLOPS * self.elements * self.positions / CORE.flops_per_ms + PARAMETER_MS * self.parameters
+    def compute_ms(self, plan: Plan) -> float:
+        """Estimates the compute of a step. Ranks that share a core take longer."""
+        alone_ms = FLOPS * self.elements * self.positions / CORE.flops_per_ms + PARAMETER_MS * self.parameters
+        return alone_ms / min(plan.links.pace, 1.0)
 
     def pays(self, plan: Plan, error: float = 1.0) -> bool:
-        """Returns whether the plan's shards save enough, or would if they saved `error` times as much."""
-        return error * self._saved_ms(plan) > max(WORTH * self.compute_ms, self.capture_ms / REPAID_IN)
+        """Returns whether a graph saves enough, or would if it saved `error` times as much."""
+        saved_ms = error * (self._saved_by_shards_ms(plan) + self._hidden_ms(plan))
+        return saved_ms > max(WORTH * self.compute_ms(plan), self.capture_ms / REPAID_IN)
 
     def compared(self, plan: Plan) -> str:
         """Compares what shards save with a step and with the capture, in words."""
-        saved_ms, step_ms, capture_s = self._saved_ms(plan), self.compute_ms, self.capture_ms / 1e3
-        return f"{saved_ms:.1f} ms of a step of about {step_ms:.0f} ms, a capture take {capture_s:.1f} s"
+        hidden_ms = self._hidden_ms(plan)
+        hidden = f" and overlap {hidden_ms:.1f}" if hidden_ms >= LEAST_MS else ""
+        saved = f"{self._saved_by_shards_ms(plan):.1f} ms{hidden} of a step of about {self.compute_ms(plan):.0f} ms"
+        return f"{saved}, a capture take {self.capture_ms / 1e3:.1f} s"
 
-    def _saved_ms(self, plan: Plan) -> float:
+    def _hidden_ms(self, plan: Plan) -> float:
+        """Predicts the milliseconds of the buckets' transfers that the next forward hides per step, because the
+        backward is too short to hide them.
+        """
+        compute_ms = self.compute_ms(plan)
+        others_ms = cost.all_reduce(self.other_bytes, plan.world_size).time_ms(plan.links, "all_reduce")
+        late_ms = others_ms + sum(bucket_ms(plan, names) for names in plan.buckets) - BACKWARD * compute_ms
+        return min(max(late_ms, 0.0), (1 - BACKWARD) * compute_ms)
+
+    def _saved_by_shards_ms(self, plan: Plan) -> float:
         """Predicts the waits that shards save per step, compared with the cheapest exchanges of whole tables."""
         whole = {
             name: [c.predicted_ms for c in plan[name].candidates if c.strategy not in SHARDED] for name in plan.sharded

@@ -76,8 +76,10 @@ def _alike(one: Any, other: Any) -> bool:
         return True
     if type(one) is not FakeTensor or type(other) is not FakeTensor:
         return False
+    if not all(type(size) is int for size in (*one.shape, *other.shape)):
+        return False
     forms = [(x.shape, x.dtype, x.device, x.layout, x.requires_grad) for x in (one, other)]
-    if forms[0] != forms[1] or one.layout != torch.strided or not all(type(size) is int for size in one.shape):
+    if forms[0] != forms[1] or one.layout != torch.strided:
         return False
     return (one.stride(), one.storage_offset()) == (other.stride(), other.storage_offset())
 
