@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import re
@@ -11,7 +12,9 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
+from embrace_fx import api
 from embrace_fx.setup import log as progress
 
 TRAIN = """
@@ -107,3 +110,16 @@ def test_stages_that_take_long_are_told_of(monkeypatch: pytest.MonkeyPatch, caps
     assert len(lines) >= 2
     assert all(re.fullmatch(r"embrace_fx: (probing links|planning), \d s so far", line) for line in lines)
     assert not progress._of_thread.stages
+
+
+def test_a_rank_that_loads_the_compiler_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[tuple[str, int]] = []
+
+    def stage(what: str, rank: int) -> contextlib.AbstractContextManager[None]:
+        said.append((what, rank))
+        return contextlib.nullcontext()
+
+    monkeypatch.setattr(api, "stage", stage)
+    monkeypatch.setenv("RANK", "3")
+    api.compile(torch.nn.Linear(1, 1))
+    assert said == [("loading torch's compiler", 3)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import subprocess
 import xml.etree.ElementTree as ET
@@ -17,7 +18,7 @@ from embrace_fx.viz.picture import Picture
 from embrace_fx.vocabulary.schedule import Dependence, MemoryAt, Operation, Schedule, Span, StepGraph, Timeline
 from tests.support import timelines
 from tests.support.golden import check_golden
-from tests.support.pictures import saved
+from tests.support.pictures import compute, saved
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -87,6 +88,11 @@ def test_still_pictures_show_the_last_two_windows(schedule: Schedule) -> None:
         min(s.start_ms for s in shown) - panel.origin_ms,
         max(s.end_ms for s in shown) - panel.origin_ms,
     )
+
+
+def test_a_tick_at_the_edge_has_no_number_beyond_it(tmp_path: Path) -> None:
+    text = saved(tmp_path, ".svg", timeline=Timeline((compute("forward 0", 0, 10),), (), 1))
+    assert re.findall(r'class="tick">(\d+)<', text) == ["0", "2", "4", "6", "8"]
 
 
 @pytest.mark.parametrize("drawn", ["schedule", "timeline"])

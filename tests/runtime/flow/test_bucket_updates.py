@@ -30,9 +30,9 @@ class Training:
         self.together: list[int] = []  # how many parameters each step has taken
         monkeypatch.setattr(bucket_updates, "step_groups", self._step)
         communicator, order = Communicator(None), [chunk_id(k, 0) for k in range(len(NAMES))]
-        launcher = Launcher(order, (), LaunchQueue(Recorder()), communicator)
+        self.launcher = Launcher(order, (), LaunchQueue(Recorder()), communicator)
         sends = dict.fromkeys(range(len(NAMES)), lambda flat, _: InFlight(flat, None))
-        self.buckets = Buckets([(name,) for name in NAMES], self._find, communicator, launcher, sends)
+        self.buckets = Buckets([(name,) for name in NAMES], self._find, communicator, self.launcher, sends)
         for k, launch in enumerate(order):
             flat = torch.full((2,), float(k + 1))
             self.buckets.submit_chunk(launch, flat, 0, 2, "")
@@ -76,3 +76,16 @@ def test_a_bucket_in_flight_keeps_those_behind_it_for_their_turn(monkeypatch: py
     training.buckets.update_bucket(None, 1)
     assert training.together == [1, 2]
     assert training.values == [0.25, 0.5, 0.75]
+
+
+def test_no_bucket_takes_over_chunks_of_a_backward_that_was_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    training = Training(monkeypatch)
+    for k in reversed(range(len(NAMES))):
+        training.buckets.update_bucket(None, k)
+    training.launcher.open_window()
+    training.buckets.submit_chunk(chunk_id(0, 0), torch.zeros(2), 0, 2, "")
+    training.buckets.forget_submitted()
+    training.buckets.defer_bucket(torch.zeros(2), 0)
+    sent = training.buckets.all[0].sent
+    assert sent is not None
+    assert sent[1] == []
