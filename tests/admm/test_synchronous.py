@@ -55,7 +55,7 @@ def _train(rank: int, world_size: int, iterations: int, dtype: torch.dtype = tor
 
 def test_ranks_compute_what_the_formulas_say() -> None:
     """z = mean of theta_i + u_i, u_i += theta_i - z, with all ranks' iterations made here one after the other."""
-    results = run_ranks(2, _train, 3, torch.float64)
+    results = run_ranks(2, _train, 2, torch.float64)
     rnn, head = modules(WORDS, HIDDEN, 2, dtype=torch.float64)
     seed = int(torch.randint(2**31, (1,)))
     given = read_weights(rnn, head)
@@ -68,7 +68,7 @@ def test_ranks_compute_what_the_formulas_say() -> None:
     states = [admm.State.begin(start, data, admm.Penalties(), Best(0, 1.0, given), seed) for data in shards]
     z = start.flat()
     duals = [torch.zeros_like(z), torch.zeros_like(z)]
-    for _ in range(3):
+    for _ in range(2):
         for state, data, u in zip(states, shards, duals, strict=True):
             state.agreed = start.unflat(z)
             iterate(state, data, 16, Consensus(start.unflat(z - u), 0.5))

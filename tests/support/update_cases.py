@@ -109,21 +109,21 @@ def decay_rows(put: Put) -> None:
     """Rows that have skipped 1 to 40 steps of an AdamW, one of them named twice; rows that have skipped none."""
     taken = torch.tensor([0, 39, 40, 41, 20, 5, 0], dtype=torch.int32)
     ids = torch.tensor([5, 1, 0, 5, 3, 2, 4])
-    for dtype in (torch.float32, torch.float64):
-        for width in (0, 1, 33, 1500):
-            weight, first = random(7, width, dtype=dtype), random(7, width, dtype=dtype, seed=1)
-            second = random(7, width, dtype=dtype, seed=2).square()
-            for greatest in (None, second + 0.1):
-                given = [put(each) for each in (weight, first, second)]
-                averages = decay.Averages(given[1], given[2], None if greatest is None else put(greatest))
-                history, counted = _decay_history(40), put(taken)
-                on_device = history._replace(coefficients=put(history.coefficients))
-                decay.decay_rows(given[0], averages, put(ids), counted, on_device)
-                assert plain(counted).tolist() == [40, 40, 40, 41, 40, 40, 0]
-                wide = [each.double() for each in (weight, first, second)]
-                for found, expected in zip(given, _decayed(wide, greatest, taken, history), strict=True):
-                    assert_near(found[:6], expected[:6], dtype)
-                assert_same(given[0][6:], weight[6:])
+    single, double = torch.float32, torch.float64
+    for dtype, width, amsgrad in ((single, 0, False), (single, 33, True), (single, 1500, False), (double, 1, True)):
+        weight, first = random(7, width, dtype=dtype), random(7, width, dtype=dtype, seed=1)
+        second = random(7, width, dtype=dtype, seed=2).square()
+        greatest = second + 0.1 if amsgrad else None
+        given = [put(each) for each in (weight, first, second)]
+        averages = decay.Averages(given[1], given[2], None if greatest is None else put(greatest))
+        history, counted = _decay_history(40), put(taken)
+        on_device = history._replace(coefficients=put(history.coefficients))
+        decay.decay_rows(given[0], averages, put(ids), counted, on_device)
+        assert plain(counted).tolist() == [40, 40, 40, 41, 40, 40, 0]
+        wide = [each.double() for each in (weight, first, second)]
+        for found, expected in zip(given, _decayed(wide, greatest, taken, history), strict=True):
+            assert_near(found[:6], expected[:6], dtype)
+        assert_same(given[0][6:], weight[6:])
 
 
 def _decay_history(count: int) -> decay.TakenSteps:

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
 
-pytestmark = pytest.mark.long  # importing Lightning takes seconds
-lightning = pytest.importorskip("lightning", reason="of the extra `test`")
+pytestmark = pytest.mark.long
+
+
+@pytest.fixture
+def lightning() -> Any:
+    """Imported by a test, because it takes seconds."""
+    return pytest.importorskip("lightning", reason="of the extra `test`")
 
 
 def strategy_of(module: nn.Module) -> object:
@@ -24,8 +31,8 @@ def parts() -> dict[str, nn.Module]:
     return {"words": nn.Embedding(50, 4), "top": nn.Linear(4, 1)}
 
 
-def test_parts_without_a_forward_are_refused() -> None:
-    class Apart(lightning.LightningModule):  # type: ignore[misc, name-defined]
+def test_parts_without_a_forward_are_refused(lightning: Any) -> None:
+    class Apart(lightning.LightningModule):  # type: ignore[misc]
         def __init__(self) -> None:
             super().__init__()
             self.words, self.top = parts().values()
@@ -35,8 +42,8 @@ def test_parts_without_a_forward_are_refused() -> None:
         strategy.configure_ddp()  # type: ignore[attr-defined]
 
 
-def test_a_step_that_does_not_call_the_forward_is_refused() -> None:
-    class Apart(lightning.LightningModule):  # type: ignore[misc, name-defined]
+def test_a_step_that_does_not_call_the_forward_is_refused(lightning: Any) -> None:
+    class Apart(lightning.LightningModule):  # type: ignore[misc]
         calls_forward = True
 
         def __init__(self) -> None:
