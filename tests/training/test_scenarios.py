@@ -41,13 +41,12 @@ QUICK = (
     *("read by a thread", "state read on one rank", "written through the state dict", "the padding row zeroed"),
     *("a storage from before written", "chunks are scaled", "rows are added by ids", "the slice of data"),
     *("the gradient is gathered", "renormed rows", "its gradient is another", "momentum reset", "other state"),
+    "the first table removed from its group and added again",
 )
 """One of each mechanism, of those that share one model, without those of `BESIDE_A_HEAD`: a capture for all of them."""
 OF_THEIR_OWN = (
     *("buffers shared by attribute", "attributes that trainers ask for", "hooks of all kinds"),
-    *("skip grams of bags", "master weights by hand", "items mined by workers"),
-    *("a model served by its script", "rank 0 evaluates and tells", "tables read by pairs"),
-    "tables read by counted ids",
+    *("skip grams of bags", "master weights by hand", "rank 0 evaluates and tells", "tables read by counted ids"),
 )
 """Scenarios of models of their own."""
 AS_WRITTEN = (
