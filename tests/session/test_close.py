@@ -95,7 +95,6 @@ def _whole(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, TableShard) else tensor.clone()
 
 
-@pytest.mark.long
 def test_a_closed_model_keeps_its_state_and_says_that_it_is_closed() -> None:
     for message, expected, found, threads in run_ranks(2, close_and_go_on):
         assert "This compiled model is closed" in message
