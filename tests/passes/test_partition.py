@@ -109,9 +109,6 @@ def test_without_gradients_there_is_no_backward(forward: Callable[..., Any], tra
     assert saved(phases["forward"]) == []
 
 
-# ---- what crosses a cut, and what is both inside and outside ----
-
-
 def test_a_gradient_that_the_forward_has_computed() -> None:
     """d/dw of (w * x.sum()).sum() is what the forward has, times the tangent."""
     model = tables_model(lambda m, x: (m.vector * x.sum()).sum() + m.table(x).sum())

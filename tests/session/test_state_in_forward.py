@@ -14,7 +14,7 @@ import embrace_fx
 from embrace_fx.capture.errors import CaptureError
 from tests.support.beside import check, ids
 from tests.support.inside import captures_of
-from tests.support.ranks import run_ranks
+from tests.support.ranks import run_ranks, run_ranks_expecting_errors
 
 
 class Words(nn.Module):
@@ -262,3 +262,16 @@ def test_backward_hooks_of_modules_run_in_each_backward() -> None:
     for _ in range(2):
         compiled(ids_BT).backward()
     assert seen == ["here", "here"]
+
+
+def _hooked(rank: int, world_size: int) -> None:
+    plain = Words()
+    node = torch.autograd.graph.get_gradient_edge(plain.inner.bias).node
+    node.register_hook(lambda *_: None)
+    embrace_fx.compile(plain)
+
+
+def test_hooks_of_autograds_nodes_are_refused() -> None:
+    for error in run_ranks_expecting_errors(2, _hooked):
+        assert "has a hook on the autograd node" in str(error)
+        assert "inner.bias" in str(error)

@@ -32,9 +32,6 @@ def ahead(model: Any, batches: list[Any]) -> Any:
     return model.lookahead(batches) if isinstance(model, embrace_fx.CompiledModel) else batches
 
 
-# -- rows that have left for the next batch, where the loop changes what the step makes of them ------------------------
-
-
 class Words(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -115,9 +112,6 @@ EARLY = {
 def test_gradients_and_state_written_between_steps(names: tuple[str, ...], schedule: str) -> None:
     strategy = {"words.weight": "alltoall"}
     check(__name__, *names, cases="EARLY", once=True, strategy=strategy, schedule=schedule, rtol=1e-9)
-
-
-# -- padding rows that are not zero, which most optimizers move without a gradient, in consecutive batches -------------
 
 
 class Padded(nn.Module):
@@ -213,9 +207,6 @@ PRESENT = {"to none": (Branches, present(False)), "in place": (Branches, present
 @pytest.mark.long
 def test_what_a_rank_reached_before_it_ran_out_has_a_gradient() -> None:
     check(__name__, cases="PRESENT", ddp={"find_unused_parameters": True}, strategy="alltoall", rtol=1e-5)
-
-
-# -- steps that take what each rank has accumulated for itself ---------------------------------------------------------
 
 
 class TwoTables(nn.Module):

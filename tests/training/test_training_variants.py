@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.optim import SGD
 
 import embrace_fx
-from embrace_fx.vocabulary.exactness import RowUpdates
 from tests.support.lookups import LookupsWorkload
-from tests.support.models import TwoTableLMWorkload, Workload
 from tests.support.ranks import run_ranks
 from tests.support.reference import assert_same
 from tests.support.training import Way, expected_parameters, train_compiled, whole_parameters
@@ -22,25 +17,12 @@ STEPS = 8
 DTYPE = torch.float64
 
 
-def _check(
-    world_size: int,
-    workload: Workload,
-    optimizer: str,
-    row_updates: RowUpdates,
-    strategies: Mapping[str, str],
-    strategy: Any = "alltoall",
-) -> None:
-    """Trains on ranks, compares with the reference, and says how the tables were expected to be kept."""
-    __tracebackhide__ = True
-    expected = expected_parameters(world_size, workload, DTYPE, optimizer, row_updates, STEPS)
-    way = Way(strategy, steps=STEPS)
-    for result in run_ranks(world_size, train_compiled, workload, DTYPE, optimizer, row_updates, way):
-        assert_same(result.parameters, expected, DTYPE)
-        assert result.strategies == strategies
-
-
 def test_max_norm_shortens_the_same_rows_on_every_rank() -> None:
-    _check(2, LookupsWorkload(max_norm=2.0), "adam", "exact", {"table.weight": "allreduce"})
+    workload, way = LookupsWorkload(max_norm=2.0), Way("alltoall", steps=STEPS)
+    expected = expected_parameters(2, workload, DTYPE, "adam", steps=STEPS)
+    for result in run_ranks(2, train_compiled, workload, DTYPE, "adam", "exact", way):
+        assert result.strategies == {"table.weight": "allreduce"}
+        assert_same(result.parameters, expected, DTYPE)
 
 
 class Summed(nn.Module):
@@ -86,11 +68,3 @@ def test_clipping_in_half_precision(world_size: int) -> None:
     for norm, gradient in run_ranks(world_size, clips_half_precision):
         assert norm.item() == pytest.approx(400 * 8, rel=1e-3)
         torch.testing.assert_close(gradient.float(), torch.full((8, 8), 1 / 8), rtol=1e-2, atol=0.0)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(("num_words", "chosen"), [(60, "allreduce"), (300_000, "alltoall")])
-def test_auto_shards_a_table_that_is_large_for_what_a_batch_reads(num_words: int, chosen: str) -> None:
-    workload = TwoTableLMWorkload(num_words=num_words)
-    strategies = {"embedding.weight": chosen, "output.weight": chosen}
-    _check(2, workload, "adagrad", "exact", strategies, "auto")

@@ -119,8 +119,6 @@ def test_max_norm_tables_are_kept_equal() -> None:
     assert decide(Findings(graph, facts, {TABLE: (4,)}, 1)).renormed == ()
 
 
-# ---- replicas whose gradients are exchanged sparsely ----
-
 LARGE = 4_000_000
 """Rows of which 120 are read: no AllReduce of the whole table can be fast."""
 MOVES = "Adam moves every row"

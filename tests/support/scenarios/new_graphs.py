@@ -153,9 +153,6 @@ for _name, (_call, _before) in LOOPS.items():
     zeroed_between(_name, Many, _call, _before)
 
 
-# -- tables that are new where no graph holds the forward --------------------------------------------------------------
-
-
 class Late(Words):
     """Reads a table, and decides by values, in some calls alone."""
 
