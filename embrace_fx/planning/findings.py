@@ -52,6 +52,7 @@ def plan_on_links(
     *,
     known: Cluster | None = None,
     roughly: bool = False,
+    besides: int = 0,
 ) -> Plan:
     """Decides the plan on rank 0, for the given links or, if a step sends enough, for probed ones. Returns it on all
     ranks. Collective.
@@ -61,6 +62,7 @@ def plan_on_links(
         current: the plan in use, if any.
         known: the links, if they have been probed.
         roughly: whether a short measurement of the links is enough.
+        besides: bytes that a step sends for parameters that are not among the findings.
     """
     communicator = context.communicator
 
@@ -79,7 +81,7 @@ def plan_on_links(
         plan = decided(given, "given") if given is not None else decided(known or Cluster(), "probed")
     else:
         plan = decided(Cluster(), "assumed")
-        sent_bytes = plan.sent_bytes_per_step if isinstance(plan, Plan) else 0  # without a plan, nothing is probed
+        sent_bytes = plan.sent_bytes_per_step + besides if isinstance(plan, Plan) else 0  # no plan, no probe
         with stage("probing links", communicator.rank):
             links_of = glance if roughly else links_between
             probed = links_of(communicator, communicator.gather(sent_bytes, int)[0], context.device)

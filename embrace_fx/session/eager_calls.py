@@ -38,7 +38,6 @@ class EagerCalls:
     def __init__(self, context: Context, programs: Programs) -> None:
         self._tables: list[str] = []
         self._row_tables = frozenset[str]()  # the tables of `_tables` with sparse gradients
-        self._untied = frozenset[str]()  # the tables that only lookups read
         self._logged_written = False
         self._replicated = False  # rank 0's parameters were sent for evaluations before the first plan
         self.reason = "route='eager' was asked for" if context.options.route == "eager" else ""
@@ -144,13 +143,11 @@ class EagerCalls:
         """Returns, for each table, the rows of a recent gradient, or before the first one those that a batch can
         read.
         """
-        tables = {table.parameter: table.num_rows for table in entry.analysed.tables}
-        return [
-            self._rows[name]
-            if name in self._rows
-            else rows_in(ids_in(leaves) if name in self._untied else (), num_rows)
-            for name, num_rows in tables.items()
-        ]
+        tables, rows = entry.analysed.tables, self._rows
+        if unknown := [table for table in tables if table.parameter not in rows]:
+            ids, untied = ids_in(leaves), tables_of(self._context.model)
+            rows = rows | {t.parameter: rows_in(ids if t.parameter in untied else (), t.num_rows) for t in unknown}
+        return [rows[table.parameter] for table in tables]
 
     def _look(self, gradients: Mapping[str, Tensor]) -> None:
         """Samples the rows of sparse gradients, and requests a plan in the order of gradients after the first
@@ -187,7 +184,6 @@ class EagerCalls:
         """Returns a graph of the gradients alone, and stores its tables in the model's state."""
         if self._context.communicator.comm_hook is None:
             self._tables = lookup_tables(self._context.model, trained)
-            self._untied = frozenset(tables_of(self._context.model))
             self._row_tables = frozenset(lookup_tables(self._context.model, trained, only_sparse=True))
         # The eager route needs whole tables.
         whole = {name: table.shape for name, table in self._context.state.tables.items()}

@@ -59,11 +59,11 @@ def runs_as_written(context: Context, programs: Programs, leaves: Sequence[Any])
         findings = replace(findings, facts=tuple(fact for fact in findings.facts if fact.name in weighed))
     dense = sum(p.numel() for name, p in trained.items() if name not in tables and p.dim() > 1)
     positions = max(communicator.gather(max(each.numel() for each in ids), int))
-    other_bytes = sum(p.nbytes for name, p in trained.items() if name not in weighed)
-    capture = Capture(len(trained), dense, positions, tuple(heads.values()), other_bytes)
-    plan = plan_on_links(context, findings, None, roughly=True)
+    capture = Capture(len(trained), dense, positions, tuple(heads.values()))
+    besides = sum(parameter.nbytes for name, parameter in trained.items() if name not in weighed)
+    plan = plan_on_links(context, findings, None, roughly=True, besides=besides)
     if plan.links_are == "probed" and capture.pays(plan, GLANCE_ERROR):  # exact links may decide otherwise
-        plan = plan_on_links(context, findings, None)
+        plan = plan_on_links(context, findings, None, besides=besides)
     programs.links = plan.links if plan.links_are == "probed" else None
     if capture.pays(plan):
         return ""
