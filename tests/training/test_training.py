@@ -98,7 +98,6 @@ ALL = [
         }
     )
 ]
-QUICK = [Case(optimizer="adamw")]
 
 
 def _train(rank: int, world_size: int, cases: list[Case]) -> list[Trained]:
@@ -120,11 +119,6 @@ def _check(cases: list[Case], by_rank: list[list[Trained]]) -> None:
             except AssertionError as error:
                 error.add_note(f"after training {case}")
                 raise
-
-
-@pytest.mark.long
-def test_parameters_equal_the_reference() -> None:
-    _check(QUICK, run_ranks(2, _train, QUICK))
 
 
 @pytest.mark.long
