@@ -326,9 +326,9 @@ def pack_bucket(gradients: Sequence[Tensor], scale: float) -> Tensor:
 @op("unpack_bucket", "(Tensor(a -> *) flat, Tensor[] like) -> Tensor(a)[]")
 def unpack_bucket(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
     """Returns views into the flat tensor with the shapes of `like` (the parameters)."""
-    # Twice as fast as a fake `view`, which uses torch's Python decomposition. All begin at the same place, so that
-    # torch finds fake views of one shape in its cache.
-    return [flat.as_strided(t.shape, _strides(t.shape), flat.storage_offset()) for t in like]
+    begin, starts = flat.storage_offset(), accumulate((t.numel() for t in like), initial=0)
+    # Twice as fast as a fake `view`, which uses torch's Python decomposition.
+    return [flat.as_strided(t.shape, _strides(t.shape), begin + start) for t, start in zip(like, starts, strict=False)]
 
 
 def _strides(shape: Sequence[int]) -> list[int]:
