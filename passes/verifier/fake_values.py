@@ -74,14 +74,20 @@ def _alike(one: Any, other: Any) -> bool:
     """Returns whether two fake values are the same, or tensors of the same form without symbolic sizes."""
     if one is other:
         return True
-    if type(one) is not FakeTensor or type(other) is not FakeTensor:
-        return False
-    if not all(type(size) is int for size in (*one.shape, *other.shape)):
-        return False
-    forms = [(x.shape, x.dtype, x.device, x.layout, x.requires_grad) for x in (one, other)]
-    if forms[0] != forms[1] or one.layout != torch.strided:
-        return False
-    return (one.stride(), one.storage_offset()) == (other.stride(), other.storage_offset())
+    form, another = _form(one), _form(other)
+    return form is not None and form == another
+
+
+def _form(value: Any) -> tuple[Any, ...] | None:
+    """Returns what tells a dense fake tensor from others; None for other values, and for symbolic sizes, of which a
+    comparison would add a guard.
+    """
+    if type(value) is not FakeTensor or value.layout != torch.strided:
+        return None
+    sizes = (*value.shape, *value.stride(), value.storage_offset())
+    if not all(type(size) is int for size in sizes):
+        return None
+    return value.dtype, value.device, value.requires_grad, value.shape, value.stride(), value.storage_offset()
 
 
 def disagreement(node: fx.Node, module: fx.GraphModule, mode: FakeTensorMode) -> tuple[str, str] | None:
