@@ -301,6 +301,26 @@ def trains_two_models(rank: int, world_size: int, kind: str, reads: str = "") ->
     return training.parameters() | on_host(found)
 
 
+def reads_between_two_calls(rank: int, world_size: int, kind: str) -> Found:
+    """One backward runs those of two calls; a hook reads what the first one has brought before the other begins."""
+    training, seen = Training(rank, kind), list[Tensor]()
+    bias = next(p for p in training.model.parameters() if p.dim() == 1)
+
+    def read(_: Tensor) -> None:
+        assert bias.grad is not None
+        seen.append(bias.grad.sum().detach().cpu())
+
+    for step in range(6):
+        first, second = (
+            training.model(*[each.to(training.device) for each in WORKLOAD.batches(10 * step + k, rank, SEED)])
+            for k in range(2)
+        )
+        first.register_hook(read)
+        (first + second).backward()
+        training.step()
+    return training.parameters() | {"seen": torch.stack(seen)}
+
+
 def reads_within_a_backward(rank: int, world_size: int, kind: str) -> Found:
     """A hook reads a gradient of the model whose backward is over, before that of the other model begins."""
     return trains_two_models(rank, world_size, kind, reads="within one backward")
@@ -333,6 +353,7 @@ DEEDS: tuple[Callable[[int, int, str], Found], ...] = (
     reads_on_one_rank,
     reads_in_every_step,
     trains_two_models,
+    reads_between_two_calls,
     reads_within_a_backward,
     reads_after_each_backward,
     reads_after_both_backwards,
