@@ -129,7 +129,7 @@ class CommPipeline:
         if everyone.overtook:
             self.launcher.queue.enqueue_submitted()
         if expected is not None and everyone.found:
-            self._route(expected)
+            expected.route(self.launcher.wait)
         else:
             if expected is not None and not is_batch:  # this rank has called the model with another batch
                 self._warn()
@@ -210,10 +210,6 @@ class CommPipeline:
         """Begins a forward that leaves nothing to the next step and finds nothing left by the last one."""
         self.launcher.enter_forward()
         self._begin_compute()
-
-    def _route(self, ahead: NextBatch) -> NextBatch | None:
-        """Computes the routing of a batch whose ids are in flight. Returns None if no rank may use the batch."""
-        return ahead if ahead.route(self.launcher.wait) else None
 
     def mark_forward(self) -> None:
         """Records a forward that ran outside of a program."""
@@ -314,7 +310,9 @@ class CommPipeline:
         cuts them.
         """
         self.awaits_ids = False
-        ahead = self._ahead = self._route(self._ahead) if self._ahead is not None else None
+        ahead = self._ahead
+        if ahead is not None and not ahead.route(self.launcher.wait):
+            ahead = self._ahead = None
         if ahead is not None and self._has_cut:
             for table, found in ahead.program.rows_of_ranks(ahead.values).items():
                 self.exchanges[table].cut(*found, ahead.cuts.get(table))
