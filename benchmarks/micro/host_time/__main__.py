@@ -3,6 +3,7 @@
     python -m benchmarks.micro.host_time --output benchmarks/results                 # all models, 2 ranks
     python -m benchmarks.micro.host_time --models small lm --ranks 1 4 --rounds 5
     python -m benchmarks.micro.host_time --models bert --systems ddp embrace_eager  # the others beside the first
+    python -m benchmarks.micro.host_time --models lm recommender --systems in_memory beyond_memory --rounds 7
 
 Ranks are processes of this machine that meet on its loopback: what the host does for a step does not depend on a link's
 rate. Each system has processes of its own, and systems take turns: a round is every system once. Times are medians of
@@ -11,6 +12,8 @@ processes that count in place of measuring; `--rounds 0` counts alone.
 "small" has two tables of 50,000 x 32 under Adam, eight small layers and a batch of 16 x 20; its DDP has SparseAdam for
 the tables. "tables-26" and its like have so many tables of 1,000 x 16, each of which a batch of 64 looks up once. They
 and the lab's five models train under Adagrad; TorchRec runs where `make bench-peers` has made its environment.
+"beyond_memory" has a tenth of each large table of the LM or the recommender in memory and its other rows in a file,
+"in_memory" has all of them in memory: tables of up to 100,000 rows, under AdamW.
 """
 
 from __future__ import annotations
@@ -163,7 +166,12 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", choices=NAMES, default=list(NAMES))
     parser.add_argument("--ranks", type=int, nargs="+", default=[2])
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--systems", nargs="+", default=(), help="of the lab, or embrace_eager; those of a model here")
+    parser.add_argument(
+        "--systems",
+        nargs="+",
+        default=(),
+        help="of the lab, embrace_eager, or beyond memory; those of a model here",
+    )
     parser.add_argument("--output", type=Path, help="folder for the record; nothing is written by default")
     given = parser.parse_args()
     if given.rank is not None:

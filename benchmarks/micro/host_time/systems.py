@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -12,10 +13,13 @@ from torch.optim import Adam, Optimizer, SparseAdam
 
 import embrace_fx
 from benchmarks.models import MODELS
-from benchmarks.models.base import Batch, Lookups, TableModel
+from benchmarks.models.base import Batch, Lookups, TableModel, Workload
+from benchmarks.models.language_model import LanguageModelWorkload
+from benchmarks.models.recommender import CRITEO_ROWS, RecommenderWorkload
 from benchmarks.peers import SYSTEMS
 from benchmarks.peers.base import Task, with_sparse_tables
 from benchmarks.peers.embrace import EmbraceFx
+from benchmarks.peers.tiered import Tiered
 from embrace_fx.vocabulary.exactness import RowUpdates
 from embrace_fx.vocabulary.schedule import ScheduleName
 
@@ -25,7 +29,12 @@ MANY = {f"tables-{count}": count for count in (4, 26, 120)}
 NAMES = (SMALL, *MANY, *MODELS)
 EAGER = "embrace_eager"
 """embrace_fx where models run as they are written, which is DDP's way too."""
-LR, SEED, BATCHES = 1e-3, 0, 48
+LR, SEED, BATCHES, FRESH = 1e-3, 0, 48, 64
+"""`FRESH` batches are as many as a run measures: rows that come again would all be in memory."""
+BEYOND: dict[str, float | None] = {"in_memory": None, "beyond_memory": 0.1}
+"""System of the lab's LM and recommender under AdamW -> the share of a large table's rows that memory holds."""
+BEYOND_ROWS = 100_000
+"""The rows of the largest tables under these systems. Tables of at least half as many are large."""
 SMALL_SYSTEMS: dict[str, tuple[ScheduleName, RowUpdates] | None] = {
     "ddp_sparse": None,
     "embrace_none": ("none", "exact"),
@@ -113,12 +122,33 @@ def steps_of(model: str, system: str, rank: int) -> Iterator[Tensor]:
     """Trains endlessly; yields this rank's loss of each step. Collective."""
     sizes = ManyTables(MANY[model]) if model in MANY else None
     workload = sizes or (SmallWorkload() if model == SMALL else MODELS[model]["lab"])
-    batches = _again([workload.batch(step, rank, SEED) for step in range(BATCHES)])
+    if system in BEYOND:
+        workload = _with_large_tables(workload)
+    count = FRESH if system in BEYOND else BATCHES
+    batches = _again([workload.batch(step, rank, SEED) for step in range(count)])
+    if system in BEYOND:
+        tiered = Tiered(BEYOND[system], tempfile.gettempdir(), BEYOND_ROWS // 2)
+        return tiered.prepare(Task(workload, seed=SEED)).steps(batches)
     if model != SMALL:
         peer = EmbraceFx("auto", route="eager") if system == EAGER else SYSTEMS[system].peer()
         return peer.prepare(Task(workload, seed=SEED)).steps(batches)
     torch.manual_seed(SEED)
     return _small_steps(workload.make(), SMALL_SYSTEMS[system], batches)
+
+
+def _with_large_tables(workload: Workload) -> Workload:
+    """Returns one of the lab's workloads with tables of up to `BEYOND_ROWS` rows.
+
+    Raises:
+        ValueError: the model's tables are small.
+    """
+    if isinstance(workload, LanguageModelWorkload):
+        return replace(workload, vocabulary=BEYOND_ROWS)
+    if isinstance(workload, RecommenderWorkload):
+        return replace(workload, rows=tuple([min(rows, BEYOND_ROWS) for rows in CRITEO_ROWS]))
+    raise ValueError(
+        "in_memory and beyond_memory train the models lm and recommender alone. Pass --models lm recommender."
+    )
 
 
 def _small_steps(
