@@ -17,7 +17,7 @@ from embrace_fx.session import ddp_attributes
 from embrace_fx.setup.options import Options
 from embrace_fx.viz import DrawnSchedule, DrawnTimeline
 from embrace_fx.viz.graphs import Graphs
-from embrace_fx.vocabulary.names import StateDict, named
+from embrace_fx.vocabulary.names import StateDict, wrap_names
 from embrace_fx.vocabulary.plan import Plan
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from embrace_fx.session.session import Session
 
 
-def _compiled_again(model: nn.Module, options: Options) -> CompiledModel:
+def _compile_copy(model: nn.Module, options: Options) -> CompiledModel:
     """Compiles a copied or unpickled model anew, for a single process."""
     from embrace_fx.session.session import Session  # noqa: PLC0415  (torch's compiler takes seconds to import)
 
@@ -68,21 +68,21 @@ class CompiledModel(nn.Module, Joinable):
             try:
                 found = getattr(self._session.model, name)
             except AttributeError as error:
-                found = ddp_attributes.read(self._session, name, error)
+                found = ddp_attributes.read_attribute(self._session, name, error)
         if isinstance(found, nn.Module | nn.Parameter):
             self._session.programs.parameters_may_change()
         return found
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in ddp_attributes.SET and "_session" in self.__dict__:
-            ddp_attributes.assign(self._session, name, value)
+            ddp_attributes.assign_attribute(self._session, name, value)
         else:
             super().__setattr__(name, value)
 
     def _has_options(
         self, options: Options, optimizers: tuple[Optimizer, ...], group: dist.ProcessGroup | DeviceMesh | None
     ) -> bool:
-        """Returns whether `compile` with these arguments would return this model."""
+        """Returns whether the model was compiled with exactly these options, optimizers and ranks."""
         session = self._session
         of_group = group is None or group is session.group or group is session.device_mesh
         of_optimizers = all(any(each is own for own in session.optimizers) for each in optimizers)
@@ -104,7 +104,7 @@ class CompiledModel(nn.Module, Joinable):
                 f"A compiled {name} cannot be copied or pickled while {sharded} are sharded. On every rank, copy or "
                 "pickle what `with model.whole() as plain:` yields, or save model.full_state_dict()."
             )
-        return _compiled_again, (session.model, session.options)
+        return _compile_copy, (session.model, session.options)
 
     # -- running -------------------------------------------------------------------------------------------------------
 
@@ -138,7 +138,7 @@ class CompiledModel(nn.Module, Joinable):
         Raises:
             RuntimeError: another `lookahead` of this model is still in use.
         """
-        return self._session.lookahead.over(loader, batches)
+        return self._session.lookahead.read_ahead(loader, batches)
 
     def train(self, mode: bool = True) -> CompiledModel:
         """Sets the training mode of the model."""
@@ -215,7 +215,7 @@ class CompiledModel(nn.Module, Joinable):
     @property
     def join_process_group(self) -> Any:
         """Returns the ranks that train together, for `Join`."""
-        return self._session.communicator.group_of_joins() if self._joins_on_hosts else self._session.group
+        return self._session.communicator.join_group() if self._joins_on_hosts else self._session.group
 
     @property
     def forward_sync_buffers(self) -> bool:
@@ -264,23 +264,23 @@ class CompiledModel(nn.Module, Joinable):
     # Apply pending updates before returning parameters. The caller may write them, so drop rows fetched ahead.
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
-        """Yields the model's parameters, which the caller may then change."""
+        """Yields the model's parameters, with pending updates applied, because the caller may change them."""
         self._session.programs.parameters_may_change()
         return self._session.model.parameters(recurse)
 
     def named_parameters(self, prefix: str = "", *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         """Yields the model's parameters by their names in the plain model."""
         self._session.programs.parameters_may_change()
-        return named(super().named_parameters(prefix, *args, **kwargs), prefix)
+        return wrap_names(super().named_parameters(prefix, *args, **kwargs), prefix)
 
     def named_buffers(self, prefix: str = "", *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
         """Yields (name, buffer), with the names of the plain model."""
-        return named(super().named_buffers(prefix, *args, **kwargs), prefix)
+        return wrap_names(super().named_buffers(prefix, *args, **kwargs), prefix)
 
     def named_modules(self, memo: Any = None, prefix: str = "", *args: Any, **kwargs: Any) -> Iterator[tuple[str, Any]]:
         """Yields the model's modules by their names in the plain model."""
         self._session.programs.parameters_may_change()
-        return named(super().named_modules(memo, prefix, *args, **kwargs), prefix)
+        return wrap_names(super().named_modules(memo, prefix, *args, **kwargs), prefix)
 
     def named_children(self) -> Iterator[tuple[str, nn.Module]]:
         """Yields the model's child modules by name."""
@@ -318,7 +318,7 @@ class CompiledModel(nn.Module, Joinable):
         """
         self._session.programs.parameters_may_change()
         found = self._session.model.state_dict(*args, **kwargs)
-        return found if args or kwargs else StateDict.of(found)
+        return found if args or kwargs else StateDict.wrap(found)
 
     def full_state_dict(self) -> dict[str, Any]:
         """Returns `state_dict()` with every table whole, as a plain tensor, on every rank.
@@ -393,7 +393,7 @@ class CompiledModel(nn.Module, Joinable):
         process there is compute only.
         """
         views = self._session.views
-        return DrawnSchedule.of(views.schedule, views.background)
+        return DrawnSchedule.from_schedule(views.schedule, views.background)
 
     @property
     def timeline(self) -> DrawnTimeline:
@@ -401,7 +401,7 @@ class CompiledModel(nn.Module, Joinable):
         prediction.
         """
         views = self._session.views
-        return DrawnTimeline.of(views.timeline, views.schedule, views.background)
+        return DrawnTimeline.from_timeline(views.timeline, views.schedule, views.background)
 
     def record(self) -> contextlib.AbstractContextManager[None]:
         """Measures the training steps inside, for `timeline`. Collective."""

@@ -14,29 +14,29 @@ from torch.optim import Optimizer
 
 from embrace_fx.capture import capture
 from embrace_fx.capture.arguments import flatten_arguments
-from embrace_fx.capture.meta_models import as_on_cpu, is_on_meta
+from embrace_fx.capture.meta_models import is_on_meta, on_fake_cpu
 from embrace_fx.compiled_model import CompiledModel
 from embrace_fx.cost.devices import NVME
 from embrace_fx.cost.links import Cluster
 from embrace_fx.cost.sparsity import Sparsity, extrapolate
 from embrace_fx.cost.storage import StorageTier
 from embrace_fx.cost.wire import Format
-from embrace_fx.passes.pipeline import analyse, overlap_passes, run_passes, training_passes
+from embrace_fx.passes.pipeline import overlap_passes, run_passes, training_passes, with_tables
 from embrace_fx.passes.planner.asked_strategies import Strategy
 from embrace_fx.passes.planner.decide import decide
-from embrace_fx.passes.planner.grouping import cuts
+from embrace_fx.passes.planner.grouping import cut_communication
 from embrace_fx.passes.planner.plan_fit import used_parameters
-from embrace_fx.passes.scheduler.schedule_facts import background_of
+from embrace_fx.passes.scheduler.schedule_facts import compute_facts
 from embrace_fx.planning.findings import (
     RankFacts,
+    collect_facts,
     drawn_ids,
-    facts_of,
-    findings_of,
+    make_findings,
     reads_of,
     scored_of,
 )
-from embrace_fx.planning.scheduling import order, rows_beyond_memory
-from embrace_fx.planning.tiering import fit_plan
+from embrace_fx.planning.scheduling import decide_order, rows_beyond_memory
+from embrace_fx.planning.tiering import add_working_sets
 from embrace_fx.runtime.ranks.communicator import Communicator
 from embrace_fx.runtime.ranks.step_handshake import StepHandshake
 from embrace_fx.runtime.step.optimizer_hooks import OptimizerHooks
@@ -65,8 +65,8 @@ class Forecast(Plan):
     _graph: TrainingGraph
 
     @classmethod
-    def of(cls, planned: Plan, context: Context, graph: TrainingGraph) -> Forecast:
-        """Returns a forecast of a plan."""
+    def predict(cls, planned: Plan, context: Context, graph: TrainingGraph) -> Forecast:
+        """Completes a plan to a forecast, which can also predict its schedule from the captured graph."""
         found = cls(**vars(planned))
         vars(found).update(_context=context, _graph=graph)
         return found
@@ -85,7 +85,7 @@ class Forecast(Plan):
 
     def explain(self) -> str:
         """Describes every candidate strategy, and the predicted reads of tables beyond memory."""
-        step_ms = self.schedule.beside_storage_ms if self.memory and self.world_size > 1 else None
+        step_ms = self.schedule.without_storage_ms if self.memory and self.world_size > 1 else None
         lines = (
             f"{name}, {readable_bytes(of.nbytes)} of memory: {of.describe(step_ms)}" for name, of in self.memory.items()
         )
@@ -105,16 +105,16 @@ class Forecast(Plan):
             )
         tables = {table.parameter for table in self._graph.tables}
         compiled = run_passes(self._graph, training_passes(self, tables, 0))
-        found = cuts(self, self._context.state.parameter)
+        found = cut_communication(self, self._context.state.parameter)
         passes = overlap_passes(self, self.schedule_name, 0, found)
         compiled = run_passes(self._graph, passes, compiled)
         beyond = rows_beyond_memory(self, LOADER_AHEAD)
-        schedule, _ = order(self._context, self, compiled.graph, beyond)
-        return DrawnSchedule.of(schedule, lambda: background_of(self, schedule))
+        schedule, _ = decide_order(self._context, self, compiled.graph, beyond)
+        return DrawnSchedule.from_schedule(schedule, lambda: compute_facts(self, schedule))
 
 
 class _SingleCommunicator(Communicator):
-    """The communicator of a rank 0 whose other ranks do not exist."""
+    """A communicator that acts as rank 0 of ranks that do not exist."""
 
     def __init__(self, world_size: int) -> None:
         super().__init__(None)
@@ -178,7 +178,7 @@ def plan(  # noqa: PLR0913
     )  # no step runs, so these are never used
     for each in optimizers:
         optimizer_hooks.known_optimizers.add(each)
-    captured = [_captured(model, state, each) for each in batches]
+    captured = [_capture_batch(model, state, each) for each in batches]
     reports = [
         RankFacts(
             tuple(used_parameters(graph)),
@@ -190,16 +190,16 @@ def plan(  # noqa: PLR0913
     ]
     graph = captured[0][0]
     used = frozenset[str]().union(*(report.used for report in reports))
-    facts = facts_of(model, graph, optimizer_hooks.known_optimizers, row_updates, used, {})
-    findings = findings_of(graph, facts, reports, ranks, options)
+    facts = collect_facts(model, graph, optimizer_hooks.known_optimizers, row_updates, used, {})
+    findings = make_findings(graph, facts, reports, ranks, options)
     if len(batches) < ranks:
         drawn = [drawn_ids(state, *each) for each in captured]
-        findings = replace(findings, sparsity=_extrapolated(graph, drawn, ranks))
+        findings = replace(findings, sparsity=_extrapolate_sparsity(graph, drawn, ranks))
     planned = decide(findings, cluster, links_are="assumed" if cluster == Cluster() else "given")
     context = Context(model, optimizer_hooks, state, announcements, options)
     if table_memory is not None:
-        planned = fit_plan(context, planned, findings.sparsity, lambda records: storage)
-    return Forecast.of(planned, context, graph)
+        planned = add_working_sets(context, planned, findings.sparsity, lambda records: storage)
+    return Forecast.predict(planned, context, graph)
 
 
 def _batches_of_ranks(batch: Any, world_size: int | None) -> tuple[list[Any], int]:
@@ -218,27 +218,27 @@ def _batches_of_ranks(batch: Any, world_size: int | None) -> tuple[list[Any], in
     return batches, ranks
 
 
-def _captured(model: nn.Module, state: ModelState, batch: Any) -> tuple[TrainingGraph, list[Any]]:
+def _capture_batch(model: nn.Module, state: ModelState, batch: Any) -> tuple[TrainingGraph, list[Any]]:
     """Captures a batch's graph. Returns it with the batch, flattened."""
-    args, kwargs = _arguments(batch)
+    args, kwargs = _split_arguments(batch)
     parameter = state.any_parameter()
     with random_state_kept(torch.device("cpu") if parameter is None else parameter.device):
         if is_on_meta(model):
-            with as_on_cpu(model, (args, kwargs)) as (twin, (fake_args, fake_kwargs)):
-                graph = analyse(capture(twin, fake_args, fake_kwargs, train=True).graph)
+            with on_fake_cpu(model, (args, kwargs)) as (twin, (fake_args, fake_kwargs)):
+                graph = with_tables(capture(twin, fake_args, fake_kwargs, train=True).graph)
         else:
-            graph = analyse(capture(model, args, kwargs, train=True).graph)
+            graph = with_tables(capture(model, args, kwargs, train=True).graph)
     return graph, flatten_arguments(args, kwargs)[0]
 
 
-def _arguments(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def _split_arguments(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Returns a batch as positional and keyword arguments of the model."""
     if isinstance(batch, Mapping):
         return (), dict(batch)
     return (batch if isinstance(batch, tuple) else (batch,)), {}
 
 
-def _extrapolated(
+def _extrapolate_sparsity(
     graph: TrainingGraph, by_batch: Sequence[Mapping[str, tuple[Tensor, Tensor]]], ranks: int
 ) -> dict[str, Sparsity]:
     """Extrapolates each table's sparsity to more ranks than batches, if all batches show its rows."""

@@ -31,7 +31,7 @@ _GROUP_ARGUMENTS = frozenset({"group", "group_name"})
 
 @dataclass(frozen=True)
 class Collective:
-    """Everything about a launch that must be equal on all ranks.
+    """The description of one launch by everything that must be equal on all ranks.
 
     Attributes:
         group: the communication class.
@@ -58,7 +58,7 @@ def collective_sequence(graph: TrainingGraph) -> tuple[Collective, ...]:
     `graph` must be legal (`embrace_fx.passes.verifier.invariants`).
     """
     return tuple(
-        _collective(node) for module in running_modules(graph) for node in module.graph.nodes if is_launch(node)
+        _describe_launch(node) for module in running_modules(graph) for node in module.graph.nodes if is_launch(node)
     )
 
 
@@ -78,7 +78,7 @@ def sequence_hash(graph: TrainingGraph, *, ordered: bool = True) -> str:
     return hashlib.sha256("\n".join(map(repr, sequence)).encode()).hexdigest()
 
 
-def _collective(launch: fx.Node) -> Collective:
+def _describe_launch(launch: fx.Node) -> Collective:
     """Describes a launch by everything that must be equal on all ranks."""
     options = sorted(launch_options(launch).items())
     value = launch.meta["val"]
@@ -94,7 +94,7 @@ def _collective(launch: fx.Node) -> Collective:
 
 
 def group_of(launch: fx.Node) -> str:
-    """Returns the communication class of a launch."""
+    """Returns the communication class of a launch, such as "embedding" or "dense"."""
     return next(str(value) for name, value in launch_options(launch).items() if name in _GROUP_ARGUMENTS)
 
 

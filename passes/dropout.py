@@ -31,10 +31,10 @@ class EagerDropout:
     """Replaces `native_dropout` on the CPU, and removes the copies left by dropout with p=0."""
 
     def __call__(self, graph: TrainingGraph) -> TrainingGraph:
-        return rewrite_each(rewrite_each(graph, _copies, _use_original), _dropouts, use_scaled_noise)
+        return rewrite_each(rewrite_each(graph, _removable_copies, _remove_copy), _dropouts, use_scaled_noise)
 
 
-def _copies(graph: TrainingGraph) -> list[fx.Node]:
+def _removable_copies(graph: TrainingGraph) -> list[fx.Node]:
     """Returns the copies of computed values that can be removed: their layout is the same, and they do not leave the
     graph.
     """
@@ -42,14 +42,14 @@ def _copies(graph: TrainingGraph) -> list[fx.Node]:
     for node in graph.graph.find_nodes(op="call_function", target=aten.clone.default):
         original = node.args[0]
         is_computed = isinstance(original, fx.Node) and original.op == "call_function" and not node.kwargs
-        if is_computed and same_layout(original, node) and not _leaves(node):
+        if is_computed and same_layout(original, node) and not _is_returned(node):
             found.append(node)
     return found
 
 
-def _leaves(node: fx.Node) -> bool:
-    """Returns whether a value, or a view of it, is an output of the graph."""
-    return any(user.op == "output" or (_is_view(user) and _leaves(user)) for user in node.users)
+def _is_returned(node: fx.Node) -> bool:
+    """Returns whether a node's value, or a view of it, is an output of the graph."""
+    return any(user.op == "output" or (_is_view(user) and _is_returned(user)) for user in node.users)
 
 
 def _is_view(node: fx.Node) -> bool:
@@ -58,8 +58,8 @@ def _is_view(node: fx.Node) -> bool:
     return node.target is operator.getitem or (is_op and (node.target in SHARES_MEMORY or yields_views(node.target)))
 
 
-def _use_original(rewriter: Rewriter, node: fx.Node) -> None:
-    """Replaces a node by its only input."""
+def _remove_copy(rewriter: Rewriter, node: fx.Node) -> None:
+    """Makes the users of a copy read its input instead, and erases the copy."""
     (original,) = node.all_input_nodes
     node.replace_all_uses_with(original)
     rewriter.graph.erase_node(node)

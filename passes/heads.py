@@ -33,7 +33,7 @@ from embrace_fx.vocabulary.graph import (
     source_of,
 )
 from embrace_fx.vocabulary.head import Step
-from embrace_fx.vocabulary.ops import argument, draws
+from embrace_fx.vocabulary.ops import argument, draws_random_numbers
 
 aten = torch.ops.aten
 
@@ -125,7 +125,7 @@ class Head:
     of_bias: fx.Node | None = None
 
 
-def forward_of(graph: TrainingGraph) -> set[fx.Node]:
+def forward_nodes(graph: TrainingGraph) -> set[fx.Node]:
     """Returns the nodes that results and mutations depend on."""
     return ancestors(v for v, role in graph.outputs() if v is not None and isinstance(role, Result | Mutation))
 
@@ -134,7 +134,7 @@ def head_blocker(graph: TrainingGraph, parameter: str, forward: set[fx.Node] | N
     """Returns the reason why the head over a table cannot be sharded, or None if it can.
 
     Args:
-        forward: the result of `forward_of`, if known.
+        forward: the result of `forward_nodes`, if known.
     """
     try:
         find_head(graph, parameter, forward)
@@ -143,16 +143,16 @@ def head_blocker(graph: TrainingGraph, parameter: str, forward: set[fx.Node] | N
     return None
 
 
-def losses_of(graph: TrainingGraph) -> dict[str, Loss]:
-    """Maps each table to the loss of its output layer, if the graph contains it. A loss in the training loop does not
-    count.
+def head_losses(graph: TrainingGraph) -> dict[str, Loss]:
+    """Maps each table to the loss of its output layer, if the loss is computed in the graph rather than in the training
+    loop.
     """
     if all(node.target is not aten.nll_loss_forward.default for node in graph.graph.nodes):
         return {}
-    found, forward = {}, forward_of(graph)
+    found, forward = {}, forward_nodes(graph)
     for name, value in parameters_of(graph.module).items():
         with contextlib.suppress(Unmatched):
-            if value.meta["val"].dim() == 2 and (loss := head_of(graph, value, forward).loss) is not None:
+            if value.meta["val"].dim() == 2 and (loss := head_over(graph, value, forward).loss) is not None:
                 found[name] = loss
     return found
 
@@ -163,52 +163,57 @@ def labels_in_batch(graph: TrainingGraph) -> dict[str, tuple[fx.Node, int]]:
     Returns:
         table -> the labels (L,), and the label that the loss ignores.
     """
-    losses = {name: loss for name, loss in losses_of(graph).items() if labels_from_batch(loss)}
+    losses = {name: loss for name, loss in head_losses(graph).items() if labels_from_batch(loss)}
     return {name: (argument(o.node, "target"), argument(o.node, "ignore_index")) for name, o in losses.items()}
 
 
-def means_of_labels(graph: TrainingGraph) -> list[tuple[fx.Node, int]]:
+def mean_loss_labels(graph: TrainingGraph) -> list[tuple[fx.Node, int]]:
     """Returns (labels, ignored label) of every mean loss in the graph whose labels depend on the batch alone."""
     losses = [n for n in graph.graph.nodes if n.target in _MEANS and argument(n, "reduction") == 1]
     found = [(argument(node, "target"), argument(node, "ignore_index")) for node in losses]
-    return [(labels, ignored) for labels, ignored in found if _of_batch(labels)]
+    return [(labels, ignored) for labels, ignored in found if _depends_on_batch_only(labels)]
 
 
 def find_head(graph: TrainingGraph, parameter: str, forward: set[fx.Node] | None = None) -> Head:
     """Returns the output layer over a table, given by its name.
 
+    Args:
+        forward: the result of `forward_nodes`, if known.
+
     Raises:
         Unmatched: the table has no head, or its head has another form.
     """
-    return head_of(graph, parameters_of(graph.module)[parameter], forward_of(graph) if forward is None else forward)
+    return head_over(
+        graph, parameters_of(graph.module)[parameter], forward_nodes(graph) if forward is None else forward
+    )
 
 
-def head_of(graph: TrainingGraph, weight: fx.Node, forward: set[fx.Node]) -> Head:
-    """Returns the output layer over a table, given by its node. Raises like `find_head`."""
-    product, as_read = _product(weight, forward)
+def head_over(graph: TrainingGraph, weight: fx.Node, forward: set[fx.Node]) -> Head:
+    """Returns the output layer over a table, given by its placeholder. Raises like `find_head`."""
+    product, as_read = _find_product(weight, forward)
     hidden, added = product.args[-2], product.args[0] if product.target is aten.addmm.default else None
     assert isinstance(hidden, fx.Node)
     assert isinstance(added, fx.Node | None)
     if product.kwargs:
-        raise Unmatched(f"its output layer scales what it adds ({_line(product)})")
+        raise Unmatched(f"the output layer scales its product or its bias ({_describe_node(product)})")
     head = Head(weight, as_read, product, hidden, added)
     if added is not None and tuple(added.meta["val"].shape) != tuple(weight.meta["val"].shape[:1]):
-        raise Unmatched(f"its output layer adds more than a bias ({_line(product)})")
+        raise Unmatched(f"the output layer adds a tensor that is not a bias ({_describe_node(product)})")
     if any("region" in node.meta for node in (product, *product.users)):
-        raise Unmatched(f"its output layer is checkpointed ({_line(product)})")
-    _follow(graph, head, forward)
+        raise Unmatched(f"the output layer is in a checkpointed region ({_describe_node(product)})")
+    _follow_logits(graph, head, forward)
     _find_gradients(graph, head, forward)
     return head
 
 
-def _last(node: fx.Node) -> list[Any]:
+def _last_size(node: fx.Node) -> list[Any]:
     """Returns the size of the last dimension of a node's value, in a list."""
     return [*node.meta["val"].shape[-1:]]
 
 
-def _product(weight: fx.Node, forward: set[fx.Node]) -> tuple[fx.Node, fx.Node]:
-    """Returns the matrix product that reads a table, and the node whose transpose it reads: the table or a cast of
-    it.
+def _find_product(weight: fx.Node, forward: set[fx.Node]) -> tuple[fx.Node, fx.Node]:
+    """Returns the matrix product in the forward that reads a table, and the node whose transpose it reads: the table or
+    a cast of it.
     """
     found: list[tuple[fx.Node, fx.Node]] = []
     for reader in _dense_readers(weight, forward):
@@ -216,15 +221,15 @@ def _product(weight: fx.Node, forward: set[fx.Node]) -> tuple[fx.Node, fx.Node]:
         if reader.target is _CAST:
             as_read, (reader, *others) = reader, _forward_users(reader, forward) or [reader]
             if others:
-                raise Unmatched(f"a copy of it is read several times ({_line(as_read)})")
+                raise Unmatched(f"a cast of the table is read several times ({_describe_node(as_read)})")
         if reader.target is not _TRANSPOSE:
-            raise Unmatched(f"read densely by {_line(reader)}")
+            raise Unmatched(f"read densely by {_describe_node(reader)}")
         for product in _forward_users(reader, forward):
             if product.target not in (aten.mm.default, aten.addmm.default) or product.args[-1] is not reader:
-                raise Unmatched(f"read densely by {_line(product)}")
+                raise Unmatched(f"read densely by {_describe_node(product)}")
             found.append((product, as_read))
     if len(found) != 1:
-        raise Unmatched(f"read by {len(found)} output layers" if found else "no output layer reads it")
+        raise Unmatched(f"{len(found)} output layers read the table" if found else "no output layer reads the table")
     return found[0]
 
 
@@ -242,8 +247,10 @@ def _forward_users(node: fx.Node, forward: set[fx.Node]) -> list[fx.Node]:
     return [user for user in node.users if user in forward]
 
 
-def _follow(graph: TrainingGraph, head: Head, forward: set[fx.Node]) -> None:
-    """Follows the logits to the model's results and to the loss, and stores both in `head`."""
+def _follow_logits(graph: TrainingGraph, head: Head, forward: set[fx.Node]) -> None:
+    """Follows the logits through the forward's nodes to the model's results and to the loss, and stores both in
+    `head`.
+    """
     results: dict[fx.Node, list[int]] = {}
     for value, role in graph.outputs():
         if value is not None and isinstance(role, Result):
@@ -258,24 +265,24 @@ def _follow(graph: TrainingGraph, head: Head, forward: set[fx.Node]) -> None:
             if user in head.sizes:
                 continue
             if user.target is aten._log_softmax.default:
-                _store_loss(head, user, steps, shapes, forward)
+                _find_loss(head, user, steps, shapes, forward)
             else:
-                step, reshapes = _step(user, node)
+                step, reshapes = _classify_step(user, node)
                 waiting.append((user, (*steps, *step), (*shapes, user) if reshapes else shapes))
     if not head.results and head.loss is None:
-        raise Unmatched(f"its logits are no result and have no loss ({_line(head.product)})")
+        raise Unmatched(f"the logits are not returned and have no loss ({_describe_node(head.product)})")
     if len({made.node for made in head.results}) < len(head.results):
-        raise Unmatched("two results are the same logits")
+        raise Unmatched("the model returns the same logits twice")
     if any(made.is_cut for made in head.results):
-        raise Unmatched("a result is a part of its logits")
+        raise Unmatched("the model returns only a part of the logits")
 
 
-def _step(node: fx.Node, logits: fx.Node) -> tuple[tuple[Step, ...], bool]:
-    """Returns how a node changes logits: by which element-wise step, if any, and whether it changes their leading
-    shape.
+def _classify_step(node: fx.Node, logits: fx.Node) -> tuple[tuple[Step, ...], bool]:
+    """Classifies a node that reads logits. Returns its element-wise step as a tuple of at most one, and whether it
+    changes the logits' leading shape.
     """
     target = node.target
-    keeps = isinstance(node.meta.get("val"), torch.Tensor) and _last(node) == _last(logits)
+    keeps = isinstance(node.meta.get("val"), torch.Tensor) and _last_size(node) == _last_size(logits)
     if target in _SAME:
         return (), False
     if keeps and target in VIEWS:
@@ -288,15 +295,22 @@ def _step(node: fx.Node, logits: fx.Node) -> tuple[tuple[Step, ...], bool]:
         return ((_NUMBERS[target], float(node.args[1]), None),), False
     if target is aten.tanh.default:
         return (("tanh", 0.0, None),), False
-    raise Unmatched(f"its logits are read by {_line(node)}")
+    raise Unmatched(
+        f"the logits are read by {_describe_node(node)}, which is not supported between output layer and loss"
+    )
 
 
-def _store_loss(
+def _find_loss(
     head: Head, softmax: fx.Node, steps: tuple[Step, ...], shapes: tuple[fx.Node, ...], forward: set[fx.Node]
 ) -> None:
-    """Finds the loss that reads a log-softmax of the logits, and stores it in `head`."""
+    """Finds the loss that reads a log-softmax of the logits, and stores it in `head`.
+
+    Args:
+        softmax: the log-softmax.
+        steps, shapes: the element-wise steps, and the changes of the leading shape, between the product and it.
+    """
     if argument(softmax, "dim") not in (-1, softmax.meta["val"].dim() - 1):
-        raise Unmatched(f"its softmax is not over the table's rows ({_line(softmax)})")
+        raise Unmatched(f"the softmax is not over the table's rows ({_describe_node(softmax)})")
     if argument(softmax, "half_to_float"):
         steps = (*steps, ("to", 0.0, torch.float32))
     readers, likelihoods, sums = [softmax], list[fx.Node](), list[fx.Node]()
@@ -308,30 +322,32 @@ def _store_loss(
                 head.sizes.append(user)
             elif user.target is aten.sum.dim_IntList and reader is softmax:
                 sums.append(user)
-            elif user.target in VIEWS and _last(user) == _last(softmax):
+            elif user.target in VIEWS and _last_size(user) == _last_size(softmax):
                 readers.append(user)
                 shapes = (*shapes, user)
             else:
-                raise Unmatched(f"its log-softmax is read by {_line(user)}")
+                raise Unmatched(
+                    f"the log-softmax of the logits is read by {_describe_node(user)}, which is not a supported loss"
+                )
     if len(likelihoods) != 1 or len(sums) > 1 or head.loss is not None:
-        raise Unmatched("its logits have several losses")
+        raise Unmatched("several losses read the logits")
     _check_loss(likelihoods[0], forward)
     for node in sums:
         _check_smoothing(node, likelihoods[0], forward)
-    head.loss = Loss(likelihoods[0], steps, shapes, _backward_of(readers), *sums)
+    head.loss = Loss(likelihoods[0], steps, shapes, _loss_backward(readers), *sums)
 
 
 def _check_loss(node: fx.Node, forward: set[fx.Node]) -> None:
     """Raises `Unmatched` if a negative log-likelihood has another form than supported."""
     weight = argument(node, "weight")
-    if weight is not None and any(map(draws, _with_ancestors(weight))):
-        raise Unmatched("its class weights are drawn at random")
+    if weight is not None and any(map(draws_random_numbers, _with_ancestors(weight))):
+        raise Unmatched("the class weights of the loss are drawn at random")
     if node.meta["val"][0].dim() > 1 or node.args[0].meta["val"].dim() != 2:  # type: ignore[union-attr]
-        raise Unmatched(f"its loss is not over a list of positions ({_line(node)})")
+        raise Unmatched(f"the loss is not over a flat list of positions ({_describe_node(node)})")
     if any(_forward_users(item, forward) for item in node.users if item.args[1] == 1):
-        raise Unmatched(f"the weight of its loss is read ({_line(node)})")
-    if any(map(draws, _with_ancestors(argument(node, "target")))):
-        raise Unmatched("its labels are drawn at random")
+        raise Unmatched(f"the total weight that the loss returns is read ({_describe_node(node)})")
+    if any(map(draws_random_numbers, _with_ancestors(argument(node, "target")))):
+        raise Unmatched("the labels of the loss are drawn at random")
 
 
 def _check_smoothing(node: fx.Node, likelihood: fx.Node, forward: set[fx.Node]) -> None:
@@ -345,20 +361,24 @@ def _check_smoothing(node: fx.Node, likelihood: fx.Node, forward: set[fx.Node]) 
         or [reader.target for reader in readers] != [aten.neg.default]
         or len(masked) != 1
     ):
-        raise Unmatched(f"its log-softmax is read by {_line(node)}")
+        raise Unmatched(
+            f"the log-softmax of the logits is read by {_describe_node(node)}, which is not a supported loss"
+        )
     mask = masked[0].args[1] if masked[0].target is aten.masked_fill.Scalar else None
     ignored = argument(likelihood, "target"), argument(likelihood, "ignore_index")
     if not isinstance(mask, fx.Node) or mask.target is not aten.eq.Scalar or mask.args != ignored:
-        raise Unmatched(f"the sum of its log-softmax is read by {_line(masked[0])}")
+        raise Unmatched(
+            f"the sum of the log-softmax is read by {_describe_node(masked[0])}, which is not label smoothing"
+        )
     if argument(likelihood, "weight") is not None:
-        raise Unmatched(f"its loss has class weights and smooths labels ({_line(likelihood)})")
+        raise Unmatched(f"the loss has both class weights and label smoothing ({_describe_node(likelihood)})")
 
 
-def _backward_of(readers: Sequence[fx.Node]) -> fx.Node | None:
+def _loss_backward(readers: Sequence[fx.Node]) -> fx.Node | None:
     """Returns the gradient of the loss that reads a log-softmax, or None if no gradient is taken."""
     found = [user for reader in readers for user in reader.users if user.target is aten.nll_loss_backward.default]
     if len(found) > 1:
-        raise Unmatched("its loss has several gradients")
+        raise Unmatched("the loss has several gradients")
     return found[0] if found else None
 
 
@@ -368,18 +388,20 @@ def _with_ancestors(node: fx.Node) -> set[fx.Node]:
 
 
 def labels_from_batch(loss: Loss) -> bool:
-    """Returns whether labels depend on the batch alone, so that they are known before the forward."""
-    return _of_batch(argument(loss.node, "target"))
+    """Returns whether the labels of a loss depend on the batch alone, so that they are known before the forward."""
+    return _depends_on_batch_only(argument(loss.node, "target"))
 
 
-def _of_batch(value: fx.Node) -> bool:
+def _depends_on_batch_only(value: fx.Node) -> bool:
     """Returns whether a value depends only on inputs of the batch."""
     inputs = [node.meta["role"] for node in _with_ancestors(value) if node.op == "placeholder"]
     return all(isinstance(role, BatchInput) for role in inputs)
 
 
 def _find_gradients(graph: TrainingGraph, head: Head, forward: set[fx.Node]) -> None:
-    """Finds the nodes that make the gradients of hidden states, table and bias."""
+    """Finds the backward's nodes that compute the gradients of hidden states, table and bias, and stores them in
+    `head`.
+    """
     indices = {made.index for made in head.results}
     tangents = [node for node, role in graph.inputs() if isinstance(role, Tangent) and role.index in indices]
     starts = [*tangents, *([head.loss.backward] if head.loss is not None and head.loss.backward is not None else [])]
@@ -396,7 +418,7 @@ def _find_gradients(graph: TrainingGraph, head: Head, forward: set[fx.Node]) -> 
                 chain.add(user)
                 waiting.append(user)
             else:
-                raise Unmatched(f"the gradient of its logits is read by {_line(user)}")
+                raise Unmatched(f"the gradient of the logits is read by {_describe_node(user)}, which is not supported")
     for node in chain:
         if node.target is aten.add.Tensor and (others := [n for n in node.all_input_nodes if n not in chain]):
             _store_smoothing(head, node, others)
@@ -408,17 +430,19 @@ def _find_gradients(graph: TrainingGraph, head: Head, forward: set[fx.Node]) -> 
         of_product = reached([head.of_weight], lambda node: node.users)
         terms = [term for term in gradient_terms(gradient) if term in of_product]
         if len(terms) != 1:
-            raise Unmatched("its gradient is not a sum of those of lookups and of its output layer")
+            raise Unmatched("the table's gradient is not the sum of its lookups' and its output layer's")
         head.of_table = terms[0]
 
 
 def _store_smoothing(head: Head, node: fx.Node, others: Sequence[fx.Node]) -> None:
-    """Stores the gradient of the sum of a log-softmax, which smooths labels, in the head's loss."""
+    """Stores, for a loss with smoothed labels, the node that is the gradient of the log-softmax's sum. `others` are the
+    other terms of the logits' gradient.
+    """
     loss, (other, *more) = head.loss, others
     narrow = other.all_input_nodes[0] if other.target is aten.expand.default else other
     is_of_sums = loss is not None and loss.sums is not None and loss.backward in node.all_input_nodes
     if not is_of_sums or more or narrow.target is not aten.unsqueeze.default or argument(narrow, "dim") not in (1, -1):
-        raise Unmatched(f"its logits have another gradient ({_line(node)})")
+        raise Unmatched(f"the logits have a gradient besides that of the loss ({_describe_node(node)})")
     assert loss is not None
     head.loss = replace(loss, of_sums=narrow.all_input_nodes[0])
 
@@ -441,7 +465,7 @@ def _store_gradient(head: Head, end: fx.Node, chain: set[fx.Node]) -> None:
     else:
         kind = ""
     if not kind or getattr(head, kind) is not None:
-        raise Unmatched(f"the gradient of its logits is read by {_line(end)}")
+        raise Unmatched(f"the gradient of the logits is read by {_describe_node(end)}, which is not supported")
     setattr(head, kind, end)
 
 
@@ -453,12 +477,12 @@ def _is_table(head: Head, node: Any) -> bool:
     return node is head.as_read and turned % 2 == 0
 
 
-def _line(node: fx.Node) -> str:
+def _describe_node(node: fx.Node) -> str:
     """Returns a node's name and source line, for an error message."""
     return f"{node.name}, {source_of(node)}"
 
 
-def parameter_of(node: fx.Node) -> str:
+def parameter_read(node: fx.Node) -> str:
     """Returns the name of the parameter that a node reads or casts."""
     while node.op != "placeholder":
         node = node.all_input_nodes[0]

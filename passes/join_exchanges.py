@@ -90,7 +90,7 @@ class JoinExchanges:
 
 
 def idle_graph(name: str, parameter: Tensor) -> TrainingGraph:
-    """Builds a training graph that needs no batch: it reads one parameter and returns zero.
+    """Builds the training graph of a rank without a batch: it reads one parameter and returns zero.
 
     return aten.new_zeros(parameter, [])
     """
@@ -107,17 +107,19 @@ def idle_graph(name: str, parameter: Tensor) -> TrainingGraph:
     return TrainingGraph(fx.GraphModule(nn.Module(), graph))
 
 
-def _add_empty_lookup(graph: TrainingGraph, rewriter: Rewriter, name: str, like: ExchangedParameter) -> None:
+def _add_empty_lookup(graph: TrainingGraph, rewriter: Rewriter, name: str, parameter: ExchangedParameter) -> None:
     """Adds a lookup of no ids to a graph, and its gradient, so that the rank takes part in the table's exchange."""
     weight = parameters_of(graph.module)[name]
     lookups = [graph.node(use.lookup) for table in graph.tables if table.parameter == name for use in table.uses]
-    padding = argument(lookups[0], "padding_idx") if lookups else like.padding_idx
+    padding = argument(lookups[0], "padding_idx") if lookups else parameter.padding_idx
     with rewriter.before(graph.graph.output_node()):
-        none = rewriter.call(aten.full.default, [0], 0, dtype=torch.int64, device=like.device, name=f"{name}_no_ids")
+        none = rewriter.call(
+            aten.full.default, [0], 0, dtype=torch.int64, device=parameter.device, name=f"{name}_no_ids"
+        )
         rows = rewriter.call(aten.embedding.default, weight, none, padding, name=f"{name}_no_rows")
         zeros = rewriter.call(aten.zeros_like.default, rows, name=f"{name}_nothing")
         backward = aten.embedding_dense_backward.default
-        gradient = rewriter.call(backward, zeros, none, like.shape[0], padding, False, name=f"{name}_no_gradient")
+        gradient = rewriter.call(backward, zeros, none, parameter.shape[0], padding, False, name=f"{name}_no_gradient")
     role = Gradient(Parameter(name))
     outputs: list[tuple[fx.Node | None, object]] = [(v, r) for v, r in graph.outputs() if r != role]
     set_outputs(graph.module, [*outputs, (gradient, role)])  # type: ignore[list-item]

@@ -31,7 +31,7 @@ import torch
 from torch import fx
 
 from embrace_fx.passes.narrow import is_plain_cast
-from embrace_fx.passes.rewriter import Rewriter, hoist
+from embrace_fx.passes.rewriter import Rewriter, move_to_head
 from embrace_fx.passes.tables import LOOKUP_BACKWARDS, SAMPLE_WEIGHTS_BACKWARD, find_tables
 from embrace_fx.vocabulary.graph import Gradient, Parameter, Table, TrainingGraph, parameters_of, set_outputs
 from embrace_fx.vocabulary.ops import argument, set_argument
@@ -43,7 +43,7 @@ embrace = torch.ops.embrace
 
 @dataclass(frozen=True)
 class JoinTables:
-    """Joins the tables of each row space that a graph reads.
+    """The pass that replaces the tables of each row space with one joined table.
 
     Attributes:
         spaces: the plan's row spaces.
@@ -58,7 +58,7 @@ class JoinTables:
             return graph
         result = graph.edit()
         for space in spaces:
-            _join(result, space)
+            _join_space(result, space)
         result.graph.eliminate_dead_code()
         result = replace(result, spaces={**graph.spaces, **{space.name: space for space in spaces}})
         return replace(result, tables=find_tables(result))
@@ -84,12 +84,12 @@ class _Lookup:
     is_bag: bool
 
 
-def _join(graph: TrainingGraph, space: RowSpace) -> None:
+def _join_space(graph: TrainingGraph, space: RowSpace) -> None:
     """Replaces the tables of a row space with one joined table, and their lookups and gradients with those of the
     joined one.
     """
     rewriter, weights = Rewriter(graph.module), parameters_of(graph.module)
-    lookups = _lookups(graph, space)
+    lookups = _space_lookups(graph, space)
     first = min(weights[each.table.parameter] for each in lookups)
     like = first.meta["val"]
     with rewriter.before(first):
@@ -103,15 +103,15 @@ def _join(graph: TrainingGraph, space: RowSpace) -> None:
         _replace_lookups(rewriter, space.name, joined, weight, rows[0])
         gradients += _sum_gradients(rewriter, space, joined, rows[0])
     for each, ids in zip(apart, rows[bool(joined) :], strict=True):
-        _read_space(rewriter, each, weights[each.table.parameter], weight, ids)
+        _redirect_lookup(rewriter, each, weights[each.table.parameter], weight, ids)
         gradients += each.backward
-    _return_sum(graph, rewriter, space, gradients)
+    _return_joint_gradient(graph, rewriter, space, gradients)
     graph.graph.eliminate_dead_code()
     for name in {each.table.parameter for each in lookups}:
         graph.graph.erase_node(weights[name])
 
 
-def _lookups(graph: TrainingGraph, space: RowSpace) -> list[_Lookup]:
+def _space_lookups(graph: TrainingGraph, space: RowSpace) -> list[_Lookup]:
     """Returns the lookups of a row space's tables, in the order of its rows."""
     by_name = {table.parameter: table for table in graph.tables}
     nodes = {node.name: node for node in graph.graph.nodes}
@@ -129,12 +129,14 @@ def _lookups(graph: TrainingGraph, space: RowSpace) -> list[_Lookup]:
 def _join_ids(
     rewriter: Rewriter, space: RowSpace, joined: Sequence[_Lookup], others: Sequence[_Lookup]
 ) -> list[fx.Node]:
-    """Inserts, at the head of the graph, the ids of lookups as rows of the row space. Joined lookups get one tensor."""
+    """Inserts, at the head of the graph, the conversion of ids to row numbers of the space: one tensor for all joined
+    lookups, then one for each other lookup.
+    """
     lookups = [*joined, *others]
     numbers = [each.number for each in lookups]
     first_rows = [space.bounds[number] for number in numbers]
     num_rows = [each.table.num_rows for each in lookups]
-    with rewriter.before(hoist([each.ids for each in lookups])):
+    with rewriter.before(move_to_head([each.ids for each in lookups])):
         ids = [each.ids for each in lookups]
         found = rewriter.call(
             embrace.join_ids.default, ids, numbers, first_rows, num_rows, len(joined), name=f"{space.name}_row_ids"
@@ -149,14 +151,17 @@ def _replace_lookups(rewriter: Rewriter, name: str, joined: Sequence[_Lookup], w
     """Inserts one lookup in the joined table, and replaces the results of the lookups it joins with views of its
     result.
     """
-    narrow = _common([_cast_dtype(user) for each in joined for user in each.node.users])
+    narrow = _common_dtype([_cast_dtype(user) for each in joined for user in each.node.users])
     with rewriter.before(min(each.node for each in joined)):
         rows = rewriter.call(aten.embedding.default, weight, ids, name=f"{name}_lookups")
         if narrow is not None:
             rows = rewriter.cast(rows, narrow, name=f"{name}_lookups_cast")
-        sizes = [_shape(rewriter, each.ids) for each in joined]
+        sizes = [_shape_of_ids(rewriter, each.ids) for each in joined]
         parts = rewriter.call(
-            aten.split_with_sizes.default, rows, [_product(rewriter, size) for size in sizes], name=f"{name}_by_lookup"
+            aten.split_with_sizes.default,
+            rows,
+            [_multiply_sizes(rewriter, size) for size in sizes],
+            name=f"{name}_by_lookup",
         )
         views = [rewriter.item(parts, k, name=f"{each.node.name}_flat") for k, each in enumerate(joined)]
         width = weight.meta["val"].shape[1]
@@ -177,7 +182,7 @@ def _sum_gradients(rewriter: Rewriter, space: RowSpace, joined: Sequence[_Lookup
         return []
     backwards = [node for each in joined for node in each.backward]
     given = [argument(node, "grad_output") for node in backwards]
-    narrow = _common([_came_from(node) for node in given])
+    narrow = _common_dtype([_source_dtype(node) for node in given])
     name, wide = space.name, given[0].meta["val"].dtype
     with rewriter.before(max(backwards).next):
         flat = [
@@ -193,8 +198,8 @@ def _sum_gradients(rewriter: Rewriter, space: RowSpace, joined: Sequence[_Lookup
         return [rewriter.call(target, together, ids, space.bounds[-1], -1, False, name=f"{name}_gradient")]
 
 
-def _common(dtypes: Sequence[torch.dtype | None]) -> torch.dtype | None:
-    """Returns the dtype if all are equal, or None if they differ or one is None."""
+def _common_dtype(dtypes: Sequence[torch.dtype | None]) -> torch.dtype | None:
+    """Returns the dtype that all of `dtypes` are, or None if they differ or one is None."""
     return dtypes[0] if len(set(dtypes)) == 1 else None
 
 
@@ -203,13 +208,13 @@ def _cast_dtype(node: fx.Node) -> torch.dtype | None:
     return node.meta["val"].dtype if is_plain_cast(node) else None
 
 
-def _came_from(node: fx.Node) -> torch.dtype | None:
+def _source_dtype(node: fx.Node) -> torch.dtype | None:
     """Returns the dtype that a node casts from, or None if the node is not just a cast."""
     found: torch.dtype | None = node.all_input_nodes[0].meta["val"].dtype if is_plain_cast(node) else None
     return found
 
 
-def _shape(rewriter: Rewriter, ids: fx.Node) -> list[int | fx.Node]:
+def _shape_of_ids(rewriter: Rewriter, ids: fx.Node) -> list[int | fx.Node]:
     """Returns the shape of ids. An unknown size is a node that computes it."""
     return [
         size if isinstance(size, int) else rewriter.call(aten.sym_size.int, ids, dim, name=f"{ids.name}_size_{dim}")
@@ -217,7 +222,7 @@ def _shape(rewriter: Rewriter, ids: fx.Node) -> list[int | fx.Node]:
     ]
 
 
-def _product(rewriter: Rewriter, size: Sequence[int | fx.Node]) -> int | fx.Node:
+def _multiply_sizes(rewriter: Rewriter, size: Sequence[int | fx.Node]) -> int | fx.Node:
     """Returns the product of sizes. Inserts nodes to multiply unknown sizes."""
     found: int | fx.Node = 1
     for each in size:
@@ -230,8 +235,14 @@ def _product(rewriter: Rewriter, size: Sequence[int | fx.Node]) -> int | fx.Node
     return found
 
 
-def _read_space(rewriter: Rewriter, lookup: _Lookup, before: fx.Node, weight: fx.Node, ids: fx.Node) -> None:
-    """Replaces the table and the ids in a lookup, and in its gradient, by the row space and its row numbers."""
+def _redirect_lookup(rewriter: Rewriter, lookup: _Lookup, before: fx.Node, weight: fx.Node, ids: fx.Node) -> None:
+    """Makes a lookup, and its gradient, read the row space with row numbers instead of a table with ids.
+
+    Args:
+        before: the node before which new nodes are inserted.
+        weight: the row space's placeholder.
+        ids: the lookup's row numbers.
+    """
     readers = [node for node in before.users if node.target is SAMPLE_WEIGHTS_BACKWARD]
     for node in (lookup.node, *lookup.backward, *(n for n in readers if argument(n, "indices") is lookup.ids)):
         set_argument(node, "indices", ids)
@@ -243,7 +254,9 @@ def _read_space(rewriter: Rewriter, lookup: _Lookup, before: fx.Node, weight: fx
             rewriter.refresh(node)
 
 
-def _return_sum(graph: TrainingGraph, rewriter: Rewriter, space: RowSpace, gradients: Sequence[fx.Node]) -> None:
+def _return_joint_gradient(
+    graph: TrainingGraph, rewriter: Rewriter, space: RowSpace, gradients: Sequence[fx.Node]
+) -> None:
     """Replaces the gradients of the tables in the graph's outputs with the gradient of the row space."""
     of_tables = {Gradient(Parameter(name)) for name in space.tables}
     outputs = [(value, role) for value, role in graph.outputs() if role not in of_tables]

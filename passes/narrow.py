@@ -38,14 +38,14 @@ _SUMMED = _EXCHANGED - {torch.float16}
 
 @dataclass(frozen=True)
 class NarrowExchange:
-    """Exchanges rows in the dtype that the graph casts them to."""
+    """The pass that exchanges rows in the narrower dtype that the graph casts them to."""
 
     def __call__(self, graph: TrainingGraph) -> TrainingGraph:
         joins = [node for node in graph.graph.nodes if node.target in JOINS]
         if not any(user.target is _CAST for join in joins for lookup in join.users for user in lookup.users):
             return graph
         result = graph.edit()
-        narrowed = [narrow(result, result.node(join.name)) for join in joins]
+        narrowed = [narrow_exchange(result, result.node(join.name)) for join in joins]
         if not any(narrowed):
             return graph
         result.graph.eliminate_dead_code()
@@ -58,17 +58,22 @@ def exchange_dtype(graph: TrainingGraph, table: Table) -> torch.dtype:
         return table.dtype
     lookups = [graph.node(use.lookup) for use in table.uses]
     gradients = [graph.node(name) for use in table.uses for name in use.backward]
-    return _narrower(lookups, gradients, table.dtype) or table.dtype
+    return _common_narrow_dtype(lookups, gradients, table.dtype) or table.dtype
 
 
-def narrow(graph: TrainingGraph, join: fx.Node) -> bool:
-    """Narrows one table's exchange in place. Returns False if it has to stay in the wide dtype."""
+def narrow_exchange(graph: TrainingGraph, join: fx.Node) -> bool:
+    """Moves one table's exchange behind the casts to a narrower dtype, in place. Returns False if it must stay in the
+    wide dtype.
+
+    Args:
+        join: the node that joins the table's received columns to rows.
+    """
     lookups = [user for user in join.users if user.target is aten.embedding.default]
     if any(user not in lookups and user.target is not aten.sym_size.int for user in join.users):
         return False
     wide = join.meta["val"].dtype
-    split = _split_of(graph, join)
-    dtype = _narrower(lookups, gradient_terms(split.all_input_nodes[0]) if split is not None else [], wide)
+    split = _gradient_split(graph, join)
+    dtype = _common_narrow_dtype(lookups, gradient_terms(split.all_input_nodes[0]) if split is not None else [], wide)
     if dtype is None:
         return False
     rewriter = Rewriter(graph.module)
@@ -79,7 +84,7 @@ def narrow(graph: TrainingGraph, join: fx.Node) -> bool:
     return True
 
 
-def _narrower(lookups: list[fx.Node], gradients: list[fx.Node], wide: torch.dtype) -> torch.dtype | None:
+def _common_narrow_dtype(lookups: list[fx.Node], gradients: list[fx.Node], wide: torch.dtype) -> torch.dtype | None:
     """Returns the narrower dtype that all lookups are cast to and all gradients are cast from, or None if there is
     none.
     """
@@ -90,7 +95,7 @@ def _narrower(lookups: list[fx.Node], gradients: list[fx.Node], wide: torch.dtyp
     (dtype,) = dtypes
     if not isinstance(dtype, torch.dtype) or dtype not in _EXCHANGED or dtype.itemsize >= wide.itemsize:
         return None
-    return dtype if all(_grad_comes_from(gradient, dtype) for gradient in gradients) else None
+    return dtype if all(_gradient_was_cast_from(gradient, dtype) for gradient in gradients) else None
 
 
 def is_plain_cast(node: fx.Node) -> bool:
@@ -98,8 +103,10 @@ def is_plain_cast(node: fx.Node) -> bool:
     return node.target is _CAST and node.meta["val"].device == node.all_input_nodes[0].meta["val"].device
 
 
-def _split_of(graph: TrainingGraph, join: fx.Node) -> fx.Node | None:
-    """Returns the split of the gradient of `join`'s rows: the one that reads the same counts of the id exchange."""
+def _gradient_split(graph: TrainingGraph, join: fx.Node) -> fx.Node | None:
+    """Returns the node that splits the gradient of `join`'s rows by columns, or None. It reads the same counts of the
+    id exchange as `join`.
+    """
     launch = join.all_input_nodes[0].all_input_nodes[0]
     counts = launch.args[1]
     for split in graph.graph.nodes:
@@ -109,7 +116,7 @@ def _split_of(graph: TrainingGraph, join: fx.Node) -> fx.Node | None:
     return None
 
 
-def _grad_comes_from(backward: fx.Node, dtype: torch.dtype) -> bool:
+def _gradient_was_cast_from(backward: fx.Node, dtype: torch.dtype) -> bool:
     """Returns whether the gradient that a lookup's backward reads has been cast from `dtype`."""
     gradient = backward.args[0]
     return (
@@ -123,7 +130,7 @@ def _grad_comes_from(backward: fx.Node, dtype: torch.dtype) -> bool:
 def _narrow_forward(
     rewriter: Rewriter, join: fx.Node, lookups: list[fx.Node], casts: list[fx.Node], dtype: torch.dtype
 ) -> None:
-    """Casts looked-up columns to `dtype` before their all-to-all, and drops the casts that read the lookups."""
+    """Casts looked-up columns to `dtype` before they are sent, and drops the later casts of the received rows."""
     wait = join.all_input_nodes[0]
     launch = wait.all_input_nodes[0]
     columns = launch.args[0]
@@ -139,7 +146,7 @@ def _narrow_forward(
 
 
 def _narrow_backward(rewriter: Rewriter, split: fx.Node, dtype: torch.dtype, wide: torch.dtype) -> None:
-    """Casts a row gradient to `dtype` before its all-to-all, and back to `wide` after the wait."""
+    """Casts a row gradient to `dtype` before it is sent, and back to `wide` after it is received."""
     gradient = split.all_input_nodes[0]
     launch = next(iter(split.users))
     wait = next(iter(launch.users))

@@ -39,8 +39,9 @@ _LOOKUPS = frozenset(
 """Ops that read rows of their first input, by ids that are their second."""
 
 
-def estimate(compute: cost.Compute, expected: ExpectedSizes = NOTHING_EXPECTED) -> NodeMs:
-    """Returns a function that estimates a node's milliseconds on a processor of this speed, once for each node.
+def node_time_estimator(compute: cost.Compute, expected: ExpectedSizes = NOTHING_EXPECTED) -> NodeMs:
+    """Returns a function that estimates a node's milliseconds on a processor of speed `compute`. It estimates each node
+    once.
 
     Args:
         expected: the expected values of data-dependent sizes.
@@ -52,11 +53,11 @@ def node_ms(node: fx.Node, compute: cost.Compute, expected: ExpectedSizes = NOTH
     """Estimates the milliseconds of one node."""
     if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload) or _is_view(node.target):
         return 0.0
-    inputs = [_shape(n.meta.get("val"), expected) for n in node.all_input_nodes]
+    inputs = [_expected_shape(n.meta.get("val"), expected) for n in node.all_input_nodes]
     if op_name(node) in _LOOKUPS:
         (rows, *width), ids, *_ = inputs
         inputs[0] = [min(rows, prod(ids)), *width]
-    outputs = [_shape(v, expected) for v in pytree.tree_leaves(node.meta.get("val"))]
+    outputs = [_expected_shape(v, expected) for v in pytree.tree_leaves(node.meta.get("val"))]
     moved = sum(prod(shape) for shape in (*inputs, *outputs) if shape) * ELEMENT_BYTES
     return compute.time_ms(flops(node, expected), moved)
 
@@ -72,13 +73,16 @@ def flops(node: fx.Node, expected: ExpectedSizes = NOTHING_EXPECTED) -> float:
     formula = _formula(node)
     if formula is None:
         return 0.0
-    sized = functools.partial(_sized, expected=expected)
-    args, kwargs = pytree.tree_map(functools.partial(_as_sized, expected=expected), (node.args, dict(node.kwargs)))
+    sized = functools.partial(_with_expected_sizes, expected=expected)
+    args, kwargs = pytree.tree_map(
+        functools.partial(_replace_by_sized, expected=expected), (node.args, dict(node.kwargs))
+    )
     return float(formula(*args, **kwargs, out_val=pytree.tree_map(sized, node.meta.get("val"))))
 
 
-def computes(node: fx.Node) -> bool:
-    """Returns whether a node takes so long that independent communication is launched before it.
+def is_heavy(node: fx.Node) -> bool:
+    """Returns whether a node computes for so long that communication which does not depend on it is launched before
+    it.
 
     True for ops with a FLOP formula, and for those with a name that contains one of `_COMPUTES`.
     """
@@ -96,47 +100,51 @@ def _formula(node: fx.Node) -> Formula | None:
     return _OWN.get(packet) or flop_registry.get(packet)
 
 
-def _as_sized(argument: Any, expected: ExpectedSizes) -> Any:
+def _replace_by_sized(argument: Any, expected: ExpectedSizes) -> Any:
     """Replaces an argument that is a node with a tensor of the node's expected sizes."""
-    return _sized(argument.meta.get("val"), expected) if isinstance(argument, fx.Node) else argument
+    return _with_expected_sizes(argument.meta.get("val"), expected) if isinstance(argument, fx.Node) else argument
 
 
-def _sized(value: Any, expected: ExpectedSizes) -> Any:
+def _with_expected_sizes(value: Any, expected: ExpectedSizes) -> Any:
     """Returns a meta tensor of a fake tensor's sizes, with expected numbers for data-dependent sizes."""
     if isinstance(value, list | tuple):
-        return type(value)(_sized(each, expected) for each in value)
-    return torch.empty(_shape(value, expected), device="meta") if isinstance(value, Tensor) else value
+        return type(value)(_with_expected_sizes(each, expected) for each in value)
+    return torch.empty(_expected_shape(value, expected), device="meta") if isinstance(value, Tensor) else value
 
 
-def _attention(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> float:
-    """Counts the operations of an attention."""
+def _attention_flops(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> float:
+    """Returns the FLOPs of an attention."""
     return float(sdpa_flop_count(query.shape, key.shape, value.shape))
 
 
-def _attention_backward(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> float:
-    """Counts the operations of an attention's backward."""
+def _attention_backward_flops(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> float:
+    """Returns the FLOPs of an attention's backward."""
     return float(sdpa_backward_flop_count(grad.shape, query.shape, key.shape, value.shape))
 
 
-def _rnn_layer(input: Tensor, h0: Tensor, c0: Tensor | None, weights: Sequence[Tensor], *_: Any, **__: Any) -> float:
-    """Counts the operations of an RNN layer: two for each weight of its matrices at each position."""
+def _rnn_layer_flops(
+    input: Tensor, h0: Tensor, c0: Tensor | None, weights: Sequence[Tensor], *_: Any, **__: Any
+) -> float:
+    """Returns the FLOPs of an RNN layer: two for each weight of its matrices, at each position."""
     return 2.0 * input.shape[:-1].numel() * sum(weight.numel() for weight in weights if weight.dim() > 1)
 
 
-def _rnn_layer_backward(_o: Any, _h: Any, _c: Any, *arguments: Any, **__: Any) -> float:
-    """Counts twice the forward's FLOPs: once for the gradients of the data, once for those of the weights."""
-    return 2.0 * _rnn_layer(*arguments)
+def _rnn_layer_backward_flops(_o: Any, _h: Any, _c: Any, *arguments: Any, **__: Any) -> float:
+    """Returns the FLOPs of an RNN layer's backward: twice the forward's, for the gradients of the data and of the
+    weights.
+    """
+    return 2.0 * _rnn_layer_flops(*arguments)
 
 
 _OWN: dict[Any, Formula] = {
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention,
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
-    torch.ops.embrace.rnn_layer: _rnn_layer,
-    torch.ops.embrace.rnn_layer_backward: _rnn_layer_backward,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention_flops,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward_flops,
+    torch.ops.embrace.rnn_layer: _rnn_layer_flops,
+    torch.ops.embrace.rnn_layer_backward: _rnn_layer_backward_flops,
 }
 """FLOP formulas of ops that torch's counter lacks."""
 
 
-def _shape(value: Any, expected: ExpectedSizes) -> list[int]:
+def _expected_shape(value: Any, expected: ExpectedSizes) -> list[int]:
     """Returns the expected sizes of a tensor, or an empty list for any other value."""
     return [expected.number(size) for size in tuple(value.shape)] if isinstance(value, Tensor) else []

@@ -54,14 +54,16 @@ no result reads them."""
 
 @dataclass(frozen=True)
 class Partition:
-    """Fills in `TrainingGraph.phases`: "unique", "ids", "forward" and, if there are gradients, "backward"."""
+    """The pass that splits the joint graph into phases: "unique", "ids", "forward" and, if there are gradients,
+    "backward".
+    """
 
     def __call__(self, graph: TrainingGraph) -> TrainingGraph:
         return replace(graph, phases=partition(graph))
 
 
-def members_of(graph: TrainingGraph) -> dict[str, set[fx.Node]]:
-    """Maps each phase to its nodes in a joint graph."""
+def phase_nodes(graph: TrainingGraph) -> dict[str, set[fx.Node]]:
+    """Maps the name of each phase to the nodes of a joint graph that it will contain."""
     nodes = [node for node in graph.graph.nodes if node.op not in ("placeholder", "output")]
     head = ancestors(node for node in nodes if _is_ids_op(node))
     wanted = [n for n, role in graph.outputs() if n is not None and isinstance(role, Result | Mutation)]
@@ -79,7 +81,7 @@ def partition(graph: TrainingGraph) -> dict[str, fx.GraphModule]:
     """Splits a training graph into its phases, and saves each value that a later phase reads."""
     outputs = [(node, role) for node, role in graph.outputs() if node is not None]
     nodes = [node for node in graph.graph.nodes if node.op not in ("placeholder", "output")]
-    members = members_of(graph)
+    members = phase_nodes(graph)
     phases: dict[str, fx.GraphModule] = {}
     wanted: dict[str, list[tuple[fx.Node, OutputRole]]] = {
         "unique": [],
@@ -95,12 +97,14 @@ def partition(graph: TrainingGraph) -> dict[str, fx.GraphModule]:
         saved += dict.fromkeys(n for phase in behind for n, _ in wanted[phase] if n in own)
         if name == "backward" and not wanted["backward"]:
             continue
-        phases[name] = _phase(graph, [n for n in nodes if n in own], wanted[name], saved)
+        phases[name] = _build_phase(graph, [n for n in nodes if n in own], wanted[name], saved)
     return phases
 
 
 def _move_sizes_and_items(nodes: list[fx.Node], ids: set[fx.Node], forward: set[fx.Node]) -> None:
-    """Moves sizes and tuple items to the phase of their source, so that saving them keeps no whole tensor alive."""
+    """Moves the reading of a value's sizes and tuple items to the phase of the value, so that the whole value need not
+    be saved for a later phase.
+    """
     for node in nodes:
         if node in ids or node in forward or not _is_size_or_item(node):
             continue
@@ -139,13 +143,18 @@ def extract_ids(graph: TrainingGraph, tables: Sequence[Table]) -> fx.GraphModule
 def extract_values(graph: TrainingGraph, wanted: Sequence[fx.Node]) -> fx.GraphModule:
     """Extracts a graph that computes the values of the `wanted` nodes."""
     needed = ancestors(wanted)
-    return _phase(graph, [n for n in graph.graph.nodes if n in needed], [(n, Saved(n.name)) for n in wanted], [])
+    return _build_phase(graph, [n for n in graph.graph.nodes if n in needed], [(n, Saved(n.name)) for n in wanted], [])
 
 
-def _phase(
+def _build_phase(
     graph: TrainingGraph, nodes: list[fx.Node], wanted: list[tuple[fx.Node, OutputRole]], saved: list[fx.Node]
 ) -> fx.GraphModule:
-    """Builds one phase: placeholders for its inputs, `nodes` in order, and outputs for `wanted` and `saved`."""
+    """Builds the graph of one phase: placeholders for its inputs, `nodes` in order, then the outputs.
+
+    Args:
+        wanted: outputs of the training step with their roles.
+        saved: values that later phases read.
+    """
     own = set(nodes)
     read = {source for node in nodes for source in node.all_input_nodes if source not in own}
     read |= {node for node, _ in wanted if node not in own}

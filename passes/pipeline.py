@@ -36,7 +36,7 @@ Pass = Callable[[TrainingGraph], TrainingGraph]
 
 
 @dataclass(frozen=True)
-class Compiled:
+class CompiledGraph:
     """The graph after the last pass, and a snapshot after each.
 
     Attributes:
@@ -50,12 +50,12 @@ class Compiled:
     ms: dict[str, float] = field(default_factory=dict)
 
     def times(self) -> str:
-        """Returns the milliseconds of each pass, one line per pass."""
+        """Returns a text with the milliseconds of each pass, one line per pass."""
         return "\n".join(f"{ms:10.2f} ms  {name}" for name, ms in self.ms.items())
 
 
-def analyse(graph: TrainingGraph) -> TrainingGraph:
-    """Returns a captured graph with its tables found."""
+def with_tables(graph: TrainingGraph) -> TrainingGraph:
+    """Returns a captured graph with the description of its tables filled in."""
     return replace(graph, tables=find_tables(graph), results_behind=results_behind(graph))
 
 
@@ -126,7 +126,7 @@ def overlap_passes(plan: Plan, schedule: str, rank: int, cuts: Cuts) -> tuple[Pa
     )
 
 
-def run_passes(analysed: TrainingGraph, passes: Iterable[Pass], earlier: Compiled | None = None) -> Compiled:
+def run_passes(analysed: TrainingGraph, passes: Iterable[Pass], earlier: CompiledGraph | None = None) -> CompiledGraph:
     """Runs the passes, keeps a snapshot after each, and verifies the last graph, which is the one that runs.
 
     Args:
@@ -147,13 +147,13 @@ def run_passes(analysed: TrainingGraph, passes: Iterable[Pass], earlier: Compile
         name = type(each).__name__
         if graph is not before:
             changed.append((name, graph))
-        graphs[_snake(name)] = graph.module
-        ms[_snake(name)] = (perf_counter() - began) * 1e3
+        graphs[_to_snake_case(name)] = graph.module
+        ms[_to_snake_case(name)] = (perf_counter() - began) * 1e3
         if graph.phases:
-            phases[_snake(name)] = dict(graph.phases)
+            phases[_to_snake_case(name)] = dict(graph.phases)
     _verify(changed, analysed, start)
     graphs.update(graph.phases)
-    return Compiled(graph, graphs, phases, ms)
+    return CompiledGraph(graph, graphs, phases, ms)
 
 
 def _verify(changed: Sequence[tuple[str, TrainingGraph]], captured: TrainingGraph, analysed: TrainingGraph) -> None:
@@ -170,6 +170,6 @@ def _verify(changed: Sequence[tuple[str, TrainingGraph]], captured: TrainingGrap
         raise
 
 
-def _snake(name: str) -> str:
+def _to_snake_case(name: str) -> str:
     """Converts a class name to snake case: `ShardTables` to `shard_tables`."""
     return "".join(f"_{c.lower()}" if c.isupper() else c for c in name).lstrip("_")

@@ -46,7 +46,7 @@ Exchanged = Mapping[str, tuple[str, str]]
 
 @dataclass(frozen=True)
 class ReduceGradients:
-    """Reduces the gradients of `buckets` (parameter names, in launch order, equal on all ranks).
+    """The pass that reduces dense gradients in buckets.
 
     Attributes:
         exchanged: parameters with a sparse exchange instead of AllReduce.
@@ -105,10 +105,10 @@ def reduce_gradients(
             unpacked = rewriter.call(embrace.unpack_bucket.default, done, like, name=f"bucket_{k}_gradients")
             for position, name in enumerate(present):
                 means[name] = rewriter.item(unpacked, position, f"mean_{parameters[name].name}")
-    set_outputs(graph.module, _with_means(graph, means))
+    set_outputs(graph.module, _outputs_with_means(graph, means))
 
 
-def _with_means(graph: TrainingGraph, means: dict[str, fx.Node]) -> list[tuple[fx.Node | None, OutputRole]]:
+def _outputs_with_means(graph: TrainingGraph, means: dict[str, fx.Node]) -> list[tuple[fx.Node | None, OutputRole]]:
     """Returns the outputs of the graph, with each gradient replaced by its mean over ranks."""
     outputs: list[tuple[fx.Node | None, OutputRole]] = []
     waiting = dict(means)

@@ -22,8 +22,8 @@ _CAST = torch.ops.aten._to_copy.default
 
 
 @dataclass(frozen=True)
-class Derived:
-    """The origin of a node's fake value: the op, the values of its arguments, and its result."""
+class DerivedValue:
+    """A node's fake value together with what it was computed from: the op and the values of its arguments."""
 
     target: Any
     args: tuple[Any, ...]
@@ -32,8 +32,8 @@ class Derived:
 
 
 @contextlib.contextmanager
-def derives(mode: FakeTensorMode) -> Iterator[None]:
-    """Opens a context in which ops run under `mode`, to compute fake values without its cache.
+def computing_fakes(mode: FakeTensorMode) -> Iterator[None]:
+    """Opens a context in which ops compute fake values under `mode`, without its cache.
 
     Data-dependent sizes are new symbols at each call, so caching a call would cost more than the call.
     """
@@ -120,7 +120,7 @@ class Rewriter:
             node.meta["val"] = torch.empty(shape, dtype=dtype, device=device)
         return node
 
-    def copy_of(self, placeholder: fx.Node) -> fx.Node:
+    def copy_placeholder(self, placeholder: fx.Node) -> fx.Node:
         """Inserts, as the first node, a placeholder with the meta of another phase's placeholder."""
         with self.before(next(iter(self.graph.nodes))):
             found = self.graph.placeholder(placeholder.name)
@@ -128,16 +128,16 @@ class Rewriter:
         return found
 
     def refresh(self, node: fx.Node) -> None:
-        """Recomputes the fake value of a call whose arguments changed."""
+        """Recomputes the fake value of a call after its arguments have changed."""
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
-        with derives(self.fake_mode):
+        with computing_fakes(self.fake_mode):
             assert callable(node.target)
             value = node.target(*args, **kwargs)
         node.meta["val"] = value
-        node.meta["derived"] = Derived(node.target, args, kwargs, value)
+        node.meta["derived"] = DerivedValue(node.target, args, kwargs, value)
 
     def retype(self, node: fx.Node, dtype: torch.dtype) -> None:
-        """Changes the dtype of a call's fake value. Keeps its sizes, because later nodes refer to their symbols."""
+        """Sets the dtype of a call's fake value. Keeps the sizes, because later nodes refer to their symbols."""
         with self.fake_mode:
             node.meta["val"] = torch.empty_like(node.meta["val"], dtype=dtype)
 
@@ -148,10 +148,8 @@ def first_after_placeholders(graph: fx.Graph) -> fx.Node:
     return found
 
 
-def hoist(nodes: Sequence[fx.Node]) -> fx.Node:
-    """Moves `nodes`, and everything that they depend on, to the head of the graph. Returns the first node after
-    them.
-    """
+def move_to_head(nodes: Sequence[fx.Node]) -> fx.Node:
+    """Moves `nodes`, and all nodes that they depend on, to the head of the graph. Returns the first node after them."""
     head = first_after_placeholders(nodes[0].graph)
     for needed in sorted(ancestors(nodes)):
         if needed is head:

@@ -39,20 +39,23 @@ def lstm_workspace_bytes(steps: int, sequences: int, width: int, own: int, items
         width, own: the width of the input and of the state.
     """
 
-    def row(values: int) -> int:
+    def padded_row(values: int) -> int:
         """Returns the padded length of a row of `values` values."""
         line = 64 // itemsize
         filled = -(-values // line) * line
         return filled + line if filled % 256 == 0 else filled
 
-    of_steps = [row(4 * own), row(own)]
-    of_layers = [*[row(max(width, own))] * 3, *[own] * 2]  # upper bounds: one step is added
+    of_steps = [padded_row(4 * own), padded_row(own)]
+    of_layers = [
+        *[padded_row(max(width, own))] * 3,
+        *[own] * 2,
+    ]  # all sizes are upper bounds, because one step is added
     values = [*(steps * each for each in of_steps), *(2 * (steps + 1) * each for each in of_layers)]
     return sum(-(-sequences * each * itemsize // _PAGE_BYTES) * _PAGE_BYTES for each in values)
 
 
 def scratch_bytes(node: fx.Node, expected: ExpectedSizes) -> int:
-    """Returns the bytes that the time loop holds besides a node's arguments and results, or 0 for other nodes."""
+    """Returns the bytes of temporaries that a node's time loop holds. Returns 0 for nodes other than RNN layers."""
     name = op_name(node)
     if name not in (_LAYER, _BACKWARD):
         return 0
@@ -61,8 +64,8 @@ def scratch_bytes(node: fx.Node, expected: ExpectedSizes) -> int:
         return 0
     assert isinstance(cell, str)
     of_input, of_weights = (0, 3) if name == _LAYER else (3, 6)
-    input, h0 = (_value(node.args[of_input + k]) for k in (0, 1))
-    w = LayerWeights.of([_value(each) for each in node.args[of_weights]])  # type: ignore[union-attr]
+    input, h0 = (_fake_tensor(node.args[of_input + k]) for k in (0, 1))
+    w = LayerWeights.from_list([_fake_tensor(each) for each in node.args[of_weights]])  # type: ignore[union-attr]
     gates = GATES[cell]
     rows = prod(map(expected.number, input.shape[:-1]))
     sequences, own = map(expected.number, h0.shape)
@@ -74,7 +77,7 @@ def scratch_bytes(node: fx.Node, expected: ExpectedSizes) -> int:
             elements += rows * kept * hidden
     else:
         results = sum(prod(map(expected.number, tuple(each.shape))) for each in node.meta["val"])
-        # Bytes held during the whole loop; additional bytes at its start, before there are results; and at its end.
+        # Bytes held during the whole loop; further bytes held only at its start, and only at its end.
         through, begins, ends = {
             "lstm": (rows * (own + (gates + 2) * hidden), rows * hidden, rows * own + sequences * gates * hidden),
             "gru": (rows * 6 * hidden, rows * hidden, 2 * gates * hidden * width),
@@ -85,7 +88,7 @@ def scratch_bytes(node: fx.Node, expected: ExpectedSizes) -> int:
     return elements * compute_dtype(input).itemsize
 
 
-def _value(argument: object) -> Tensor:
+def _fake_tensor(argument: object) -> Tensor:
     """Returns the traced tensor of a node."""
     assert isinstance(argument, fx.Node)
     value: Tensor = argument.meta["val"]

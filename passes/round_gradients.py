@@ -33,14 +33,14 @@ class RoundRowGradients:
     form: Format
 
     def __call__(self, graph: TrainingGraph) -> TrainingGraph:
-        return rewrite_each(graph, self._launches, self._round)
+        return rewrite_each(graph, self._launches_to_round, self._insert_rounding)
 
-    def _launches(self, graph: TrainingGraph) -> list[fx.Node]:
+    def _launches_to_round(self, graph: TrainingGraph) -> list[fx.Node]:
         """Returns the all-to-alls of the row gradients to round."""
         launches = graph.graph.find_nodes(op="call_function", target=embrace.all_to_all_gradients.default)
-        return [each for each in launches if Wire(each.meta["val"].element_size(), self.form).rounds]
+        return [each for each in launches if Wire(each.meta["val"].element_size(), self.form).is_narrower]
 
-    def _round(self, rewriter: Rewriter, launch: fx.Node) -> None:
+    def _insert_rounding(self, rewriter: Rewriter, launch: fx.Node) -> None:
         """Inserts a rounding of a row gradient before its all-to-all."""
         split = launch.all_input_nodes[0]
         gradient, table = split.all_input_nodes[0], launch.meta["launch"].what

@@ -39,7 +39,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from embrace_fx.passes.rewriter import Rewriter, hoist
+from embrace_fx.passes.rewriter import Rewriter, move_to_head
 from embrace_fx.passes.tables import LOOKUP_BACKWARDS, RENORM, SAMPLE_WEIGHTS_BACKWARD
 from embrace_fx.vocabulary.graph import (
     Gradient,
@@ -90,13 +90,13 @@ class ShardTables:
         expected = shard_tables(result, self)
         return replace(result, expected=replace(expected, by_symbol={**graph.expected.by_symbol, **expected.by_symbol}))
 
-    def expects(self, table: Table) -> RowCounts:
+    def expected_rows(self, table: Table) -> RowCounts:
         """Returns how many of a table's rows a step is expected to read."""
         return self.rows.get(table.parameter) or RowCounts.unknown(table.num_rows, self.world_size)
 
 
 @dataclass(frozen=True)
-class _Ids:
+class _ExchangedIds:
     """The nodes of one table's exchanged ids."""
 
     where: dict[fx.Node, fx.Node]
@@ -104,7 +104,7 @@ class _Ids:
     counts: fx.Node
 
 
-class _Sizes(dict[str, int]):
+class _ExpectedSizes(dict[str, int]):
     """Expected values of data-dependent sizes, by symbol. Later passes keep the symbols with the fake values."""
 
     def expect(self, node: fx.Node, count: int) -> None:
@@ -115,26 +115,26 @@ class _Sizes(dict[str, int]):
 def shard_tables(graph: TrainingGraph, options: ShardTables) -> ExpectedSizes:
     """Shards tables in place. Returns the expected sizes of the results of exchanges."""
     by_name = {table.parameter: table for table in graph.tables}
-    rewriter, sizes = Rewriter(graph.module), _Sizes()
+    rewriter, sizes = Rewriter(graph.module), _ExpectedSizes()
     exchanged = [by_name[name] for name in (*options.tables, *options.renormed)]
     ids = _exchange_ids(graph, rewriter, exchanged, options, sizes)
     outputs = list(graph.outputs())
     for name in options.tables:
-        outputs = _shard(graph, rewriter, by_name[name], ids[name], outputs, options, sizes)
+        outputs = _shard_table(graph, rewriter, by_name[name], ids[name], outputs, options, sizes)
     for name in options.renormed:
         _renorm_everywhere(graph, by_name[name], ids[name])
     if options.in_order:
-        _put_in_order(graph, options.tables)
+        _order_gradient_launches(graph, options.tables)
     graph.graph.eliminate_dead_code()
     return ExpectedSizes(sizes)
 
 
 def _exchange_ids(
-    graph: TrainingGraph, rewriter: Rewriter, tables: list[Table], options: ShardTables, sizes: _Sizes
-) -> dict[str, _Ids]:
+    graph: TrainingGraph, rewriter: Rewriter, tables: list[Table], options: ShardTables, sizes: _ExpectedSizes
+) -> dict[str, _ExchangedIds]:
     """Inserts one exchange of ids for all tables, as early in the graph as the batch allows."""
     id_nodes = {table.parameter: list(dict.fromkeys(graph.node(use.ids) for use in table.uses)) for table in tables}
-    head, world_size = hoist([node for nodes in id_nodes.values() for node in nodes]), options.world_size
+    head, world_size = move_to_head([node for nodes in id_nodes.values() for node in nodes]), options.world_size
     uniques: list[fx.Node] = []
     wheres: dict[str, dict[fx.Node, fx.Node]] = {}
     with rewriter.before(head):
@@ -145,13 +145,15 @@ def _exchange_ids(
                 embrace.unique_ids.default, nodes, table.num_rows, table.uses[0].padding_idx, name=f"{short}_unique"
             )
             uniques.append(rewriter.item(found, 0, f"{short}_rows_of_batch"))
-            sizes.expect(uniques[-1], options.expects(table).own)
+            sizes.expect(uniques[-1], options.expected_rows(table).own)
             wheres[table.parameter] = {
                 node: rewriter.item(found, k + 1, f"{short}_where") for k, node in enumerate(nodes)
             }
         all_rows = [table.num_rows for table in tables]
         launch = rewriter.call(embrace.all_gather_ids.default, uniques, all_rows, "ids", world_size, name="ids")
-        widest = sum(options.expects(table).own for table in tables)  # each rank sends its counts, then its padded ids
+        widest = sum(
+            options.expected_rows(table).own for table in tables
+        )  # each rank sends its counts, then its padded ids
         sizes.expect(launch, world_size * (len(tables) + widest))
         launch.meta["tables"] = tuple(table.parameter for table in tables)
         launch.meta["launch"] = IDS
@@ -161,25 +163,25 @@ def _exchange_ids(
         for k, table in enumerate(tables):
             short = table.parameter.removesuffix(".weight")
             all_ids = rewriter.item(unpacked, 2 * k, f"{short}_ids")
-            sizes.expect(all_ids, options.expects(table).all)
+            sizes.expect(all_ids, options.expected_rows(table).all)
             counts = rewriter.item(unpacked, 2 * k + 1, f"{short}_counts")
-            found_ids[table.parameter] = _Ids(wheres[table.parameter], all_ids, counts)
+            found_ids[table.parameter] = _ExchangedIds(wheres[table.parameter], all_ids, counts)
     return found_ids
 
 
-def _shard(
+def _shard_table(
     graph: TrainingGraph,
     rewriter: Rewriter,
     table: Table,
-    ids: _Ids,
+    ids: _ExchangedIds,
     outputs: list[tuple[fx.Node | None, OutputRole]],
     options: ShardTables,
-    sizes: _Sizes,
+    sizes: _ExpectedSizes,
 ) -> list[tuple[fx.Node | None, OutputRole]]:
     """Replaces a table with this rank's shard, and its lookups and gradient with exchanges. Returns the graph's new
     outputs.
     """
-    read = options.expects(table)
+    read = options.expected_rows(table)
     short = table.parameter.removesuffix(".weight")
     weight = parameters_of(graph.module)[table.parameter]
     grid = options.grids.get(table.parameter, Grid(1, options.world_size))
@@ -193,9 +195,9 @@ def _shard(
             f"{weight.name}_shard", Shard(table.parameter), shape, like.dtype, like.device
         )
     with rewriter.before(ids.counts.next):
-        route = _route(rewriter, short, ids, grid, options.rank)
+        route = _route_ids(rewriter, short, ids, grid, options.rank)
         columns = rewriter.call(embrace.lookup.default, shard, route.ids, name=f"{short}_columns")
-        sent = route.send(embrace.all_to_all_rows.default, columns, table.embedding_dim)
+        sent = route.exchange_call(embrace.all_to_all_rows.default, columns, table.embedding_dim)
         launch = rewriter.call(*sent, name=f"{short}_rows")
         launch.meta["launch"] = rows_id(table.parameter, "whole")
     sizes.expect(launch, read.own * table.embedding_dim)
@@ -204,9 +206,9 @@ def _shard(
         sizes.expect(route.order, read.own)
     with rewriter.before(min(weight.users)):
         flat = rewriter.wait(launch)
-        rows = rewriter.call(*route.join(flat, table.embedding_dim), name=f"{short}_table")
+        rows = rewriter.call(*route.join_call(flat, table.embedding_dim), name=f"{short}_table")
     _read_rows(rewriter, weight, rows, ids, table)
-    outputs = [(v, r) for v, r in outputs if r != Gradient(Parameter(table.parameter))] + _row_gradient(
+    outputs = [(v, r) for v, r in outputs if r != Gradient(Parameter(table.parameter))] + _exchange_gradient(
         graph, rewriter, table, route, outputs, last - first, read, sizes
     )
     set_outputs(graph.module, outputs)
@@ -214,8 +216,10 @@ def _shard(
     return outputs
 
 
-def _put_in_order(graph: TrainingGraph, tables: Sequence[str]) -> None:
-    """Moves the launch of each table's gradient after that of the previous table."""
+def _order_gradient_launches(graph: TrainingGraph, tables: Sequence[str]) -> None:
+    """Makes the gradients of tables launch in the order of `tables`: moves each launch after that of the previous
+    table.
+    """
     gradients = embrace.all_to_all_gradients.default
     launches = {n.meta["launch"].what: n for n in graph.graph.find_nodes(op="call_function", target=gradients)}
     before: fx.Node | None = None
@@ -241,30 +245,30 @@ class _Route:
     grid: Grid
     rank: int
 
-    def send(self, launch: Any, sent: fx.Node, embedding_dim: int) -> tuple[Any, ...]:
-        """Returns the target and arguments of the call that launches the exchange of rows or gradients."""
+    def exchange_call(self, launch: Any, sent: fx.Node, embedding_dim: int) -> tuple[Any, ...]:
+        """Returns the target and arguments of the call that launches an exchange of rows or gradients."""
         ranks, on_grid = self.grid.rows * self.grid.columns, () if self.order is None else (self.grid.rows,)
         return launch, sent, self.counts, embedding_dim, "embedding", ranks, *on_grid
 
-    def join(self, flat: fx.Node, embedding_dim: int) -> tuple[Any, ...]:
+    def join_call(self, flat: fx.Node, embedding_dim: int) -> tuple[Any, ...]:
         """Returns the target and arguments of the call that joins received columns to rows."""
         if self.order is None:
             return embrace.join_columns.default, flat, embedding_dim, self.grid.columns
         return embrace.join_grid.default, flat, self.order, self.counts, embedding_dim, self.rank
 
-    def split(self, gradient: fx.Node) -> tuple[Any, ...]:
+    def split_call(self, gradient: fx.Node) -> tuple[Any, ...]:
         """Returns the target and arguments of the call that splits row gradients into columns to send."""
         if self.order is None:
             return embrace.split_columns.default, gradient, self.grid.columns
         return embrace.split_grid.default, gradient, self.order, self.counts, self.rank
 
-    def padding(self, rows: Sequence[int]) -> list[int]:
+    def own_padding_rows(self, rows: Sequence[int]) -> list[int]:
         """Returns the padding rows that this rank's shard holds, as row indices in the shard."""
         of_grid = self.grid.place(self.rank)[0]
         return [row // self.grid.rows for row in rows if row % self.grid.rows == of_grid]
 
 
-def _route(rewriter: Rewriter, short: str, ids: _Ids, grid: Grid, rank: int) -> _Route:
+def _route_ids(rewriter: Rewriter, short: str, ids: _ExchangedIds, grid: Grid, rank: int) -> _Route:
     """Returns the route of ids to shards; on a grid of several rows, inserts the op that computes it."""
     if grid.rows == 1:
         return _Route(ids.all_ids, ids.counts, None, grid, rank)
@@ -276,7 +280,7 @@ def _route(rewriter: Rewriter, short: str, ids: _Ids, grid: Grid, rank: int) -> 
     return _Route(own_ids, counts, order, grid, rank)
 
 
-def _read_rows(rewriter: Rewriter, weight: fx.Node, rows: fx.Node, ids: _Ids, table: Table) -> None:
+def _read_rows(rewriter: Rewriter, weight: fx.Node, rows: fx.Node, ids: _ExchangedIds, table: Table) -> None:
     """Makes every lookup read the exchanged rows instead of the table. Positions in these rows replace the ids."""
     num_rows: fx.Node | None = None
     names = {name for use in table.uses for name in (use.lookup, *use.backward)}
@@ -298,7 +302,7 @@ def _read_rows(rewriter: Rewriter, weight: fx.Node, rows: fx.Node, ids: _Ids, ta
         rewriter.refresh(node)
 
 
-def _row_gradient(
+def _exchange_gradient(
     graph: TrainingGraph,
     rewriter: Rewriter,
     table: Table,
@@ -306,17 +310,24 @@ def _row_gradient(
     outputs: list[tuple[fx.Node | None, OutputRole]],
     own: int,
     read: RowCounts,
-    sizes: _Sizes,
+    sizes: _ExpectedSizes,
 ) -> list[tuple[fx.Node | None, OutputRole]]:
-    """Replaces a table's gradient with the exchanged gradient of its shard, and returns the graph's new outputs."""
+    """Replaces a table's gradient with the exchanged gradient of its shard, and returns the graph's new outputs.
+
+    Args:
+        outputs: the graph's outputs so far.
+        own: the count of this rank's columns.
+        read: how many rows a step is expected to read.
+        sizes: the expected sizes, to which the gradient's are added.
+    """
     gradient = next((v for v, r in outputs if r == Gradient(Parameter(table.parameter))), None)
     if gradient is None:
         return []
     _refresh_sum(rewriter, gradient)
     short = table.parameter.removesuffix(".weight")
     with rewriter.before(gradient.next):
-        flat = rewriter.call(*route.split(gradient), name=f"{short}_gradient_columns")
-        sent = route.send(embrace.all_to_all_gradients.default, flat, table.embedding_dim)
+        flat = rewriter.call(*route.split_call(gradient), name=f"{short}_gradient_columns")
+        sent = route.exchange_call(embrace.all_to_all_gradients.default, flat, table.embedding_dim)
         launch = rewriter.call(*sent, name=f"{short}_gradient")
         launch.meta["launch"] = gradients_id(table.parameter, "whole")
     sizes.expect(launch, ceil(read.all / route.grid.rows) * own)
@@ -324,7 +335,7 @@ def _row_gradient(
         received = rewriter.wait(launch)
         space, padding_idx = graph.spaces.get(table.parameter), table.uses[0].padding_idx
         paddings = space.padding_rows if space is not None else [padding_idx] if padding_idx >= 0 else []
-        how = own, route.padding(paddings), 1.0 / (route.grid.rows * route.grid.columns)
+        how = own, route.own_padding_rows(paddings), 1.0 / (route.grid.rows * route.grid.columns)
         coalesced = rewriter.call(embrace.coalesce.default, route.ids, received, *how, name=f"{short}_update")
         ids_K = rewriter.item(coalesced, 0, f"{short}_update_ids")
         sizes.expect(ids_K, ceil(read.together / route.grid.rows))
@@ -342,16 +353,16 @@ def _refresh_sum(rewriter: Rewriter, gradient: fx.Node) -> None:
         rewriter.refresh(gradient)
 
 
-def _renorm_everywhere(graph: TrainingGraph, table: Table, ids: _Ids) -> None:
-    """Makes `max_norm` rescale, on every replica, the rows that any rank reads."""
+def _renorm_everywhere(graph: TrainingGraph, table: Table, ids: _ExchangedIds) -> None:
+    """Makes every replica rescale, for `max_norm`, the rows that any rank reads, so that replicas stay equal."""
     weight = parameters_of(graph.module)[table.parameter]
     for node in graph.graph.nodes:
-        if node.target is RENORM and argument(node, "indices") in ids.where and weight in _sources(node):
+        if node.target is RENORM and argument(node, "indices") in ids.where and weight in _renorm_chain(node):
             set_argument(node, "indices", ids.all_ids)
 
 
-def _sources(node: fx.Node) -> list[fx.Node]:
-    """Returns a renorm and the chain of copies and earlier renorms before it, up to the parameter."""
+def _renorm_chain(node: fx.Node) -> list[fx.Node]:
+    """Returns a `max_norm` rescaling and the chain of copies and earlier rescalings between it and the parameter."""
     chain = [node]
     while chain[-1].op == "call_function" and chain[-1].all_input_nodes:
         chain.append(chain[-1].all_input_nodes[0])

@@ -45,8 +45,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from embrace_fx.passes.heads import VIEWS, Head, Loss, find_head, labels_from_batch, parameter_of
-from embrace_fx.passes.rewriter import Rewriter, hoist
+from embrace_fx.passes.heads import VIEWS, Head, Loss, find_head, labels_from_batch, parameter_read
+from embrace_fx.passes.rewriter import Rewriter, move_to_head
 from embrace_fx.passes.tables import find_tables
 from embrace_fx.vocabulary.graph import (
     Gradient,
@@ -94,7 +94,7 @@ class ShardHeads:
         result = graph.edit()
         promised, sizes = dict(result.promised), dict(result.expected.by_symbol)
         for name in tables:
-            sharding = _Sharding(result, find_head(result, name), self)
+            sharding = _HeadSharding(result, find_head(result, name), self)
             promised |= sharding.rewrite()
             sizes |= sharding.sizes
         result.graph.eliminate_dead_code()
@@ -135,8 +135,8 @@ class _Chunk:
     logits: fx.Node
 
 
-class _Sharding:
-    """Shards one output layer in a graph.
+class _HeadSharding:
+    """The rewriting of one output layer in a graph to use this rank's shard of the table.
 
     Attributes:
         sizes: symbol of a data-dependent size -> its expected value.
@@ -156,18 +156,20 @@ class _Sharding:
         self.sizes: dict[str, int] = {}
 
     def rewrite(self) -> dict[int, PromisedLogits]:
-        """Rewrites the head in place. Returns the results that are now promised logits."""
+        """Rewrites the output layer in place. Returns, by index, the results of the model that are now promised
+        logits.
+        """
         head, loss = self._head, self._head.loss
         for size in head.sizes:
-            size.replace_input_with(size.all_input_nodes[0], self._as_hidden(size.all_input_nodes[0]))
+            size.replace_input_with(size.all_input_nodes[0], self._flatten_positions(size.all_input_nodes[0]))
         of_hidden = list[fx.Node]()
         of_weight: fx.Node | None = None
         if loss is not None:
-            scored = self._forward(loss)
+            scored = self._insert_loss(loss)
             if loss.backward is not None:
-                of_hidden, of_weight = self._backward(loss, loss.backward, scored)
-        hidden = {made.index: self._as_hidden(made.node) for made in head.results}
-        self._replace_hidden_gradient([*of_hidden, *self._tangents(hidden)])
+                of_hidden, of_weight = self._insert_gradients(loss, loss.backward, scored)
+        hidden = {made.index: self._flatten_positions(made.node) for made in head.results}
+        self._replace_hidden_gradient([*of_hidden, *self._replace_tangents(hidden)])
         outputs = [
             (hidden.get(role.index, value) if isinstance(role, Result) else value, role)
             for value, role in self._graph.outputs()
@@ -180,11 +182,11 @@ class _Sharding:
                 )
             head.of_bias.replace_all_uses_with(none)
         if head.of_table is not None:
-            outputs = self._take_out(head.of_table, outputs)
+            outputs = self._remove_term(head.of_table, outputs)
         if of_weight is not None:
             outputs.append((of_weight, GradientOfShard(self._table)))
         set_outputs(self._graph.module, outputs)
-        return {made.index: self._promise(made.steps) for made in head.results}
+        return {made.index: self._make_promise(made.steps) for made in head.results}
 
     def _call(self, target: Any, *args: Any, name: str, **options: Any) -> fx.Node:
         """Inserts a call whose name starts with the head's."""
@@ -212,7 +214,7 @@ class _Sharding:
         """Inserts a gather of all positions, in one launch."""
         return self._launch(embrace.gather_positions.default, rows, counts, 0, 1, part=part, name=f"all_{part}")
 
-    def _chunk_of(self, rows: fx.Node, counts: fx.Node, chunk: int, name: str) -> fx.Node:
+    def _take_chunk(self, rows: fx.Node, counts: fx.Node, chunk: int, name: str) -> fx.Node:
         """Returns one chunk of the gathered rows, or all of them if there is only one chunk."""
         if self._chunks == 1:
             return rows
@@ -237,11 +239,11 @@ class _Sharding:
 
     # -- the forward ---------------------------------------------------------------------------------------------------
 
-    def _forward(self, loss: Loss) -> _Scored:
+    def _insert_loss(self, loss: Loss) -> _Scored:
         """Inserts the loss of all scored positions."""
         head, node, rewriter, options = self._head, loss.node, self._rewriter, self._options
         labels, reduction = argument(node, "target"), argument(node, "reduction")
-        with rewriter.before(hoist([labels]) if labels_from_batch(loss) else node):
+        with rewriter.before(move_to_head([labels]) if labels_from_batch(loss) else node):
             ignored = argument(node, "ignore_index")
             found = self._call(
                 embrace.scored_positions.default, labels, ignored, self._weight.shape[0], name="scored_positions"
@@ -251,14 +253,16 @@ class _Sharding:
             self._expect(positions, self._own)
             counting = self._launch(embrace.gather_counts.default, own_labels, part="counts", name="counts")
         with rewriter.before(node):
-            rows = self._rows_of(positions, loss.shapes)
+            rows = self._hidden_rows(positions, loss.shapes)
             counts = rewriter.wait(counting)
             own = self._call(aten.index_select.default, head.hidden, 0, rows, name="own_hidden")
             labelling = self._launch_whole(own_labels, counts, "labels")
             gather, every = embrace.gather_positions.default, range(self._chunks)
             gathering = [self._launch_chunk(gather, own, counts, chunk, "hidden states") for chunk in every]
             all_labels = rewriter.wait(labelling)
-            computed = [self._chunk(chunk, all_labels, counts, each, loss) for chunk, each in enumerate(gathering)]
+            computed = [
+                self._insert_chunk_logits(chunk, all_labels, counts, each, loss) for chunk, each in enumerate(gathering)
+            ]
             statistics = [rewriter.wait(launch) for _, launch in computed]
             weight, ranks = argument(node, "weight"), options.world_size
             made = self._call(
@@ -267,33 +271,33 @@ class _Sharding:
             items = [
                 rewriter.item(made, k, f"{self._name}_{each}") for k, each in enumerate(("nll", "count", "log_sums"))
             ]
-            value = self._in_dtype(items[0], node.meta["val"][0].dtype)
+            value = self._cast_to(items[0], node.meta["val"][0].dtype)
             if loss.sums is not None:
                 smoothing, rows_of_table = embrace.head_smoothing.default, self._weight.shape[0]
-                like = self._as_hidden(loss.sums.all_input_nodes[0])
+                like = self._flatten_positions(loss.sums.all_input_nodes[0])
                 sums = self._call(
                     smoothing, statistics, items[2], positions, like, rows_of_table, ranks, name="smoothing"
                 )
-                loss.sums.replace_all_uses_with(self._in_dtype(sums, loss.sums.meta["val"].dtype))
+                loss.sums.replace_all_uses_with(self._cast_to(sums, loss.sums.meta["val"].dtype))
         for item in list(node.users):
             item.replace_all_uses_with(value if item.args[1] == 0 else items[1])
         return _Scored(positions, rows, counts, [chunk for chunk, _ in computed], items[2])
 
-    def _chunk(
-        self, number: int, all_labels: fx.Node, counts: fx.Node, gathering: fx.Node, loss: Loss
+    def _insert_chunk_logits(
+        self, chunk_number: int, all_labels: fx.Node, counts: fx.Node, gathering: fx.Node, loss: Loss
     ) -> tuple[_Chunk, fx.Node]:
         """Inserts the logits of a chunk. Returns the chunk, and the launch of its statistics."""
-        labels = self._chunk_of(all_labels, counts, number, "chunk_labels")
+        labels = self._take_chunk(all_labels, counts, chunk_number, "chunk_labels")
         hidden = self._rewriter.wait(gathering)
-        logits = self._logits(hidden, number)
+        logits = self._insert_logits(hidden, chunk_number)
         how = steps_to_text(loss.steps), self._options.rank, self._options.world_size
-        name = self._numbered("statistics_of_rank", number)
+        name = self._numbered("statistics_of_rank", chunk_number)
         smooths = loss.sums is not None
         of_rank = self._call(embrace.head_statistics.default, logits, labels, smooths, *how, name=name)
-        launch = self._launch_chunk(embrace.scatter_positions.default, of_rank, counts, number, "statistics")
+        launch = self._launch_chunk(embrace.scatter_positions.default, of_rank, counts, chunk_number, "statistics")
         return _Chunk(labels, hidden, logits), launch
 
-    def _rows_of(self, positions: fx.Node, shapes: Sequence[fx.Node]) -> fx.Node:
+    def _hidden_rows(self, positions: fx.Node, shapes: Sequence[fx.Node]) -> fx.Node:
         """Returns, for each scored position (an index into the labels), the index of its row of the hidden states."""
         if all(shape.target is not aten.slice.Tensor for shape in shapes):
             return positions
@@ -302,10 +306,10 @@ class _Sharding:
         device = hidden.meta["val"].device
         every = self._call(aten.arange.default, count, dtype=torch.int64, device=device, name="every_position")
         for shape in shapes:
-            every = self._reshaped(every, shape, ())
+            every = self._reshape_like(every, shape, ())
         return self._call(aten.index_select.default, every, 0, positions, name="rows_of_positions")
 
-    def _reshaped(self, value: fx.Node, like: fx.Node, last: tuple[int, ...]) -> fx.Node:
+    def _reshape_like(self, value: fx.Node, like: fx.Node, last: tuple[int, ...]) -> fx.Node:
         """Changes the leading shape of hidden states, or of one value per position, in the way `like` changes the
         logits' shape.
         """
@@ -314,7 +318,7 @@ class _Sharding:
         size: Any = like.args[1]
         return self._call(aten.reshape.default, value, [*size[:-1], *last], name=f"{like.name}_of_hidden")
 
-    def _logits(self, hidden: fx.Node, chunk: int) -> fx.Node:
+    def _insert_logits(self, hidden: fx.Node, chunk: int) -> fx.Node:
         """Inserts this rank's columns of logits (P, V'), before the element-wise steps."""
         head, options, name = self._head, self._options, self._numbered("logits", chunk)
         transposed = self._call(aten.t.default, self._read_shard(), name="shard_transposed")
@@ -326,15 +330,15 @@ class _Sharding:
 
     def _read_shard(self) -> fx.Node:
         """Returns the shard in the model's dtype for its weight."""
-        return self._in_dtype(self._shard, self._head.as_read.meta["val"].dtype)
+        return self._cast_to(self._shard, self._head.as_read.meta["val"].dtype)
 
-    def _in_dtype(self, node: fx.Node, dtype: torch.dtype) -> fx.Node:
+    def _cast_to(self, node: fx.Node, dtype: torch.dtype) -> fx.Node:
         """Returns a node in a dtype. Inserts a cast if its dtype differs."""
         return node if node.meta["val"].dtype == dtype else self._rewriter.cast(node, dtype, f"{node.name}_cast")
 
     # -- the backward --------------------------------------------------------------------------------------------------
 
-    def _backward(self, loss: Loss, backward: fx.Node, scored: _Scored) -> tuple[list[fx.Node], fx.Node | None]:
+    def _insert_gradients(self, loss: Loss, backward: fx.Node, scored: _Scored) -> tuple[list[fx.Node], fx.Node | None]:
         """Inserts the gradients of the loss. Returns the gradients of hidden states and of the table."""
         head, options, rewriter = self._head, self._options, self._rewriter
         follows = loss.of_sums is not None and backward < loss.of_sums
@@ -355,21 +359,21 @@ class _Sharding:
             everyone = rewriter.wait(self._launch_whole(own, scored.counts, "coefficients"))
             sending, of_weight, of_bias = list[fx.Node](), None, None
             for number, chunk in enumerate(scored.chunks):
-                gradient = self._logits_gradient(number, chunk, scored.counts, everyone, loss)
+                gradient = self._insert_logits_gradient(number, chunk, scored.counts, everyone, loss)
                 if head.of_hidden is not None:
                     name = self._numbered("hidden_gradient_of_rank", number)
                     product = self._call(aten.mm.default, gradient, self._read_shard(), name=name)
                     scatter = embrace.scatter_positions.default
                     sending.append(self._launch_chunk(scatter, product, scored.counts, number, "hidden gradients"))
                 if head.of_weight is not None:
-                    of_weight = self._add_product(of_weight, gradient, chunk.hidden)
+                    of_weight = self._accumulate_table_gradient(of_weight, gradient, chunk.hidden)
                 if head.of_bias is not None:
                     own = self._call(aten.sum.dim_IntList, gradient, [0], name="own_bias_gradient")
                     of_bias = own if of_bias is None else self._call(aten.add.Tensor, of_bias, own, name="own_bias_sum")
             if of_weight is not None:
-                of_weight = self._in_dtype(of_weight, self._weight.dtype)
+                of_weight = self._cast_to(of_weight, self._weight.dtype)
             if head.of_bias is not None and of_bias is not None:
-                self._put_in_bias(head.of_bias, of_bias)
+                self._replace_bias_gradient(head.of_bias, of_bias)
             of_hidden = []
             if head.of_hidden is not None:
                 arrived = [rewriter.wait(launch) for launch in sending]
@@ -379,22 +383,33 @@ class _Sharding:
                 )
         return of_hidden, of_weight
 
-    def _logits_gradient(self, number: int, chunk: _Chunk, counts: fx.Node, everyone: fx.Node, loss: Loss) -> fx.Node:
-        """Inserts the gradient of a chunk's logits of this rank's shard."""
-        coefficients = self._chunk_of(everyone, counts, number, "chunk_coefficients")
+    def _insert_logits_gradient(
+        self, number: int, chunk: _Chunk, counts: fx.Node, everyone: fx.Node, loss: Loss
+    ) -> fx.Node:
+        """Inserts the gradient of a chunk's logits, for this rank's columns.
+
+        Args:
+            everyone: all ranks' coefficients of their positions' gradients, gathered.
+        """
+        coefficients = self._take_chunk(everyone, counts, number, "chunk_coefficients")
         how = steps_to_text(loss.steps), self._options.rank, self._options.world_size
         name = self._numbered("logits_gradient", number)
         return self._call(embrace.head_gradient.default, chunk.logits, chunk.labels, coefficients, *how, name=name)
 
-    def _add_product(self, before: fx.Node | None, gradient: fx.Node, hidden: fx.Node) -> fx.Node:
-        """Adds a chunk's part to the gradient of this rank's rows (V', D), which is the mean over ranks."""
+    def _accumulate_table_gradient(self, before: fx.Node | None, gradient: fx.Node, hidden: fx.Node) -> fx.Node:
+        """Adds a chunk's contribution to the gradient of this rank's rows (V', D), the mean over ranks.
+
+        Args:
+            before: the sum of the previous chunks, or None for the first.
+            gradient, hidden: of the chunk's logits; its hidden states.
+        """
         mean = self._call(aten.mul.Tensor, hidden, 1.0 / self._options.world_size, name="hidden_share")
         turned = self._call(aten.t.default, gradient, name="logits_gradient_transposed")
         if before is None:
             return self._call(aten.mm.default, turned, mean, name="shard_gradient")
         return self._call(aten.addmm.default, before, turned, mean, name="shard_gradient")
 
-    def _put_in_bias(self, node: fx.Node, own: fx.Node) -> None:
+    def _replace_bias_gradient(self, node: fx.Node, own: fx.Node) -> None:
         """Replaces a gradient of the bias with this rank's share of it."""
         options, every = self._options, self._weight.shape[0]
         share = self._call(
@@ -405,16 +420,16 @@ class _Sharding:
 
     # -- results -------------------------------------------------------------------------------------------------------
 
-    def _as_hidden(self, node: fx.Node) -> fx.Node:
-        """Reshapes hidden states with the leading shape of logits to (M, D)."""
+    def _flatten_positions(self, node: fx.Node) -> fx.Node:
+        """Reshapes hidden states whose leading shape is that of logits to a matrix (M, D)."""
         if node not in self._shown:
-            source = self._as_hidden(node.all_input_nodes[0])
+            source = self._flatten_positions(node.all_input_nodes[0])
             reshapes = node.target in (*VIEWS, aten.slice.Tensor)
             with self._rewriter.before(node):
-                self._shown[node] = self._reshaped(source, node, (self._weight.shape[1],)) if reshapes else source
+                self._shown[node] = self._reshape_like(source, node, (self._weight.shape[1],)) if reshapes else source
         return self._shown[node]
 
-    def _tangents(self, hidden: Mapping[int, fx.Node]) -> list[fx.Node]:
+    def _replace_tangents(self, hidden: Mapping[int, fx.Node]) -> list[fx.Node]:
         """Replaces the tangents of logits with tangents of the hidden states, and returns these as (M, D)."""
         found = []
         for node, role in list(self._graph.inputs()):
@@ -434,23 +449,23 @@ class _Sharding:
         if before is None:
             return
         with self._rewriter.before(before):
-            first, *others = [self._in_dtype(term, before.meta["val"].dtype) for term in terms]
+            first, *others = [self._cast_to(term, before.meta["val"].dtype) for term in terms]
             for term in others:
                 first = self._call(aten.add.Tensor, first, term, name="hidden_gradient_sum")
         before.replace_all_uses_with(first)
 
-    def _promise(self, steps: Sequence[Step]) -> PromisedLogits:
+    def _make_promise(self, steps: Sequence[Step]) -> PromisedLogits:
         """Returns the description by which the runtime computes logits when they are read."""
         head = self._head
         narrow = head.as_read.meta["val"].dtype
-        bias = parameter_of(head.bias) if head.bias is not None else ""
+        bias = parameter_read(head.bias) if head.bias is not None else ""
         narrow = None if narrow == self._weight.dtype else narrow
         keeps = self._options.keeps_logits
         return PromisedLogits(self._table, bias, steps_to_text(steps), narrow, self._chunks, keeps)
 
     # -- the table's gradient ------------------------------------------------------------------------------------------
 
-    def _take_out(
+    def _remove_term(
         self, term: fx.Node, outputs: Sequence[tuple[fx.Node | None, OutputRole]]
     ) -> list[tuple[fx.Node | None, OutputRole]]:
         """Removes the output layer's term from the sum that is the table's gradient. Returns the graph's new

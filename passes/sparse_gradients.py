@@ -47,13 +47,13 @@ class SparseGradients:
         result = graph.edit()
         for name in self.tables:
             if gradients_of(result.module).get(name) is not None:
-                _keep_rows(result, name)
+                _make_sparse(result, name)
             elif name in self.exchanged:
-                _add_no_rows(result, name)
+                _add_empty_gradient(result, name)
         return result
 
 
-def _keep_rows(graph: TrainingGraph, name: str) -> None:
+def _make_sparse(graph: TrainingGraph, name: str) -> None:
     """Makes a table's gradient sparse, in place, if all of its lookups request it."""
     table = next((table for table in graph.tables if table.parameter == name), None)
     if table is None or not table.has_sparse_gradient or any(use.kind == FROM_GRADIENT for use in table.uses):
@@ -70,7 +70,7 @@ def _keep_rows(graph: TrainingGraph, name: str) -> None:
     set_outputs(graph.module, outputs)
 
 
-def _add_no_rows(graph: TrainingGraph, name: str) -> None:
+def _add_empty_gradient(graph: TrainingGraph, name: str) -> None:
     """Adds an empty sparse gradient of a table to the outputs, in place."""
     rewriter, weight = Rewriter(graph.module), parameters_of(graph.module)[name]
     with rewriter.before(graph.graph.output_node()):

@@ -12,7 +12,7 @@ from functools import partial
 from torch import fx
 
 from embrace_fx.passes.overlap.variants import DerivePhase, splits_rows
-from embrace_fx.passes.pipeline import Compiled, Pass, run_passes
+from embrace_fx.passes.pipeline import CompiledGraph, Pass, run_passes
 from embrace_fx.vocabulary.graph import TrainingGraph
 from embrace_fx.vocabulary.step_variant import VARIANTS, StepVariant
 
@@ -24,13 +24,13 @@ class StepGraphs:
         steady: the graph of a step between two other steps, with the next batch known.
     """
 
-    def __init__(self, steady: Compiled, analysed: TrainingGraph) -> None:
+    def __init__(self, steady: CompiledGraph, analysed: TrainingGraph) -> None:
         self.steady = steady
         self._analysed = analysed
         self._derived: dict[StepVariant, TrainingGraph] = {}
 
     @property
-    def vary(self) -> bool:
+    def have_variants(self) -> bool:
         """Returns whether steps have variants, which are needed only if rows are split."""
         return "backward" in self.steady.graph.phases and splits_rows(self.steady.graph)
 
@@ -44,17 +44,19 @@ class StepGraphs:
             self._derived[variant] = run_passes(self._analysed, [DerivePhase(variant)], self.steady).graph
         return self._derived[variant]
 
-    def order(self, passes: Sequence[Pass]) -> None:
-        """Runs passes that reorder the steady backward, and drops those derived from it, to be derived again."""
+    def reorder(self, passes: Sequence[Pass]) -> None:
+        """Runs passes that reorder the steady step, and drops the phases derived from it; they are derived again when
+        they are needed.
+        """
         self.steady = run_passes(self._analysed, passes, self.steady)
         self._derived = {variant: each for variant, each in self._derived.items() if variant.phase == "forward"}
 
     def modules(self) -> Mapping[str, Callable[[], fx.GraphModule]]:
-        """Maps the name of each non-steady variant to a function that builds its phase."""
-        if not self.vary:
+        """Maps the name of each phase that is not steady to a function that builds it."""
+        if not self.have_variants:
             return {}
-        return {str(variant): partial(self._module, variant) for variant in VARIANTS if not variant.is_steady}
+        return {str(variant): partial(self._phase_module, variant) for variant in VARIANTS if not variant.is_steady}
 
-    def _module(self, variant: StepVariant) -> fx.GraphModule:
+    def _phase_module(self, variant: StepVariant) -> fx.GraphModule:
         """Returns the graph module of a variant's own phase, forward or backward."""
         return self.graph(variant).phases[variant.phase]

@@ -25,7 +25,7 @@ from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
 from embrace_fx.passes.collectives import aliased_inputs
-from embrace_fx.passes.partition import members_of
+from embrace_fx.passes.partition import phase_nodes
 from embrace_fx.passes.rnn_sizes import saved_workspace_bytes, scratch_bytes
 from embrace_fx.vocabulary.copy_ops import AWAIT_OFFLOAD, AWAIT_RELOAD, OFFLOAD
 from embrace_fx.vocabulary.graph import PHASES, Saved, TrainingGraph, inputs_of, outputs_of
@@ -100,37 +100,37 @@ class StepMemory:
     reads: Reads
 
     @cached_property
-    def by_time(self) -> list[int]:
-        """Returns the bytes held while each node runs."""
+    def bytes_at_node(self) -> list[int]:
+        """Returns, for each node, the bytes held while the node runs."""
         return self._held(self.storages)
 
     def line(self) -> str:
         """Draws the bytes held over the step as one line of text."""
-        if not self.by_time or not self.peak_bytes:
+        if not self.bytes_at_node or not self.peak_bytes:
             return ""
-        width = min(SAMPLES, len(self.by_time))
-        edges = [k * len(self.by_time) // width for k in range(width + 1)]
-        levels = [max(self.by_time[a:b]) * (len(_LEVELS) - 1) // self.peak_bytes for a, b in pairwise(edges)]
+        width = min(SAMPLES, len(self.bytes_at_node))
+        edges = [k * len(self.bytes_at_node) // width for k in range(width + 1)]
+        levels = [max(self.bytes_at_node[a:b]) * (len(_LEVELS) - 1) // self.peak_bytes for a, b in pairwise(edges)]
         return "".join(_LEVELS[level] for level in levels)
 
     @property
     def peak_bytes(self) -> int:
         """Most bytes held at any time."""
-        return max(self.by_time, default=0)
+        return max(self.bytes_at_node, default=0)
 
     @property
     def known_peak_bytes(self) -> int:
-        """Returns the peak of the storages of known size, which is a proven lower bound."""
+        """Returns the peak of the storages whose size does not depend on data: a lower bound of the real peak."""
         return max(self._held([s for s in self.storages if s.known]), default=0)
 
     def backward_peak(self, order: Sequence[fx.Node]) -> int:
-        """Returns the maximum bytes that the backward would hold if its nodes ran in this order."""
+        """Returns the most bytes that the backward would hold if its nodes ran in this order."""
         count = len(self.nodes)
         stands = np.arange(count)
         stands[[self.position[node] for node in order]] = np.arange(self.backward, count)
         dies = last_reads(self.reads.storage, stands[self.reads.reader], len(self.storages))
-        dies[self.outlives] = count
-        return int(bytes_over_time(stands[self.born], dies, self.nbytes, count)[self.backward :].max(initial=0))
+        dies[self.outliving] = count
+        return int(bytes_over_time(stands[self.allocated_at], dies, self.nbytes, count)[self.backward :].max(initial=0))
 
     @property
     def saved(self) -> list[Storage]:
@@ -153,7 +153,7 @@ class StepMemory:
         return [[self.position[v] for v in node.all_input_nodes if v in self.position] for node in self.nodes]
 
     @cached_property
-    def born(self) -> Numbers:
+    def allocated_at(self) -> Numbers:
         """Returns, for each storage, the position of the node that allocates it."""
         return np.array([s.born for s in self.storages], dtype=np.int64)
 
@@ -163,8 +163,8 @@ class StepMemory:
         return np.array([s.nbytes for s in self.storages], dtype=np.int64)
 
     @cached_property
-    def outlives(self) -> Numbers:
-        """Returns the indices of the storages that are still needed after the step."""
+    def outliving(self) -> Numbers:
+        """Returns the indices of the storages that are still in use after the step."""
         return np.array([s.number for s in self.storages if s.dies == len(self.nodes)], dtype=np.int64)
 
     def _held(self, storages: Sequence[Storage]) -> list[int]:
@@ -202,22 +202,22 @@ def first_reads(storage: Numbers, position: Numbers, count: int) -> Numbers:
 
 def step_memory(graph: TrainingGraph) -> StepMemory:
     """Computes the memory of a step from its phases, or from its future phases if the graph is not partitioned yet."""
-    in_order, outputs, saved = _phases(graph) if graph.phases else _future_phases(graph)
+    in_order, outputs, saved = _order_of_phases(graph) if graph.phases else _order_of_whole_graph(graph)
     nodes = [node for phase in in_order for node in phase]
-    return memory_of(nodes, len(nodes) - len(in_order[-1]), outputs, saved, graph.expected)
+    return simulate_memory(nodes, len(nodes) - len(in_order[-1]), outputs, saved, graph.expected)
 
 
 _Ordered = tuple[list[list[fx.Node]], set[fx.Node], dict[fx.Node, fx.Node]]
 """(the nodes of each phase, the values that outlive the step, placeholder of a saved value -> that value)."""
 
 
-def _future_phases(graph: TrainingGraph) -> _Ordered:
+def _order_of_whole_graph(graph: TrainingGraph) -> _Ordered:
     """Returns the nodes of the phases that a whole graph will be split into, its outputs, and no saved values."""
-    in_order = [[node for node in graph.graph.nodes if node in phase] for phase in members_of(graph).values()]
+    in_order = [[node for node in graph.graph.nodes if node in phase] for phase in phase_nodes(graph).values()]
     return in_order, {value for value, _ in graph.outputs() if value is not None}, {}
 
 
-def _phases(graph: TrainingGraph) -> _Ordered:
+def _order_of_phases(graph: TrainingGraph) -> _Ordered:
     """Returns the nodes of each phase, their outputs, and the saved value that each placeholder reads."""
     in_order, outputs, saved = [], set(), {}
     made: dict[str, fx.Node] = {}
@@ -252,7 +252,7 @@ def _leaves(value: Any) -> list[Any]:
     return [value] if isinstance(value, Tensor) else pytree.tree_leaves(value)
 
 
-def memory_of(
+def simulate_memory(
     nodes: Sequence[fx.Node],
     backward: int,
     outputs: Collection[fx.Node],
@@ -273,8 +273,10 @@ def memory_of(
     reads: list[tuple[int, int, int]] = []
     places: dict[fx.Node, dict[int, int]] = {}  # cached, because a node may have a thousand results
 
-    def make(node: fx.Node, position: int, sizes: Sequence[int]) -> list[Storage]:
-        """Adds a storage for each nonzero size, allocated by node number `position`. Returns the new storages."""
+    def add_storages(node: fx.Node, position: int, sizes: Sequence[int]) -> list[Storage]:
+        """Adds a storage for each size that is not zero, allocated by node number `position`. Returns the new
+        storages.
+        """
         known, first = _is_known(node), len(storages)
         for size in filter(None, sizes):
             storages.append(Storage(len(storages), node, size, position, known=known))
@@ -285,7 +287,7 @@ def memory_of(
         return of.get(saved.get(value, value), ())
 
     for k, node in enumerate(nodes):
-        shared = list(_shared(node, position, backward))
+        shared = list(_inputs_sharing_memory(node, position, backward))
         if op_name(node) == AWAIT_OFFLOAD:
             of[node] = []
         elif shared:
@@ -293,22 +295,22 @@ def memory_of(
         elif _is_item(node):
             source = node.all_input_nodes[0]
             if source not in places:
-                places[source] = _places(source, expected)
-            of[node] = _item(storages_of(source), node, places[source])
+                places[source] = _result_indices(source, expected)
+            of[node] = _item_storage(storages_of(source), node, places[source])
         else:
-            of[node] = make(node, k, _sizes(node, expected))
+            of[node] = add_storages(node, k, _sizes(node, expected))
         for storage in of[node]:
             storage.names.append(node)
         for value in (node, *node.all_input_nodes):
             reads += [(k, position[saved.get(value, value)], storage.number) for storage in storages_of(value)]
     for k, node in enumerate(nodes):  # memory that the op uses while it runs
-        reads += [(k, k, storage.number) for storage in make(node, k, [scratch_bytes(node, expected)])]
+        reads += [(k, k, storage.number) for storage in add_storages(node, k, [scratch_bytes(node, expected)])]
     outlives = [storage.number for value in outputs for storage in storages_of(value)]
     by_column = np.array(reads, dtype=np.int64).reshape(-1, 3).T
-    return _with_lives(StepMemory(nodes, backward, storages, of, Reads(*by_column)), outlives)
+    return _with_lifetimes(StepMemory(nodes, backward, storages, of, Reads(*by_column)), outlives)
 
 
-def _with_lives(found: StepMemory, outlives: Sequence[int]) -> StepMemory:
+def _with_lifetimes(found: StepMemory, outlives: Sequence[int]) -> StepMemory:
     """Returns the memory with each storage's lifetime set from its reads."""
     reads, count = found.reads, len(found.storages)
     early = reads.reader < found.backward
@@ -337,7 +339,7 @@ def _is_known(node: fx.Node) -> bool:
     return all(is_known(size) for tensor in tensors for size in tuple(tensor.shape))
 
 
-def _shared(node: fx.Node, position: dict[fx.Node, int], backward: int) -> Iterator[fx.Node]:
+def _inputs_sharing_memory(node: fx.Node, position: dict[fx.Node, int], backward: int) -> Iterator[fx.Node]:
     """Yields the inputs of a node whose memory its result shares or overwrites."""
     if node.op != "call_function" or _is_item(node):
         return
@@ -359,13 +361,13 @@ def _is_item(node: fx.Node) -> bool:
     return node.op == "call_function" and not isinstance(node.target, torch._ops.OpOverload) and len(node.args) == 2
 
 
-def _places(source: fx.Node, expected: ExpectedSizes) -> dict[int, int]:
+def _result_indices(source: fx.Node, expected: ExpectedSizes) -> dict[int, int]:
     """Maps the index of each result that has memory to its index among the results that have."""
     with_memory = (k for k, size in enumerate(_sizes(source, expected)) if size)
     return {k: place for place, k in enumerate(with_memory)}
 
 
-def _item(storages: Sequence[Storage], node: fx.Node, places: Mapping[int, int]) -> Sequence[Storage]:
+def _item_storage(storages: Sequence[Storage], node: fx.Node, places: Mapping[int, int]) -> Sequence[Storage]:
     """Returns the storage of one item of a node with several results."""
     source, index = node.all_input_nodes[0], node.args[1]
     values = source.meta.get("val")

@@ -28,7 +28,7 @@ from embrace_fx.vocabulary.graph import (
     source_of,
     written_by,
 )
-from embrace_fx.vocabulary.ops import argument, draws
+from embrace_fx.vocabulary.ops import argument, draws_random_numbers
 
 aten = torch.ops.aten
 
@@ -49,13 +49,15 @@ def find_tables(graph: TrainingGraph) -> tuple[Table, ...]:
     tables = []
     for node, role in graph.inputs():
         if isinstance(role, Parameter):
-            table = _table(node, role, gradients.get(role.name), mutated)
+            table = _describe_table(node, role, gradients.get(role.name), mutated)
             if table is not None:
                 tables.append(table)
     return tuple(tables)
 
 
-def _table(weight: fx.Node, role: Parameter, gradient: fx.Node | None, mutated: frozenset[Any]) -> Table | None:
+def _describe_table(
+    weight: fx.Node, role: Parameter, gradient: fx.Node | None, mutated: frozenset[Any]
+) -> Table | None:
     """Returns a parameter as a table, or None if no lookup reads it."""
     readers, copies = _readers(weight)
     lookups = [n for n in readers if n.target in LOOKUPS and argument(n, "weight") in copies]
@@ -63,11 +65,11 @@ def _table(weight: fx.Node, role: Parameter, gradient: fx.Node | None, mutated: 
         return None
     terms = [] if gradient is None else gradient_terms(gradient)
     backwards = [n for n in terms if n.target in LOOKUP_BACKWARDS]
-    shares = _shares(lookups, backwards)
-    uses = tuple(_use(lookup, share, mutated) for lookup, share in zip(lookups, shares, strict=True))
+    shares = _backwards_by_lookup(lookups, backwards)
+    uses = tuple(_describe_use(lookup, share, mutated) for lookup, share in zip(lookups, shares, strict=True))
     claimed = {name for use in uses for name in use.backward}
     of_rows = [*lookups, *(n for n in readers if n.target is SAMPLE_WEIGHTS_BACKWARD)]
-    dense = [n.name for n in readers if n not in of_rows and not _needs_only_shape(n)]
+    dense = [n.name for n in readers if n not in of_rows and not _reads_only_shape(n)]
     dense += [n.name for n in backwards if n.name not in claimed]
     dense += [n.name for n in terms if n not in backwards and n.name not in dense]
     value = weight.meta["val"]
@@ -95,7 +97,7 @@ def _feeds_renorm(node: fx.Node) -> bool:
     return bool(node.users) and all(user.target is RENORM for user in node.users)
 
 
-def _needs_only_shape(node: fx.Node) -> bool:
+def _reads_only_shape(node: fx.Node) -> bool:
     """Returns whether a node reads only the shape of its input."""
     return node.target in (aten.sym_size.int, aten.sym_numel.default)
 
@@ -112,7 +114,7 @@ def gradient_terms(gradient: fx.Node) -> list[fx.Node]:
     return terms
 
 
-def _shares(lookups: list[fx.Node], backwards: list[fx.Node]) -> list[list[fx.Node]]:
+def _backwards_by_lookup(lookups: list[fx.Node], backwards: list[fx.Node]) -> list[list[fx.Node]]:
     """Returns, for each lookup, the backward nodes that compute its share of the gradient."""
     shares: list[list[fx.Node]] = [[] for _ in lookups]
     for backward in sorted(backwards, reverse=True):  # autograd visits the lookups in reverse order
@@ -122,14 +124,14 @@ def _shares(lookups: list[fx.Node], backwards: list[fx.Node]) -> list[list[fx.No
     return shares
 
 
-def _use(lookup: fx.Node, share: list[fx.Node], mutated: frozenset[Any]) -> TableUse:
-    """Returns the use of a table by a lookup and its share of backwards."""
+def _describe_use(lookup: fx.Node, share: list[fx.Node], mutated: frozenset[Any]) -> TableUse:
+    """Describes a lookup, with the backward nodes that compute its share of the gradient, as a `TableUse`."""
     ids = argument(lookup, "indices")
     assert isinstance(ids, fx.Node)
     bag = lookup.target is not aten.embedding.default
-    cone = reached([ids], lambda node: () if _needs_only_shape(node) else node.all_input_nodes)
+    cone = reached([ids], lambda node: () if _reads_only_shape(node) else node.all_input_nodes)
     roles = {node.meta["role"] for node in cone if node.op == "placeholder"}
-    random = any(map(draws, cone))
+    random = any(map(draws_random_numbers, cone))
     return TableUse(
         lookup=lookup.name,
         backward=tuple(backward.name for backward in share),

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from benchmarks.admm.tasks import Pair, Task
 from embrace_fx import admm
 from embrace_fx.admm.model import read_data, read_weights, write_weights
-from embrace_fx.admm.setup import rescaled
+from embrace_fx.admm.setup import rescale_weights
 
 BATCH = 16
 EVERY = 2
@@ -84,7 +84,7 @@ def scores_and_loss(rnn: nn.RNN, head: nn.Linear, pair: Pair) -> tuple[Tensor, T
 def rescale(rnn: nn.RNN, head: nn.Linear, task: Task) -> None:
     """Gives any method the start that ADMM gives itself."""
     weights = read_weights(rnn, head)
-    write_weights(rescaled(weights, read_data(task.train, weights, batch_first=True), list), rnn, head)
+    write_weights(rescale_weights(weights, read_data(task.train, weights, batch_first=True), list), rnn, head)
 
 
 def by_admm(

@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 
 from embrace_fx.cost.links import Cluster, Work
-from embrace_fx.runtime.probe.handling import HANDLED_ROWS, PASSES, WIDE, handling_of
+from embrace_fx.runtime.probe.handling import HANDLED_ROWS, PASSES, WIDE, exchange_work
 from embrace_fx.runtime.probe.probe import CPU, probe_handling, together_ms
 from embrace_fx.runtime.ranks.communicator import Communicator
 
@@ -30,7 +30,7 @@ def main() -> None:
     print("| values of a row | to handle one, ns | at these rates |\n|---|---|---|")
     for width in WIDTHS:
         rows = HANDLED_BYTES // 4 // width
-        each_ms = together_ms(alone, handling_of(width, rows, CPU)) / rows
+        each_ms = together_ms(alone, exchange_work(width, rows, CPU)) / rows
         told = Work(passed_bytes=PASSES * width * 4, units=1).time_ms(Cluster(handling=rates))
         print(f"| {width} | {each_ms * 1e6:.0f} | {told * 1e6:.0f} |")
 

@@ -25,7 +25,7 @@ from benchmarks.exchanges.cases import CASES, SYSTEMS, Case, System
 from benchmarks.namespaces import interface_sent_bytes
 from embrace_fx.cost.links import COLLECTIVES, Cluster, Handling, Link
 from embrace_fx.runtime.exchanges.in_place import ExchangeKind, exchange_gradient_
-from embrace_fx.runtime.probe.probe import probe
+from embrace_fx.runtime.probe.probe import probe_cluster
 from embrace_fx.runtime.ranks.communicator import Communicator
 from tests.support.counting_channel import CountingChannel
 
@@ -39,7 +39,7 @@ def main() -> None:
     job = json.loads(Path(sys.argv[1]).read_text())
     deadline = time.monotonic() + job["minutes"] * 60
     dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=120))
-    cluster = cluster_of(job["cluster"]) if job["cluster"] else probe(Communicator(dist.group.WORLD))
+    cluster = cluster_of(job["cluster"]) if job["cluster"] else probe_cluster(Communicator(dist.group.WORLD))
     if not job["cluster"]:
         _keep(Path(job["kept"]), {"cluster": as_data(cluster)})
     bench = Bench(CountingChannel(dist.group.WORLD), cluster)

@@ -92,7 +92,7 @@ class Training:
         return {
             "predicted_bytes": held.peak_bytes,
             "predicted_ms": self._call.schedule.diagnostics().step_ms,
-            "limit_bytes": builder._shown.graph.memory_limit,
+            "limit_bytes": builder._shown_step.graph.memory_limit,
             "run_again": sum("again" in node.meta for node in held.nodes),
             "offloaded": len(self._call.schedule.steps.copies) // 2,
         }

@@ -11,15 +11,15 @@ import torch
 
 from benchmarks.memory.cells import BUDGETS, MULTIPLES, Workload
 from embrace_fx.capture import capture
-from embrace_fx.capture.meta_models import as_on_cpu
+from embrace_fx.capture.meta_models import on_fake_cpu
 from embrace_fx.cost.links import Compute
 from embrace_fx.passes.dropout import EagerDropout
 from embrace_fx.passes.memory.budget import Memory
 from embrace_fx.passes.memory.copy_placement import NO_COPIES, CopyRate
 from embrace_fx.passes.partition import Partition
-from embrace_fx.passes.pipeline import analyse, run_passes
+from embrace_fx.passes.pipeline import run_passes, with_tables
 from embrace_fx.passes.scheduler.launch_order import schedule
-from embrace_fx.passes.scheduler.step_graph import build_alone
+from embrace_fx.passes.scheduler.step_graph import build_single
 from embrace_fx.passes.step_memory import step_memory
 from embrace_fx.vocabulary.copy_ops import OFFLOAD
 from embrace_fx.vocabulary.graph import TrainingGraph
@@ -36,9 +36,9 @@ def graph_of(workload: Workload) -> TrainingGraph:
     """The joint graph of a step, captured on the meta device."""
     with torch.device("meta"):
         model = workload.make()
-    with as_on_cpu(model, workload.batch(0, 0, 0)) as (twin, batch):
+    with on_fake_cpu(model, workload.batch(0, 0, 0)) as (twin, batch):
         captured = capture(twin, batch, {}, train=True)
-    return run_passes(analyse(captured.graph), (EagerDropout(),)).graph
+    return run_passes(with_tables(captured.graph), (EagerDropout(),)).graph
 
 
 def under(graph: TrainingGraph, budget: float, compute: Compute, copies: CopyRate = NO_COPIES) -> dict[str, Any]:
@@ -59,7 +59,7 @@ def under(graph: TrainingGraph, budget: float, compute: Compute, copies: CopyRat
 def step_ms(graph: TrainingGraph, compute: Compute) -> float:
     """Of one process: its nodes one after the other, copies beside them."""
     phases = run_passes(graph, (Partition(),)).graph
-    return schedule(build_alone(phases, compute), "none").diagnostics().step_ms
+    return schedule(build_single(phases, compute), "none").diagnostics().step_ms
 
 
 def predicted(

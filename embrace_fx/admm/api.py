@@ -7,12 +7,12 @@ import os
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from embrace_fx.admm.asynchronous import MASTER, Asynchronous, Master, open_connections, work
-from embrace_fx.admm.consensus import OnIteration, Run, train_in_step
+from embrace_fx.admm.asynchronous import MASTER, Asynchronous, Master, open_connections, run_worker
+from embrace_fx.admm.consensus import OnIteration, Run, train_synchronously
 from embrace_fx.admm.lagrangian import Penalties
 from embrace_fx.admm.model import write_weights
 from embrace_fx.admm.progress import Stopping
-from embrace_fx.admm.setup import Own, Parallel, Training, begin, group_of, prepare_on_all, read_own
+from embrace_fx.admm.setup import OwnInputs, Parallel, Training, begin, prepare_on_all, read_own, training_group
 from embrace_fx.admm.state import State
 from embrace_fx.admm.timeline import save_timeline
 from embrace_fx.runtime.launch.recorder import Recorder
@@ -72,12 +72,12 @@ def train(
         LateRank: an asynchronous worker did not arrive within the master's patience.
     """
     asked = Training(iterations, batch_size, rescale, penalties or Penalties(), stopping or Stopping(), parallel)
-    communicator = Communicator(group_of(parallel, process_group))
+    communicator = Communicator(training_group(parallel, process_group))
 
-    def prepare() -> Own:
-        """Checks the arguments and returns this rank's modules, data and penalties."""
+    def prepare() -> OwnInputs:
+        """Checks the arguments. Returns this rank's weights and data."""
         asked.check(communicator.timeout())
-        own = read_own(rnn, head, data, validation, asked.in_step or communicator.rank != MASTER)
+        own = read_own(rnn, head, data, validation, asked.is_synchronous or communicator.rank != MASTER)
         if state is not None:
             state.check_fits(own.weights, own.data if own.trains else None, asked.penalties)
         return own
@@ -91,17 +91,17 @@ def train(
     _train(state, own, run, communicator, parallel)
     write_weights(state.best.weights, rnn, head)
     if timeline is not None and recording is not None:
-        save_timeline(timeline, communicator, run.recorder.stop(), in_step=asked.in_step)
+        save_timeline(timeline, communicator, run.recorder.stop(), in_step=asked.is_synchronous)
     return state
 
 
-def _train(state: State, own: Own, run: Run, communicator: Communicator, parallel: Parallel) -> None:
+def _train(state: State, inputs: OwnInputs, run: Run, communicator: Communicator, parallel: Parallel) -> None:
     """Runs the iterations of this rank."""
     if not isinstance(parallel, Asynchronous):
-        train_in_step(state, own.data, run, communicator, parallel.strength if parallel is not None else 0.0)
+        train_synchronously(state, inputs.data, run, communicator, parallel.strength if parallel is not None else 0.0)
         return
-    lines = open_connections(communicator, own.weights.flat())
-    if own.trains:
-        work(state, own.data, run, communicator, lines[MASTER], parallel.strength)
+    lines = open_connections(communicator, inputs.weights.flat())
+    if inputs.trains:
+        run_worker(state, inputs.data, run, communicator, lines[MASTER], parallel.strength)
     else:
         Master(state, run, communicator, lines, parallel).lead()

@@ -31,7 +31,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from embrace_fx.admm.consensus import Run, contribution, pull_of, take_agreed
+from embrace_fx.admm.consensus import Run, contribution, pull_to_agreed, take_agreed
 from embrace_fx.admm.model import Data, require
 from embrace_fx.admm.operations import DUALS, FIGURES, MEAN, TO_MASTER, TO_WORKER
 from embrace_fx.admm.progress import Best, Sums
@@ -75,8 +75,8 @@ class Asynchronous:
 
 
 class Reply(NamedTuple):
-    """The master's reply: continue from these weights; end with these best ones; or fail, because a rank is dead or
-    late.
+    """The master's reply to a worker: to continue from these weights, to end with these best ones, or to fail because a
+    rank is dead or late.
     """
 
     order: Order
@@ -105,40 +105,49 @@ class Connection:
 
 
 def open_connections(communicator: Communicator, like: Tensor) -> dict[int, Connection]:
-    """Returns this rank's connections by peer. The master has one to every worker, a worker one to the master."""
+    """Returns this rank's connections by peer. The master has one to every worker, a worker one to the master.
+
+    Args:
+        like: a vector of the size and dtype to send.
+    """
     group = communicator.host_group()
     ranks = dist.get_process_group_ranks(group)
     peers = range(1, communicator.world_size) if communicator.rank == MASTER else [MASTER]
     return {peer: Connection(group, ranks[peer], like) for peer in peers}
 
 
-def work(state: State, data: Data, run: Run, communicator: Communicator, line: Connection, strength: float) -> None:
-    """Runs a worker's iterations until the master ends them, or a rank is dead or late. The master has the best
-    weights.
+def run_worker(
+    state: State, data: Data, run: Run, communicator: Communicator, line: Connection, strength: float
+) -> None:
+    """Runs a worker's iterations until the master ends them. Raises if a rank is dead or late.
+
+    Args:
+        line: the connection to the master, which has the best weights.
+        strength: the strength (g) of the pull to the agreed weights.
     """
     recorder, start_s = run.recorder, time.perf_counter() - state.elapsed_s
     state.stopped = None
     while state.stopped is None:
-        recorder.window()
-        splits = iterate(state, data, run.batch_size, pull_of(state, strength), recorder.mark)
-        splits, state.iteration = splits + Sums.between(state.weights, state.agreed), state.iteration + 1
-        own = Sums.of(state.agreed, run.monitored) + splits
+        recorder.begin_window()
+        splits = iterate(state, data, run.batch_size, pull_to_agreed(state, strength), recorder.mark)
+        splits, state.iteration = splits + Sums.of_disagreement(state.weights, state.agreed), state.iteration + 1
+        own = Sums.of_model(state.agreed, run.monitored) + splits
         state.history.append(own.progress(state.iteration, staleness=0, elapsed_s=time.perf_counter() - start_s))
         run.log(state.history[-1])
         recorder.mark(FIGURES)
         with communicator.watching():
-            reply = _exchange(line, splits, contribution(state), recorder)
+            reply = _report_to_master(line, splits, contribution(state), recorder)
         if reply.order == "go on":
             take_agreed(state, reply.vector)
             recorder.mark(DUALS)
         elif reply.order == "end":
-            state.best = Best(int(reply.iteration), reply.loss, state.agreed.unflat(reply.vector))
+            state.best = Best(int(reply.iteration), reply.loss, state.agreed.from_flat(reply.vector))
             state.stopped = "the master ended the training"
         else:
-            raise failure(reply.order, int(reply.culprit), communicator.rank)
+            raise lost_worker_error(reply.order, int(reply.culprit), communicator.rank)
 
 
-def _exchange(line: Connection, splits: Sums, vector: Tensor, recorder: Recorder) -> Reply:
+def _report_to_master(line: Connection, splits: Sums, vector: Tensor, recorder: Recorder) -> Reply:
     """Sends this worker's contribution to the master and waits for the reply."""
     started_s = time.perf_counter()
     with recorder.waiting(TO_WORKER):
@@ -146,12 +155,18 @@ def _exchange(line: Connection, splits: Sums, vector: Tensor, recorder: Recorder
         sent_s = time.perf_counter()
         (order, culprit, iteration, loss, *_), agreed = line.receive()
     if recorder.recording is not None:
-        recorder.transferred(Transfer(TO_MASTER, recorder.recording.window, 8 * vector.numel(), started_s, sent_s))
+        recorder.record_transfer(Transfer(TO_MASTER, recorder.recording.window, 8 * vector.numel(), started_s, sent_s))
     return Reply(ORDERS[int(order)], agreed, culprit, iteration, loss)
 
 
-def failure(order: Order, culprit: int, rank: int) -> RuntimeError:
-    """Returns the error that every other rank raises if a worker is dead or late."""
+def lost_worker_error(order: Order, culprit: int, rank: int) -> RuntimeError:
+    """Returns the error that every rank but the lost one raises if a worker is dead or late.
+
+    Args:
+        order: "dead" or "late".
+        culprit: the rank of the lost worker.
+        rank: this rank.
+    """
     dead = (
         f"Rank {culprit} no longer answers in an asynchronous training (seen by rank {rank}). Look at its log, and "
         "restart the job from saved states."
@@ -207,7 +222,7 @@ class Contributions:
         self._ages = [1 if known else options.staleness] * workers
         self.arrived: set[int] = set()
 
-    def take(self, worker: int, sums: Sums, vector: Tensor) -> None:
+    def store(self, worker: int, sums: Sums, vector: Tensor) -> None:
         """Stores a contribution. Worker 1 is the first."""
         self._vectors[worker - 1], self._sums[worker] = vector, sums
         self.arrived.add(worker)
@@ -231,7 +246,9 @@ class Contributions:
 
 
 class LostWorker(Exception):
-    """Raised by the master if a worker is dead or late: the `Order` to send to the others, and the worker."""
+    """Raised on the master if a worker is dead or late. Holds the order to send to the other workers, and the worker's
+    rank.
+    """
 
 
 class Master:
@@ -256,7 +273,7 @@ class Master:
             order, culprit = lost.args
             with contextlib.suppress(LostWorker):  # the lost worker does not confirm the end
                 self._dismiss(Reply(order, state.agreed.flat(), culprit))
-            raise failure(order, culprit, self._communicator.rank) from lost.__cause__
+            raise lost_worker_error(order, culprit, self._communicator.rank) from lost.__cause__
 
     def _iterate(self) -> None:
         """Collects contributions and replies with the new mean, until the iterations end or the training stops."""
@@ -266,16 +283,16 @@ class Master:
         start_s = time.perf_counter() - state.elapsed_s
         state.stopped = None
         while state.iteration < run.iterations and state.stopped is None:
-            recorder.window()
+            recorder.begin_window()
             with recorder.waiting(TO_MASTER):
                 self._collect(contributions)
             vector, arrived, oldest = contributions.update()
-            state.agreed = state.weights = state.agreed.unflat(vector)
+            state.agreed = state.weights = state.agreed.from_flat(vector)
             state.iteration += 1
             recorder.mark(MEAN)
             for worker in arrived:
                 self._carriers[worker].replies.put(Reply("go on", vector))
-            sums = Sums.of(state.agreed, run.monitored) + contributions.sums()
+            sums = Sums.of_model(state.agreed, run.monitored) + contributions.sums()
             recorder.mark(FIGURES)
             progress = sums.progress(state.iteration, staleness=oldest, elapsed_s=time.perf_counter() - start_s)
             state.advance(progress, run.stopping)
@@ -294,7 +311,7 @@ class Master:
             if isinstance(report, RuntimeError):
                 # A connection breaks when its worker dies, or after a timeout longer than the patience.
                 raise LostWorker("dead" if worker in self._communicator.missing_ranks() else "late", worker) from report
-            contributions.take(worker, *report)
+            contributions.store(worker, *report)
 
     def _dismiss(self, reply: Reply) -> None:
         """Replies to the current or next report of every worker, and waits until all have the reply; or raises

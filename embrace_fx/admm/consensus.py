@@ -61,20 +61,22 @@ class Run:
             self.on_iteration(progress)
 
 
-def pull_of(state: State, strength: float) -> Consensus:
-    """Returns the pull on a rank's weights: to z - u, with strength g."""
-    return Consensus(state.agreed.unflat(state.agreed.flat() - state.duals.flat()), strength)
+def pull_to_agreed(state: State, strength: float) -> Consensus:
+    """Returns the pull on a rank's weights towards the agreed weights minus the duals, z - u, with strength g."""
+    return Consensus(state.agreed.from_flat(state.agreed.flat() - state.duals.flat()), strength)
 
 
 def contribution(state: State) -> torch.Tensor:
-    """Returns a rank's theta + u as one vector; z is the mean of all ranks'."""
+    """Returns a rank's contribution to the agreed weights, theta + u, as one vector; the agreed weights z are the mean
+    of all ranks'.
+    """
     return state.weights.flat() + state.duals.flat()
 
 
 def take_agreed(state: State, z: torch.Tensor) -> None:
     """Stores newly agreed weights and updates the rank's duals: u += theta - z."""
-    state.duals = state.duals.unflat(contribution(state) - z)
-    state.agreed = state.agreed.unflat(z)
+    state.duals = state.duals.from_flat(contribution(state) - z)
+    state.agreed = state.agreed.from_flat(z)
 
 
 def add_over_ranks(communicator: Communicator, values: Sequence[float]) -> list[float]:
@@ -82,16 +84,16 @@ def add_over_ranks(communicator: Communicator, values: Sequence[float]) -> list[
     return list(communicator.reduce_scalar(torch.tensor(values, dtype=torch.float64), dist.ReduceOp.SUM).tolist())
 
 
-def train_in_step(state: State, data: Data, run: Run, communicator: Communicator, strength: float) -> None:
+def train_synchronously(state: State, data: Data, run: Run, communicator: Communicator, strength: float) -> None:
     """Trains until the run stops, and updates `state` in place. `strength` is g, equal on all ranks."""
     recorder, start_s = run.recorder, time.perf_counter() - state.elapsed_s
     state.stopped = None
     while state.iteration < run.iterations and state.stopped is None:
-        recorder.window()
-        pull = pull_of(state, strength) if communicator.world_size > 1 else None
+        recorder.begin_window()
+        pull = pull_to_agreed(state, strength) if communicator.world_size > 1 else None
         splits = iterate(state, data, run.batch_size, pull, recorder.mark)
-        _agree(state, communicator, recorder)
-        own = Sums.of(state.agreed, run.monitored) + splits + Sums.between(state.weights, state.agreed)
+        _update_agreed(state, communicator, recorder)
+        own = Sums.of_model(state.agreed, run.monitored) + splits + Sums.of_disagreement(state.weights, state.agreed)
         recorder.mark(FIGURES)
         everyone = Sums(*add_over_ranks(communicator, astuple(own)))
         state.iteration += 1
@@ -100,7 +102,7 @@ def train_in_step(state: State, data: Data, run: Run, communicator: Communicator
         run.log(progress)
 
 
-def _agree(state: State, communicator: Communicator, recorder: Recorder) -> None:
+def _update_agreed(state: State, communicator: Communicator, recorder: Recorder) -> None:
     """Replaces the agreed weights with the mean of all ranks' contributions. Collective."""
     if communicator.world_size == 1:
         state.agreed = state.weights
@@ -111,6 +113,6 @@ def _agree(state: State, communicator: Communicator, recorder: Recorder) -> None
         communicator.reduce_scalar(summed, dist.ReduceOp.SUM)
     if recorder.recording is not None:
         sent = 2 * (world_size - 1) * summed.numel() * summed.element_size() // world_size
-        recorder.transferred(Transfer(AGREE, recorder.recording.window, sent, started_s, time.perf_counter()))
+        recorder.record_transfer(Transfer(AGREE, recorder.recording.window, sent, started_s, time.perf_counter()))
     take_agreed(state, summed / world_size)
     recorder.mark(DUALS)

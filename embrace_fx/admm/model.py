@@ -51,8 +51,8 @@ class Weights:
         """Returns all weights as one vector, to be sent between ranks."""
         return torch.cat([tensor.flatten() for tensor in self.tensors()])
 
-    def unflat(self, vector: Tensor) -> Weights:
-        """Splits a vector into weights of these shapes."""
+    def from_flat(self, vector: Tensor) -> Weights:
+        """Splits a vector, as `flat` returns it, into weights of these shapes."""
         pieces = vector.split([tensor.numel() for tensor in self.tensors()])
         return Weights(*(p.view(t.shape).clone() for p, t in zip(pieces, self.tensors(), strict=True)))
 
@@ -77,11 +77,11 @@ class PerConstraint:
     def __neg__(self) -> PerConstraint:
         return PerConstraint(*(-each for each in self.tensors()))
 
-    def of(self, chosen_B: Tensor) -> PerConstraint:
+    def at(self, chosen_B: Tensor) -> PerConstraint:
         """Returns the values of some sequences, given by index."""
         return PerConstraint(*(each.index_select(1, chosen_B) for each in self.tensors()))
 
-    def put(self, chosen_B: Tensor, other: PerConstraint) -> None:
+    def set_at(self, chosen_B: Tensor, other: PerConstraint) -> None:
         """Overwrites the values of some sequences, given by index, with `other`."""
         for each, new in zip(self.tensors(), other.tensors(), strict=True):
             each.index_copy_(1, chosen_B, new)
@@ -99,13 +99,13 @@ class Data:
         """The number of sequences."""
         return self.x_NBI.shape[1]
 
-    def of(self, chosen_B: Tensor) -> Data:
+    def at(self, chosen_B: Tensor) -> Data:
         """Returns some of the sequences, given by index."""
         return Data(self.x_NBI.index_select(1, chosen_B), self.y_MB.index_select(1, chosen_B))
 
 
 @dataclass(frozen=True)
-class Pass:
+class ForwardPass:
     """A forward pass: the inputs of cell and head, [x_n; s_{n-1}; 1] and [s_m; 1], the states and the outputs."""
 
     cell_NBF: Tensor
@@ -114,7 +114,9 @@ class Pass:
     o_MBC: Tensor
 
 
-def run_forward(weights: Weights, x_NBI: Tensor, head_steps: int, residuals: PerConstraint | None = None) -> Pass:
+def run_forward(
+    weights: Weights, x_NBI: Tensor, head_steps: int, residuals: PerConstraint | None = None
+) -> ForwardPass:
     """Runs the modules, with the head on the last `head_steps` steps; or computes a, s, o for given residuals."""
     (N, B, inputs), (H, F) = x_NBI.shape, weights.cell_HF.shape
     read = x_NBI.new_empty(N + 1, B, F)
@@ -129,7 +131,7 @@ def run_forward(weights: Weights, x_NBI: Tensor, head_steps: int, residuals: Per
             torch.add((a_BH + residuals.a_NBH[n]).tanh_(), residuals.s_NBH[n], out=s_NBH[n])
     head_MBG = read[N + 1 - head_steps :, :, inputs:]
     o_MBC = head_MBG @ weights.head_CG.t()
-    return Pass(read[:N], s_NBH, head_MBG, o_MBC if residuals is None else o_MBC + residuals.o_MBC)
+    return ForwardPass(read[:N], s_NBH, head_MBG, o_MBC if residuals is None else o_MBC + residuals.o_MBC)
 
 
 def read_weights(rnn: nn.RNN, head: nn.Linear) -> Weights:

@@ -54,15 +54,17 @@ class Sums:
     ranks: float = 0.0
 
     @classmethod
-    def of(cls, weights: Weights, data: Data) -> Sums:
-        """Returns the sums for a model's loss and accuracy on some data, by a plain forward pass."""
+    def of_model(cls, weights: Weights, data: Data) -> Sums:
+        """Returns the sums that give a model's loss and accuracy on some data, by a plain forward pass."""
         o_MBC = run_forward(weights, data.x_NBI, len(data.y_MB)).o_MBC
         correct = (o_MBC.argmax(-1) == data.y_MB).sum()
         return cls(float(summed_loss(o_MBC, data.y_MB)), float(correct), float(data.y_MB.numel()))
 
     @classmethod
-    def between(cls, weights: Weights, agreed: Weights) -> Sums:
-        """Returns the mean squared difference between a rank's weights and the agreed ones."""
+    def of_disagreement(cls, weights: Weights, agreed: Weights) -> Sums:
+        """Returns the sums that give the disagreement: the mean squared difference of a rank's weights from the agreed
+        ones.
+        """
         return cls(gap=float((weights.flat() - agreed.flat()).square().mean()), ranks=1.0)
 
     def __add__(self, other: Sums) -> Sums:
@@ -84,7 +86,7 @@ class Best:
     loss: float
     weights: Weights
 
-    def or_better(self, progress: Progress, weights: Weights) -> Best:
+    def better_of(self, progress: Progress, weights: Weights) -> Best:
         """Returns the pair with the lower loss: this one, or the given weights. A loss that is nan is never lower."""
         return Best(progress.iteration, progress.loss, weights) if progress.loss < self.loss else self
 

@@ -27,7 +27,7 @@ PREACTIVATIONS, OUTPUTS, ROUNDS = 0.5, 0.3, 8
 
 
 @dataclass(frozen=True)
-class Own:
+class OwnInputs:
     """This rank's own inputs of a training: its weights, its data, and the data to evaluate weights on."""
 
     weights: Weights
@@ -48,7 +48,7 @@ class Training:
     parallel: Parallel
 
     @property
-    def in_step(self) -> bool:
+    def is_synchronous(self) -> bool:
         """Returns whether ranks train synchronously."""
         return not isinstance(self.parallel, Asynchronous)
 
@@ -71,17 +71,17 @@ class Training:
                 f"group's timeout of {limit_s:g} s. Lower it, or raise the timeout of init_process_group().",
             )
 
-    def shared_values(self, own: Own, *, draws: bool, state: State | None) -> dict[str, str]:
+    def shared_values(self, inputs: OwnInputs, *, draws: bool, state: State | None) -> dict[str, str]:
         """Returns, by name, the values that must be equal on all ranks: the options, and facts about data and state."""
         return {each.name: str(getattr(self, each.name)) for each in fields(self)} | {
-            "weights": ", ".join(f"{each.dtype} {tuple(each.shape)}" for each in own.weights.tensors()),
-            "a class for": "the last step" if len(own.data.y_MB) == 1 else "every step",
+            "weights": ", ".join(f"{each.dtype} {tuple(each.shape)}" for each in inputs.weights.tensors()),
+            "a class for": "the last step" if len(inputs.data.y_MB) == 1 else "every step",
             "a timeline": str(draws),
-            "a state": str(state is not None and (not self.in_step or state.iteration)),
+            "a state": str(state is not None and (not self.is_synchronous or state.iteration)),
         }
 
 
-def group_of(parallel: Parallel, process_group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
+def training_group(parallel: Parallel, process_group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
     """Returns the ranks that train together, or None for a single process. Raises `ValueError` if they cannot."""
     ready, call = dist.is_available() and dist.is_initialized(), f"admm.train(parallel={parallel})"
     if parallel is None:
@@ -109,7 +109,7 @@ def group_of(parallel: Parallel, process_group: dist.ProcessGroup | None) -> dis
 
 def read_own(
     rnn: nn.RNN, head: nn.Linear, data: tuple[Tensor, Tensor], validation: tuple[Tensor, Tensor] | None, trains: bool
-) -> Own:
+) -> OwnInputs:
     """Copies the modules' weights, and prepares the data. Raises `ValueError` for unsupported input."""
     weights = read_weights(rnn, head)
     own = judged = read_data(data, weights, batch_first=rnn.batch_first)
@@ -121,12 +121,12 @@ def read_own(
             "admm.train(): of data and validation, one has a class per sequence and the other a class per step. Use "
             "one form for both.",
         )
-    return Own(weights, own, judged, trains)
+    return OwnInputs(weights, own, judged, trains)
 
 
 def prepare_on_all(
-    communicator: Communicator, prepare: Callable[[], Own], shared_values: Callable[[Own], dict[str, str]]
-) -> Own:
+    communicator: Communicator, prepare: Callable[[], OwnInputs], shared_values: Callable[[OwnInputs], dict[str, str]]
+) -> OwnInputs:
     """Calls `prepare` on every rank. Raises `PeerFailure` on all ranks if it raises on one. Collective.
 
     Args:
@@ -151,23 +151,24 @@ def prepare_on_all(
     return own
 
 
-def begin(communicator: Communicator, own: Own, penalties: Penalties, *, rescale: bool) -> State:
+def begin(communicator: Communicator, inputs: OwnInputs, penalties: Penalties, *, rescale: bool) -> State:
     """Returns the state of a new training: rank 0's weights, and an order of batches seeded by torch's global
     generator.
     """
     add = partial(add_over_ranks, communicator)
-    flat, seed = own.weights.flat(), torch.randint(2**31, (1,))
+    flat, seed = inputs.weights.flat(), torch.randint(2**31, (1,))
     communicator.broadcast([flat])
     communicator.broadcast([seed])
-    weights, data = own.weights.unflat(flat), own.data if own.trains else None
-    scores = Sums.of(weights, own.monitored)
+    weights, data = inputs.weights.from_flat(flat), inputs.data if inputs.trains else None
+    scores = Sums.of_model(weights, inputs.monitored)
     loss, targets = add([scores.loss, scores.targets])
-    start = rescaled(weights, data, add) if rescale else weights
+    start = rescale_weights(weights, data, add) if rescale else weights
     return State.begin(start, data, penalties, Best(0, loss / targets, weights), int(seed))
 
 
-def rescaled(weights: Weights, data: Data | None, add: Callable[[Sequence[float]], Sequence[float]]) -> Weights:
-    """Scales [U W b] to a root mean square of `PREACTIVATIONS`, then [V c] to one of `OUTPUTS`. Collective.
+def rescale_weights(weights: Weights, data: Data | None, add: Callable[[Sequence[float]], Sequence[float]]) -> Weights:
+    """Scales the cell's weights [U W b] so that preactivations have a root mean square of `PREACTIVATIONS`, then the
+    head's [V c] so that outputs have one of `OUTPUTS`. Collective.
 
     Starts that differ by a factor become equal.
 

@@ -18,7 +18,7 @@ FORMAT = 2
 
 @dataclass
 class State:
-    """A rank's training.
+    """The state of one rank's training.
 
     Attributes:
         penalties: the penalties of the Lagrangian.
@@ -64,7 +64,7 @@ class State:
         stop.
         """
         self.history.append(progress)
-        self.best = self.best.or_better(progress, self.agreed)
+        self.best = self.best.better_of(progress, self.agreed)
         self.stopped = stopping.reason(progress, self.best)
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -91,8 +91,8 @@ class State:
     def check_fits(self, weights: Weights, data: Data | None, penalties: Penalties) -> None:
         """Raises `ValueError` if modules, data or penalties differ from those that the state was saved with."""
         saved = () if self.multipliers is None else tuple(tuple(each.shape) for each in self.multipliers.tensors())
-        found = _description(self.weights, saved, self.penalties)
-        wanted = _description(weights, multiplier_sizes(weights, data) if data is not None else (), penalties)
+        found = _fixed_values(self.weights, saved, self.penalties)
+        wanted = _fixed_values(weights, multiplier_sizes(weights, data) if data is not None else (), penalties)
         other = [f"{name} {value} (now {wanted[name]})" for name, value in found.items() if value != wanted[name]]
         require(
             not other,
@@ -110,7 +110,7 @@ def multiplier_sizes(weights: Weights, data: Data) -> Sizes:
     return states, states, outputs
 
 
-def _description(weights: Weights, multipliers: Sizes, penalties: Penalties) -> dict[str, str]:
+def _fixed_values(weights: Weights, multipliers: Sizes, penalties: Penalties) -> dict[str, str]:
     """Returns the values that must not change between saving a state and resuming from it."""
     return {
         "weights": ", ".join(f"{each.dtype} {tuple(each.shape)}" for each in weights.tensors()),

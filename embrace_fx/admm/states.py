@@ -29,13 +29,13 @@ TOLERANCE = 0.01
 
 
 class Jacobian:
-    """J, the derivative of outputs by residuals, at the states of a forward pass."""
+    """The derivative J of a forward pass's outputs by the residuals."""
 
     def __init__(self, weights: Weights, s_NBH: Tensor) -> None:
         self._W_HH, self._V_CH = weights.W_HH.contiguous(), weights.V_CH.contiguous()
         self._slope_NBH = 1 - s_NBH.square()
 
-    def times(self, r: PerConstraint) -> Tensor:
+    def apply(self, r: PerConstraint) -> Tensor:
         """Returns J r, (M, B, C), by a pass forward in time."""
         moved_NBH, W_t = torch.empty_like(self._slope_NBH), self._W_HH.t()
         for n, slope_BH in enumerate(self._slope_NBH):
@@ -43,7 +43,7 @@ class Jacobian:
             torch.addcmul(r.s_NBH[n], slope_BH, a_BH, out=moved_NBH[n])
         return torch.matmul(moved_NBH[-len(r.o_MBC) :], self._V_CH.t()).add_(r.o_MBC)
 
-    def transposed_times(self, y: Tensor) -> tuple[Tensor, Tensor]:
+    def apply_transposed(self, y: Tensor) -> tuple[Tensor, Tensor]:
         """Returns the blocks of J' y for a and s, by a pass backward in time. The block for o is y itself.
 
         Args:
@@ -63,11 +63,16 @@ class Jacobian:
         return a, s
 
 
-def joint_move(
+def minimize_jointly(
     jacobian: Jacobian, o_MBC: Tensor, y_MB: Tensor, shifted: PerConstraint, penalties: Penalties
 ) -> PerConstraint:
-    """Returns the shifted residuals at the minimum, for the given residuals, Jacobian and outputs of the
-    linearization.
+    """Returns the shifted residuals that minimize the Lagrangian linearized about a forward pass.
+
+    Args:
+        jacobian: of the pass.
+        o_MBC: its outputs.
+        y_MB: target classes.
+        shifted: its shifted residuals.
     """
     q_MBC = o_MBC.softmax(-1)
     g_MBC = q_MBC.scatter_add(-1, y_MB[..., None], q_MBC.new_full((), -1.0).expand(*y_MB.shape, 1))
@@ -78,12 +83,12 @@ def joint_move(
 def solve_small(
     jacobian: Jacobian, g_MBC: Tensor, q_MBC: Tensor, shifted: PerConstraint, penalties: Penalties
 ) -> PerConstraint:
-    """Solves a C x C system for each sequence, if the head reads only the last step: S = diag(q) - q q'."""
+    """Solves a C x C system for each sequence, for a head that reads only the last step: S = diag(q) - q q'."""
     (N, B, H), C = shifted.a_NBH.shape, g_MBC.shape[2]
     unit_CC = torch.eye(C, dtype=g_MBC.dtype, device=g_MBC.device)
     Ja, Js = (
         block_NCBH.permute(2, 1, 0, 3).reshape(B, C, N * H)
-        for block_NCBH in jacobian.transposed_times(unit_CC[None, :, None].expand(1, C, B, C))
+        for block_NCBH in jacobian.apply_transposed(unit_CC[None, :, None].expand(1, C, B, C))
     )
     ra, rs = (r.transpose(0, 1).reshape(B, N * H, 1) for r in (shifted.a_NBH, shifted.s_NBH))
     R_BCC = unit_CC / penalties.p3 + Ja @ Ja.mT / penalties.p1 + Js @ Js.mT / penalties.p2
@@ -109,7 +114,7 @@ def solve_by_passes(
 
     def residuals(y_MBC: Tensor) -> PerConstraint:
         """Returns the residuals of all constraints for dual variables."""
-        a, s = jacobian.transposed_times(y_MBC)
+        a, s = jacobian.apply_transposed(y_MBC)
         return PerConstraint(a / -penalties.p1, s / -penalties.p2, y_MBC / -penalties.p3)
 
     def dot(v_MBC: Tensor, w_MBC: Tensor) -> Tensor:
@@ -117,14 +122,14 @@ def solve_by_passes(
         return (v_MBC * w_MBC).sum((0, 2), keepdim=True)
 
     y_MBC = g_MBC
-    left_MBC = project(root_MBC * (jacobian.times(residuals(y_MBC)) - jacobian.times(shifted)))
+    left_MBC = project(root_MBC * (jacobian.apply(residuals(y_MBC)) - jacobian.apply(shifted)))
     step_MBC, square = left_MBC, dot(left_MBC, left_MBC)
     enough, tiny = TOLERANCE**2 * square, torch.finfo(square.dtype).tiny
     for _ in range(root_MBC.shape[0] * root_MBC.shape[2]):
         if bool((square <= enough).all()):
             break
         moved_MBC = root_MBC * project(step_MBC)
-        product_MBC = step_MBC - project(root_MBC * jacobian.times(residuals(moved_MBC)))
+        product_MBC = step_MBC - project(root_MBC * jacobian.apply(residuals(moved_MBC)))
         length = square / dot(step_MBC, product_MBC).clamp_min(tiny)
         y_MBC = y_MBC + length * moved_MBC
         left_MBC = left_MBC - length * product_MBC

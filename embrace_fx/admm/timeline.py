@@ -16,7 +16,7 @@ from embrace_fx.runtime.launch.timeline import gather_timeline
 from embrace_fx.runtime.ranks.communicator import Communicator
 from embrace_fx.vocabulary.schedule import Operation, StepGraph
 
-STEPS = StepGraph(tuple(Operation.of(each, 0.0) for each in COMPUTE), (), tuple(map(str, COMPUTE)))
+STEPS = StepGraph(tuple(Operation.from_id(each, 0.0) for each in COMPUTE), (), tuple(map(str, COMPUTE)))
 """An iteration, whose parts are consecutive."""
 
 
@@ -29,13 +29,13 @@ def save_timeline(
     """
     if not in_step:
         mean_s = (recording.marks[-1][2] - recording.marks[0][2]) / (recording.window + 1)
-        recording = by_time(recording, max(communicator.gather(mean_s, float)))
+        recording = cut_by_time(recording, max(communicator.gather(mean_s, float)))
     timeline = gather_timeline(communicator, recording, STEPS)
     if communicator.rank == 0:
         viz.save(path, timeline=timeline)
 
 
-def by_time(recording: Recording, window_s: float) -> Recording:
+def cut_by_time(recording: Recording, window_s: float) -> Recording:
     """Returns the same recording, cut into windows of equal length instead of iterations."""
     start_s, end_s = recording.marks[0][2], recording.marks[-1][2]
 

@@ -20,8 +20,8 @@ from embrace_fx.admm.model import Data, run_forward
 from embrace_fx.admm.operations import FORWARD, STATES, WEIGHTS
 from embrace_fx.admm.progress import Sums
 from embrace_fx.admm.state import State
-from embrace_fx.admm.states import Jacobian, joint_move
-from embrace_fx.admm.weights import Consensus, moved_weights
+from embrace_fx.admm.states import Jacobian, minimize_jointly
+from embrace_fx.admm.weights import Consensus, update_weights
 from embrace_fx.vocabulary.operation_id import OperationId
 
 Mark = Callable[[OperationId], None]
@@ -30,7 +30,8 @@ Mark = Callable[[OperationId], None]
 def iterate(
     state: State, data: Data, batch_size: int, consensus: Consensus | None = None, mark: Mark = lambda operation: None
 ) -> Sums:
-    """Updates a rank's weights, from the agreed ones, its multipliers and Gram matrices by an epoch, in place.
+    """Runs one epoch on a rank: updates, in place and batch by batch, its weights (starting from the agreed ones), its
+    multipliers and its Gram matrices.
 
     Calls `mark` after each part.
 
@@ -41,7 +42,7 @@ def iterate(
     generator = torch.Generator().manual_seed(state.seed + state.iteration)
     order_B = torch.randperm(data.sequences, generator=generator).to(data.x_NBI.device)
     with torch.no_grad():
-        left = sum(_update(state, data, chosen_B, consensus, mark) for chosen_B in order_B.split(batch_size))
+        left = sum(_update_on_batch(state, data, chosen_B, consensus, mark) for chosen_B in order_B.split(batch_size))
     assert isinstance(left, Tensor)
     after, ra, rs, ro = left.tolist()
     (heads, sequences), states = data.y_MB.shape, float(len(data.x_NBI) * data.sequences * len(state.weights.cell_HF))
@@ -49,20 +50,22 @@ def iterate(
     return Sums(lagrangian=after, sequences=float(sequences), ra=ra, rs=rs, states=states, ro=ro, outputs=outputs)
 
 
-def _update(state: State, data: Data, chosen_B: Tensor, consensus: Consensus | None, mark: Mark) -> Tensor:
+def _update_on_batch(state: State, data: Data, chosen_B: Tensor, consensus: Consensus | None, mark: Mark) -> Tensor:
     """Updates by a batch. Returns the Lagrangian after the joint move, and the residuals' squares of a, s and o."""
     assert state.multipliers is not None
-    batch, multipliers = data.of(chosen_B), state.multipliers.of(chosen_B)
+    batch, multipliers = data.at(chosen_B), state.multipliers.at(chosen_B)
     heads = len(batch.y_MB)
     forward = run_forward(state.weights, batch.x_NBI, heads)
     mark(FORWARD)
     jacobian = Jacobian(state.weights, forward.s_NBH)
-    shifted = joint_move(jacobian, forward.o_MBC, batch.y_MB, -multipliers, state.penalties)
+    shifted = minimize_jointly(jacobian, forward.o_MBC, batch.y_MB, -multipliers, state.penalties)
     residuals = shifted + multipliers
     moved = run_forward(state.weights, batch.x_NBI, heads, residuals)
-    state.multipliers.put(chosen_B, -shifted)
+    state.multipliers.set_at(chosen_B, -shifted)
     mark(STATES)
-    state.weights, state.grams = moved_weights(state.weights, state.grams, forward, shifted, state.penalties, consensus)
+    state.weights, state.grams = update_weights(
+        state.weights, state.grams, forward, shifted, state.penalties, consensus
+    )
     mark(WEIGHTS)
     after = lagrangian(moved.o_MBC, batch.y_MB, shifted, state.penalties)
     return torch.stack([after, *(r.square().sum() for r in residuals.tensors())]).double()

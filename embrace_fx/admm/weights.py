@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from embrace_fx.admm.lagrangian import Penalties
-from embrace_fx.admm.model import Pass, PerConstraint, Weights
+from embrace_fx.admm.model import ForwardPass, PerConstraint, Weights
 
 KEPT = 0.9
 """Decay of the running mean per batch."""
@@ -25,7 +25,7 @@ FLOOR = 1e-3
 
 @dataclass(frozen=True)
 class Grams:
-    """Running means of phi phi' for the cell and the head; None before the first batch."""
+    """Running means of the Gram matrices phi phi' of the inputs phi of cell and head; None before the first batch."""
 
     cell_FF: Tensor | None = None
     head_GG: Tensor | None = None
@@ -39,15 +39,21 @@ class Consensus:
     strength: float
 
 
-def moved_weights(
+def update_weights(
     weights: Weights,
     grams: Grams,
-    forward: Pass,
+    forward: ForwardPass,
     shifted: PerConstraint,
     penalties: Penalties,
     consensus: Consensus | None = None,
 ) -> tuple[Weights, Grams]:
-    """Returns the weights and running means after a batch."""
+    """Returns the weights and running means after a batch.
+
+    Args:
+        forward: the forward pass on the batch.
+        shifted: its residuals minus multipliers.
+        consensus: the pull to the agreed weights, or None in a single process.
+    """
     targets = consensus.target.tensors() if consensus is not None else (None, None)
     matrices, running = [], []
     for matrix, gram, rows, r, p, target in (
@@ -58,12 +64,12 @@ def moved_weights(
         phi_RK = rows.flatten(0, 1)
         found = phi_RK.t() @ phi_RK / len(phi_RK)
         gram = found if gram is None else torch.lerp(found, gram, KEPT)
-        matrices.append(fitted(matrix, gram, phi_RK, r.flatten(0, 1), penalties.damping, pull))
+        matrices.append(fit_matrix(matrix, gram, phi_RK, r.flatten(0, 1), penalties.damping, pull))
         running.append(gram)
     return Weights(*matrices), Grams(*running)
 
 
-def fitted(
+def fit_matrix(
     matrix: Tensor, gram: Tensor, phi_RK: Tensor, r: Tensor, damping: float, pull: tuple[Tensor, float] | None
 ) -> Tensor:
     """Returns the matrix that minimizes the damped least squares for the residuals `r` on the inputs `phi`.

@@ -24,13 +24,19 @@ from torch.utils import _pytree as pytree
 
 from embrace_fx.capture.arguments import check_arguments, flatten_arguments, same_constant, shares_memory
 from embrace_fx.capture.effects import ReplayedEffects
-from embrace_fx.capture.errors import CaptureError, RefusedError, explained, line_of_branch, raised_by_forward
+from embrace_fx.capture.errors import (
+    CaptureError,
+    RefusedError,
+    explain_failed_capture,
+    line_of_branch,
+    raised_by_forward,
+)
 from embrace_fx.capture.guards import Conditions
 from embrace_fx.capture.kept_by_torch import forget_captures
-from embrace_fx.capture.numbers import Symbol, deciding
+from embrace_fx.capture.numbers import Symbol, fixed_by_guards
 from embrace_fx.capture.read_values import Changed
 from embrace_fx.capture.roles import with_roles
-from embrace_fx.capture.routes import UNREAD, Traced, private_copies, quiet_dynamo, trace
+from embrace_fx.capture.routes import UNREAD, Traced, copies_to_mark, quiet_dynamo, trace
 from embrace_fx.vocabulary.graph import BatchInput, Mutation, TrainingGraph
 
 
@@ -69,20 +75,23 @@ class Captured:
     names: Mapping[int, str] = field(default_factory=dict)
     deciding: frozenset[str] = frozenset()
 
-    def guarded_again(self) -> Captured:
-        """Returns a copy that also checks the guards added since the capture, because compiling a graph adds some."""
-        return replace(self, guard=_guard(self.fakes)) if self.fakes else self
+    def with_new_guards(self) -> Captured:
+        """Returns a copy that also checks the guards that were added since the capture; compiling a graph adds some."""
+        return replace(self, guard=_compile_guard(self.fakes)) if self.fakes else self
 
-    def changed(self, leaves: Sequence[Any]) -> list[Changed]:
-        """Returns the constants that have changed, so that the graph is invalid for a batch; empty if only the batch's
-        shapes have.
+    def changed_constants(self, leaves: Sequence[Any]) -> list[Changed]:
+        """Returns the constants of the graph whose values have changed since the capture, which makes the graph
+        invalid. Returns [] if only the batch's shapes differ.
+
+        Args:
+            leaves: flattened arguments of the call.
         """
         constants = ((self.names.get(k, ""), value, leaves[k]) for k, value in self.constants.items())
         changed = [Changed(name, value, now) for name, value, now in constants if not same_constant(now, value)]
         return changed + self.conditions.values.changed()
 
     @property
-    def switches(self) -> bool:
+    def toggles_state(self) -> bool:
         """Returns whether the forward assigns an attribute that it also reads, so that the next call needs another
         graph.
         """
@@ -92,10 +101,8 @@ class Captured:
         """Returns the graph's inputs for a batch: its flattened arguments, and the values read from objects."""
         return leaves if self.replay is None else [*leaves, *self.replay.read_states(leaves)]
 
-    def results(self, results: Sequence[Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Builds the forward's result for the caller from the graph's flattened outputs, and replays the forward's side
-        effects.
-        """
+    def build_result(self, results: Sequence[Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Builds the forward's result from the graph's flattened outputs, and replays the forward's side effects."""
         own = pytree.tree_unflatten(results, self.result_spec)
         return own if self.replay is None else self.replay(own, args, kwargs)
 
@@ -104,7 +111,7 @@ class Captured:
         for k, value in self.constants.items():  # a loop, because this runs at every call and a generator is slower
             if not same_constant(leaves[k], value):
                 return False
-        if not self.conditions.hold():
+        if not self.conditions.are_met():
             return False
         if self.written and shares_memory(self.written, leaves):
             return False
@@ -140,20 +147,20 @@ def capture(
     check_arguments(flatten_arguments(args, kwargs)[0], type(model).__name__)
     forget_captures()
     given = pytree.tree_leaves((args, kwargs))
-    own_args, own_kwargs = private_copies(args, kwargs, dynamic)
+    own_args, own_kwargs = copies_to_mark(args, kwargs, dynamic)
     try:
         with torch.set_grad_enabled(train), quiet_dynamo():
             leaves = pytree.tree_leaves((own_args, own_kwargs))
-            captured = _captured(model, trace(model, own_args, own_kwargs, values=values), leaves)
+            captured = _build_captured(model, trace(model, own_args, own_kwargs, values=values), leaves)
             # An argument that is returned counts as read.
             if any(value is UNREAD for value in captured.result_constants.values()):
                 traced = trace(model, own_args, own_kwargs, values=values, reads_all=True)
-                captured = _captured(model, traced, leaves)
+                captured = _build_captured(model, traced, leaves)
         _refuse_shared_memory(captured.written, given, type(model).__name__)
     except RefusedError:
         raise
     except Exception as error:
-        raise explained(model, error, raised_by_forward(model, args, kwargs, error)) from error
+        raise explain_failed_capture(model, error, raised_by_forward(model, args, kwargs, error)) from error
     return captured
 
 
@@ -168,15 +175,15 @@ def _refuse_backward_hooks(model: nn.Module) -> None:
             )
 
 
-def _captured(model: nn.Module, traced: Traced, leaves: Sequence[Any]) -> Captured:
+def _build_captured(model: nn.Module, traced: Traced, leaves: Sequence[Any]) -> Captured:
     """Builds a `Captured` from a trace: gives the graph's inputs and outputs their roles, and compiles the guards."""
     of_arguments = len(leaves)
     if traced.replay is not None:
         leaves = [*leaves, *traced.replay.read_states(leaves)]
     joint = with_roles(traced.joint, model, traced.constants)
     _refuse_fake_constants(joint.module)
-    guarded, fakes = _guarded(traced.fake_mode, joint.batch, leaves)
-    guard = _guard(fakes) if fakes else None
+    guarded, fakes = _guarded_values(traced.fake_mode, joint.batch, leaves)
+    guard = _compile_guard(fakes) if fakes else None
     graph = TrainingGraph(joint.module)
     mutated = [role.of for _, role in graph.outputs() if isinstance(role, Mutation)]
     return Captured(
@@ -192,12 +199,18 @@ def _captured(model: nn.Module, traced: Traced, leaves: Sequence[Any]) -> Captur
         written=tuple(of.index for of in mutated if isinstance(of, BatchInput) and of.index < of_arguments),
         constants=traced.constants,
         names=traced.names,
-        deciding=deciding(traced.symbols),
+        deciding=fixed_by_guards(traced.symbols),
     )
 
 
 def _refuse_shared_memory(written: Sequence[int], leaves: Sequence[Any], kind: str) -> None:
-    """Raises `RefusedError` if the forward writes an argument that shares memory with another one."""
+    """Raises `RefusedError` if the forward writes an argument that shares memory with another one.
+
+    Args:
+        written: indices of the flattened arguments that the forward writes.
+        leaves: the flattened arguments.
+        kind: the model's class name, for the message.
+    """
     if (found := shares_memory(written, leaves)) is not None:
         one, other = found
         raise RefusedError(
@@ -207,7 +220,9 @@ def _refuse_shared_memory(written: Sequence[int], leaves: Sequence[Any], kind: s
 
 
 def _refuse_fake_constants(module: fx.GraphModule) -> None:
-    """Raises `CaptureError` if the forward reads a parameter that is not the model's, for example in a closure."""
+    """Raises `CaptureError` if the traced graph contains a tensor as a constant that is not a real one: the forward
+    reads a parameter of another model, for example from a closure.
+    """
     for node in module.graph.find_nodes(op="get_attr"):
         if isinstance(getattr(module, str(node.target), None), FakeTensor):
             raise CaptureError(
@@ -216,10 +231,16 @@ def _refuse_fake_constants(module: fx.GraphModule) -> None:
             )
 
 
-def _guarded(
+def _guarded_values(
     fake_mode: Any, placeholders: Mapping[int, fx.Node], leaves: Sequence[Any]
 ) -> tuple[tuple[int, ...], tuple[Tensor | Symbol, ...]]:
-    """Returns the indices of the tensors and numbers that shape guards may refer to, and their values in the trace."""
+    """Returns the indices of the graph inputs (tensors and numbers) that shape guards may refer to, and the traced
+    values of these inputs.
+
+    Args:
+        placeholders: index of a graph input -> its placeholder.
+        leaves: the flattened arguments.
+    """
     if fake_mode is None or fake_mode.shape_env is None:
         return (), ()
     indices = tuple(i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) or i in placeholders)
@@ -230,8 +251,12 @@ def _guarded(
     return indices, fakes
 
 
-def _guard(fakes: Sequence[Any]) -> types.CodeType | None:
-    """Compiles torch's own shape guards over all tensors of the batch, static sizes included."""
+def _compile_guard(fakes: Sequence[Any]) -> types.CodeType | None:
+    """Compiles torch's shape guards over the batch's tensors to an expression. Returns None if there are none.
+
+    Args:
+        fakes: the traced values of the guarded inputs.
+    """
     first = fakes[0]
     sizes: Any = first.fake_mode.shape_env if isinstance(first, FakeTensor) else first.node.shape_env
     try:

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from embrace_fx.capture.errors import RefusedError
-from embrace_fx.capture.result_objects import attributes_of, holds_tensors, made_of
+from embrace_fx.capture.result_objects import flatten_attributes, holds_tensors, rebuild_object
 from embrace_fx.vocabulary.plain_objects import is_plain_object
 
 _TAKEN = (
@@ -34,14 +34,14 @@ def flatten_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[li
         names = len(args), *kwargs
         spec = _FLAT.get(names)
         if spec is None:
-            spec = _FLAT[names] = _the_only(pytree.tree_structure((args, kwargs)))
+            spec = _FLAT[names] = _shared_spec(pytree.tree_structure((args, kwargs)))
         return leaves, spec
     leaves, spec = pytree.tree_flatten((args, kwargs))
     while closed := {type(leaf): None for leaf in leaves if is_plain_object(leaf) and holds_tensors(leaf, set())}:
         for kind in closed:
-            _register(kind)
+            _register_class(kind)
         leaves, spec = pytree.tree_flatten((args, kwargs))
-    return leaves, _the_only(spec)
+    return leaves, _shared_spec(spec)
 
 
 _IN_NO_CONTAINER = frozenset({Tensor, int, float, bool, str, type(None)})
@@ -49,19 +49,22 @@ _FLAT: dict[Any, pytree.TreeSpec] = {}
 _SPECS: dict[pytree.TreeSpec, pytree.TreeSpec] = {}
 
 
-def _the_only(spec: pytree.TreeSpec) -> pytree.TreeSpec:
-    """Returns the one stored instance of equal specs, so that later comparisons can use `is`."""
+def _shared_spec(spec: pytree.TreeSpec) -> pytree.TreeSpec:
+    """Returns one shared instance for all equal tree structures, so that later comparisons can use `is`."""
     return _SPECS.setdefault(spec, spec)
 
 
-def _register(kind: type) -> None:
+def _register_class(cls_to_register: type) -> None:
     """Registers a class with pytree, so that tensors in its fields or attributes are found."""
-    if dataclasses.is_dataclass(kind) and all(field.init for field in dataclasses.fields(kind)):
-        pytree.register_dataclass(kind)
+    if dataclasses.is_dataclass(cls_to_register) and all(field.init for field in dataclasses.fields(cls_to_register)):
+        pytree.register_dataclass(cls_to_register)
     else:
-        name = f"{kind.__module__}.{kind.__qualname__}"
+        name = f"{cls_to_register.__module__}.{cls_to_register.__qualname__}"
         pytree.register_pytree_node(
-            kind, lambda value: attributes_of(type(value), vars(value)), made_of, serialized_type_name=name
+            cls_to_register,
+            lambda value: flatten_attributes(type(value), vars(value)),
+            rebuild_object,
+            serialized_type_name=name,
         )
 
 
@@ -88,12 +91,12 @@ def check_arguments(leaves: list[Any], kind: str) -> None:
             )
 
 
-def check_read(leaves: Sequence[Any], kind: str) -> None:
+def check_read_arguments(leaves: Sequence[Any], kind: str) -> None:
     """Raises `RefusedError` if an argument that the forward of class `kind` reads cannot be an input of a graph."""
     for leaf in leaves:
         if not isinstance(leaf, _TAKEN):
             raise RefusedError(
-                f"{kind}: an argument is {_described(leaf)}. Pass tensors, numbers and strings, in containers or "
+                f"{kind}: an argument is {_describe(leaf)}. Pass tensors, numbers and strings, in containers or "
                 "objects with attributes. Store any other object as an attribute of the model."
             )
 
@@ -113,19 +116,19 @@ def shares_memory(written: Collection[int], leaves: Sequence[Any]) -> tuple[int,
 
 
 def _overlap(a: Tensor, b: Tensor) -> bool:
-    """Returns whether the memory ranges of two tensors, from first to last element, overlap."""
+    """Returns whether the memory ranges of two tensors overlap, each from its first to its last element."""
     if not a.numel() or not b.numel() or a.device != b.device:
         return False
-    return a.data_ptr() < _end(b) and b.data_ptr() < _end(a)
+    return a.data_ptr() < _end_address(b) and b.data_ptr() < _end_address(a)
 
 
-def _end(tensor: Tensor) -> int:
+def _end_address(tensor: Tensor) -> int:
     """Returns the address just after the last element of a tensor."""
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return tensor.data_ptr() + (last + 1) * tensor.element_size()
 
 
-def _described(leaf: Any) -> str:
+def _describe(leaf: Any) -> str:
     """Describes an argument in an error message by its class."""
     return f"the class {leaf.__name__}" if isinstance(leaf, type) else f"a {type(leaf).__name__}"
 

@@ -22,7 +22,9 @@ from embrace_fx.runtime.tables.pending_parameters import apply_pending
 
 @cache
 def close_bypasses() -> None:
-    """Replaces torch functions that would bypass pending updates, once, with ones that apply the updates first."""
+    """Patches the torch functions that do not call `__torch_function__`, so that they apply pending updates of their
+    arguments first. Patches once per process.
+    """
     takers = (
         *((Tensor, name) for name in ("_make_subclass", "set_")),
         *((nn.Parameter, "__new__"), (torch.jit.ScriptFunction, "__call__")),
@@ -30,19 +32,23 @@ def close_bypasses() -> None:
         (vmap, "_add_batch_dim"),
     )
     for owner, name in takers:
-        function = _applying(getattr(owner, name))
+        function = _apply_pending_first(getattr(owner, name))
         setattr(owner, name, staticmethod(function) if name in ("_make_subclass", "__new__") else function)
     of_modules = torchscript.create_script_module
-    torchscript.create_script_module = _applying(of_modules, lambda module, *_, **__: tuple(module.parameters()))
+    torchscript.create_script_module = _apply_pending_first(
+        of_modules, lambda module, *_, **__: tuple(module.parameters())
+    )
     data: Any = Tensor.data
-    Tensor.data = property(data.__get__, _applying(data.__set__))  # type: ignore[assignment]
+    Tensor.data = property(data.__get__, _apply_pending_first(data.__set__))  # type: ignore[assignment]
 
 
-def _applying(function: Callable[..., Any], values: Callable[..., Any] = lambda *args, **kwargs: (args, kwargs)) -> Any:
-    """Returns a function that applies the pending updates of its arguments' parameters, and then calls `function`.
+def _apply_pending_first(
+    function: Callable[..., Any], values: Callable[..., Any] = lambda *args, **kwargs: (args, kwargs)
+) -> Any:
+    """Wraps `function` so that it first applies the pending updates of parameters among its arguments.
 
     Args:
-        values: (arguments) -> the values that may contain parameters.
+        values: (arguments of a call) -> the values that may contain parameters.
     """
 
     @functools.wraps(function)

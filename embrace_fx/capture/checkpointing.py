@@ -27,9 +27,9 @@ _SAVING = (torch_checkpoint.CheckpointPolicy.MUST_SAVE, torch_checkpoint.Checkpo
 
 
 @contextlib.contextmanager
-def regions_noted() -> Iterator[None]:
-    """Opens a context that marks the nodes traced inside a checkpointed function with the function's region, and runs
-    it once.
+def record_checkpoint_regions() -> Iterator[None]:
+    """Opens a context in which tracing runs each checkpointed function once, and marks its nodes with the function's
+    region.
     """
     regions = _Regions()
     generator, function = torch_checkpoint._checkpoint_without_reentrant_generator, torch_checkpoint.CheckpointFunction
@@ -51,7 +51,7 @@ class _Regions:
 
     def apply(self, function: Callable[..., Any], preserve: bool, *args: Any) -> Any:
         """Replaces `CheckpointFunction.apply`, the reentrant mode: runs the function once, in a region."""
-        with self._region(contextlib.nullcontext()):
+        with self._open_region(contextlib.nullcontext()):
             return function(*args)
 
     def without_reentrant(
@@ -64,11 +64,11 @@ class _Regions:
     ) -> Iterator[None]:
         """Replaces the generator that surrounds the function in the non-reentrant mode with one that opens a region."""
         forward_context, _ = context_fn()
-        with self._region(forward_context):
+        with self._open_region(forward_context):
             yield
 
     @contextlib.contextmanager
-    def _region(self, context: Any) -> Iterator[None]:
+    def _open_region(self, context: Any) -> Iterator[None]:
         """Opens a region: marks the nodes traced in it, except those that an inner region has marked."""
         mode = get_proxy_mode()
         around, self._path = self._path, (*self._path, next(self._numbers))

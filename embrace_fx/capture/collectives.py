@@ -30,29 +30,29 @@ _FUNCTIONS = frozenset(
 """Functions that Dynamo would trace or replace. It stops at all others by itself."""
 
 
-class _Refused(UserFunctionVariable):
-    """Stands for a collective while Dynamo traces; calling it raises `CaptureError`."""
+class _RefusedCollective(UserFunctionVariable):
+    """Stands in for a collective while Dynamo traces a forward. A call of it raises `CaptureError`."""
 
     def call_function(self, *_: Any) -> NoReturn:
-        """Raises `CaptureError`, because the forward calls a collective."""
+        """Raises `CaptureError`: a forward that calls a collective cannot be captured."""
         raise CaptureError(f"torch.distributed.{getattr(self.fn, '__name__', '')} cannot be captured")
 
 
 @contextlib.contextmanager
-def collectives_refused() -> Iterator[None]:
+def refuse_collectives() -> Iterator[None]:
     """Opens a context in which tracing a collective in a forward raises `CaptureError`."""
     kind: Any = CollectiveFunctionRewriteVariable
     can_rewrite, create = kind.__dict__["can_rewrite"], kind.__dict__["create"]
 
-    def is_known(variable: Any) -> bool:
+    def is_collective(variable: Any) -> bool:
         """Returns whether a traced variable is a collective of torch.distributed."""
         return inspect.isfunction(variable) and variable in _FUNCTIONS
 
-    def refused(tx: Any, old_fn: Any, source: Any, **options: Any) -> _Refused:
+    def refused(tx: Any, old_fn: Any, source: Any, **options: Any) -> _RefusedCollective:
         """Returns the variable that Dynamo traces in place of a collective; calling it raises."""
-        return _Refused(old_fn, source=source, **options)
+        return _RefusedCollective(old_fn, source=source, **options)
 
-    kind.can_rewrite, kind.create = staticmethod(is_known), staticmethod(refused)
+    kind.can_rewrite, kind.create = staticmethod(is_collective), staticmethod(refused)
     try:
         yield
     finally:

@@ -24,7 +24,7 @@ from torch._dynamo.source import GlobalSource, TempLocalSource
 
 from embrace_fx.capture.errors import RefusedError
 from embrace_fx.capture.guards import OF_PROGRAMS
-from embrace_fx.capture.printing import deferred_prints
+from embrace_fx.capture.printing import defer_prints
 from embrace_fx.capture.read_values import ReadValues
 
 _NO_CONSTANT = object()
@@ -48,7 +48,7 @@ class Effects:
     tensor_hooks: bool = False
     globals: list[str] = field(default_factory=list)
 
-    def of(self, model_name: str) -> Effects:
+    def with_model_as_self(self, model_name: str) -> Effects:
         """Returns a copy in which the model is named `L['self']` instead of `model_name`."""
         objects = [name.replace(model_name, "L['self']") for name in self.objects]
         attributes = {name.replace(model_name, "L['self']"): value for name, value in self.attributes.items()}
@@ -59,26 +59,26 @@ class Effects:
 
 
 @contextlib.contextmanager
-def recorded_effects() -> Iterator[Effects]:
+def record_effects() -> Iterator[Effects]:
     """Opens a context that records the side effects of the forward that Dynamo traces in it."""
     effects = Effects()
     suffix = OutputGraph.codegen_suffix
 
-    def noting(self: OutputGraph, tx: Any, *args: Any, **kwargs: Any) -> None:
-        """Notes the side effects of a trace before Dynamo generates their code."""
-        _note(effects, self.side_effects, tx)
+    def recording(self: OutputGraph, tx: Any, *args: Any, **kwargs: Any) -> None:
+        """Records the side effects of a trace before Dynamo generates the code for them."""
+        _add_effects(effects, self.side_effects, tx)
         suffix(self, tx, *args, **kwargs)
 
-    OutputGraph.codegen_suffix = noting  # type: ignore[method-assign]
+    OutputGraph.codegen_suffix = recording  # type: ignore[method-assign]
     try:
-        with deferred_prints():
+        with defer_prints():
             yield effects
     finally:
         OutputGraph.codegen_suffix = suffix  # type: ignore[method-assign]
 
 
-def _note(effects: Effects, found: Any, tx: Any) -> None:
-    """Adds the side effects that Dynamo has found to `effects`."""
+def _add_effects(effects: Effects, found: Any, tx: Any) -> None:
+    """Adds the side effects that Dynamo has found in a forward to `effects`."""
     for variable in found._get_modified_vars():
         source = variable.source
         if source is None or isinstance(source, TempLocalSource):
@@ -108,11 +108,11 @@ def refuse_effects(effects: Effects, model: nn.Module) -> None:
         )
 
 
-def _switches(effects: Effects, guards: Mapping[str, Any]) -> bool:
+def _toggles_state(effects: Effects, guards: Mapping[str, Any]) -> bool:
     """Returns whether a forward assigns a new constant to an attribute that it also reads.
 
     Args:
-        guards: name -> value of everything that Dynamo guards by value.
+        guards: the values that Dynamo guards by value, by name.
     """
     set_to = ((name, value) for name, value in effects.attributes.items() if value is not _NO_CONSTANT)
     return any(name in guards and value != guards[name] for name, value in set_to)
@@ -151,8 +151,8 @@ class ReplayedEffects:
         """Returns the current values of `states`."""
         return [leaves[each] if isinstance(each, int) else eval(each, dict(self.scope)) for each in self.states]
 
-    def writes(self, holder: Mapping[str, Any]) -> bool:
-        """Returns whether the forward writes items of this dict."""
+    def writes_items_of(self, holder: Mapping[str, Any]) -> bool:
+        """Returns whether the forward assigns items of this dict."""
         return any(
             found is holder for name in self.objects if (found := _evaluated_or_none(name, self.scope)) is not None
         )
@@ -167,7 +167,9 @@ def _evaluated_or_none(name: str, scope: Mapping[str, Any]) -> Any:
 
 
 def state_inputs(graph: torch.fx.Graph, model_name: str) -> dict[int, str]:
-    """Returns the placeholders of Dynamo's graph that are tensors read from objects: position -> expression."""
+    """Returns the placeholders of Dynamo's graph whose tensors are read from objects: position -> expression that reads
+    the tensor.
+    """
     sources = [node._dynamo_source.name for node in graph.nodes if node.op == "placeholder"]
     return {
         position: name.replace(model_name, "L['self']")
@@ -176,10 +178,10 @@ def state_inputs(graph: torch.fx.Graph, model_name: str) -> dict[int, str]:
     }
 
 
-def replay_of(
+def build_replay(
     out: Any, model: nn.Module, effects: Effects, states: Sequence[str | int], values: ReadValues
 ) -> ReplayedEffects:
-    """Returns the object that replays a forward's side effects with the code that Dynamo has generated.
+    """Builds the object that replays a forward's side effects, with the code that Dynamo has generated.
 
     Args:
         out: Dynamo's capture, with side effects to replay.
@@ -190,5 +192,5 @@ def replay_of(
         compiled_fn=lambda *inputs: outputs[-1], extra_globals=out.graph_capture_output.f_globals
     )
     bound: Any = torch._dynamo.convert_frame.get_traced_fn(model)[1]
-    switches = _switches(effects, dict(zip(values.names, values.values, strict=True)))
+    switches = _toggles_state(effects, dict(zip(values.names, values.values, strict=True)))
     return ReplayedEffects(run, outputs, bound, tuple(effects.objects), tuple(states), values.scope, switches)

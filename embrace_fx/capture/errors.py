@@ -44,7 +44,7 @@ class CaptureError(RuntimeError):
 
 
 def _first_sentence(message: str) -> str:
-    """Returns the first sentence of an error, without the leading class name of the model."""
+    """Returns the first sentence of an error's message, without the model's class name in front."""
     sentence = " ".join(message.split()).partition(". ")[0]
     return re.sub(r"^\w+: ", "", sentence)
 
@@ -53,15 +53,15 @@ class RefusedError(CaptureError):
     """The model's forward does something at each call that a graph cannot do."""
 
 
-def explained(model: nn.Module, error: Exception, raised: Exception | None) -> CaptureError:
-    """Returns the `CaptureError` that explains a failed capture.
+def explain_failed_capture(model: nn.Module, error: Exception, raised: Exception | None) -> CaptureError:
+    """Returns the `CaptureError` that explains to the user why a capture failed.
 
     Args:
         error: the error that the capture raised.
         raised: the error that the forward itself raises on the batch, or None if it runs.
     """
     kind, where = type(model).__name__, _user_line(error) or f"{type(model).__name__}.forward"
-    skipped = _skipped(error)
+    skipped = _untraceable_call(error)
     found = f"{skipped}()" if skipped else f"{type(error).__name__}: {_first_lines(error)}"
     if raised is not None:
         failure = CaptureError(
@@ -70,10 +70,10 @@ def explained(model: nn.Module, error: Exception, raised: Exception | None) -> C
             "fail in the same way."
         )
         failure.reason = ""  # the forward also fails without a graph
-        if _is_of_users_code(model, raised):
+        if _comes_from_user_code(model, raised):
             failure.raised = raised
         return failure
-    if (sent := _collective(error)) is not None:
+    if (sent := _called_collective(error)) is not None:
         refusal = CaptureError(
             f"{kind}: the forward communicates, at {where}: torch.distributed.{sent}() ({found}). Communicate in the "
             "training loop. Or leave out route='graph' and strategies that shard: the forward then runs as written, "
@@ -86,7 +86,7 @@ def explained(model: nn.Module, error: Exception, raised: Exception | None) -> C
         f"{kind}: the forward cannot be captured as one graph, at {where}: {found}. Rewrite that line so that it does "
         "not depend on tensor values (`.item()`, `if tensor:`, data-dependent shapes), or move it into the training "
         "loop. Or leave out route='graph': the forward then runs as written.",
-        f"{where}: {_in_short(error)}",
+        f"{where}: {_short_reason(error)}",
     )
 
 
@@ -102,12 +102,12 @@ def raised_by_forward(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str,
     if not (of_forward or "Observed exception" in str(error)):
         return None
     if fake:  # meta tensors have no values to run the forward with
-        return error if of_forward else _observed(error)
+        return error if of_forward else _error_seen_by_dynamo(error)
     buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
     try:
-        with torch.no_grad(), torch.random.fork_rng(), _NothingIsSent():  # type: ignore[no-untyped-call]
+        with torch.no_grad(), torch.random.fork_rng(), _StopAtCollectives():  # type: ignore[no-untyped-call]
             model(*args, **kwargs)
-    except _Sends:
+    except _CollectiveCalled:
         return None
     except Exception as raised:
         return raised
@@ -118,7 +118,7 @@ def raised_by_forward(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str,
     return None
 
 
-def _observed(error: Exception) -> Exception | None:
+def _error_seen_by_dynamo(error: Exception) -> Exception | None:
     """Rebuilds the built-in exception that Dynamo saw the forward raise, or returns None."""
     found = re.search(r"raised exception (\w+)(\(.*\))", str(error))
     kind = getattr(builtins, found[1], None) if found is not None else None
@@ -129,43 +129,45 @@ def _observed(error: Exception) -> Exception | None:
     return kind(*given) if isinstance(kind, type) and issubclass(kind, Exception) else None
 
 
-def _is_of_users_code(model: nn.Module, raised: Exception) -> bool:
+def _comes_from_user_code(model: nn.Module, raised: Exception) -> bool:
     """Returns whether the error comes from the user's own code, so that the training loop may expect it."""
     frames = traceback.extract_tb(raised.__traceback__)
     own = getattr(sys.modules.get(type(model).__module__), "__file__", None)
     return not frames or frames[-1].filename == own or _is_of_user(frames[-1].filename)
 
 
-class _Sends(Exception):
-    """Raised in place of a collective, because the forward runs on one rank alone."""
+class _CollectiveCalled(Exception):
+    """Raised at a collective of a forward that runs on one rank alone, where the collective would hang."""
 
 
-class _NothingIsSent(TorchDispatchMode):
-    """A mode that raises `_Sends` at a forward's first collective."""
+class _StopAtCollectives(TorchDispatchMode):
+    """A mode that raises `_CollectiveCalled` at a forward's first collective."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if "c10d" in func.namespace:
-            raise _Sends
+            raise _CollectiveCalled
         return func(*args, **(kwargs or {}))
 
 
-def _skipped(error: Exception) -> str:
+def _untraceable_call(error: Exception) -> str:
     """Returns the name of a called function that Dynamo does not trace, or "" if the error has another reason."""
     found = re.search(r"marked that the function `(\w+)`", str(error))
     return "" if found is None else found[1]
 
 
-def _in_short(error: Exception) -> str:
-    """Returns the first line of an error, or names the call that Dynamo does not trace."""
-    if skipped := _skipped(error):
+def _short_reason(error: Exception) -> str:
+    """Returns the reason of a failed capture in one line: the call that Dynamo does not trace, or the error's first
+    line.
+    """
+    if skipped := _untraceable_call(error):
         return f"calls {skipped}()"
     line = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
     return "its sizes depend on values" if line.startswith(("Consider annotating", "Could not")) else line.rstrip(".")
 
 
-def _collective(error: Exception) -> str | None:
+def _called_collective(error: Exception) -> str | None:
     """Returns the name of the torch.distributed function whose call raised the error, or None."""
     files = (dist.distributed_c10d.__file__, dist.nn.functional.__file__)
     refused = re.match(r"torch\.distributed\.(\w+) ", str(error))
@@ -196,7 +198,8 @@ def _frames(error: Exception) -> list[tuple[str, str, str]]:
 
 
 def line_of_branch(conditions: Sequence[str]) -> str:
-    """Returns the user's line of the last condition, which torch prints as `if x.item() > 0:  # dir/file.py:29 in f`.
+    """Returns the user's line at which the last condition branches. torch writes a condition as `if x.item() > 0:  #
+    dir/file.py:29 in f`.
 
     torch cuts off what the path has in common with torch's own. The whole path is that of the loaded file that torch
     would shorten in the same way.

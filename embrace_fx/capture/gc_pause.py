@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 
 @contextlib.contextmanager
-def not_collecting() -> Iterator[None]:
+def pause_garbage_collection() -> Iterator[None]:
     """Opens a context without cyclic garbage collection.
 
     A capture creates millions of objects that live until its end, so collections would find nothing and take a sixth of

@@ -48,7 +48,7 @@ def gradient_graph(
     whole: Mapping[str, torch.Size],
     in_rows: Collection[str],
 ) -> TrainingGraph:
-    """Builds a graph that only exchanges gradients. Input k is the gradient of the k-th parameter.
+    """Builds a graph that only exchanges gradients. Its input k is the gradient of parameter k.
 
     Args:
         parameters: name -> trained parameter, in the assumed order of the forward.
@@ -71,20 +71,20 @@ def gradient_graph(
     roles: list[OutputRole] = [Result(len(values)), *(Gradient(Parameter(name)) for name in values)]
     graph.output((zero, *gradients.values())).meta["roles"] = tuple(roles)
     read_by = zip(tables, rows, strict=True)
-    found = tuple(_table(n, values[n], node, sparse=n in in_rows) for n, node in read_by)
+    found = tuple(_table_of_gradient(n, values[n], node, sparse=n in in_rows) for n, node in read_by)
     behind = {name: frozenset({k}) for k, name in enumerate(values)}
     return TrainingGraph(fx.GraphModule(nn.Module(), graph), found, results_behind=behind)
 
 
-def as_lookups(graph: TrainingGraph) -> TrainingGraph:
-    """Returns a copy that assumes bag lookups of the tables, which a capture of the forward would most likely
-    contain.
+def with_assumed_lookups(graph: TrainingGraph) -> TrainingGraph:
+    """Returns a copy of a graph of gradients in which each table has an assumed bag lookup, because a capture of the
+    forward would most likely contain one.
     """
     tables = (replace(t, uses=tuple(replace(use, kind="bag:sum") for use in t.uses)) for t in graph.tables)
     return replace(graph, tables=tuple(tables))
 
 
-def captured_of(graph: TrainingGraph) -> Captured:
+def wrap_as_captured(graph: TrainingGraph) -> Captured:
     """Wraps a graph of gradients as a `Captured` that is valid for every batch."""
     return Captured(graph, pytree.tree_structure(()), {}, ROUTE, None, (), (), Conditions(NO_VALUES))
 
@@ -96,7 +96,7 @@ def _placeholder(graph: fx.Graph, name: str, role: InputRole, value: Tensor) -> 
     return node
 
 
-def _table(name: str, weight: Tensor, rows: fx.Node, *, sparse: bool) -> Table:
-    """Returns a table whose lookups are not captured; only its gradient is known."""
+def _table_of_gradient(name: str, weight: Tensor, rows: fx.Node, *, sparse: bool) -> Table:
+    """Describes a table whose lookups are not captured: only its gradient is known."""
     use = TableUse("", (), rows.name, -1, FROM_GRADIENT, False, True, False, "", sparse)
     return Table(name, weight.shape[0], weight.shape[1], weight.dtype, (use,), (), False)

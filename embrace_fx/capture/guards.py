@@ -56,19 +56,19 @@ class Conditions:
     tensors: ReadValues = NO_VALUES
     numbers: VersionSnapshot = field(default_factory=VersionSnapshot)
 
-    def hold(self) -> bool:
+    def are_met(self) -> bool:
         """Returns whether all guarded values are the same as at the capture."""
         if self.numbers.written():
             return False
         if self.manager is None:
-            return self.values.hold()
+            return self.values.are_unchanged()
         frame = self.frame
         if self.cells:
             frame = {**frame, **{name: cell.cell_contents for name, cell in self.cells.items()}}
-        return bool(self.manager.check(frame)) and self.tensors.hold()
+        return bool(self.manager.check(frame)) and self.tensors.are_unchanged()
 
-    def in_scope(self, name: str, model_name: str) -> str:
-        """Converts Dynamo's name of a value to an expression that can be evaluated in the scope of `values`.
+    def to_scope(self, name: str, model_name: str) -> str:
+        """Converts Dynamo's name of a value to the expression that reads it in the scope of `values`.
 
         Args:
             model_name: Dynamo's name for the model.
@@ -82,17 +82,19 @@ class Conditions:
         """Returns a copy without the conditions on some tensors, because those are no longer constants of the graph."""
         return replace(self, tensors=self.tensors.without(tensors), values=self.values.without(tensors))
 
-    def unchanged(self) -> Conditions:
-        """Returns a copy without conditions on values that tracing or running the forward has changed."""
+    def without_broken(self) -> Conditions:
+        """Returns a copy without the conditions that the capture itself has broken, because tracing or running the
+        forward changed their values.
+        """
         written = {id(each) for each in self.numbers.written()}
         own = replace(
-            self, numbers=VersionSnapshot.of_all(each for each in self.numbers.tensors if id(each) not in written)
+            self, numbers=VersionSnapshot.of_tensors(each for each in self.numbers.tensors if id(each) not in written)
         )
-        return own if own.hold() else replace(own, manager=None, values=self.values.unchanged())
+        return own if own.are_met() else replace(own, manager=None, values=self.values.without_changed())
 
 
 def name_in_frame(name: str, model_name: str) -> str:
-    """Returns Dynamo's name for an expression over the scope of `values`: the inverse of `in_scope`."""
+    """Converts an expression over the scope of `values` to Dynamo's name of the value: the inverse of `to_scope`."""
     return re.sub(r"C\['(\w+)'\]\.cell_contents", r"L['\1']", name.replace("L['self']", model_name))
 
 
@@ -119,7 +121,7 @@ def dynamo_guards(gm: fx.GraphModule, model: nn.Module) -> Conditions:
     frame = {first: model} if code.co_argcount else {first: (model,)}
     cells = dict(zip(code.co_freevars, function.__closure__ or (), strict=True))
 
-    def is_kept(name: str) -> bool:
+    def is_checked(name: str) -> bool:
         """Returns whether a guard is to be checked at each call."""
         root = re.search(r"\b([LG])\['(\w+)'\]", name)
         if root is None or OF_PROGRAMS.search(name):
@@ -128,15 +130,15 @@ def dynamo_guards(gm: fx.GraphModule, model: nn.Module) -> Conditions:
 
     output.skip_guards_check = True  # this check needs the batch's tensors, which are not in the frame
     with torch._dynamo.config.patch(skip_nnmodule_hook_guards=False):
-        checks = _Checks(is_kept, code, output)
+        checks = _Guards(is_checked, code, output)
     manager = checks.guard_manager
-    values = _values(output, function, model, itself, cells)
+    values = _read_guarded_values(output, function, model, itself, cells)
     output.local_scope = {}
-    return Conditions(values, manager, frame, cells, [checks.values, checks.guarded], values.of_arrays())
+    return Conditions(values, manager, frame, cells, [checks.values, checks.guarded], values.only_arrays())
 
 
-class _Checks(CheckFunctionManager):
-    """Torch's guards, without the hooks that keep them alive as long as the guarded objects.
+class _Guards(CheckFunctionManager):
+    """Torch's guards, without the hooks that make guarded objects keep them alive.
 
     Torch's guards register with each guarded object to learn of its end, which keeps guards on a library's class or
     module alive forever. These guards hold references to the guarded objects instead.
@@ -156,7 +158,7 @@ class _Checks(CheckFunctionManager):
         """Builds the guards that `is_kept` selects, and stores the guarded values."""
         kept = [guard for guard in sorted_guards if self._is_kept(guard.name)]
         builder, manager = super().build_guards(kept, *args, **kwargs)
-        self.values = [_value(builder, guard) for guard in kept]
+        self.values = [_guarded_value(builder, guard) for guard in kept]
         return builder, manager
 
     def id_ref(self, obj: object, obj_str: str) -> int:
@@ -165,7 +167,7 @@ class _Checks(CheckFunctionManager):
         return id(obj)
 
 
-def _value(builder: Any, guard: Any) -> object:
+def _guarded_value(builder: Any, guard: Any) -> object:
     """Returns the value that a guard checks, or None if the guard checks that it does not exist."""
     try:
         found: object = builder.get(guard.originating_source)
@@ -174,7 +176,7 @@ def _value(builder: Any, guard: Any) -> object:
     return found
 
 
-def _values(
+def _read_guarded_values(
     output: Any, function: types.FunctionType, model: nn.Module, model_name: str, cells: Mapping[str, Any]
 ) -> ReadValues:
     """Collects the guarded values for comparison: numbers and strings by value, tensors by identity."""
@@ -189,4 +191,4 @@ def _values(
         elif root[3] in cells:
             names.append(f"{root[1]}C[{root[3]!r}].cell_contents{name[root.end() :]}")
     of_globals = ChainMap(function.__globals__, output.global_scope)
-    return ReadValues.of(dict.fromkeys(names), {"L": {"self": model}, "G": of_globals, "C": cells})
+    return ReadValues.evaluate(dict.fromkeys(names), {"L": {"self": model}, "G": of_globals, "C": cells})

@@ -18,7 +18,7 @@ MOST_RESULTS = 4_000
 
 @contextlib.contextmanager
 def capture_metrics() -> Iterator[None]:
-    """Opens Dynamo's metrics context, which tracing needs, without storing a record at its end.
+    """Opens Dynamo's metrics context, which tracing requires, and discards its record at the end.
 
     Torch keeps the last 64 records, each with its whole configuration as text, and torch 2.11 logs an error if the
     configuration contains functions.
@@ -33,12 +33,12 @@ def capture_metrics() -> Iterator[None]:
 
 
 def forget_captures() -> None:
-    """Removes unused entries of earlier captures from torch's caches."""
-    _forget_shapes()
-    _forget_texts()
+    """Clears the entries of earlier captures from torch's caches."""
+    _clear_shape_caches()
+    _clear_generated_code()
 
 
-def _forget_shapes() -> None:
+def _clear_shape_caches() -> None:
     """Clears torch's caches over symbolic sizes.
 
     These caches are class attributes and keep the sizes of every capture, with their fake tensors, forever. Up to
@@ -51,7 +51,7 @@ def _forget_shapes() -> None:
             clear()
 
 
-def _forget_texts() -> None:
+def _clear_generated_code() -> None:
     """Removes the generated code of graph modules that no longer exist.
 
     Torch keeps the code of every graph module forever, for tracebacks. Each module has its own class, whose forward has

@@ -26,7 +26,7 @@ def is_on_meta(model: nn.Module) -> bool:
 
 
 @contextlib.contextmanager
-def as_on_cpu(model: nn.Module, batch: Any) -> Iterator[tuple[nn.Module, Any]]:
+def on_fake_cpu(model: nn.Module, batch: Any) -> Iterator[tuple[nn.Module, Any]]:
     """Yields a copy of `model` with fake CPU tensors as parameters and buffers, and a batch to capture it with.
 
     Tied parameters stay tied. The copy is valid inside the context.
@@ -36,7 +36,7 @@ def as_on_cpu(model: nn.Module, batch: Any) -> Iterator[tuple[nn.Module, Any]]:
     made: dict[int, Tensor] = {}
 
     def fake(tensor: Tensor) -> Tensor:
-        """Returns a fake tensor on the CPU in a tensor's place, the same one for equal tensors."""
+        """Returns a fake CPU tensor in place of a tensor: the same one each time for the same tensor."""
         if id(tensor) not in made:
             with fake_mode, torch.no_grad():
                 own = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")

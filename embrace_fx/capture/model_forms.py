@@ -9,13 +9,13 @@ from typing import Any
 from torch import fx, nn
 from torch.utils import _pytree as pytree
 
-from embrace_fx.capture.result_objects import open_objects
+from embrace_fx.capture.result_objects import flatten_result
 
 STATES = "__states"
 """Keyword argument of a traced module, for the values that its graph reads from objects."""
 
 
-class OpenResults(nn.Module):
+class TreeResults(nn.Module):
     """A module with the parameter names of Dynamo's graph, whose results are trees of tensors with separate memory.
 
     Args:
@@ -52,4 +52,4 @@ class OpenResults(nn.Module):
         with fx.traceback.preserve_node_meta():
             results = fx.Interpreter(graph).run(*inputs, enable_io_processing=not effects)
         of_forward = (*self.parameters(), *pytree.tree_leaves((args, kwargs)), *given)
-        return open_objects(tuple(results) if effects else results, of_forward, every=effects)
+        return flatten_result(tuple(results) if effects else results, of_forward, every=effects)

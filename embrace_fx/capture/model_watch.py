@@ -44,12 +44,12 @@ class ModelWatch:
         kinds = {type(module): None for module in self._modules}
         # TorchScript's modules have no Python methods.
         self._kinds = [kind for kind in kinds if not issubclass(kind, torch.jit.ScriptModule)]
-        self._were = self._current()
-        self._root_was = self._root()
+        self._were = self._module_state()
+        self._root_was = self._root_state()
         self._buffers = list(self._model.buffers())
         self.record_parameters()
         self._dtypes = [parameter.dtype for parameter in self._state.parameters()]
-        self._record_gradients(self._gradients())
+        self._record_gradient_settings(self._gradient_settings())
 
     def record_parameters(self) -> None:
         """Records the current parameters, after tables have been placed or loaded."""
@@ -58,7 +58,7 @@ class ModelWatch:
         self._names = self._ids_by_name()
 
     def all_replaced(self, *, buffers: bool) -> bool:
-        """Returns whether plain tensors replace all parameters during a call, as in `functional_call`.
+        """Returns whether all parameters are replaced by plain tensors, as during a `functional_call`.
 
         Args:
             buffers: whether all buffers must be replaced too.
@@ -81,13 +81,13 @@ class ModelWatch:
 
     def modules_changed(self) -> bool:
         """Returns whether modules, methods of their classes, or the model's own forward or hooks have changed."""
-        return self._current() != self._were or self._root() != self._root_was
+        return self._module_state() != self._were or self._root_state() != self._root_was
 
     def refusal(self) -> RuntimeError | None:
-        """Returns the error to raise if a parameter or its dtype has changed since the programs were built, or None."""
-        if (name := self._replaced()) is not None:
+        """Returns the error for a parameter that was replaced or converted since the programs were built, or None."""
+        if (name := self._replaced_parameter()) is not None:
             return RuntimeError(OTHER_PARAMETERS.format(name))
-        return None if (name := self._converted()) is None else RuntimeError(CONVERTED.format(name))
+        return None if (name := self._converted_parameter()) is None else RuntimeError(CONVERTED.format(name))
 
     def renamed(self) -> dict[str, str]:
         """Maps old parameter names to new ones; empty if the parameters themselves have changed, or nothing has."""
@@ -95,42 +95,42 @@ class ModelWatch:
         old, new = ({number: name for name, number in reversed(names.items())} for names in (self._names, now))
         return {} if old.keys() != new.keys() else {old[i]: new[i] for i in old if old[i] != new[i]}
 
-    def _replaced(self) -> str | None:
+    def _replaced_parameter(self) -> str | None:
         """Returns the name of a parameter that was added, removed or replaced, or None if none was."""
         same = [*map(id, chain.from_iterable(map(_values, self._parameters)))] == self._ids
-        if same and self._parameter_keys() == self._keys and self._current() == self._were:
+        if same and self._parameter_keys() == self._keys and self._module_state() == self._were:
             return None
         now = self._ids_by_name()
         found = (name for name in {**self._names, **now} if self._names.get(name) != now.get(name))
         return next(found, None)
 
-    def _converted(self) -> str | None:
+    def _converted_parameter(self) -> str | None:
         """Returns the name of a parameter whose dtype has changed, or None if none has."""
-        now = self._gradients()
+        now = self._gradient_settings()
         if now == self._gradients_were:
             return None
-        self._record_gradients(now)
+        self._record_gradient_settings(now)
         found = zip(self._state.names, self._dtypes, now, strict=True)
         return next((name for name, was, (_, dtype, _) in found if dtype != was), None)
 
-    def _gradients(self) -> list[tuple[bool, torch.dtype, bool]]:
-        """Returns what determines each parameter's gradient: whether it trains, its dtype, its hooks."""
+    def _gradient_settings(self) -> list[tuple[bool, torch.dtype, bool]]:
+        """Returns, for each parameter, whether it is trained, its dtype, and whether it has hooks."""
         found = self._state.parameters()
         hooked = [*map(any, map(_HOOKS, found))]  # inlines `is_hooked` to save a Python call each
         return [(each.requires_grad, each.dtype, has) for each, has in zip(found, hooked, strict=True)]
 
-    def _record_gradients(self, now: list[tuple[bool, torch.dtype, bool]]) -> None:
+    def _record_gradient_settings(self, now: list[tuple[bool, torch.dtype, bool]]) -> None:
         """Stores which parameters are trained, and which have hooks."""
         self._gradients_were = now
         self._trains = tuple(trains for trains, _, _ in now)
         self._state.hooked = frozenset(n for n, (*_, hooked) in zip(self._state.names, now, strict=True) if hooked)
 
-    def _current(self) -> tuple[list[Any], list[Any]]:
+    def _module_state(self) -> tuple[list[Any], list[Any]]:
         """Returns the values of the modules and their classes' forwards, for comparison."""
         return [*map(tuple, map(_values, self._children))], [kind.forward for kind in self._kinds]
 
-    def _root(self) -> tuple[Any, ...]:
-        """Returns the model's own forward and hooks; captures guard those of its submodules."""
+    def _root_state(self) -> tuple[Any, ...]:
+        """Returns the model's own forward and hooks, for comparison. Captures guard those of its submodules."""
         root = self._model
         hooks = root._forward_pre_hooks, root._forward_hooks, root._backward_pre_hooks, root._backward_hooks
         return root.forward, *map(tuple, hooks)

@@ -25,13 +25,13 @@ def numbers_as_inputs(names: Collection[str]) -> Iterator[None]:
     """Opens a context in which Dynamo makes the named numbers, such as `L['self'].scale`, inputs of the graph."""
     wrap, config = VariableBuilder.wrap_symfloat, cast(Any, torch.compiler.config)
 
-    def wrapped(self: VariableBuilder, value: float) -> Any:
+    def wrap_float(self: VariableBuilder, value: float) -> Any:
         """Wraps a float as a graph input if its name is among `names`, or else as a constant."""
         assert self.source is not None
         with torch._dynamo.config.patch(assume_static_by_default=self.source.name not in names):
             return wrap(self, value)
 
-    VariableBuilder.wrap_symfloat = wrapped  # type: ignore[method-assign]
+    VariableBuilder.wrap_symfloat = wrap_float  # type: ignore[method-assign]
     try:
         with (
             torch._dynamo.config.patch(specialize_int=not names, specialize_float=not names),
@@ -43,16 +43,16 @@ def numbers_as_inputs(names: Collection[str]) -> Iterator[None]:
 
 
 def symbols_of(sizes: ShapeEnv, names: Collection[str]) -> dict[str, Symbol]:
-    """Returns the symbol that Dynamo has created for each named number. A number whose value was needed while tracing
-    has none.
+    """Returns the symbol that Dynamo has created for each named number. Leaves out numbers whose value the trace
+    needed.
     """
     tracked = {each.source.name: each.fake for each in sizes.tracked_fakes or () if isinstance(each.fake, Symbol)}
     return {name: symbol for name, symbol in tracked.items() if name in names}
 
 
 def number_inputs(graph: fx.Graph, symbols: Mapping[str, Symbol]) -> dict[str, int]:
-    """Returns the position of each number among the inputs of Dynamo's graph. Replaces the tensors that Dynamo makes of
-    floats by floats.
+    """Returns the position of each number among the inputs of Dynamo's graph, and replaces the tensors that Dynamo
+    makes of floats by floats.
     """
     found = {}
     for position, node in enumerate(graph.find_nodes(op="placeholder")):
@@ -66,7 +66,7 @@ def number_inputs(graph: fx.Graph, symbols: Mapping[str, Symbol]) -> dict[str, i
     return found
 
 
-def deciding(symbols: Mapping[str, Symbol]) -> frozenset[str]:
-    """Returns the names of the numbers that guards fix to one value."""
+def fixed_by_guards(symbols: Mapping[str, Symbol]) -> frozenset[str]:
+    """Returns the names of the numbers whose value the guards fix, so that the graph is valid for that value only."""
     values = {name: symbol.node.shape_env.replace(symbol.node._expr) for name, symbol in symbols.items()}
     return frozenset(name for name, value in values.items() if value.is_number)

@@ -39,12 +39,12 @@ _AS_THEY_ARE = (
 
 
 @contextlib.contextmanager
-def deferred_prints() -> Iterator[None]:
+def defer_prints() -> Iterator[None]:
     """Opens a context in which Dynamo defers the forward's prints and logs."""
     call, log = DebuggingVariable.call_function, LoggingLoggerVariable.call_method
 
-    def called(self: Any, tx: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
-        """Notes a print or warning of the forward, to be made after the graph has run."""
+    def call_print(self: Any, tx: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
+        """Records a print or warning of the forward, to be repeated after the graph has run."""
         category = [kwargs["category"]] if "category" in kwargs else []
         args = [_formatted(each) for each in (*args, *category)]
         # A value of a checkpointed region is not known outside of it.
@@ -56,16 +56,16 @@ def deferred_prints() -> Iterator[None]:
         tx.output.root_tx.debug_locals.append((self, args))
         return variables.ConstantVariable.create(None)
 
-    def logged(self: Any, tx: Any, name: str, args: list[Any], kwargs: dict[str, Any]) -> Any:
-        """Notes a call of a logger's method, to be made after the graph has run."""
+    def call_logger(self: Any, tx: Any, name: str, args: list[Any], kwargs: dict[str, Any]) -> Any:
+        """Records a call of a logger, to be repeated after the graph has run."""
         if self.source is None or not name.startswith(_LOG_METHODS):
             return log(self, tx, name, args, kwargs)
         method = DebuggingVariable(getattr(self.value, name), source=AttrSource(self.source, name))
         return method.call_function(tx, args, kwargs)
 
     functions = {print, warnings.warn, *(vars(logging)[name] for name in _LOG_METHODS if name in vars(logging))}
-    DebuggingVariable.call_function = called  # type: ignore[method-assign]
-    LoggingLoggerVariable.call_method = logged  # type: ignore[method-assign]
+    DebuggingVariable.call_function = call_print  # type: ignore[method-assign]
+    LoggingLoggerVariable.call_method = call_logger  # type: ignore[method-assign]
     try:
         with torch._dynamo.config.patch(reorderable_logging_functions=functions):
             yield

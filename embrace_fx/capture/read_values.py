@@ -46,7 +46,7 @@ class Changed:
 
     def __str__(self) -> str:
         values = "" if isinstance(self.now, Tensor | np.ndarray) else f" ({self.before!r}, {self.now!r})"
-        return f"the forward reads {spoken(self.name)}, which keeps changing{values}"
+        return f"the forward reads {as_users_write(self.name)}, which keeps changing{values}"
 
 
 @dataclass(frozen=True)
@@ -67,39 +67,41 @@ class ReadValues:
     values: tuple[Any, ...]
 
     @staticmethod
-    def of(names: Iterable[str], scope: Mapping[str, Any]) -> ReadValues:
+    def evaluate(names: Iterable[str], scope: Mapping[str, Any]) -> ReadValues:
         """Evaluates the expressions, and keeps those whose values can be compared."""
         own = dict(scope)
-        return ReadValues._compiled({name: v for name, v in _evaluated(names, own).items() if _comparable(v)}, own)
+        return ReadValues._compile({name: v for name, v in _evaluate(names, own).items() if _comparable(v)}, own)
 
     @staticmethod
-    def _compiled(values: Mapping[str, Any], scope: dict[str, Any]) -> ReadValues:
-        """Compiles the expressions of some values."""
+    def _compile(values: Mapping[str, Any], scope: dict[str, Any]) -> ReadValues:
+        """Returns `values`, keyed by their expressions, as `ReadValues` with compiled code."""
         code = compile("(" + "".join(f"{name}, " for name in values) + ")", "<values read>", "eval")
         return ReadValues(tuple(values), code, scope, tuple(values.values()))
 
     def without(self, names: Collection[str | int]) -> ReadValues:
         """Returns a copy without the values of these names."""
-        return ReadValues.of([name for name in self.names if name not in names], self.scope)
+        return ReadValues.evaluate([name for name in self.names if name not in names], self.scope)
 
-    def of_arrays(self) -> ReadValues:
-        """Returns a copy with only the tensors and NumPy values, because Dynamo guards only their type."""
+    def only_arrays(self) -> ReadValues:
+        """Returns a copy with only the tensors and NumPy values: those for which Dynamo guards the type, not the
+        content.
+        """
         kinds = (Tensor, np.generic, np.ndarray)
         names = [n for n, value in zip(self.names, self.values, strict=True) if isinstance(value, kinds)]
-        return ReadValues.of(names, self.scope)
+        return ReadValues.evaluate(names, self.scope)
 
-    def unchanged(self) -> ReadValues:
+    def without_changed(self) -> ReadValues:
         """Returns a copy without values that tracing or running the forward has changed."""
-        now = _evaluated(self.names, self.scope)
+        now = _evaluate(self.names, self.scope)
         same = {n: v for n, v in zip(self.names, self.values, strict=True) if n in now and _same(v, now[n])}
-        return ReadValues._compiled(same, self.scope)
+        return ReadValues._compile(same, self.scope)
 
     def changed(self) -> list[Changed]:
         """Returns the values that have changed."""
-        now, before = _evaluated(self.names, self.scope), zip(self.names, self.values, strict=True)
+        now, before = _evaluate(self.names, self.scope), zip(self.names, self.values, strict=True)
         return [Changed(n, v, now[n]) for n, v in before if n in now and not _same(v, now[n])]
 
-    def hold(self) -> bool:
+    def are_unchanged(self) -> bool:
         """Returns whether all values are unchanged."""
         try:
             now = eval(self.code, self.scope)
@@ -111,7 +113,7 @@ class ReadValues:
 _AS_NUMBERS = ("item", "tolist", "__bool__", "__int__", "__float__", "__index__", "__complex__")
 
 
-def numbers_read(graph: fx.Graph, constants: Mapping[fx.Node, Tensor]) -> VersionSnapshot:
+def tensors_read_as_numbers(graph: fx.Graph, constants: Mapping[fx.Node, Tensor]) -> VersionSnapshot:
     """Finds the tensors whose numbers Dynamo's graph reads by calls such as `.item()`.
 
     Args:
@@ -125,11 +127,11 @@ def numbers_read(graph: fx.Graph, constants: Mapping[fx.Node, Tensor]) -> Versio
             made[node] = set().union(*of_inputs)
             if node.op == "call_method" and node.target in _AS_NUMBERS:
                 read |= made[node]
-    return VersionSnapshot.of_all({id(constants[node]): constants[node] for node in read}.values())
+    return VersionSnapshot.of_tensors({id(constants[node]): constants[node] for node in read}.values())
 
 
-def _of_instance(match: re.Match[str], scope: dict[str, Any]) -> str:
-    """Rewrites an expression for a class attribute to one for the instance's attribute, which may shadow it."""
+def _read_from_instance(match: re.Match[str], scope: dict[str, Any]) -> str:
+    """Rewrites an expression for a class attribute to read the instance's attribute, which may shadow it."""
     whole, instance, name = match[0], match[1], match[2]
     try:
         found = inspect.getattr_static(eval(f"type({instance})", scope), name)
@@ -138,16 +140,16 @@ def _of_instance(match: re.Match[str], scope: dict[str, Any]) -> str:
     return whole if hasattr(type(found), "__set__") else f"{instance}.{name}"
 
 
-def spoken(name: str) -> str:
+def as_users_write(name: str) -> str:
     """Returns an expression as users write it: `L['self'].scale` -> `self.scale`."""
     name = re.sub(r"^L\['(\w+)'\]|^[GC]\['(\w+)'\](\.cell_contents)?", r"\1\2", name)
     return re.sub(r"\._modules\['(.*?)'\]", r".\1", name)
 
 
-def _evaluated(names: Iterable[str], scope: dict[str, Any]) -> dict[str, Any]:
+def _evaluate(names: Iterable[str], scope: dict[str, Any]) -> dict[str, Any]:
     """Evaluates the expressions. Skips those that refer to objects of the trace that no longer exist."""
     found = {}
-    for name in (_OF_CLASS.sub(lambda match: _of_instance(match, scope), each) for each in names):
+    for name in (_OF_CLASS.sub(lambda match: _read_from_instance(match, scope), each) for each in names):
         with contextlib.suppress(Exception):
             found[name] = eval(name, scope)
     return found
@@ -169,4 +171,4 @@ def _same(a: Any, b: Any) -> bool:
     return isinstance(a, _PLAIN) and bool(a == b)
 
 
-NO_VALUES = ReadValues.of((), {})
+NO_VALUES = ReadValues.evaluate((), {})

@@ -2,11 +2,11 @@
 
 A model may return tensors in objects that pytree does not know, such as a key-value cache.
 
-While the forward is traced, `open_objects` replaces each such object by a pytree node with its attributes. Unflattening
-that node creates an object of the same class with the same attributes. The compiled model thus returns the same objects
-as the model, and the user's classes are not registered.
+While the forward is traced, `flatten_result` replaces each such object by a pytree node with its attributes.
+Unflattening that node creates an object of the same class with the same attributes. The compiled model thus returns the
+same objects as the model, and the user's classes are not registered.
 
-A model may also return tensors that share memory: two views of one tensor, or a parameter itself. `open_objects`
+A model may also return tensors that share memory: two views of one tensor, or a parameter itself. `flatten_result`
 copies them so that each has its own gradient. Autograd would otherwise treat them as one value, or as an input.
 """
 
@@ -29,8 +29,8 @@ _CONSTANTS = (torch.dtype, torch.device, torch.layout, type, enum.Enum, types.Fu
 
 
 @dataclass(frozen=True)
-class _Opened:
-    """An object of a result, flattened to its class and its attributes."""
+class _FlattenedObject:
+    """An object of a forward's result, as its class and its attribute values."""
 
     kind: type
     attributes: dict[str, Any]
@@ -50,23 +50,25 @@ class _Constant:
         return hash(type(self.value))
 
 
-def open_objects(result: Any, inputs: Iterable[Any] = (), *, every: bool = False) -> Any:
-    """Flattens a forward's result to a tree of tensors and numbers, with `_Opened` in place of objects.
+def flatten_result(result: Any, inputs: Iterable[Any] = (), *, every: bool = False) -> Any:
+    """Flattens a forward's result to a tree of tensors and numbers, with `_FlattenedObject` in place of objects.
 
     Args:
         inputs: the forward's arguments and parameters. A result that needs a gradient and shares memory with one of
             them, or with another result, is copied.
         every: whether to copy results that need no gradient, too.
     """
-    return _open(result, _sharing(pytree.tree_leaves(_open(result, frozenset())), inputs, every))
+    return _flatten_objects(
+        result, _ids_to_copy(pytree.tree_leaves(_flatten_objects(result, frozenset())), inputs, every)
+    )
 
 
-def _open(result: Any, copied: frozenset[int]) -> Any:
+def _flatten_objects(result: Any, copied: frozenset[int]) -> Any:
     """Flattens the objects of a tree, and copies the tensors whose ids are in `copied`."""
-    return pytree.tree_map(lambda leaf: _open_leaf(leaf, copied), result)
+    return pytree.tree_map(lambda leaf: _flatten_leaf(leaf, copied), result)
 
 
-def _open_leaf(leaf: Any, copied: frozenset[int]) -> Any:
+def _flatten_leaf(leaf: Any, copied: frozenset[int]) -> Any:
     """Returns a leaf that the graph can output: a tensor (copied if its id is in `copied`), a number or a constant."""
     if isinstance(leaf, _CONSTANTS):
         return _Constant(leaf)
@@ -76,19 +78,19 @@ def _open_leaf(leaf: Any, copied: frozenset[int]) -> Any:
         return leaf
     if not holds_tensors(leaf, set()):
         return _Constant(leaf)
-    return _Opened(type(leaf), {name: _open(value, copied) for name, value in vars(leaf).items()})
+    return _FlattenedObject(type(leaf), {name: _flatten_objects(value, copied) for name, value in vars(leaf).items()})
 
 
-def _sharing(leaves: Iterable[Any], inputs: Iterable[Any], every: bool) -> frozenset[int]:
+def _ids_to_copy(leaves: Iterable[Any], inputs: Iterable[Any], every: bool) -> frozenset[int]:
     """Returns the ids of the results that share memory with an input or another result, and so must be copied."""
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-    others = [_memory(each) for each in inputs if isinstance(each, Tensor) and (every or each.requires_grad)]
-    count = Counter([*map(_memory, tensors), *set(others)])
-    return frozenset(id(leaf) for leaf in tensors if (every or leaf.requires_grad) and count[_memory(leaf)] > 1)
+    others = [_memory_address(each) for each in inputs if isinstance(each, Tensor) and (every or each.requires_grad)]
+    count = Counter([*map(_memory_address, tensors), *set(others)])
+    return frozenset(id(leaf) for leaf in tensors if (every or leaf.requires_grad) and count[_memory_address(leaf)] > 1)
 
 
-def _memory(tensor: Tensor) -> int:
-    """Returns an identifier of a tensor's memory."""
+def _memory_address(tensor: Tensor) -> int:
+    """Returns the address of a tensor's memory, which is equal for tensors that share it."""
     return int(tensor.untyped_storage()._cdata)
 
 
@@ -102,13 +104,13 @@ def holds_tensors(value: Any, seen: set[int]) -> bool:
     return any(holds_tensors(leaf, seen) for leaf in pytree.tree_leaves(vars(value)))
 
 
-def attributes_of(kind: type, attributes: Mapping[str, Any]) -> tuple[list[Any], Any]:
-    """Returns (an object's attribute values, the context that `made_of` needs to build it again)."""
-    return list(attributes.values()), (kind, tuple(attributes))
+def flatten_attributes(object_class: type, attributes: Mapping[str, Any]) -> tuple[list[Any], Any]:
+    """Returns (an object's attribute values, the context with which `rebuild_object` builds it again)."""
+    return list(attributes.values()), (object_class, tuple(attributes))
 
 
-def made_of(values: Any, context: Any) -> Any:
-    """Makes an object from `attributes_of`'s values and context, without calling its constructor."""
+def rebuild_object(values: Any, context: Any) -> Any:
+    """Makes an object from `flatten_attributes`'s values and context, without calling its constructor."""
     kind, names = context
     made = kind.__new__(kind)
     vars(made).update(zip(names, values, strict=True))
@@ -116,9 +118,9 @@ def made_of(values: Any, context: Any) -> Any:
 
 
 pytree.register_pytree_node(
-    _Opened,
-    lambda opened: attributes_of(opened.kind, opened.attributes),
-    made_of,
+    _FlattenedObject,
+    lambda opened: flatten_attributes(opened.kind, opened.attributes),
+    rebuild_object,
     serialized_type_name="embrace_fx.capture.result_objects.Opened",
 )
 pytree.register_pytree_node(

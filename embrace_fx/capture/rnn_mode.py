@@ -49,10 +49,10 @@ class KeepRnnWhole(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         cell = CELLS.get(func)
-        return func(*args, **kwargs) if cell is None else whole(cell, *args, kernel=self._kernel, **kwargs)
+        return func(*args, **kwargs) if cell is None else rnn_as_ops(cell, *args, kernel=self._kernel, **kwargs)
 
 
-def whole(cell: str, *args: Any, kernel: str | None = None, **kwargs: Any) -> Any:
+def rnn_as_ops(cell: str, *args: Any, kernel: str | None = None, **kwargs: Any) -> Any:
     """Computes `torch.lstm`, `torch.gru` or `torch.rnn_tanh` with one op per layer and direction.
 
     A graph calls this instead of torch's functions, so that tracing the graph needs no mode, which would intercept
@@ -63,12 +63,12 @@ def whole(cell: str, *args: Any, kernel: str | None = None, **kwargs: Any) -> An
         args, kwargs = (args[0], *args[2:]), {**kwargs, "batch_sizes": args[1]}
     if "data" in kwargs:
         kwargs["input"] = kwargs.pop("data")
-    return _network(cell, kernel, *args, **kwargs)
+    return _run_network(cell, kernel, *args, **kwargs)
 
 
 @dataclass(frozen=True)
-class _Stack:
-    """The options that all layers of a recurrent network share."""
+class _RnnOptions:
+    """The options of a recurrent network that all of its layers share."""
 
     cell: str
     kernel: str | None
@@ -78,7 +78,7 @@ class _Stack:
     batch_sizes: Tensor | None
 
 
-def _network(
+def _run_network(
     cell: str,
     kernel: str | None,
     input: Tensor,
@@ -93,15 +93,15 @@ def _network(
     batch_sizes: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
     """Calls one `rnn_layer` for each layer and direction of a recurrent network."""
-    stack = _Stack(cell, kernel, num_layers, 1 + bidirectional, dropout if train else 0.0, batch_sizes)
+    stack = _RnnOptions(cell, kernel, num_layers, 1 + bidirectional, dropout if train else 0.0, batch_sizes)
     # Kernels need contiguous memory, time first. Copying here lets the backward read the same copy.
     input_TBI = input.transpose(0, 1).contiguous() if batch_first else input
-    output, *states = _layers(stack, input_TBI, hx, params)
+    output, *states = _run_layers(stack, input_TBI, hx, params)
     return (output.transpose(0, 1) if batch_first else output, *states)
 
 
-def _layers(
-    stack: _Stack, input: Tensor, hx: Tensor | Sequence[Tensor], params: Sequence[Tensor]
+def _run_layers(
+    stack: _RnnOptions, input: Tensor, hx: Tensor | Sequence[Tensor], params: Sequence[Tensor]
 ) -> tuple[Tensor, ...]:
     """Computes output, h_n and, for an LSTM, c_n of all layers."""
     is_lstm = stack.cell == "lstm"
@@ -114,7 +114,7 @@ def _layers(
         for direction in range(stack.num_directions):
             index = layer * stack.num_directions + direction
             weights = list(params[index * per_layer : (index + 1) * per_layer])
-            output, *state = _layer(stack, input, h0[index], c0[index], weights, reverse=direction == 1)
+            output, *state = _run_layer(stack, input, h0[index], c0[index], weights, reverse=direction == 1)
             outputs.append(output)
             states.append(state)
         input = outputs[0] if len(outputs) == 1 else torch.cat(outputs, -1)
@@ -123,19 +123,21 @@ def _layers(
     return (input, *(torch.stack(state) for state in zip(*states, strict=True)))
 
 
-def _layer(
-    stack: _Stack, input: Tensor, h0: Tensor, c0: Tensor | None, weights: list[Tensor], reverse: bool
+def _run_layer(
+    stack: _RnnOptions, input: Tensor, h0: Tensor, c0: Tensor | None, weights: list[Tensor], reverse: bool
 ) -> list[Tensor]:
     """Computes output, h_n and, for an LSTM, c_n of one layer and direction."""
     projected = len(weights) in (3, 5)
-    kernel = stack.kernel or choose_kernel(stack.cell, _autocast(input), projected, stack.batch_sizes is not None)
-    input, weights = _autocast(input), [_autocast(weight) for weight in weights]
+    kernel = stack.kernel or choose_kernel(
+        stack.cell, _cast_for_autocast(input), projected, stack.batch_sizes is not None
+    )
+    input, weights = _cast_for_autocast(input), [_cast_for_autocast(weight) for weight in weights]
     # Eager autocast narrows the inputs of matrix products and fused kernels. State that element-wise code carries from
     # step to step keeps its dtype: the cell of an LSTM, the hidden state of a GRU.
     if kernel != "loop" or projected or stack.cell.startswith("rnn_"):
-        h0 = _autocast(h0)
+        h0 = _cast_for_autocast(h0)
     if c0 is not None and kernel != "loop":
-        c0 = _autocast(c0)
+        c0 = _cast_for_autocast(c0)
     save = torch.is_grad_enabled() and any(t.requires_grad for t in (input, h0, c0, *weights) if t is not None)
     results: list[Tensor] = torch.ops.embrace.rnn_layer(
         input, h0, c0, weights, stack.batch_sizes, stack.cell, reverse, kernel, save
@@ -157,7 +159,7 @@ def choose_kernel(cell: str, input: Tensor, projected: bool, packed: bool) -> st
     return "mkldnn" if input.dtype == torch.float32 or bfloat16 else "loop"
 
 
-def _autocast(tensor: Tensor) -> Tensor:
+def _cast_for_autocast(tensor: Tensor) -> Tensor:
     """Casts a tensor as the active autocast would cast the inputs of a matrix product. float64 stays."""
     device = tensor.device.type
     if not torch.is_autocast_enabled(device) or not tensor.is_floating_point() or tensor.dtype == torch.float64:

@@ -32,7 +32,7 @@ _IDENTITIES = (torch.ops.aten.detach.default, torch.ops.aten.alias.default)
 
 
 @dataclass(frozen=True)
-class Joint:
+class GraphWithRoles:
     """A traced graph whose inputs and outputs have roles.
 
     Attributes:
@@ -45,7 +45,7 @@ class Joint:
     batch: Mapping[int, fx.Node]
 
 
-def with_roles(joint: fx.GraphModule, model: nn.Module, constants: Collection[int] = ()) -> Joint:
+def with_roles(joint: fx.GraphModule, model: nn.Module, constants: Collection[int] = ()) -> GraphWithRoles:
     """Gives the inputs and outputs of a traced graph their roles and readable names, and removes unused nodes.
 
     Args:
@@ -79,9 +79,9 @@ def with_roles(joint: fx.GraphModule, model: nn.Module, constants: Collection[in
     _drop_identities(module)
     module.graph.eliminate_dead_code()
     _drop_unread_state(module)
-    _rename(module)
+    _name_placeholders(module)
     module.recompile()
-    return Joint(module, of_results, batch)
+    return GraphWithRoles(module, of_results, batch)
 
 
 def _drop_zero_tangent(module: fx.GraphModule, tangent: fx.Node) -> None:
@@ -101,7 +101,7 @@ def _drop_zero_tangent(module: fx.GraphModule, tangent: fx.Node) -> None:
 
 
 def _first_names(model: nn.Module) -> dict[str, str]:
-    """Maps every name of a parameter or buffer to its first name (tied ones have several)."""
+    """Maps every name of a parameter or buffer to its first name. Tied ones have several names."""
     first: dict[int, str] = {}
     names: dict[str, str] = {}
     for named in (model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False)):
@@ -151,7 +151,7 @@ def _set_output_roles(module: fx.GraphModule, first_names: Mapping[str, str]) ->
     roles: list[OutputRole] = []
     constants: dict[int, Any] = {}
     for value, desc in zip(output.args[0], output.meta.pop("desc"), strict=True):  # type: ignore[arg-type]
-        if desc is None:  # an integer input has no gradient
+        if desc is None:  # torch describes no gradient for an integer input
             continue
         role: OutputRole
         match desc:
@@ -199,7 +199,7 @@ def _drop_unread_state(module: fx.GraphModule) -> None:
             module.graph.erase_node(node)
 
 
-def _rename(module: fx.GraphModule) -> None:
+def _name_placeholders(module: fx.GraphModule) -> None:
     """Names placeholders after their roles to make printed graphs readable."""
     for node in module.graph.nodes:
         if node.op != "placeholder":

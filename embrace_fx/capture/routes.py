@@ -23,15 +23,15 @@ from torch._guards import TracingContext, tracing
 from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.utils import _pytree as pytree
 
-from embrace_fx.capture.arguments import argument_names, check_read, constants_read
-from embrace_fx.capture.checkpointing import mark_backward, regions_noted
-from embrace_fx.capture.collectives import check_collectives, collectives_refused
+from embrace_fx.capture.arguments import argument_names, check_read_arguments, constants_read
+from embrace_fx.capture.checkpointing import mark_backward, record_checkpoint_regions
+from embrace_fx.capture.collectives import check_collectives, refuse_collectives
 from embrace_fx.capture.effects import (
     Effects,
     ReplayedEffects,
-    recorded_effects,
+    build_replay,
+    record_effects,
     refuse_effects,
-    replay_of,
     state_inputs,
 )
 from embrace_fx.capture.guards import (
@@ -42,10 +42,10 @@ from embrace_fx.capture.guards import (
     traced_function,
 )
 from embrace_fx.capture.kept_by_torch import capture_metrics
-from embrace_fx.capture.model_forms import STATES, OpenResults
+from embrace_fx.capture.model_forms import STATES, TreeResults
 from embrace_fx.capture.numbers import Symbol, number_inputs, numbers_as_inputs, symbols_of
-from embrace_fx.capture.read_values import ReadValues, numbers_read
-from embrace_fx.capture.rnn_mode import CELLS, KeepRnnWhole, whole
+from embrace_fx.capture.read_values import ReadValues, tensors_read_as_numbers
+from embrace_fx.capture.rnn_mode import CELLS, KeepRnnWhole, rnn_as_ops
 from embrace_fx.vocabulary.graph import SPARSE_LOOKUP
 from embrace_fx.vocabulary.version_snapshot import VersionSnapshot
 
@@ -74,7 +74,7 @@ class Traced:
     symbols: Mapping[str, Symbol]
 
 
-def private_copies(
+def copies_to_mark(
     args: tuple[Any, ...], kwargs: dict[str, Any], dynamic: frozenset[tuple[int, int]]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Returns the arguments with tensors replaced by uninitialized copies, because the capture marks dimensions on
@@ -130,8 +130,9 @@ def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor
     return torch.nn.functional.linear(input.contiguous() if copies else input, weight, bias)
 
 
-def _keep_whole(read: fx.GraphModule) -> None:
-    """Makes Dynamo's graph and nested graphs call `whole` for RNNs, `_linear`, and lookups without sparse gradients.
+def _replace_untraceable_calls(read: fx.GraphModule) -> None:
+    """Replaces calls in Dynamo's graph and nested graphs: RNNs by `rnn_as_ops`, `linear` by `_linear`, and lookups with
+    sparse gradients by dense ones.
 
     ATen graphs do not support the layout of sparse gradients. `meta["custom"]` marks the lookups that requested one.
     """
@@ -140,7 +141,7 @@ def _keep_whole(read: fx.GraphModule) -> None:
         found = [node for kind in kinds for node in module.graph.find_nodes(op="call_function", target=kind)]
         for node in found:
             if (cell := CELLS.get(node.target)) is not None:
-                node.target, node.args = whole, (cell, *node.args)
+                node.target, node.args = rnn_as_ops, (cell, *node.args)
                 continue
             if node.target is torch.nn.functional.linear:
                 node.target = _linear
@@ -177,9 +178,9 @@ def trace(
     itself = name_of_model(model)
     names = {name_in_frame(name, itself): name for name in values}
     with numbers_as_inputs(names):
-        read = _read(model, args, kwargs, reads_all)
+        read = _read_forward(model, args, kwargs, reads_all)
     symbols = symbols_of(read.out.graph_capture_output.output_graph.shape_env, names)
-    _keep_whole(read.gm)
+    _replace_untraceable_calls(read.gm)
     context = read.gm.meta.get("tracing_context") or TracingContext(read.gm.meta["fake_mode"])
     # Only the construction of guards needed these fake tensors. C++ owns the sizes that they refer to, and the sizes
     # refer back to them, so that they would keep the whole capture alive forever.
@@ -187,10 +188,10 @@ def trace(
     if sizes is not None:
         sizes.tracked_fakes = []
     conditions = replace(read.conditions, numbers=_numbers_read(read.gm.graph, itself, read.conditions.values))
-    module, keywords = OpenResults(read.gm), read.kwargs
+    module, keywords = TreeResults(read.gm), read.kwargs
     replay: ReplayedEffects | None = None
     if read.effects or values:
-        module, given, replay = _with_states(model, read, symbols, itself)
+        module, given, replay = _make_states_inputs(model, read, symbols, itself)
         keywords, conditions = {**read.kwargs, STATES: given}, conditions.without(replay.states)
     joint, out_spec = _trace_joint(module, read.args, keywords, context)
     return Traced(
@@ -208,16 +209,18 @@ def trace(
 def _without_unread(
     args: tuple[Any, ...], kwargs: dict[str, Any], read: Mapping[int, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Returns the arguments with a placeholder for every leaf that the forward does not read."""
+    """Returns the arguments with a placeholder for every leaf that the forward does not read. `read` holds the leaves
+    that it reads, by index.
+    """
     leaves, spec = pytree.tree_flatten((args, kwargs))
     kept = [leaf if isinstance(leaf, Tensor) or k in read else UNREAD for k, leaf in enumerate(leaves)]
     found: tuple[tuple[Any, ...], dict[str, Any]] = pytree.tree_unflatten(kept, spec)
     return found
 
 
-def _with_states(
+def _make_states_inputs(
     model: nn.Module, read: _Read, symbols: Mapping[str, Symbol], model_name: str
-) -> tuple[OpenResults, list[Any], ReplayedEffects]:
+) -> tuple[TreeResults, list[Any], ReplayedEffects]:
     """Makes the values that a forward reads from objects inputs of the graph.
 
     Args:
@@ -226,30 +229,30 @@ def _with_states(
     Returns:
         The module to trace, the values of those inputs, and the forward's side effects.
     """
-    graph, effects = read.gm.graph, read.effects.of(model_name)
+    graph, effects = read.gm.graph, read.effects.with_model_as_self(model_name)
     refuse_effects(effects, model)
     places = number_inputs(graph, symbols)
     states = {k: name for k, name in state_inputs(graph, model_name).items() if k not in places.values()}
-    anew = _read_anew(read, symbols, model_name)
-    replay = replay_of(read.out, model, effects, [*states.values(), *anew], read.conditions.values)
+    anew = _where_read(read, symbols, model_name)
+    replay = build_replay(read.out, model, effects, [*states.values(), *anew], read.conditions.values)
     given = replay.read_states(pytree.tree_leaves((read.args, read.kwargs)))[: len(states)]
-    module = OpenResults(read.gm, (*states, *(places.get(name) for name in symbols)))
+    module = TreeResults(read.gm, (*states, *(places.get(name) for name in symbols)))
     return module, [*given, *symbols.values()], replay
 
 
-def _read_anew(read: _Read, symbols: Mapping[str, Symbol], model_name: str) -> list[str | int]:
+def _where_read(read: _Read, symbols: Mapping[str, Symbol], model_name: str) -> list[str | int]:
     """Returns where each number that is an input is read at a call: an index among the flattened arguments, or an
     expression.
     """
     of_arguments = {name: k for k, name in read.names.items()}
-    return [of_arguments.get(name, read.conditions.in_scope(name, model_name)) for name in symbols]
+    return [of_arguments.get(name, read.conditions.to_scope(name, model_name)) for name in symbols]
 
 
 def _numbers_read(graph: fx.Graph, model_name: str, values: ReadValues) -> VersionSnapshot:
     """Returns the tensors of the model and of globals whose numbers Dynamo's graph reads."""
     inputs, found = graph.find_nodes(op="placeholder"), dict(zip(values.names, values.values, strict=True))
     tensors = {inputs[k]: found.get(name) for k, name in state_inputs(graph, model_name).items()}
-    return numbers_read(graph, {node: each for node, each in tensors.items() if isinstance(each, Tensor)})
+    return tensors_read_as_numbers(graph, {node: each for node, each in tensors.items() if isinstance(each, Tensor)})
 
 
 @dataclass
@@ -273,7 +276,7 @@ class _Read:
     names: Mapping[int, str]
 
 
-def _read(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], reads_all: bool) -> _Read:
+def _read_forward(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], reads_all: bool) -> _Read:
     """Traces a forward with Dynamo.
 
     Dynamo runs every call on fake tensors to find shapes, and an unrolled RNN would fix its number of steps. The mode
@@ -288,17 +291,17 @@ def _read(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], reads
         return _read_by_dynamo(model, args, kwargs, reads_all)
 
 
-def _calls_rnns(read: fx.GraphModule) -> bool:
+def _calls_rnns(module: fx.GraphModule) -> bool:
     """Returns whether a graph calls a recurrent network."""
-    graphs = (each.graph for each in read.modules() if isinstance(each, fx.GraphModule))
+    graphs = (each.graph for each in module.modules() if isinstance(each, fx.GraphModule))
     return any(node.op == "call_function" and node.target in CELLS for graph in graphs for node in graph.nodes)
 
 
 def _read_by_dynamo(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], reads_all: bool) -> _Read:
     """Captures like `dynamo_graph_capture_for_export`, with side effects to replay."""
     with (
-        collectives_refused(),
-        recorded_effects() as effects,
+        refuse_collectives(),
+        record_effects() as effects,
         _compiling_state_context(),
         torch._dynamo.config.patch(replay_side_effects=True, side_effect_replay_policy="silent"),
         capture_metrics(),
@@ -311,7 +314,7 @@ def _read_by_dynamo(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, A
     guarded = {"L["} if reads_all else {guard.name for guard in out.graph_capture_output.output_graph.guards}
     names = argument_names(traced_function(model), args, kwargs)
     constants = constants_read(pytree.tree_leaves((args, kwargs)), names, guarded)
-    check_read([*constants.values()], type(model).__name__)
+    check_read_arguments([*constants.values()], type(model).__name__)
     args, kwargs = _without_unread(args, kwargs, constants)
     gm = create_fx_graph_from_captured_output(out, model, args, kwargs)
     return _Read(gm, out, dynamo_guards(gm, model), effects, args, kwargs, constants, names)
@@ -323,7 +326,7 @@ def _trace_joint(
     """Returns AOTAutograd's graph of a module and a batch, and the tree structure of the module's results."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(tracing(context))
-        stack.enter_context(regions_noted())
+        stack.enter_context(record_checkpoint_regions())
         # As in `torch.compile`: generate no Python code for graphs that are only traced.
         stack.enter_context(_use_lazy_graph_module(True))
         joint = aot_export_joint_with_descriptors(stack, module, args, kwargs)

@@ -68,7 +68,7 @@ def plan(
     model, batch, optimizer = call_factory(factory)
     if cluster is not None and (bandwidth or device):
         raise click.UsageError("--cluster replaces --bandwidth and --device. Give one or the other.")
-    links = cluster_named(bandwidth, device) if cluster is None else read_cluster(Path(cluster))
+    links = make_cluster(bandwidth, device) if cluster is None else read_cluster(Path(cluster))
     with usage_errors():
         forecast = embrace_fx.plan(
             model,
@@ -81,7 +81,7 @@ def plan(
         )
         text = forecast_text(forecast)
         for path in map(Path, output):
-            write(forecast, text, path)
+            write_forecast(forecast, text, path)
             click.echo(f"wrote {path}", err=True)
     if not output:
         click.echo(text)
@@ -92,7 +92,7 @@ def forecast_text(forecast: Forecast) -> str:
     return str(forecast) if forecast.world_size == 1 else f"{forecast}\n{forecast.schedule}"
 
 
-def write(forecast: Forecast, text: str, path: Path) -> None:
+def write_forecast(forecast: Forecast, text: str, path: Path) -> None:
     """Writes a forecast to a file, in the format of the path's suffix."""
     if path.suffix == ".txt":
         path.write_text(text, encoding="utf-8")
@@ -126,12 +126,12 @@ def show(saved: str, output: str | None) -> None:
     if source.suffix != ".json":
         if output is not None:
             raise click.UsageError(f"{source.name} cannot be converted. Only a picture saved as .json can.")
-        _open(source)
+        _open_page(source)
         return
     from embrace_fx.viz import save, trace  # noqa: PLC0415
 
     with usage_errors():
-        if (planned := plan_in(source)) is not None:
+        if (planned := read_plan(source)) is not None:
             click.echo(str(planned))
             return
         schedule, timeline = trace.read(source)
@@ -140,20 +140,20 @@ def show(saved: str, output: str | None) -> None:
         save(target, schedule=schedule, timeline=timeline)
     click.echo(f"wrote {target}")
     if output is None:
-        _open(target)
+        _open_page(target)
 
 
-def plan_in(source: Path) -> Plan | None:
+def read_plan(path: Path) -> Plan | None:
     """Reads the plan in a .json written by `plan.save(path)` or `plan --output`, or None if the file contains none."""
     from embrace_fx.vocabulary.plan import Plan  # noqa: PLC0415
 
     try:
-        return Plan.load(source)
+        return Plan.load(path)
     except ValueError:
         return None
 
 
-def _open(page: Path) -> None:
+def _open_page(page: Path) -> None:
     """Opens a page in a browser, or says that there is none."""
     if not webbrowser.open(page.resolve().as_uri()):
         click.echo(f"No browser was found. Open {page.resolve()} in a browser", err=True)
@@ -168,9 +168,9 @@ def doctor() -> None:
     """
     import torch.distributed as dist  # noqa: PLC0415
 
-    from embrace_fx.cli.examine import Finding, examine, probe_links  # noqa: PLC0415
+    from embrace_fx.cli.examine import Finding, probe_links, run_checks  # noqa: PLC0415
 
-    findings = examine(os.environ)
+    findings = run_checks(os.environ)
     fails = any(finding.state == "fails" for finding in findings)
     if not fails and "RANK" in os.environ:
         try:
@@ -233,8 +233,8 @@ def call_factory(factory: str) -> tuple[Any, Any, Any]:
 _RATE = re.compile(r"(\d+(?:\.\d+)?) *([KMGT])(b|bit|B)(?:/s|ps)", re.IGNORECASE)
 
 
-def cluster_named(bandwidth: str | None, device: str | None) -> Cluster:
-    """Returns a cluster from the names of a bandwidth and a device; None means `Cluster`'s default.
+def make_cluster(bandwidth: str | None, device: str | None) -> Cluster:
+    """Returns a cluster for a bandwidth and a device given by name. Without both, returns `Cluster`'s default.
 
     >>> cluster_named("25Gb/s", None) == Cluster()
     True
@@ -274,7 +274,7 @@ def read_cluster(path: Path) -> Cluster:
 
 @contextmanager
 def usage_errors() -> Iterator[None]:
-    """Opens a context that converts a user's error to one line without a traceback."""
+    """Opens a context that shows an error of the user in one line, without a traceback."""
     try:
         yield
     except (ValueError, RuntimeError) as error:

@@ -26,7 +26,7 @@ OLDEST_PYTHON, OLDEST_TORCH = (3, 11), (2, 11)
 
 @dataclass(frozen=True)
 class Finding:
-    """The result of one check by `embrace-fx doctor`.
+    """The result of one check of `embrace-fx doctor`.
 
     Attributes:
         subject: the checked thing.
@@ -41,7 +41,7 @@ class Finding:
     to_do: str = ""
 
 
-def versions(_: Environment) -> Finding:
+def software_versions(_: Environment) -> Finding:
     """Checks that Python and torch are not too old."""
     found = (
         f"Python {platform.python_version()}, torch {torch.__version__}, embrace-fx {metadata.version('embrace-fx')}"
@@ -89,7 +89,7 @@ def triton(_: Environment) -> Finding:
     return Finding("Triton", "works", metadata.version("triton"))
 
 
-def launch(environment: Environment) -> Finding:
+def launcher_variables(environment: Environment) -> Finding:
     """Checks that the launcher has set all of its variables or none."""
     there = [name for name in LAUNCH_VARIABLES if name in environment]
     if not there:
@@ -107,7 +107,7 @@ def launch(environment: Environment) -> Finding:
     return Finding("launch", "works", f"rank {rank} of {size}")
 
 
-def meeting_place(environment: Environment) -> Finding:
+def master_address(environment: Environment) -> Finding:
     """Checks that `MASTER_ADDR`, where ranks meet, can be resolved."""
     host = environment.get("MASTER_ADDR")
     if host is None:
@@ -124,7 +124,7 @@ def meeting_place(environment: Environment) -> Finding:
     return Finding("meeting place", "works", f"{host} is {address}")
 
 
-def interface(environment: Environment) -> Finding:
+def network_interface(environment: Environment) -> Finding:
     """Checks that gloo's network interface exists."""
     asked, there = environment.get("GLOO_SOCKET_IFNAME"), [name for _, name in socket.if_nameindex()]
     if asked and not set(asked.split(",")) <= set(there):
@@ -137,7 +137,7 @@ def interface(environment: Environment) -> Finding:
     return Finding("network interface", "works", asked or f"gloo chooses among {', '.join(there)}")
 
 
-def threads(environment: Environment) -> Finding:
+def thread_count(environment: Environment) -> Finding:
     """Checks that CPU ranks do not start more threads than their machine has cores."""
     ranks, cores = int(environment.get("LOCAL_WORLD_SIZE", "1")), os.cpu_count() or 1
     each = int(environment.get("OMP_NUM_THREADS") or cores)
@@ -148,27 +148,27 @@ def threads(environment: Environment) -> Finding:
 
 
 CHECKS: tuple[Callable[[Environment], Finding], ...] = (
-    versions,
+    software_versions,
     backends,
     compiler,
     triton,
-    launch,
-    meeting_place,
-    interface,
-    threads,
+    launcher_variables,
+    master_address,
+    network_interface,
+    thread_count,
 )
 
 
-def examine(environment: Environment) -> list[Finding]:
+def run_checks(environment: Environment) -> list[Finding]:
     """Runs every check, in order."""
     return [check(environment) for check in CHECKS]
 
 
 def probe_links() -> Finding:
     """Measures the links between the ranks of the default process group. Collective."""
-    from embrace_fx.runtime.probe.probe import probe  # noqa: PLC0415  (DTensor takes a while to import)
+    from embrace_fx.runtime.probe.probe import probe_cluster  # noqa: PLC0415  (DTensor takes a while to import)
     from embrace_fx.runtime.ranks.communicator import Communicator  # noqa: PLC0415
 
-    link = probe(Communicator(dist.group.WORLD)).link("all_reduce")
+    link = probe_cluster(Communicator(dist.group.WORLD)).link("all_reduce")
     gigabits = link.bandwidth_bytes_per_ms * 8e3 / 1e9
     return Finding("links", "works", f"{gigabits:.2f} Gb/s, {link.start_up_ms:.3f} ms to start a message")

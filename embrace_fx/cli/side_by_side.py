@@ -53,7 +53,8 @@ class Contender:
 
 
 def compare(make: Callable[[], tuple[nn.Module, Any, torch.optim.Optimizer | None]], steps: int) -> list[str]:
-    """Times both systems. Returns lines to print. Collective; starts and ends the process group.
+    """Times DistributedDataParallel and embrace_fx on the same model, in turns, and returns lines to print. Collective:
+    starts and ends the process group.
 
     Args:
         make: returns a new (model, batch, optimizer) at each call; None as the optimizer means SGD.
@@ -63,18 +64,18 @@ def compare(make: Callable[[], tuple[nn.Module, Any, torch.optim.Optimizer | Non
     try:
         torch.manual_seed(0)
         model, batch, optimizer = make()
-        ddp = Contender(DistributedDataParallel(model), optimizer or _sgd(model), batch)
+        ddp = Contender(DistributedDataParallel(model), optimizer or _default_optimizer(model), batch)
         torch.manual_seed(0)
         model, batch, optimizer = make()
-        optimizer = optimizer or _sgd(model)
+        optimizer = optimizer or _default_optimizer(model)
         compiled = embrace_fx.compile(model, optimizer=optimizer)
         own = Contender(compiled, optimizer, batch)
         turns = -(-steps // STEPS_PER_TURN)
         for name, each in (("DDP", ddp), ("embrace_fx", own)):
-            _progress(f"{name}: {WARM_UP_STEPS} steps to warm up")
+            _print_progress(f"{name}: {WARM_UP_STEPS} steps to warm up")
             each.train(WARM_UP_STEPS)
         for turn in range(turns):
-            _progress(f"turn {turn + 1} of {turns}, {STEPS_PER_TURN} steps of each")
+            _print_progress(f"turn {turn + 1} of {turns}, {STEPS_PER_TURN} steps of each")
             for each in (ddp, own) if turn % 2 == 0 else (own, ddp):
                 each.turn(STEPS_PER_TURN)
         compiled.synchronize()
@@ -83,10 +84,10 @@ def compare(make: Callable[[], tuple[nn.Module, Any, torch.optim.Optimizer | Non
         dist.destroy_process_group()
 
 
-def _progress(what: str) -> None:
+def _print_progress(text: str) -> None:
     """Prints a line on rank 0's stderr, so that stdout has only the result."""
     if dist.get_rank() == 0:
-        print(f"bench: {what}", file=sys.stderr, flush=True)
+        print(f"bench: {text}", file=sys.stderr, flush=True)
 
 
 def loss_of(results: Any) -> Tensor:
@@ -102,22 +103,22 @@ def loss_of(results: Any) -> Tensor:
     return scalars[0]
 
 
-def _sgd(model: nn.Module) -> torch.optim.Optimizer:
+def _default_optimizer(model: nn.Module) -> torch.optim.Optimizer:
     """Returns the optimizer for a factory that returns none: SGD."""
     return torch.optim.SGD(model.parameters(), 0.01)
 
 
-def _result_lines(ddp: Contender, own: Contender, compiled: embrace_fx.CompiledModel) -> list[str]:
+def _result_lines(ddp: Contender, embrace: Contender, compiled: embrace_fx.CompiledModel) -> list[str]:
     """Returns the lines to print: the step times of both systems, their ratio, the bytes sent, and the model's
     report.
     """
-    ddp_ms, own_ms = median(ddp.step_ms), median(own.step_ms)
+    ddp_ms, own_ms = median(ddp.step_ms), median(embrace.step_ms)
     lines = [
         f"{dist.get_world_size()} ranks, medians over {len(ddp.step_ms)} turns of {STEPS_PER_TURN} steps, on one batch",
         f"DDP         {ddp_ms:9.2f} ms a step",
         f"embrace_fx  {own_ms:9.2f} ms a step, {ddp_ms / own_ms:.2f} times as fast",
     ]
-    if ddp.step_bytes and own.step_bytes:
-        by_ddp, by_own = (readable_bytes(median(each.step_bytes)) for each in (ddp, own))
+    if ddp.step_bytes and embrace.step_bytes:
+        by_ddp, by_own = (readable_bytes(median(each.step_bytes)) for each in (ddp, embrace))
         lines.append(f"rank 0 sends {by_ddp} a step under DDP, {by_own} under embrace_fx, measured on its connections")
     return [*lines, compiled.report()]

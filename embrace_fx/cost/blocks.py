@@ -38,7 +38,8 @@ def record_bytes(limit: int, width: int, itemsize: int) -> int:
 
 
 def cheapest_block(run: int, itemsize: int, cluster: Cluster) -> int:
-    """Returns the block size, in elements, that moves gradients of `TYPICAL_DENSITY` in the least time.
+    """Returns the block size, in elements, that sends a typical sparse gradient (of density `TYPICAL_DENSITY`) in the
+    least time.
 
     Small blocks need more indices and more handling, large ones carry more zeros; a faster link favours larger ones. An
     index takes at most an eighth of its block, because a gradient may be denser than assumed.
@@ -62,7 +63,8 @@ def cheapest_block(run: int, itemsize: int, cluster: Cluster) -> int:
 
 @dataclass(frozen=True)
 class Streaming:
-    """How `omnireduce` streams blocks: each aggregator processes `lanes` blocks at a time, grouped into messages.
+    """The parameters of `omnireduce`'s streaming: each aggregator processes `lanes` blocks at a time, grouped into
+    messages.
 
     Attributes:
         lanes: lanes of an aggregator, each of which processes one block at a time.
@@ -72,19 +74,25 @@ class Streaming:
     lanes: int
     slots: int
 
-    def busy(self, present: float) -> float:
-        """Returns the expected number of an aggregator's lanes that have at least one of `present` blocks at random
-        places.
+    def busy_lanes(self, present: float) -> float:
+        """Returns the expected number of an aggregator's lanes that have a block to process.
+
+        Args:
+            present: the number of blocks with values in the aggregator's range, at random places.
         """
         return self.lanes * -math.expm1(-present / self.lanes)
 
-    def streams(self, busy_lanes: float) -> int:
-        """Returns the number of streams of an aggregator whose lanes, `busy_lanes` in all, have any block."""
+    def busy_streams(self, busy_lanes: float) -> int:
+        """Returns the expected number of an aggregator's streams that have a block to process.
+
+        Args:
+            busy_lanes: the number of lanes that have one, from `busy_lanes`.
+        """
         return max(1, math.ceil(busy_lanes / self.slots))
 
 
 def streaming_of(num_blocks: int, width: int, itemsize: int, world_size: int, cluster: Cluster) -> Streaming:
-    """Chooses lanes and slots for a tensor in blocks.
+    """Chooses how "omnireduce" streams a tensor of `num_blocks` blocks: the lanes and slots with the least time.
 
     Many lanes need many bytes to send the first block of each; few lanes need many rounds. It chooses the cheapest
     number of lanes for gradients of `TYPICAL_DENSITY`, and so many slots that a round's bytes outweigh its start-ups.
@@ -99,7 +107,7 @@ def streaming_of(num_blocks: int, width: int, itemsize: int, world_size: int, cl
     present = of_aggregator * (1 - (1 - TYPICAL_DENSITY) ** world_size)
 
     def time_ms(lanes: int) -> float:
-        """Returns the time of start-ups and first blocks with some lanes."""
+        """Returns the time that start-ups and the first block of each lane take with this many lanes."""
         streaming = Streaming(lanes, slots)
         rounds = expected_rounds(num_blocks, world_size, streaming, present)
         first_bytes = lanes * place_bytes(places_of_lane(num_blocks, world_size, lanes))
@@ -110,12 +118,12 @@ def streaming_of(num_blocks: int, width: int, itemsize: int, world_size: int, cl
 
 
 def places_of_lane(num_blocks: int, world_size: int, lanes: int) -> int:
-    """Returns the number of blocks of the longest lane, with or without values."""
+    """Returns the number of blocks, with or without values, that the longest lane processes."""
     return math.ceil(math.ceil(num_blocks / world_size) / lanes)
 
 
 def place_bytes(places: int) -> int:
-    """Returns the bytes that encode a position in a lane, from 0 to `places`."""
+    """Returns the bytes that encode a position in a lane of `places` positions."""
     return 1 if places < 2**8 else 4
 
 
@@ -127,4 +135,4 @@ def expected_rounds(num_blocks: int, world_size: int, streaming: Streaming, pres
     per_lane = present / streaming.lanes
     longest = per_lane + math.sqrt(2 * per_lane * math.log(world_size * streaming.lanes))
     places = places_of_lane(num_blocks, world_size, streaming.lanes)
-    return streaming.streams(streaming.busy(present)) * math.ceil(min(longest, places))
+    return streaming.busy_streams(streaming.busy_lanes(present)) * math.ceil(min(longest, places))

@@ -59,7 +59,7 @@ class Device:
 
     @property
     def handling(self) -> Handling:
-        """Returns the rates of handling gradients. New memory costs nothing, because the allocator caches it."""
+        """Returns the rates at which the device handles gradients."""
         passed = ATTAINED * self.memory_bytes_per_ms
         return Handling(passed, passed, float("inf"), BYTES_OF_UNIT / passed, KERNELS_OF_ROUND * LAUNCH_MS)
 

@@ -42,7 +42,7 @@ from embrace_fx.cost.blocks import (
     record_bytes,
     streaming_of,
 )
-from embrace_fx.cost.links import Cluster, Collective, Exchange, Work, all_reduce, claim, passes_over
+from embrace_fx.cost.links import Cluster, Collective, Exchange, Work, all_reduce, claim_work, passes_work
 from embrace_fx.cost.sparsity import Sparsity
 
 Scheme = Literal["balanced", "hierarchical"]
@@ -54,7 +54,7 @@ UNITS_PER_LANE = 3
 
 @dataclass(frozen=True)
 class Prediction:
-    """The bytes that one exchange sends, and the work of its ranks' processors.
+    """The predicted bytes of one exchange, and the work of the ranks' processors.
 
     Attributes:
         mean: the exchange of a rank, the mean over ranks.
@@ -92,7 +92,7 @@ def predict(
     """
     if strategy == "allreduce":
         cost = all_reduce(sparsity.tensor_bytes, sparsity.world_size)
-        return Prediction(cost, cost, passes_over(sparsity.tensor_bytes), "all_reduce")
+        return Prediction(cost, cost, passes_work(sparsity.tensor_bytes), "all_reduce")
     if strategy == "allgather":
         return _all_gather(sparsity)
     if strategy == "ps":
@@ -101,7 +101,7 @@ def predict(
         return _balanced(sparsity) if scheme == "balanced" else _hierarchical(sparsity)
     if strategy == "omnireduce":
         shape = sparsity.num_units, sparsity.width, sparsity.itemsize
-        return _streamed(sparsity, streaming_of(*shape, sparsity.world_size, cluster))
+        return _omnireduce(sparsity, streaming_of(*shape, sparsity.world_size, cluster))
     raise ValueError(
         f"predict(): {strategy!r} does not exchange gradients of replicas. Pass one of the strategies in the table of "
         "embrace_fx/cost/exchanges.py."
@@ -117,76 +117,85 @@ def cheaper_scheme(sparsity: Sparsity, cluster: Cluster) -> Scheme:
 
 
 def paired_ranks(world_size: int) -> int:
-    """Returns the largest power of two up to `world_size`: the ranks that take part in recursive doubling."""
+    """Returns the number of ranks that take part in recursive doubling: the largest power of two up to `world_size`."""
     return 1 << (world_size.bit_length() - 1)
 
 
 def _all_gather(sparsity: Sparsity) -> Prediction:
-    """Predicts the bytes and work of "allgather". The slowest rank is the one with the most units."""
+    """Predicts the bytes and work of strategy "allgather". The slowest rank is the one with the most units."""
     others, record = sparsity.world_size - 1, _record_bytes(sparsity)
     most, everyone = max(sparsity.units_by_rank), sparsity.world_size * sparsity.mean_units
     work = _find_work(sparsity, most, times=3) + _add_work(sparsity, everyone, sparsity.union) + _write_work(sparsity)
-    return _prediction(
+    return _one_round(
         others * (COUNT_BYTES + sparsity.mean_units * record),
         others * (COUNT_BYTES + most * record),
         2 * others,
-        work + claim(everyone * record) + Work(rounds=2),
+        work + claim_work(everyone * record) + Work(rounds=2),
     )
 
 
 def _parameter_server(sparsity: Sparsity) -> Prediction:
-    """Predicts the bytes and work of "ps". The slowest rank is the server of the fullest range."""
+    """Predicts the bytes and work of strategy "ps". The slowest rank is the server of the fullest range."""
     others, record = sparsity.world_size - 1, _record_bytes(sparsity)
     pushed, push_critical = _push_bytes(sparsity, record, sparsity.push_imbalance)
     pulled, pull_critical = _pull_bytes(sparsity, record, sparsity.pull_imbalance)
     counts = 2 * others * COUNT_BYTES
     work = _server_work(sparsity, 2, sparsity.push_imbalance, sparsity.pull_imbalance, given_out=2)
-    return _prediction(
+    return _one_round(
         counts + pushed + pulled,
         counts + push_critical + pull_critical,
         4 * others,
-        work + claim(sparsity.union * record) + Work(rounds=4),
+        work + claim_work(sparsity.union * record) + Work(rounds=4),
     )
 
 
 def _balanced(sparsity: Sparsity) -> Prediction:
-    """Predicts "zen", balanced. Hashing makes servers equally full; means are returned with a bitmap instead of
-    indices.
+    """Predicts the bytes and work of strategy "zen" in the balanced scheme: hashing fills all servers equally, and each
+    returns its means with a bitmap instead of indices.
     """
     others, values = sparsity.world_size - 1, _value_bytes(sparsity)
     pushed, push_critical = _push_bytes(sparsity, _record_bytes(sparsity), imbalance=1.0)
     pulled, pull_critical = _pull_bytes(sparsity, values, imbalance=1.0)
     fixed = others * (COUNT_BYTES + sparsity.num_units / sparsity.world_size / 8)
     hashed = Work(units=max(sparsity.units_by_rank), rounds=2)
-    return _prediction(
+    return _one_round(
         fixed + pushed + pulled,
         fixed + push_critical + pull_critical,
         4 * others,
-        _server_work(sparsity, 3, 1.0, 1.0, given_out=1) + hashed + claim(sparsity.union * values) + Work(rounds=4),
+        _server_work(sparsity, 3, 1.0, 1.0, given_out=1)
+        + hashed
+        + claim_work(sparsity.union * values)
+        + Work(rounds=4),
     )
 
 
 def _hierarchical(sparsity: Sparsity) -> Prediction:
-    """Predicts "zen", hierarchical: recursive doubling; ranks beyond a power of two send their units first."""
+    """Predicts the bytes and work of strategy "zen" in the hierarchical scheme: recursive doubling among the largest
+    power of two of ranks. The other ranks send their units to a partner first.
+    """
     world_size = sparsity.world_size
     paired = paired_ranks(world_size)
     extra = world_size - paired
     record, values = _record_bytes(sparsity), _value_bytes(sparsity)
 
     def sent_bytes(units: float) -> float:
-        """Returns the bytes of one message with some units."""
+        """Returns the bytes of a message with this many units."""
         return COUNT_BYTES + units * record
 
     def largest_union(ranks: int) -> float:
-        """Returns the expected largest union of `ranks` ranks: the mean one, larger as the fullest ranks are."""
+        """Estimates the largest union of units in any group of `ranks` ranks: the mean union, scaled by how far the
+        fullest ranks exceed the mean, and at most the union of all ranks.
+        """
         most = sorted(sparsity.units_by_rank)[-ranks:]
         grown = sparsity.unions[ranks - 1] * fmean(most) / max(sparsity.mean_units, 1.0)
         return min(sparsity.union, max(grown, most[-1]))
 
-    def met(units: float, union: float) -> Work:
-        """Returns the work of a round: to encode, receive, join and sum the units of two ranks."""
-        received, joined = claim(units * record), claim(2 * units * values)
-        return passes_over(3 * units * values) + received + joined + _add_work(sparsity, 2 * units, union)
+    def round_work(units: float, union: float) -> Work:
+        """Returns the work of one round, in which two ranks exchange `units` units each, and join and sum them to
+        `union` units.
+        """
+        received, joined = claim_work(units * record), claim_work(2 * units * values)
+        return passes_work(3 * units * values) + received + joined + _add_work(sparsity, 2 * units, union)
 
     mean = critical = 0.0
     work = _find_work(sparsity, max(sparsity.units_by_rank), times=1)
@@ -197,21 +206,22 @@ def _hierarchical(sparsity: Sparsity) -> Prediction:
         unions = [sent_bytes(sparsity.unions[size - 1]) for size in sizes]
         mean += fmean(unions) * paired / world_size
         critical += sent_bytes(largest_union(max(sizes)))
-        work += met(largest_union(max(sizes)), largest_union(min(2 * max(sizes), world_size)))
+        work += round_work(largest_union(max(sizes)), largest_union(min(2 * max(sizes), world_size)))
         distance *= 2
     rounds = distance.bit_length() - 1
     if extra:
         result = sent_bytes(sparsity.union)
         mean += (sent_bytes(sparsity.mean_units) + result) * extra / world_size
         critical += sent_bytes(largest_union(1)) + result
-        work += met(largest_union(1), largest_union(2)) + passes_over(sparsity.union * values)
+        work += round_work(largest_union(1), largest_union(2)) + passes_work(sparsity.union * values)
         rounds += 2
-    divided = passes_over(sparsity.union * values) + claim(sparsity.union * values)
-    return _prediction(mean, critical, 2 * rounds, work + divided + _write_work(sparsity) + Work(rounds=2 * rounds))
+    divided = passes_work(sparsity.union * values) + claim_work(sparsity.union * values)
+    return _one_round(mean, critical, 2 * rounds, work + divided + _write_work(sparsity) + Work(rounds=2 * rounds))
 
 
-def _streamed(blocks: Sparsity, streaming: Streaming) -> Prediction:
-    """Predicts "omnireduce". The slowest rank is the aggregator of the fullest range, in sending or in receiving.
+def _omnireduce(blocks: Sparsity, streaming: Streaming) -> Prediction:
+    """Predicts the bytes and work of strategy "omnireduce". The slowest rank is the aggregator of the fullest range, in
+    sending or in receiving.
 
     With more than one stream, blocks arrive while means are sent. A single stream sums before it replies. Means are
     kept until the last one has arrived.
@@ -225,39 +235,41 @@ def _streamed(blocks: Sparsity, streaming: Streaming) -> Prediction:
     present = blocks.pull_imbalance * blocks.union / world_size
     rounds = expected_rounds(blocks.num_units, world_size, streaming, present)
     critical = push_critical + pull_critical
-    if streaming.streams(streaming.busy(present)) > 1:
+    if streaming.busy_streams(streaming.busy_lanes(present)) > 1:
         own_blocks = others / world_size * record * max(blocks.units_by_rank)
         means_of_others = record * (blocks.union - min(present, blocks.union))
         critical = max(own_blocks + pull_critical, push_critical + means_of_others)
     lanes = Work(units=UNITS_PER_LANE * world_size * streaming.lanes, rounds=2 * 2 * (1 + rounds))
-    return _prediction(
+    return _one_round(
         first + pushed + pulled,
         first + critical,
         round(2 * others * (1 + rounds)),
         _server_work(blocks, 3, blocks.push_imbalance, blocks.pull_imbalance, given_out=1)
         + lanes
-        + claim(blocks.union * record),
+        + claim_work(blocks.union * record),
     )
 
 
 def _find_work(sparsity: Sparsity, units: float, times: float) -> Work:
-    """Returns the work to search a tensor for non-zero units, and to gather and encode them."""
-    return Work(scanned_bytes=sparsity.tensor_bytes) + passes_over(units * _value_bytes(sparsity), times)
+    """Returns the work to search a tensor for units that are not zero, and to gather and encode them `times` times."""
+    return Work(scanned_bytes=sparsity.tensor_bytes) + passes_work(units * _value_bytes(sparsity), times)
 
 
 def _add_work(sparsity: Sparsity, units: float, union: float) -> Work:
-    """Returns the work to join units, add them to a cleared tensor of their union, and divide it."""
+    """Returns the work to sum `units` received units into a cleared tensor of their `union` units, and to divide it by
+    the number of ranks.
+    """
     added, total = units * _value_bytes(sparsity), union * _value_bytes(sparsity)
-    return Work(units=units) + passes_over(2 * added + 2 * total) + claim(total)
+    return Work(units=units) + passes_work(2 * added + 2 * total) + claim_work(total)
 
 
 def _write_work(sparsity: Sparsity) -> Work:
     """Returns the work to write the mean into the gradient."""
-    return passes_over(sparsity.union * _value_bytes(sparsity))
+    return passes_work(sparsity.union * _value_bytes(sparsity))
 
 
 def _server_work(sparsity: Sparsity, to_send: float, push: float, pull: float, given_out: float) -> Work:
-    """Returns the work of the fullest server in an exchange by servers.
+    """Returns the work of the server with the most units, in an exchange through servers.
 
     Args:
         to_send: passes over a rank's units before they are sent.
@@ -268,28 +280,28 @@ def _server_work(sparsity: Sparsity, to_send: float, push: float, pull: float, g
     return (
         _find_work(sparsity, max(sparsity.units_by_rank), to_send)
         + _add_work(sparsity, push * sparsity.mean_units, union)
-        + passes_over(union * _value_bytes(sparsity), given_out)
+        + passes_work(union * _value_bytes(sparsity), given_out)
         + _write_work(sparsity)
     )
 
 
 def _value_bytes(sparsity: Sparsity) -> int:
-    """Returns the bytes of one unit's values."""
+    """Returns the bytes of the values of one unit."""
     return sparsity.width * sparsity.itemsize
 
 
 def _record_bytes(sparsity: Sparsity) -> int:
-    """Returns the bytes of one unit with its id."""
+    """Returns the bytes of one unit's values and its index."""
     return record_bytes(sparsity.num_units, sparsity.width, sparsity.itemsize)
 
 
-def _prediction(mean_bytes: float, critical_bytes: float, messages: int, work: Work) -> Prediction:
-    """Returns a prediction of bytes, messages and work."""
+def _one_round(mean_bytes: float, critical_bytes: float, messages: int, work: Work) -> Prediction:
+    """Returns the prediction for an exchange of a single round."""
     return Prediction(Exchange(round(mean_bytes), messages), Exchange(round(critical_bytes), messages), work)
 
 
 def _push_bytes(sparsity: Sparsity, record: int, imbalance: float) -> tuple[float, float]:
-    """Returns the bytes of sending all ranks' units, of `record` bytes, to N servers: (mean of a rank, slowest rank's).
+    """Returns the bytes (of the mean rank, of the slowest rank) when all ranks send their units to N servers.
 
     The slowest is the rank with the most units to send, or the server of the fullest range.
     """
@@ -301,6 +313,8 @@ def _push_bytes(sparsity: Sparsity, record: int, imbalance: float) -> tuple[floa
 
 
 def _pull_bytes(sparsity: Sparsity, record: int, imbalance: float) -> tuple[float, float]:
-    """Returns the bytes of sending every server's part of the union to all ranks: (mean of a rank, slowest rank's)."""
+    """Returns the bytes (of the mean rank, of the slowest rank) when every server sends its part of the union to all
+    ranks.
+    """
     to_others = (sparsity.world_size - 1) / sparsity.world_size * record * sparsity.union
     return to_others, to_others * imbalance

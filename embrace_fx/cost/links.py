@@ -40,7 +40,7 @@ glibc's malloc keeps smaller blocks (M_MMAP_THRESHOLD grows up to 32 MiB)."""
 
 @dataclass(frozen=True)
 class Link:
-    """The bandwidth that a collective reaches on a rank's connection, and its latency.
+    """A rank's connection as one collective sees it: the bandwidth that it reaches, and its latency.
 
     Latency is mostly the time to wake threads, which overlaps bytes in flight, so that consecutive large messages hide
     it. Without `least_ms` it is the alpha of the formulas above, for any size.
@@ -153,12 +153,12 @@ class Work:
         )
 
 
-def passes_over(nbytes: float, times: float = 1.0) -> Work:
+def passes_work(nbytes: float, times: float = 1.0) -> Work:
     """Returns the work to read or write `nbytes` bytes `times` times."""
     return Work(passed_bytes=times * nbytes)
 
 
-def claim(nbytes: float) -> Work:
+def claim_work(nbytes: float) -> Work:
     """Returns the work to write `nbytes` bytes of newly allocated memory."""
     return Work(claimed_bytes=nbytes if nbytes >= LARGE_BLOCK_BYTES else 0.0)
 
@@ -319,7 +319,7 @@ def launch_ms(cluster: Cluster, collective: Collective, own_bytes: int, world_si
 
 
 def chunk_bytes(cluster: Cluster, world_size: int, collective: Collective = "all_reduce") -> int:
-    """Returns the chunk size at which an urgent transfer waits only briefly for the chunk ahead of it.
+    """Returns a chunk size small enough that an urgent transfer waits only briefly for a chunk ahead of it.
 
     This is the smallest size of which the fixed start-up time is at most `START_UP_SHARE` of the launch's time, and at
     least `MIN_CHUNK_BYTES`. For one rank, it is the size for two.
@@ -328,7 +328,7 @@ def chunk_bytes(cluster: Cluster, world_size: int, collective: Collective = "all
         Bytes of the whole tensor on each rank, including a part that the rank keeps.
     """
     alone = replace(cluster, links=())
-    start_up_ms, ms_per_byte = _affine(alone, max(world_size, 2), collective)
+    start_up_ms, ms_per_byte = _cost_per_launch_and_byte(alone, max(world_size, 2), collective)
     return max(MIN_CHUNK_BYTES, ceil((1 / START_UP_SHARE - 1) * start_up_ms / ms_per_byte))
 
 
@@ -346,14 +346,14 @@ def bucket_bytes(cluster: Cluster, world_size: int, total_bytes: int, *, read_la
     """
     if read_later:
         return max(1, min(total_bytes, chunk_bytes(cluster, world_size)))
-    start_up_ms, ms_per_byte = _affine(replace(cluster, links=()), max(world_size, 2), "all_reduce")
+    start_up_ms, ms_per_byte = _cost_per_launch_and_byte(replace(cluster, links=()), max(world_size, 2), "all_reduce")
     own_ms = start_up_ms + BUCKET_ROUNDS * cluster.handling.round_ms
     least_bytes = max(sqrt(total_bytes * own_ms / ms_per_byte), MIN_CHUNK_BYTES)
     return max(1, ceil(total_bytes / max(1, round(total_bytes / least_bytes))))
 
 
-def _affine(cluster: Cluster, world_size: int, collective: Collective) -> tuple[float, float]:
-    """Returns (milliseconds of a launch's latency, milliseconds per byte of its tensor)."""
+def _cost_per_launch_and_byte(cluster: Cluster, world_size: int, collective: Collective) -> tuple[float, float]:
+    """Returns (fixed milliseconds of a launch, milliseconds per byte of its tensor)."""
     large = 2**30
     start_up_ms = launch_ms(cluster, collective, 0, world_size)
     return start_up_ms, (launch_ms(cluster, collective, large, world_size) - start_up_ms) / large

@@ -50,22 +50,22 @@ class Sparsity:
 
     @property
     def world_size(self) -> int:
-        """The number of ranks."""
+        """Returns the number of ranks."""
         return len(self.units_by_rank)
 
     @property
     def mean_units(self) -> float:
-        """Mean count of units that one rank has."""
+        """Returns the number of units present on one rank, the mean over ranks."""
         return fmean(self.units_by_rank)
 
     @property
     def union(self) -> float:
-        """Count of units that any rank has."""
+        """Returns the number of units present on at least one rank."""
         return self.unions[-1]
 
     @property
     def tensor_bytes(self) -> int:
-        """The bytes of the dense tensor."""
+        """Returns the bytes of the dense tensor."""
         return self.num_units * self.width * self.itemsize
 
     @property
@@ -116,7 +116,7 @@ def measure(
 
 
 def _unions(ids_by_rank: Sequence[Tensor], num_units: int) -> list[int]:
-    """Returns the number of distinct units on the first rank, on the first two ranks, and so on."""
+    """Returns the number of distinct units on the first rank, on the first two ranks, .. on all ranks."""
     seen = torch.zeros(num_units, dtype=torch.bool, device=ids_by_rank[0].device)
     sizes, size = [], 0
     for ids in ids_by_rank:
@@ -146,18 +146,18 @@ def extrapolate(ids_by_batch: Sequence[Tensor], num_units: int, width: int, item
     often = times.double() * (1 - new) / ids.numel()
     draws = ids.numel() / len(ids_by_batch)
 
-    def present(ranks: int) -> tuple[Tensor, float]:
-        """Returns the probability that any of `ranks` ranks has a unit: one for each known unit, and one for every
-        unseen unit.
+    def presence(ranks: int) -> tuple[Tensor, float]:
+        """Returns two probabilities that at least one of `ranks` ranks has a unit: that of each known unit, and that of
+        any one unseen unit.
         """
         return 1 - (1 - often) ** (draws * ranks), 1 - math.pow(1 - new / max(lacking, 1), draws * ranks)
 
     def union(ranks: int) -> float:
-        """Returns the expected count of units that any of `ranks` ranks has."""
-        known, other = present(ranks)
+        """Returns the expected number of units present on at least one of `ranks` ranks."""
+        known, other = presence(ranks)
         return float(known.sum() + lacking * other)
 
-    known, other = present(world_size)
+    known, other = presence(world_size)
     ranges = range_index(units, num_units, world_size)
     starts = torch.tensor([*even_ranges(num_units, world_size), num_units], device="cpu")
     lacking_by_range = starts.diff() - torch.bincount(ranges, minlength=world_size)
@@ -176,7 +176,7 @@ def extrapolate(ids_by_batch: Sequence[Tensor], num_units: int, width: int, item
     )
 
 
-def independent(num_units: int, width: int, itemsize: int, units_by_rank: tuple[int, ...]) -> Sparsity:
+def independent_ranks(num_units: int, width: int, itemsize: int, units_by_rank: tuple[int, ...]) -> Sparsity:
     """Returns the sparsity of ranks that draw their units uniformly and independently."""
     absent = accumulate((1.0 - units / max(num_units, 1) for units in units_by_rank), operator.mul)
     unions = tuple(num_units * (1.0 - probability) for probability in absent)
@@ -184,12 +184,13 @@ def independent(num_units: int, width: int, itemsize: int, units_by_rank: tuple[
 
 
 def with_units(sparsity: Sparsity, units_by_rank: tuple[int, ...]) -> Sparsity:
-    """Returns a copy with other numbers of units per rank, whose overlap between ranks is scaled accordingly.
+    """Returns a copy for other numbers of units per rank.
 
-    The degree is the position of the unions between those of equal ranks and those of independent ones.
+    The overlap between ranks keeps its degree: the position of its unions between those of equal ranks and those of
+    independent ranks.
     """
-    drawn = independent(sparsity.num_units, sparsity.width, sparsity.itemsize, units_by_rank)
-    once = independent(sparsity.num_units, sparsity.width, sparsity.itemsize, sparsity.units_by_rank)
+    drawn = independent_ranks(sparsity.num_units, sparsity.width, sparsity.itemsize, units_by_rank)
+    once = independent_ranks(sparsity.num_units, sparsity.width, sparsity.itemsize, sparsity.units_by_rank)
     here, there = sparsity.mean_units, drawn.mean_units
     unions = []
     for ranks, (found, apart, apart_there) in enumerate(
@@ -233,7 +234,7 @@ def in_blocks(sparsity: Sparsity, block_size: int) -> Sparsity:
 
 
 def even_ranges(num_units: int, ranges: int) -> list[int]:
-    """Returns the first unit of each of N even ranges of consecutive units."""
+    """Returns the first unit of each of `ranges` even ranges of consecutive units."""
     return [index * num_units // ranges for index in range(ranges)]
 
 
@@ -244,7 +245,9 @@ def range_index(ids: Tensor, num_units: int, ranges: int) -> Tensor:
 
 
 def imbalance(ids: Tensor, num_units: int, ranges: int) -> float:
-    """Returns the ids in the fullest of N even ranges, divided by the mean of the ranges."""
+    """Returns the number of ids in the fullest of `ranges` even ranges of units, divided by the mean over the
+    ranges.
+    """
     if ids.numel() == 0:
         return 1.0
     counts = torch.bincount(range_index(ids, num_units, ranges), minlength=ranges)

@@ -45,7 +45,8 @@ class StorageTier:
 
 @dataclass(frozen=True)
 class Draws:
-    """The ids of a step, all ranks together, drawn by Zipf's law: the k-th of V rows as often as k ** -`exponent`.
+    """The ids that all ranks together look up in a step, modeled by Zipf's law: row k of V is drawn in proportion to k
+    ** -`exponent`.
 
     Attributes:
         ids: number of ids of a step; 0: unknown.
@@ -56,22 +57,22 @@ class Draws:
     ids: float
 
     @classmethod
-    def of(cls, sparsity: Sparsity) -> Draws:
+    def fit(cls, sparsity: Sparsity) -> Draws:
         """Fits the exponent to a measured sparsity, so that the expected distinct rows of a rank equal the measured
         ones.
         """
         drawn = sparsity.draws_per_unit * sparsity.mean_units
 
-        def are_few(exponent: float) -> bool:
+        def draws_too_few(exponent: float) -> bool:
             """Returns whether this exponent yields at most as many distinct rows as were measured."""
             return cls(sparsity.num_units, exponent, drawn).rows <= sparsity.mean_units
 
-        return cls(sparsity.num_units, _least(are_few, _STEEPEST), drawn * sparsity.world_size)
+        return cls(sparsity.num_units, _smallest(draws_too_few, _STEEPEST), drawn * sparsity.world_size)
 
     @cached_property
     def _spectrum(self) -> tuple[Tensor, Tensor]:
-        """Returns (logarithms (B,) of probabilities that a step does not read a row, numbers (B,) of rows that have
-        them).
+        """Returns, for B groups of rows: (logarithms (B,) of the probability that a step does not read a row of the
+        group, numbers (B,) of its rows).
         """
         edges = torch.logspace(0, math.log10(self.num_rows), _BUCKETS, dtype=torch.float64, device="cpu").round()
         edges = torch.cat([edges, edges[-1:] + 1]).unique()
@@ -84,17 +85,19 @@ class Draws:
         absent, rows = self._spectrum
         return -float((rows * absent.expm1()).sum())
 
-    def lacking(self, slots: int) -> float:
-        """Predicts how many of the rows that a step reads are not among the `slots` rows in memory."""
+    def missing_rows(self, slots: int) -> float:
+        """Predicts how many of a step's rows are not in memory, if memory holds the `slots` rows that were read
+        last.
+        """
         if slots >= self.num_rows or not self.ids:
             return 0.0
         absent, rows = self._spectrum
-        steps = _least(lambda steps: -float((rows * (steps * absent).expm1()).sum()) >= slots, _LONGEST)
+        steps = _smallest(lambda steps: -float((rows * (steps * absent).expm1()).sum()) >= slots, _LONGEST)
         return -float((rows * absent.expm1() * (steps * absent).exp()).sum())
 
 
 @dataclass(frozen=True)
-class _Together(Draws):
+class _CombinedDraws(Draws):
     """The combined ids of several tables."""
 
     tables: tuple[Draws, ...] = ()
@@ -140,18 +143,18 @@ class RowMemory:
         return math.ceil(self.num_rows * self.row_bytes + self.slots * self.slot_bytes) + self.own_bytes
 
     @cached_property
-    def moved(self) -> tuple[tuple[StorageTier, float], ...]:
+    def moved_by_tier(self) -> tuple[tuple[StorageTier, float], ...]:
         """Returns, for each storage tier, the number of rows that a step reads from it; as many are written back."""
         found, held = [], self.slots
         for place in self.storage:
-            found.append((place, self.draws.lacking(held)))
+            found.append((place, self.draws.missing_rows(held)))
             held += int((place.holds_bytes or 0) // self.record_bytes)
         return tuple(found)
 
     @property
     def moved_rows(self) -> float:
         """Returns the number of rows that a step reads from storage, which is also the number it writes."""
-        return self.moved[0][1]
+        return self.moved_by_tier[0][1]
 
     @property
     def moved_bytes(self) -> float:
@@ -159,30 +162,30 @@ class RowMemory:
         return self.moved_rows * self.record_bytes
 
     @property
-    def found(self) -> float:
+    def hit_rate(self) -> float:
         """Returns the hit rate: the share of a step's distinct rows that are already in memory."""
         return 1 - self.moved_rows / max(self.draws.rows, 1e-9)
 
     @property
     def read_ms(self) -> float:
         """Returns the time to read a step's rows."""
-        return sum(rows * (each.read_ms + self.record_bytes * each.byte_ms) for each, rows in self.moved)
+        return sum(rows * (each.read_ms + self.record_bytes * each.byte_ms) for each, rows in self.moved_by_tier)
 
     @property
     def write_ms(self) -> float:
         """Returns the time to write a step's rows."""
-        return sum(rows * (each.write_ms + self.record_bytes * each.byte_ms) for each, rows in self.moved)
+        return sum(rows * (each.write_ms + self.record_bytes * each.byte_ms) for each, rows in self.moved_by_tier)
 
     def with_slots(self, slots: int) -> RowMemory:
         """Returns a copy with this many rows in memory."""
         return replace(self, slots=min(slots, self.num_rows))
 
     @property
-    def least(self) -> RowMemory:
+    def smallest(self) -> RowMemory:
         """Returns a copy with the fewest rows in memory that still hold a known batch."""
         return self.with_slots(max(self.at_once, 1))
 
-    def at_speed(self, step_ms: float, ahead: int = 1) -> RowMemory:
+    def for_step(self, step_ms: float, ahead: int = 1) -> RowMemory:
         """Returns a copy with the fewest rows in memory for which a step of `step_ms` hides all reads and writes."""
 
         def is_hidden(slots: float) -> bool:
@@ -190,7 +193,7 @@ class RowMemory:
             found = self.with_slots(math.ceil(slots))
             return found.read_ms + found.write_ms <= step_ms
 
-        return self.with_slots(max((1 + ahead) * self.at_once, math.ceil(_least(is_hidden, self.num_rows))))
+        return self.with_slots(max((1 + ahead) * self.at_once, math.ceil(_smallest(is_hidden, self.num_rows))))
 
     def describe(self, step_ms: float | None) -> str:
         """Returns lines about the table: the prediction, and the least `table_memory`.
@@ -201,34 +204,34 @@ class RowMemory:
         if not self.draws.ids:
             return ""
         places = []
-        for place, rows in self.moved:
+        for place, rows in self.moved_by_tier:
             places.append(f"{rows * self.record_bytes / 2**20:,.3f} from {place.name}")
             if place.holds_bytes is not None:
                 share = min(place.holds_bytes / self.record_bytes / self.num_rows, 1)
                 places[-1] += f", which holds {share:.2%}"
-        moved = f"{self.found:.1%} in memory; MiB read, and as many written, per step: {', '.join(places)}"
-        text = f"predicted, once all rows have moved: {moved};\n    least budget {self.least._size()}"
+        moved = f"{self.hit_rate:.1%} in memory; MiB read, and as many written, per step: {', '.join(places)}"
+        text = f"predicted, once all rows have moved: {moved};\n    least budget {self.smallest._size()}"
         if step_ms is None:
             return text
-        return f"{text}; to hide reads behind a step of {step_ms:.1f} ms, {self.at_speed(step_ms)._size()}"
+        return f"{text}; to hide reads behind a step of {step_ms:.1f} ms, {self.for_step(step_ms)._size()}"
 
     def _size(self) -> str:
         """Describes how many rows are in memory, in bytes and as a share."""
         return f"{self.nbytes / 2**20:,.2f} MiB ({self.slots / self.num_rows:.2%} of its rows)"
 
 
-def together(memories: Sequence[RowMemory]) -> RowMemory:
+def combine(memories: Sequence[RowMemory]) -> RowMemory:
     """Combines tables with equal records that share a working set."""
     first, *others = memories
     if not others:
         return first
     rows, slots, at_once = (sum(of) for of in zip(*[(m.num_rows, m.slots, m.at_once) for m in memories], strict=True))
     drawn = sum(each.draws.ids for each in memories)
-    draws = _Together(rows, first.draws.exponent, drawn, tuple(each.draws for each in memories if each.draws.ids))
+    draws = _CombinedDraws(rows, first.draws.exponent, drawn, tuple(each.draws for each in memories if each.draws.ids))
     return replace(first, num_rows=rows, slots=slots, at_once=at_once, draws=draws)
 
 
-def _least(holds: Callable[[float], bool], most: float) -> float:
+def _smallest(holds: Callable[[float], bool], most: float) -> float:
     """Finds, by bisection, the smallest number up to `most` for which `holds` is true."""
     low, high = 0.0, float(most)
     for _ in range(_HALVINGS):

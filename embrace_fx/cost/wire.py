@@ -28,18 +28,18 @@ class Wire:
     form: Format = "exact"
 
     @property
-    def rounds(self) -> bool:
+    def is_narrower(self) -> bool:
         """Returns whether numbers are sent in fewer bytes than they have in memory."""
         return self.form != "exact" and self.itemsize > (1 if self.form == "int8" else 2)
 
     def piece_bytes(self, columns: int) -> int:
         """Returns the bytes of one row's piece of `columns` columns."""
-        if not self.rounds or not columns:
+        if not self.is_narrower or not columns:
             return columns * self.itemsize
         return columns + 1 if self.form == "int8" else 2 * columns
 
     def dense_bytes(self, elements: int) -> int:
         """Returns the bytes of a dense gradient."""
-        if not self.rounds:
+        if not self.is_narrower:
             return elements * self.itemsize
         return elements + ceil(elements / BLOCK) if self.form == "int8" else 2 * elements

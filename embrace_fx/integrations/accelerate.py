@@ -27,14 +27,16 @@ class EmbraceAccelerator(Accelerator):  # type: ignore[misc]  # accelerate has n
         self.compile_options = dict(compile_options or {})
 
     def prepare(self, *args: Any, **kwargs: Any) -> Any:
-        """Prepares objects like Accelerate. Optimizers prepared in the same call as a model step its tables."""
+        """Prepares models, optimizers and loaders as Accelerate does. An optimizer must be prepared in the same call as
+        its model.
+        """
         self._prepared_together = [each for each in args if isinstance(each, Optimizer)]
         return super().prepare(*args, **kwargs)
 
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> nn.Module:
-        """Compiles a model. Returns a model that is compiled already, or is only evaluated, unchanged."""
+        """Returns the model compiled. Returns it unchanged if it is compiled already, or is only to be evaluated."""
         if isinstance(model, embrace_fx.CompiledModel):
             self._models.append(model)
             return model
@@ -54,7 +56,7 @@ class EmbraceAccelerator(Accelerator):  # type: ignore[misc]  # accelerate has n
         return prepared
 
     def unwrap_model(self, model: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
-        """Returns the plain model. A Trainer decides by its class how labels are shifted."""
+        """Returns the plain model. `Trainer` looks at its class to decide how to shift labels."""
         plain = model.module if isinstance(model, embrace_fx.CompiledModel) else model
         found: nn.Module = super().unwrap_model(plain, *args, **kwargs)
         return found

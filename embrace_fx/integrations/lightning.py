@@ -35,7 +35,7 @@ class EmbraceStrategy(DDPStrategy):
         self._calls = 0
 
     def setup(self, trainer: Trainer) -> None:
-        """Sets the trainer up; for an evaluation after fit(), with the network that fit() compiled."""
+        """Sets the trainer up. An evaluation after fit() uses the network that fit() compiled."""
         if self.compiled is None or trainer.state.fn == TrainerFn.FITTING:
             super().setup(trainer)
             return
@@ -48,7 +48,7 @@ class EmbraceStrategy(DDPStrategy):
         self.setup_precision_plugin()
 
     def configure_ddp(self) -> None:
-        """Compiles the module, or its only trained child. DDPStrategy would wrap the module here."""
+        """Compiles the module, or its only child with trainable parameters, where DDPStrategy would wrap the module."""
         assert self.model is not None
         if self.compiled is not None:  # fit() may be called several times
             return
@@ -66,13 +66,13 @@ class EmbraceStrategy(DDPStrategy):
         else:
             network = copy.copy(self.model)  # shares parameters and children, without the trainer
             self.compiled = self._compile(network)
-            self.model.forward = self._forward
+            self.model.forward = self._call_compiled
 
     def _compile(self, network: nn.Module) -> embrace_fx.CompiledModel:
         """Compiles a network with the strategy's options."""
         return embrace_fx.compile(network, **self._compile_options)
 
-    def _forward(self, *args: Any, **kwargs: Any) -> Any:
+    def _call_compiled(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the compiled module. Replaces the module's `forward`."""
         assert self.compiled is not None
         assert self.model is not None
@@ -87,7 +87,7 @@ class EmbraceStrategy(DDPStrategy):
             RuntimeError: the step has not called the compiled forward, so that gradients would not be reduced.
         """
         assert self.model is not None
-        calls, stands_in = self._calls, self.model.__dict__.get("forward") == self._forward
+        calls, stands_in = self._calls, self.model.__dict__.get("forward") == self._call_compiled
         found = super().training_step(*args, **kwargs)
         if stands_in and self._calls == calls:
             raise RuntimeError(
@@ -130,6 +130,6 @@ StrategyRegistry.register("embrace_fx", EmbraceStrategy, description="tables in 
 
 
 def _trained_children(module: nn.Module) -> list[str]:
-    """Returns the names of the children, and of own parameters, that hold a module's trainable parameters."""
+    """Returns the names of the module's children, and of its own parameters, that have trainable parameters."""
     trainable = [name for name, parameter in module.named_parameters() if parameter.requires_grad]
     return sorted({name.split(".")[0] for name in trainable})

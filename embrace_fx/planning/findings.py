@@ -12,16 +12,16 @@ from torch.optim import Optimizer
 
 from embrace_fx.cost.links import Cluster
 from embrace_fx.cost.sparsity import Sparsity, measure
-from embrace_fx.passes.heads import labels_in_batch, means_of_labels
+from embrace_fx.passes.heads import labels_in_batch, mean_loss_labels
 from embrace_fx.passes.partition import extract_ids, extract_values
 from embrace_fx.passes.planner.decide import decide
-from embrace_fx.passes.planner.plan_fit import WHOLE, unshardable, used_parameters
+from embrace_fx.passes.planner.plan_fit import WHOLE, unshardable_tables, used_parameters
 from embrace_fx.passes.planner.pricing import Findings, ParameterFacts, shard_blocker, vocabulary_blocker
 from embrace_fx.runtime.kernels import unique_ids
-from embrace_fx.runtime.probe.links import links_between
-from embrace_fx.runtime.probe.probe import glance
+from embrace_fx.runtime.probe.links import measure_links
+from embrace_fx.runtime.probe.probe import quick_links
 from embrace_fx.runtime.ranks.failure import PeerFailure, failure_text
-from embrace_fx.runtime.step.runnable_phase import reader
+from embrace_fx.runtime.step.runnable_phase import make_reader
 from embrace_fx.runtime.tables.known_optimizers import KnownOptimizers
 from embrace_fx.runtime.tables.model_state import ModelState
 from embrace_fx.runtime.tables.pending_parameters import is_held_by_torch, share_memory
@@ -29,7 +29,7 @@ from embrace_fx.runtime.tables.table_shard import TableShard
 from embrace_fx.setup.context import Context
 from embrace_fx.setup.log import stage
 from embrace_fx.setup.options import Options
-from embrace_fx.vocabulary.exactness import STILL, Moving, RowUpdatesOption, needs_whole, semantics
+from embrace_fx.vocabulary.exactness import STILL, DenseUpdatePolicy, RowUpdatesOption, needs_whole, semantics
 from embrace_fx.vocabulary.graph import Table, TrainingGraph
 from embrace_fx.vocabulary.plan import SHARDED, Grid, LinksAre, Plan
 from embrace_fx.vocabulary.random_state import random_state_kept
@@ -54,8 +54,8 @@ def plan_on_links(
     roughly: bool = False,
     besides: int = 0,
 ) -> Plan:
-    """Decides the plan on rank 0, for the given links or, if a step sends enough, for probed ones. Returns it on all
-    ranks. Collective.
+    """Decides the plan on rank 0, and returns it on all ranks. Uses the given links, or probes them if a step sends
+    enough. Collective.
 
     Args:
         findings: the findings on rank 0, or None on other ranks.
@@ -66,10 +66,8 @@ def plan_on_links(
     """
     communicator = context.communicator
 
-    def decided(links: Cluster, links_are: LinksAre) -> Plan | str | None:
-        """Decides on rank 0. Returns the plan, or an error to send instead, because the other ranks wait for an
-        answer; None on other ranks.
-        """
+    def decide_for(links: Cluster, links_are: LinksAre) -> Plan | str | None:
+        """Decides the plan for these links on rank 0, and returns it on all ranks. Collective."""
         try:
             return None if findings is None else decide(findings, links, current, links_are)
         except Exception as error:
@@ -78,22 +76,24 @@ def plan_on_links(
     given = context.options.cluster
     known = known or (current.links if current is not None and current.links_are == "probed" else None)
     if given is not None or known is not None:
-        plan = decided(given, "given") if given is not None else decided(known or Cluster(), "probed")
+        plan = decide_for(given, "given") if given is not None else decide_for(known or Cluster(), "probed")
     else:
-        plan = decided(Cluster(), "assumed")
+        plan = decide_for(Cluster(), "assumed")
         sent_bytes = plan.sent_bytes_per_step + besides if isinstance(plan, Plan) else 0  # no plan, no probe
         with stage("probing links", communicator.rank):
-            links_of = glance if roughly else links_between
+            links_of = quick_links if roughly else measure_links
             probed = links_of(communicator, communicator.gather(sent_bytes, int)[0], context.device)
-        plan = plan if probed is None else decided(probed, "probed")
+        plan = plan if probed is None else decide_for(probed, "probed")
     plan = communicator.gather(plan, Plan | str | None)[0]
     if not isinstance(plan, Plan):
         raise ValueError(plan)
     return plan
 
 
-def repeated(context: Context, graph: TrainingGraph, plan: Plan) -> Plan:
-    """Returns a given plan with the requested schedule. Raises if the plan does not fit some rank. Collective."""
+def reuse_plan(context: Context, graph: TrainingGraph, plan: Plan) -> Plan:
+    """Returns a plan that the user has passed, with the requested schedule. Raises on every rank if it does not fit
+    some rank's model. Collective.
+    """
     own = next(_disagreements(context, graph, plan), None)
     for found in context.communicator.reports(own).values():
         raise ValueError(
@@ -110,7 +110,7 @@ def _disagreements(context: Context, graph: TrainingGraph, plan: Plan) -> Iterat
         yield f"a plan for {plan.world_size} ranks on {context.communicator.world_size}"
     used = used_parameters(graph)
     known_optimizers, row_updates = context.optimizer_hooks.known_optimizers, context.options.row_updates
-    facts = facts_of(context.model, graph, known_optimizers, row_updates, used, {})
+    facts = collect_facts(context.model, graph, known_optimizers, row_updates, used, {})
     planned, tables = {d.parameter: d for d in plan}, {table.parameter: table for table in graph.tables}
     if missing := planned.keys() ^ {fact.name for fact in facts}:
         yield f"parameters of the plan or of the model alone: {', '.join(sorted(missing)[:3])}"
@@ -138,10 +138,11 @@ def _disagreements(context: Context, graph: TrainingGraph, plan: Plan) -> Iterat
             yield f"{fact.name} in shards, which cannot be: {blocker or fact.row_update_blocker}"
 
 
-def find(
+def gather_findings(
     context: Context, graph: TrainingGraph, leaves: Sequence[Any], used: Collection[str], schedule: str = ""
 ) -> Findings | None:
-    """Gathers on rank 0 the rows that a batch reads on all ranks. Collective.
+    """Gathers on rank 0 what the planner needs: the rows that each rank's batch reads, and the facts about parameters.
+    Returns None on other ranks. Collective.
 
     Args:
         used: parameters that got a gradient from earlier batches.
@@ -154,7 +155,7 @@ def find(
     try:
         reads = reads_of(state, graph, leaves, communicator.rank, communicator.world_size)
         own = RankFacts(
-            tuple(sorted(used_parameters(graph))), _whole(state, graph), reads, scored_of(state, graph, leaves)
+            tuple(sorted(used_parameters(graph))), _why_whole(state, graph), reads, scored_of(state, graph, leaves)
         )
     except Exception as error:  # the batch may be bad on this rank alone, so report any error
         own = RankFacts(failure=failure_text(error))
@@ -169,15 +170,15 @@ def find(
     known_optimizers = context.optimizer_hooks.known_optimizers
     facts = tuple(
         replace(f, local=f.name in state.ignored, row_update_blocker=blocked.get(f.name, f.row_update_blocker))
-        for f in facts_of(context.model, graph, known_optimizers, options.row_updates, used, sharded)
+        for f in collect_facts(context.model, graph, known_optimizers, options.row_updates, used, sharded)
     )
     options = replace(options, schedule=schedule or options.schedule)
-    return findings_of(graph, facts, everyone, communicator.world_size, options)
+    return make_findings(graph, facts, everyone, communicator.world_size, options)
 
 
-def _whole(state: ModelState, graph: TrainingGraph) -> dict[str, str]:
+def _why_whole(state: ModelState, graph: TrainingGraph) -> dict[str, str]:
     """Maps each parameter that must stay whole on this rank to the reason."""
-    whole = dict.fromkeys((*unshardable(graph), *state.hooked), WHOLE)
+    whole = dict.fromkeys((*unshardable_tables(graph), *state.hooked), WHOLE)
     for table in graph.tables:
         weight = state.parameter(table.parameter)
         if not isinstance(weight, TableShard) and (share_memory([weight]) or is_held_by_torch(weight)):
@@ -185,7 +186,7 @@ def _whole(state: ModelState, graph: TrainingGraph) -> dict[str, str]:
     return dict(sorted(whole.items()))
 
 
-def findings_of(
+def make_findings(
     graph: TrainingGraph,
     facts: tuple[ParameterFacts, ...],
     reports: Sequence[RankFacts],
@@ -226,7 +227,7 @@ def findings_of(
     )
 
 
-def facts_of(
+def collect_facts(
     model: nn.Module,
     graph: TrainingGraph,
     known_optimizers: KnownOptimizers,
@@ -259,7 +260,7 @@ def facts_of(
             name in used,
             next(filter(None, (needs_whole(kind) for kind, _ in of)), None),
             of[-1][1] if of else -1,
-            _moving(known_optimizers, parameter, row_updates) if name in tables else "",
+            _update_of_unread_rows(known_optimizers, parameter, row_updates) if name in tables else "",
             adds_up_norms=any(kind is RowWiseAdagrad for kind, _ in of),
             tied=tuple(names[id(parameter)][1:]),
         )
@@ -268,7 +269,9 @@ def facts_of(
     )
 
 
-def _moving(known_optimizers: KnownOptimizers, parameter: nn.Parameter, row_updates: RowUpdatesOption) -> Moving:
+def _update_of_unread_rows(
+    known_optimizers: KnownOptimizers, parameter: nn.Parameter, row_updates: RowUpdatesOption
+) -> DenseUpdatePolicy:
     """Returns how an optimizer updates rows without a gradient. A parameter without an optimizer yet counts as
     Adam's.
     """
@@ -278,7 +281,7 @@ def _moving(known_optimizers: KnownOptimizers, parameter: nn.Parameter, row_upda
 
 @dataclass(frozen=True)
 class Read:
-    """How many rows of one table a rank's batch reads, and which.
+    """The rows of one table that a rank's batch reads: their number and, if few enough to send, their ids.
 
     Attributes:
         rows: count of unique rows, including the padding row, which is sent even if the batch does not contain it.
@@ -295,7 +298,7 @@ class Read:
 
 @dataclass(frozen=True)
 class RankFacts:
-    """What one rank reports of its first batch to rank 0.
+    """One rank's report of its first batch to rank 0.
 
     Attributes:
         used: parameters with a gradient.
@@ -312,19 +315,19 @@ class RankFacts:
     failure: str | None = None
 
 
-def _sparsity(table: Table, everyone: Sequence[Read]) -> Sparsity | None:
+def _sparsity(table: Table, reads_by_rank: Sequence[Read]) -> Sparsity | None:
     """Returns the measured sparsity of a table's gradients, or None if a rank did not report its ids."""
-    ids = [own.ids.to(torch.int64) for own in everyone if own.ids is not None]
-    if len(ids) < len(everyone):
+    ids = [own.ids.to(torch.int64) for own in reads_by_rank if own.ids is not None]
+    if len(ids) < len(reads_by_rank):
         return None
     # Ignore ids outside of the table, which the step itself reports.
     inside = [own[(own >= 0) & (own < table.num_rows)] for own in ids]
-    draws = sum(own.draws for own in everyone)
+    draws = sum(own.draws for own in reads_by_rank)
     return measure(inside, table.num_rows, table.embedding_dim, table.dtype.itemsize, draws)
 
 
 def grid_rows(ranks: int) -> list[int]:
-    """Lists the numbers of rows, beyond one, that a grid of this many ranks can have."""
+    """Lists the numbers of rows, greater than one, that a grid of this many ranks can have."""
     return [each for each in range(2, ranks + 1) if ranks % each == 0]
 
 
@@ -368,7 +371,7 @@ def scores_nothing(state: ModelState, graph: TrainingGraph, leaves: Sequence[Any
     """Returns whether a loss is a mean over labels of which a batch has none, so that the loss is nan with zero
     gradients.
     """
-    labels = means_of_labels(graph)
+    labels = mean_loss_labels(graph)
     if not labels:
         return False
     found = _run(state, extract_values(graph, [node for node, _ in labels]), leaves)
@@ -382,4 +385,4 @@ def _run(state: ModelState, module: fx.GraphModule, leaves: Sequence[Any]) -> tu
     parameter = state.any_parameter()
     device = torch.device("cpu") if parameter is None else parameter.device
     with random_state_kept(device), torch.no_grad():
-        return reader(module, state)(leaves)
+        return make_reader(module, state)(leaves)

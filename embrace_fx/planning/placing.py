@@ -8,11 +8,11 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from embrace_fx.planning.tiering import begins_lazily, open_working_sets, place_tiered, tiers
+from embrace_fx.planning.tiering import lazily_initialized, open_working_sets, place_tiered, tiered_tables
 from embrace_fx.runtime.ranks.step_handshake import MessageFormat
 from embrace_fx.runtime.tables.member import Member
 from embrace_fx.runtime.tables.optimizer_state import own_state
-from embrace_fx.runtime.tables.placement import broadcast_state, materialise, shard_parameter, unshard_parameter
+from embrace_fx.runtime.tables.placement import broadcast_state, initialize_meta, shard_parameter, unshard_parameter
 from embrace_fx.runtime.tables.shard_layout import Layout
 from embrace_fx.runtime.tables.table import Table
 from embrace_fx.runtime.tables.table_shard import TableShard
@@ -24,14 +24,16 @@ from embrace_fx.vocabulary.graph import TrainingGraph
 from embrace_fx.vocabulary.plan import Plan
 
 
-def place(context: Context, graph: TrainingGraph, plan: Plan) -> None:
+def place_parameters(context: Context, graph: TrainingGraph, plan: Plan) -> None:
     """Shards the tables of a plan, and makes all other parameters equal to rank 0's. Collective."""
     grids = {name: plan[name].grid for name in plan.sharded}
     shapes = {name: parameter.shape for name, parameter in context.model.named_parameters()}
     with context.communicator.watching():
-        beyond = tiers(context, plan, context.communicator.rank) if context.options.table_memory is not None else {}
-        lazily = [context.state.parameter(name) for name in beyond if begins_lazily(context, name) is not None]
-        made = materialise(
+        beyond = (
+            tiered_tables(context, plan, context.communicator.rank) if context.options.table_memory is not None else {}
+        )
+        lazily = [context.state.parameter(name) for name in beyond if lazily_initialized(context, name) is not None]
+        made = initialize_meta(
             context.model, grids, context.optimizer_hooks.known_optimizers.optimizers, context.communicator, lazily
         )
         sets = open_working_sets(context, plan, beyond) if beyond else {}
@@ -41,7 +43,7 @@ def place(context: Context, graph: TrainingGraph, plan: Plan) -> None:
                 table.has_sparse_gradient = plan[name].sparse
                 context.state.tables[name] = table
             else:
-                _shard(context, name, plan, shapes[name], made.get(name))
+                _shard_table(context, name, plan, shapes[name], made.get(name))
         if sets:
             context.state.hints = RowsAhead(context.state, context.communicator)
     if context.communicator.world_size > 1:
@@ -51,7 +53,7 @@ def place(context: Context, graph: TrainingGraph, plan: Plan) -> None:
     _register_tables(context, graph, plan)
 
 
-def place_anew(context: Context, graph: TrainingGraph, old: Plan, new: Plan) -> None:
+def move_parameters(context: Context, graph: TrainingGraph, old: Plan, new: Plan) -> None:
     """Moves tables, with their state and gradients, to another plan, between two steps. Collective.
 
     The gradient of a replica is already the mean, equal on all ranks. Each rank has its own part of a shard's gradient.
@@ -63,7 +65,7 @@ def place_anew(context: Context, graph: TrainingGraph, old: Plan, new: Plan) -> 
             if name not in old.sharded:
                 parameter = state.parameter(name)
                 gradient, parameter.grad = parameter.grad, None
-                _shard(context, name, new, parameter.shape, None)
+                _shard_table(context, name, new, parameter.shape, None)
                 if gradient is not None:
                     state.tables[name].add_whole_gradient(gradient)
     ordered = {name: state.tables[name] for name in new.sharded}
@@ -91,8 +93,10 @@ def gather_buffers(model: nn.Module) -> None:
                 module._buffers[key] = buffer.full_tensor()
 
 
-def _shard(context: Context, name: str, plan: Plan, shape: torch.Size, mesh: DeviceMesh | None) -> None:
-    """Shards a table. `mesh` has the ranks of its parts if the parameter is already a part."""
+def _shard_table(context: Context, name: str, plan: Plan, shape: torch.Size, mesh: DeviceMesh | None) -> None:
+    """Shards a table as the plan says. If the parameter is already this rank's part, `mesh` has the ranks that hold the
+    others.
+    """
     parameter, communicator = context.state.parameter(name), context.communicator
     layout = shard_parameter(name, parameter, shape, communicator, plan[name].grid, mesh)
     always, reads = context.options.row_updates == "replay", context.state.reads
@@ -100,7 +104,7 @@ def _shard(context: Context, name: str, plan: Plan, shape: torch.Size, mesh: Dev
         parameter,
         layout,
         semantics(context.options.row_updates),
-        may_defer=(lambda: always or not reads.in_every_step) if plan[name].rests else (lambda: False),
+        may_defer=(lambda: always or not reads.in_every_step) if plan[name].defers_rows else (lambda: False),
         gradients=context.state.gradients_reader(),
     )
     for optimizer in context.optimizer_hooks.known_optimizers.optimizers:
@@ -113,7 +117,9 @@ def _shard(context: Context, name: str, plan: Plan, shape: torch.Size, mesh: Dev
 
 
 def _register_tables(context: Context, graph: TrainingGraph, plan: Plan) -> None:
-    """Registers the placed tables: with the optimizers' hooks, as row spaces, and with the announcements."""
+    """Registers the placed tables where steps look them up: in the optimizers' hooks, in row spaces, and in the
+    announcements.
+    """
     row_updates, optimizer_hooks = semantics(context.options.row_updates), context.optimizer_hooks
     optimizer_hooks.replicas = []
     optimizer_hooks.of_any_layout |= any(use.sparse for table in graph.tables for use in table.uses)
@@ -130,6 +136,8 @@ def _register_tables(context: Context, graph: TrainingGraph, plan: Plan) -> None
     tables = context.state.tables
     beyond = [rows.memory for rows in beyond_memory(tables).values()]
     context.announcements.trouble = lambda: next((each.failure for each in beyond if each.failure), None)
-    context.state.spaces = {space.name: Table.of(space, [tables[n] for n in space.tables]) for space in plan.spaces}
+    context.state.spaces = {
+        space.name: Table.from_space(space, [tables[n] for n in space.tables]) for space in plan.spaces
+    }
     watched = tuple(name for name in plan.watched if name not in exchanged)
     context.announcements.form = MessageFormat(len(plan.row_exchanges) + len(plan.renormed), watched)

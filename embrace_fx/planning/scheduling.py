@@ -9,15 +9,15 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
-from embrace_fx.cost.storage import RowMemory, together
+from embrace_fx.cost.storage import RowMemory, combine
 from embrace_fx.passes.memory.memory_timeline import memory_line
-from embrace_fx.passes.node_cost import estimate
+from embrace_fx.passes.node_cost import node_time_estimator
 from embrace_fx.passes.overlap.order import BackwardUnits
 from embrace_fx.passes.planner.step_cost import ids_exchange, one_way_bytes
-from embrace_fx.passes.scheduler.compute_order import Atoms, search
+from embrace_fx.passes.scheduler.compute_order import Atoms, search_order
 from embrace_fx.passes.scheduler.launch_order import schedule
-from embrace_fx.passes.scheduler.step_graph import Sizes, build, build_alone
-from embrace_fx.passes.scheduler.storage_lane import at_pace, read_ahead, with_storage
+from embrace_fx.passes.scheduler.step_graph import Sizes, build, build_single
+from embrace_fx.passes.scheduler.storage_lane import with_measured_speed, with_read_ahead, with_storage
 from embrace_fx.passes.step_memory import step_memory
 from embrace_fx.passes.verifier.storage_order import check_storage
 from embrace_fx.passes.verifier.windows import check_launches
@@ -40,13 +40,13 @@ _Found = tuple[Schedule, tuple[str, ...]]
 def rows_beyond_memory(plan: Plan, ahead: int) -> dict[str, RowMemory]:
     """Predicts the reads of rows beyond memory, by row exchange, for a loader that is `ahead` batches ahead."""
     return {
-        name: read_ahead(together(beyond), ahead, plan.world_size)
+        name: with_read_ahead(combine(beyond), ahead, plan.world_size)
         for name, tables in plan.row_exchanges.items()
         if (beyond := [plan.memory[table] for table in tables if table in plan.memory])
     }
 
 
-def order(
+def decide_order(
     context: Context,
     plan: Plan,
     graph: TrainingGraph,
@@ -56,8 +56,8 @@ def order(
     name: str = "",
     compute_in_order: Callable[[tuple[str, ...]], TrainingGraph] | None = None,
 ) -> tuple[Schedule, Mapping[str, RowMemory]]:
-    """Returns, on every rank, the schedule that rank 0 computes, and the prediction for tables beyond memory.
-    Collective.
+    """Returns the schedule that rank 0 computes, and the prediction for tables beyond memory by row exchange; both
+    equal on every rank. Collective.
 
     The prediction is by row exchange, at the measured speed if there is a profile.
 
@@ -71,44 +71,48 @@ def order(
     """
     communicator = context.communicator
     if profiled is not None:
-        memory = {key: at_pace(key, of, profiled.byte_ms) for key, of in memory.items()}
+        memory = {key: with_measured_speed(key, of, profiled.byte_ms) for key, of in memory.items()}
     own: _Found | None = None
     if communicator.rank == 0:
         name, steps = name or plan.schedule_name, _step_graph(context, plan, graph, memory, profiled)
         # In another order, regions would have to be compiled, and copies placed, again.
-        if profiled is None or context.options.backend != "eager" or _copies(graph):
+        if profiled is None or context.options.backend != "eager" or _has_copies(graph):
             own = schedule(steps, name, "profile" if profiled else "cost model"), ()
         else:
-            own = _search(context, plan, graph, steps, name, profiled)
+            own = _search_order(context, plan, graph, steps, name, profiled)
     found = communicator.gather(own, _Found | None)[0]
     assert found is not None  # only rank 0 has found a schedule
     agreed, units = found
     if units and compute_in_order is not None:
         graph = compute_in_order(units)
     if plan.world_size > 1:
-        check_launches(graph, launches(agreed, plan))
+        check_launches(graph, issued_launches(agreed, plan))
     check_storage(agreed.steps, memory)
-    node_ms = estimate(plan.links.flattened(plan.world_size).compute, graph.expected)
+    node_ms = node_time_estimator(plan.links.flattened(plan.world_size).compute, graph.expected)
     line = memory_line(agreed.predicted, step_memory(graph), node_ms)
     return replace(agreed, predicted=replace(agreed.predicted, memory=line)), memory
 
 
-def _copies(graph: TrainingGraph) -> bool:
+def _has_copies(graph: TrainingGraph) -> bool:
     """Returns whether a backward offloads or reloads saved values."""
     return any(op_name(node) in COPY_OPS for node in graph.phases["backward"].graph.nodes)
 
 
-def _search(
+def _search_order(
     context: Context, plan: Plan, graph: TrainingGraph, steps: StepGraph, name: str, profiled: Profile
 ) -> _Found:
     """Searches for the fastest order of launches and of the backward's units, by a profile."""
     measured = {each.what: ms for each, ms in profiled.compute_ms.items() if each.kind == "backward"}
-    units = BackwardUnits.of(graph.phases["backward"])
-    atoms = Atoms.of(units, estimate(plan.links.flattened(plan.world_size).compute, graph.expected), measured)
+    units = BackwardUnits.find(graph.phases["backward"])
+    atoms = Atoms.build(
+        units, node_time_estimator(plan.links.flattened(plan.world_size).compute, graph.expected), measured
+    )
     memory = step_memory(graph)
     may_hold = MAY_HOLD if context.options.memory_budget is None else 1.0
     bound = round(memory.backward_peak([*units.needed_by]) * may_hold)
-    return search(steps, name, "profile", atoms, lambda units_: memory.backward_peak(units.ordered(units_)), bound)
+    return search_order(
+        steps, name, "profile", atoms, lambda units_: memory.backward_peak(units.order_nodes(units_)), bound
+    )
 
 
 def _step_graph(
@@ -117,7 +121,7 @@ def _step_graph(
     """Builds the step graph of a window."""
     cluster = plan.links.flattened(plan.world_size)
     if plan.world_size == 1:
-        return with_storage(build_alone(graph, cluster.compute), memory)
+        return with_storage(build_single(graph, cluster.compute), memory)
     sparse = {k: bucket[0] for k, bucket in enumerate(plan.buckets) if bucket[0] in plan.exchanged}
     expected = {chunk_id(k, 0): plan[name].sent_bytes_per_step for k, name in sparse.items()}
     sizes = Sizes(
@@ -131,8 +135,8 @@ def _step_graph(
     return with_storage(steps, memory)
 
 
-def launches(schedule: Schedule, plan: Plan) -> tuple[OperationId, ...]:
-    """Lists the launches of a schedule that the launcher issues.
+def issued_launches(schedule: Schedule, plan: Plan) -> tuple[OperationId, ...]:
+    """Lists the launches of a schedule that the launcher thread issues.
 
     The calling thread issues the AllReduce of row norms, the exchanges of output layers, and the AllGather of ids of a
     batch that was not known ahead.

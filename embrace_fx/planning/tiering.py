@@ -16,18 +16,18 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from embrace_fx.cost.sparsity import Sparsity
 from embrace_fx.cost.storage import Draws, RowMemory, StorageTier
-from embrace_fx.runtime.launch.streams import streams_of
+from embrace_fx.runtime.launch.streams import choose_streams
 from embrace_fx.runtime.memory.copies import PinnedCopies
 from embrace_fx.runtime.memory.resident import available_bytes
-from embrace_fx.runtime.tables.layouts import mesh_of, part_of
+from embrace_fx.runtime.tables.layouts import make_mesh, owned_part
 from embrace_fx.runtime.tables.member import Member
 from embrace_fx.runtime.tables.placement import shard_parameter
 from embrace_fx.runtime.tables.shard_layout import Layout
-from embrace_fx.runtime.tables.table_shard import TableShard, become_part, local_part, own_part_of
-from embrace_fx.runtime.tables.update_rule import not_replayable
+from embrace_fx.runtime.tables.table_shard import TableShard, become_part, cut_own_part, to_plain
+from embrace_fx.runtime.tables.update_rule import not_deferrable
 from embrace_fx.runtime.tiers.budget import Tier
 from embrace_fx.runtime.tiers.initial import FirstOfTables, FirstValues
-from embrace_fx.runtime.tiers.pace import row_ms, row_ms_of_host
+from embrace_fx.runtime.tiers.pace import measure_disk, measure_host
 from embrace_fx.runtime.tiers.record_file import TierError
 from embrace_fx.runtime.tiers.records import TAKEN, WEIGHTS, Column, Records
 from embrace_fx.runtime.tiers.tiered_table import REFUSAL, FileStorage, SlotRows, first_of_rows
@@ -38,13 +38,14 @@ from embrace_fx.vocabulary.plan import Decision, Grid, Plan
 from embrace_fx.vocabulary.row_space import RowSpace
 
 
-def fit_plan(
+def add_working_sets(
     context: Context,
     plan: Plan,
     sparsity: Mapping[str, Sparsity],
     storage: Callable[[Records], tuple[StorageTier, ...]],
 ) -> Plan:
-    """Splits row spaces by working sets, and adds the prediction for rows of tables beyond memory. Collective.
+    """Returns the plan with working sets for the tables that `table_memory` limits: splits row spaces by them, and adds
+    the prediction for their rows. Collective.
 
     Args:
         sparsity: the sparsity of tables, on rank 0.
@@ -53,15 +54,15 @@ def fit_plan(
     Raises:
         ValueError: a table cannot have a working set, or its batches need more memory; the same on every rank.
     """
-    asked = _asked(context, plan)
+    asked = _memory_limits(context, plan)
     if not asked:
         return plan
     for name in asked:
-        _check(context, name, plan)
-    found = tiers(context, plan, rank=0)  # for rank 0, because no rank has more columns
-    spaces = [each for space in plan.spaces for each in _by_working_set(context, plan, space, found)]
+        _check_supported(context, name, plan)
+    found = tiered_tables(context, plan, rank=0)  # for rank 0, because no rank has more columns
+    spaces = [each for space in plan.spaces for each in _split_space(context, plan, space, found)]
     if context.options.spill_to is None:
-        _check_host(context, tiers(context, plan, context.communicator.rank), plan)
+        _check_host(context, tiered_tables(context, plan, context.communicator.rank), plan)
     rest = storage(max((Records(tier.columns) for tier in found.values()), key=lambda each: each.nbytes))
     own = {}
     for name, tier in found.items():
@@ -69,11 +70,11 @@ def fit_plan(
         # A reused plan already has its draws.
         repeated = Draws(of.shape[0], 0.0, 0.0) if of.memory is None else of.memory.draws
         together = of.rows.together if of.rows is not None else 1
-        own[name] = tier.row_memory(name, of.shape[0], together, repeated if lies is None else Draws.of(lies), rest)
+        own[name] = tier.row_memory(name, of.shape[0], together, repeated if lies is None else Draws.fit(lies), rest)
     agreed = context.communicator.gather(own, dict[str, RowMemory])[0]
     for name, memory in agreed.items():
         if plan[name].measured and memory.slots < memory.at_once:
-            least = found[name].asked_for(memory.at_once, memory.num_rows)
+            least = found[name].table_memory_text(memory.at_once, memory.num_rows)
             raise ValueError(
                 f"table_memory: {found[name].whole:,g} is too little for {name}. It keeps {memory.slots:,} rows, but "
                 f"all ranks together read {memory.at_once:,} in one step. Pass at least {least}, or make batches "
@@ -84,7 +85,7 @@ def fit_plan(
     return replace(plan, decisions=decisions, spaces=tuple(space for space in spaces if len(space.tables) > 1))
 
 
-def _by_working_set(context: Context, plan: Plan, space: RowSpace, beyond: Mapping[str, Tier]) -> list[RowSpace]:
+def _split_space(context: Context, plan: Plan, space: RowSpace, beyond: Mapping[str, Tier]) -> list[RowSpace]:
     """Splits a row space so that all tables of each part share one working set.
 
     Tables in memory stay together, and so do tables beyond the host's memory with equal columns. Each table beyond a
@@ -98,11 +99,11 @@ def _by_working_set(context: Context, plan: Plan, space: RowSpace, beyond: Mappi
     return [plan.space_of(tables) for tables in sets.values()]
 
 
-def at_rest(context: Context, records: Records) -> tuple[StorageTier, ...]:
+def measure_storage(context: Context, records: Records) -> tuple[StorageTier, ...]:
     """Measures the storage of a compiled model's rows, at the speed of the slowest rank. Collective."""
-    directory, streams = context.options.spill_to, streams_of(context.device)
+    directory, streams = context.options.spill_to, choose_streams(context.device)
     try:
-        own = row_ms_of_host(records) if directory is None else row_ms(directory, records)
+        own = measure_host(records) if directory is None else measure_disk(directory, records)
     except TierError:  # a missing file raises later, when it is opened
         own = (0.0, 0.0)
     if streams is not None:  # copies between device and host run in parallel: the slower one sets the pace
@@ -113,7 +114,11 @@ def at_rest(context: Context, records: Records) -> tuple[StorageTier, ...]:
 
 
 def _check_host(context: Context, found: Mapping[str, Tier], plan: Plan) -> None:
-    """Raises `ValueError` on every rank if a host lacks memory for rows that are kept in host memory. Collective."""
+    """Raises `ValueError` on every rank if a host lacks memory for rows that are kept in host memory. Collective.
+
+    Args:
+        found: the tables whose rows do not all stay in memory.
+    """
     own = sum(plan[name].shape[0] * Records(tier.columns).nbytes for name, tier in found.items())
     everyone = context.communicator.gather((socket.gethostname(), own, available_bytes()), tuple[str, int, int])
     for host, _, available in everyone:
@@ -125,10 +130,10 @@ def _check_host(context: Context, found: Mapping[str, Tier], plan: Plan) -> None
             )
 
 
-def tiers(context: Context, plan: Plan, rank: int) -> dict[str, Tier]:
-    """Returns the tables beyond memory, by name, with their columns on a rank."""
-    whole = _asked(context, plan)
-    columns = {name: _columns(context, name, plan[name].shape, rank) for name in whole}
+def tiered_tables(context: Context, plan: Plan, rank: int) -> dict[str, Tier]:
+    """Returns the tables whose rows do not all stay in memory, by name, with the columns that a rank holds of them."""
+    whole = _memory_limits(context, plan)
+    columns = {name: _record_columns(context, name, plan[name].shape, rank) for name in whole}
     asked = dict(whole)
     if not isinstance(context.options.table_memory, Mapping) and any(memory >= 1 for memory in asked.values()):
         sizes = {n: plan[n].shape[0] * sum(c.nbytes for c in columns[n].values()) for n in asked}
@@ -136,7 +141,7 @@ def tiers(context: Context, plan: Plan, rank: int) -> dict[str, Tier]:
     return {name: Tier(memory, whole[name], columns[name]) for name, memory in asked.items()}
 
 
-def _asked(context: Context, plan: Plan) -> dict[str, float]:
+def _memory_limits(context: Context, plan: Plan) -> dict[str, float]:
     """Returns the memory that `table_memory` allows for each table."""
     memory = context.options.table_memory
     assert memory is not None
@@ -156,10 +161,10 @@ def _asked(context: Context, plan: Plan) -> dict[str, float]:
     return found
 
 
-def _check(context: Context, name: str, plan: Plan) -> None:
+def _check_supported(context: Context, name: str, plan: Plan) -> None:
     """Raises `ValueError` if a table cannot have a working set."""
     parameter, known_optimizers = context.state.parameter(name), context.optimizer_hooks.known_optimizers
-    held = known_optimizers.of(parameter)
+    held = known_optimizers.find(parameter)
     if name not in plan.sharded or plan[name].grid is not None:
         how = f"on a {plan[name].grid}" if plan[name].grid is not None else f"whole on each rank: {plan[name].reason}"
         raise ValueError(
@@ -184,26 +189,27 @@ def _check(context: Context, name: str, plan: Plan) -> None:
         )
     how = known_optimizers.dense_update_policy(parameter, semantics(context.options.row_updates))
     if how == "sweep" or (how not in STILL and context.options.row_updates == "sweep"):
-        raise ValueError(not_replayable(name, type(held[0][0])))
+        raise ValueError(not_deferrable(name, type(held[0][0])))
 
 
-def _columns(context: Context, name: str, shape: tuple[int, ...], rank: int) -> dict[str, Column]:
+def _record_columns(context: Context, name: str, shape: tuple[int, ...], rank: int) -> dict[str, Column]:
     """Returns the columns of a table's records: weights, number of steps taken, and optimizer state."""
     parameter = context.state.parameter(name)
-    ((optimizer, group),) = context.optimizer_hooks.known_optimizers.of(parameter)
-    width = len(_columns_of(shape, context.communicator.world_size, rank))
+    ((optimizer, group),) = context.optimizer_hooks.known_optimizers.find(parameter)
+    width = len(_owned_columns(shape, context.communicator.world_size, rank))
     like = torch.empty((0, width), dtype=parameter.dtype, device="cpu")
     columns = {WEIGHTS: Column((width,), parameter.dtype), TAKEN: Column((), torch.int64)}
     return columns | first_of_rows(optimizer, group, like)[0]
 
 
-def _columns_of(shape: tuple[int, ...], ranks: int, rank: int) -> range:
-    """Returns the columns of a table that a rank holds."""
-    return range(shape[1])[part_of(shape, Grid(1, ranks), rank)[1]]
+def _owned_columns(shape: tuple[int, ...], ranks: int, rank: int) -> range:
+    """Returns the columns of a table of this shape that one of `ranks` ranks owns."""
+    return range(shape[1])[owned_part(shape, Grid(1, ranks), rank)[1]]
 
 
-def begins_lazily(context: Context, name: str) -> nn.Embedding | nn.EmbeddingBag | None:
-    """Returns the embedding layer of a meta table whose first rows can be computed when they are read, or None.
+def lazily_initialized(context: Context, name: str) -> nn.Embedding | nn.EmbeddingBag | None:
+    """Returns the embedding layer of a table on the meta device whose first values can be computed row by row, or
+    None.
 
     Returns None if the table has values, or its module has its own `reset_parameters`.
     """
@@ -230,7 +236,7 @@ def open_working_sets(context: Context, plan: Plan, beyond: Mapping[str, Tier]) 
     for first_table in [name for name in beyond if name not in later_tables]:
         space = joined.get(first_table) or plan.space_of([first_table])
         first_rows = {table: space.rows_of(table).start for table in space.tables}
-        initial = FirstOfTables({first: _initial(context, name, plan[name]) for name, first in first_rows.items()})
+        initial = FirstOfTables({first: _first_values(context, name, plan[name]) for name, first in first_rows.items()})
         columns, rows = beyond[first_table].columns, sum(plan[name].shape[0] for name in first_rows)
         slots = sum(plan.memory[name].slots for name in first_rows)
         name, device = space.name if first_table in joined else first_table, _device_of(context, first_table)
@@ -241,7 +247,7 @@ def open_working_sets(context: Context, plan: Plan, beyond: Mapping[str, Tier]) 
             found |= {table: (memory, first) for table, first in first_rows.items()}
         except TierError as error:
             told = told or str(error)
-    _agree(context, told)
+    _raise_on_all(context, told)
     return found
 
 
@@ -251,11 +257,11 @@ def _device_of(context: Context, name: str) -> torch.device:
     return device if device.type != "meta" else context.device
 
 
-def _initial(context: Context, name: str, decision: Decision) -> FirstValues:
+def _first_values(context: Context, name: str, decision: Decision) -> FirstValues:
     """Returns the first values of a table's rows on this rank. Collective."""
-    communicator, module = context.communicator, begins_lazily(context, name)
+    communicator, module = context.communicator, lazily_initialized(context, name)
     seed = communicator.gather(torch.initial_seed() % 2**62, int)[0] ^ crc32(name.encode())
-    own = _columns_of(decision.shape, communicator.world_size, communicator.rank)
+    own = _owned_columns(decision.shape, communicator.world_size, communicator.rank)
     dtype, padding = context.state.parameter(name).dtype, getattr(module, "padding_idx", None)
     return FirstValues(own, decision.shape[1], dtype, seed, padding)
 
@@ -272,18 +278,18 @@ def place_tiered(
         first: the table's first row in the working set.
     """
     parameter, communicator = context.state.parameter(name), context.communicator
-    ((optimizer, _),) = context.optimizer_hooks.known_optimizers.of(parameter)
+    ((optimizer, _),) = context.optimizer_hooks.known_optimizers.find(parameter)
     device, columns = _device_of(context, name), memory.records.columns
     state, values = optimizer.state.get(parameter) or {}, dict[str, Tensor]()
-    if begins_lazily(context, name) is None:
+    if lazily_initialized(context, name) is None:
         layout = shard_parameter(name, parameter, shape, communicator, None, mesh)
-        parts = {key: own_part_of(value, layout) for key, value in state.items() if key in columns}
-        values = {WEIGHTS: local_part(parameter), **{key: local_part(part) for key, part in parts.items()}}
+        parts = {key: cut_own_part(value, layout) for key, value in state.items() if key in columns}
+        values = {WEIGHTS: to_plain(parameter), **{key: to_plain(part) for key, part in parts.items()}}
     else:
         communicator.connect(device)
-        layout = Layout.of_table(name, shape, mesh_of(communicator, device.type, None), weakref.ref(communicator))
-    _store(context, memory, first, shape[0], values)
-    width = len(_columns_of(shape, communicator.world_size, communicator.rank))
+        layout = Layout.of_table(name, shape, make_mesh(communicator, device.type, None), weakref.ref(communicator))
+    _store_first_values(context, memory, first, shape[0], values)
+    width = len(_owned_columns(shape, communicator.world_size, communicator.rank))
     # A placeholder that takes the memory of one element.
     like = torch.empty_strided((shape[0], width), (0, 0), dtype=parameter.dtype, device=device)
     if not isinstance(parameter, TableShard):
@@ -301,7 +307,9 @@ def place_tiered(
     )
 
 
-def _store(context: Context, memory: WorkingSet, first: int, rows: int, values: Mapping[str, Tensor]) -> None:
+def _store_first_values(
+    context: Context, memory: WorkingSet, first: int, rows: int, values: Mapping[str, Tensor]
+) -> None:
     """Writes a table's first values to its file or to host memory. Collective: fails on all ranks or on none."""
     told = None
     try:
@@ -310,10 +318,14 @@ def _store(context: Context, memory: WorkingSet, first: int, rows: int, values: 
             memory.store(some + first, cut)
     except TierError as error:
         told = str(error)
-    _agree(context, told)
+    _raise_on_all(context, told)
 
 
-def _agree(context: Context, told: str | None) -> None:
-    """Raises the same error on every rank if any rank has one. Collective."""
+def _raise_on_all(context: Context, told: str | None) -> None:
+    """Raises `ValueError` on every rank if some rank has an error. Collective.
+
+    Args:
+        told: this rank's error, or None.
+    """
     for rank, each in context.communicator.reports(told).items():
         raise ValueError(each if context.communicator.world_size == 1 else f"on rank {rank}: {each}")

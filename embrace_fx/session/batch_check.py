@@ -10,42 +10,42 @@ import torch
 from embrace_fx.passes.partition import extract_ids
 from embrace_fx.passes.planner.replanning import SAMPLED_EVERY
 from embrace_fx.runtime.kernels import unique_ids
-from embrace_fx.runtime.ranks.bad_batches import bad_id_report, unreadable
-from embrace_fx.runtime.step.runnable_phase import reader
+from embrace_fx.runtime.ranks.bad_batches import describe_bad_id, unreadable_batch
+from embrace_fx.runtime.step.runnable_phase import make_reader
 from embrace_fx.session.program_cache import StepCounters
 from embrace_fx.setup.context import Context
 from embrace_fx.vocabulary.graph import TrainingGraph
-from embrace_fx.vocabulary.ops import draws
+from embrace_fx.vocabulary.ops import draws_random_numbers
 from embrace_fx.vocabulary.plan import Plan
 
 
 def batch_check(
     context: Context, plan: Plan, graph: TrainingGraph, counters: StepCounters, *, train: bool
 ) -> Callable[[Sequence[Any]], str | None]:
-    """Returns the function that checks a batch before its announcement: the ids of whole tables. Those of sharded
-    tables are checked in the exchange.
+    """Returns a function that checks a batch before this rank announces its step: ids of whole tables must be in the
+    table. The exchange checks ids of sharded tables.
 
     An id outside of its table is a failure. Every few steps the check also counts the rows that watched tables read.
     """
     exchanged = (*plan.sharded, *plan.renormed)
     tables = [t for t in graph.tables if t.parameter not in exchanged and all(u.ids_from_batch for u in t.uses)]
-    tables = [t for t in tables if not any(map(draws, extract_ids(graph, [t]).graph.nodes))]
+    tables = [t for t in tables if not any(map(draws_random_numbers, extract_ids(graph, [t]).graph.nodes))]
     if not tables or context.communicator.world_size == 1:
         return lambda leaves: None
-    read_ids = reader(extract_ids(graph, tables), context.state)
+    read_ids = make_reader(extract_ids(graph, tables), context.state)
     names, num_rows = zip(*((t.parameter, t.num_rows) for t in tables for _ in t.uses), strict=True)
     watched = [t for t in tables if t.parameter in plan.watched] if train else []
 
-    def look(leaves: Sequence[Any]) -> str | None:
-        """Checks a batch's ids, and counts the rows that watched tables read. Returns the error text for a bad id, or
-        None.
+    def check_and_count(leaves: Sequence[Any]) -> str | None:
+        """Checks the ids in a batch's flattened arguments, and counts the rows that watched tables read. Returns an
+        error text for a bad id, else None.
         """
         with torch.no_grad():
             try:
                 ids = read_ids(leaves)
             except Exception as error:  # the announcement reports any failure to the other ranks
-                return unreadable(error)
-            failure = bad_id_report(ids, names, num_rows)
+                return unreadable_batch(error)
+            failure = describe_bad_id(ids, names, num_rows)
             if failure is None and counters.calls % SAMPLED_EVERY == 0:
                 for table in watched:
                     own = [each for each, name in zip(ids, names, strict=True) if name == table.parameter]
@@ -53,4 +53,4 @@ def batch_check(
                     counters.rows_seen[table.parameter] = rows
             return failure
 
-    return look
+    return check_and_count

@@ -37,7 +37,7 @@ class BufferSharing:
         self.due = True
         self._were = VersionSnapshot()
 
-    def of_forward(
+    def prepare_forward(
         self, graph: TrainingGraph, assigned: frozenset[str], *, reduce: bool
     ) -> tuple[Callable[[], int], Callable[[], None] | None]:
         """Returns two functions that share a program's buffers: one to announce them, and one to broadcast them.
@@ -51,52 +51,54 @@ class BufferSharing:
             announcement; and a collective function that broadcasts the buffers between the announcement and the
             forward, or None if there are no buffers to share.
         """
-        if self._context.communicator.world_size == 1 or not self.shared():
+        if self._context.communicator.world_size == 1 or not self.shared_names():
             return lambda: 0, None
         written = written_by(graph.module)
         inputs = {role.name for _, role in graph.inputs() if isinstance(role, Buffer) and role in written}
         mutated = assigned.union(inputs) - self._state.ignored
         self._written |= mutated
-        self._were = VersionSnapshot.of(self._unwritten())
+        self._were = VersionSnapshot.of_tensors_in(self._never_written())
 
-        def announced() -> int:
-            """Returns the number to announce: a hash of the names of the buffers to share, or `CHANGED_BUFFERS` if
-            other code has written one.
+        def number_to_announce() -> int:
+            """Returns a hash of the names of the buffers to share, or `CHANGED_BUFFERS` if code outside of a forward
+            has written one.
             """
-            changed = self.due and not self._were.is_of(self._unwritten())
-            return CHANGED_BUFFERS if changed else _number_of(self._stale)
+            changed = self.due and not self._were.is_current_for(self._never_written())
+            return CHANGED_BUFFERS if changed else _hash_names(self._stale)
 
         def share() -> None:
-            """Broadcasts the buffers to share, and records which ones this forward will change."""
+            """Broadcasts rank 0's values of the buffers to share, and records which buffers this forward will change.
+            Collective.
+            """
             due, self.due = self.due, reduce
             if due:
                 # As ranks run out of batches, other ranks take over the authority, each with the buffers of
                 # the one before.
                 every = self._context.announcements.buffers_differ or self._counters.authority != 0
-                shared = self.shared() if every else sorted(self._stale)
+                shared = self.shared_names() if every else sorted(self._stale)
                 tensors = [owner[key] for owner, key in map(self._state.place_of_buffer, shared)]
                 self._context.communicator.broadcast(tensors, self._counters.authority)
                 self._stale = self._stale.difference(shared)
-                self._were = VersionSnapshot.of(self._unwritten())
+                self._were = VersionSnapshot.of_tensors_in(self._never_written())
             self._stale |= mutated
 
-        return announced, share
+        return number_to_announce, share
 
-    def _unwritten(self) -> Iterable[Tensor]:
+    def _never_written(self) -> Iterable[Tensor]:
         """Returns the buffers that no forward writes."""
-        return self._state.buffers_but(self._written | self._state.ignored)
+        return self._state.buffers_except(self._written | self._state.ignored)
 
     def shares_next(self) -> bool:
         """Returns whether the next forward shares buffers."""
-        return self.due and bool(self.shared())
+        return self.due and bool(self.shared_names())
 
-    def shared(self) -> list[str]:
+    def shared_names(self) -> list[str]:
         """Returns the names of the buffers that ranks share: all except those that each rank keeps for itself."""
         ignored, shares = self._state.ignored, self._context.options.shares_buffers
         return [name for name in self._state.buffer_names() if shares and name not in ignored]
 
 
 @functools.lru_cache(maxsize=64)
-def _number_of(names: frozenset[str]) -> int:
+def _hash_names(names: frozenset[str]) -> int:
     """Returns a hash of names that is equal on all ranks."""
     return checksum_of_text("\n".join(sorted(names)))

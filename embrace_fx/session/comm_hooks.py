@@ -22,11 +22,13 @@ DTYPES: dict[Callable[..., Any], torch.dtype | None] = {
 
 
 def register_hook(communicator: Communicator, asked: CommHook, options: Options, begun: bool, registered: str) -> str:
-    """Registers a hook, which reduces gradients or sets their dtype on the wire. Returns its name.
+    """Registers a hook as DDP's `register_comm_hook` does, and returns its name. torch's own hooks that compress only
+    set the dtype of gradients on the wire; any other hook reduces the gradients itself.
 
     Args:
+        asked: the hook and its state, as the user passes them.
         begun: whether the model has been called.
-        registered: the name of the model's hook, or "" for none.
+        registered: the name of a hook registered before, or "" for none.
     """
     if begun or registered:
         found = "the model has been called" if begun else f"{registered} is registered"

@@ -36,7 +36,7 @@ _READ: Mapping[str, Callable[[Any], Any]] = {  # attribute of DDP -> how to read
     "named_module_buffers": lambda session: dict(session.model.named_buffers()),
     "will_sync_module_buffers": lambda session: session.programs.buffers.shares_next,
     "_set_static_graph": lambda session: lambda: None,
-    "_get_ddp_logging_data": lambda session: lambda: _logged(session),
+    "_get_ddp_logging_data": lambda session: lambda: _ddp_logging_data(session),
     "_distributed_rank": lambda session: session.communicator.rank,
 }
 _ALWAYS = ("find_unused_parameters", "static_graph", "gradient_as_bucket_view")
@@ -61,8 +61,8 @@ _MACHINERY = (
 """What a DistributedDataParallel has besides the names of its class."""
 
 
-def _logged(session: Session) -> dict[str, Any]:
-    """Returns the fields of DDP's logging data that a compiled model can fill."""
+def _ddp_logging_data(session: Session) -> dict[str, Any]:
+    """Returns the fields of DDP's `_get_ddp_logging_data()` that a compiled model can fill."""
     parameters = list(session.model.parameters())
     return {
         "world_size": session.communicator.world_size,
@@ -78,8 +78,12 @@ def _logged(session: Session) -> dict[str, Any]:
     }
 
 
-def read(session: Session, name: str, error: AttributeError) -> Any:
-    """Returns an attribute of DDP that libraries read, or raises `error` with an explanation."""
+def read_attribute(session: Session, name: str, error: AttributeError) -> Any:
+    """Returns the value of an attribute that DistributedDataParallel has and libraries read.
+
+    Args:
+        error: the `AttributeError` to raise, with an explanation, if a compiled model has no such attribute.
+    """
     if name in _READ:
         return _READ[name](session)
     if name in _MACHINERY or hasattr(DistributedDataParallel, name):
@@ -90,8 +94,10 @@ def read(session: Session, name: str, error: AttributeError) -> Any:
     raise error
 
 
-def assign(session: Session, name: str, value: Any) -> None:
-    """Sets an attribute of `SET`, equally on every rank. Raises AttributeError if it cannot be changed."""
+def assign_attribute(session: Session, name: str, value: Any) -> None:
+    """Sets an attribute that DistributedDataParallel has, equally on every rank. Raises AttributeError if a compiled
+    model cannot change it.
+    """
     if name == "module":
         raise AttributeError(
             f"The .module of a compiled model cannot be replaced, here by a {type(value).__name__}. Load its weights "

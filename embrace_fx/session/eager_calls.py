@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from embrace_fx.capture.gradient_graph import captured_of, gradient_graph
+from embrace_fx.capture.gradient_graph import gradient_graph, wrap_as_captured
 from embrace_fx.capture.module_tables import ids_in, lookup_tables, rows_in, tables_of
 from embrace_fx.passes.join_exchanges import idle_graph
 from embrace_fx.passes.planner.replanning import SAMPLED_EVERY
 from embrace_fx.runtime.exchanges.blocks import block_bitmap
-from embrace_fx.runtime.ranks.failure import TOLD, failure_text, is_of_ranks
+from embrace_fx.runtime.ranks.failure import TOLD, failure_text, is_known_to_all_ranks
 from embrace_fx.runtime.ranks.step_handshake import EVALUATING
 from embrace_fx.runtime.step.accumulation import Accumulation
 from embrace_fx.runtime.step.gradient_step import GradientStep
@@ -44,7 +44,7 @@ class EagerCalls:
         self._context = context
         context.optimizer_hooks.of_any_layout = bool(self.reason)
         self._programs = programs
-        self._accumulation = Accumulation(weakref.WeakMethod(self._look))
+        self._accumulation = Accumulation(weakref.WeakMethod(self._sample_rows))
         self._rows: dict[str, Tensor] = {}  # table -> rows of a recent gradient
         self._came: tuple[str, ...] = ()  # parameters in the order of their gradients in the first backward
         self._order: tuple[str, ...] = ()  # that order, once a plan has been made for it
@@ -60,15 +60,18 @@ class EagerCalls:
         if self._context.communicator.rank == 0:
             log("%s runs as written, with whole tables: %s", type(self._context.model).__name__, reason)
 
-    def fit(self) -> None:
-        """Changes the plan to fit all ranks' batches; switches to eager if no graph holds one of them. Collective."""
-        if reason := self._programs.fit():
+    def extend_plan(self) -> None:
+        """Extends the plan to hold all ranks' batches. Switches to the eager route if no graph can hold one of them.
+        Collective.
+        """
+        if reason := self._programs.extend_plan():
             self.take_over(reason)
             entry = self._entry(self._trained(), train=True)
             self._programs.replan(entry, self._rows_of(entry), reason)
 
     def call(self, call: Arguments) -> Any:
-        """Runs the user's forward on a batch. Collective.
+        """Runs the user's forward on a batch as a step of the model. Collective. A call inside a backward, as from a
+        checkpoint that recomputes, is a part of that backward instead.
 
         Within a backward it is no call of its own: a checkpoint computes again what it has not saved.
         """
@@ -80,7 +83,7 @@ class EagerCalls:
         entry = self._entry(trained, train=train)
         rows = self._rows_of(entry, call.leaves)
         if programs.pipeline is None:
-            programs.decide(entry, rows)
+            programs.make_first_plan(entry, rows)
         if train and announcements.asked_to_plan:
             self._order, self._sorted = self._came, None
             trained = self._trained()
@@ -94,7 +97,7 @@ class EagerCalls:
         return results
 
     def evaluate_unplanned(self, call: Arguments) -> Any:
-        """Runs a forward without gradients before there is a plan, when no table is sharded. Collective."""
+        """Runs a forward without gradients before there is a plan, when no table is sharded yet. Collective."""
         context, model = self._context, self._context.model
         agree_on_first_call(context.communicator, EVALUATING, None)
         if any(parameter.device.type == "meta" for parameter in model.parameters()):
@@ -113,7 +116,7 @@ class EagerCalls:
         plan, options = self._programs.plan, self._context.options
         if plan is None or plan.sharded or plan.renormed or options.backend != "eager":
             return False
-        if self.reason or (options.route is None and not self._programs.buffers.shared()):
+        if self.reason or (options.route is None and not self._programs.buffers.shared_names()):
             return True
         trains = any(parameter.requires_grad for parameter in self._context.model.parameters())
         return trains and options.route is None and not self._context.state.ignored
@@ -123,9 +126,9 @@ class EagerCalls:
 
         Collective if ranks share buffers. Otherwise one rank may evaluate while the others wait.
         """
-        self._programs.flow.leave()
+        self._programs.flow.finish_pending()
         self._programs.synchronize()
-        if not self._programs.buffers.shared():
+        if not self._programs.buffers.shared_names():
             return self._context.model(*call.args, **call.kwargs)
         trained = self._trained()
         return self._run(self._entry(trained, train=False), trained, call, accumulates=False)
@@ -136,7 +139,7 @@ class EagerCalls:
         if not kind.found:
             name = self._context.state.names[0]
             graph = self._graph(trained) if train else idle_graph(name, self._context.state.parameter(name))
-            kind.found.append(Entry(captured_of(graph), graph, train))
+            kind.found.append(Entry(wrap_as_captured(graph), graph, train))
         return kind.found[0]
 
     def _rows_of(self, entry: Entry, leaves: Sequence[Any] = ()) -> list[Tensor]:
@@ -149,7 +152,7 @@ class EagerCalls:
             rows = rows | {t.parameter: rows_in(ids if t.parameter in untied else (), t.num_rows) for t in unknown}
         return [rows[table.parameter] for table in tables]
 
-    def _look(self, gradients: Mapping[str, Tensor]) -> None:
+    def _sample_rows(self, gradients: Mapping[str, Tensor]) -> None:
         """Samples the rows of sparse gradients, and requests a plan in the order of gradients after the first
         backward.
         """
@@ -160,7 +163,7 @@ class EagerCalls:
         self._came = self._came or tuple(gradients)
         for name in self._tables:
             gradient = gradients.get(name)
-            self._rows[name] = torch.arange(0, device="cpu") if gradient is None else _rows_of(gradient).cpu()
+            self._rows[name] = torch.arange(0, device="cpu") if gradient is None else _nonzero_rows(gradient).cpu()
 
     def _trained(self) -> dict[str, nn.Parameter]:
         """Returns the parameters whose gradients are exchanged: those that had none so far, then the others in reverse
@@ -189,12 +192,12 @@ class EagerCalls:
         whole = {name: table.shape for name, table in self._context.state.tables.items()}
         return gradient_graph(trained, self._tables, whole, self._row_tables)
 
-    def _in_rows(self) -> frozenset[str]:
+    def _sparse_tables(self) -> frozenset[str]:
         """Returns the tables whose gradients stay sparse."""
         plan, alone = self._programs.in_use.plan, self._context.communicator.world_size == 1
         return frozenset(name for name in self._row_tables if alone or plan[name].strategy in BY_ROWS)
 
-    def forget(self) -> None:
+    def remove_hooks(self) -> None:
         """Removes the hooks from the model's parameters."""
         self._accumulation.forget()
 
@@ -205,14 +208,14 @@ class EagerCalls:
             context.state.hooked = frozenset()  # autograd itself calls the gradient hooks
         program = self._programs.build(entry, accumulates=accumulates)
         rows = self._rows_of(entry, call.leaves) if entry.train else ()
-        step = GradientStep(program, tuple(trained), rows, self._in_rows())
+        step = GradientStep(program, tuple(trained), rows, self._sparse_tables())
         step.announce()
         tables = [name for name in self._tables if name in trained]
         versions = [trained[name]._version for name in tables]
         try:
             results = context.model(*call.args, **call.kwargs)
         except Exception as error:
-            if context.communicator.world_size > 1 and not is_of_ranks(error):
+            if context.communicator.world_size > 1 and not is_known_to_all_ranks(error):
                 context.announcements.give_up(failure_text(error))
                 error.add_note(TOLD)
             raise
@@ -237,6 +240,8 @@ _WRITTEN = (
 )
 
 
-def _rows_of(gradient: Tensor) -> Tensor:
-    """Returns the rows that are not zero in a dense gradient, or present in a sparse one."""
+def _nonzero_rows(gradient: Tensor) -> Tensor:
+    """Returns the ids of a gradient's rows: those that are not zero if it is dense, those that are present if it is
+    sparse.
+    """
     return gradient._indices()[0].unique() if gradient.is_sparse else block_bitmap(gradient).nonzero().view(-1)

@@ -11,17 +11,17 @@ from torch import Tensor
 
 from embrace_fx.capture import Captured, capture
 from embrace_fx.capture.errors import CaptureError, RefusedError
-from embrace_fx.capture.gc_pause import not_collecting
+from embrace_fx.capture.gc_pause import pause_garbage_collection
 from embrace_fx.capture.model_watch import ModelWatch
-from embrace_fx.passes.pipeline import analyse
+from embrace_fx.passes.pipeline import with_tables
 from embrace_fx.passes.planner.plan_fit import PlanViolation
 from embrace_fx.runtime.flow.lookahead import Lookahead
 from embrace_fx.runtime.flow.next_batch import NextBatch
 from embrace_fx.runtime.step.program import Program
-from embrace_fx.runtime.step.runnable_phase import outside_of_autograd
+from embrace_fx.runtime.step.runnable_phase import call_without_autograd
 from embrace_fx.runtime.step.step import run_step
 from embrace_fx.runtime.tables.placement import whole_parameters
-from embrace_fx.session.program_cache import Arguments, Entries, Entry, key_of, signature
+from embrace_fx.session.program_cache import Arguments, Entries, Entry, call_key, signature
 from embrace_fx.session.programs import Programs
 from embrace_fx.setup.agreement import RunsEagerly, agree_on_first_call, give_up, runs_eagerly_for
 from embrace_fx.setup.context import Context
@@ -51,23 +51,23 @@ class GraphCalls:
         Raises on every rank: PlanDoesNotFit if the plan must change first, RunsEagerly if no graph holds the forward.
         """
         programs, leaves, train = self._programs, call.leaves, call.train
-        kind = programs.cache[key_of(self._watch.modes(), leaves, call.spec, train)]
+        kind = programs.cache[call_key(self._watch.modes(), leaves, call.spec, train)]
         entry = self._entry(kind, call)
         programs.counters.ahead = self._lookahead.batches if self._lookahead.active else 0
         if programs.pipeline is None:
-            with not_collecting():
-                programs.decide(entry, entry.captured.inputs(leaves))
+            with pause_garbage_collection():
+                programs.make_first_plan(entry, entry.captured.inputs(leaves))
         if self._context.announcements.asked_to_plan:
             programs.replan(entry, leaves)
-        entry, program = self._runs(entry, kind, call)
-        following = self._following(kind, program, leaves) if train and program.overlaps_steps else None
+        entry, program = self._find_program(entry, kind, call)
+        following = self._next_batch(kind, program, leaves) if train and program.overlaps_steps else None
         if program.flow is not programs.flow:
-            programs.flow.leave()
+            programs.flow.finish_pending()
         programs.counters.calls += train
         inputs, hints = entry.captured.inputs(leaves), self._context.state.hints
         if train and hints is not None and self._lookahead.active:
             farthest = self._lookahead.following(leaves, farthest=True)
-            rows_ahead = self._of_coming(kind, leaves, farthest, is_next=False)
+            rows_ahead = self._prepare_future_batch(kind, leaves, farthest, is_next=False)
             if rows_ahead is not None:
                 rows_ahead.copy_rows()
             hints.step(inputs, rows_ahead, self._lookahead.batches)
@@ -78,46 +78,53 @@ class GraphCalls:
                 hints.end_call(train=train)
         if train:
             programs.observe()
-        return entry.captured.results(results, call.args, call.kwargs)
+        return entry.captured.build_result(results, call.args, call.kwargs)
 
-    def _entry(self, kind: Entries, call: Arguments) -> Entry:
-        """Finds or makes a capture that is valid for a batch."""
-        if (found := kind.accepting(call.leaves)) is None:
-            with not_collecting():
-                return self._capture(kind, call)
+    def _entry(self, captures: Entries, call: Arguments) -> Entry:
+        """Returns a capture that is valid for a batch. Captures the model if there is none."""
+        if (found := captures.accepting(call.leaves)) is None:
+            with pause_garbage_collection():
+                return self._capture(captures, call)
         found.reused += 1
         return found
 
-    def _runs(self, entry: Entry, kind: Entries, call: Arguments) -> tuple[Entry, Program]:
-        """Returns the entry and the program for a batch. Compiles the program at its first use."""
+    def _find_program(self, entry: Entry, kind: Entries, call: Arguments) -> tuple[Entry, Program]:
+        """Returns the entry and the program that run a batch. Compiles the program at its first use.
+
+        Args:
+            entry: the capture found for the batch.
+            kind: the captures of calls with the same key.
+        """
         accumulates = call.train and not self._context.state.synchronised
         compiles = accumulates not in entry.programs
         program = self._programs.build(entry, accumulates=accumulates)
         if compiles and not entry.captured.accepts(call.leaves):  # compiling the graph has added guards
-            return self._runs(self._entry(kind, call), kind, call)
+            return self._find_program(self._entry(kind, call), kind, call)
         return entry, program
 
-    def _following(self, kind: Entries, program: Program, leaves: Sequence[Any]) -> NextBatch | None:
+    def _next_batch(self, captures: Entries, program: Program, leaves: Sequence[Any]) -> NextBatch | None:
         """Returns the next batch, prepared for this step's exchange of its ids, or None if it is not known."""
         coming = self._lookahead.following(leaves)
         if coming is None and self._lookahead.known and program.flow.looks_ahead:
             self._lookahead.warn_of_other_batch()
-        return self._of_coming(kind, leaves, coming, is_next=True)
+        return self._prepare_future_batch(captures, leaves, coming, is_next=True)
 
-    def _of_coming(
+    def _prepare_future_batch(
         self, kind: Entries, leaves: Sequence[Any], coming: Sequence[Any] | None, *, is_next: bool
     ) -> NextBatch | None:
-        """Returns a future batch, prepared by the program that will run it, or None if batch or program is not known
-        yet.
+        """Prepares the ids of a future batch with the program that will run it. Returns None if the batch or its
+        program is not known yet.
 
         Args:
-            kind, leaves: those of this call, whose arguments have the same structure as the future ones.
+            kind: the captures of calls with this call's key, which the future batch is assumed to share.
+            leaves: this call's flattened arguments.
+            coming: those of the future batch, or None if it is not known.
             is_next: whether it is the next batch, whose rows are sent in advance if its program overlaps steps.
         """
         if coming is None or signature(coming) != signature(leaves):
             return None
         entry = kind.accepting(coming)
-        program = None if entry is None or entry.captured.switches else entry.programs.get(False)
+        program = None if entry is None or entry.captured.toggles_state else entry.programs.get(False)
         if entry is None or program is None:
             return None  # an earlier step may still change which graph is valid
         of_ids = program.ids_program
@@ -127,11 +134,11 @@ class GraphCalls:
             inputs = entry.captured.inputs(coming)
             if is_next and entry.captured.replay is not None and max(of_ids.reads, default=-1) >= len(coming):
                 return None  # objects from which other inputs are read may change before the batch's turn
-            return outside_of_autograd(program.flow.look_ahead, of_ids, inputs)
+            return call_without_autograd(program.flow.look_ahead, of_ids, inputs)
         except Exception:  # the batch's own call will report it to all ranks
             return None
 
-    def _capture(self, kind: Entries, call: Arguments) -> Entry:
+    def _capture(self, captures: Entries, call: Arguments) -> Entry:
         """Captures the model for a call in agreement with the other ranks. Raises if all ranks must take the eager
         route.
         """
@@ -141,8 +148,8 @@ class GraphCalls:
         programs.flow.wait()  # a capture reads `.grad`, and could not apply a pending gradient
         try:
             with stage("capturing", rank):
-                captured = self._captured(kind, call)
-                analysed = analyse(captured.graph)
+                captured = self._captured(captures, call)
+                analysed = with_tables(captured.graph)
         except Exception as error:  # any kind of error, because the other ranks must be informed
             failure = error
         options = context.options
@@ -161,14 +168,14 @@ class GraphCalls:
         elif failure is not None:
             give_up(context.announcements, failure)
         assert captured is not None
-        kind.found.append(entry := Entry(captured, analysed, call.train))
+        captures.found.append(entry := Entry(captured, analysed, call.train))
         if programs.pipeline is not None:
             programs.build(entry)
         return entry
 
     def _captured(self, kind: Entries, call: Arguments) -> Captured:
         """Captures a batch. Sizes that have varied among the calls of its kind become symbolic."""
-        changed = kind.found[-1].captured.changed(call.leaves) if kind.found else []
+        changed = kind.found[-1].captured.changed_constants(call.leaves) if kind.found else []
         kind.values |= {each.name for each in changed if each.name and each.can_be_input} - kind.deciding
         constant = next((each for each in changed if each.name not in kind.values), None)
         if self._programs.cache.captures >= MAX_CAPTURES:
@@ -187,38 +194,38 @@ class GraphCalls:
                 str(constant),
             )
         kind.shapes.append({i: tuple(leaf.shape) for i, leaf in enumerate(call.leaves) if isinstance(leaf, Tensor)})
-        captured = self._with_inputs(kind, call)
-        return replace(captured, conditions=captured.conditions.unchanged())
+        captured = self._capture_with_inputs(kind, call)
+        return replace(captured, conditions=captured.conditions.without_broken())
 
-    def _with_inputs(self, kind: Entries, call: Arguments) -> Captured:
-        """Captures a batch with the values that have changed as inputs of the graph."""
+    def _capture_with_inputs(self, captures: Entries, call: Arguments) -> Captured:
+        """Captures a batch, with the values that have changed since earlier captures as inputs instead of constants."""
         whole = {name: table.shape for name, table in self._context.state.tables.items()}
-        captured_as = partial(capture, self._context.model, train=call.train, dynamic=varying_sizes(kind))
+        captured_as = partial(capture, self._context.model, train=call.train, dynamic=varying_sizes(captures))
         while True:
             try:
                 with whole_parameters(self._context.model, whole):
-                    captured = captured_as(call.args, call.kwargs, values=kind.values)
+                    captured = captured_as(call.args, call.kwargs, values=captures.values)
             except CaptureError as error:
-                if not kind.values or error.raised is not None:
+                if not captures.values or error.raised is not None:
                     raise
-                deciding = kind.values
+                deciding = captures.values
             else:
                 deciding = captured.deciding
             if not deciding:
                 self._programs.cache.captures += 1
                 return captured
-            kind.values, kind.deciding = kind.values - deciding, kind.deciding | deciding
+            captures.values, captures.deciding = captures.values - deciding, captures.deciding | deciding
 
 
-def varying_sizes(kind: Entries) -> frozenset[tuple[int, int]]:
+def varying_sizes(captures: Entries) -> frozenset[tuple[int, int]]:
     """Returns (index of argument, dimension) of the sizes that have varied so far, and may vary again.
 
     If any size has varied, batch sizes may vary too, because such a loader usually ends with a short batch. A batch
     size that equals a varying size stays constant, because torch would take the two for one symbol.
     """
-    current = kind.shapes[-1]
+    current = captures.shapes[-1]
     sizes = {(index, dim): size for index, shape in current.items() for dim, size in enumerate(shape)}
-    varied = {at for at, size in sizes.items() if any(seen[at[0]][at[1]] != size for seen in kind.shapes)}
+    varied = {at for at, size in sizes.items() if any(seen[at[0]][at[1]] != size for seen in captures.shapes)}
     varied_sizes = {sizes[at] for at in varied}
     firsts = {at for at, size in sizes.items() if varied and at[1] == 0 and size not in varied_sizes}
     return frozenset(varied | firsts)

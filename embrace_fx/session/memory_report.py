@@ -13,24 +13,24 @@ from embrace_fx.passes.step_memory import StepMemory
 from embrace_fx.runtime.tables.member import Member
 
 
-def memory_report(held: StepMemory, model: nn.Module, optimizers: Sequence[Optimizer]) -> str:
+def memory_report(step_memory: StepMemory, model: nn.Module, optimizers: Sequence[Optimizer]) -> str:
     """Reports this rank's memory: parameters and state, the predicted bytes that a step holds, and a line over time."""
-    again = sum("again" in node.meta for node in held.nodes)
+    again = sum("again" in node.meta for node in step_memory.nodes)
     state = [value for each in optimizers for value in pytree.tree_leaves(dict(each.state))]
     lines = [
         "memory of this rank (steps predicted, the rest measured)",
         f"  parameters and buffers  {_mib(_nbytes([*model.parameters(), *model.buffers()]))}",
         f"  optimizer state         {_mib(_nbytes(state))}",
-        f"  saved for the backward  {_mib(held.saved_bytes)} in {len(held.saved)} storages"
+        f"  saved for the backward  {_mib(step_memory.saved_bytes)} in {len(step_memory.saved)} storages"
         + (f"; {again} nodes run again" if again else ""),
-        f"  most at a time          {_mib(held.peak_bytes)} in forward and backward",
-        f"  |{held.line()}|  forward to backward",
+        f"  most at a time          {_mib(step_memory.peak_bytes)} in forward and backward",
+        f"  |{step_memory.line()}|  forward to backward",
     ]
     return "\n".join(lines)
 
 
 def tables_report(tables: Mapping[str, Member], ranks: int, beyond: Mapping[str, str]) -> str:
-    """Prints the bytes of each sharded table, predicted for any rank and measured on this one.
+    """Returns lines with the bytes of each sharded table: predicted for any rank, and measured on this one.
 
     Args:
         beyond: table beyond memory -> its prediction as text.

@@ -9,15 +9,15 @@ import torch
 
 from embrace_fx.cost.links import Compute
 from embrace_fx.passes.memory.copy_placement import NO_COPIES, CopyRate
-from embrace_fx.runtime.launch.streams import streams_of
+from embrace_fx.runtime.launch.streams import choose_streams
 from embrace_fx.runtime.memory.copies import Copies, FileCopies, Measured, PinnedCopies
-from embrace_fx.runtime.probe.pace import pace
+from embrace_fx.runtime.probe.pace import measure_pace
 from embrace_fx.setup.context import Context
 
 
-def offloading(context: Context, compute: Compute) -> tuple[Copies | None, CopyRate]:
-    """Returns the object that copies saved values out of memory, or None, and the copies' rate on the slowest rank.
-    Collective if the options request copies.
+def set_up_offloading(context: Context, compute: Compute) -> tuple[Copies | None, CopyRate]:
+    """Prepares the copies of saved values out of memory. Returns the object that copies, or None, and the copies' rate
+    on the slowest rank. Collective if the options request copies.
 
     Args:
         compute: the assumed speed of nodes. Only the proportions of its estimates are right, so the copies' rate is
@@ -25,7 +25,7 @@ def offloading(context: Context, compute: Compute) -> tuple[Copies | None, CopyR
     """
     options, devices = context.options, {parameter.device for parameter in context.model.parameters()}
     device = next(iter(devices), torch.device("cpu"))
-    on = streams_of(device) if len(devices) == 1 else None
+    on = choose_streams(device) if len(devices) == 1 else None
     if options.spill_to is None and on is None:
         return None, NO_COPIES
     copies: FileCopies | PinnedCopies | None = None
@@ -36,7 +36,7 @@ def offloading(context: Context, compute: Compute) -> tuple[Copies | None, CopyR
             copies = FileCopies(options.spill_to)
         else:
             copies = PinnedCopies(on)
-        (rate, start_ms), times = copies.measure(device), pace(device, compute, copies.synchronize)
+        (rate, start_ms), times = copies.measure(device), measure_pace(device, compute, copies.synchronize)
         own = rate / times, start_ms * times
     except (ValueError, RuntimeError, OSError) as error:
         failure = error

@@ -33,7 +33,7 @@ class Arguments:
 
 @dataclass
 class Entry:
-    """One capture, with the programs built from it.
+    """One capture, and the programs built from it.
 
     Attributes:
         programs: whether gradients are accumulated (`no_sync`) -> program, built when first needed under the plan in
@@ -50,7 +50,7 @@ class Entry:
 
 @dataclass
 class Entries:
-    """The captures of calls with the same key, which differ only in shapes and constants.
+    """The captures of calls with the same cache key, which differ only in shapes and constants.
 
     Attributes:
         shapes: for each captured batch, index of a tensor -> its shape.
@@ -72,7 +72,7 @@ class Entries:
 
 
 class ProgramCache(dict[Any, Entries]):
-    """The entries of a model's calls, by `key_of`.
+    """The entries of a model's calls, by `call_key`.
 
     Calls with the same arguments share their `shapes`: sizes that vary in training also vary in an evaluation.
 
@@ -116,8 +116,9 @@ class StepCounters:
     ahead: int = 0
 
 
-def key_of(modes: tuple[bool, ...], leaves: Sequence[Any], spec: pytree.TreeSpec, train: bool) -> Any:
-    """Makes the key of a call: structure, dtypes, autocast and `modes`, the training modes of all modules.
+def call_key(modes: tuple[bool, ...], leaves: Sequence[Any], spec: pytree.TreeSpec, train: bool) -> Any:
+    """Returns the cache key of a call: structure, dtypes, autocast, and the training modes of all modules. Calls with
+    one key differ only in shapes and constants.
 
     Args:
         spec: the unique object for this structure, as returned by `flatten_arguments`.
@@ -130,7 +131,7 @@ def key_of(modes: tuple[bool, ...], leaves: Sequence[Any], spec: pytree.TreeSpec
 
 
 def signature(leaves: Sequence[Any]) -> tuple[Any, ...]:
-    """Returns the properties of arguments, besides sizes and constants, on which a capture's validity depends."""
+    """Returns the properties of arguments, besides sizes and constants, that must match for a capture to be valid."""
     found: list[Any] = []
     for leaf in leaves:
         is_tensor = isinstance(leaf, Tensor)

@@ -16,22 +16,30 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from embrace_fx.capture.gc_pause import not_collecting
+from embrace_fx.capture.gc_pause import pause_garbage_collection
 from embrace_fx.capture.gradient_graph import ROUTE as EAGER
 from embrace_fx.capture.structured_trace import log_text
 from embrace_fx.cost.links import Cluster
 from embrace_fx.passes.planner.grouping import with_buckets
-from embrace_fx.passes.planner.plan_fit import NO_MOMENT, RENAMED, WHOLE, PlanViolation, fitted, renamed, violation
+from embrace_fx.passes.planner.plan_fit import (
+    NO_MOMENT,
+    RENAMED,
+    WHOLE,
+    PlanViolation,
+    find_violation,
+    fit_plan,
+    rename_parameters,
+)
 from embrace_fx.passes.planner.pricing import Findings
-from embrace_fx.passes.planner.replanning import SAMPLED_EVERY, changes, describe_replan
-from embrace_fx.planning.findings import find, plan_on_links, repeated
-from embrace_fx.planning.placing import gather_tables, place, place_anew
-from embrace_fx.planning.tiering import at_rest, fit_plan
+from embrace_fx.passes.planner.replanning import SAMPLED_EVERY, describe_changes, describe_replan
+from embrace_fx.planning.findings import gather_findings, plan_on_links, reuse_plan
+from embrace_fx.planning.placing import gather_tables, move_parameters, place_parameters
+from embrace_fx.planning.tiering import add_working_sets, measure_storage
 from embrace_fx.runtime.flow.comm_pipeline import CommPipeline, within_steps
 from embrace_fx.runtime.ranks.failure import PeerFailure
-from embrace_fx.runtime.ranks.step_handshake import HandshakeMessage, activity_of
+from embrace_fx.runtime.ranks.step_handshake import HandshakeMessage, activity_code
 from embrace_fx.runtime.step.program import Program
-from embrace_fx.runtime.tables.pending_parameters import Updates
+from embrace_fx.runtime.tables.pending_parameters import UpdateGroup
 from embrace_fx.session.buffer_sharing import BufferSharing
 from embrace_fx.session.program_cache import Entry, ProgramCache, StepCounters
 from embrace_fx.session.step_pipeline import StepPipeline
@@ -113,12 +121,12 @@ class Programs:
         pipeline = self.in_use
         if not entry.programs:
             state = self._context.state
-            found = violation(pipeline.plan, entry.analysed, state.hooked, state.ignored)
+            found = find_violation(pipeline.plan, entry.analysed, state.hooked, state.ignored)
             begins = entry.train and not pipeline.built  # all ranks build now, and must learn of one that cannot
-            self.check_fit(found, activity_of(train=entry.train, reduces=not accumulates), meets=begins)
+            self.check_fit(found, activity_code(train=entry.train, reduces=not accumulates), meets=begins)
         for each in (False, accumulates):  # the program that reduces gradients comes first, because it starts the flow
             if each not in entry.programs:
-                with stage("compiling", self._context.communicator.rank), not_collecting():
+                with stage("compiling", self._context.communicator.rank), pause_garbage_collection():
                     pipeline.build(entry, accumulates=each)
                 self.start_recording()
         return entry.programs[accumulates]
@@ -131,7 +139,7 @@ class Programs:
 
     # -- the plan ------------------------------------------------------------------------------------------------------
 
-    def decide(self, entry: Entry, leaves: Sequence[Any]) -> None:
+    def make_first_plan(self, entry: Entry, leaves: Sequence[Any]) -> None:
         """Makes the plan, places parameters by it, and builds the first program. Collective.
 
         Raises on every rank: PeerFailure for a bad batch, ValueError for options that do not fit the model.
@@ -140,24 +148,26 @@ class Programs:
         rank = context.communicator.rank
         if given is None:
             with stage("planning", rank):
-                findings = find(context, analysed, leaves, frozenset())
+                findings = gather_findings(context, analysed, leaves, frozenset())
                 # A forward as written has no schedule to choose, so that a short measurement is enough.
                 roughly = entry.captured.route == EAGER
                 plan = plan_on_links(context, findings, None, known=self.links, roughly=roughly)
         else:
-            plan = repeated(context, analysed, given)
+            plan = reuse_plan(context, analysed, given)
         if context.options.table_memory is not None:
-            plan = fit_plan(context, plan, findings.sparsity if findings else {}, partial(at_rest, context))
+            plan = add_working_sets(
+                context, plan, findings.sparsity if findings else {}, partial(measure_storage, context)
+            )
         self._adopt(plan, findings)
         with stage("placing parameters", rank):
-            place(context, analysed, plan)
+            place_parameters(context, analysed, plan)
         self._on_placed(True)
         self.build(entry)
         if rank == 0:
             log("%s", summary(plan))
 
     def _adopt(self, plan: Plan, findings: Findings | None) -> None:
-        """Adopts a plan, which has no programs yet. After an error, nothing has changed."""
+        """Makes a plan the one in use, before it has programs. After an error, nothing has changed."""
         self.pipeline = StepPipeline(self._context, plan, findings, self.counters, self.buffers, self._on_other_batch)
         log_text("plan", lambda: str(plan))
 
@@ -195,7 +205,7 @@ class Programs:
         old, communicator, asked = pipeline.plan, context.communicator, self.counters
         used, schedule = set[str](), ""
         if not forced:
-            own = HandshakeMessage(activity=context.activity(train=entry.train), sizes=(self._may_change(entry),))
+            own = HandshakeMessage(activity=context.activity(train=entry.train), sizes=(self._may_change_plan(entry),))
             if asked.uneven or not all(may for (may,) in context.announcements.announce(own)):
                 return
             reason = next(filter(None, communicator.gather(asked.replan_for, str)), ORDER)
@@ -204,45 +214,45 @@ class Programs:
                 own_buckets = with_buckets(old, entry.analysed).buckets
                 buckets = communicator.gather(own_buckets, tuple[tuple[str, ...], ...])[0]
                 if buckets != old.buckets:
-                    self._replace(entry.analysed, replace(old, buckets=buckets), pipeline.findings)
+                    self._replace_plan(entry.analysed, replace(old, buckets=buckets), pipeline.findings)
                 return
             used = {d.parameter for d in old if d.strategy not in ("frozen", "unused")}
             schedule = old.schedule_name
         with stage("planning again", communicator.rank):
-            findings = find(context, entry.analysed, entry.captured.inputs(leaves), used, schedule)
+            findings = gather_findings(context, entry.analysed, entry.captured.inputs(leaves), used, schedule)
         if findings is not None:
             findings = findings.with_whole(self._whole, WHOLE)
             # Without drift there are no running means.
             if (monitor := pipeline.monitor) is not None and monitor.wants_plan:
                 findings = findings.with_rows(monitor.rows)
         new = plan_on_links(context, findings, old, known=self.links)
-        if forced or changes(old, new) or (new.buckets, new.schedule_name) != (old.buckets, old.schedule_name):
-            self._replace(entry.analysed, new, findings, reason)
+        if forced or describe_changes(old, new) or (new.buckets, new.schedule_name) != (old.buckets, old.schedule_name):
+            self._replace_plan(entry.analysed, new, findings, reason)
             return
         pipeline.findings = findings
         pipeline.monitor_rows()
         if reason == USER and communicator.rank == 0:
             log("planned again %s", describe_replan(self.counters.calls, reason, old, new))
 
-    def change(self, new: Plan, reason: str) -> None:
+    def use_plan(self, new: Plan, reason: str) -> None:
         """Puts a modified copy of the plan in use. Collective."""
         analysed = next(self.cache.entries()).analysed
-        self._replace(analysed, new, self.in_use.findings, reason)
+        self._replace_plan(analysed, new, self.in_use.findings, reason)
 
-    def check_fit(self, found: PlanViolation, activity: int, *, meets: bool = False) -> None:
-        """Announces whether this rank's batch fits the plan. If that of any rank does not, raises on all ranks so that
-        they change the plan.
+    def check_fit(self, violation: PlanViolation, activity: int, *, meets: bool = False) -> None:
+        """Announces that this rank's batch needs a change of the plan. Raises PlanDoesNotFit on all ranks, so that they
+        change it together.
 
         Args:
             activity: the activity of the call.
             meets: whether all ranks call this, no matter whether the plan meets the needs of their batches.
         """
-        self._violation = found
-        if found or meets:
-            self._context.announcements.announce(HandshakeMessage(activity=activity, does_not_fit=bool(found)))
+        self._violation = violation
+        if violation or meets:
+            self._context.announcements.announce(HandshakeMessage(activity=activity, does_not_fit=bool(violation)))
 
-    def fit(self) -> str:
-        """Adds the needs of all ranks' batches to the plan, before the step that has them. Collective.
+    def extend_plan(self) -> str:
+        """Extends the plan by the needs of all ranks' batches, before the step that has them. Collective.
 
         Returns, on every rank, the reason why forwards run eagerly from now on, or "" if graphs hold them. Raises
         PeerFailure on every rank if the plan may not change now on some rank.
@@ -262,15 +272,15 @@ class Programs:
         if eager := next((each.eager for each in needed if each.eager), ""):
             return eager
         self._whole |= {name for each in needed for name in each.whole}
-        self.change(fitted(self.in_use.plan, needed), f"a batch uses {names} in another way")
+        self.use_plan(fit_plan(self.in_use.plan, needed), f"a batch uses {names} in another way")
         if own.renamed:
-            self._adopt(renamed(self.in_use.plan, dict(own.renamed)), None)
+            self._adopt(rename_parameters(self.in_use.plan, dict(own.renamed)), None)
         return ""
 
     def unshard(self, names: Sequence[str], reason: str) -> None:
         """Replaces the plan by one in which these tables are whole, before an optimizer steps them. Collective."""
         entry = next(each for each in self.cache.entries() if each.train)
-        if not self._may_change(entry) or self._context.options.given_plan is not None:
+        if not self._may_change_plan(entry) or self._context.options.given_plan is not None:
             raise RuntimeError(
                 f"optimizer.step(): {', '.join(names)} must be whole, because {reason}. They cannot be gathered now: "
                 "an earlier call still waits for its backward, or the plan is fixed by plan=. Pass the optimizer to "
@@ -278,10 +288,10 @@ class Programs:
             )
         if (findings := self.in_use.findings) is not None:
             self.in_use.findings = findings.with_whole(names, reason)
-        self.change(fitted(self.in_use.plan, [PlanViolation((), tuple(names))], reason), reason)
+        self.use_plan(fit_plan(self.in_use.plan, [PlanViolation((), tuple(names))], reason), reason)
 
     @outside_of_modes()
-    def _replace(self, analysed: TrainingGraph, new: Plan, findings: Findings | None, reason: str = "") -> None:
+    def _replace_plan(self, analysed: TrainingGraph, new: Plan, findings: Findings | None, reason: str = "") -> None:
         """Replaces the plan in use with another one, between two steps. Collective.
 
         Args:
@@ -294,7 +304,7 @@ class Programs:
             context.state.flush_tables()
             context.state.reads.restart()
             with stage("placing parameters anew", context.communicator.rank):
-                place_anew(context, analysed, old, new)
+                move_parameters(context, analysed, old, new)
             line = describe_replan(self.counters.calls, reason, old, new) if reason else ""
             self._adopt(replace(new, history=(*old.history, line)) if line else new, findings)
             self._on_placed(False)
@@ -303,7 +313,7 @@ class Programs:
         if line and context.communicator.rank == 0:
             log("planned again %s", line)
 
-    def _may_change(self, entry: Entry) -> bool:
+    def _may_change_plan(self, entry: Entry) -> bool:
         """Returns whether the plan may change on this rank: no backward, `no_sync` sum or recording is unfinished."""
         state = self._context.state
         tables = {decision.parameter for decision in self.in_use.plan if decision.is_table}
@@ -317,13 +327,15 @@ class Programs:
 
     # -- pending updates -----------------------------------------------------------------------------------------------
 
-    def updates(self) -> tuple[Updates, Updates]:
-        """Returns the two kinds of pending updates between calls: those of dense parameters, and those of tables."""
+    def pending_updates(self) -> tuple[UpdateGroup, UpdateGroup]:
+        """Returns two handles on updates that are pending between calls: those of dense parameters, and those of
+        tables.
+        """
         state, lock = self._context.state, self._context.state.pending.lock
 
         def tables() -> Iterable[nn.Parameter]:
             """Returns the tables that may have pending updates."""
-            if not state.has_deferred_rows and not self.flow.has_tables_under_way:
+            if not state.has_deferred_rows and not self.flow.has_pending_tables:
                 return ()
             return state.table_parameters()
 
@@ -335,11 +347,11 @@ class Programs:
             """Applies the pending updates of buckets."""
             self.flow.apply_buckets()
 
-        dense = Updates(lambda: self.flow.buckets.stepped, apply_dense, lock)
-        return dense, Updates(tables, self._tables_may_change, lock, joined)
+        dense = UpdateGroup(lambda: self.flow.buckets.pending_parameters, apply_dense, lock)
+        return dense, UpdateGroup(tables, self._tables_may_change, lock, joined)
 
     def late_optimizers(self) -> list[Optimizer]:
-        """Returns the optimizers whose last step has not been applied completely."""
+        """Returns the optimizers whose last step has updates that are still pending."""
         found = [table.optimizer for table in self._context.state.tables.values() if table.optimizer is not None]
         return found + self.flow.buckets.optimizers
 
@@ -349,18 +361,20 @@ class Programs:
         self._apply()
 
     def _apply(self) -> None:
-        """Applies all pending updates and shows pending gradients."""
+        """Applies all pending updates, and makes pending gradients visible in `.grad`."""
         self.flow.apply()
-        self.flow.hand_out()
+        self.flow.before_writes()
         self._context.state.flush_tables()
 
     def parameters_may_change(self) -> None:
-        """Applies pending updates, and discards prefetched rows, because the caller may write parameters."""
+        """Applies pending updates and discards prefetched rows, because the caller may now write parameters."""
         self._context.state.pending.close()
         self._tables_may_change()
 
     def _tables_may_change(self) -> None:
-        """Applies updates before the user may change tables; logs a hint once if that happens in every step."""
+        """Applies pending updates because the user may now write tables. Logs a hint, once, if that happens in every
+        step.
+        """
         self._apply()
         state = self._context.state
         if state.reads.in_every_step and state.tables and not self._logged_reads:
@@ -369,7 +383,7 @@ class Programs:
                 log(_ASKED)
 
     def leave_model(self) -> None:
-        """Gathers all tables on every rank, because another `compile` takes over the model. Collective."""
+        """Makes all tables whole on every rank, because another `compile` takes the model over. Collective."""
         if self.pipeline is not None:
             self.pipeline.close()
             gather_tables(self._context, self.pipeline.plan.sharded)

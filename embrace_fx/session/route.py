@@ -14,10 +14,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from embrace_fx.capture.gradient_graph import as_lookups, gradient_graph
+from embrace_fx.capture.gradient_graph import gradient_graph, with_assumed_lookups
 from embrace_fx.capture.module_tables import LAYERS, has_labels, heads_of, ids_in, rows_in, tables_of
 from embrace_fx.passes.planner.capture_gain import Capture
-from embrace_fx.planning.findings import find, plan_on_links
+from embrace_fx.planning.findings import gather_findings, plan_on_links
 from embrace_fx.runtime.probe.probe import GLANCE_ERROR
 from embrace_fx.session.programs import Programs
 from embrace_fx.setup.agreement import agree_on_first_call
@@ -30,14 +30,15 @@ FEW_TABLES = 8
 
 
 def runs_as_written(context: Context, programs: Programs, leaves: Sequence[Any]) -> str:
-    """Returns the reason, in one line, why a model is not captured, or "" if it is. Collective.
+    """Decides at the first training call whether to capture the model. Returns "" if so, or the reason, in one line,
+    why its forward runs as written. Collective.
 
     Args:
         leaves: the arguments of the first training call, flattened.
     """
     if (hook := context.communicator.comm_hook) is not None and context.communicator.world_size > 1:
         return f"the communication hook {hook.name} reduces whole gradients"
-    if context.communicator.world_size == 1 or _asks_for_a_graph(context):
+    if context.communicator.world_size == 1 or _requires_graph(context):
         return ""
     communicator, model = context.communicator, context.model
     agree_on_first_call(communicator, context.activity(train=True), None)
@@ -53,8 +54,10 @@ def runs_as_written(context: Context, programs: Programs, leaves: Sequence[Any])
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     either = {id(parameter) for parameter in (*tables.values(), *heads.values())}
     weighed = {name: parameter for name, parameter in trained.items() if id(parameter) in either}
-    graph = as_lookups(gradient_graph(weighed, [*tables], {}, frozenset()))
-    findings = find(context, graph, [rows_in(ids, len(each)) for each in tables.values()], frozenset(), schedule="none")
+    graph = with_assumed_lookups(gradient_graph(weighed, [*tables], {}, frozenset()))
+    findings = gather_findings(
+        context, graph, [rows_in(ids, len(each)) for each in tables.values()], frozenset(), schedule="none"
+    )
     if findings is not None:
         findings = replace(findings, facts=tuple(fact for fact in findings.facts if fact.name in weighed))
     dense = sum(p.numel() for name, p in trained.items() if name not in tables and p.dim() > 1)
@@ -67,10 +70,10 @@ def runs_as_written(context: Context, programs: Programs, leaves: Sequence[Any])
     programs.links = plan.links if plan.links_are == "probed" else None
     if capture.pays(plan):
         return ""
-    return f"shards of {', '.join(tables | heads)} would save {capture.compared(plan)}; {advice}"
+    return f"shards of {', '.join(tables | heads)} would save {capture.describe_savings(plan)}; {advice}"
 
 
-def _asks_for_a_graph(context: Context) -> bool:
+def _requires_graph(context: Context) -> bool:
     """Returns whether an option requires a graph, or a layer's eager lookups would differ from DDP's."""
     options, state = context.options, context.state
     asked = options.route, options.memory_budget, options.table_memory, options.given_plan

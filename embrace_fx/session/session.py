@@ -31,7 +31,7 @@ from embrace_fx.runtime.ranks.wire_rounding import Rounding
 from embrace_fx.runtime.step.external_gradients import ExternalGradients
 from embrace_fx.runtime.step.hooked_buckets import CommHook
 from embrace_fx.runtime.step.optimizer_hooks import OptimizerHooks
-from embrace_fx.runtime.tables.model_state import ModelState, names_to_ignore
+from embrace_fx.runtime.tables.model_state import ModelState, ignored_names
 from embrace_fx.runtime.tables.placement import broadcast_state
 from embrace_fx.runtime.tiers import checkpoint
 from embrace_fx.session.comm_hooks import register_hook
@@ -41,7 +41,7 @@ from embrace_fx.session.program_cache import Arguments
 from embrace_fx.session.programs import MODULE, ONCE_IN, USER, Programs
 from embrace_fx.session.route import runs_as_written
 from embrace_fx.session.shadow_rank import ShadowRank
-from embrace_fx.session.state_hooks import add_state_hooks, take_over
+from embrace_fx.session.state_hooks import add_state_hooks, release_from_session
 from embrace_fx.session.views import Views
 from embrace_fx.session.whole_tables import whole_tables
 from embrace_fx.setup.agreement import RunsEagerly, agree_on_first_call, agree_on_set_up, give_up, replicas
@@ -72,21 +72,21 @@ class Session:
         with stage("agreeing with the other ranks", self.communicator.rank):
             agree_on_set_up(self.communicator, model, optimizers, options, self.device_mesh)
         self.announcements.watch()
-        take_over(model)
+        release_from_session(model)
         self._send_first_state()
         self.state = ModelState(model)
         self._watch = ModelWatch(model, self.state)
-        self._context = Context(model, self._stepping(), self.state, self.announcements, options)
+        self._context = Context(model, self._make_optimizer_hooks(), self.state, self.announcements, options)
         self._placed = add_state_hooks(self)
         self._outside = ExternalGradients(self.state, self.communicator)
-        self.programs = Programs(self._context, self.lookahead.warn_of_other_batch, self._record_places)
+        self.programs = Programs(self._context, self.lookahead.warn_of_other_batch, self._after_placing)
         self._eager = EagerCalls(self._context, self.programs)
-        self.state.pending.watch(self.programs.updates(), self.programs.late_optimizers)
+        self.state.pending.watch(self.programs.pending_updates(), self.programs.late_optimizers)
         close_bypasses()
         watch_forks(self)
         self._graphs = GraphCalls(self._context, self.programs, self.lookahead, self._watch)
         self.views = Views(self._context, self.programs, self._eager)
-        self.shadow = ShadowRank(self._context, self.programs, self._eager.fit)
+        self.shadow = ShadowRank(self._context, self.programs, self._eager.extend_plan)
 
     def _send_first_state(self) -> None:
         """Broadcasts rank 0's parameters and buffers, except embeddings, as DDP's constructor does. Collective.
@@ -97,15 +97,17 @@ class Session:
         later = {id(parameter) for layer in layers for parameter in layer.parameters()}
         named = (*self.model.named_parameters(), *self.model.named_buffers())
         apart = {name for name, each in named if id(each) in later or each.device.type == "meta"}
-        apart |= names_to_ignore(self.model)
+        apart |= ignored_names(self.model)
         broadcast_state(self.model, apart, self.communicator, buffers=self.options.broadcast_buffers is not False)
 
-    def _stepping(self) -> OptimizerHooks:
-        """Makes the listener to the model's optimizers: the given ones, and any other that steps the model."""
+    def _make_optimizer_hooks(self) -> OptimizerHooks:
+        """Creates the hooks on the optimizers that step the model: the given ones, and any other found at its first
+        step.
+        """
         itself = weakref.ref(self)  # optimizers must not keep their session alive
 
         def unshard(names: Sequence[str], reason: str) -> None:
-            """Makes tables whole, if the session still exists."""
+            """Makes these tables whole, unless the session no longer exists."""
             if (session := itself()) is not None:
                 session.programs.unshard(names, reason)
 
@@ -134,13 +136,15 @@ class Session:
         return self._begun and self.communicator.is_open
 
     def before_fork(self) -> None:
-        """Applies updates. The main thread also waits for gradients, unless a backward is running."""
+        """Applies pending updates before the process forks. The main thread also waits for gradients, unless a backward
+        is running.
+        """
         self.state.pending.apply()
         if threading.current_thread() is threading.main_thread():
             self.programs.flow.wait()
 
     def in_fork(self) -> None:
-        """Disconnects a forked child from the other ranks."""
+        """Disconnects the model from the other ranks, in a forked child."""
         self.communicator.leave_fork()
         self.programs.flow.launcher.queue.error = RuntimeError(FORKED)
 
@@ -150,8 +154,8 @@ class Session:
 
     # -- calling -------------------------------------------------------------------------------------------------------
 
-    def _begin(self) -> None:
-        """Checks ranks and model at the first call. Collective."""
+    def _set_up(self) -> None:
+        """Checks, at the first call, that the ranks agree on model, optimizers and options. Collective."""
         if self._given_group is None:
             group = default_group()
             check_group(group, self.communicator.group)
@@ -161,12 +165,14 @@ class Session:
         # Check the optimizers again, because they may have changed since `compile`.
         own = self.model, self.optimizers, self.options
         agree_on_set_up(self.communicator, *own, hook=self._hook, is_called=True)
-        self._look_again()
+        self._record_model()
         self._begun = True
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # torch.compile does not trace into it
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Calls the model; with stand-ins for its parameters, calls the plain model."""
+        """Runs a call of the model. Inside `functional_call`, with other tensors in place of the parameters, calls the
+        plain model.
+        """
         if self._watch.all_replaced(buffers=self.options.shares_buffers):
             return self.model(*args, **kwargs)
         self.lookahead.begin_call()
@@ -174,15 +180,15 @@ class Session:
             return self._run(args, kwargs)
 
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Begins the session at its first call, and runs the call, again if the route becomes eager."""
+        """Sets the session up at its first call, then runs the call. Runs it again if the route becomes eager."""
         is_first = self.programs.pipeline is None
-        # Each stage of the first step may be short, their sum long.
+        # Report the first step as a whole: its stages may be short one by one, but long together.
         with stage("preparing the first step", self.communicator.rank) if is_first else contextlib.nullcontext():
             check_call(self.communicator.group, begun=self._begun)
             if is_first:
                 self.announcements.announce(HandshakeMessage())  # raises if the other ranks do not get here
             if not self._begun:
-                self._begin()
+                self._set_up()
             arguments = Arguments(args, kwargs, *flatten_arguments(args, kwargs), torch.is_grad_enabled())
             count = self.programs.counters.calls
             while True:
@@ -192,10 +198,10 @@ class Session:
                     self._eager.take_over(str(found))
                 except PlanDoesNotFit:
                     self.programs.counters.calls = count
-                    self._eager.fit()
+                    self._eager.extend_plan()
                     if self._watch.renamed():
                         gather_buffers(self.model)
-                        self._follow_names()
+                        self._take_over_renames()
 
     def _call(self, call: Arguments) -> Any:
         """Runs the model on a batch. Raises PlanDoesNotFit, on every rank, if the plan must change first.
@@ -203,7 +209,7 @@ class Session:
         Until a call trains a parameter, the plain model runs, because a discriminator may be frozen at its first calls.
         """
         self.communicator.check_open()
-        self._look_at_model(call.train)
+        self._check_model(call.train)
         if self.programs.pipeline is None:
             if not (call.train and self._watch.trains):
                 if self._to_load is not None:
@@ -220,9 +226,9 @@ class Session:
             return self._eager.evaluate(call)
         return self._eager.call(call) if self._eager.reason else self._graphs.call(call)
 
-    def _look_at_model(self, train: bool) -> None:
-        """Compares the model with its programs: raises if parameters have changed, and drops captures if modules
-        have.
+    def _check_model(self, train: bool) -> None:
+        """Compares the model with its programs: raises if parameters were replaced, and drops captures if modules have
+        changed.
 
         Raises PlanDoesNotFit on every rank if parameters were renamed, as pruning does.
         """
@@ -234,10 +240,10 @@ class Session:
                 give_up(self.announcements, changed)
             if programs.pipeline is not None:
                 programs.check_fit(PlanViolation(renamed=tuple(names.items())), self._context.activity(train=train))
-            self._follow_names()
+            self._take_over_renames()
         if self._watch.modules_changed():
             self.programs.parameters_may_change()
-            self._look_again()
+            self._record_model()
             programs.cache.clear()
             if programs.pipeline is not None:
                 programs.ask_to_replan(MODULE)
@@ -245,18 +251,18 @@ class Session:
             whole = tuple(sorted(self.state.hooked.intersection(programs.plan.sharded)))
             programs.check_fit(PlanViolation((), whole), self._context.activity(train=train))
 
-    def _look_again(self) -> None:
-        """Records the present modules and parameters of the model."""
+    def _record_model(self) -> None:
+        """Records the model's present modules and parameters, to compare them at the next call."""
         self.state.refresh(self.model)
         self._watch.record()
 
-    def _follow_names(self) -> None:
-        """Takes over renamed parameters in the session and the plan."""
-        self._look_again()
+    def _take_over_renames(self) -> None:
+        """Renames parameters in the session and the plan as the model has renamed them."""
+        self._record_model()
         self.programs.cache.clear()
-        self._eager.forget()
+        self._eager.remove_hooks()
         if self.programs.pipeline is not None:
-            self._record_places(first=False)
+            self._after_placing(first=False)
 
     def _end_lookahead(self) -> None:
         """Applies every update, and stops expecting a next batch."""
@@ -266,7 +272,7 @@ class Session:
     # -- ranks that have run out of batches ----------------------------------------------------------------------------
 
     def join_hook(self, *, divides_by_all: bool) -> ShadowRank:
-        """Returns the hook by which ranks without batches shadow the others."""
+        """Returns the hook that lets a rank without batches take part in the others' steps."""
         if self.options.table_memory is not None:
             raise ValueError(
                 "join() does not work with table_memory: once a rank has no batches left, tables become whole on all "
@@ -284,14 +290,14 @@ class Session:
     # -- state ---------------------------------------------------------------------------------------------------------
 
     def parameters_were_loaded(self) -> None:
-        """Takes over the parameters after `load_state_dict`, which may have replaced the objects."""
+        """Takes over the parameters after a `load_state_dict`, which may have replaced the parameter objects."""
         self.state.parameters_were_loaded()
         self.communicator.progress.optimizer_steps = 0  # all ranks have the same parameters again
         self._watch.record_parameters()
         if self.programs.pipeline is not None:
-            self._record_places(first=False)
+            self._after_placing(first=False)
 
-    def _record_places(self, first: bool) -> None:
+    def _after_placing(self, first: bool) -> None:
         """Records where the plan has placed the parameters. The first time, loads a checkpoint that was requested
         before.
         """
@@ -302,7 +308,7 @@ class Session:
             plan = self.programs.in_use.plan
             self._outside.watch(frozenset(d.parameter for d in plan if d.strategy in ("unused", "frozen")))
         if first and self._to_load is not None:
-            checkpoint.load(*self._saved(), self._to_load)
+            checkpoint.load(*self._checkpointed(), self._to_load)
         if first:
             self._watch.record_parameters()
 
@@ -322,14 +328,14 @@ class Session:
         self.programs.synchronize()
         compare(replicas(self.state, self._context.optimizer_hooks.known_optimizers.optimizers), self.communicator)
 
-    def _saved(self) -> tuple[nn.Module, ModelState, Sequence[Optimizer], Communicator]:
-        """Returns the parts of the session that a checkpoint saves."""
+    def _checkpointed(self) -> tuple[nn.Module, ModelState, Sequence[Optimizer], Communicator]:
+        """Returns what a checkpoint saves: the model, its tables' state, the optimizers and the communicator."""
         return self.model, self.state, self._context.optimizer_hooks.known_optimizers.optimizers, self.communicator
 
     def save_checkpoint(self, folder: Path) -> None:
         """Saves a checkpoint into a folder. Collective."""
         self.programs.synchronize()
-        checkpoint.save(*self._saved(), folder)
+        checkpoint.save(*self._checkpointed(), folder)
 
     def load_checkpoint(self, folder: Path) -> None:
         """Loads a checkpoint immediately, or in the first call after tables have been placed. Collective."""
@@ -337,12 +343,12 @@ class Session:
             self._to_load = folder
             return
         self.programs.parameters_may_change()
-        checkpoint.load(*self._saved(), folder)
+        checkpoint.load(*self._checkpointed(), folder)
         self.parameters_were_loaded()
 
     def close(self) -> None:
         """Applies pending updates, and ends the threads and process groups of the model."""
-        self._eager.forget()
+        self._eager.remove_hooks()
         self.programs.close()
         self.state.flush_tables()
         self.programs.cache.clear()

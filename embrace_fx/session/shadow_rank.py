@@ -16,10 +16,10 @@ from torch.distributed.algorithms.join import JoinHook
 
 from embrace_fx.capture.gradient_graph import ROUTE as EAGER
 from embrace_fx.passes.join_exchanges import idle_graph
-from embrace_fx.passes.planner.plan_fit import PlanViolation, fitted
+from embrace_fx.passes.planner.plan_fit import PlanViolation, fit_plan
 from embrace_fx.runtime.ranks.failure import PlanDoesNotFit
 from embrace_fx.runtime.ranks.step_handshake import ACCUMULATING, EVALUATING, JOINED
-from embrace_fx.runtime.step.runnable_phase import autocast_is_in_the_graph
+from embrace_fx.runtime.step.runnable_phase import without_user_autocast
 from embrace_fx.runtime.step.step import Step
 from embrace_fx.runtime.tables.placement import broadcast_state
 from embrace_fx.session.program_cache import Entry
@@ -78,11 +78,13 @@ class ShadowRank(JoinHook):
         if joined and plan is not None and plan.sharded:
             self._agree_on_gradients(active)
             self._sharded = plan
-            programs.change(fitted(plan, [PlanViolation((), plan.sharded)], _WHOLE), _WHOLE)
+            programs.use_plan(fit_plan(plan, [PlanViolation((), plan.sharded)], _WHOLE), _WHOLE)
         return everyone[active[0]]
 
     def _agree_on_gradients(self, active: Sequence[int]) -> None:
-        """Makes tables have a gradient on all ranks or on none, before an optimizer's step."""
+        """Gives tables a gradient on all ranks or on none, before an optimizer's step. `active` are the ranks that
+        still have batches.
+        """
         tables = self._context.state.tables
         own = tuple(name for name, table in tables.items() if table.parameter.grad is not None)
         adds_up = any(held.unreduced for held in self._context.state.gradients())
@@ -105,12 +107,12 @@ class ShadowRank(JoinHook):
         unreduced.clear()
         while True:
             try:
-                return self._run(activity)
+                return self._run_without_batch(activity)
             except PlanDoesNotFit:
                 self._fit()
 
-    def _run(self, activity: int) -> None:
-        """Runs the program for ranks without a batch, for the others' activity."""
+    def _run_without_batch(self, activity: int) -> None:
+        """Runs the program in which this rank takes part in the others' call of this activity, without a batch."""
         state, programs = self._context.state, self._programs
         kind = programs.cache["no batch", activity != EVALUATING]
         if not kind.found:
@@ -118,11 +120,11 @@ class ShadowRank(JoinHook):
             like = replace(next(programs.cache.entries()).captured, graph=graph, result_constants={}, replay=None)
             kind.found.append(Entry(like, graph, activity != EVALUATING))
         program = programs.build(kind.found[0], accumulates=activity == ACCUMULATING)
-        with torch.no_grad(), autocast_is_in_the_graph(), self._context.state.pending.closed():
+        with torch.no_grad(), without_user_autocast(), self._context.state.pending.closed():
             step = Step(program, (), None)
             step.forward()
             # As under DDP, parameters reached since the last own step get a gradient, to which this rank adds zeros.
-            step.unreduced = program.used.named(self._context.state.reached)
+            step.unreduced = program.used.reached_by_any(self._context.state.reached)
             if program.has_backward:
                 step.backward([None], for_parameters=False)
             elif activity != EVALUATING:
@@ -144,4 +146,4 @@ class ShadowRank(JoinHook):
         context.communicator.progress.optimizer_steps = 0  # all ranks have the same parameters again
         sharded, self._sharded = self._sharded, None
         if sharded is not None and next(self._programs.cache.entries()).captured.route != EAGER:
-            self._programs.change(sharded, _OVER)
+            self._programs.use_plan(sharded, _OVER)

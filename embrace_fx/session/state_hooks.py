@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from embrace_fx.runtime.tables.shard_layout import Layout
-from embrace_fx.runtime.tables.state_dicts import check_names, show_parts, take_own_parts
+from embrace_fx.runtime.tables.state_dicts import check_names, convert_to_own, insert_parts
 from embrace_fx.runtime.tables.table_shard import REFUSAL
 from embrace_fx.setup.log import log
 
@@ -24,8 +24,9 @@ if TYPE_CHECKING:
     from embrace_fx.session.session import Session
 
 
-class Placed:
-    """What a model keeps of its session: the layouts of its tables, and the hooks of its state dict.
+class PlacedTables:
+    """The record that a model keeps of the session that sharded its tables: their layouts, and the hooks on its state
+    dict.
 
     Attributes:
         layouts: table, by each of its names -> its layout.
@@ -65,7 +66,7 @@ class StateHook:
         placed: the layouts of tables, kept without a session.
     """
 
-    def __init__(self, act: Callable[..., None], session: Session | None, placed: Placed) -> None:
+    def __init__(self, act: Callable[..., None], session: Session | None, placed: PlacedTables) -> None:
         self._find_session = (lambda: None) if session is None else weakref.ref(session)
         self._act, self._placed = act, placed
 
@@ -84,18 +85,18 @@ class StateHook:
 
     @property
     def trainer(self) -> Session | None:
-        """The open session that trains the model and can make its tables whole, or None."""
+        """The session that trains the model, if it is open and can make the tables whole; else None."""
         return self.session if self.session is not None and self.session.is_training else None
 
     @property
-    def taken(self) -> str | None:
+    def why_not_compiled(self) -> str | None:
         """Why the model cannot be compiled again, or None if it can."""
         if self.layouts and self.trainer is None:
             return f"an earlier compile() left only this rank's shards of {', '.join(self.layouts)}"
         return None
 
-    def watching(self) -> contextlib.AbstractContextManager[None]:
-        """Returns a context that names a rank that dies in a collective inside it."""
+    def naming_dead_ranks(self) -> contextlib.AbstractContextManager[None]:
+        """Returns a context in which an error of a collective names the rank that died."""
         return contextlib.nullcontext() if self.session is None else self.session.communicator.watching()
 
     def __reduce__(self) -> Any:
@@ -104,7 +105,7 @@ class StateHook:
         return getattr, (contextlib.nullcontext(), "__exit__")  # pickles as a function that does nothing
 
     def __deepcopy__(self, memo: dict[int, Any]) -> StateHook:
-        copied = StateHook(self._act, None, Placed(self.layouts))
+        copied = StateHook(self._act, None, PlacedTables(self.layouts))
         if not self.layouts:
             self._placed.copies.add(copied)
         return copied
@@ -118,27 +119,27 @@ def _before_saving(hook: StateHook, *_: Any) -> None:
 
 def _after_saving(hook: StateHook, module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
     """Replaces sharded tables in a state dict by the form that `torch.distributed.checkpoint` expects."""
-    with hook.watching():
-        show_parts(state_dict, hook.layouts, prefix=prefix)
+    with hook.naming_dead_ranks():
+        insert_parts(state_dict, hook.layouts, prefix=prefix)
 
 
 def _before_loading(hook: StateHook, module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
     """Replaces whole tables in a state dict by this rank's parts, before the state dict is loaded."""
     check_names(module, state_dict, prefix)
     _before_saving(hook)
-    with hook.watching():
-        take_own_parts(state_dict, hook.layouts, module.get_parameter, prefix=prefix)
+    with hook.naming_dead_ranks():
+        convert_to_own(state_dict, hook.layouts, module.get_parameter, prefix=prefix)
 
 
 def _after_loading(hook: StateHook, *_: Any) -> None:
-    """Makes the session take over the loaded parameters."""
+    """Makes the session use the loaded parameters."""
     if hook.session is not None:
         hook.session.parameters_were_loaded()
 
 
-def add_state_hooks(session: Session) -> Placed:
+def add_state_hooks(session: Session) -> PlacedTables:
     """Registers the hooks that put shards into state dicts, and that tell the session about loaded values."""
-    placed, model = Placed(), session.model
+    placed, model = PlacedTables(), session.model
     placed.kept = session
     placed.handles = [
         model.register_state_dict_pre_hook(StateHook(_before_saving, session, placed)),
@@ -149,7 +150,7 @@ def add_state_hooks(session: Session) -> Placed:
     return placed
 
 
-def take_over(model: nn.Module) -> None:
+def release_from_session(model: nn.Module) -> None:
     """Releases the model from the session of an earlier `compile`, if there is one. Collective."""
     hooks: list[Any] = list(model._state_dict_pre_hooks.values())
     for hook in hooks:

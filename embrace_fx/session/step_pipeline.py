@@ -20,14 +20,14 @@ from embrace_fx.passes.memory.budget import Memory
 from embrace_fx.passes.memory.copy_placement import NO_COPIES
 from embrace_fx.passes.overlap.buckets import ChunkBuckets
 from embrace_fx.passes.overlap.order import OrderCompute
-from embrace_fx.passes.pipeline import Compiled, overlap_passes, run_passes, training_passes
-from embrace_fx.passes.planner.grouping import cuts
+from embrace_fx.passes.pipeline import CompiledGraph, overlap_passes, run_passes, training_passes
+from embrace_fx.passes.planner.grouping import cut_communication
 from embrace_fx.passes.planner.pricing import Findings
 from embrace_fx.passes.planner.replanning import SparsityMonitor
 from embrace_fx.passes.step_graphs import StepGraphs
 from embrace_fx.passes.step_memory import StepMemory, step_memory
 from embrace_fx.planning.findings import scores_nothing
-from embrace_fx.planning.scheduling import launches, order, rows_beyond_memory
+from embrace_fx.planning.scheduling import decide_order, issued_launches, rows_beyond_memory
 from embrace_fx.runtime.exchanges.in_place import exchanges_of
 from embrace_fx.runtime.flow.bucket_updates import Buckets
 from embrace_fx.runtime.flow.comm_pipeline import CommPipeline, within_steps
@@ -38,14 +38,14 @@ from embrace_fx.runtime.launch.launcher import Launcher
 from embrace_fx.runtime.launch.profile import Profile, StepProfiler, agree_on_profile
 from embrace_fx.runtime.launch.recorder import Recorder
 from embrace_fx.runtime.launch.stream_queue import StreamQueue
-from embrace_fx.runtime.launch.streams import streams_of
+from embrace_fx.runtime.launch.streams import choose_streams
 from embrace_fx.runtime.memory.resident import bytes_in_use
 from embrace_fx.runtime.ranks.checksums import checksum_of_text
-from embrace_fx.runtime.ranks.step_handshake import HandshakeMessage, activity_of
+from embrace_fx.runtime.ranks.step_handshake import HandshakeMessage, activity_code
 from embrace_fx.runtime.step.program import Program
 from embrace_fx.session.batch_check import batch_check
 from embrace_fx.session.buffer_sharing import BufferSharing
-from embrace_fx.session.offloading import offloading
+from embrace_fx.session.offloading import set_up_offloading
 from embrace_fx.session.program_cache import Entry, StepCounters
 from embrace_fx.setup.agreement import give_up
 from embrace_fx.setup.context import Context
@@ -89,7 +89,7 @@ class StepPipeline:
         self.findings = findings and replace(findings, schedule=plan.schedule_name)
         self.monitor: SparsityMonitor | None = None
         self.monitor_rows()
-        self._streams = on = streams_of(context.device)
+        self._streams = on = choose_streams(context.device)
         self._make: Callable[..., CommPipeline] = CommPipeline if on is None else partial(DevicePipeline, streams=on)
         self._aside = within_steps(context.announcements, self._make)
         self.flow = self._aside
@@ -103,7 +103,7 @@ class StepPipeline:
         self._buffers = buffers
         self._on_other_batch = on_other_batch
         budget = context.options.memory_budget
-        copies = (None, NO_COPIES) if budget is None else offloading(context, plan.links.compute)
+        copies = (None, NO_COPIES) if budget is None else set_up_offloading(context, plan.links.compute)
         self._copies, self._copy_rate = copies
         self._steps_of: WeakKeyDictionary[Program, StepGraphs] = WeakKeyDictionary()  # program -> its steps' graphs
         self._last: Program | None = None  # the last training program
@@ -121,7 +121,7 @@ class StepPipeline:
     # -- programs ------------------------------------------------------------------------------------------------------
 
     def build(self, entry: Entry, *, accumulates: bool) -> None:
-        """Makes a program of an entry. Collective for the first training program.
+        """Builds an entry's program. Collective for the first training program, which decides the schedule.
 
         Args:
             accumulates: whether dense gradients are not reduced.
@@ -142,11 +142,11 @@ class StepPipeline:
         assert compiled is not None
         of_steps = StepGraphs(compiled, entry.analysed)
         if reduce:
-            self._start(compiled.graph, as_gradients=entry.captured.route == EAGER)
+            self._decide_schedule(compiled.graph, as_gradients=entry.captured.route == EAGER)
             log_text("pass_times", compiled.times)
             for name, module in compiled.graphs.items():
                 log_graph(name, module)
-        program = entry.programs[accumulates] = self._program(joint, of_steps, entry, reduce=reduce)
+        program = entry.programs[accumulates] = self._make_program(joint, of_steps, entry, reduce=reduce)
         if reduce:
             self._steps_of[program], self._last = of_steps, program
         else:
@@ -154,7 +154,7 @@ class StepPipeline:
             shown = (phase for phase in ("forward", "backward") if phase in compiled.graph.phases)
             self._besides |= {f"{phase}, {when}": partial(compiled.graph.phases.__getitem__, phase) for phase in shown}
         if self._context.options.backend == "inductor":  # compiled regions have added guards
-            entry.captured = entry.captured.guarded_again()
+            entry.captured = entry.captured.with_new_guards()
 
     @property
     def graphs(self) -> Graphs:
@@ -166,27 +166,29 @@ class StepPipeline:
         return Graphs(shown.graphs, shown.phases, variants, lambda: last.sources)
 
     @property
-    def _shown(self) -> Compiled | None:
+    def _shown_step(self) -> CompiledGraph | None:
         """Returns the compiled step that `model.graphs` shows, or None before the first call."""
         return None if self._last is None else self._steps_of[self._last].steady
 
     def step_memory(self) -> StepMemory | None:
         """Predicts the memory that a step of the last training program holds, or returns None before the first."""
-        return None if self._shown is None else step_memory(self._shown.graph)
+        return None if self._shown_step is None else step_memory(self._shown_step.graph)
 
-    def _compile(self, analysed: TrainingGraph, *, train: bool, reduce: bool) -> Compiled:
+    def _compile(self, analysed: TrainingGraph, *, train: bool, reduce: bool) -> CompiledGraph:
         """Runs the passes of the plan over an analysed graph."""
         present = {table.parameter for table in analysed.tables}
         budget = self._context.options.memory_budget
         rates = self.plan.links.compute, self._copy_rate
         memory = None if budget is None else Memory(budget, *rates, self._log_least)
         rank = self._context.communicator.rank
-        join = JoinExchanges(self._exchanged(), self.plan.renormed) if train else None
+        join = JoinExchanges(self._exchanged_parameters(), self.plan.renormed) if train else None
         passes = training_passes(self.plan, present, rank, reduce=reduce, join=join, memory=memory)
         return run_passes(analysed, passes)
 
     def _log_least(self, asked: int, least: int) -> None:
-        """Logs, once, that a fraction of memory was relaxed to the least possible."""
+        """Logs once that the requested fraction of memory, `asked` bytes, was raised to the least possible, `least`
+        bytes.
+        """
         if not self._logged_least and self._context.communicator.rank == 0:
             log(
                 "a step of this batch needs at least %s; memory_budget=%g would allow %s, and is relaxed to that",
@@ -196,7 +198,7 @@ class StepPipeline:
             )
         self._logged_least = True
 
-    def _exchanged(self) -> dict[str, ExchangedParameter]:
+    def _exchanged_parameters(self) -> dict[str, ExchangedParameter]:
         """Returns the parameters whose rows or gradients a step exchanges, which are none on a single process."""
         if self._context.communicator.world_size == 1:
             return {}
@@ -210,7 +212,7 @@ class StepPipeline:
                 found[name] = ExchangedParameter(decision.shape, parameter.dtype, parameter.device, padding)
         return found
 
-    def _overlap(self, compiled: Compiled, entry: Entry) -> Compiled:
+    def _overlap(self, compiled: CompiledGraph, entry: Entry) -> CompiledGraph:
         """Overlaps communication with the next step, as the schedule says.
 
         A forward on the eager route is not overlapped, because it could read any parameter anywhere.
@@ -218,15 +220,15 @@ class StepPipeline:
         if not self._launches:
             return compiled
         if entry.captured.route == EAGER:
-            whole = tuple((sum(chunks),) for chunks in self._cuts.chunks)
+            whole = tuple((sum(chunks),) for chunks in self._cut_sizes.chunks)
             return run_passes(entry.analysed, (ChunkBuckets(whole),), compiled)
-        passes = overlap_passes(self.plan, self.plan.schedule_name, self._context.communicator.rank, self._cuts)
+        passes = overlap_passes(self.plan, self.plan.schedule_name, self._context.communicator.rank, self._cut_sizes)
         return run_passes(entry.analysed, (*passes, *self._ordering), compiled)
 
     @cached_property
-    def _cuts(self) -> Cuts:
-        """Returns the pieces of the plan's communication."""
-        return cuts(self.plan, self._context.state.parameter)
+    def _cut_sizes(self) -> Cuts:
+        """The sizes of the chunks and pieces into which the plan's communication is cut."""
+        return cut_communication(self.plan, self._context.state.parameter)
 
     @cached_property
     def _launches(self) -> bool:
@@ -235,7 +237,7 @@ class StepPipeline:
         one_device = len(devices) == 1 and next(iter(devices)).type in ("cpu", "cuda")
         return self.plan.world_size > 1 and one_device and self._context.communicator.comm_hook is None
 
-    def _start(self, graph: TrainingGraph, *, as_gradients: bool) -> None:
+    def _decide_schedule(self, graph: TrainingGraph, *, as_gradients: bool) -> None:
         """Decides the schedule and makes its flow, at the first training program. Collective then.
 
         Args:
@@ -255,7 +257,7 @@ class StepPipeline:
             )
             return
         name, self._graph = "none" if as_gradients and several else "", graph
-        self._order = partial(order, context, plan, name=name, compute_in_order=self._compute_in_order)
+        self._order = partial(decide_order, context, plan, name=name, compute_in_order=self._compute_in_order)
         self.schedule, self.memory = self._order(graph, rows_beyond_memory(plan, self._counters.ahead))
         self.decided = self.schedule
         clock = None if self._streams is None else self._streams.clock()
@@ -273,7 +275,7 @@ class StepPipeline:
         """Makes the flow that follows a schedule. Collective."""
         context, plan, state = self._context, self.plan, self._context.state
         communicator, device, on = context.communicator, context.device, self._streams
-        launched, pieces = launches(schedule, plan), dict(self._cuts.pieces)
+        launched, pieces = issued_launches(schedule, plan), dict(self._cut_sizes.pieces)
         communicator.connect(device)
         communicator.open_lanes(device, {launch.lane for launch in launched})
         queue: LaunchQueue
@@ -281,7 +283,7 @@ class StepPipeline:
             queue = LaunchQueue(recorder, at_once=len(launched) if as_gradients else IN_FLIGHT)
         else:
             queue = StreamQueue(recorder, on, communicator.channels(device))
-            communicator.run_periodically(queue.look)
+            communicator.run_periodically(queue.agree_on_order)
         launcher = Launcher(launched, submitted(graph.phases["forward"]), queue, communicator)
         communicator.in_turn = queue.in_turn
         communicator.rounding.forget()  # drops the residuals of other buckets
@@ -303,8 +305,8 @@ class StepPipeline:
         )
 
     def _after_announcement(self) -> None:
-        """Switches to the order found from measured times, once there is a profile. Called in each step once every
-        rank is known to continue.
+        """Switches, once there is a profile, to the launch order found from measured times. Called in each step when
+        every rank is known to continue.
         """
         if self._profiler is None or self._graph is None:
             return
@@ -313,7 +315,7 @@ class StepPipeline:
         self._profiler = None
         everyone = self._context.communicator.gather(own, Profile)
         self.schedule, self.memory = self._order(self._graph, self.memory, agree_on_profile(everyone))
-        self.flow.launcher.reorder(launches(self.schedule, self.plan))
+        self.flow.launcher.reorder(issued_launches(self.schedule, self.plan))
 
     def close(self) -> None:
         """Applies updates pending between steps, and ends the flow."""
@@ -327,33 +329,33 @@ class StepPipeline:
         """
         self._ordering = (OrderCompute(units),)
         for program, of_steps in self._steps_of.items():
-            of_steps.order(self._ordering)
+            of_steps.reorder(self._ordering)
             program.compute_as(of_steps.steady.graph)
-        assert self._shown is not None
-        log_graph("order_compute", self._shown.graph.phases["backward"])
-        return self._shown.graph
+        assert self._shown_step is not None
+        log_graph("order_compute", self._shown_step.graph.phases["backward"])
+        return self._shown_step.graph
 
-    def _launched(self, joint: Compiled, flow: CommPipeline) -> int:
-        """Hashes a program's launches to a number that ranks can compare, 0 on a single rank."""
+    def _launches_hash(self, joint: CompiledGraph, flow: CommPipeline) -> int:
+        """Returns a hash of the launches that a program makes in its flow, for ranks to compare; 0 on a single rank."""
         if self._context.communicator.world_size == 1:
             return 0
         launched = sequence_hash(joint.graph, ordered=flow.is_within_steps)
         return checksum_of_text(f"{launched} {self._context.communicator.gradient_dtype}")
 
-    def _program(self, joint: Compiled, of_steps: StepGraphs, entry: Entry, *, reduce: bool) -> Program:
-        """Makes an entry's program. `joint` is its graph before communication overlaps the next step."""
+    def _make_program(self, joint: CompiledGraph, of_steps: StepGraphs, entry: Entry, *, reduce: bool) -> Program:
+        """Creates an entry's program. `joint` is the graph before its communication overlaps the next step."""
         analysed, train = entry.analysed, entry.train
         flow = self.flow if train and (reduce or self.flow.is_within_steps) else self._aside
-        announced, share = self._buffers.of_forward(analysed, self._assigned(entry), reduce=reduce)
+        announced, share = self._buffers.prepare_forward(analysed, self._assigned_buffers(entry), reduce=reduce)
         check = batch_check(self._context, self.plan, analysed, self._counters, train=train)
-        launched, activity = self._launched(joint, flow), activity_of(train=train, reduces=reduce)
+        launched, activity = self._launches_hash(joint, flow), activity_code(train=train, reduces=reduce)
         counters, communicator, regions = self._counters, self._context.communicator, None
         if self._context.options.backend != "eager":
             from embrace_fx.runtime.lower.inductor import RegionCompiler  # noqa: PLC0415  (takes seconds to import)
 
             regions = RegionCompiler()
 
-        def head(leaves: Sequence[Any]) -> HandshakeMessage:
+        def announcement_of(leaves: Sequence[Any]) -> HandshakeMessage:
             """Returns this rank's announcement of the step that begins with these inputs."""
             own = HandshakeMessage(activity=activity, failure=check(leaves), program=launched, buffers=announced())
             own.rows_seen, counters.rows_seen = counters.rows_seen, {}
@@ -368,19 +370,19 @@ class StepPipeline:
             self.plan.buckets if reduce else None,
             entry.captured.result_constants,
             flow,
-            head,
+            announcement_of,
             scores_nothing=partial(scores_nothing, self._context.state, analysed),
             share_buffers=share,
             links=self.plan.links,
             regions=regions,
-            variants=of_steps.graph if reduce and of_steps.vary else None,
+            variants=of_steps.graph if reduce and of_steps.have_variants else None,
             copies=self._copies,
             of_gradients=entry.captured.route == EAGER,
         )
 
-    def _assigned(self, entry: Entry) -> frozenset[str]:
+    def _assigned_buffers(self, entry: Entry) -> frozenset[str]:
         """Returns the names of the buffers that the forward assigns, besides those that its graph writes."""
         replay, state = entry.captured.replay, self._context.state
         if entry.captured.route == EAGER:  # the forward may write any buffer
             return frozenset(state.buffer_names())
-        return frozenset() if replay is None else frozenset(state.buffers_in(replay.writes))
+        return frozenset() if replay is None else frozenset(state.buffers_in(replay.writes_items_of))

@@ -6,14 +6,14 @@ import contextlib
 import textwrap
 from collections.abc import Iterator, Mapping
 
-from embrace_fx.passes.scheduler.schedule_facts import background_of
+from embrace_fx.passes.scheduler.schedule_facts import compute_facts
 from embrace_fx.runtime.launch.timeline import gather_timeline
 from embrace_fx.session.eager_calls import EagerCalls
 from embrace_fx.session.memory_report import memory_report, tables_report
 from embrace_fx.session.programs import Programs
 from embrace_fx.setup.context import Context
 from embrace_fx.viz.graphs import Graphs
-from embrace_fx.viz.why import unlike_predicted, why
+from embrace_fx.viz.why import compare_to_prediction, why
 from embrace_fx.vocabulary.operation_id import LANES
 from embrace_fx.vocabulary.picture_facts import PictureFacts
 from embrace_fx.vocabulary.plan import Plan
@@ -24,7 +24,7 @@ from embrace_fx.vocabulary.step_parts import SHARES, Share
 
 
 class Views:
-    """What a user sees of a compiled model: plan, graphs, schedule, timeline and report."""
+    """The views of a compiled model for its user: plan, graphs, schedule, timeline and report."""
 
     def __init__(self, context: Context, programs: Programs, eager: EagerCalls) -> None:
         self._context = context
@@ -40,7 +40,7 @@ class Views:
     @property
     def graphs(self) -> Graphs:
         """Returns the graphs of the last training program."""
-        return self._programs.in_use.graphs.instead(self._eager.reason)
+        return self._programs.in_use.graphs.without_forward(self._eager.reason)
 
     def report(self) -> Report:
         """The plan with its reasons, the measured step and advice, as a text."""
@@ -50,13 +50,15 @@ class Views:
         if shares_ms is not None and (found := why(shares_ms, "A step of this rank takes")) is not None:
             # There is no prediction for a forward as written, nor a useful one for assumed links.
             predicts = not self._eager.reason and plan.links_are != "assumed"
-            unlike = unlike_predicted(shares_ms, pipeline.decided) if predicts and pipeline.decided is not None else ""
+            unlike = (
+                compare_to_prediction(shares_ms, pipeline.decided) if predicts and pipeline.decided is not None else ""
+            )
             parts.append(textwrap.fill(f"{found} {unlike}".rstrip(), terminal_width()))
         text = "\n".join(filter(None, (*parts, advice(plan))))
         if reason := self._eager.reason:
             text += f"\n\nroute: eager; tables are whole, and updates do not overlap the next forward: {reason}"
         if tables := context.state.tables:
-            step_ms = None if schedule is None else schedule.beside_storage_ms
+            step_ms = None if schedule is None else schedule.without_storage_ms
             if shares_ms is not None:
                 step_ms = sum(shares_ms.values()) - shares_ms["storage"]
             first = {space.name: space.tables[0] for space in plan.spaces}
@@ -67,7 +69,7 @@ class Views:
         return Report(text)
 
     def metrics(self) -> dict[str, float]:
-        """Returns the figures of the last whole step."""
+        """Returns the measurements of the last whole step, by name."""
         steps, plan = self._context.optimizer_hooks.recorder.step_times.steps, self.plan
         found = {
             "sent_bytes_predicted": float(plan.sent_bytes_per_step),
@@ -89,7 +91,7 @@ class Views:
 
     def background(self) -> PictureFacts:
         """Computes the facts that a picture shows beside its schedule."""
-        return background_of(self.plan, self.schedule)
+        return compute_facts(self.plan, self.schedule)
 
     @property
     def timeline(self) -> Timeline:

@@ -9,7 +9,7 @@ from math import prod
 
 import torch
 
-from embrace_fx.passes.planner.plan_fit import PlanViolation, fitted
+from embrace_fx.passes.planner.plan_fit import PlanViolation, fit_plan
 from embrace_fx.runtime.memory.resident import available_bytes
 from embrace_fx.session.programs import Programs
 from embrace_fx.setup.context import Context
@@ -30,16 +30,16 @@ def whole_tables(context: Context, programs: Programs) -> Iterator[None]:
     if plan is None or not plan.sharded or context.communicator.world_size == 1:
         yield
         return
-    _check(context, plan.sharded)
-    programs.change(fitted(plan, [PlanViolation((), plan.sharded)], _WHOLE), "whole()")
+    _check_can_gather(context, plan.sharded)
+    programs.use_plan(fit_plan(plan, [PlanViolation((), plan.sharded)], _WHOLE), "whole()")
     try:
         yield
     finally:
         programs.parameters_may_change()
-        programs.change(plan, "the end of whole()")
+        programs.use_plan(plan, "the end of whole()")
 
 
-def _check(context: Context, names: Sequence[str]) -> None:
+def _check_can_gather(context: Context, names: Sequence[str]) -> None:
     """Raises if a rank cannot make its tables whole now, or lacks the memory. Collective."""
     state, own = context.state, ""
     if state.awaiting_backward or state.unreduced:
@@ -61,7 +61,9 @@ def _check(context: Context, names: Sequence[str]) -> None:
 
 
 def _missing_bytes(context: Context, name: str) -> int:
-    """Returns the bytes that a rank needs beyond its part to hold a table and its optimizer state whole."""
+    """Returns the bytes that a rank needs, beyond what it holds already, to have a table and its optimizer state
+    whole.
+    """
     table, parameter = context.state.tables[name], context.state.parameter(name)
     held = [
         o.state.get(parameter) or {}
@@ -73,5 +75,5 @@ def _missing_bytes(context: Context, name: str) -> int:
 
 
 def _free_bytes(on_device: bool) -> int:
-    """Returns the free bytes of the device or the host."""
+    """Returns the free bytes of the model's device, or of the host."""
     return int(torch.cuda.mem_get_info()[0]) if on_device else available_bytes()

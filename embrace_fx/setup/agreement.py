@@ -15,7 +15,7 @@ from embrace_fx.runtime.ranks.default_group import check_mesh
 from embrace_fx.runtime.ranks.failure import PeerFailure, failure_text
 from embrace_fx.runtime.ranks.step_checks import check_activities
 from embrace_fx.runtime.ranks.step_handshake import HandshakeMessage, StepHandshake
-from embrace_fx.runtime.tables.model_state import ModelState, names_to_ignore
+from embrace_fx.runtime.tables.model_state import ModelState, ignored_names
 from embrace_fx.setup.model_checks import check_model
 from embrace_fx.setup.options import Options
 
@@ -81,8 +81,8 @@ def agree_on_set_up(
 
 
 def describe(model: nn.Module, optimizers: Sequence[Optimizer], options: Options) -> dict[str, str]:
-    """Returns text about a rank's model, optimizers and options, by aspect, for ranks to compare."""
-    ignored = names_to_ignore(model)
+    """Describes a rank's model, optimizers and options as text by aspect, for ranks to compare."""
+    ignored = ignored_names(model)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     trained = any(getattr(hook, "trainer", None) is not None for hook in model._state_dict_pre_hooks.values())
     found: dict[str, str] = {"model": f"{type(model).__name__}{', which is compiled already' if trained else ''}"}
@@ -93,11 +93,11 @@ def describe(model: nn.Module, optimizers: Sequence[Optimizer], options: Options
                 found[f"{kind} {name}"] = f"{tuple(each.shape)} {each.dtype}{frozen}"
     for k, optimizer in enumerate(optimizers):
         for g, group in enumerate(optimizer.param_groups):
-            settings = settings_of(group)
+            settings = comparable_options(group)
             known = (names.get(id(parameter), "not of the model") for parameter in group["params"])
             held = [name for name in known if name not in ignored]
             found[f"optimizer {k}, param group {g}"] = f"{type(optimizer).__name__} {settings} over {held}"
-    found["options"] = options.agreed()
+    found["options"] = options.text_to_compare()
     return found
 
 
@@ -116,7 +116,7 @@ def replicas(state: ModelState, optimizers: Sequence[Optimizer]) -> Iterator[tup
     for k, optimizer in enumerate(optimizers):
         kind = type(optimizer).__name__
         for g, group in enumerate(optimizer.param_groups):
-            yield f"param group {g} of optimizer {k} ({kind})", settings_of(group)
+            yield f"param group {g} of optimizer {k} ({kind})", comparable_options(group)
         for parameter, of_parameter in optimizer.state.items():
             name = names.get(id(parameter), "")
             for key, value in of_parameter.items() if name and name not in state.ignored else ():
@@ -125,7 +125,7 @@ def replicas(state: ModelState, optimizers: Sequence[Optimizer]) -> Iterator[tup
                     yield f"{key} of {name} ({kind})", value
 
 
-def settings_of(group: Mapping[str, Any]) -> dict[str, Any]:
+def comparable_options(group: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the options of a param group in a comparable form."""
     options = ((key, value) for key, value in group.items() if key != "params")
     return {key: value.tolist() if isinstance(value, Tensor) else value for key, value in options}
@@ -156,7 +156,7 @@ def agree_on_first_call(
     for rank, (_, report, reason) in enumerate(everyone):
         if report is not None and not reason:
             text = report if len(everyone) == 1 else f"the capture failed on rank {rank}: {report}"
-            raise _of_forward(failure) or CaptureError(text) from failure
+            raise _error_of_forward(failure) or CaptureError(text) from failure
     return next((reason for *_, reason in everyone if reason), "")
 
 
@@ -168,7 +168,7 @@ def runs_eagerly_for(failure: Exception | None, route: str | None) -> str:
 
 
 def give_up(announcements: StepHandshake, failure: Exception) -> NoReturn:
-    """Announces a failure in place of a step, so that other ranks do not wait, and raises it.
+    """Announces this rank's failure in place of a step, so that other ranks do not wait for it, and raises it.
 
     Raises:
         CaptureError: the failure itself, if it is one (or the forward's own error); other ranks raise PeerFailure.
@@ -180,13 +180,13 @@ def give_up(announcements: StepHandshake, failure: Exception) -> NoReturn:
     except PeerFailure as raised:
         report = raised
     if isinstance(failure, CaptureError):
-        raise _of_forward(failure) or failure
+        raise _error_of_forward(failure) or failure
     assert report is not None  # an announced failure raises on every rank
     raise report from failure
 
 
-def _of_forward(failure: Exception | None) -> Exception | None:
-    """Returns the user's own exception that made a capture fail, or None."""
+def _error_of_forward(failure: Exception | None) -> Exception | None:
+    """Returns the exception that the user's own forward raised and that made its capture fail, or None."""
     raised = failure.raised if isinstance(failure, CaptureError) else None
     if raised is not None:
         raised.add_note(f"Raised by the forward while it was captured: {failure}")

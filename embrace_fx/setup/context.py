@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from embrace_fx.runtime.ranks.communicator import Communicator
-from embrace_fx.runtime.ranks.step_handshake import StepHandshake, activity_of
+from embrace_fx.runtime.ranks.step_handshake import StepHandshake, activity_code
 from embrace_fx.runtime.step.optimizer_hooks import OptimizerHooks
 from embrace_fx.runtime.tables.model_state import ModelState
 from embrace_fx.setup.options import Options
@@ -16,7 +16,9 @@ from embrace_fx.setup.options import Options
 
 @dataclass(frozen=True)
 class Context:
-    """What every part of a compiled model shares: the model, its optimizers and tables, the ranks and the options."""
+    """The state that all parts of a compiled model share: the model, its optimizers and tables, the ranks and the
+    options.
+    """
 
     model: nn.Module
     optimizer_hooks: OptimizerHooks  # the hooks on the model's optimizers
@@ -36,5 +38,7 @@ class Context:
         return next((each for each in devices if each.type != "meta"), torch.get_default_device())
 
     def activity(self, *, train: bool) -> int:
-        """Returns the mode of a call, as ranks announce it: training, accumulating or evaluating."""
-        return activity_of(train=train, reduces=self.state.synchronised)
+        """Returns the activity that ranks announce for a call: training, accumulating (inside `no_sync`) or
+        evaluating.
+        """
+        return activity_code(train=train, reduces=self.state.synchronised)

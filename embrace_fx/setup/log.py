@@ -24,7 +24,7 @@ _of_thread = threading.local()
 
 
 def log(message: str, *args: object) -> None:
-    """Logs one line at INFO; called on rank 0 only."""
+    """Logs one line at INFO. Call it on rank 0 only."""
     if logger.hasHandlers():  # the program has configured logging
         logger.info(message, *args)
     elif not (logger.disabled or logger.level > logging.INFO or logging.root.manager.disable >= logging.INFO):
@@ -33,7 +33,8 @@ def log(message: str, *args: object) -> None:
 
 @contextlib.contextmanager
 def stage(what: str, rank: int = 0) -> Iterator[None]:
-    """Opens a context that logs a stage from a thread while it takes long, and inner stages with it.
+    """Opens a context for a stage of the first call, such as "probing links". A thread logs the stage, and stages
+    inside it, while they take long.
 
     Args:
         what: the stage, such as "probing links".

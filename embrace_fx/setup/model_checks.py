@@ -25,15 +25,15 @@ def check_model(model: nn.Module, optimizers: Sequence[Any], *, is_called: bool)
     """
     if not isinstance(model, nn.Module):
         raise ValueError(
-            f"compile(): model is {_what(model)}, not an nn.Module. Put a function into the forward of a module "
+            f"compile(): model is {_type_text(model)}, not an nn.Module. Put a function into the forward of a module "
             "that holds its parameters."
         )
-    if problem := next(_problems(model, optimizers, is_called=is_called), None):
+    if problem := next(_find_problems(model, optimizers, is_called=is_called), None):
         raise ValueError(problem)
     _refuse_shared_memory(model)
 
 
-def _problems(model: nn.Module, optimizers: Sequence[Any], *, is_called: bool) -> Iterator[str]:
+def _find_problems(model: nn.Module, optimizers: Sequence[Any], *, is_called: bool) -> Iterator[str]:
     """Yields the reasons why a model cannot be trained: a wrapper, an optimizer, a parameter."""
     kind, hooks = type(model).__name__, [*model._state_dict_pre_hooks.values()]
     # The wrapper of torch.compile.
@@ -50,7 +50,7 @@ def _problems(model: nn.Module, optimizers: Sequence[Any], *, is_called: bool) -
                 "in that place."
             )
     for hook in hooks:
-        if taken := getattr(hook, "taken", ""):
+        if taken := getattr(hook, "why_not_compiled", ""):
             yield (
                 f"compile(): cannot take this {kind}: {taken}. Load its full_state_dict() into a new model, and "
                 "compile that."
@@ -59,18 +59,18 @@ def _problems(model: nn.Module, optimizers: Sequence[Any], *, is_called: bool) -
     for optimizer in optimizers:
         if not isinstance(optimizer, Optimizer):
             yield (
-                f"compile(): optimizer is {_what(optimizer)}, not a torch.optim.Optimizer or several. Create it first, "
-                "for example torch.optim.Adagrad(model.parameters(), lr=0.01)."
+                f"compile(): optimizer is {_type_text(optimizer)}, not a torch.optim.Optimizer or several. Create it "
+                "first, for example torch.optim.Adagrad(model.parameters(), lr=0.01)."
             )
         elif not any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"]):
             yield (
                 f"compile(): {type(optimizer).__name__} holds no parameter of {kind}, so its steps "
                 "would not change the model. Create it with this model's parameters()."
             )
-    yield from _problems_of_parameters(model, is_called=is_called)
+    yield from _find_parameter_problems(model, is_called=is_called)
 
 
-def _problems_of_parameters(model: nn.Module, *, is_called: bool) -> Iterator[str]:
+def _find_parameter_problems(model: nn.Module, *, is_called: bool) -> Iterator[str]:
     """Yields the problems of a model's parameters, for messages."""
     kind, hooks = type(model).__name__, [*model._state_dict_pre_hooks.values()]
     if not is_called and not any(parameter.requires_grad for parameter in model.parameters()):
@@ -96,7 +96,7 @@ def _problems_of_parameters(model: nn.Module, *, is_called: bool) -> Iterator[st
             )
 
 
-def _what(value: object) -> str:
+def _type_text(value: object) -> str:
     """Describes a value in an error message by its type."""
     return f"the class {value.__name__}" if isinstance(value, type) else f"{value!r} of type {type(value).__name__}"
 

@@ -57,10 +57,10 @@ class Options:
 
     @cached_property
     def given_plan(self) -> Plan | None:
-        """The plan to use again, read from its file if a path was given."""
+        """The plan that the user passed to be used again, read from its file if a path was given."""
         return self.plan if isinstance(self.plan, Plan | None) else Plan.load(self.plan)
 
-    def agreed(self) -> str:
+    def text_to_compare(self) -> str:
         """Returns the options as text that must be equal on all ranks.
 
         Of `spill_to`, which may differ, it shows whether it is set; of a given plan, the digest.
@@ -131,6 +131,6 @@ class Options:
 
 
 def as_tuple(optimizer: Optimizers) -> tuple[Optimizer, ...]:
-    """Returns one optimizer or several as a tuple. Checks nothing, because all ranks check together later."""
+    """Returns `compile`'s argument `optimizer` as a tuple of optimizers. Checks nothing: ranks check together later."""
     given: Any = () if optimizer is None else optimizer
     return tuple(given) if isinstance(given, list | tuple) else (given,)

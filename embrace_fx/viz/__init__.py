@@ -20,7 +20,7 @@ from rich.table import Table
 from embrace_fx.viz import dot, page, svg, trace
 from embrace_fx.viz.picture import Picture
 from embrace_fx.vocabulary.picture_facts import PictureFacts
-from embrace_fx.vocabulary.plan_text import printed
+from embrace_fx.vocabulary.plan_text import fit_to_terminal
 from embrace_fx.vocabulary.schedule import Schedule, Timeline
 
 __all__ = ["DrawnSchedule", "DrawnTimeline", "save"]
@@ -78,7 +78,7 @@ class DrawnSchedule(Schedule):
     background: Callable[[], PictureFacts] | None = field(default=None, compare=False, repr=False)
 
     @classmethod
-    def of(cls, schedule: Schedule, background: Callable[[], PictureFacts] | None = None) -> DrawnSchedule:
+    def from_schedule(cls, schedule: Schedule, background: Callable[[], PictureFacts] | None = None) -> DrawnSchedule:
         """Returns a schedule that can be drawn."""
         return cls(**vars(schedule), background=background)
 
@@ -87,7 +87,7 @@ class DrawnSchedule(Schedule):
         save(path, schedule=self, timeline=timeline, background=self.background() if self.background else None)
 
     def __str__(self) -> str:
-        return _table(Picture(self, None))
+        return _metrics_table(Picture(self, None))
 
     def _repr_html_(self) -> str:
         """Returns the schedule as an SVG, for notebooks."""
@@ -107,7 +107,7 @@ class DrawnTimeline(Timeline):
     background: Callable[[], PictureFacts] | None = field(default=None, compare=False, repr=False)
 
     @classmethod
-    def of(
+    def from_timeline(
         cls, timeline: Timeline, schedule: Schedule | None, background: Callable[[], PictureFacts] | None = None
     ) -> DrawnTimeline:
         """Returns a timeline that can be drawn."""
@@ -119,15 +119,15 @@ class DrawnTimeline(Timeline):
         save(path, schedule=self.schedule, timeline=self, background=background)
 
     def __str__(self) -> str:
-        return _table(Picture(self.schedule, self))
+        return _metrics_table(Picture(self.schedule, self))
 
     def _repr_html_(self) -> str:
         """Returns the timeline as an SVG, for notebooks."""
         return svg.render(Picture(self.schedule, self))
 
 
-def _table(picture: Picture) -> str:
-    """Returns the metrics of a picture as a text table, with one column per panel."""
+def _metrics_table(picture: Picture) -> str:
+    """Returns the metrics of a picture as a text table, one column for each of prediction and measurement."""
     text = Table()
     text.add_column("per step")
     for panel in picture.panels:
@@ -140,4 +140,4 @@ def _table(picture: Picture) -> str:
         cells = [str(column[label]) if label in column else "" for column in columns]
         text.add_row(label, *cells, *([ratios[label]] if ratios else []))
     why = () if picture.why is None else (str(picture.why),)
-    return printed(f"{picture.title}; {picture.subtitle}", text, *why, widest=120)
+    return fit_to_terminal(f"{picture.title}; {picture.subtitle}", text, *why, widest=120)

@@ -12,8 +12,8 @@ from embrace_fx.vocabulary.schedule import Span, Wait
 Item = Span | Wait | Gap
 
 
-class Facts:
-    """Describes the items of a picture in words, for hover texts."""
+class HoverTexts:
+    """Describes the operations, waits and gaps of a picture in words, for hover texts."""
 
     def __init__(self, picture: Picture) -> None:
         self._picture = picture
@@ -33,13 +33,13 @@ class Facts:
         """Returns the description of an item, one fact per line."""
         step = f"t{item.window:+d}" if item.window else "t"
         where = f"where: {panel.status}, rank {item.rank}, window {step}"
-        return "\n".join((f"{name(item)}: {_ms(item.end_ms - item.start_ms)}", where, *self._lines(panel, item)))
+        return "\n".join((f"{name(item)}: {_format_ms(item.end_ms - item.start_ms)}", where, *self._lines(panel, item)))
 
     def _lines(self, panel: Panel, item: Item) -> Iterator[str]:
         """Yields the lines that describe an item."""
         if not isinstance(item, Span):
             yield f"class: {item.lane}" if isinstance(item, Wait) else "runs: Python and autograd"
-            yield f"starts: {self._into(panel, item.window, item.start_ms)}"
+            yield f"starts: {self._time_in_window(panel, item.window, item.start_ms)}"
             return
         operation = item.operation
         yield f"kind: {operation.kind.replace('_', '-')}, on lane {operation.lane}"
@@ -51,7 +51,7 @@ class Facts:
             yield f"holds: {readable_bytes(operation.held_bytes)}"
         if operation.name in self._place:
             yield f"launch: {self._place[operation.name] + 1} of {len(self._place)}"
-        yield f"alone: {_ms(operation.duration_ms)}"
+        yield f"alone: {_format_ms(operation.duration_ms)}"
         yield from self._times(panel, item)
         if id(item) in self._critical[panel.status]:
             yield "critical: on the critical path"
@@ -60,10 +60,14 @@ class Facts:
                 yield f"{term}: {', '.join(names[operation.name])}"
 
     def _times(self, panel: Panel, item: Span) -> Iterator[str]:
-        """Yields an operation's predicted and measured times, from the windows above each other in both panels."""
+        """Yields the predicted and the measured time of an operation. Both panels' windows are matched by position."""
         times: list[float] = []
         for other in self._picture.panels:
-            window = item.window if other is panel else other.pair[(item.window - panel.pair[0]) % len(other.pair)]
+            window = (
+                item.window
+                if other is panel
+                else other.shown_windows[(item.window - panel.shown_windows[0]) % len(other.shown_windows)]
+            )
             rank = item.rank if item.rank in other.ranks else other.ranks[0]
             pieces = self._pieces.get((other.status, rank, window, item.operation.name))
             if not pieces:
@@ -71,16 +75,16 @@ class Facts:
             times.append(sum(piece.end_ms - piece.start_ms for piece in pieces))
             on = f" on rank {rank}" if len(other.ranks) > 1 else ""
             often = f" in {len(pieces)} pieces" if len(pieces) > 1 else ""
-            start = self._into(other, window, min(piece.start_ms for piece in pieces))
-            yield f"{other.status}: {_ms(times[-1])}{on}{often}, starts {start}"
+            start = self._time_in_window(other, window, min(piece.start_ms for piece in pieces))
+            yield f"{other.status}: {_format_ms(times[-1])}{on}{often}, starts {start}"
         if len(times) > 1 and times[0]:
             yield f"ratio: {times[1] / times[0]:.2f} measured / predicted"
 
-    def _into(self, panel: Panel, window: int, time_ms: float) -> str:
+    def _time_in_window(self, panel: Panel, window: int, time_ms: float) -> str:
         """Describes a time by its distance from the start of its window."""
         if window not in panel.windows:
             return "outside of the windows"
-        return f"{_ms(time_ms - panel.starts_ms[window])} into its window"
+        return f"{_format_ms(time_ms - panel.starts_ms[window])} into its window"
 
 
 def name(item: Item) -> str:
@@ -90,6 +94,6 @@ def name(item: Item) -> str:
     return f"waits for {item.launch}" if isinstance(item, Wait) else "between operations"
 
 
-def _ms(time_ms: float) -> str:
+def _format_ms(time_ms: float) -> str:
     """Returns a time as a text."""
     return f"{time_ms:.{3 if abs(time_ms) < 10 else 2}f} ms"

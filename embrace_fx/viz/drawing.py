@@ -44,7 +44,7 @@ class Cell:
 
     @property
     def label(self) -> str:
-        """Text of the cell: the launch, or the most frequent ops."""
+        """Returns the text in the cell: the launch, or the block's most frequent ops."""
         if self.lane != "compute":
             launch = launch_of(self.nodes[0])
             return str(launch) if launch is not None else self.nodes[0].name
@@ -54,13 +54,13 @@ class Cell:
         return f"{self.phase}: {len(self.nodes)} ops ({', '.join(names)}{more})"
 
     @property
-    def about(self) -> str:
-        """Returns the label with every node."""
+    def hover_text(self) -> str:
+        """Returns the label and the names of all nodes."""
         return f"{self.label}: {', '.join(node.name for node in self.nodes)}"
 
     @property
     def paint(self) -> str:
-        """The key of the cell's colour in `palette.PAINTS`."""
+        """Returns the key of the cell's colour in `palette.PAINTS`."""
         return self.lane if self.lane != "compute" else "backward" if self.phase == "backward" else "forward"
 
 
@@ -80,7 +80,7 @@ def fold(modules: Mapping[str, fx.GraphModule]) -> list[Cell]:
             launch = launch_of(node)
             needs = {cell_of[value] for value in node.all_input_nodes if value in cell_of}
             if op_name(node) in SUBMISSIONS | LAUNCHES:
-                cells.append(Cell(phase, _lane(node), [node], needs | ({block} if block is not None else set())))
+                cells.append(Cell(phase, _lane_of(node), [node], needs | ({block} if block is not None else set())))
                 cell_of[node] = sent[launch or node] = len(cells) - 1
                 ends = True
                 continue
@@ -104,7 +104,7 @@ def _waited_for(node: fx.Node) -> object | None:
     return launch_of(source) or source
 
 
-def _lane(node: fx.Node) -> Lane:
+def _lane_of(node: fx.Node) -> Lane:
     """Returns the lane of a launch or of its process group."""
     launch = launch_of(node)
     if launch is not None:
@@ -125,7 +125,7 @@ def dot(modules: Mapping[str, fx.GraphModule], title: str) -> str:
         fill, ink = LIGHT.fill[cell.paint], LIGHT.ink[cell.paint]
         more = ', group="compute"' if cell.lane == "compute" else ""
         lines.append(
-            f"  c{k} [label={quoted(cell.label)}, tooltip={quoted(cell.about)}, class={quoted(cell.paint)}, "
+            f"  c{k} [label={quoted(cell.label)}, tooltip={quoted(cell.hover_text)}, class={quoted(cell.paint)}, "
             f'shape={shape}, fillcolor="{fill}", fontcolor="{ink}"{more}];'
         )
         lines += [
@@ -142,7 +142,7 @@ LAYOUT_S = 60.0
 def svg(modules: Mapping[str, fx.GraphModule], title: str) -> str:
     """Returns modules as an SVG file, in the reader's light or dark scheme."""
     laid_out = _graphviz_svg(dot(modules, title))
-    return _table(fold(modules), title) if laid_out is None else laid_out
+    return _boxes_svg(fold(modules), title) if laid_out is None else laid_out
 
 
 def _graphviz_svg(text: str) -> str | None:
@@ -179,7 +179,7 @@ _CHARACTER = 6.2
 """Approximate maximum width of a character in a table, at 10 px."""
 
 
-def _table(cells: Sequence[Cell], title: str) -> str:
+def _boxes_svg(cells: Sequence[Cell], title: str) -> str:
     """Draws the cells as a column of boxes, each with its number, label and dependences, for machines without
     Graphviz.
     """
@@ -192,7 +192,7 @@ def _table(cells: Sequence[Cell], title: str) -> str:
         top = _MARGIN + k * _ROW
         corner = 2 if cell.lane == "compute" else (_ROW - 3) / 2
         lines.append(
-            f'<g><title>{escape(cell.about)}</title><text class="lane" x="30" y="{top + 11}">{k + 1}</text>'
+            f'<g><title>{escape(cell.hover_text)}</title><text class="lane" x="30" y="{top + 11}">{k + 1}</text>'
             f'<rect class="f-{cell.paint}" x="36" y="{top}" width="{wide - 36:.0f}" '
             f'height="{_ROW - 3}" rx="{corner:g}"/>'
             f'<text class="i-{cell.paint}" x="44" y="{top + 11}">{escape(cell.label)}</text>'

@@ -58,14 +58,14 @@ class Graphs(Mapping[str, fx.GraphModule]):
     def __repr__(self) -> str:
         return f"Graphs({', '.join(self)}{f'; no graph of the forward: {self.reason}' if self.reason else ''})"
 
-    def instead(self, reason: str) -> Graphs:
-        """Sets the reason why these graphs do not contain the forward, and returns them."""
+    def without_forward(self, reason: str) -> Graphs:
+        """Records the reason why these graphs do not contain the forward. Returns the graphs."""
         self.reason = reason
         return self
 
     def _repr_html_(self) -> str:
         """Returns the graphs of the last step as an SVG, for notebooks."""
-        return drawing.svg(self._last(), _WHAT_RUNS) if self else "no graph yet"
+        return drawing.svg(self._final_graphs(), _WHAT_RUNS) if self else "no graph yet"
 
     def text(self, name: str) -> str:
         """Returns a graph as text; after a pass over phases, all phases."""
@@ -115,7 +115,7 @@ class Graphs(Mapping[str, fx.GraphModule]):
             )
         if not self:
             raise ValueError("graphs.save(): there is no graph yet. Run a training step first.")
-        parts = self._phases_of(name) if name is not None else self._last()
+        parts = self._phases_of(name) if name is not None else self._final_graphs()
         text = renderers[target.suffix.lower()](parts, name or _WHAT_RUNS)
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_text(text, encoding="utf-8")
@@ -124,7 +124,7 @@ class Graphs(Mapping[str, fx.GraphModule]):
         """Returns the phases of a graph by name, or the graph alone if it is not split."""
         return self._phases.get(name) or {name: self[name]}
 
-    def _last(self) -> Mapping[str, fx.GraphModule]:
+    def _final_graphs(self) -> Mapping[str, fx.GraphModule]:
         """Returns the phases that run in a step, or else the last graph."""
         ran = {phase: self._modules[phase] for phase in PHASES if phase in self._modules}
         return ran or self._phases_of(list(self._modules)[-1])

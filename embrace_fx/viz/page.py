@@ -18,7 +18,7 @@ from typing import Any
 
 from embrace_fx.viz import svg
 from embrace_fx.viz.palette import DARK, LIGHT, PAINTS, Theme
-from embrace_fx.viz.picture import Figure, Panel, Picture
+from embrace_fx.viz.picture import Metric, Panel, Picture
 from embrace_fx.vocabulary.plan_text import readable_bytes
 from embrace_fx.vocabulary.schedule import Operation
 
@@ -60,13 +60,13 @@ def render(picture: Picture) -> str:
     files = resources.files("embrace_fx.viz")
     page = Template(files.joinpath("page.html").read_text(encoding="utf-8"))
     # A "<" inside a script element could close it.
-    data = json.dumps(_data(picture), allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
+    data = json.dumps(_script_data(picture), allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
     return page.substitute(
         title=escape(picture.title),
         subtitle=escape(picture.subtitle),
-        colours=_colours(),
+        colours=_colour_rules(),
         style=svg.style(_NAMED) + files.joinpath("page.css").read_text(encoding="utf-8"),
-        definitions=svg.definitions(picture),
+        definitions=svg.svg_definitions(picture),
         panels="\n".join(_section(picture, panel) for panel in picture.panels),
         data=data,
         script="\n".join(files.joinpath(name).read_text(encoding="utf-8") for name in _SCRIPTS),
@@ -89,24 +89,24 @@ def _section(picture: Picture, panel: Panel) -> str:
             f'<section class="panel" id="{status}" tabindex="0" role="application" aria-roledescription="timeline" '
             f'aria-label="{status} timeline" aria-describedby="hint">',
             f"<h2>{status.capitalize()}</h2>",
-            *svg.strips(picture, panel),
+            *svg.rank_strips(picture, panel),
             '<svg class="ticks" height="22"></svg>',
             "</section>",
         )
     )
 
 
-def _colours() -> str:
+def _colour_rules() -> str:
     """Returns the CSS rules of both themes."""
-    dark = _variables(DARK)
+    dark = _colour_variables(DARK)
     return (
-        f":root {{ color-scheme: light; {_variables(LIGHT)} }}\n"
+        f":root {{ color-scheme: light; {_colour_variables(LIGHT)} }}\n"
         f"@media (prefers-color-scheme: dark) {{ :root:not([data-theme=light]) {{ color-scheme: dark; {dark} }} }}\n"
         f":root[data-theme=dark] {{ color-scheme: dark; {dark} }}"
     )
 
 
-def _variables(theme: Theme) -> str:
+def _colour_variables(theme: Theme) -> str:
     """Returns the colours of a theme as CSS variables."""
     values = {name: getattr(theme, name) for name in _PLAIN}
     values |= {f"fill-{name}": theme.fill[name] for name in PAINTS}
@@ -114,7 +114,7 @@ def _variables(theme: Theme) -> str:
     return " ".join(f"--{name}: {value};" for name, value in values.items())
 
 
-def _data(picture: Picture) -> dict[str, Any]:
+def _script_data(picture: Picture) -> dict[str, Any]:
     """Returns the values that the page's script reads."""
     schedule = picture.schedule
     return {
@@ -124,10 +124,10 @@ def _data(picture: Picture) -> dict[str, Any]:
         "character": svg.CHARACTER,
         "legend": list(picture.legend()),
         "dependences": [asdict(d) for d in schedule.steps.dependences] if schedule else [],
-        "panels": [_panel(panel) for panel in picture.panels],
-        "operations": list(_operations(picture)),
+        "panels": [_panel_data(panel) for panel in picture.panels],
+        "operations": list(_operation_data(picture)),
         "bars": [
-            {"name": bar.name, "total": bar.total_ms, "parts": [_figure(part) for part in bar.parts]}
+            {"name": bar.name, "total": bar.total_ms, "parts": [_metric_data(part) for part in bar.parts]}
             for bar in picture.bars()
         ],
         "why": None if picture.why is None else asdict(picture.why),
@@ -137,19 +137,21 @@ def _data(picture: Picture) -> dict[str, Any]:
     }
 
 
-def _panel(panel: Panel) -> dict[str, Any]:
+def _panel_data(panel: Panel) -> dict[str, Any]:
     """Converts a panel to the values that the page's script reads."""
     return {
         "status": panel.status,
         "ranks": panel.ranks,
         "windows": [{"number": w, "start": round(start_ms, 4)} for w, start_ms in panel.starts_ms.items()],
         "hasPath": bool(panel.critical_path),
-        "figures": [_figure(figure) for figure in panel.figures()],
+        "figures": [_metric_data(figure) for figure in panel.figures()],
     }
 
 
-def _operations(picture: Picture) -> Iterator[dict[str, Any]]:
-    """Yields one window's operations with their median times, over windows and ranks, in each panel."""
+def _operation_data(picture: Picture) -> Iterator[dict[str, Any]]:
+    """Yields each operation of one window for the page's script, with its median time in each panel over windows and
+    ranks.
+    """
     operations: dict[str, Operation] = {}
     taken: list[dict[str, list[float]]] = []
     for panel in picture.panels:
@@ -168,6 +170,6 @@ def _operations(picture: Picture) -> Iterator[dict[str, Any]]:
         yield {**asdict(operation), "sends": sends, "times": medians}
 
 
-def _figure(figure: Figure) -> dict[str, Any]:
+def _metric_data(figure: Metric) -> dict[str, Any]:
     """Converts a metric to the values that the page's script reads."""
     return {**asdict(figure), "text": str(figure)}

@@ -109,7 +109,9 @@ OF_SHARE: Mapping[Share, str] = {
 
 
 def paint(operation: Operation) -> str:
-    """Returns the key of an operation's colour in `PAINTS`: its part of a step if it is compute, else its lane."""
+    """Returns the key in `PAINTS` of an operation's colour. Compute is coloured by its part of a step, communication by
+    its lane.
+    """
     return OF_SHARE.get(operation.share, operation.lane)
 
 

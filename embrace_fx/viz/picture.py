@@ -55,7 +55,7 @@ class Gap:
 
 
 @dataclass(frozen=True)
-class Figure:
+class Metric:
     """One metric of a panel: its name, value and colour.
 
     Attributes:
@@ -82,7 +82,7 @@ class Figure:
 
 @dataclass(frozen=True)
 class Panel:
-    """A timeline prepared for drawing.
+    """A predicted or measured timeline, prepared for drawing.
 
     Attributes:
         status: the origin of its times.
@@ -132,23 +132,23 @@ class Panel:
         return {w: min(phase.start_ms for phase in self.phases if phase.window == w) for w in self.windows}
 
     @property
-    def pair(self) -> tuple[int, ...]:
+    def shown_windows(self) -> tuple[int, ...]:
         """Returns the windows shown at first: the last two, or the only one."""
         return self.windows[-SHOWN_WINDOWS:]
 
     @property
     def origin_ms(self) -> float:
-        """Returns the start of the first window in `pair`, which is 0 on the picture's axis."""
-        return self.starts_ms[self.pair[0]]
+        """Returns the start of the first window in `shown_windows`, which is 0 on the picture's axis."""
+        return self.starts_ms[self.shown_windows[0]]
 
     @cached_property
-    def shown(self) -> tuple[float, float]:
-        """Returns the time shown: (first start, last end) in the windows of `pair`, in ms since `origin_ms`.
+    def shown_ms(self) -> tuple[float, float]:
+        """Returns the time shown: (first start, last end) in the windows of `shown_windows`, in ms since `origin_ms`.
 
         Communication may start before its window does.
         """
         items: tuple[Span | Wait, ...] = (*self.timeline.spans, *self.timeline.waits)
-        shown = [x for x in items if x.window in self.pair]
+        shown = [x for x in items if x.window in self.shown_windows]
         return min(x.start_ms for x in shown) - self.origin_ms, max(x.end_ms for x in shown) - self.origin_ms
 
     @cached_property
@@ -157,9 +157,7 @@ class Panel:
         by_lane: defaultdict[tuple[int, Lane], list[Span]] = defaultdict(list)
         for span in self.timeline.spans:
             by_lane[span.rank, span.operation.lane].append(span)
-        return {
-            (rank, lane): _without_overlap(by_lane.get((rank, lane), [])) for rank in self.ranks for lane in self.lanes
-        }
+        return {(rank, lane): _pack_rows(by_lane.get((rank, lane), [])) for rank in self.ranks for lane in self.lanes}
 
     @cached_property
     def critical_spans(self) -> tuple[Span, ...]:
@@ -182,34 +180,34 @@ class Panel:
                 yield Gap(item.window, rank, end_ms, item.start_ms)
             end_ms = max(end_ms, item.end_ms)
 
-    def _computed(self) -> Iterator[Figure]:
-        """Yields the metrics of the parts of compute that take time, in execution order."""
+    def _compute_metrics(self) -> Iterator[Metric]:
+        """Yields a metric for each part of a step that takes compute time, in execution order."""
         for share in ("backward", "your code", "optimizer", "loader", "forward"):
             if ms := self.diagnostics.shares_ms.get(share, 0.0):
-                yield Figure(share, ms, "ms", "compute", paint=OF_SHARE[share])
+                yield Metric(share, ms, "ms", "compute", paint=OF_SHARE[share])
 
     def why(self) -> Why | None:
-        """Explains the time of a step, or None if it takes none."""
+        """Explains the time of a step in words, or returns None if a step takes no time."""
         is_measured = self.status == "measured"
         return why(self.diagnostics.shares_ms, "A step takes" if is_measured else "A step is predicted to take")
 
-    def figures(self) -> tuple[Figure, ...]:
+    def figures(self) -> tuple[Metric, ...]:
         """Returns the metrics of a panel, in display order."""
         d = self.diagnostics
         # Most steps have no offloads, which are left out then.
         copies = tuple(lane for lane in COPIES if d.communication_ms.get(lane))
         classes = (*CLASS_LANES, *copies)
-        computed = tuple(self._computed())
+        computed = tuple(self._compute_metrics())
         return (
-            Figure("step", d.step_ms, "ms"),
+            Metric("step", d.step_ms, "ms"),
             # Take the mean, not the median, so that the parts add up.
-            Figure("compute", sum(part.value for part in computed), "ms", "compute"),
+            Metric("compute", sum(part.value for part in computed), "ms", "compute"),
             *computed,
-            *(Figure(f"exposed {c}", d.exposed_ms[c], "ms", c, True, c) for c in classes if c in d.exposed_ms),
-            Figure("between operations", d.shares_ms.get("between", 0.0), "ms"),
-            *(Figure(f"{c} busy", d.communication_ms[c], "ms", c) for c in classes if c in d.communication_ms),
-            Figure("overlap ratio", d.overlap_ratio, ""),
-            Figure("memory held", d.held_bytes / MIB, "MiB"),
+            *(Metric(f"exposed {c}", d.exposed_ms[c], "ms", c, True, c) for c in classes if c in d.exposed_ms),
+            Metric("between operations", d.shares_ms.get("between", 0.0), "ms"),
+            *(Metric(f"{c} busy", d.communication_ms[c], "ms", c) for c in classes if c in d.communication_ms),
+            Metric("overlap ratio", d.overlap_ratio, ""),
+            Metric("memory held", d.held_bytes / MIB, "MiB"),
         )
 
 
@@ -218,7 +216,7 @@ class Bar:
     """One step of one system, drawn as a bar of its parts."""
 
     name: str
-    parts: tuple[Figure, ...]
+    parts: tuple[Metric, ...]
     total_ms: float
 
 
@@ -249,7 +247,7 @@ class Picture:
 
     @cached_property
     def panels(self) -> tuple[Panel, ...]:
-        """Panels of the prediction and of the measurement, as far as they exist."""
+        """Returns the panels of the prediction and of the measurement, as far as they exist."""
         found = []
         if (schedule := self.schedule) is not None:
             found.append(Panel("predicted", schedule.predicted, schedule.diagnostics(), schedule.critical_path))
@@ -281,14 +279,16 @@ class Picture:
             found.append(Bar(panel.status, parts, panel.diagnostics.step_ms))
         if self.background is not None and self.background.steps:
             own = [figure for figure in found[-1].parts if not figure.is_wait]
-            exposed_ms = self.background.ddp_exposed_ms * self._links_slower()
-            exposed = Figure("exposed AllReduce", exposed_ms, "ms", "dense", True, "dense")
+            exposed_ms = self.background.ddp_exposed_ms * self._link_slowdown()
+            exposed = Metric("exposed AllReduce", exposed_ms, "ms", "dense", True, "dense")
             shown = (*own[:-1], exposed, own[-1])
             found.append(Bar("DDP, estimated", shown, sum(part.value for part in shown)))
         return tuple(found)
 
-    def _links_slower(self) -> float:
-        """Returns measured / predicted time of dense gradients, by which DDP's estimated time is scaled."""
+    def _link_slowdown(self) -> float:
+        """Returns the measured time of dense gradients divided by the predicted one; DDP's estimated time is scaled by
+        it.
+        """
         predicted, *measured = (panel.diagnostics.communication_ms.get("dense", 0.0) for panel in self.panels)
         return measured[0] / predicted if measured and measured[0] and predicted else 1.0
 
@@ -298,7 +298,7 @@ class Picture:
         return tuple(lane for lane in LANES if any(lane in panel.lanes for panel in self.panels))
 
     def legend(self) -> Iterator[tuple[Literal["paint", "wait", "gap", "path"], str, str]]:
-        """Yields (drawing style, paint, name) of each colour and mark."""
+        """Yields the legend's entries: (kind of mark, key of its colour, name)."""
         used = {paint(span.operation) for panel in self.panels for span in panel.timeline.spans}
         yield from (("paint", each, name) for each, name in PAINTS.items() if each in used)
         if waited := next((w.lane for panel in self.panels for w in panel.timeline.waits), None):
@@ -310,13 +310,13 @@ class Picture:
 
     @property
     def title(self) -> str:
-        """The title of the picture."""
+        """Returns the title of the picture."""
         of = f"Schedule {self.schedule.name}" if self.schedule else "Timeline"
         return f"{of}, {' and '.join(panel.status for panel in self.panels)}"
 
     @property
     def subtitle(self) -> str:
-        """Source of the prediction, and count of measured ranks."""
+        """Returns the source of the prediction, and the number of measured ranks."""
         parts = []
         if self.schedule:
             parts.append(f"prediction from the {self.schedule.source}")
@@ -326,7 +326,7 @@ class Picture:
         return ", ".join(parts)
 
 
-def _ratio(measured: Figure | None, predicted: Figure | None) -> str:
+def _ratio(measured: Metric | None, predicted: Metric | None) -> str:
     """Formats measured / predicted, or "" if 0.00 was predicted, because the quotient would be noise.
 
     From 100 on it has no decimals, to fit a phone's width.
@@ -375,7 +375,7 @@ def _phases(spans: Sequence[Span], rank: int, window: int, end_ms: float) -> Ite
             yield phase
 
 
-def _without_overlap(spans: Sequence[Span]) -> list[list[Span]]:
+def _pack_rows(spans: Sequence[Span]) -> list[list[Span]]:
     """Packs spans into rows without overlap: in order of time, each into the first free row."""
     rows: list[list[Span]] = [[]]
     for span in sorted(spans, key=lambda s: (s.start_ms, s.end_ms)):

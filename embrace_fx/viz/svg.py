@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from html import escape
 from itertools import pairwise
 
-from embrace_fx.viz.descriptions import Facts, name
+from embrace_fx.viz.descriptions import HoverTexts, name
 from embrace_fx.viz.palette import DARK, LIGHT, PAINTS, Theme, lane_paint, paint
 from embrace_fx.viz.picture import MIB, Gap, Panel, Phase, Picture, labels
 from embrace_fx.vocabulary.operation_id import Lane
@@ -38,10 +38,10 @@ _LINE = 150
 
 def render(picture: Picture) -> str:
     """Returns a picture as an SVG file."""
-    body = list(_body(picture))
+    body = list(_sections(picture))
     description = f'<desc id="desc">{escape("; ".join(_summary(panel) for panel in picture.panels))}</desc>'
     lines = [line for part in body for line in part.lines]
-    return document(picture.title, WIDTH, math.ceil(body[-1].bottom), [description, definitions(picture)], lines)
+    return document(picture.title, WIDTH, math.ceil(body[-1].bottom), [description, svg_definitions(picture)], lines)
 
 
 def document(title: str, width: int, height: int, head: Sequence[str], lines: Sequence[str]) -> str:
@@ -68,12 +68,12 @@ def document(title: str, width: int, height: int, head: Sequence[str], lines: Se
     )
 
 
-def strips(picture: Picture, panel: Panel) -> Iterator[str]:
-    """Yields an SVG element for each rank of a panel, which the page's script moves when the reader zooms."""
+def rank_strips(picture: Picture, panel: Panel) -> Iterator[str]:
+    """Yields one SVG element for each rank of a panel. The page's script moves its items when the reader zooms."""
     low, high = (
         edge(getattr(s, at) for s in panel.timeline.spans) for edge, at in ((min, "start_ms"), (max, "end_ms"))
     )
-    axis, facts = _Axis(panel.origin_ms, low - panel.origin_ms, high - panel.origin_ms, live=True), Facts(picture)
+    axis, facts = _Axis(panel.origin_ms, low - panel.origin_ms, high - panel.origin_ms, live=True), HoverTexts(picture)
     for rank in panel.ranks:
         strip = _strip(panel, rank, axis, 2, facts)
         yield "\n".join(
@@ -86,8 +86,8 @@ def strips(picture: Picture, panel: Panel) -> Iterator[str]:
 
 
 @dataclass(frozen=True)
-class _Part:
-    """A part of the picture: its SVG lines, and the y of its bottom edge."""
+class _Section:
+    """A section of the picture: its SVG lines, and the y coordinate of its bottom edge."""
 
     lines: list[str]
     bottom: float
@@ -114,33 +114,35 @@ class _Axis:
         """Returns whether an item is visible."""
         return self.live or (self(item.end_ms) > LEFT and self(item.start_ms) < WIDTH - RIGHT)
 
-    def extent(self, item: Span | Wait | Gap) -> str:
-        """Returns the attributes of a rectangle, which is visible even if very short."""
+    def rectangle(self, item: Span | Wait | Gap) -> str:
+        """Returns the SVG attributes x and width of an item's rectangle, which is visible even if the item is very
+        short.
+        """
         left = self(item.start_ms)
         return f'x="{left}" width="{max(self(item.end_ms) - left - 0.5, 0.5):.2f}"'
 
-    def times(self, start_ms: float, end_ms: float, **more: object) -> str:
-        """Returns the attributes with which a script moves an element, or "" without a script."""
+    def data_times(self, start_ms: float, end_ms: float, **more: object) -> str:
+        """Returns the attributes that hold an element's times for the page's script, or "" in a static picture."""
         values = {"s": f"{start_ms:.4f}", "e": f"{end_ms:.4f}", **more} if self.live else {}
         return "".join(f' data-{key}="{escape(str(value))}"' for key, value in values.items())
 
 
-def _body(picture: Picture) -> Iterator[_Part]:
+def _sections(picture: Picture) -> Iterator[_Section]:
     """Yields the parts of the picture from top to bottom."""
-    yield _Part([_text(14, 26, picture.title, "title"), _text(14, 43, picture.subtitle, "faint")], 43)
+    yield _Section([_svg_text(14, 26, picture.title, "title"), _svg_text(14, 43, picture.subtitle, "faint")], 43)
     legend = _legend(picture, 62)
     yield legend
-    top, facts = legend.bottom + 14, Facts(picture)
+    top, facts = legend.bottom + 14, HoverTexts(picture)
     # Panels have the same origin and scale, for comparison.
-    starts, ends = zip(*(panel.shown for panel in picture.panels), strict=True)
+    starts, ends = zip(*(panel.shown_ms for panel in picture.panels), strict=True)
     for panel in picture.panels:
         part = _panel(panel, _Axis(panel.origin_ms, min(starts), max(ends)), top, facts)
         yield part
         top = part.bottom + 12
-    yield _Part([], top - 10)
+    yield _Section([], top - 10)
 
 
-def _legend(picture: Picture, top: float) -> _Part:
+def _legend(picture: Picture, top: float) -> _Section:
     """Returns the legend, wrapped into lines."""
     lines: list[str] = []
     x = 14.0
@@ -155,19 +157,19 @@ def _legend(picture: Picture, top: float) -> _Part:
             "path": 'class="critical"',
         }
         lines.append(f'<rect x="{x}" y="{top - 9}" width="13" height="10" {looks[kind]}/>')
-        lines.append(_text(x + 18, top, meaning))
+        lines.append(_svg_text(x + 18, top, meaning))
         x += width
-    return _Part(lines, top)
+    return _Section(lines, top)
 
 
-def _panel(panel: Panel, axis: _Axis, top: float, facts: Facts) -> _Part:
+def _panel(panel: Panel, axis: _Axis, top: float, facts: HoverTexts) -> _Section:
     """Returns a panel: heading, figures, a strip per rank, and ticks."""
     ranks = panel.ranks[:MOST_RANKS]
     some = f", first {len(ranks)} ranks" if len(ranks) < len(panel.ranks) else ""
     summary = textwrap.wrap(_summary(panel), _LINE)
     lines = [
-        _text(14, top + 12, f"{panel.status.capitalize()}{some}", "heading"),
-        *(_text(14, top + 28 + 13 * k, line, "faint") for k, line in enumerate(summary)),
+        _svg_text(14, top + 12, f"{panel.status.capitalize()}{some}", "heading"),
+        *(_svg_text(14, top + 28 + 13 * k, line, "faint") for k, line in enumerate(summary)),
     ]
     y = top + 25 + 13 * len(summary)
     for rank in ranks:
@@ -175,10 +177,10 @@ def _panel(panel: Panel, axis: _Axis, top: float, facts: Facts) -> _Part:
         lines += strip.lines
         y = strip.bottom + _RANK_GAP
     lines += _ticks(axis, y - _RANK_GAP + 5)
-    return _Part(lines, y - _RANK_GAP + 22)
+    return _Section(lines, y - _RANK_GAP + 22)
 
 
-def _strip(panel: Panel, rank: int, axis: _Axis, top: float, facts: Facts) -> _Part:
+def _strip(panel: Panel, rank: int, axis: _Axis, top: float, facts: HoverTexts) -> _Section:
     """Draws the lanes of a rank; for the first rank also memory, phase names and the critical path."""
     is_first = rank == panel.ranks[0]
     phases = [phase for phase in panel.phases if phase.rank == rank and axis.shows(phase)]
@@ -187,11 +189,11 @@ def _strip(panel: Panel, rank: int, axis: _Axis, top: float, facts: Facts) -> _P
         line = _memory(panel, rank, axis, top)
         top = line.bottom + _PHASES
         lines += [*line.lines, *_phase_names(phases, axis, top - 6)]
-    lines.append(_text(14, top + 11, f"rank {rank}", "rank"))
+    lines.append(_svg_text(14, top + 11, f"rank {rank}", "rank"))
     critical = panel.critical_spans if is_first else ()
     framed, place, y = {id(span) for span in critical}, dict[int, float](), top
     for lane in panel.lanes:
-        lines.append(_text(LEFT - 18, y + 11, lane, "lane"))
+        lines.append(_svg_text(LEFT - 18, y + 11, lane, "lane"))
         lines.append(f'<rect x="{LEFT - 13}" y="{y + 4}" width="7" height="7" class="f-{lane_paint(lane)}"/>')
         first_y = y
         for row in panel.rows[rank, lane]:
@@ -199,24 +201,30 @@ def _strip(panel: Panel, rank: int, axis: _Axis, top: float, facts: Facts) -> _P
             for span in row:
                 place[id(span)] = y
                 if axis.shows(span):
-                    lines.append(_item(span, _bar(span, axis, y, framed=id(span) in framed), y, panel, axis, facts))
+                    lines.append(
+                        _with_hover_text(
+                            span, _span_bar(span, axis, y, framed=id(span) in framed), y, panel, axis, facts
+                        )
+                    )
             y += ROW + _GAP
         if lane == "compute":
             gaps: list[Wait | Gap] = [*panel.gaps_of(rank), *panel.waits_of(rank)]
             lines += [
-                _item(gap, _wait(gap, axis, first_y), first_y, panel, axis, facts) for gap in gaps if axis.shows(gap)
+                _with_hover_text(gap, _wait_bar(gap, axis, first_y), first_y, panel, axis, facts)
+                for gap in gaps
+                if axis.shows(gap)
             ]
     bottom = y - _GAP
     lines += _boundaries(phases, axis, top - (_PHASES + 2 if is_first else 4), bottom + 2)
     lines += _arrows([span for span in critical if axis.shows(span)], axis, place)
-    return _Part(lines, bottom)
+    return _Section(lines, bottom)
 
 
-def _memory(panel: Panel, rank: int, axis: _Axis, top: float) -> _Part:
+def _memory(panel: Panel, rank: int, axis: _Axis, top: float) -> _Section:
     """Draws the memory of a rank as a line above its lanes, if it is known."""
     points = [p for p in panel.timeline.memory if p.rank == rank]
     if not points:
-        return _Part([], top)
+        return _Section([], top)
     shown = [p for p in points if axis(p.at_ms) > LEFT] or points
     low, high = min(p.held_bytes for p in shown), max(p.held_bytes for p in shown)
     base = min(low, 0) if panel.status == "predicted" else low
@@ -228,38 +236,40 @@ def _memory(panel: Panel, rank: int, axis: _Axis, top: float) -> _Part:
     drawn = " ".join(f"{axis(at_ms)},{y}" for at_ms, y in corners)
     low_mib, high_mib = (round(each / MIB, 1) + 0.0 for each in (base, high))  # adding 0.0 avoids "-0.0"
     low_high = f"{low_mib:,.1f} to {high_mib:,.1f} MiB"
-    return _Part(
+    return _Section(
         [
-            _text(LEFT - 18, top + _MEMORY / 2 - 2, "memory", "lane"),
-            _text(LEFT - 18, top + _MEMORY / 2 + 11, low_high, "lane"),
+            _svg_text(LEFT - 18, top + _MEMORY / 2 - 2, "memory", "lane"),
+            _svg_text(LEFT - 18, top + _MEMORY / 2 + 11, low_high, "lane"),
             f'<g><title>memory: from {low_high}</title><polyline class="memory" points="{drawn}"{times}/></g>',
         ],
         top + _MEMORY + 8,
     )
 
 
-def _item(item: Span | Wait | Gap, drawn: str, y: float, panel: Panel, axis: _Axis, facts: Facts) -> str:
+def _with_hover_text(
+    item: Span | Wait | Gap, drawn: str, y: float, panel: Panel, axis: _Axis, facts: HoverTexts
+) -> str:
     """Wraps a drawing in an element that shows the item's facts on hover."""
     more = {"of": name(item), "w": item.window, "y": y}
     if isinstance(item, Span):
         more["l"] = "\n".join(labels(item.operation))
-    times = axis.times(item.start_ms, item.end_ms, **more)
+    times = axis.data_times(item.start_ms, item.end_ms, **more)
     return f'<g class="item"{times}><title>{escape(facts.text(panel, item))}</title>{drawn}</g>'
 
 
-def _bar(span: Span, axis: _Axis, y: float, *, framed: bool) -> str:
+def _span_bar(span: Span, axis: _Axis, y: float, *, framed: bool) -> str:
     """Returns a span as a bar, with its label if there is room."""
-    of_paint, extent = paint(span.operation), axis.extent(span)
+    of_paint, extent = paint(span.operation), axis.rectangle(span)
     left, right = axis(span.start_ms), axis(span.end_ms)
     label = next((each for each in labels(span.operation) if len(each) <= (right - left - 4) / CHARACTER), "")
-    text = _text(left + 3, y + 11, label, f"i-{of_paint}") if label or axis.live else ""
+    text = _svg_text(left + 3, y + 11, label, f"i-{of_paint}") if label or axis.live else ""
     frame = f'<rect {extent} y="{y + 0.75}" height="{ROW - 1.5}" class="critical"/>' if framed else ""
     return f'<rect {extent} y="{y}" height="{ROW}" class="f-{of_paint}"/>{text}{frame}'
 
 
-def _wait(item: Wait | Gap, axis: _Axis, y: float) -> str:
+def _wait_bar(item: Wait | Gap, axis: _Axis, y: float) -> str:
     """Returns a wait as a hatched bar, or a gap as a thin line."""
-    extent = axis.extent(item)
+    extent = axis.rectangle(item)
     if isinstance(item, Gap):
         hit = f'<rect {extent} y="{y}" height="{ROW}" fill="transparent"/>'
         return f'{hit}<rect {extent} y="{y + ROW / 2 - 2}" height="4" class="gap"/>'
@@ -274,7 +284,7 @@ def _phase_names(phases: list[Phase], axis: _Axis, y: float) -> Iterator[str]:
     for phase in phases:
         left, right = axis(phase.start_ms), axis(phase.end_ms)
         if axis.live or CHARACTER * len(phase.label) <= right - left - 4:
-            times = axis.times(phase.start_ms, phase.end_ms, l=phase.label)
+            times = axis.data_times(phase.start_ms, phase.end_ms, l=phase.label)
             yield f'<text x="{left + 4}" y="{y}"{times}>{phase.label}</text>'
 
 
@@ -282,7 +292,7 @@ def _boundaries(phases: list[Phase], axis: _Axis, top: float, bottom: float) -> 
     """Yields a vertical line at the start of each phase."""
     for phase in phases:
         kind = "window" if phase.name == "backward" else "phase"
-        yield _line(axis, phase.start_ms, phase.start_ms, top, bottom, f'class="{kind}"')
+        yield _svg_line(axis, phase.start_ms, phase.start_ms, top, bottom, f'class="{kind}"')
 
 
 def _arrows(path: Sequence[Span], axis: _Axis, place: Mapping[int, float]) -> Iterator[str]:
@@ -292,13 +302,13 @@ def _arrows(path: Sequence[Span], axis: _Axis, place: Mapping[int, float]) -> It
         if y1 != y2:
             end = y2 if y2 > y1 else y2 + ROW
             kind = 'class="arrow" marker-end="url(#head)"'
-            yield _line(axis, before.end_ms, after.start_ms, y1 + ROW / 2, end, kind)
+            yield _svg_line(axis, before.end_ms, after.start_ms, y1 + ROW / 2, end, kind)
 
 
-def _line(axis: _Axis, from_ms: float, to_ms: float, y1: float, y2: float, kind: str) -> str:
+def _svg_line(axis: _Axis, from_ms: float, to_ms: float, y1: float, y2: float, css_class: str) -> str:
     """Returns a line between two times and two heights."""
-    times = axis.times(from_ms, to_ms)
-    return f'<line x1="{axis(from_ms)}" x2="{axis(to_ms)}" y1="{y1}" y2="{y2}" {kind}{times}/>'
+    times = axis.data_times(from_ms, to_ms)
+    return f'<line x1="{axis(from_ms)}" x2="{axis(to_ms)}" y1="{y1}" y2="{y2}" {css_class}{times}/>'
 
 
 def _ticks(axis: _Axis, y: float) -> Iterator[str]:
@@ -312,8 +322,8 @@ def _ticks(axis: _Axis, y: float) -> Iterator[str]:
         x = axis(axis.origin_ms + k * step)
         yield f'<line x1="{x}" x2="{x}" y1="{y}" y2="{y + 4}" class="axis"/>'
         if x < WIDTH - RIGHT - 8:
-            yield _text(x, y + 14, f"{k * step:.{digits}f}", "tick")
-    yield _text(LEFT - 18, y + 14, "ms", "lane")
+            yield _svg_text(x, y + 14, f"{k * step:.{digits}f}", "tick")
+    yield _svg_text(LEFT - 18, y + 14, "ms", "lane")
 
 
 def _summary(panel: Panel) -> str:
@@ -323,13 +333,13 @@ def _summary(panel: Panel) -> str:
     return ", ".join(f"{figure.label} {figure}" for figure in shown)
 
 
-def _text(x: float, y: float, text: str, kind: str = "") -> str:
+def _svg_text(x: float, y: float, text: str, kind: str = "") -> str:
     """Returns an SVG text element at a position, with the CSS class `kind`."""
     attribute = f' class="{kind}"' if kind else ""
     return f'<text x="{round(x, 2)}" y="{round(y, 2)}"{attribute}>{escape(text)}</text>'
 
 
-def definitions(picture: Picture) -> str:
+def svg_definitions(picture: Picture) -> str:
     """Returns the SVG definitions of the hatching patterns and the arrow head."""
     size = 'markerUnits="userSpaceOnUse" markerWidth="7" markerHeight="6" refX="6" refY="3"'
     head = f'<marker id="head" class="head" orient="auto" {size}>'

@@ -40,7 +40,7 @@ def render(picture: Picture) -> str:
         other["launch_order"] = picture.schedule.launch_order
         other["digest"] = picture.schedule.digest()
         other["source"] = picture.schedule.source
-    other["drawn"] = [_plain(Schedule, picture.schedule), _plain(Timeline, picture.timeline)]
+    other["drawn"] = [_plain_data(Schedule, picture.schedule), _plain_data(Timeline, picture.timeline)]
     return json.dumps({"traceEvents": events, "displayTimeUnit": "ms", "otherData": other}, allow_nan=False)
 
 
@@ -62,19 +62,19 @@ def read(path: str | os.PathLike[str]) -> tuple[Schedule | None, Timeline | None
         ) from error
 
 
-def _plain(kind: type[Schedule | Timeline], value: Schedule | Timeline | None) -> Any:
+def _plain_data(cls: type[Schedule | Timeline], value: Schedule | Timeline | None) -> Any:
     """Converts a schedule or timeline to plain data, without the fields that drawing adds."""
-    return None if value is None else {field.name: to_plain(getattr(value, field.name)) for field in fields(kind)}
+    return None if value is None else {field.name: to_plain(getattr(value, field.name)) for field in fields(cls)}
 
 
 def _rank_events(panel: Panel, rank: int, pid: int) -> Iterator[Event]:
     """Yields the events of one rank."""
-    yield _name("process", pid, 0, f"{panel.status}, rank {rank}")
+    yield _name_event("process", pid, 0, f"{panel.status}, rank {rank}")
     yield {"ph": "M", "name": "process_sort_index", "pid": pid, "tid": 0, "args": {"sort_index": pid}}
     for lane in panel.lanes:
         for number, row in enumerate(panel.rows[rank, lane]):
-            tid = _tid(panel, lane, number)
-            yield _name("thread", pid, tid, lane if number == 0 else f"{lane} ({number + 1})")
+            tid = _thread_id(panel, lane, number)
+            yield _name_event("thread", pid, tid, lane if number == 0 else f"{lane} ({number + 1})")
             yield {"ph": "M", "name": "thread_sort_index", "pid": pid, "tid": tid, "args": {"sort_index": tid}}
             for span in row:
                 operation = span.operation
@@ -87,46 +87,46 @@ def _rank_events(panel: Panel, rank: int, pid: int) -> Iterator[Event]:
                     "duration_alone_ms": operation.duration_ms,
                     "status": panel.status,
                 }
-                yield _complete(operation.name, paint(operation), pid, tid, span, args)
+                yield _interval_event(operation.name, paint(operation), pid, tid, span, args)
     for point in panel.timeline.memory:
         if point.rank == rank:
             mib = round(point.held_bytes / MIB, 3)
-            yield {"ph": "C", "name": "memory", "pid": pid, "tid": 0, "ts": _us(point.at_ms), "args": {"MiB": mib}}
+            yield {"ph": "C", "name": "memory", "pid": pid, "tid": 0, "ts": _to_us(point.at_ms), "args": {"MiB": mib}}
     for wait in panel.waits_of(rank):
         args = {"window": wait.window, "launch": wait.launch, "class": wait.lane, "status": panel.status}
-        yield _complete(f"wait for {wait.launch}", "wait", pid, _tid(panel, "compute", 0), wait, args)
+        yield _interval_event(f"wait for {wait.launch}", "wait", pid, _thread_id(panel, "compute", 0), wait, args)
 
 
 def _arrows(panel: Panel, pid: int) -> Iterator[Event]:
     """Yields the arrows of the critical path, from the end of each operation to the start of the next."""
     tids = {
-        id(span): _tid(panel, lane, number)
+        id(span): _thread_id(panel, lane, number)
         for (_, lane), rows in panel.rows.items()
         for number, row in enumerate(rows)
         for span in row
     }
     for number, (before, after) in enumerate(pairwise(panel.critical_spans)):
         shared = {"name": "critical path", "cat": "critical path", "id": number, "pid": pid}
-        last_us = max(_us(before.start_ms), _us(before.end_ms) - _NANOSECOND_US)
+        last_us = max(_to_us(before.start_ms), _to_us(before.end_ms) - _NANOSECOND_US)
         yield {"ph": "s", **shared, "tid": tids[id(before)], "ts": round(last_us, 3)}
-        yield {"ph": "f", "bp": "e", **shared, "tid": tids[id(after)], "ts": _us(after.start_ms)}
+        yield {"ph": "f", "bp": "e", **shared, "tid": tids[id(after)], "ts": _to_us(after.start_ms)}
 
 
-def _tid(panel: Panel, lane: Lane, row: int) -> int:
+def _thread_id(panel: Panel, lane: Lane, row: int) -> int:
     """Returns the trace's thread number for a row of a lane; viewers sort rows by it."""
     most = max(len(rows) for rows in panel.rows.values())
     return LANES.index(lane) * most + row + 1
 
 
-def _name(what: str, pid: int, tid: int, name: str) -> Event:
+def _name_event(event: str, pid: int, tid: int, name: str) -> Event:
     """Returns the trace event that names a process or a thread."""
-    return {"ph": "M", "name": f"{what}_name", "pid": pid, "tid": tid, "args": {"name": name}}
+    return {"ph": "M", "name": f"{event}_name", "pid": pid, "tid": tid, "args": {"name": name}}
 
 
-def _complete(name: str, category: str, pid: int, tid: int, item: Span | Wait, args: dict[str, Any]) -> Event:
+def _interval_event(name: str, category: str, pid: int, tid: int, item: Span | Wait, args: dict[str, Any]) -> Event:
     """Returns the trace event of a span or wait."""
-    start_us = _us(item.start_ms)
-    duration_us = round(_us(item.end_ms) - start_us, 3)
+    start_us = _to_us(item.start_ms)
+    duration_us = round(_to_us(item.end_ms) - start_us, 3)
     return {
         "ph": "X",
         "name": name,
@@ -139,6 +139,6 @@ def _complete(name: str, category: str, pid: int, tid: int, item: Span | Wait, a
     }
 
 
-def _us(time_ms: float) -> float:
+def _to_us(time_ms: float) -> float:
     """Converts ms to µs, rounded to the nanosecond, so that consecutive spans stay adjacent."""
     return round(time_ms * 1e3, 3)

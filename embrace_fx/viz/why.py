@@ -110,8 +110,9 @@ def why(shares_ms: Mapping[Share, float], step: str = "A step takes") -> Why | N
     )
 
 
-def unlike_predicted(shares_ms: Mapping[Share, float], schedule: Schedule) -> str:
-    """Returns a sentence about a step that is not as long as predicted, with the option to try, or "".
+def compare_to_prediction(shares_ms: Mapping[Share, float], schedule: Schedule) -> str:
+    """Returns a sentence about a step that takes longer or shorter than predicted, with the option to try. Returns ""
+    if it takes as long as predicted.
 
     Args:
         shares_ms: part of the measured step -> milliseconds.

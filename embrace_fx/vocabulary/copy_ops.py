@@ -31,8 +31,8 @@ def offload(value: Tensor, launch: str) -> Tensor:
 
 @op("await_offload", "(Tensor leaving, str launch) -> Tensor")
 def await_offload(leaving: Tensor, launch: str) -> Tensor:
-    """Waits until a value is copied out, and frees its memory. Returns a tensor without memory that stands for the
-    value.
+    """Waits until a value is copied out, and frees its memory. Returns a placeholder tensor without memory, which
+    `reload` takes.
     """
     return torch.empty_like(leaving)
 

@@ -40,7 +40,7 @@ RowUpdatesOption = Literal["exact", "sweep", "replay", "lazy"]
 """The user's option. "exact" updates all rows at each step or defers updates, as is predicted to be faster."""
 
 
-Moving = Literal["", "lazy", "sweep", "replay", "either"]
+DenseUpdatePolicy = Literal["", "lazy", "sweep", "replay", "either"]
 """How rows without a gradient are updated: never, by the optimizer's formula ("") or the user's choice ("lazy"); all at
 each step ("sweep"); each when it is next read ("replay"); or the faster of these two ("either")."""
 
@@ -58,16 +58,20 @@ ELEMENT_WISE: frozenset[type[Optimizer]] = frozenset(
 """torch's optimizers that are element-wise under all options."""
 
 
-def needs_whole(kind: type[Optimizer]) -> str:
+def needs_whole(optimizer_class: type[Optimizer]) -> str:
     """Returns the reason why tables stay whole under an optimizer class, or "" if they can be sharded.
 
     A user's class is element-wise if it has its own attribute `element_wise = True`. Subclasses do not inherit it.
     """
-    if kind in ELEMENT_WISE or kind is RowWiseAdagrad or vars(kind).get("element_wise"):
+    if (
+        optimizer_class in ELEMENT_WISE
+        or optimizer_class is RowWiseAdagrad
+        or vars(optimizer_class).get("element_wise")
+    ):
         return ""
-    if kind.__module__.startswith("torch.optim.") or "element_wise" in vars(kind):
-        return f"{kind.__name__} is not element-wise: it needs whole tables"
+    if optimizer_class.__module__.startswith("torch.optim.") or "element_wise" in vars(optimizer_class):
+        return f"{optimizer_class.__name__} is not element-wise: it needs whole tables"
     return (
-        f"{kind.__name__} does not promise to be element-wise, so tables stay whole; if its update of an element "
-        f"depends on that element alone, set {kind.__name__}.element_wise = True"
+        f"{optimizer_class.__name__} does not promise to be element-wise, so tables stay whole; if its update of an "
+        f"element depends on that element alone, set {optimizer_class.__name__}.element_wise = True"
     )

@@ -56,7 +56,7 @@ def await_rows(ids: Tensor, counts: Tensor, table: str, dtype: torch.dtype, laun
 
 @op("join_rows", "(Tensor[] parts, Tensor ids, Tensor counts, str table) -> Tensor")
 def join_rows(parts: Sequence[Tensor], ids: Tensor, counts: Tensor, table: str) -> Tensor:
-    """Joins the received parts (early and late) into all rows that this rank reads, flat (U * D,), row after row."""
+    """Joins the received early and late rows into all rows that this rank reads, flat (U * D,), row after row."""
     return empty_as(parts[0], (unknown_size(),))
 
 
@@ -73,7 +73,8 @@ def submit_gradients(
     scale: float,
     launch: str,
 ) -> Tensor:
-    """Submits some of the gradients (U, D) of the rows that this rank reads, to the owners of their columns.
+    """Submits gradients (U, D) of rows to the ranks that own their columns: of all rows that this rank reads, or of its
+    prior or delayed rows only.
 
     `ids` (R,) and `counts` (N,) are results of `unpack_ids`; `padding_rows` and `scale` are as for `coalesce`. The
     result is an empty tensor that represents the gradient in flight among the backward's outputs.
@@ -103,7 +104,8 @@ def await_chunk(value: Tensor, launch: str) -> Tensor:
 
 @op("defer_bucket", "(Tensor flat, int bucket) -> Tensor")
 def defer_bucket(flat: Tensor, bucket: int) -> Tensor:
-    """Leaves a bucket in flight to the optimizer and the next forward, at the end of a backward.
+    """Ends a backward's work on a bucket whose reduction is still in flight. The optimizer and the next forward wait
+    for it.
 
     The result is an empty tensor that represents the gradients among the backward's outputs.
     """

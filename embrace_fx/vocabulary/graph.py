@@ -23,7 +23,7 @@ from torch.fx._lazy_graph_module import _LazyGraphModule
 from embrace_fx.vocabulary.head import PromisedLogits
 from embrace_fx.vocabulary.row_space import RowSpace
 from embrace_fx.vocabulary.sizes import NOTHING_EXPECTED, ExpectedSizes
-from embrace_fx.vocabulary.step_variant import Varied
+from embrace_fx.vocabulary.step_variant import VariedPhase
 
 T = TypeVar("T")
 
@@ -91,7 +91,9 @@ class Result:
 
 @dataclass(frozen=True)
 class Mutation:
-    """The new value of state that the forward mutates: BatchNorm's running mean, or a batch tensor written in place."""
+    """The new value of state that the forward writes: a running mean of BatchNorm, or a batch tensor written in
+    place.
+    """
 
     of: Parameter | Buffer | BatchInput
 
@@ -242,7 +244,7 @@ class TrainingGraph:
     tables: tuple[Table, ...] = ()
     phases: dict[str, fx.GraphModule] = field(default_factory=dict)
     results_behind: dict[str, frozenset[int]] = field(default_factory=dict)
-    varied: Varied | None = None
+    varied: VariedPhase | None = None
     memory_limit: int | None = None
     expected: ExpectedSizes = NOTHING_EXPECTED
     spaces: Mapping[str, RowSpace] = field(default_factory=dict)
@@ -259,7 +261,9 @@ class TrainingGraph:
         return self.module.graph
 
     def edit(self) -> TrainingGraph:
-        """Copies the graph for rewriting in place; node names and meta are kept, fake values are shared."""
+        """Returns a copy of the graph that can be rewritten in place. Node names and meta are kept; fake values are
+        shared.
+        """
         return replace(self, module=copy_module(self.module))
 
     def node(self, name: str) -> fx.Node:
@@ -280,7 +284,7 @@ class TrainingGraph:
 
 
 def copy_module(module: fx.GraphModule) -> fx.GraphModule:
-    """Copies the graph and node meta. Shares the module's attributes (constants) and fake values.
+    """Copies a module's graph and node meta. The copy shares the module's attributes (constants) and fake values.
 
     The copy generates its Python code when it is first called or read, because most graphs never run.
     """
@@ -327,20 +331,20 @@ def written_by(module: fx.GraphModule) -> frozenset[Parameter | Buffer | BatchIn
 
 def reached(
     starts: Iterable[T],
-    following: Callable[[T], Iterable[T]],
-    joins: Callable[[T, set[T]], bool] = lambda each, found: True,
+    successors: Callable[[T], Iterable[T]],
+    may_visit: Callable[[T, set[T]], bool] = lambda each, found: True,
 ) -> set[T]:
     """Returns `starts` and all nodes that can be reached from them.
 
     Args:
-        following: returns the successors of a node.
-        joins: (node, nodes found so far) -> whether to visit the node; called again for each predecessor.
+        successors: returns the nodes that directly follow a node.
+        may_visit: (node, nodes found so far) -> whether to visit the node; called again for each predecessor.
     """
     found = set(starts)
     waiting = list(found)
     while waiting:
-        for each in following(waiting.pop()):
-            if each not in found and joins(each, found):
+        for each in successors(waiting.pop()):
+            if each not in found and may_visit(each, found):
                 found.add(each)
                 waiting.append(each)
     return found
@@ -366,7 +370,9 @@ def set_outputs(module: fx.GraphModule, outputs: list[tuple[fx.Node | None, Outp
 
 
 def results_behind(graph: TrainingGraph) -> dict[str, frozenset[int]]:
-    """Maps each parameter of a captured graph to the results that its gradient depends on; to all if none is found."""
+    """Maps each parameter of a captured graph to the indices of the results that its gradient depends on; to all
+    results if the graph does not show which.
+    """
     tangents = {node: frozenset({role.index}) for node, role in graph.inputs() if isinstance(role, Tangent)}
     every = frozenset[int]().union(*tangents.values())
     behind: dict[fx.Node, frozenset[int]] = {}

@@ -16,16 +16,16 @@ Step = tuple[str, float, torch.dtype | None]
 
 
 def steps_to_text(steps: Sequence[Step]) -> str:
-    """Writes steps as text, for graphs.
+    """Formats the element-wise steps between an output layer's product and its logits as text, for graphs.
 
     >>> steps_to_text([("div", 30.0, None), ("tanh", 0.0, None), ("to", 0.0, torch.float32)])
     'div 30.0, tanh, to float32'
     """
-    return ", ".join(" ".join((name, *_operand(name, by, dtype))) for name, by, dtype in steps)
+    return ", ".join(" ".join((name, *_operand_text(name, by, dtype))) for name, by, dtype in steps)
 
 
-def _operand(name: str, operand: float, dtype: torch.dtype | None) -> tuple[str, ...]:
-    """Returns the operand of a step as text: a number or a dtype, or nothing."""
+def _operand_text(name: str, operand: float, dtype: torch.dtype | None) -> tuple[str, ...]:
+    """Returns the text of a step's operand: a number, or a dtype for "to"; empty for a step without one."""
     if name == "tanh":
         return ()
     return (str(operand) if dtype is None else str(dtype).removeprefix("torch."),)
@@ -34,21 +34,23 @@ def _operand(name: str, operand: float, dtype: torch.dtype | None) -> tuple[str,
 @lru_cache(maxsize=64)
 def steps_from_text(steps: str) -> tuple[Step, ...]:
     """Parses the text that `steps_to_text` returns."""
-    return tuple(_step(*each.split()) for each in steps.split(", ") if each)
+    return tuple(_parse_step(*each.split()) for each in steps.split(", ") if each)
 
 
-def _step(name: str, operand: str = "") -> Step:
-    """Parses an element-wise step from its name and operand."""
+def _parse_step(name: str, operand: str = "") -> Step:
+    """Parses one element-wise step from its name and its operand's text."""
     return (name, 0.0, getattr(torch, operand)) if name == "to" else (name, float(operand or 0), None)
 
 
 def last_dtype(steps: str) -> torch.dtype | None:
-    """Returns the dtype of the last cast, or None if there is none."""
+    """Returns the dtype of the last cast among the steps, or None if they cast nothing."""
     return next((dtype for _, _, dtype in reversed(steps_from_text(steps)) if dtype is not None), None)
 
 
 def softmax_dtype(steps: str, dtype: torch.dtype) -> torch.dtype:
-    """Returns the dtype of a softmax after `steps`, which is never a half type. `dtype` is that of the product."""
+    """Returns the dtype in which to compute a softmax after `steps`: never half precision. `dtype` is that of the
+    product.
+    """
     last = last_dtype(steps) or dtype
     return last if last.itemsize >= 4 else torch.float32
 

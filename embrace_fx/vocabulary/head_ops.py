@@ -50,7 +50,8 @@ _CHUNK = (
 def gather_positions(
     rows: Tensor, counts: Tensor, chunk: int, chunks: int, table: str, group: str, group_size: int, launch: str
 ) -> Tensor:
-    """Launches the gather of one chunk of all ranks' rows: each rank has (S, ..), and gets (P, ..) in rank order.
+    """Launches a gather of one chunk of all ranks' positions: each rank passes rows (S, ..) of its own positions, and
+    gets (P, ..), those of all ranks in rank order.
 
     Example: chunk 1 of 2, with 3 positions on rank 0 and 4 on rank 1: rows 1 and 2 of rank 0, 2 and 3 of rank 1.
     """

@@ -34,7 +34,7 @@ def overwritten_argument(node: fx.Node) -> int | None:
         return None
     for position in (0, 1) if node.target in _COMMUTE and not node.kwargs else (0,):
         source = node.args[position]
-        if isinstance(source, fx.Node) and _dies_here(source, node) and same_layout(source, node):
+        if isinstance(source, fx.Node) and _is_only_read_by(source, node) and same_layout(source, node):
             return position
     return None
 
@@ -46,13 +46,13 @@ def yields_views(op: OpOverload) -> bool:
     return bool(returns) and returns[0].alias_info is not None and not returns[0].alias_info.is_write
 
 
-def _dies_here(source: fx.Node, user: fx.Node) -> bool:
-    """Returns whether `user` is the only reader of `source`, whose memory is its own."""
-    return len(source.users) == 1 and user.all_input_nodes.count(source) == 1 and _is_new_memory(source)
+def _is_only_read_by(source: fx.Node, user: fx.Node) -> bool:
+    """Returns whether `user` is the only node that reads `source`, and no other value shares memory with `source`."""
+    return len(source.users) == 1 and user.all_input_nodes.count(source) == 1 and _owns_memory(source)
 
 
-def _is_new_memory(node: fx.Node) -> bool:
-    """Returns whether a node's value has memory of its own."""
+def _owns_memory(node: fx.Node) -> bool:
+    """Returns whether a node's value has its own memory, rather than being an input or a view."""
     target = node.target
     if not isinstance(target, OpOverload) or target.namespace != "aten" or target in SHARES_MEMORY:
         return False
@@ -60,9 +60,9 @@ def _is_new_memory(node: fx.Node) -> bool:
     return len(returns) == 1 and returns[0].alias_info is None
 
 
-def same_layout(source: fx.Node, node: fx.Node) -> bool:
+def same_layout(one: fx.Node, other: fx.Node) -> bool:
     """Returns whether two values have the same shape, dtype and strides."""
-    a, b = source.meta.get("val"), node.meta.get("val")
+    a, b = one.meta.get("val"), other.meta.get("val")
     if not isinstance(a, Tensor) or not isinstance(b, Tensor) or a.dtype != b.dtype:
         return False
     # Compare sizes as text, because comparing symbolic sizes would add guards.

@@ -32,13 +32,15 @@ class Name(str):
     def __hash__(self) -> int:
         caller = sys._getframe(1)
         if caller.f_code.co_code[caller.f_lasti] in _LOOKUPS:
-            names, prefixed = _searched(caller), PREFIX + self
+            names, prefixed = _searched_container(caller), PREFIX + self
             if prefixed in names and str(self) not in names and not hasattr(names[prefixed], "shape"):
                 self._refuse_if_prefixed(prefixed, super().__eq__)
         return super().__hash__()
 
     def startswith(self, prefix: Any, *bounds: Any) -> bool:
-        """Returns whether the name starts with a prefix. Raises if it would only after DDP's prefix "module."."""
+        """Returns whether the name starts with a prefix. Raises if it would do so only with DDP's prefix "module." in
+        front.
+        """
         found = super().startswith(prefix, *bounds)
         if not found:
             for each in prefix if isinstance(prefix, tuple) else (prefix,):
@@ -71,7 +73,7 @@ class Name(str):
         return codecs.encode, (codecs.encode(str(self), "rot13"), "rot13")
 
     def _refuse_if_prefixed(self, prefix: object, matches: Any) -> None:
-        """Raises if the name would match only with DDP's prefix "module.", because a filter by such names would select
+        """Raises if code that filters by `prefix` would match this name only with DDP's prefix "module.", and so select
         nothing.
         """
         if isinstance(prefix, str) and len(prefix) > len(PREFIX) and prefix.startswith(PREFIX):
@@ -87,10 +89,12 @@ _CUT = slice(len(PREFIX), None)
 _LOOKUPS = (dis.opmap["CONTAINS_OP"], dis.opmap["CALL"])
 
 
-def _searched(frame: FrameType) -> Mapping[Any, Any]:
-    """Returns the set or dict, as a dict, in which a frame looks up a name; an empty one if it cannot be told."""
+def _searched_container(frame: FrameType) -> Mapping[Any, Any]:
+    """Returns the set or dict that the code of a frame is looking a name up in, as a mapping. Returns an empty one if
+    the code does not show it.
+    """
     found: Any = None
-    for kind, what in _path_to_names(frame.f_code, frame.f_lasti):
+    for kind, what in _loads_of_container(frame.f_code, frame.f_lasti):
         if kind == "LOAD_CONST":
             found = what
         elif kind == "LOAD_ATTR":
@@ -103,10 +107,14 @@ def _searched(frame: FrameType) -> Mapping[Any, Any]:
 
 
 @cache
-def _path_to_names(code: CodeType, last: int) -> tuple[tuple[str, Any], ...]:
-    """Returns the loads (instruction, name or constant) of what `name in it` or `it.get(name)` reads at an instruction.
+def _loads_of_container(code: CodeType, last: int) -> tuple[tuple[str, Any], ...]:
+    """Returns the instructions, with the names or constants they load, that load the container of `name in container`
+    or `container.get(name)`. Returns () for other code.
 
     Empty if the code at `last` is of another form.
+
+    Args:
+        last: the offset of the instruction that looks the name up.
     """
     before = [each for each in dis.get_instructions(code) if each.offset < last and each.opname not in _IDLE]
     if code.co_code[last] == dis.opmap["CALL"]:
@@ -128,11 +136,11 @@ _IDLE = ("CACHE", "EXTENDED_ARG", "NOP", "PRECALL")
 _LOADS = ("LOAD_CONST", "LOAD_ATTR", "LOAD_FAST", "LOAD_DEREF", "LOAD_GLOBAL", "LOAD_NAME")
 
 
-def named(found: Iterator[tuple[str, T]], prefix: str) -> Iterator[tuple[str, T]]:
-    """Yields (name, value), with each name as a `Name`. A prefix, which another module has added, leaves names
+def wrap_names(named_values: Iterator[tuple[str, T]], prefix: str) -> Iterator[tuple[str, T]]:
+    """Yields the pairs (name, value) with each name as a `Name`. With a prefix from an enclosing module, yields them
     unchanged.
     """
-    return found if prefix else ((Name(name), value) for name, value in found)
+    return named_values if prefix else ((Name(name), value) for name, value in named_values)
 
 
 class StateDict(OrderedDict[str, Any]):
@@ -142,9 +150,9 @@ class StateDict(OrderedDict[str, Any]):
     """
 
     @classmethod
-    def of(cls, state: Any) -> Any:
-        """Converts a state dict to a `StateDict`. Returns the result of a model's own `state_dict` of another class
-        unchanged.
+    def wrap(cls, state: Any) -> Any:
+        """Returns a model's state dict as a `StateDict`. Returns it unchanged if the model's own `state_dict` made
+        another class.
         """
         if type(state) is not OrderedDict:
             return state

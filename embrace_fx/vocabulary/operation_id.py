@@ -91,7 +91,9 @@ class OperationId(NamedTuple):
 
     @property
     def needs_lookahead(self) -> bool:
-        """Returns whether the operation requires a known next batch: ids, early rows, delayed gradients."""
+        """Returns whether the operation requires a known next batch: it exchanges that batch's ids, sends early rows,
+        or sends delayed gradients.
+        """
         return self.part in ("early", "delayed") or self.kind == "ids"
 
 
@@ -141,7 +143,7 @@ def storage_id(kind: Literal["read", "write"], table: str) -> OperationId:
 
 @cache
 def compute_id(kind: Kind, subject: str) -> OperationId:
-    """Returns the id of a compute operation for a table or bucket."""
+    """Returns the id of a compute operation, such as an update, of a table or bucket."""
     return OperationId(kind, subject)
 
 

@@ -61,12 +61,12 @@ LOCAL_OF_FLOW: frozenset[str] = frozenset({"embrace::join_rows", "embrace::defer
 
 def op_name(node: fx.Node) -> str:
     """Returns the name of the op that a node calls, "namespace::name" without overload, or "" if it calls none."""
-    return _name_of(node.target) if isinstance(node.target, OpOverload) else ""
+    return _full_name(node.target) if isinstance(node.target, OpOverload) else ""
 
 
 @functools.cache
-def _name_of(op: OpOverload) -> str:
-    """Returns an op's name, cached because torch builds it at each of millions of reads."""
+def _full_name(op: OpOverload) -> str:
+    """Returns an op's name as "namespace::name". Cached, because torch builds the text at each read."""
     return str(op._schema.name)
 
 
@@ -92,7 +92,7 @@ def set_argument(node: fx.Node, name: str, value: Any) -> None:
     node.args = tuple(args)
 
 
-def draws(node: fx.Node) -> bool:
+def draws_random_numbers(node: fx.Node) -> bool:
     """Returns whether a node draws random numbers."""
     return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
 
@@ -105,14 +105,14 @@ def device_of(node: fx.Node) -> torch.device:
 
 
 def launch_of(node: fx.Node) -> OperationId | None:
-    """Returns the launch that a node submits or awaits, or None if it does neither."""
+    """Returns the id of the launch that a node submits or awaits, or None if it does neither."""
     found = node.meta.get("launch")
     assert found is None or isinstance(found, OperationId)
     return found
 
 
 def id_of(node: fx.Node) -> OperationId:
-    """Returns the launch that a node submits or awaits. Raises if the node does neither."""
+    """Returns the id of the launch that a node submits or awaits. Raises if the node does neither."""
     found = launch_of(node)
     assert found is not None
     return found
@@ -139,7 +139,7 @@ def join_ids(
     Takes, for each of `ids`, the index of its table in the row space, the table's first row there and its number of
     rows. Returns the rows of the first `joined` ids as one tensor (N,), if `joined` > 0, and those of each other one in
     the shape of its ids. An id outside its table becomes a number outside the row space, which encodes table and id for
-    `RowSpace.outside`.
+    `RowSpace.decode_invalid_id`.
 
     Example: ids [2, 5] of a table of 10 rows, [[0], [3]] of the next table of 5 rows, joined 2 -> [2, 5, 10, 13];
     joined 1 -> [2, 5], [[10], [13]].

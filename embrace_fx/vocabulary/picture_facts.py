@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class TablePlace:
-    """How a table is distributed over ranks, and its share of memory and bytes.
+    """The distribution of a table over ranks, and its share of memory and of sent bytes.
 
     Attributes:
         parts: each rank's part, in words; a single entry if all ranks have the same.
@@ -26,8 +26,8 @@ class TablePlace:
 
 
 @dataclass(frozen=True)
-class StepOn:
-    """The estimated step of the same plan on another number of ranks, each with a batch of the same size."""
+class StepEstimate:
+    """The estimated step on a number of ranks, with the same plan and a batch of the same size on each rank."""
 
     ranks: int
     step_ms: float
@@ -45,5 +45,5 @@ class PictureFacts:
     """
 
     ddp_exposed_ms: float
-    steps: tuple[StepOn, ...]
+    steps: tuple[StepEstimate, ...]
     tables: tuple[TablePlace, ...]

@@ -27,7 +27,7 @@ _INTEGERS = {"int32": torch.int32, "int64": torch.int64}
 def to_plain(value: Any) -> Any:
     """Converts a value to JSON types. A mapping becomes a list of pairs, because its keys need not be text."""
     kind: Any = type(value)
-    if (names := _names(kind)) is not None:
+    if (names := _field_names(kind)) is not None:
         return {name: to_plain(getattr(value, name)) for name in names}
     if isinstance(value, tuple | list):
         return [to_plain(each) for each in value]
@@ -52,7 +52,7 @@ def from_plain(kind: Any, value: Any, where: str = "it") -> Any:
     """
     origin, arguments = _form(kind)
     if origin in (Union, UnionType):
-        return _of_union(arguments, value, where)
+        return _from_union(arguments, value, where)
     if origin is Literal and value in arguments:
         return value
     if origin is tuple and isinstance(value, list):
@@ -66,8 +66,8 @@ def from_plain(kind: Any, value: Any, where: str = "it") -> Any:
         pair: Any = tuple.__class_getitem__(arguments)  # a type hint that this module has built
         return dict(from_plain(pair, each, where) for each in value)
     if kind is Tensor and isinstance(value, list):
-        return _integers(value, where)
-    if (names := _names(kind)) is not None and isinstance(value, dict):
+        return _integer_tensor(value, where)
+    if (names := _field_names(kind)) is not None and isinstance(value, dict):
         hints = _hints(cast("Any", kind))
         if unknown := value.keys() - names:
             raise ValueError(f"{where} has unknown fields {sorted(unknown)}")
@@ -93,15 +93,15 @@ def _form(kind: Any) -> tuple[Any, tuple[Any, ...]]:
 
 
 @cache
-def _names(kind: Any) -> tuple[str, ...] | None:
+def _field_names(hint: Any) -> tuple[str, ...] | None:
     """Returns the field names of a dataclass or named tuple, or None for any other type."""
-    if is_dataclass(kind):
-        return tuple(field.name for field in fields(kind))
-    return getattr(kind, "_fields", None) if isinstance(kind, type) and issubclass(kind, tuple) else None
+    if is_dataclass(hint):
+        return tuple(field.name for field in fields(hint))
+    return getattr(hint, "_fields", None) if isinstance(hint, type) and issubclass(hint, tuple) else None
 
 
-def _of_union(kinds: tuple[Any, ...], value: Any, where: str) -> Any:
-    """Converts a value to the first type of a union that accepts it."""
+def _from_union(kinds: tuple[Any, ...], value: Any, where: str) -> Any:
+    """Converts plain data to the first type of a union that accepts it. `where` names the value in errors."""
     if value is None and NoneType in kinds:
         return None
     *others, last = (kind for kind in kinds if kind is not NoneType)
@@ -113,8 +113,10 @@ def _of_union(kinds: tuple[Any, ...], value: Any, where: str) -> Any:
     return from_plain(last, value, where)
 
 
-def _integers(value: list[Any], where: str) -> Tensor:
-    """Converts a list to a tensor of integers, or raises `ValueError`."""
+def _integer_tensor(value: list[Any], where: str) -> Tensor:
+    """Converts a list to a tensor of integers. Raises `ValueError`, which names the value by `where`, if it has
+    anything else.
+    """
     try:
         dtype, data = value
         content = bytearray(base64.b64decode(data, validate=True))
@@ -128,12 +130,14 @@ def _integers(value: list[Any], where: str) -> Tensor:
 
 
 def write_json(value: Any, path: str | Path) -> None:
-    """Writes a dataclass of dataclasses, tuples, numbers and text, with its class name."""
+    """Writes a value to a JSON file, with the name of its class. It may consist of dataclasses, tuples, numbers and
+    text.
+    """
     Path(path).write_text(json.dumps({"what": type(value).__name__, "value": to_plain(value)}, indent=1) + "\n")
 
 
 def read_json(kind: type[T], path: str | Path) -> T:
-    """Reads a value from a file.
+    """Reads a value of class `kind` that `write_json` has written.
 
     Raises:
         OSError: the file cannot be read.

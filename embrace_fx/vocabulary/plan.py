@@ -96,10 +96,10 @@ class Candidate:
     @property
     def name(self) -> str:
         """Returns the strategy with its scheme or grid."""
-        return _name(self.strategy, self.scheme, self.grid)
+        return _strategy_name(self.strategy, self.scheme, self.grid)
 
 
-def _name(strategy: str, scheme: str, grid: Grid | None) -> str:
+def _strategy_name(strategy: str, scheme: str, grid: Grid | None) -> str:
     """Formats a strategy with its scheme or grid, as in "zen balanced"."""
     kind = scheme or str(grid or "")
     return f"{strategy}, {kind}" if kind else strategy
@@ -125,7 +125,7 @@ class Decision:
         grid: the grid of shards, if it has more than one row; else None.
         candidates: the compared strategies: `CANDIDATES` and the requested one; empty if there was no choice.
         measured: the measured sparsity of a table's gradients on all ranks, in one line, or "" if unknown.
-        rests: for shards, whether updates of rows without a gradient are deferred until the rows are next read.
+        defers_rows: for shards, whether updates of rows without a gradient are deferred until the rows are next read.
         padding_idx: a table's row without a gradient, -1 for none.
         rows: the number of table rows that a step is expected to read, or None if unknown.
         head: the exchanges of the output layer, for a table of strategy "vocabulary".
@@ -147,7 +147,7 @@ class Decision:
     grid: Grid | None = None
     candidates: tuple[Candidate, ...] = ()
     measured: str = ""
-    rests: bool = False
+    defers_rows: bool = False
     padding_idx: int = -1
     rows: RowCounts | None = None
     norm_bytes: int = 0
@@ -159,7 +159,7 @@ class Decision:
     @property
     def name(self) -> str:
         """Returns the strategy with its scheme or grid."""
-        return _name(self.strategy, self.scheme, self.grid)
+        return _strategy_name(self.strategy, self.scheme, self.grid)
 
 
 @dataclass(frozen=True)
@@ -204,7 +204,7 @@ class Plan:
 
     @property
     def overlapped(self) -> dict[str, tuple[str, ...]]:
-        """Returns the row exchanges that may overlap the next step."""
+        """Maps each row exchange that may overlap the next step to its tables."""
         return {name: tables for name, tables in self.row_exchanges.items() if name not in self.heads}
 
     @property
@@ -223,7 +223,7 @@ class Plan:
         found = {d.parameter: d.rows for d in self.decisions if d.rows is not None}
         for space in self.spaces:
             if all(table in found for table in space.tables):
-                found[space.name] = RowCounts.of_all([found[table] for table in space.tables])
+                found[space.name] = RowCounts.total([found[table] for table in space.tables])
         return found
 
     @property
@@ -276,7 +276,7 @@ class Plan:
     def space_of(self, tables: Sequence[str]) -> RowSpace:
         """Makes a row space of these tables, in this order."""
         decisions = {name: self[name] for name in tables}
-        return RowSpace.of(
+        return RowSpace.from_tables(
             {name: each.shape[0] for name, each in decisions.items()},
             {name: each.padding_idx for name, each in decisions.items()},
         )

@@ -53,10 +53,12 @@ def _names(names: list[str]) -> str:
 
 
 def advice(plan: Plan) -> str:
-    """Returns advice: the whole table that is cheapest to shard, and how to reuse the plan."""
+    """Returns advice for a report: the whole table that would cost the least to shard, and how to save and reuse the
+    plan.
+    """
     whole = [d for d in plan if d.is_table and d.strategy not in (*SHARDED, "frozen")]
     lines = []
-    if (cheapest := _cheapest(whole)) is not None:
+    if (cheapest := _cheapest_to_shard(whole)) is not None:
         name, more_ms = cheapest
         lines.append(f'strategy={{"{name}": "alltoall"}} would shard {name} for {more_ms:+.1f} ms a step')
     if plan.world_size > 1:
@@ -64,7 +66,7 @@ def advice(plan: Plan) -> str:
     return "\n".join(lines)
 
 
-def _cheapest(whole: list[Decision]) -> tuple[str, float] | None:
+def _cheapest_to_shard(whole: list[Decision]) -> tuple[str, float] | None:
     """Returns the whole table that would be cheapest to shard, and the ms per step that shards would add, or None."""
     costs_ms = {
         decision.parameter: candidate.predicted_ms - decision.predicted_ms

@@ -46,9 +46,9 @@ def render(plan: Plan, *, folded: bool = False) -> str:
     for found in groups.values():
         if len(found) < LEAST_FOLDED:
             for decision in found:
-                text.add_row(*_row(decision))
+                text.add_row(*_cells(decision))
         else:
-            text.add_row(*_row_of_many(found))
+            text.add_row(*_folded_cells(found))
     ddp = sum(d.ddp_bytes_per_step for d in plan.decisions)
     text.add_section()
     text.add_row(
@@ -68,7 +68,7 @@ def render(plan: Plan, *, folded: bool = False) -> str:
     if plan.world_size > 1:
         notes.append(_ALONE)
     text.caption = "\n".join(notes)
-    return printed(text)
+    return fit_to_terminal(text)
 
 
 def _formats(plan: Plan) -> list[str]:
@@ -84,8 +84,8 @@ def _formats(plan: Plan) -> list[str]:
     return [*lines, *([f"sent exactly: {', '.join(exact[:5])}"] if exact else []), "ids are exact"]
 
 
-def _row(decision: Decision) -> tuple[str, ...]:
-    """Returns a decision as the cells of a table row."""
+def _cells(decision: Decision) -> tuple[str, ...]:
+    """Returns the cells of a decision's row in the table."""
     return (
         decision.parameter,
         " x ".join(map(str, decision.shape)) or "scalar",
@@ -97,8 +97,8 @@ def _row(decision: Decision) -> tuple[str, ...]:
     )
 
 
-def _row_of_many(decisions: Sequence[Decision]) -> tuple[str, ...]:
-    """Returns several equal decisions as the cells of one table row."""
+def _folded_cells(decisions: Sequence[Decision]) -> tuple[str, ...]:
+    """Returns the cells of one row for several parameters with the same strategy and reason."""
     return (
         f"{len(decisions)} others",
         f"{sum(prod(d.shape) for d in decisions):,} in all",
@@ -141,7 +141,7 @@ def explain(plan: Plan) -> str:
         notes = [] if any(d.candidates for d in plan.decisions) else ["no parameter had a choice"]
         notes += [_ALONE, _links_text(plan), _handling_text(plan), *plan.history]
     text.caption = "\n".join(notes)
-    return printed(text)
+    return fit_to_terminal(text)
 
 
 def _links_text(plan: Plan) -> str:
@@ -162,7 +162,7 @@ def _links_text(plan: Plan) -> str:
 
 
 def _handling_text(plan: Plan) -> str:
-    """Returns a line about the assumed speed of a rank's processor."""
+    """Returns a line about the processor speed that the predictions assume."""
     rates = plan.links.handling
     searched, passed = (readable_bytes(each * 1e3) for each in (rates.scan_bytes_per_ms, rates.pass_bytes_per_ms))
     units, round_ms = f"{rates.unit_ms * 1e6:.0f} ns per unit", f"{rates.round_ms:.3f} ms per round"
@@ -182,8 +182,8 @@ def terminal_width() -> int:
     return min(max(columns, NARROWEST), WIDEST)
 
 
-def printed(*parts: str | TextTable, widest: int = WIDEST) -> str:
-    """Joins texts and tables, as wide as the terminal."""
+def fit_to_terminal(*parts: str | TextTable, widest: int = WIDEST) -> str:
+    """Joins texts and tables to one text that fits the width of the terminal, up to `widest` columns."""
     out = io.StringIO()
     console = Console(file=out, width=min(widest, terminal_width()), no_color=True)
     for part in parts:

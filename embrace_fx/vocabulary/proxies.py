@@ -22,17 +22,17 @@ READ_MEMORY = (
 """Tensor methods that read memory without torch's dispatcher."""
 
 
-def forward(kind: type, names: Iterable[str], find: Callable[[Any, str], Any]) -> None:
-    """Adds methods to a proxy class, each of which calls the same method of the object that the proxy represents.
+def forward_methods(proxy_class: type, names: Iterable[str], find: Callable[[Any, str], Any]) -> None:
+    """Adds methods to a proxy class. Each calls the method of the same name on the object that the proxy represents.
 
     Args:
         find: (proxy, method name) -> the represented object.
     """
     for name in names:
-        setattr(kind, name, _forwarded(name, find))
+        setattr(proxy_class, name, _forwarding_method(name, find))
 
 
-def _forwarded(name: str, find: Callable[[Any, str], Any]) -> Callable[..., Any]:
+def _forwarding_method(name: str, find: Callable[[Any, str], Any]) -> Callable[..., Any]:
     """Returns a method of a proxy that calls the same method of the represented object."""
 
     def method(proxy: Any, *args: Any, **kwargs: Any) -> Any:
@@ -61,8 +61,8 @@ NoStorage.__name__ = (
 )
 
 
-def share_memory(kind: type[Tensor], find: Callable[[Any, int], Tensor]) -> None:
-    """Makes `tensor.data = proxy` share the memory that the proxy represents.
+def share_memory(proxy_class: type[Tensor], find: Callable[[Any, int], Tensor]) -> None:
+    """Makes `tensor.data = proxy`, for proxies of this class, share the memory that the proxy represents.
 
     The setter does not dispatch: it copies the proxy's own fields, which have no memory, and the next read would abort
     the process. Before that it calls one op that does dispatch, whose kernel here sets the proxy's memory.
@@ -70,7 +70,7 @@ def share_memory(kind: type[Tensor], find: Callable[[Any, int], Tensor]) -> None
     Args:
         find: (proxy, reference count during the call, from Python and C++) -> a tensor with the memory.
     """
-    _MEMORY_OF[kind] = find
+    _MEMORY_OF[proxy_class] = find
 
 
 _MEMORY_OF: dict[type[Tensor], Callable[[Any, int], Tensor]] = {}

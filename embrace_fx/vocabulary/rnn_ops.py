@@ -38,7 +38,7 @@ class LayerWeights(NamedTuple):
     projection: Tensor | None
 
     @classmethod
-    def of(cls, weights: Sequence[Tensor]) -> LayerWeights:
+    def from_list(cls, weights: Sequence[Tensor]) -> LayerWeights:
         """Makes weights from torch's flat order: ih, hh, both biases if there are four or five, then the projection."""
         has_biases = len(weights) >= 4
         bias_ih, bias_hh = (weights[2], weights[3]) if has_biases else (None, None)
@@ -72,7 +72,7 @@ def rnn_layer(
     Args:
         input: (T, B, I), or (R, I) packed as `torch.nn.utils.rnn.PackedSequence` packs it.
         h0: (B, P); `c0`: (B, H), LSTM only.
-        weights: as `LayerWeights.of` reads them.
+        weights: as `LayerWeights.from_list` reads them.
         batch_sizes: (T,) int64 on the host if the input is packed, else None.
         cell: a key of `GATES`.
         reverse: whether to run from the last step to the first. The output stays in the input's order.
@@ -85,7 +85,7 @@ def rnn_layer(
         "loop" the gates after their activation (R, G*H), and of an LSTM the cells (R, H) and, with a projection, the
         hidden state before it (R, H); of a GRU the recurrent half of the new gate (R, H).
     """
-    w = LayerWeights.of(weights)
+    w = LayerWeights.from_list(weights)
     hidden_size = w.hh.shape[0] // GATES[cell]
     results = [
         empty_as(h0, (*input.shape[:-1], h0.shape[1])),

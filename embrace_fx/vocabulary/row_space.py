@@ -29,13 +29,13 @@ class RowSpace:
     padding_rows: tuple[int, ...] = ()
 
     @staticmethod
-    def of(rows: Mapping[str, int], paddings: Mapping[str, int] = MappingProxyType({})) -> RowSpace:
+    def from_tables(rows: Mapping[str, int], paddings: Mapping[str, int] = MappingProxyType({})) -> RowSpace:
         """Creates a row space from tables in this order: parameter name -> number of rows.
 
         Args:
             paddings: parameter name -> the row without a gradient; negative for none.
 
-        >>> RowSpace.of({"user.weight": 10, "item.weight": 20}, {"item.weight": 3})
+        >>> RowSpace.from_tables({"user.weight": 10, "item.weight": 20}, {"item.weight": 3})
         RowSpace(tables=('user.weight', 'item.weight'), bounds=(0, 10, 30), padding_rows=(13,))
         """
         bounds = tuple(accumulate(rows.values(), initial=0))
@@ -51,8 +51,8 @@ class RowSpace:
         """
         return f"{self.tables[0]} and {len(self.tables) - 1} more"
 
-    def outside(self, value: int) -> tuple[str, int]:
-        """Decodes the number by which `embrace::join_ids` marks an invalid id. Returns the table and the id.
+    def decode_invalid_id(self, value: int) -> tuple[str, int]:
+        """Decodes the number with which `embrace::join_ids` replaces an invalid id. Returns the table and the id.
 
         >>> RowSpace(("user.weight", "item.weight"), (0, 10, 30)).outside(25 - 2 * 2**48)
         ('item.weight', 25)

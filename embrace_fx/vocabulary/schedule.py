@@ -43,7 +43,8 @@ INTO_FORWARD: frozenset[str] = frozenset({"horizontal", "2d"})
 
 @dataclass(frozen=True)
 class Cuts:
-    """How communication is cut: buckets into chunks, and delayed gradients into pieces.
+    """The sizes of chunks, into which buckets are cut, and the number of pieces, into which delayed gradients are
+    cut.
 
     Attributes:
         chunks: for each bucket, the elements of each chunk.
@@ -80,11 +81,24 @@ class Operation:
     id: OperationId | None = None
 
     @staticmethod
-    def of(
-        what: OperationId, duration_ms: float, sent_bytes: int = 0, serves: tuple[str, ...] = (), held_bytes: int = 0
+    def from_id(
+        operation_id: OperationId,
+        duration_ms: float,
+        sent_bytes: int = 0,
+        serves: tuple[str, ...] = (),
+        held_bytes: int = 0,
     ) -> Operation:
-        """Creates an operation from its id in a program."""
-        return Operation(str(what), what.kind, what.lane, duration_ms, sent_bytes, serves, held_bytes, what)
+        """Creates an operation from its id in a program; the id gives its name, kind and lane."""
+        return Operation(
+            str(operation_id),
+            operation_id.kind,
+            operation_id.lane,
+            duration_ms,
+            sent_bytes,
+            serves,
+            held_bytes,
+            operation_id,
+        )
 
     @property
     def is_compute(self) -> bool:
@@ -93,7 +107,9 @@ class Operation:
 
     @property
     def share(self) -> Share:
-        """Returns the part of a step that counts the operation's time or, for communication, the waits for it."""
+        """Returns the part of a step that reports this operation's time: for compute its own time, for communication
+        the time spent waiting for it.
+        """
         return share_of(self.id or OperationId(self.kind, self.name, lane=self.lane))
 
     @property
@@ -256,7 +272,7 @@ class Schedule:
     source: str = "cost model"
 
     @property
-    def beside_storage_ms(self) -> float:
+    def without_storage_ms(self) -> float:
         """Returns the predicted step time without waits for rows of tables beyond memory."""
         figures = self.diagnostics()
         return figures.step_ms - figures.exposed_ms.get("storage", 0.0)
@@ -291,19 +307,20 @@ def diagnose(timeline: Timeline) -> Diagnostics:
     shown = sorted(key for key, found in spans.items() if any(s.operation.lane == "compute" for s in found))
     copied = {span.operation.lane for span in timeline.spans} & {*COPIES}
     classes = (*CLASS_LANES, *(lane for lane in COPIES if lane in copied))
-    exposed = {lane: _median([_total(waits[key], lane) for key in shown]) for lane in classes}
-    busy = {lane: _median([_total(spans[key], lane) for key in shown]) for lane in classes}
+    exposed = {lane: _median([_total_on_lane(waits[key], lane) for key in shown]) for lane in classes}
+    busy = {lane: _median([_total_on_lane(spans[key], lane) for key in shown]) for lane in classes}
     all_exposed, all_busy = (
-        _median([sum(_total(found[key], lane) for lane in classes) for key in shown]) for found in (waits, spans)
+        _median([sum(_total_on_lane(found[key], lane) for lane in classes) for key in shown])
+        for found in (waits, spans)
     )
     lengths = _step_lengths({key: spans[key] for key in shown})
     return Diagnostics(
         step_ms=_median([*lengths.values()]),
-        compute_ms=_median([_total(spans[key], "compute") for key in shown]),
+        compute_ms=_median([_total_on_lane(spans[key], "compute") for key in shown]),
         exposed_ms=exposed,
         communication_ms=busy,
         overlap_ratio=min(max(1.0 - all_exposed / all_busy, 0.0), 1.0) if all_busy else 1.0,
-        held_bytes=max((_peak_held(timeline, rank) for rank in {s.rank for s in timeline.spans}), default=0),
+        held_bytes=max((_peak_held_bytes(timeline, rank) for rank in {s.rank for s in timeline.spans}), default=0),
         shares_ms=_shares(lengths, spans, waits),
     )
 
@@ -314,7 +331,13 @@ _Window = tuple[int, int]  # rank, window
 def _shares(
     lengths: Mapping[_Window, float], spans: Mapping[_Window, list[Span]], waits: Mapping[_Window, list[Wait]]
 ) -> dict[Share, float]:
-    """Returns the time of each part of a step. Takes each rank's window of median length, and averages over ranks."""
+    """Returns the milliseconds of each part of a step, averaged over ranks. Each rank is represented by its window of
+    median length.
+
+    Args:
+        lengths: (rank, window) -> its length.
+        spans, waits: those of each (rank, window).
+    """
     found: dict[Share, float] = dict.fromkeys(SHARES, 0.0)
     by_rank: dict[int, list[_Window]] = defaultdict(list)
     for key in lengths:
@@ -333,14 +356,16 @@ def _median(values: Sequence[float]) -> float:
     return median(values) if values else 0.0
 
 
-def _total(intervals: Iterable[Span | Wait], lane: Lane) -> float:
-    """Returns the total time of intervals on a lane."""
+def _total_on_lane(intervals: Iterable[Span | Wait], lane: Lane) -> float:
+    """Returns the total milliseconds of the intervals on a lane."""
     lanes = ((i.operation.lane if isinstance(i, Span) else i.lane, i) for i in intervals)
     return sum(i.end_ms - i.start_ms for found, i in lanes if found == lane)
 
 
 def _step_lengths(windows: dict[_Window, list[Span]]) -> dict[_Window, float]:
-    """Returns the lengths of windows that are followed by another one, or of all windows if none is."""
+    """Returns the length of each window in milliseconds. Leaves out windows without a following one, unless no window
+    has one.
+    """
     compute = {key: [s for s in found if s.operation.lane == "compute"] for key, found in windows.items()}
     starts = {key: min(s.start_ms for s in found) for key, found in compute.items()}
     following = {
@@ -351,8 +376,10 @@ def _step_lengths(windows: dict[_Window, list[Span]]) -> dict[_Window, float]:
     return following or {key: max(s.end_ms for s in compute[key]) - start for key, start in starts.items()}
 
 
-def _peak_held(timeline: Timeline, rank: int) -> int:
-    """Returns the maximum of held bytes. Memory needed by a window after those shown is held to the end."""
+def _peak_held_bytes(timeline: Timeline, rank: int) -> int:
+    """Returns the most bytes that a rank's operations hold at any time. Memory that a window after those shown needs
+    counts as held to the end.
+    """
     ends = {(s.window, s.operation.name): s.end_ms for s in timeline.spans if s.rank == rank}
     last = max(ends.values())
     readers: dict[str, list[Dependence]] = defaultdict(list)

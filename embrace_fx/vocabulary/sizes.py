@@ -13,7 +13,7 @@ UNKNOWN_SIZE = 64
 
 @dataclass(frozen=True)
 class RowCounts:
-    """How many rows of a table a step is expected to read; equal on all ranks.
+    """The number of a table's rows that a step is expected to read; equal on all ranks.
 
     Attributes:
         own: unique rows of the rank that reads the most.
@@ -32,8 +32,8 @@ class RowCounts:
         return cls(own, world_size * own, min(world_size * own, num_rows))
 
     @classmethod
-    def of_all(cls, tables: Sequence[RowCounts]) -> RowCounts:
-        """Returns the sum of the counts of different tables."""
+    def total(cls, tables: Sequence[RowCounts]) -> RowCounts:
+        """Returns the counts of several tables together."""
         return cls(*(sum(counts) for counts in zip(*((t.own, t.all, t.together) for t in tables), strict=True)))
 
 

@@ -37,7 +37,9 @@ _OF_KIND: Mapping[Kind, Share] = {
 
 @cache
 def share_of(operation: OperationId) -> Share:
-    """Returns the part of a step that counts an operation's compute or, for communication, the waits for it."""
+    """Returns the part of a step that reports an operation's time: for compute its own time, for communication the time
+    spent waiting for it.
+    """
     if operation.lane != "compute":
         return operation.lane
     # Optimizer and loader are measured separately, so this is the call's work before its forward.

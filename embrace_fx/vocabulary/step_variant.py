@@ -16,7 +16,8 @@ ARRIVALS: tuple[Arrival, ...] = get_args(Arrival)
 
 @dataclass(frozen=True)
 class ForwardVariant:
-    """Which communication a forward takes part in: rows sent early by the previous backward, and ids of the next batch.
+    """The communication that a forward takes part in: rows sent early by the previous backward, and ids of the next
+    batch.
 
     Attributes:
         arrives: "cut" if the previous backward has split its gradients and sent early rows for this batch; "whole" if
@@ -41,12 +42,13 @@ class ForwardVariant:
 
 @dataclass(frozen=True)
 class BackwardVariant:
-    """Which communication a backward takes part in: delayed gradients of the previous one, and rows of the next batch.
+    """The communication that a backward takes part in: delayed gradients of the previous backward, and rows of the next
+    batch.
 
     Attributes:
-        left: whether delayed gradients of the previous backward have not been applied.
+        left: whether the previous backward has left delayed gradients that are still to be applied.
         coming: whether the ids of the next batch are in flight.
-        cut: whether gradients are split into prior and delayed, and early rows of the next batch are sent.
+        cut: whether row gradients are split into prior and delayed ones, and early rows of the next batch are sent.
     """
 
     left: bool = True
@@ -70,8 +72,8 @@ StepVariant = ForwardVariant | BackwardVariant
 
 
 @dataclass(frozen=True)
-class Varied:
-    """The phase of a graph that differs from the steady step, and its variant.
+class VariedPhase:
+    """One phase of a graph that differs from the steady step, and how it differs.
 
     Attributes:
         variant: the variant of that phase.

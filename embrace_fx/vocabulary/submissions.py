@@ -40,7 +40,9 @@ def awaited(node: fx.Node) -> OperationId | None:
 
 
 def begun_or_awaited(node: fx.Node) -> tuple[OperationId, bool] | None:
-    """Returns the copy or output-layer exchange that a node begins or awaits, and whether it awaits it; else None."""
+    """Returns (id, whether the node awaits it) of the copy or output-layer exchange that a node begins or awaits, or
+    None.
+    """
     if op_name(node) in COPY_OPS:
         return id_of(node), op_name(node) in (AWAIT_OFFLOAD, AWAIT_RELOAD)
     source = node.all_input_nodes[0] if op_name(node) == _WAIT else node
@@ -48,8 +50,8 @@ def begun_or_awaited(node: fx.Node) -> tuple[OperationId, bool] | None:
 
 
 def compute_up_to(node: fx.Node) -> OperationId:
-    """Returns the id of the compute that ends at this node, which begins or awaits a copy or an output layer's
-    exchange.
+    """Returns the id of the stretch of compute that ends at this node, which begins or awaits a copy or an output
+    layer's exchange.
 
     Raises:
         ValueError: the node does neither.

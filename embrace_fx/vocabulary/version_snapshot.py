@@ -19,7 +19,7 @@ class VersionSnapshot:
     writes: tuple[int, ...] = ()
 
     @staticmethod
-    def of(values: Iterable[object]) -> VersionSnapshot:
+    def of_tensors_in(values: Iterable[object]) -> VersionSnapshot:
         """Takes a snapshot of the tensors among `values`. Leaves out inference tensors, which have no version
         counter.
         """
@@ -27,7 +27,7 @@ class VersionSnapshot:
         return VersionSnapshot(found, tuple(map(_VERSION, found)))
 
     @staticmethod
-    def of_all(tensors: Iterable[Tensor]) -> VersionSnapshot:
+    def of_tensors(tensors: Iterable[Tensor]) -> VersionSnapshot:
         """Takes a snapshot of tensors.
 
         Raises:
@@ -43,8 +43,8 @@ class VersionSnapshot:
             return []
         return [each for each, one, other in zip(self.tensors, self.writes, now, strict=True) if one != other]
 
-    def is_of(self, values: Iterable[object]) -> bool:
-        """Returns whether `values` contain exactly the tensors of the snapshot, unwritten since."""
+    def is_current_for(self, values: Iterable[object]) -> bool:
+        """Returns whether `values` contain exactly the tensors of the snapshot, and none has been written since."""
         now = [each for each in values if isinstance(each, Tensor) and not each.is_inference()]
         return [*map(id, now)] == [*map(id, self.tensors)] and tuple(map(_VERSION, self.tensors)) == self.writes
 

@@ -18,12 +18,12 @@ from math import inf
 
 from embrace_fx.cost import links as cost
 from embrace_fx.passes.memory.choose import NEVER, Choice, EvictionSequence, TimedStep, choices
-from embrace_fx.passes.memory.copy_placement import NO_COPIES, CopyRate, place
+from embrace_fx.passes.memory.copy_placement import NO_COPIES, CopyRate, place_copies
 from embrace_fx.passes.memory.memory_simulator import MemorySimulator, SimulatedMemory
-from embrace_fx.passes.memory.offload import InsertCopies, values_that_leave
+from embrace_fx.passes.memory.offload import InsertCopies, offloadable_values
 from embrace_fx.passes.memory.recompute_cheap import RecomputeCheap
 from embrace_fx.passes.memory.regions import can_recompute, with_recomputed
-from embrace_fx.passes.node_cost import estimate
+from embrace_fx.passes.node_cost import node_time_estimator
 from embrace_fx.passes.step_memory import step_memory
 from embrace_fx.vocabulary.graph import TrainingGraph, written_by
 
@@ -61,8 +61,8 @@ class Memory:
         free = RecomputeCheap(self.compute)(graph)
         if step_memory(free).peak_bytes <= limit:
             return replace(free, memory_limit=limit)
-        step = TimedStep(before, estimate(self.compute, graph.expected), self.copies)
-        found = _within(graph, free, step, limit)
+        step = TimedStep(before, node_time_estimator(self.compute, graph.expected), self.copies)
+        found = _fit_limit(graph, free, step, limit)
         least = step_memory(found).peak_bytes
         if least <= limit:
             return replace(found, memory_limit=limit)
@@ -75,7 +75,7 @@ class Memory:
         return replace(found, memory_limit=least)
 
 
-def _within(graph: TrainingGraph, recomputed: TrainingGraph, step: TimedStep, limit: int) -> TrainingGraph:
+def _fit_limit(graph: TrainingGraph, recomputed: TrainingGraph, step: TimedStep, limit: int) -> TrainingGraph:
     """Returns the fastest graph found that stays within the limit, or else the one with the lowest peak."""
     written = written_by(graph.module)
     simulator, sequences = MemorySimulator(step), list(choices(step, lambda node: can_recompute(node, written)))
@@ -84,15 +84,15 @@ def _within(graph: TrainingGraph, recomputed: TrainingGraph, step: TimedStep, li
         best = _Search(simulator, aim).best(sequences)
         if best is None:
             break
-        result = apply(graph, step, best.choice, aim)
+        result = apply_choice(graph, step, best.choice, aim)
         over = step_memory(result).peak_bytes - limit
         if over <= 0:
             return result
         aim -= over
     leanest, least = recomputed, step_memory(recomputed).peak_bytes
-    for simulated in _leanest(simulator, sequences, limit):
+    for simulated in _lowest_peaks(simulator, sequences, limit):
         if simulated.peak_bytes < least:
-            result = apply(graph, step, simulated.choice, limit)
+            result = apply_choice(graph, step, simulated.choice, limit)
             if (held := step_memory(result).peak_bytes) < least:
                 leanest, least = result, held
             if least <= limit:
@@ -100,7 +100,7 @@ def _within(graph: TrainingGraph, recomputed: TrainingGraph, step: TimedStep, li
     return leanest
 
 
-def _counts(sequence: EvictionSequence) -> list[int]:
+def _eviction_counts(sequence: EvictionSequence) -> list[int]:
     """Returns up to nine numbers of storages to evict, from none to all.
 
     Evicting more storages may hold more bytes, because the backward holds recomputed values.
@@ -108,9 +108,13 @@ def _counts(sequence: EvictionSequence) -> list[int]:
     return sorted({1 + (len(sequence) - 1) * part // 8 for part in range(9)})
 
 
-def _leanest(simulator: MemorySimulator, sequences: Sequence[EvictionSequence], limit: int) -> list[SimulatedMemory]:
+def _lowest_peaks(
+    simulator: MemorySimulator, sequences: Sequence[EvictionSequence], limit: int
+) -> list[SimulatedMemory]:
     """Returns, for each sequence, its choice with the lowest predicted peak, sorted by peak."""
-    simulated = ([simulator.simulate(sequence.first(n), limit) for n in _counts(sequence)] for sequence in sequences)
+    simulated = (
+        [simulator.simulate(sequence.first(n), limit) for n in _eviction_counts(sequence)] for sequence in sequences
+    )
     return sorted((min(each, key=lambda f: f.peak_bytes) for each in simulated), key=lambda f: f.peak_bytes)
 
 
@@ -124,11 +128,11 @@ class _Search:
 
     def best(self, sequences: Sequence[EvictionSequence]) -> SimulatedMemory | None:
         """Returns the choice within the limit that adds the least time, or None if there is none."""
-        found = [each for sequence in sequences for each in self._first_of(sequence)]
-        better = [self._saved_again(*each) for each in sorted(found, key=lambda each: each[0].added_ms)[:BETTERED]]
+        found = [each for sequence in sequences for each in self._fitting_choices(sequence)]
+        better = [self._save_again(*each) for each in sorted(found, key=lambda each: each[0].added_ms)[:BETTERED]]
         return min(better, key=lambda simulated: simulated.added_ms, default=None)
 
-    def _first_of(self, sequence: EvictionSequence) -> Iterator[tuple[SimulatedMemory, EvictionSequence, int]]:
+    def _fitting_choices(self, sequence: EvictionSequence) -> Iterator[tuple[SimulatedMemory, EvictionSequence, int]]:
         """Yields the choices of a sequence that fit, from the fewest evicted storages on, with that number."""
         tried: dict[int, SimulatedMemory] = {}
 
@@ -138,7 +142,7 @@ class _Search:
             return tried[count].peak_bytes <= self._limit
 
         low, high, before = 1, 0, 0
-        for count in _counts(sequence):
+        for count in _eviction_counts(sequence):
             if self._simulator.recomputed_ms(sequence.first(before + 1)) >= self._best_ms:
                 return
             if fits(count):
@@ -156,7 +160,7 @@ class _Search:
         self._best_ms = min(self._best_ms, tried[high].added_ms)
         yield tried[high], sequence, high
 
-    def _saved_again(self, simulated: SimulatedMemory, sequence: EvictionSequence, count: int) -> SimulatedMemory:
+    def _save_again(self, simulated: SimulatedMemory, sequence: EvictionSequence, count: int) -> SimulatedMemory:
         """Saves storages again, the last evicted first, as long as the choice still fits and gets faster."""
         evicted = list(sequence.evicted[:count])
         for each in evicted[-MOST_TAKEN_BACK:][::-1]:
@@ -167,7 +171,7 @@ class _Search:
         return simulated
 
 
-def apply(graph: TrainingGraph, step: TimedStep, choice: Choice, limit_bytes: int) -> TrainingGraph:
+def apply_choice(graph: TrainingGraph, step: TimedStep, choice: Choice, limit_bytes: int) -> TrainingGraph:
     """Builds the graph whose backward recomputes and reloads according to the choice.
 
     Args:
@@ -178,7 +182,7 @@ def apply(graph: TrainingGraph, step: TimedStep, choice: Choice, limit_bytes: in
     regions = {nodes[k].name: number for k, number in enumerate(choice.segment) if number != NEVER}
     result = with_recomputed(graph, regions, {nodes[k].name for k in choice.kept})
     if choice.offloaded:
-        leave = values_that_leave(step.memory)
+        leave = offloadable_values(step.memory)
         _offload(result, {leave[storage].name for storage in choice.offloaded}, limit_bytes, step)
     return result
 
@@ -189,8 +193,8 @@ def _offload(graph: TrainingGraph, values: set[str], limit: int, step: TimedStep
     output = graph.graph.output_node()
     for node in found.nodes:  # nodes of the forward come before those of the backward
         output.prepend(node)
-    leaving = values_that_leave(found)
+    leaving = offloadable_values(found)
     storages = [s for s in found.saved if s in leaving and leaving[s].name in values]
     starts_ms = replace(step, memory=found).starts_ms
-    placed = place(storages, found.by_time, starts_ms, found.backward, limit, step.copies)
+    placed = place_copies(storages, found.bytes_at_node, starts_ms, found.backward, limit, step.copies)
     InsertCopies(graph, found, step.copies)(placed.copies)

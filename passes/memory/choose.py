@@ -19,7 +19,7 @@ import numpy as np
 from torch import fx
 
 from embrace_fx.passes.memory.copy_placement import NO_COPIES, CopyRate
-from embrace_fx.passes.memory.offload import values_that_leave
+from embrace_fx.passes.memory.offload import offloadable_values
 from embrace_fx.passes.node_cost import NodeMs
 from embrace_fx.passes.step_memory import StepMemory, Storage
 
@@ -48,7 +48,7 @@ class TimedStep:
 
     @cached_property
     def ms(self) -> list[float]:
-        """Time of each node in milliseconds."""
+        """The time of each node in milliseconds."""
         return [self.node_ms(node) for node in self.memory.nodes]
 
     @cached_property
@@ -60,8 +60,8 @@ class TimedStep:
         """Returns how long a storage is unread: from its last read in the forward to its first in the backward."""
         return self.starts_ms[storage.first_backward or 0] - self.starts_ms[storage.last_forward + 1]
 
-    def names(self, storage: Storage) -> list[int]:
-        """Returns the positions, in the step, of the nodes whose values are in a storage."""
+    def nodes_of_storage(self, storage: Storage) -> list[int]:
+        """Returns the positions, in the step, of the nodes whose values share a storage."""
         return [self.memory.position[node] for node in storage.names]
 
 
@@ -85,7 +85,7 @@ class Evicted:
     """A storage that is offloaded or recomputed.
 
     Attributes:
-        names: positions of the nodes to recompute, or None if the storage is offloaded.
+        names: positions of the nodes that recomputing it runs, or None if the storage is offloaded.
     """
 
     storage: Storage
@@ -120,12 +120,12 @@ class EvictionSequence:
 def choices(step: TimedStep, can_recompute: Callable[[fx.Node], bool]) -> Iterator[EvictionSequence]:
     """Yields sequences of choices to compare: one for each number of recomputed segments and each order of storages."""
     held = step.memory
-    candidates = _candidates(held)
+    candidates = _worth_deciding(held)
     if not candidates:
         return
     able = [can_recompute(node) for node in held.nodes[: held.backward]]
-    cut = _Cut(held, able)
-    can_leave = values_that_leave(held) if step.copies.bytes_per_ms else {}
+    cut = _SegmentCutter(held, able)
+    can_leave = offloadable_values(held) if step.copies.bytes_per_ms else {}
     copied = {storage for storage in candidates if storage in can_leave}
     yield from _in_both_orders(step, candidates, able, set(), cut, SEGMENTS)
     if copied:
@@ -138,26 +138,26 @@ def _in_both_orders(
     candidates: Sequence[Storage],
     recomputable: Sequence[bool],
     copied: Set[Storage],
-    cut: _Cut,
+    cutter: _SegmentCutter,
     counts: Sequence[int],
 ) -> Iterator[EvictionSequence]:
     """Yields the sequences of choices for two orders of eviction, each with several numbers of segments."""
     found = [s for s in candidates if recomputable[s.born] or s in copied]
     orders = _filter_order(step, found), _knapsack_order(step, found, recomputable, copied)
     for count in counts:
-        segment = cut.segments(count) if count else [NEVER] * len(recomputable)
+        segment = cutter.segments(count) if count else [NEVER] * len(recomputable)
         for order in orders:
-            yield _sequence(step, segment, order, copied)
+            yield _build_sequence(step, segment, order, copied)
 
 
-def _candidates(held: StepMemory) -> list[Storage]:
+def _worth_deciding(memory: StepMemory) -> list[Storage]:
     """Returns the saved storages that are worth a decision: at least 1 % of the mean size."""
-    saved = held.saved
-    mean = held.saved_bytes / max(len(saved), 1)
+    saved = memory.saved
+    mean = memory.saved_bytes / max(len(saved), 1)
     return [storage for storage in saved if storage.nbytes >= 0.01 * mean]
 
 
-class _Cut:
+class _SegmentCutter:
     """Cuts a forward into segments that save about the same bytes, at places that few bytes cross."""
 
     def __init__(self, held: StepMemory, able: Sequence[bool]) -> None:
@@ -174,27 +174,31 @@ class _Cut:
 
     def segments(self, count: int) -> list[int]:
         """Returns the segment of each node of the forward."""
-        cuts = [self._place(k / count, 0.5 / count) for k in range(1, count)]
+        cuts = [self._best_position(k / count, 0.5 / count) for k in range(1, count)]
         number, found = 0, []
         for position, able in enumerate(self._able):
             number += cuts.count(position)
             found.append(number if able else NEVER)
         return found
 
-    def _place(self, share: float, crossing: float) -> int:
-        """Returns a position that few bytes cross and before which about `share` of all saved bytes is saved."""
+    def _best_position(self, share: float, tolerance: float) -> int:
+        """Returns a position that few bytes cross, and before which about `share` of all saved bytes are saved.
+
+        Args:
+            tolerance: how far from `share` to look, as a share of all saved bytes.
+        """
         total = self._saved[-1]
-        first = bisect_left(self._saved, (share - crossing) * total)
-        last = bisect_right(self._saved, (share + crossing) * total, first)
+        first = bisect_left(self._saved, (share - tolerance) * total)
+        last = bisect_right(self._saved, (share + tolerance) * total, first)
         near = range(first, min(last, len(self._able))) or [bisect_left(self._saved, share * total)]
         return min(near, key=lambda p: (self._crossing[p], abs(self._saved[p] - total * share)))
 
 
 def _filter_order(step: TimedStep, candidates: Sequence[Storage]) -> list[Storage]:
-    """Sorts storages by DELTA's filter, which repeatedly takes the storage with the largest bytes x unread time at the
-    peak.
+    """Sorts storages by DELTA's filter. It repeatedly takes the storage with the largest product of bytes and unread
+    time among those held at the peak.
     """
-    held = np.array(step.memory.by_time, dtype=np.int64)
+    held = np.array(step.memory.bytes_at_node, dtype=np.int64)
     begin = np.array([s.last_forward for s in candidates], dtype=np.int64)
     end = np.array([s.first_backward or 0 for s in candidates], dtype=np.int64)
     starts_ms = np.array(step.starts_ms)
@@ -215,7 +219,7 @@ def _knapsack_order(
 ) -> list[Storage]:
     """Sorts storages by the time that evicting them costs per byte, cheapest first."""
     segment = [0 if each else NEVER for each in recomputable]
-    saved = {name for storage in step.memory.saved for name in step.names(storage)}
+    saved = {name for storage in step.memory.saved for name in step.nodes_of_storage(storage)}
 
     def least_ms(storage: Storage) -> float:
         """Returns the least time that evicting a storage adds: by offloading or by recomputation."""
@@ -245,14 +249,14 @@ def _recompute_ms(step: TimedStep, storage: Storage, saved: Set[int], segment: S
     return total
 
 
-def _sequence(
+def _build_sequence(
     step: TimedStep, segment: Sequence[int], order: Sequence[Storage], copied: Set[Storage]
 ) -> EvictionSequence:
     """Decides for each storage, in this order, whether to evict it by recomputation or, if it is in `copied`, by
     offloading.
     """
-    across = _read_across(step, segment)
-    saved = {name for storage in step.memory.saved for name in step.names(storage)}
+    across = _read_from_other_segments(step, segment)
+    saved = {name for storage in step.memory.saved for name in step.nodes_of_storage(storage)}
     kept = frozenset(saved | across)
     busy_ms = 0.0
     evicted = []
@@ -265,13 +269,13 @@ def _sequence(
                 busy_ms += 2 * step.copies.ms(storage.nbytes)
                 evicted.append(Evicted(storage, None))
                 continue
-        names = step.names(storage)
+        names = step.nodes_of_storage(storage)
         saved.difference_update(names)
         evicted.append(Evicted(storage, frozenset(names) - across))
     return EvictionSequence(segment, kept, evicted)
 
 
-def _read_across(step: TimedStep, segment: Sequence[int]) -> set[int]:
+def _read_from_other_segments(step: TimedStep, segment: Sequence[int]) -> set[int]:
     """Returns the values that a segment reads from other segments, from which its recomputation starts."""
     return {
         value

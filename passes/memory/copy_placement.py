@@ -54,7 +54,7 @@ class PlacedCopy:
     comes: int
 
     @property
-    def back(self) -> int:
+    def reload_awaited_at(self) -> int:
         """Returns the position of the node before which the reload is awaited."""
         assert self.storage.first_backward is not None
         return self.storage.first_backward
@@ -69,7 +69,7 @@ class Placement:
     added_ms: float
 
 
-def place(
+def place_copies(
     storages: Sequence[Storage],
     by_time: Sequence[int],
     starts_ms: Sequence[float],
@@ -89,7 +89,7 @@ def place(
     for copy in copies:
         held[copy.left : copy.comes] -= copy.storage.nbytes
     while held.size and held.max() > limit:
-        if not _move_one(copies, held, int(held.argmax()), backward):
+        if not _move_copy_closer(copies, held, int(held.argmax()), backward):
             break
     peak = int(held.max()) if held.size else 0
     return Placement(tuple(copies), peak, _added_ms(copies, starts_ms, rate))
@@ -108,16 +108,22 @@ def _place_hidden(
         left = bisect_left(starts_ms, lane_ms, storage.last_forward + 1, backward)
         copies.append(PlacedCopy(storage, min(left, backward), backward))
     lane_ms = starts_ms[-1]
-    for copy in sorted(copies, key=lambda c: (c.back, c.storage.born), reverse=True):
-        lane_ms = min(lane_ms, starts_ms[copy.back]) - rate.ms(copy.storage.nbytes)
-        copy.comes = max(bisect_right(starts_ms, lane_ms, backward, copy.back + 1) - 1, backward)
+    for copy in sorted(copies, key=lambda c: (c.reload_awaited_at, c.storage.born), reverse=True):
+        lane_ms = min(lane_ms, starts_ms[copy.reload_awaited_at]) - rate.ms(copy.storage.nbytes)
+        copy.comes = max(bisect_right(starts_ms, lane_ms, backward, copy.reload_awaited_at + 1) - 1, backward)
     return copies
 
 
-def _move_one(
+def _move_copy_closer(
     copies: Sequence[PlacedCopy], held: np.ndarray[tuple[int], np.dtype[np.int64]], peak: int, backward: int
 ) -> bool:
-    """Moves one copy nearer to its readers to reduce the peak. Returns False if no move reduces it."""
+    """Moves one copy nearer to its readers to reduce the peak. Returns False if no move reduces it.
+
+    Args:
+        held: the bytes held at each node, with the copies as placed now.
+        peak: the position of the node with the most.
+        backward: the position of the backward's first node.
+    """
     if peak < backward:
         late = [c for c in copies if c.storage.last_forward < peak < c.left]
         if late:
@@ -125,9 +131,9 @@ def _move_one(
             held[peak : copy.left] -= copy.storage.nbytes
             copy.left = peak
         return bool(late)
-    early = [c for c in copies if c.comes <= peak < c.back]
+    early = [c for c in copies if c.comes <= peak < c.reload_awaited_at]
     if early:
-        copy = max(early, key=lambda c: (c.back, c.storage.born))  # the copy whose reader is last
+        copy = max(early, key=lambda c: (c.reload_awaited_at, c.storage.born))  # the copy whose reader is last
         held[copy.comes : peak + 1] -= copy.storage.nbytes
         copy.comes = peak + 1
     return bool(early)
@@ -137,7 +143,7 @@ def _added_ms(copies: Sequence[PlacedCopy], starts_ms: Sequence[float], rate: Co
     """Returns the time that copies add to a step: waits for them, and the compute time that they take."""
     events: list[tuple[int, int, int]] = []  # events as (position, kind of event, copy)
     for k, copy in enumerate(copies):
-        events += [(copy.storage.born + 1, 0, k), (copy.left, 1, k), (copy.comes, 2, k), (copy.back, 3, k)]
+        events += [(copy.storage.born + 1, 0, k), (copy.left, 1, k), (copy.comes, 2, k), (copy.reload_awaited_at, 3, k)]
     lanes = {0: 0.0, 2: 0.0}
     ends: dict[tuple[int, int], float] = {}
     waited = 0.0

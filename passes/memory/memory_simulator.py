@@ -12,7 +12,7 @@ from itertools import accumulate
 import numpy as np
 
 from embrace_fx.passes.memory.choose import Choice, TimedStep
-from embrace_fx.passes.memory.copy_placement import place
+from embrace_fx.passes.memory.copy_placement import place_copies
 from embrace_fx.passes.step_memory import NEVER_READ, Numbers, bytes_over_time, first_reads, last_reads
 
 
@@ -26,7 +26,7 @@ class SimulatedMemory:
 
 
 @dataclass(frozen=True)
-class _Places:
+class _Positions:
     """The positions of all nodes when a choice's recomputed nodes are inserted.
 
     Attributes:
@@ -61,15 +61,15 @@ class MemorySimulator:
         Args:
             limit: maximum bytes that the step may hold, used to place offloads and reloads.
         """
-        again = self._computed_again(choice)
+        again = self._recomputed_nodes(choice)
         added_ms = sum(self._step.ms[node] for node in again)
-        places = self._places(choice, again)
+        places = self._positions(choice, again)
         storage, position = self._reads(choice, places)
         count, end = len(self._memory.storages), int(places.own[-1])
         dies = last_reads(storage, position, 2 * count)
-        dies[self._memory.outlives] = end
+        dies[self._memory.outliving] = end
         copied = np.flatnonzero(dies[count:] >= 0)
-        born = np.concatenate([places.own[self._memory.born], places.copies[self._memory.born[copied]]])
+        born = np.concatenate([places.own[self._memory.allocated_at], places.copies[self._memory.allocated_at[copied]]])
         nbytes = np.concatenate([self._memory.nbytes, self._memory.nbytes[copied]])
         by_time = bytes_over_time(born, np.concatenate([dies[:count], dies[count + copied]]), nbytes, end)
         if not choice.offloaded:
@@ -82,14 +82,14 @@ class MemorySimulator:
             if first[each.number] != NEVER_READ
         ]
         starts_ms = self._starts_ms(places)
-        placed = place(leaving, by_time.tolist(), starts_ms, self._memory.backward, limit, self._step.copies)
+        placed = place_copies(leaving, by_time.tolist(), starts_ms, self._memory.backward, limit, self._step.copies)
         return SimulatedMemory(choice, placed.peak_bytes, added_ms + placed.added_ms)
 
     def recomputed_ms(self, choice: Choice) -> float:
         """Returns the recomputation time of a choice, without a simulation."""
-        return sum(self._step.ms[node] for node in self._computed_again(choice))
+        return sum(self._step.ms[node] for node in self._recomputed_nodes(choice))
 
-    def _computed_again(self, choice: Choice) -> set[int]:
+    def _recomputed_nodes(self, choice: Choice) -> set[int]:
         """Returns the nodes that the backward recomputes."""
         segment, kept, inputs = choice.segment, choice.kept, self._memory.inputs
         found = {node for node in self._read_late if segment[node] >= 0 and node not in kept}
@@ -102,7 +102,7 @@ class MemorySimulator:
                     waiting.append(value)
         return found
 
-    def _places(self, choice: Choice, again: set[int]) -> _Places:
+    def _positions(self, choice: Choice, again: set[int]) -> _Positions:
         """Returns the positions of all nodes. A segment's copies come before the first node of the backward that reads
         one of them.
         """
@@ -114,29 +114,29 @@ class MemorySimulator:
         own = np.arange(self._count + 1)
         copies = np.zeros(self._count, dtype=np.int64)
         copies[nodes] = before + np.arange(len(nodes))
-        return _Places(own + np.searchsorted(before, own, side="right"), nodes, copies)
+        return _Positions(own + np.searchsorted(before, own, side="right"), nodes, copies)
 
-    def _reads(self, choice: Choice, places: _Places) -> tuple[Numbers, Numbers]:
+    def _reads(self, choice: Choice, positions: _Positions) -> tuple[Numbers, Numbers]:
         """Returns the storage and the position of each read. A recomputed storage s has the number s + count of
         storages.
         """
         reads, count, backward = self._memory.reads, len(self._memory.storages), self._memory.backward
         again = np.zeros(self._count, dtype=bool)
-        again[places.again] = True
+        again[positions.again] = True
         segment = np.full(self._count, -1, dtype=np.int64)
         segment[:backward] = choice.segment
-        copied = again[self._memory.born][reads.storage]
+        copied = again[self._memory.allocated_at][reads.storage]
         # The backward's own views read the copy. A recomputed view of a storage that is not recomputed reads the
         # original.
         own = copied & (reads.reader >= backward) & (again[reads.value] | (reads.value >= backward))
         by_copy = again[reads.reader]
         of_copy = (copied & again[reads.value] & (segment[reads.value] == segment[reads.reader]))[by_copy]
         storage = np.concatenate([reads.storage + count * own, reads.storage[by_copy] + count * of_copy])
-        return storage, np.concatenate([places.own[reads.reader], places.copies[reads.reader[by_copy]]])
+        return storage, np.concatenate([positions.own[reads.reader], positions.copies[reads.reader[by_copy]]])
 
-    def _starts_ms(self, places: _Places) -> list[float]:
+    def _starts_ms(self, positions: _Positions) -> list[float]:
         """Returns the start time of each node, copies included, and the end of the last node."""
-        of_nodes, ms = np.array(self._step.ms), np.zeros(places.own[-1])
-        ms[places.own[:-1]] = of_nodes
-        ms[places.copies[places.again]] = of_nodes[places.again]
+        of_nodes, ms = np.array(self._step.ms), np.zeros(positions.own[-1])
+        ms[positions.own[:-1]] = of_nodes
+        ms[positions.copies[positions.again]] = of_nodes[positions.again]
         return list(accumulate(ms.tolist(), initial=0.0))

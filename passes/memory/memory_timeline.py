@@ -25,12 +25,12 @@ def memory_line(predicted: Timeline, memory: StepMemory, node_ms: NodeMs) -> tup
         )
         cuts = [k for k, s in enumerate(compute) if s.operation.id in (BETWEEN, *BESIDE)] or [len(compute)]
         for spans, part in ((compute[: cuts[0]], backward), (compute[cuts[-1] + 1 :], forward)):
-            times = _starts(spans, [node_ms(node) for node in memory.nodes[part]])
-            points += [MemoryAt(0, at, nbytes) for at, nbytes in zip(times, memory.by_time[part], strict=False)]
+            times = _start_times(spans, [node_ms(node) for node in memory.nodes[part]])
+            points += [MemoryAt(0, at, nbytes) for at, nbytes in zip(times, memory.bytes_at_node[part], strict=False)]
     return tuple(next(same) for _, same in groupby(points, key=lambda point: point.held_bytes))
 
 
-def _starts(spans: Sequence[Span], durations_ms: Sequence[float]) -> Iterator[float]:
+def _start_times(spans: Sequence[Span], durations_ms: Sequence[float]) -> Iterator[float]:
     """Yields the start time of each node, spread over the spans by its share of their time."""
     total, offered = sum(durations_ms), sum(s.end_ms - s.start_ms for s in spans)
     if not spans:

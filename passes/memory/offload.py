@@ -32,16 +32,16 @@ embrace = torch.ops.embrace
 # ---- values that can be offloaded ----
 
 
-def values_that_leave(found: StepMemory) -> dict[Storage, fx.Node]:
+def offloadable_values(memory: StepMemory) -> dict[Storage, fx.Node]:
     """Maps each storage that can be offloaded to the value that covers all of it.
 
     The storage of a result or a launch stays in memory.
     """
-    backward = set(found.nodes[found.backward :])
+    backward = set(memory.nodes[memory.backward :])
     values = {}
-    for storage in found.saved:
+    for storage in memory.saved:
         value = _value_of(storage, backward)
-        if value is not None and storage.dies < len(found.nodes):
+        if value is not None and storage.dies < len(memory.nodes):
             values[storage] = value
     return values
 
@@ -55,7 +55,7 @@ def _value_of(storage: Storage, backward: set[fx.Node]) -> fx.Node | None:
     if not whole or not _is_dense(whole[-1]):
         return None
     read = [node for node in storage.names if node not in backward and not backward.isdisjoint(node.users)]
-    return whole[-1] if all(_leads_to(node, whole[-1]) for node in read) else None
+    return whole[-1] if all(_is_view_chain_of(node, whole[-1]) for node in read) else None
 
 
 def view_of(node: fx.Node) -> fx.Node | None:
@@ -73,7 +73,7 @@ def view_of(node: fx.Node) -> fx.Node | None:
     return aliased[0] if aliased else None
 
 
-def _leads_to(node: fx.Node | None, value: fx.Node) -> bool:
+def _is_view_chain_of(node: fx.Node | None, value: fx.Node) -> bool:
     """Returns whether a node is `value` or a chain of views of it."""
     while node is not None and node is not value:
         node = view_of(node)
@@ -114,23 +114,23 @@ class InsertCopies:
         self._rewriter = Rewriter(graph.module)
         self._held = found
         self._rate = rate
-        self._values = values_that_leave(found)
-        self._end_of_forward = _next(found.nodes[found.backward - 1])
+        self._values = offloadable_values(found)
+        self._end_of_forward = _skip_placeholders(found.nodes[found.backward - 1])
 
     def __call__(self, copies: Sequence[PlacedCopy]) -> None:
         leaving, stored, coming = dict[Storage, fx.Node](), dict[Storage, fx.Node](), dict[Storage, fx.Node]()
         nodes = self._held.nodes
         for copy in sorted(copies, key=lambda c: c.storage.born, reverse=True):
             value = self._values[copy.storage]
-            leaving[copy.storage] = self._insert(copy.storage, embrace.offload, value, _next(value))
+            leaving[copy.storage] = self._insert(copy.storage, embrace.offload, value, _skip_placeholders(value))
         for copy in sorted(copies, key=lambda c: (c.left, c.storage.born)):
             before = self._end_of_forward if copy.left == self._held.backward else nodes[copy.left]
             stored[copy.storage] = self._insert(copy.storage, embrace.await_offload, leaving[copy.storage], before)
-        for copy in sorted(copies, key=lambda c: (c.comes, c.back, c.storage.born)):
+        for copy in sorted(copies, key=lambda c: (c.comes, c.reload_awaited_at, c.storage.born)):
             before = nodes[copy.comes]
             coming[copy.storage] = self._insert(copy.storage, embrace.reload, stored[copy.storage], before)
-        for copy in sorted(copies, key=lambda c: (c.back, c.storage.born)):
-            back = self._insert(copy.storage, embrace.await_reload, coming[copy.storage], nodes[copy.back])
+        for copy in sorted(copies, key=lambda c: (c.reload_awaited_at, c.storage.born)):
+            back = self._insert(copy.storage, embrace.await_reload, coming[copy.storage], nodes[copy.reload_awaited_at])
             self._use_reloaded(copy.storage, self._values[copy.storage], back)
 
     def _insert(self, storage: Storage, op: torch._ops.OpOverloadPacket, value: fx.Node, before: fx.Node) -> fx.Node:
@@ -165,7 +165,7 @@ class InsertCopies:
             return self._rewriter.copy(name, lambda n: own if n is source else n, f"{name.name}_back")
 
 
-def _next(node: fx.Node) -> fx.Node:
+def _skip_placeholders(node: fx.Node) -> fx.Node:
     """Returns the first node from this one on that is not a placeholder."""
     following = node.next
     while following.op == "placeholder":

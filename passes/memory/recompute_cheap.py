@@ -24,7 +24,7 @@ from torch import fx
 from embrace_fx.cost import links as cost
 from embrace_fx.passes.memory.offload import view_of
 from embrace_fx.passes.memory.regions import can_recompute, with_recomputed
-from embrace_fx.passes.node_cost import NodeMs, estimate
+from embrace_fx.passes.node_cost import NodeMs, node_time_estimator
 from embrace_fx.passes.step_memory import StepMemory, Storage, step_memory
 from embrace_fx.vocabulary.graph import TrainingGraph, reached, written_by
 from embrace_fx.vocabulary.ops import op_name
@@ -70,7 +70,7 @@ class RecomputeCheap:
         found = step_memory(graph)
         if found.backward == len(found.nodes):
             return graph
-        chosen = _Cuts(graph, found, estimate(self.compute, graph.expected)).chosen()
+        chosen = _MinimumCuts(graph, found, node_time_estimator(self.compute, graph.expected)).nodes_to_recompute()
         if not chosen:
             return graph
         result = with_recomputed(graph, {node.name: number for number, nodes in enumerate(chosen) for node in nodes})
@@ -79,7 +79,7 @@ class RecomputeCheap:
 
 
 @dataclass(frozen=True)
-class _Piece:
+class _RecomputedPiece:
     """Storages to recompute together, as one minimum cut has chosen them.
 
     Attributes:
@@ -93,7 +93,7 @@ class _Piece:
     ms: float
 
 
-class _Cuts:
+class _MinimumCuts:
     """Finds the storages to recompute, by a minimum cut of each connected part of a graph."""
 
     def __init__(self, graph: TrainingGraph, found: StepMemory, node_ms: NodeMs) -> None:
@@ -109,9 +109,9 @@ class _Cuts:
             for value in node.all_input_nodes
             if value.meta.get("role") not in self._written
         }
-        self._makers = {s: self._made_by(s) for s in self._storages}
+        self._makers = {s: self._nodes_that_make(s) for s in self._storages}
 
-    def chosen(self) -> list[list[fx.Node]]:
+    def nodes_to_recompute(self) -> list[list[fx.Node]]:
         """Returns the nodes to recompute, one list per piece."""
         allowed_ms = AT_MOST * sum(map(self._node_ms, self._held.nodes))
         regions = []
@@ -121,7 +121,7 @@ class _Cuts:
                 regions.append([name for s in piece.again for name in s.names if name in self._forward])
         return regions
 
-    def _made_by(self, storage: Storage) -> list[fx.Node]:
+    def _nodes_that_make(self, storage: Storage) -> list[fx.Node]:
         """Returns the nodes of the forward that compute a storage or write into it."""
         nodes = (storage.node, *storage.names)
         return list(dict.fromkeys(n for n in nodes if n in self._forward and op_name(n) and view_of(n) is None))
@@ -132,7 +132,7 @@ class _Cuts:
         found: dict[Storage, list[Storage]] = {}
         depth: dict[Storage, int] = {}
         for storage in self._storages:
-            sources = self._read_by(storage)
+            sources = self._storages_read_to_make(storage)
             if sources is None:
                 continue
             deep = 1 + max((depth.get(s, 0) for s in sources), default=0)
@@ -140,7 +140,7 @@ class _Cuts:
                 found[storage], depth[storage] = sources, deep
         return found
 
-    def _read_by(self, storage: Storage) -> list[Storage] | None:
+    def _storages_read_to_make(self, storage: Storage) -> list[Storage] | None:
         """Returns the storages that computing a storage reads, or None if it is not cheap to compute."""
         if storage.dies == len(self._held.nodes):
             return None
@@ -158,7 +158,7 @@ class _Cuts:
                 read |= dict.fromkeys(s for s in self._held.memory.get(value, ()) if s is not storage)
         return list(read)
 
-    def _pieces(self) -> Iterator[_Piece]:
+    def _pieces(self) -> Iterator[_RecomputedPiece]:
         """Yields the minimum cut of each connected part of the storages, if it saves bytes."""
         reads: nx.Graph[Storage] = nx.Graph()
         reads.add_nodes_from(self._storages)
@@ -169,30 +169,30 @@ class _Cuts:
                 if piece is not None:
                     yield piece
 
-    def _cut(self, storages: Sequence[Storage]) -> _Piece | None:
+    def _cut(self, storages: Sequence[Storage]) -> _RecomputedPiece | None:
         """Returns the recomputation of these storages that saves most bytes, or None if it saves too few per kernel."""
         position = {s: k for k, s in enumerate(storages)}
         outlives = [s.dies == len(self._held.nodes) for s in storages]
         sizes = [0 if stays else s.nbytes for s, stays in zip(storages, outlives, strict=True)]
         sources = {position[each]: [position[s] for s in of] for each, of in self._sources.items() if each in position}
         needed = [s for s in storages if s.first_backward is not None]
-        cut = least_saved(sizes, sources, [position[s] for s in needed])
+        cut = cheapest_to_save(sizes, sources, [position[s] for s in needed])
         saved = {storages[k] for k in cut}
-        again = self._again(needed, saved)
+        again = self._to_recompute(needed, saved)
         less = sum(sizes[position[s]] for s in needed) - sum(sizes[k] for k in cut)
         kernels = sum(len(self._makers[s]) for s in again)
         if not again or less < WORTH_BYTES * max(kernels, 1):
             return None
         nodes = {node for s in again for node in self._makers[s]}
-        return _Piece(tuple(again), less, sum(self._node_ms(n) * TIMES.get(op_name(n), 0.0) for n in nodes))
+        return _RecomputedPiece(tuple(again), less, sum(self._node_ms(n) * TIMES.get(op_name(n), 0.0) for n in nodes))
 
-    def _again(self, needed: Iterable[Storage], saved: set[Storage]) -> list[Storage]:
+    def _to_recompute(self, needed: Iterable[Storage], saved: set[Storage]) -> list[Storage]:
         """Returns the storages to recompute so that all of `needed` exist, given the saved ones."""
         found = reached(needed, lambda storage: () if storage in saved else self._sources[storage])
         return sorted(found - saved, key=lambda s: s.number)
 
 
-def least_saved(sizes: Sequence[int], sources: Mapping[int, Sequence[int]], needed: Iterable[int]) -> set[int]:
+def cheapest_to_save(sizes: Sequence[int], sources: Mapping[int, Sequence[int]], needed: Iterable[int]) -> set[int]:
     """Returns, by a minimum cut, the storages with the fewest bytes from which all needed ones can be computed.
 
     Args:

@@ -27,11 +27,11 @@ import torch
 from torch import fx
 from torch._ops import OpOverload
 
-from embrace_fx.passes.partition import members_of
+from embrace_fx.passes.partition import phase_nodes
 from embrace_fx.passes.rewriter import Rewriter
 from embrace_fx.vocabulary import again_ops  # noqa: F401  (declares the ops)
 from embrace_fx.vocabulary.graph import Parameter, TrainingGraph, written_by
-from embrace_fx.vocabulary.ops import device_of, draws, op_name
+from embrace_fx.vocabulary.ops import device_of, draws_random_numbers, op_name
 
 embrace = torch.ops.embrace
 
@@ -68,7 +68,7 @@ def insert_copies(graph: TrainingGraph) -> list[fx.Node]:
     """Inserts copies of the nodes in regions into the backward, in place, and removes the regions. Returns the
     copies.
     """
-    copies = _Copies(graph).insert()
+    copies = _RecomputedCopies(graph).insert()
     for node in graph.graph.nodes:
         node.meta.pop("region", None)
         node.meta.pop("kept", None)
@@ -84,9 +84,9 @@ def can_recompute(node: fx.Node, written: frozenset[object]) -> bool:
         written: the parameters, buffers and batch tensors that the forward writes.
     """
     if not isinstance(node.target, OpOverload):
-        source = _source(node)
+        source = _computing_op(node)
         return source is not node and isinstance(node.meta.get("val"), torch.Tensor) and can_recompute(source, written)
-    own = _is_own(node) and not op_name(node).startswith("embrace::rnn_layer")
+    own = _is_own_op(node) and not op_name(node).startswith("embrace::rnn_layer")
     if own or node.target.namespace == "_c10d_functional" or node.target._schema.is_mutable:
         return False
     values = node.meta.get("val")
@@ -96,7 +96,7 @@ def can_recompute(node: fx.Node, written: frozenset[object]) -> bool:
     return not any(isinstance(role, Parameter) and role in written for role in roles)
 
 
-class _Copies:
+class _RecomputedCopies:
     """Inserts recomputed copies of a graph's forward nodes, level by level: level k has the copies that readers in k
     regions read.
     """
@@ -104,13 +104,13 @@ class _Copies:
     def __init__(self, graph: TrainingGraph) -> None:
         self._graph = graph.graph
         self._rewriter = Rewriter(graph.module)
-        members = members_of(graph)
+        members = phase_nodes(graph)
         self._backward = [node for node in graph.graph.nodes if node in members["backward"]]
         self._written = written_by(graph.module)
         self._paths = self._paths_of(members["forward"])
-        self._kept = {node for node in self._paths if node.meta.get("kept") or _source(node).meta.get("kept")}
+        self._kept = {node for node in self._paths if node.meta.get("kept") or _computing_op(node).meta.get("kept")}
         self._position = {node: k for k, node in enumerate(graph.graph.nodes)}
-        self._chains = self._chains_of(members["forward"])
+        self._chains = self._draw_chains(members["forward"])
         self._wanted: dict[Path, set[fx.Node]] = defaultdict(set)
         self._copies: dict[tuple[fx.Node, int], fx.Node] = {}
         self._states: dict[fx.Node, fx.Node] = {}  # first draw of a chain -> the state before it
@@ -136,13 +136,13 @@ class _Copies:
         """Maps the forward nodes that can be recomputed to the regions that contain them."""
         paths: dict[fx.Node, Path] = {}
         for node in self._graph.nodes:
-            path = _source(node).meta.get("region", ())
+            path = _computing_op(node).meta.get("region", ())
             if path and node in forward and can_recompute(node, self._written):
                 paths[node] = path
         return paths
 
     def _level(self, value: fx.Node, reader: Path | None) -> int:
-        """Returns the level of the copy of `value` that a reader in the regions `reader` reads."""
+        """Returns the level of the copy of `value` that a reader in the regions `reader` must read."""
         path = self._paths.get(value, ())
         shared = len(path)
         if reader is not None:
@@ -163,12 +163,12 @@ class _Copies:
             chain = self._chains.get(value, [])
             waiting += [(each, level) for each in chain[: chain.index(value)]] if chain else []
 
-    def _chains_of(self, forward: set[fx.Node]) -> dict[fx.Node, list[fx.Node]]:
+    def _draw_chains(self, forward: set[fx.Node]) -> dict[fx.Node, list[fx.Node]]:
         """Maps each random draw to its chain: consecutive draws of one generator in the same regions."""
         chains: dict[fx.Node, list[fx.Node]] = {}
         last: dict[torch.device, fx.Node] = {}
         for node in self._graph.nodes:
-            if not draws(node) or _is_own(node) or node not in forward:
+            if not draws_random_numbers(node) or _is_own_op(node) or node not in forward:
                 continue
             device, path = device_of(node), self._paths.get(node)
             before = last.get(device)
@@ -194,7 +194,7 @@ class _Copies:
         with self._rewriter.before(before):
             for node in nodes:
                 if node in ends.values():
-                    replays[node] = self._begin(node)
+                    replays[node] = self._begin_replay(node)
                 self._copy(node, region)
                 if node in ends:
                     now = replays[ends[node]]
@@ -216,7 +216,7 @@ class _Copies:
                 found.setdefault(id(self._chains[node]), []).append(node)
         return list(found.values())
 
-    def _begin(self, first: fx.Node) -> fx.Node:
+    def _begin_replay(self, first: fx.Node) -> fx.Node:
         """Inserts the start of a replay of random draws, and saves the random state before the first draw."""
         device = device_of(first)
         if first not in self._states:
@@ -241,7 +241,7 @@ class _Copies:
                     copy.replace_input_with(value, self._unwritten[value])
 
 
-def _source(node: fx.Node) -> fx.Node:
+def _computing_op(node: fx.Node) -> fx.Node:
     """Returns the op that computes a node's value: of a tuple's item the op that returns the tuple, else the node
     itself.
     """
@@ -250,6 +250,6 @@ def _source(node: fx.Node) -> fx.Node:
     return node
 
 
-def _is_own(node: fx.Node) -> bool:
+def _is_own_op(node: fx.Node) -> bool:
     """Returns whether a node calls one of this package's ops."""
     return isinstance(node.target, OpOverload) and node.target.namespace == "embrace"

@@ -19,8 +19,8 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from embrace_fx.passes.node_cost import computes
-from embrace_fx.passes.overlap.launches import Phases, all_by_table, rewrite_phases
+from embrace_fx.passes.node_cost import is_heavy
+from embrace_fx.passes.overlap.launches import Phases, calls_by_table, rewrite_phases
 from embrace_fx.passes.overlap.submit_early import may_move
 from embrace_fx.vocabulary.graph import Saved, TrainingGraph, reached
 from embrace_fx.vocabulary.ops import op_name
@@ -28,7 +28,7 @@ from embrace_fx.vocabulary.ops import op_name
 
 @dataclass(frozen=True)
 class AwaitRowsLate:
-    """Moves awaits of rows down to the first reader of the rows."""
+    """The pass that moves each await of rows down to the first reader of the rows."""
 
     def __call__(self, graph: TrainingGraph) -> TrainingGraph:
         if "forward" not in graph.phases or not any(_awaits_to_move(graph.phases["forward"])):
@@ -37,7 +37,7 @@ class AwaitRowsLate:
 
 
 @dataclass(frozen=True)
-class _Moved:
+class _MovedAwait:
     """The nodes of a table that move down, in order, and the reader before which they are inserted."""
 
     nodes: list[fx.Node]
@@ -51,16 +51,18 @@ def _rewrite(phases: Phases) -> None:
             each.reader.prepend(node)
 
 
-def _awaits_to_move(forward: fx.GraphModule) -> Iterator[_Moved]:
-    """Yields the awaits of rows that have compute between them and their first reader."""
-    computing = [node for node in forward.graph.nodes if computes(node)]
-    for awaits in all_by_table(forward, torch.ops.embrace.await_rows.default).values():
+def _awaits_to_move(forward: fx.GraphModule) -> Iterator[_MovedAwait]:
+    """Yields the awaits of rows with compute between them and the rows' first reader; moving these hides the
+    exchange.
+    """
+    computing = [node for node in forward.graph.nodes if is_heavy(node)]
+    for awaits in calls_by_table(forward, torch.ops.embrace.await_rows.default).values():
         moved = _movable(awaits)
         readers = [user for node in moved for user in node.users if user not in moved]
         if readers:
             reader, first = min(readers), min(moved)
             if any(first < node < reader for node in computing):
-                yield _Moved(sorted(moved), reader)
+                yield _MovedAwait(sorted(moved), reader)
 
 
 def _movable(awaits: list[fx.Node]) -> set[fx.Node]:
@@ -69,11 +71,11 @@ def _movable(awaits: list[fx.Node]) -> set[fx.Node]:
     No node writes into a saved value, so a node that moves down reads the same value.
     """
 
-    def joins(node: fx.Node, found: set[fx.Node]) -> bool:
+    def may_move(node: fx.Node, found: set[fx.Node]) -> bool:
         """Returns whether a node is light and reads only found or saved nodes."""
         return _is_light(node) and all(n in found or _is_saved(n) for n in node.all_input_nodes)
 
-    return reached(awaits, lambda node: node.users, joins)
+    return reached(awaits, lambda node: node.users, may_move)
 
 
 def _is_light(node: fx.Node) -> bool:
@@ -81,7 +83,7 @@ def _is_light(node: fx.Node) -> bool:
     if op_name(node) == "embrace::join_rows":
         return True
     own = not isinstance(node.target, torch._ops.OpOverload) or node.target.namespace in ("aten", "embrace")
-    return own and may_move(node) and not computes(node)
+    return own and may_move(node) and not is_heavy(node)
 
 
 def _is_saved(node: fx.Node) -> bool:

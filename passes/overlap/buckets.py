@@ -25,7 +25,7 @@ from itertools import accumulate
 import torch
 from torch import fx
 
-from embrace_fx.passes.overlap.launches import Phases, erase_chain, nodes_of, rewrite_phases
+from embrace_fx.passes.overlap.launches import Phases, calls_of, erase_chain, rewrite_phases
 from embrace_fx.passes.reduce import ALL_REDUCE, EXCHANGE
 from embrace_fx.passes.rewriter import Rewriter
 from embrace_fx.vocabulary.graph import (
@@ -45,7 +45,7 @@ embrace = torch.ops.embrace
 
 @dataclass(frozen=True)
 class ChunkBuckets:
-    """Splits every bucket's AllReduce into chunks.
+    """The pass that splits each bucket's AllReduce into chunks.
 
     Attributes:
         chunks: for each bucket, in launch order, the elements of each chunk.
@@ -66,10 +66,10 @@ class ChunkBuckets:
             and node.all_input_nodes[0].target is embrace.pack_bucket.default  # a reduction of counts by another pass
         ]
         for bucket, launch in enumerate(launches):
-            _chunk(Rewriter(backward), launch, bucket, self.chunks[bucket])
+            _split_reduction(Rewriter(backward), launch, bucket, self.chunks[bucket])
 
 
-def _await(rewriter: Rewriter, flat: fx.Node, bucket: int, count: int) -> list[fx.Node]:
+def _await_chunks(rewriter: Rewriter, flat: fx.Node, bucket: int, count: int) -> list[fx.Node]:
     """Inserts the awaits of a bucket's chunks, in order. Returns them, last first, followed by `flat`."""
     awaits = [flat]
     for k in range(count):
@@ -78,8 +78,8 @@ def _await(rewriter: Rewriter, flat: fx.Node, bucket: int, count: int) -> list[f
     return awaits
 
 
-def _chunk(rewriter: Rewriter, launch: fx.Node, bucket: int, chunks: Sequence[int]) -> None:
-    """Replaces the launch of a bucket with submissions of its chunks, and its wait with awaits of the chunks."""
+def _split_reduction(rewriter: Rewriter, launch: fx.Node, bucket: int, chunks: Sequence[int]) -> None:
+    """Replaces the launch of a bucket with submissions of its chunks, and its wait with awaits of them."""
     (wait,) = launch.users
     flat = launch.all_input_nodes[0]
     starts = accumulate(chunks, initial=0)
@@ -94,7 +94,7 @@ def _chunk(rewriter: Rewriter, launch: fx.Node, bucket: int, chunks: Sequence[in
                 name=f"bucket_{bucket}_sent_{k}",
             )
     with rewriter.before(wait):
-        flat, *_ = _await(rewriter, flat, bucket, len(chunks))
+        flat, *_ = _await_chunks(rewriter, flat, bucket, len(chunks))
     wait.replace_all_uses_with(flat)
     rewriter.graph.erase_node(wait)
     rewriter.graph.erase_node(launch)
@@ -102,7 +102,7 @@ def _chunk(rewriter: Rewriter, launch: fx.Node, bucket: int, chunks: Sequence[in
 
 @dataclass(frozen=True)
 class UpdateBeforeRead:
-    """Defers the updates of dense parameters to the next forward.
+    """The pass that moves the updates of dense parameters into the next forward, before the first read of each.
 
     Attributes:
         buckets: parameters of each bucket, in launch order.
@@ -128,7 +128,7 @@ def _defer_buckets(backward: fx.GraphModule, buckets: Sequence[tuple[str, ...]])
     handed_over: list[tuple[fx.Node | None, OutputRole]] = []
     unpacked = [
         node
-        for node in nodes_of(backward, embrace.unpack_bucket.default)
+        for node in calls_of(backward, embrace.unpack_bucket.default)
         if node.all_input_nodes[0].target is embrace.await_chunk.default
     ]
     for k, unpack in enumerate(unpacked):
@@ -160,18 +160,18 @@ def _await_updates(phases: Phases, buckets: Sequence[tuple[str, ...]], chunks: S
     for k, bucket in enumerate(buckets):
         read = [parameters[name] for name in bucket if name in parameters and parameters[name].users]
         if not read:  # this batch does not read the bucket, but it must be updated
-            read = [rewriter.copy_of(elsewhere[bucket[0]])]
+            read = [rewriter.copy_placeholder(elsewhere[bucket[0]])]
         readers = [min(node.users) for node in read if node.users] or [forward.graph.output_node()]
         with rewriter.before(min(readers)):
-            there, *others = _await(rewriter, read[0], k, len(chunks[k]))
+            there, *others = _await_chunks(rewriter, read[0], k, len(chunks[k]))
             updated = rewriter.call(embrace.update_bucket.default, [there, *read[1:]], k, name=f"bucket_{k}_updated")
             inserted = {there, *others, updated}
             items = [rewriter.item(updated, i, f"{node.name}_updated") for i, node in enumerate(read)]
         for node, item in zip(read, items, strict=True):
             item.meta["val"] = node.meta["val"]
-            node.replace_all_uses_with(item, delete_user_cb=partial(_is_other, inserted))
+            node.replace_all_uses_with(item, delete_user_cb=partial(_is_not_inserted, inserted))
 
 
-def _is_other(inserted: set[fx.Node], user: fx.Node) -> bool:
+def _is_not_inserted(inserted: set[fx.Node], user: fx.Node) -> bool:
     """Returns whether a user is not one of the inserted nodes."""
     return user not in inserted

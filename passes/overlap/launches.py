@@ -39,26 +39,26 @@ def rewrite_phases(graph: TrainingGraph, rewrite: Callable[[Phases], None]) -> T
     return replace(graph, phases={**graph.phases, **phases.copied})
 
 
-def rename(node: fx.Node, launch: OperationId) -> None:
+def set_launch(node: fx.Node, launch: OperationId) -> None:
     """Replaces the launch id of a node."""
     node.args = (*node.args[:-1], str(launch))
     node.meta["launch"] = launch
 
 
-def nodes_of(module: fx.GraphModule, target: OpOverload) -> list[fx.Node]:
+def calls_of(module: fx.GraphModule, op: OpOverload) -> list[fx.Node]:
     """Returns the calls of an op, in program order."""
-    return list(module.graph.find_nodes(op="call_function", target=target))
+    return list(module.graph.find_nodes(op="call_function", target=op))
 
 
-def by_table(module: fx.GraphModule, target: OpOverload) -> dict[str, fx.Node]:
+def call_by_table(module: fx.GraphModule, op: OpOverload) -> dict[str, fx.Node]:
     """Maps each table or row space to the node that calls an op for it."""
-    return {table: nodes[-1] for table, nodes in all_by_table(module, target).items()}
+    return {table: nodes[-1] for table, nodes in calls_by_table(module, op).items()}
 
 
-def all_by_table(module: fx.GraphModule, target: OpOverload) -> dict[str, list[fx.Node]]:
+def calls_by_table(module: fx.GraphModule, op: OpOverload) -> dict[str, list[fx.Node]]:
     """Maps each table or row space to the nodes that call an op for it."""
     found: dict[str, list[fx.Node]] = {}
-    for node in nodes_of(module, target):
+    for node in calls_of(module, op):
         found.setdefault(id_of(node).what, []).append(node)
     return found
 

@@ -46,17 +46,17 @@ class OrderCompute:
     def __call__(self, graph: TrainingGraph) -> TrainingGraph:
         if "backward" not in graph.phases:
             return graph
-        found = BackwardUnits.of(graph.phases["backward"])
-        if not self.units or found.ordered(self.units) == [*found.needed_by]:
+        found = BackwardUnits.find(graph.phases["backward"])
+        if not self.units or found.order_nodes(self.units) == [*found.needed_by]:
             return graph
         return rewrite_phases(graph, self._rewrite)
 
     def _rewrite(self, phases: Phases) -> None:
         """Sorts the nodes of the backward by the order of the units."""
         backward = phases["backward"]
-        found = BackwardUnits.of(backward)
+        found = BackwardUnits.find(backward)
         place = first_after_placeholders(backward.graph).prev
-        for node in found.ordered(self.units):
+        for node in found.order_nodes(self.units):
             place.append(node)
             place = node
 
@@ -75,10 +75,10 @@ class BackwardUnits:
     needed_by: Mapping[fx.Node, int]
 
     @classmethod
-    def of(cls, backward: fx.GraphModule) -> BackwardUnits:
+    def find(cls, backward: fx.GraphModule) -> BackwardUnits:
         """Finds the units of a backward and the units that need each node."""
         nodes = [node for node in backward.graph.nodes if node.op not in ("placeholder", "output")]
-        member = {node: what for node in nodes if (what := _unit(node)) is not None}
+        member = {node: what for node in nodes if (what := _submitted_unit(node)) is not None}
         units = tuple(dict.fromkeys(member.values()))
         bit = {what: 1 << k for k, what in enumerate(units)}
         needed = {node: bit[member[node]] if node in member else 0 for node in nodes}
@@ -95,7 +95,7 @@ class BackwardUnits:
         pending: list[fx.Node] = []
         last = None
         for node in self.needed_by:
-            unit = _unit(node) if is_submission(node) else None
+            unit = _submitted_unit(node) if is_submission(node) else None
             if unit is None:
                 pending.append(node)
             elif unit != last:
@@ -103,32 +103,32 @@ class BackwardUnits:
                 pending, last = [], unit
         return found
 
-    def complete(self, order: Sequence[str]) -> tuple[str, ...]:
+    def with_all_units(self, order: Sequence[str]) -> tuple[str, ...]:
         """Returns all units: first those in `order`, then the others."""
         known = [unit for unit in order if unit in self.units]
         return (*known, *(unit for unit in self.units if unit not in known))
 
-    def ordered(self, order: Sequence[str]) -> list[fx.Node]:
+    def order_nodes(self, order: Sequence[str]) -> list[fx.Node]:
         """Returns the nodes in the order of the units: each with the first unit that needs it, and the nodes without a
         unit last.
         """
         groups: dict[int, list[fx.Node]] = {k: [] for k in range(len(self.units) + 1)}
-        first = self.first_of(order)
+        first = self.first_unit_of(order)
         for node, mask in self.needed_by.items():
             groups[first(mask)].append(node)
         return [node for k in sorted(groups) for node in groups[k]]
 
-    def first_of(self, order: Sequence[str]) -> Callable[[int], int]:
+    def first_unit_of(self, order: Sequence[str]) -> Callable[[int], int]:
         """Returns a function that maps a bit mask of units to the index of its first unit in `order`.
 
         The function maps an empty mask to the count of units.
         """
-        place = {unit: k for k, unit in enumerate(self.complete(order))}
+        place = {unit: k for k, unit in enumerate(self.with_all_units(order))}
         places = [place[unit] for unit in self.units]
-        return cache(lambda mask: min((places[k] for k in _bits(mask)), default=len(places)))
+        return cache(lambda mask: min((places[k] for k in _set_bits(mask)), default=len(places)))
 
 
-def _bits(mask: int) -> Iterator[int]:
+def _set_bits(mask: int) -> Iterator[int]:
     """Yields the positions of the bits that are set in a mask."""
     while mask:
         low = mask & -mask
@@ -136,7 +136,7 @@ def _bits(mask: int) -> Iterator[int]:
         mask ^= low
 
 
-def _unit(node: fx.Node) -> str | None:
+def _submitted_unit(node: fx.Node) -> str | None:
     """Returns the unit whose gradients a node submits: a table, row space or bucket; None for other nodes."""
     launch = launch_of(node)
     if op_name(node) == "embrace::defer_bucket":

@@ -21,7 +21,7 @@ import torch
 from torch import fx
 
 from embrace_fx.passes.narrow import JOINS
-from embrace_fx.passes.overlap.launches import Phases, erase_chain, nodes_of, rewrite_phases
+from embrace_fx.passes.overlap.launches import Phases, calls_of, erase_chain, rewrite_phases
 from embrace_fx.passes.rewriter import Rewriter, first_after_placeholders
 from embrace_fx.vocabulary.graph import (
     GradientOfRows,
@@ -40,7 +40,7 @@ embrace = torch.ops.embrace
 
 @dataclass(frozen=True)
 class SubmitRows:
-    """Overlaps the row gradients and updates of sharded tables with the next step.
+    """The pass that lets the row gradients and updates of sharded tables overlap the next step.
 
     Attributes:
         within_step: tables whose rows and gradients are awaited in their step, because the update also needs the
@@ -50,28 +50,28 @@ class SubmitRows:
     within_step: tuple[str, ...] = ()
 
     def __call__(self, graph: TrainingGraph) -> TrainingGraph:
-        return rewrite_phases(graph, lambda phases: _overlap(phases, self.within_step))
+        return rewrite_phases(graph, lambda phases: _split_exchanges(phases, self.within_step))
 
 
 @dataclass(frozen=True)
-class _Route:
-    """The inputs and results of a `route_grid` in the forward."""
+class _GridRoute:
+    """The inputs and results of a `route_grid` node in the forward."""
 
     ids: fx.Node
     counts: fx.Node
     saved: list[str]
 
 
-def _overlap(phases: Phases, within_step: Collection[str]) -> None:
+def _split_exchanges(phases: Phases, within_step: Collection[str]) -> None:
     """Splits the row exchanges of all tables except `within_step` into submissions and awaits."""
     forward, backward = phases["forward"], phases["backward"]
-    routes: dict[str, _Route] = {}  # name of the ids that `coalesce` reads -> route
+    routes: dict[str, _GridRoute] = {}  # name of the ids that `coalesce` reads -> route
     head = first_after_placeholders(forward.graph).prev  # updates and submissions are inserted after this node
     outputs = list(outputs_of(backward))
     trained = {role.table for _, role in outputs if isinstance(role, GradientOfRows)}
     for join in [node for node in forward.graph.nodes if node.target in JOINS and _table_of(node) not in within_step]:
         head = _await_rows(forward, join, head, routes, trained)
-    tables = {node: _gradient_of(node, outputs).table for node in nodes_of(backward, embrace.coalesce.default)}
+    tables = {node: _role_of_gradient(node, outputs).table for node in calls_of(backward, embrace.coalesce.default)}
     summed = [node for node, table in tables.items() if table not in within_step]
     for coalesced in summed:
         outputs = _submit_gradients(Rewriter(backward), coalesced, outputs, routes)
@@ -94,13 +94,13 @@ def _table_of(join: fx.Node) -> str:
     return str(_lookup_of(join).all_input_nodes[0].meta["role"].table)
 
 
-def _gradient_of(coalesce: fx.Node, outputs: Sequence[tuple[fx.Node | None, OutputRole]]) -> GradientOfRows:
+def _role_of_gradient(coalesce: fx.Node, outputs: Sequence[tuple[fx.Node | None, OutputRole]]) -> GradientOfRows:
     """Returns the role of the output that a `coalesce` computes."""
     return next(role for value, role in outputs if value in coalesce.users and isinstance(role, GradientOfRows))
 
 
 def _await_rows(
-    forward: fx.GraphModule, join: fx.Node, head: fx.Node, routes: dict[str, _Route], trained: set[str]
+    forward: fx.GraphModule, join: fx.Node, head: fx.Node, routes: dict[str, _GridRoute], trained: set[str]
 ) -> fx.Node:
     """Rewrites a table's lookup. Returns the node after which the next table's nodes are inserted."""
     rewriter = Rewriter(forward)
@@ -114,7 +114,7 @@ def _await_rows(
     if ids.op != "placeholder":  # the ids are an item of the result of `route_grid`
         saved = [ids.name, counts.name, places.name]
         ids, counts, *_ = ids.all_input_nodes[0].args
-        routes[saved[0]] = _Route(ids, counts, saved)
+        routes[saved[0]] = _GridRoute(ids, counts, saved)
     table, dtype = shard.meta["role"].table, launch.meta["val"].dtype
     with rewriter.before(head.next):
         sent = submit_rows(rewriter, table, (shard, ids, counts), dtype, trained=table in trained)
@@ -186,7 +186,7 @@ def _submit_gradients(
     rewriter: Rewriter,
     coalesce: fx.Node,
     outputs: list[tuple[fx.Node | None, OutputRole]],
-    routes: Mapping[str, _Route],
+    routes: Mapping[str, _GridRoute],
 ) -> list[tuple[fx.Node | None, OutputRole]]:
     """Replaces the exchange and sum of a row gradient with its submission, and returns the remaining outputs."""
     ids, received, _, padding_rows, scale = coalesce.args
@@ -198,9 +198,9 @@ def _submit_gradients(
     split, counts = launch.args[:2]
     assert isinstance(split, fx.Node)
     assert isinstance(ids, fx.Node)
-    role = _gradient_of(coalesce, outputs)
+    role = _role_of_gradient(coalesce, outputs)
     if (route := routes.get(ids.meta["role"].name)) is not None:
-        ids, counts = rewriter.copy_of(route.ids), rewriter.copy_of(route.counts)
+        ids, counts = rewriter.copy_placeholder(route.ids), rewriter.copy_placeholder(route.counts)
     with rewriter.before(launch):
         token = submit_gradients(rewriter, role.table, (split.all_input_nodes[0], ids, counts), padding_rows, scale)
     kept = [(value, role) for value, role in outputs if value not in coalesce.users]

@@ -26,7 +26,7 @@ import torch
 from torch import fx
 from torch.fx.node import Argument
 
-from embrace_fx.passes.overlap.launches import Phases, by_table, nodes_of, rename, rewrite_phases
+from embrace_fx.passes.overlap.launches import Phases, call_by_table, calls_of, rewrite_phases, set_launch
 from embrace_fx.passes.rewriter import Rewriter, first_after_placeholders
 from embrace_fx.vocabulary.graph import TrainingGraph
 from embrace_fx.vocabulary.operation_id import IDS, gradients_id, rows_id
@@ -37,7 +37,8 @@ embrace = torch.ops.embrace
 
 @dataclass(frozen=True)
 class SplitRows:
-    """Splits every exchange of rows in two, and delayed gradients into pieces.
+    """The pass that splits each exchange of rows: rows into early and late, gradients into prior and delayed in
+    pieces.
 
     Attributes:
         pieces: (table or row space, count of the pieces of its delayed gradients).
@@ -51,10 +52,10 @@ class SplitRows:
     def _rewrite(self, phases: Phases) -> None:
         """Splits each submission of rows and of gradients in the two phases into an early and a late one."""
         forward, backward = phases["forward"], phases["backward"]
-        submitted = by_table(forward, embrace.submit_rows.default)
+        submitted = call_by_table(forward, embrace.submit_rows.default)
         if not submitted:
             return
-        trained = by_table(backward, embrace.submit_gradients.default)
+        trained = call_by_table(backward, embrace.submit_gradients.default)
         pieces = {table: count for table, count in self.pieces if table in trained}
         _split_backward(backward, submitted, pieces)
         _split_forward(forward)
@@ -63,15 +64,15 @@ class SplitRows:
 def _split_forward(forward: fx.GraphModule) -> None:
     """Splits the forward: submits the next ids, and awaits rows in an early and a late part."""
     rewriter = Rewriter(forward)
-    submitted = by_table(forward, embrace.submit_rows.default)
+    submitted = call_by_table(forward, embrace.submit_rows.default)
     with rewriter.before(first_after_placeholders(forward.graph)):
         ids = [node.args[1] for node in submitted.values()]
         rewriter.launch(embrace.submit_ids.default, ids, launch=IDS, name="next_ids_sent")
-    for node in nodes_of(forward, embrace.update_rows.default):
-        rename(node, gradients_id(id_of(node).what, "prior"))
+    for node in calls_of(forward, embrace.update_rows.default):
+        set_launch(node, gradients_id(id_of(node).what, "prior"))
     for node in submitted.values():
-        rename(node, rows_id(id_of(node).what, "late"))
-    for late in nodes_of(forward, embrace.await_rows.default):
+        set_launch(node, rows_id(id_of(node).what, "late"))
+    for late in calls_of(forward, embrace.await_rows.default):
         (join,) = late.users
         name = late.name.removesuffix("_part")
         with rewriter.before(late):
@@ -81,7 +82,7 @@ def _split_forward(forward: fx.GraphModule) -> None:
                 launch=rows_id(id_of(late).what, "early"),
                 name=f"{name}_early",
             )
-        rename(late, rows_id(id_of(late).what, "late"))
+        set_launch(late, rows_id(id_of(late).what, "late"))
         late.name = f"{name}_late"
         join.args = ([early, late], *join.args[1:])
 
@@ -89,9 +90,9 @@ def _split_forward(forward: fx.GraphModule) -> None:
 def _split_backward(backward: fx.GraphModule, submitted: dict[str, fx.Node], pieces: dict[str, int]) -> None:
     """Splits the backward: submits prior and delayed gradients, and looks up early rows."""
     rewriter = Rewriter(backward)
-    gradients = by_table(backward, embrace.submit_gradients.default)
+    gradients = call_by_table(backward, embrace.submit_gradients.default)
     for table, prior in gradients.items():
-        rename(prior, gradients_id(table, "prior"))
+        set_launch(prior, gradients_id(table, "prior"))
         place = prior.next
         for k in range(pieces[table]):
             with rewriter.before(place):
@@ -108,8 +109,11 @@ def _early_rows(rewriter: Rewriter, submitted: dict[str, fx.Node], pieces: dict[
     """Inserts, at the start of a backward, the updates by the previous step's delayed gradients and the submission of
     the next batch's early rows.
     """
-    shards = {table: _read_here(rewriter, _shard_of(node)) for table, node in submitted.items()}
-    routes = {table: [_read_here(rewriter, each) for each in node.args[1:3]] for table, node in submitted.items()}
+    shards = {table: _placeholder_in_backward(rewriter, _submitted_shard(node)) for table, node in submitted.items()}
+    routes = {
+        table: [_placeholder_in_backward(rewriter, each) for each in node.args[1:3]]
+        for table, node in submitted.items()
+    }
     with rewriter.before(first_after_placeholders(rewriter.graph)):
         for table, shard in shards.items():
             updated = shard
@@ -136,15 +140,17 @@ def _early_rows(rewriter: Rewriter, submitted: dict[str, fx.Node], pieces: dict[
             )
 
 
-def _read_here(rewriter: Rewriter, value: Argument) -> fx.Node:
-    """Returns the backward's placeholder for a value that the forward reads too. Inserts it if it is missing."""
+def _placeholder_in_backward(rewriter: Rewriter, value: Argument) -> fx.Node:
+    """Returns the backward's placeholder for a value that the forward reads too. Inserts the placeholder if it is
+    missing.
+    """
     assert isinstance(value, fx.Node)
     role = value.meta["role"]
     found = (node for node in rewriter.graph.nodes if node.op == "placeholder" and node.meta["role"] == role)
-    return next(found, None) or rewriter.copy_of(value)
+    return next(found, None) or rewriter.copy_placeholder(value)
 
 
-def _shard_of(submitted: fx.Node) -> fx.Node:
+def _submitted_shard(submitted: fx.Node) -> fx.Node:
     """Returns the placeholder of the shard that a submission of rows reads."""
     found = submitted.all_input_nodes[0]
     while found.op != "placeholder":

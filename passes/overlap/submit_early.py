@@ -19,17 +19,17 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from embrace_fx.passes.overlap.launches import Phases, all_by_table, rewrite_phases
+from embrace_fx.passes.overlap.launches import Phases, calls_by_table, rewrite_phases
 from embrace_fx.passes.rewriter import first_after_placeholders
 from embrace_fx.passes.step_memory import step_memory
 from embrace_fx.vocabulary.copy_ops import COPY_OPS
 from embrace_fx.vocabulary.graph import TrainingGraph, reached
-from embrace_fx.vocabulary.ops import AWAITS, LAUNCHES, LOCAL_OF_FLOW, SUBMISSIONS, draws, op_name
+from embrace_fx.vocabulary.ops import AWAITS, LAUNCHES, LOCAL_OF_FLOW, SUBMISSIONS, draws_random_numbers, op_name
 
 
 @dataclass(frozen=True)
 class SubmitGradientsEarly:
-    """Moves the submissions of row gradients up, to right after the last of their inputs."""
+    """The pass that moves the submissions of row gradients up to right after the last of their inputs."""
 
     def __call__(self, graph: TrainingGraph) -> TrainingGraph:
         moved_up = rewrite_phases(graph, _rewrite)
@@ -40,7 +40,7 @@ class SubmitGradientsEarly:
 def _rewrite(phases: Phases) -> None:
     """Moves the submission of each table's gradients to where their inputs are computed."""
     backward = phases["backward"]
-    for submissions in all_by_table(backward, torch.ops.embrace.submit_gradients.default).values():
+    for submissions in calls_by_table(backward, torch.ops.embrace.submit_gradients.default).values():
         _move_up(backward.graph, submissions)
 
 
@@ -48,13 +48,13 @@ def _move_up(graph: fx.Graph, submissions: list[fx.Node]) -> None:
     """Moves the submissions of one gradient, and the nodes that only they need, to right after their inputs."""
     moved = needed_only_by(submissions)
     inputs = [value for node in moved for value in node.all_input_nodes if value not in moved]
-    place = max(*inputs, _head(graph))
+    place = max(*inputs, _end_of_head(graph))
     for node in sorted(moved):
         place.append(node)
         place = node
 
 
-def _head(graph: fx.Graph) -> fx.Node:
+def _end_of_head(graph: fx.Graph) -> fx.Node:
     """Returns the last node of the backward's head, which finishes the previous step and submits early rows."""
     head = [node for node in graph.nodes if op_name(node) in HEAD]
     return head[-1] if head else first_after_placeholders(graph).prev
@@ -84,7 +84,7 @@ def may_move(node: fx.Node) -> bool:
         return True  # calls of plain functions only read items of tuples or sizes
     if op_name(node) in _COMMUNICATE or node.target.namespace in _OTHERS:
         return False
-    return not node.target._schema.is_mutable and not draws(node)
+    return not node.target._schema.is_mutable and not draws_random_numbers(node)
 
 
 _COMMUNICATE = LAUNCHES | SUBMISSIONS | AWAITS | LOCAL_OF_FLOW | COPY_OPS | {"embrace::copy_unwritten"}

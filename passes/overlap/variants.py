@@ -33,12 +33,12 @@ from functools import partial
 import torch
 from torch import fx
 
-from embrace_fx.passes.overlap.launches import Phases, drop_unread, nodes_of, rewrite_phases
+from embrace_fx.passes.overlap.launches import Phases, calls_of, drop_unread, rewrite_phases
 from embrace_fx.passes.rewriter import Rewriter
 from embrace_fx.vocabulary.graph import Saved, TrainingGraph
 from embrace_fx.vocabulary.operation_id import IDS, OperationId
 from embrace_fx.vocabulary.ops import id_of, launch_of
-from embrace_fx.vocabulary.step_variant import BackwardVariant, ForwardVariant, StepVariant, Varied
+from embrace_fx.vocabulary.step_variant import BackwardVariant, ForwardVariant, StepVariant, VariedPhase
 from embrace_fx.vocabulary.submissions import submitted
 
 embrace = torch.ops.embrace
@@ -46,16 +46,16 @@ embrace = torch.ops.embrace
 
 @dataclass(frozen=True)
 class DerivePhase:
-    """The pass that derives the forward or backward of a step variant from the steady step's."""
+    """The pass that derives the forward or backward of another step variant from the steady step's."""
 
     variant: StepVariant
 
     def __call__(self, graph: TrainingGraph) -> TrainingGraph:
         steady = tuple(submitted(graph.phases["backward"], graph.phases["forward"]))
-        varied = Varied(
+        varied = VariedPhase(
             self.variant,
             frozenset(steady),
-            into_forward=bool(nodes_of(graph.phases["forward"], embrace.await_chunk.default)),
+            into_forward=bool(calls_of(graph.phases["forward"], embrace.await_chunk.default)),
         )
         delayed = [launch for launch in steady if launch.part == "delayed"]
         return replace(rewrite_phases(graph, partial(self._rewrite, delayed=delayed)), varied=varied)
@@ -64,29 +64,31 @@ class DerivePhase:
         """Removes from a phase what the variant does not run."""
         module = phases[self.variant.phase]
         if isinstance(self.variant, ForwardVariant):
-            _forward(module, self.variant, delayed)
+            _derive_forward(module, self.variant, delayed)
         else:
-            _backward(module, self.variant)
+            _derive_backward(module, self.variant)
         drop_unread(module, Saved)
 
 
-def _forward(module: fx.GraphModule, variant: ForwardVariant, delayed: Sequence[OperationId]) -> None:
-    """Removes the early rows, delayed updates and ids that a variant of the forward does not have."""
+def _derive_forward(module: fx.GraphModule, variant: ForwardVariant, delayed: Sequence[OperationId]) -> None:
+    """Removes from a forward what its variant does not run: early rows, delayed updates, ids of the next batch."""
     if variant.arrives != "cut":
-        for early in [n for n in nodes_of(module, embrace.await_rows.default) if id_of(n).part == "early"]:
+        for early in [n for n in calls_of(module, embrace.await_rows.default) if id_of(n).part == "early"]:
             (join,) = early.users
             join.args = ([part for part in join.all_input_nodes[:2] if part is not early], *join.args[1:])
             module.graph.erase_node(early)
     if variant.arrives == "other":
-        for update in nodes_of(module, embrace.update_rows.default):
+        for update in calls_of(module, embrace.update_rows.default):
             table = id_of(update).what
             _update_delayed(Rewriter(module), update, [launch for launch in delayed if launch.what == table])
     if not variant.coming:
-        _erase(module, nodes_of(module, embrace.submit_ids.default))
+        _erase_in_order(module, calls_of(module, embrace.submit_ids.default))
 
 
 def _update_delayed(rewriter: Rewriter, update: fx.Node, delayed: list[OperationId]) -> None:
-    """Inserts the updates by all delayed pieces after the prior update and before the lookup of the rows."""
+    """Inserts updates by all delayed pieces between the prior update and the lookup of the rows. `delayed` are the
+    pieces' launches.
+    """
     readers, last = list(update.users), update
     for k, launch in enumerate(delayed):
         with rewriter.before(last.next):
@@ -95,21 +97,21 @@ def _update_delayed(rewriter: Rewriter, update: fx.Node, delayed: list[Operation
         reader.replace_input_with(update, last)
 
 
-def _backward(module: fx.GraphModule, variant: BackwardVariant) -> None:
-    """Removes the updates, awaits and submissions that a variant of the backward does not have."""
+def _derive_backward(module: fx.GraphModule, variant: BackwardVariant) -> None:
+    """Removes from a backward what its variant does not run: updates, awaits and submissions."""
     if not variant.left:
-        for update in nodes_of(module, embrace.update_rows.default):
+        for update in calls_of(module, embrace.update_rows.default):
             update.replace_all_uses_with(update.all_input_nodes[0])
             module.graph.erase_node(update)
     if not variant.coming:
-        _erase(module, nodes_of(module, embrace.await_ids.default))
+        _erase_in_order(module, calls_of(module, embrace.await_ids.default))
     if not variant.cut:
-        _erase(module, nodes_of(module, embrace.submit_rows.default))
-        gradients = nodes_of(module, embrace.submit_gradients.default)
-        _erase(module, [node for node in gradients if id_of(node).part == "delayed"])
+        _erase_in_order(module, calls_of(module, embrace.submit_rows.default))
+        gradients = calls_of(module, embrace.submit_gradients.default)
+        _erase_in_order(module, [node for node in gradients if id_of(node).part == "delayed"])
 
 
-def _erase(module: fx.GraphModule, nodes: list[fx.Node]) -> None:
+def _erase_in_order(module: fx.GraphModule, nodes: list[fx.Node]) -> None:
     """Erases nodes that have no users, in the given order."""
     for node in nodes:
         module.graph.erase_node(node)
@@ -117,4 +119,4 @@ def _erase(module: fx.GraphModule, nodes: list[fx.Node]) -> None:
 
 def splits_rows(graph: TrainingGraph) -> bool:
     """Returns whether a graph splits rows, so that it has variants."""
-    return any(launch_of(node) == IDS for node in nodes_of(graph.phases["forward"], embrace.submit_ids.default))
+    return any(launch_of(node) == IDS for node in calls_of(graph.phases["forward"], embrace.submit_ids.default))

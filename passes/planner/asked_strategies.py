@@ -22,7 +22,7 @@ def check_strategy(strategy: Strategy, where: str = "the plan") -> None:
             f"{where}: strategy is {strategy!r}. Pass a name, a mapping from parameter name patterns to names, or "
             "'auto'."
         )
-    for pattern, name in _patterns(strategy).items():
+    for pattern, name in _as_patterns(strategy).items():
         if not isinstance(name, Grid) and name not in (*STRATEGIES, "auto"):
             raise ValueError(
                 f"{where}: there is no strategy {name!r}, which {pattern!r} asks for. Choose 'auto' or one of "
@@ -30,8 +30,8 @@ def check_strategy(strategy: Strategy, where: str = "the plan") -> None:
             )
 
 
-def _patterns(strategy: Strategy) -> Mapping[str, str | Grid]:
-    """Returns a strategy as a map of name patterns to strategies."""
+def _as_patterns(strategy: Strategy) -> Mapping[str, str | Grid]:
+    """Returns a strategy as a mapping from patterns of parameter names to strategies."""
     return {"*": strategy} if isinstance(strategy, str | Grid) else strategy
 
 
@@ -54,18 +54,18 @@ def requested_strategies(
     """
     check_strategy(strategy)
     chosen: dict[str, str | Grid] = dict.fromkeys((*tables, *parameters), "auto")
-    for pattern, name in _patterns(strategy).items():
+    for pattern, name in _as_patterns(strategy).items():
         tables_only = not isinstance(strategy, Mapping) or name == "alltoall" or isinstance(name, Grid)
         named = tables if tables_only else tuple(chosen)
         by_others = [name for other, name in (tied or {}).items() if name in named and fnmatch.fnmatch(other, pattern)]
         matched = [*fnmatch.filter(named, pattern), *by_others]
         if isinstance(strategy, Mapping) and not matched:
-            raise ValueError(_no_match(pattern, tables, parameters, tables_only=tables_only))
+            raise ValueError(_no_match_error(pattern, tables, parameters, tables_only=tables_only))
         chosen.update(dict.fromkeys(matched, name))
     return chosen
 
 
-def _no_match(pattern: str, tables: tuple[str, ...], parameters: tuple[str, ...], *, tables_only: bool) -> str:
+def _no_match_error(pattern: str, tables: tuple[str, ...], parameters: tuple[str, ...], *, tables_only: bool) -> str:
     """Returns the error text for a pattern that matches no name."""
     what = "table" if tables_only else "table or another trainable parameter"
     names = tables if tables_only else tuple(dict.fromkeys((*tables, *parameters)))

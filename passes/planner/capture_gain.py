@@ -67,8 +67,8 @@ class Capture:
         saved_ms = error * (self._saved_by_shards_ms(plan) + self._hidden_ms(plan))
         return saved_ms > max(WORTH * self.compute_ms(plan), self.capture_ms / REPAID_IN)
 
-    def compared(self, plan: Plan) -> str:
-        """Compares what shards save with a step and with the capture, in words."""
+    def describe_savings(self, plan: Plan) -> str:
+        """Returns the milliseconds that shards save, those of a step, and the seconds of a capture, as text."""
         hidden_ms = self._hidden_ms(plan)
         hidden = f" and overlap {hidden_ms:.1f}" if hidden_ms >= LEAST_MS else ""
         saved = f"{self._saved_by_shards_ms(plan):.1f} ms{hidden} of a step of about {self.compute_ms(plan):.0f} ms"

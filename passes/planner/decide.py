@@ -14,8 +14,8 @@ from math import ceil, inf
 from embrace_fx.cost import links as cost
 from embrace_fx.passes.planner.asked_strategies import requested_strategies
 from embrace_fx.passes.planner.grouping import Joinable, plan_spaces, with_buckets
-from embrace_fx.passes.planner.pricing import CLEARLY, Findings, ParameterFacts, Priced, Pricing, nothing_sent
-from embrace_fx.passes.planner.step_cost import cheapest, compared, has_compute, prices
+from embrace_fx.passes.planner.pricing import CLEARLY, Findings, ParameterFacts, PricedStrategy, Pricing, free_strategy
+from embrace_fx.passes.planner.step_cost import added_times, cheapest_schedule, explain_choice, has_compute
 from embrace_fx.vocabulary.graph import Table
 from embrace_fx.vocabulary.plan import EXCHANGES, SHARDED, STRATEGIES, Candidate, Decision, Grid, LinksAre, Plan
 from embrace_fx.vocabulary.schedule import AUTO, FULL, SCHEDULES
@@ -44,9 +44,9 @@ class _Choice:
         sparsely_read: whether each rank reads less than `DENSELY` of the table's rows.
     """
 
-    chosen: Priced
+    chosen: PricedStrategy
     reason: str
-    priced: Mapping[str, Priced] = field(default_factory=dict)
+    priced: Mapping[str, PricedStrategy] = field(default_factory=dict)
     against: str = ""
     may_travel: str = ""
     sparsely_read: bool = False
@@ -60,7 +60,7 @@ class _Choice:
                 each.exchange.sent_bytes,
                 each.predicted_ms,
                 each.memory_bytes,
-                "" if each is self.chosen else each.blocker or self.against or _slower(each, self.chosen),
+                "" if each is self.chosen else each.blocker or self.against or _compare_times(each, self.chosen),
                 each.grid,
             )
             for each in sorted(self.priced.values(), key=lambda each: each.predicted_ms)
@@ -86,19 +86,20 @@ def decide(
         ValueError: a strategy does not exist, a pattern matches nothing, or a grid does not fit the ranks.
     """
     if findings.schedule != AUTO:
-        return _decide(findings, links, current, links_are)
+        return _decide_for_schedule(findings, links, current, links_are)
     if findings.world_size == 1 or links_are == "assumed" or not has_compute(findings.graph):
-        return _decide(replace(findings, schedule=FULL), links, current, links_are)
+        return _decide_for_schedule(replace(findings, schedule=FULL), links, current, links_are)
     weighed: dict[str, Plan] = {
-        name: _decide(replace(findings, schedule=name), links, current, links_are) for name in reversed(SCHEDULES)
+        name: _decide_for_schedule(replace(findings, schedule=name), links, current, links_are)
+        for name in reversed(SCHEDULES)
     }
-    price = prices(findings.graph, weighed)
-    best = cheapest(price, None if current is None else current.schedule_name)
-    return replace(weighed[best], chosen_because=compared(price, best))
+    price = added_times(findings.graph, weighed)
+    best = cheapest_schedule(price, None if current is None else current.schedule_name)
+    return replace(weighed[best], chosen_because=explain_choice(price, best))
 
 
-def _decide(findings: Findings, links: cost.Cluster, current: Plan | None, links_are: LinksAre) -> Plan:
-    """Decides the plan for a graph under a schedule."""
+def _decide_for_schedule(findings: Findings, links: cost.Cluster, current: Plan | None, links_are: LinksAre) -> Plan:
+    """Decides the plan under the one schedule that `findings` name."""
     graph, facts, world_size = findings.graph, findings.facts, findings.world_size
     exchanged = (d for d in current if d.strategy in STRATEGIES) if current is not None else ()
     in_use = {decision.parameter: decision for decision in exchanged}
@@ -107,7 +108,7 @@ def _decide(findings: Findings, links: cost.Cluster, current: Plan | None, links
     trainable = tuple(fact.name for fact in facts if fact.trainable)
     tied = {other: fact.name for fact in facts for other in fact.tied}
     wanted = requested_strategies(findings.strategy, tuple(tables), trainable, tied)
-    choices = {fact.name: _choice(pricing, fact, tables.get(fact.name), wanted) for fact in facts}
+    choices = {fact.name: _choose(pricing, fact, tables.get(fact.name), wanted) for fact in facts}
     watched = tuple(
         fact.name
         for fact in facts
@@ -116,15 +117,15 @@ def _decide(findings: Findings, links: cost.Cluster, current: Plan | None, links
         and wanted[fact.name] == "auto"
         and _depends_on_rows(pricing, tables[fact.name], fact)
     )
-    choices |= _travelling(tables, choices, pricing)
-    decisions = tuple(_decision(fact, choices[fact.name], tables.get(fact.name), pricing) for fact in facts)
+    choices |= _sharded_to_share_latency(tables, choices, pricing)
+    decisions = tuple(_record_decision(fact, choices[fact.name], tables.get(fact.name), pricing) for fact in facts)
     renormed = tuple(
         t.parameter
         for t in graph.tables
         if t.max_norm and world_size > 1 and choices[t.parameter].chosen.strategy != "local"
     )
-    sharded = [fact for fact in facts if world_size > 1 and _by_columns(choices[fact.name])]
-    fit = [_joinable(tables[fact.name], fact, world_size) for fact in sharded]
+    sharded = [fact for fact in facts if world_size > 1 and _is_by_columns(choices[fact.name])]
+    fit = [_as_joinable(tables[fact.name], fact, world_size) for fact in sharded]
     spaces = plan_spaces(graph, fit, overlaps=findings.schedule != "none")
     plan = Plan(world_size, decisions, (), renormed, links, links_are, watched=watched, spaces=spaces)
     return with_buckets(replace(plan, schedule_name=findings.schedule), graph)
@@ -135,26 +136,31 @@ def _is_exchanged(fact: ParameterFacts) -> bool:
     return fact.trainable and not fact.local and fact.used
 
 
-def _choice(
+def _choose(
     pricing: Pricing,
     fact: ParameterFacts,
     table: Table | None,
     wanted: Mapping[str, str | Grid],
 ) -> _Choice:
-    """Chooses a parameter's strategy independently of other parameters."""
+    """Chooses a parameter's strategy, independently of other parameters.
+
+    Args:
+        table: the parameter as a table, or None if no lookup reads it.
+        wanted: parameter -> requested strategy or grid.
+    """
     if not fact.trainable:
-        return _Choice(nothing_sent("frozen"), "takes no gradient")
+        return _Choice(free_strategy("frozen"), "takes no gradient")
     if fact.local:
-        return _Choice(nothing_sent("local"), "ignored as with DDP: each rank has its own")
+        return _Choice(free_strategy("local"), "ignored as with DDP: each rank has its own")
     if not fact.used:
-        return _Choice(nothing_sent("unused"), "no rank's forward gives it a gradient")
+        return _Choice(free_strategy("unused"), "no rank's forward gives it a gradient")
     if table is None:
-        return _of_dense(pricing, fact, wanted[fact.name])
-    return _of_table(pricing, table, fact, pricing.findings.rows.get(fact.name, ()), wanted[fact.name])
+        return _choose_for_dense(pricing, fact, wanted[fact.name])
+    return _choose_for_table(pricing, table, fact, pricing.findings.rows.get(fact.name, ()), wanted[fact.name])
 
 
-def _decision(fact: ParameterFacts, choice: _Choice, table: Table | None, pricing: Pricing) -> Decision:
-    """Returns the decision that records a choice, its price and its candidates."""
+def _record_decision(fact: ParameterFacts, choice: _Choice, table: Table | None, pricing: Pricing) -> Decision:
+    """Returns the `Decision` that records a choice with its price and its candidates."""
     chosen, world_size, sparsity = choice.chosen, pricing.world_size, pricing.findings.sparsity
     return Decision(
         fact.name,
@@ -169,9 +175,9 @@ def _decision(fact: ParameterFacts, choice: _Choice, table: Table | None, pricin
         chosen.grid,
         choice.candidates() if world_size > 1 else (),  # one rank sends nothing, so there is nothing to compare
         str(sparsity[fact.name]) if fact.name in sparsity else "",
-        chosen.rests,
+        chosen.defers_rows,
         table.uses[0].padding_idx if table is not None and table.uses else -1,
-        _rows(table, pricing.findings) if table is not None else None,
+        _expected_rows(table, pricing.findings) if table is not None else None,
         chosen.norm_bytes,
         chosen.head if chosen.strategy == "vocabulary" else None,
         chosen.travels_as if world_size > 1 else "exact",
@@ -179,7 +185,7 @@ def _decision(fact: ParameterFacts, choice: _Choice, table: Table | None, pricin
     )
 
 
-def _rows(table: Table, findings: Findings) -> RowCounts | None:
+def _expected_rows(table: Table, findings: Findings) -> RowCounts | None:
     """Predicts the count of a table's rows that each step reads, or returns None if no rank knows."""
     by_rank = findings.rows.get(table.parameter, ())
     if not any(by_rank):
@@ -189,7 +195,9 @@ def _rows(table: Table, findings: Findings) -> RowCounts | None:
     return RowCounts(max(by_rank), sum(by_rank), min(together, table.num_rows))
 
 
-def _travelling(tables: Mapping[str, Table], choices: Mapping[str, _Choice], pricing: Pricing) -> dict[str, _Choice]:
+def _sharded_to_share_latency(
+    tables: Mapping[str, Table], choices: Mapping[str, _Choice], pricing: Pricing
+) -> dict[str, _Choice]:
     """Returns whole tables to shard because tables of a row space share the latency of their exchanges.
 
     Without latency, their AlltoAll adds less to a step than their AllReduce. They are sharded if their row space has a
@@ -199,9 +207,9 @@ def _travelling(tables: Mapping[str, Table], choices: Mapping[str, _Choice], pri
     whole = {fact.name: choices[fact.name] for fact in facts if choices[fact.name].may_travel}
     gains_ms = {name: _gain_ms(choice, pricing.in_use.get(name)) for name, choice in whole.items()}
     better = {name for name, gain_ms in gains_ms.items() if gain_ms > 0}
-    fit = [fact for fact in facts if fact.name in better or _by_columns(choices[fact.name])]
+    fit = [fact for fact in facts if fact.name in better or _is_by_columns(choices[fact.name])]
     travelling = {}
-    joinable = [_joinable(tables[fact.name], fact, pricing.world_size) for fact in fit]
+    joinable = [_as_joinable(tables[fact.name], fact, pricing.world_size) for fact in fit]
     overlaps = pricing.findings.schedule != "none"
     for space in plan_spaces(pricing.findings.graph, joinable, overlaps=overlaps):
         joining = better.intersection(space.tables)
@@ -218,52 +226,52 @@ def _gain_ms(choice: _Choice, in_use: Decision | None) -> float:
     """Predicts the time saved per step by shards that share latency. Near ties favour the strategy in use."""
     whole_ms, sharded_ms = choice.chosen.sharing_ms, choice.priced["alltoall"].sharing_ms
     if in_use is None:
-        return whole_ms - _near(choice.sparsely_read) * sharded_ms
+        return whole_ms - _tie_factor(choice.sparsely_read) * sharded_ms
     return whole_ms - CLEARLY * sharded_ms if in_use.strategy == "alltoall" else CLEARLY * whole_ms - sharded_ms
 
 
-def _near(sparsely_read: bool) -> float:
+def _tie_factor(sparsely_read: bool) -> float:
     """Returns the factor of the shards' time below which a whole table must stay to be chosen."""
     return CLEARLY if sparsely_read else 1.0
 
 
-def _by_columns(choice: _Choice) -> bool:
+def _is_by_columns(choice: _Choice) -> bool:
     """Returns whether a choice shards a table by columns alone."""
     return choice.chosen.strategy == "alltoall" and choice.chosen.grid is None
 
 
-def _joinable(table: Table, fact: ParameterFacts, world_size: int) -> Joinable:
+def _as_joinable(table: Table, fact: ParameterFacts, world_size: int) -> Joinable:
     """Returns a table as a candidate for a joined table, with the size of this rank's shard."""
     return Joinable(table, fact.param_group, ceil(fact.nbytes / world_size))
 
 
-def _of_dense(pricing: Pricing, fact: ParameterFacts, wanted: str | Grid) -> _Choice:
+def _choose_for_dense(pricing: Pricing, fact: ParameterFacts, requested: str | Grid) -> _Choice:
     """Chooses a strategy for a parameter that no lookup reads. The default is AllReduce, as only the user may know of
     zeros.
     """
     weighed = ("vocabulary",) if fact.name in pricing.losses else ()
-    asked = () if wanted == "auto" else ("vocabulary", *EXCHANGES)
-    priced = pricing.of_dense(fact, ("allreduce", *weighed, *asked))
-    assert isinstance(wanted, str)  # only tables can have a grid
-    if wanted == "auto":
+    asked = () if requested == "auto" else ("vocabulary", *EXCHANGES)
+    priced = pricing.price_dense(fact, ("allreduce", *weighed, *asked))
+    assert isinstance(requested, str)  # only tables can have a grid
+    if requested == "auto":
         whole = _Choice(priced["allreduce"], "dense gradient", priced if weighed else {})
-        return _of_head(pricing, fact, priced, "") or whole
-    if wanted == "vocabulary":
-        head = priced[wanted]
+        return _choose_for_head(pricing, fact, priced, "") or whole
+    if requested == "vocabulary":
+        head = priced[requested]
         chosen = head if head.blocker is None else priced["allreduce"]
-        return _Choice(chosen, head.blocker or "asked for; output layer sharded", priced, f"{wanted} was asked for")
-    reason = "asked for" if wanted == "allreduce" else "asked for; predicted for a gradient without zeros"
-    return _Choice(priced[wanted], reason, priced, f"{wanted} was asked for")
+        return _Choice(chosen, head.blocker or "asked for; output layer sharded", priced, f"{requested} was asked for")
+    reason = "asked for" if requested == "allreduce" else "asked for; predicted for a gradient without zeros"
+    return _Choice(priced[requested], reason, priced, f"{requested} was asked for")
 
 
-def _of_table(
-    pricing: Pricing, table: Table, fact: ParameterFacts, rows: tuple[int, ...], wanted: str | Grid
+def _choose_for_table(
+    pricing: Pricing, table: Table, fact: ParameterFacts, rows: tuple[int, ...], requested: str | Grid
 ) -> _Choice:
     """Chooses a strategy for a table by legality, then by the user's request, then by price."""
-    priced = pricing.of_table(table, fact, rows, wanted)
+    priced = pricing.price_table(table, fact, rows, requested)
     sharded, allreduce = priced["alltoall"], priced["allreduce"]
-    wanted = "alltoall" if isinstance(wanted, Grid) else wanted
-    wanted = "auto" if wanted == "vocabulary" and table.use == "sparse" else wanted
+    requested = "alltoall" if isinstance(requested, Grid) else requested
+    requested = "auto" if requested == "vocabulary" and table.use == "sparse" else requested
     mean_rows = sum(rows) / max(len(rows), 1)
     share = mean_rows / max(table.num_rows, 1)
     grid = sharded.grid or Grid(1, pricing.world_size)
@@ -271,11 +279,11 @@ def _of_table(
     read = f"{mean_rows:.0f} of {table.num_rows} rows read ({share:.2%})"
     what = f"{read}, {grid}, {width}" if sharded.grid is not None else f"{read}, {width}"
     blocker = sharded.blocker
-    if (choice := _of_asked(priced, wanted, read, what)) is not None:
+    if (choice := _choose_requested(priced, requested, read, what)) is not None:
         return choice
-    if (choice := _of_head(pricing, fact, priced, read)) is not None:
+    if (choice := _choose_for_head(pricing, fact, priced, read)) is not None:
         return choice
-    if blocker is None and fact.moving == "lazy":
+    if blocker is None and fact.dense_update_policy == "lazy":
         return _Choice(sharded, f"updated by rows; {what}", priced, "it is updated by rows")
     constant = all(use.constant_ids for use in table.uses)
     if blocker is None and constant:
@@ -283,9 +291,9 @@ def _of_table(
     if pricing.world_size == 1:
         cheaper = blocker is None and share < DENSELY
     else:
-        faster = _near(share < DENSELY) * sharded.added_ms < allreduce.added_ms
+        faster = _tie_factor(share < DENSELY) * sharded.added_ms < allreduce.added_ms
         cheaper = blocker is None and (faster or allreduce.blocker is not None)
-    best = _sparsely(pricing, priced) or ("alltoall" if cheaper else "allreduce")
+    best = _worthwhile_sparse_exchange(pricing, priced) or ("alltoall" if cheaper else "allreduce")
     in_use = pricing.in_use[fact.name].strategy if fact.name in pricing.in_use else best
     may_travel = what if pricing.world_size > 1 and blocker is None and sharded.grid is None else ""
     if best != in_use and not _worth_a_change(priced[in_use], priced[best]):
@@ -301,8 +309,12 @@ def _of_table(
     return _Choice(allreduce, reason, priced, "", may_travel, share < DENSELY)
 
 
-def _of_head(pricing: Pricing, fact: ParameterFacts, priced: Mapping[str, Priced], read: str) -> _Choice | None:
-    """Returns the choice to shard an output layer whose loss is in the graph if that is clearly faster, else None."""
+def _choose_for_head(
+    pricing: Pricing, fact: ParameterFacts, priced: Mapping[str, PricedStrategy], read: str
+) -> _Choice | None:
+    """Chooses to shard the rows of a table whose output layer has its loss in the graph, if that is clearly faster.
+    Else returns None.
+    """
     head = priced.get("vocabulary")
     if head is None or head.blocker is not None or fact.name not in pricing.losses:
         return None
@@ -313,28 +325,33 @@ def _of_head(pricing: Pricing, fact: ParameterFacts, priced: Mapping[str, Priced
     return _Choice(head, f"output layer sharded; {read}" if read else "output layer sharded", priced)
 
 
-def _of_asked(priced: Mapping[str, Priced], wanted: str, read: str, what: str) -> _Choice | None:
+def _choose_requested(priced: Mapping[str, PricedStrategy], requested: str, read: str, what: str) -> _Choice | None:
     """Returns the choice of the requested strategy, or None if there is no request or no legal strategy for a whole
     table.
+
+    Args:
+        priced: strategy -> price.
+        read: the reason's part about the rows that ranks read.
+        what: the parameter's kind in words, for the reason.
     """
-    if wanted == "auto":
+    if requested == "auto":
         return None
-    asked, blocker, allreduce = f"{wanted} was asked for", priced[wanted].blocker, priced["allreduce"]
-    if wanted in SHARDED:
+    asked, blocker, allreduce = f"{requested} was asked for", priced[requested].blocker, priced["allreduce"]
+    if requested in SHARDED:
         if blocker is None:
-            how = f"{read}, output layer sharded" if wanted == "vocabulary" else what
-            return _Choice(priced[wanted], f"asked for; {how}", priced, asked)
+            how = f"{read}, output layer sharded" if requested == "vocabulary" else what
+            return _Choice(priced[requested], f"asked for; {how}", priced, asked)
         return _Choice(allreduce, blocker, priced, asked) if allreduce.blocker is None else None
     if blocker is not None:
         cheapest = _cheapest_exchange(priced)
         assert cheapest is not None  # some exchange sends any gradient
         return _Choice(cheapest, f"{asked}, {blocker}; {read}", priced, "others are faster")
-    if wanted == "allreduce":
+    if requested == "allreduce":
         return _Choice(allreduce, priced["alltoall"].blocker or "asked for", priced, asked)
-    return _Choice(priced[wanted], f"asked for; {read}", priced, asked)
+    return _Choice(priced[requested], f"asked for; {read}", priced, asked)
 
 
-def _whole_because(pricing: Pricing, sharded: Priced, allreduce: Priced, what: str) -> str:
+def _whole_because(pricing: Pricing, sharded: PricedStrategy, allreduce: PricedStrategy, what: str) -> str:
     """Returns the reason why a table is whole although it could be sharded."""
     if pricing.world_size == 1:
         return f"densely read: {what}"
@@ -345,18 +362,19 @@ def _depends_on_rows(pricing: Pricing, table: Table, fact: ParameterFacts) -> bo
     """Returns whether the best strategy, alone or in a row space, depends on the number of rows read."""
     anywhere = replace(pricing, findings=replace(pricing.findings, sparsity={}), in_use={})
     rows = {ceil(table.num_rows * share) for share in SHARES}
-    choices = [_of_table(anywhere, table, fact, (each,) * pricing.world_size, "auto") for each in rows]
+    choices = [_choose_for_table(anywhere, table, fact, (each,) * pricing.world_size, "auto") for each in rows]
     best = {(c.chosen.strategy, bool(c.may_travel) and _gain_ms(c, None) > 0) for c in choices}
     return pricing.world_size > 1 and len(best) > 1
 
 
-def _worth_a_change(in_use: Priced, best: Priced) -> bool:
+def _worth_a_change(in_use: PricedStrategy, best: PricedStrategy) -> bool:
     """Returns whether the best strategy is enough faster than the one in use, or the one in use is now blocked."""
     return in_use.blocker is not None or best.added_ms < CLEARLY * in_use.added_ms
 
 
-def _sparsely(pricing: Pricing, priced: Mapping[str, Priced]) -> str | None:
-    """Returns the cheapest sparse exchange, if AllReduce and any legal AlltoAll add clearly more to a step.
+def _worthwhile_sparse_exchange(pricing: Pricing, priced: Mapping[str, PricedStrategy]) -> str | None:
+    """Returns the cheapest sparse exchange if it clearly beats AllReduce and any legal AlltoAll in a step, else
+    None.
 
     An exchange that sends as much as AllReduce can be faster only through an error in the measured links.
     """
@@ -369,13 +387,13 @@ def _sparsely(pricing: Pricing, priced: Mapping[str, Priced]) -> str | None:
     return cheapest.strategy if cheapest.added_ms < min(limits_ms, default=inf) else None
 
 
-def _cheapest_exchange(priced: Mapping[str, Priced]) -> Priced | None:
+def _cheapest_exchange(priced: Mapping[str, PricedStrategy]) -> PricedStrategy | None:
     """Returns the cheapest sparse exchange that is legal, or None if there is none."""
     legal = (each for name, each in priced.items() if name in EXCHANGES and each.blocker is None)
     return min(legal, key=lambda each: each.predicted_ms, default=None)
 
 
-def _slower(other: Priced, chosen: Priced) -> str:
+def _compare_times(other: PricedStrategy, chosen: PricedStrategy) -> str:
     """Explains, by predicted times, why one candidate was chosen over another."""
     ratio = other.predicted_ms / max(chosen.predicted_ms, 1e-9)
     times = f"{ratio:.2f} times the time"

@@ -17,7 +17,7 @@ from torch import Tensor, fx
 
 from embrace_fx.cost import links as cost
 from embrace_fx.passes.narrow import exchange_dtype
-from embrace_fx.passes.node_cost import computes
+from embrace_fx.passes.node_cost import is_heavy
 from embrace_fx.passes.planner.step_cost import one_way_bytes
 from embrace_fx.vocabulary.graph import Table, TableUse, TrainingGraph, gradients_of, parameters_of
 from embrace_fx.vocabulary.plan import EXCHANGES, Plan
@@ -61,7 +61,7 @@ def with_buckets(plan: Plan, graph: TrainingGraph) -> Plan:
 
 @dataclass(frozen=True)
 class Joinable:
-    """A sharded table, and the properties that tables of a row space must share.
+    """A sharded table, with the properties that all tables of a row space must share.
 
     Attributes:
         param_group: the index of the table's param group.
@@ -84,22 +84,26 @@ def plan_spaces(graph: TrainingGraph, tables: Collection[Joinable], *, overlaps:
     fit = [each for each in tables if all(_is_joined(use) for use in each.table.uses)]
     if len(fit) < 2:
         return ()
-    order = _Order(graph)
+    order = _GraphOrder(graph)
     runs: list[list[Joinable]] = []
     for each in sorted(fit, key=lambda each: order.lookup(each.table)):
-        alike = (run for run in runs if order.common(run[-1]) == order.common(each) and _fits(run, each))
-        run = next((run for run in alike if not overlaps or order.follows(run[-1], each)), None)
+        alike = (
+            run
+            for run in runs
+            if order.shared_properties(run[-1]) == order.shared_properties(each) and _can_join(run, each)
+        )
+        run = next((run for run in alike if not overlaps or order.are_neighbours(run[-1], each)), None)
         if run is None:
             runs.append([each])
         else:
             run.append(each)
-    return tuple(_space([each.table for each in run]) for run in runs if len(run) > 1)
+    return tuple(_make_space([each.table for each in run]) for run in runs if len(run) > 1)
 
 
-def _space(tables: list[Table]) -> RowSpace:
+def _make_space(tables: list[Table]) -> RowSpace:
     """Returns the row space of several tables."""
     paddings = {table.parameter: table.uses[0].padding_idx for table in tables}
-    return RowSpace.of({table.parameter: table.num_rows for table in tables}, paddings)
+    return RowSpace.from_tables({table.parameter: table.num_rows for table in tables}, paddings)
 
 
 def _is_joined(use: TableUse) -> bool:
@@ -109,19 +113,19 @@ def _is_joined(use: TableUse) -> bool:
     return use.padding_idx < 0 or (use.kind == "embedding" and not use.scale_grad_by_freq)
 
 
-def _fits(run: list[Joinable], table: Joinable) -> bool:
+def _can_join(run: list[Joinable], table: Joinable) -> bool:
     """Returns whether a table can be added to the row space of the tables in `run`."""
     return sum(each.part_bytes for each in run) + table.part_bytes <= SPACE_BYTES
 
 
-class _Order:
+class _GraphOrder:
     """The order of lookups, table gradients and compute in a captured graph."""
 
     def __init__(self, graph: TrainingGraph) -> None:
         self._graph = graph
         self._nodes = {node.name: node for node in graph.graph.nodes}
         self._position = {name: k for k, name in enumerate(self._nodes)}
-        self._computes = [k for k, node in enumerate(graph.graph.nodes) if computes(node)]
+        self._computes = [k for k, node in enumerate(graph.graph.nodes) if is_heavy(node)]
         computing = set(self._computes)
         self._had: dict[fx.Node, int] = {}  # value -> position of the last compute node that it is or depends on
         for k, node in enumerate(graph.graph.nodes):
@@ -137,14 +141,14 @@ class _Order:
         nodes = [node for use in table.uses for name in use.backward if (node := self._nodes.get(name)) is not None]
         return max((self._had[node] for node in nodes), default=-1)
 
-    def follows(self, one: Joinable, other: Joinable) -> bool:
+    def are_neighbours(self, one: Joinable, other: Joinable) -> bool:
         """Returns whether two tables are neighbours: no compute lies between their lookups, nor between their
         gradients.
         """
         between = [sorted(map(where, (one.table, other.table))) for where in (self.lookup, self._gradient)]
         return not any(first < 0 or any(first < at < last for at in self._computes) for first, last in between)
 
-    def common(self, each: Joinable) -> tuple[object, ...]:
+    def shared_properties(self, each: Joinable) -> tuple[object, ...]:
         """Returns the properties of a table that must be equal for all tables of one row space."""
         table = each.table
         behind: Mapping[str, frozenset[int]] = self._graph.results_behind
@@ -157,8 +161,9 @@ class _Order:
         )
 
 
-def cuts(plan: Plan, parameter: Callable[[str], Tensor]) -> Cuts:
-    """Cuts buckets into chunks, and delayed row gradients into pieces. With a single process, there are none.
+def cut_communication(plan: Plan, parameter: Callable[[str], Tensor]) -> Cuts:
+    """Chooses the chunks of each bucket and the number of pieces of each table's delayed gradients. A single process
+    has none.
 
     Pieces are sized as if all of the first batch's rows were delayed.
 
@@ -167,14 +172,14 @@ def cuts(plan: Plan, parameter: Callable[[str], Tensor]) -> Cuts:
     """
     if plan.world_size == 1:
         return Cuts((), ())
-    chunks = tuple(tuple(_chunks(plan, bucket, [*map(parameter, bucket)])) for bucket in plan.buckets)
+    chunks = tuple(tuple(_chunk_sizes(plan, bucket, [*map(parameter, bucket)])) for bucket in plan.buckets)
     piece_bytes = cost.chunk_bytes(plan.links, plan.world_size, "all_to_all") * (plan.world_size - 1)
     exchanged = plan.overlapped.items() if plan.schedule_name in LOOKS_AHEAD else ()
     own = {name: one_way_bytes(plan, tables) * plan.world_size for name, tables in exchanged}
     return Cuts(chunks, tuple((name, max(1, round(nbytes / piece_bytes))) for name, nbytes in own.items()))
 
 
-def _chunks(plan: Plan, bucket: tuple[str, ...], parameters: list[Tensor]) -> list[int]:
+def _chunk_sizes(plan: Plan, bucket: tuple[str, ...], parameters: list[Tensor]) -> list[int]:
     """Returns the count of elements of each chunk of a bucket's AllReduce, with equal chunks of about the cost model's
     size.
 

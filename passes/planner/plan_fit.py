@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from embrace_fx.cost.wire import Format
-from embrace_fx.passes.heads import Unmatched, forward_of, head_of
+from embrace_fx.passes.heads import Unmatched, forward_nodes, head_over
 from embrace_fx.passes.planner.pricing import shard_blocker
 from embrace_fx.vocabulary.graph import TrainingGraph, gradients_of, parameters_of
 from embrace_fx.vocabulary.plan import Decision, Plan
@@ -26,7 +26,7 @@ NO_MOMENT = (
 
 @dataclass(frozen=True)
 class PlanViolation:
-    """What a batch needs that a plan does not provide.
+    """The needs of a batch that a plan does not meet.
 
     Attributes:
         late: parameters that get a gradient although the plan counts them as unused or frozen.
@@ -55,16 +55,16 @@ def used_parameters(graph: TrainingGraph) -> frozenset[str]:
     return frozenset(gradients_of(graph.module))
 
 
-def unshardable(graph: TrainingGraph) -> Iterator[str]:
+def unshardable_tables(graph: TrainingGraph) -> Iterator[str]:
     """Yields the names of matrices that are read in a way that prevents sharding."""
     tables = {table.parameter: table for table in graph.tables}
-    forward = forward_of(graph)
+    forward = forward_nodes(graph)
     for name, node in parameters_of(graph.module).items():
         table = tables.get(name)
         if node.meta["val"].dim() != 2 or (table is not None and shard_blocker(table) is None):
             continue
         try:
-            head_of(graph, node, forward)
+            head_over(graph, node, forward)
         except Unmatched:
             yield name
         else:
@@ -72,7 +72,7 @@ def unshardable(graph: TrainingGraph) -> Iterator[str]:
                 yield name
 
 
-def violation(
+def find_violation(
     plan: Plan, graph: TrainingGraph, hooked: Collection[str] = (), ignored: Collection[str] = ()
 ) -> PlanViolation:
     """Compares a plan with a captured graph (tables found) of a training or evaluation batch.
@@ -84,12 +84,12 @@ def violation(
     trained = used_parameters(graph).difference(ignored) if plan.world_size > 1 else ()
     late = tuple(d.parameter for d in plan if d.strategy in ("unused", "frozen") and d.parameter in trained)
     dense = {table.parameter for table in graph.tables if shard_blocker(table) is not None}.difference(plan.heads)
-    whole = {*unshardable(graph), *hooked, *dense}.intersection(plan.sharded) if plan.sharded else ()
+    whole = {*unshardable_tables(graph), *hooked, *dense}.intersection(plan.sharded) if plan.sharded else ()
     sparse = (table.parameter for table in graph.tables if table.parameter in late and table.has_sparse_gradient)
     return PlanViolation(late, tuple(sorted(whole)), sparse=tuple(sparse))
 
 
-def fitted(plan: Plan, violations: Sequence[PlanViolation], why_whole: str = WHOLE) -> Plan:
+def fit_plan(plan: Plan, violations: Sequence[PlanViolation], why_whole: str = WHOLE) -> Plan:
     """Returns a plan that meets the needs of all ranks' batches; the same on all ranks."""
     late = sorted({name for each in violations for name in each.late})
     whole = sorted({name for each in violations for name in each.whole})
@@ -99,7 +99,7 @@ def fitted(plan: Plan, violations: Sequence[PlanViolation], why_whole: str = WHO
     sparse = {name for each in violations for name in each.sparse}
     reduced_as: Format = next((d.travels_as for d in plan if d.strategy == "allreduce"), "exact")
 
-    def reduced(decision: Decision) -> Decision:
+    def kept_whole(decision: Decision) -> Decision:
         """Returns the decision to keep a parameter whole, and to all-reduce or all-gather its gradient."""
         by_rows = decision.sparse or decision.parameter in sparse
         return replace(
@@ -116,14 +116,14 @@ def fitted(plan: Plan, violations: Sequence[PlanViolation], why_whole: str = WHO
     spaces = (plan.space_of([name for name in space.tables if name not in whole]) for space in plan.spaces)
     return replace(
         plan,
-        decisions=tuple(reduced(d) if d.parameter in reasons else d for d in plan),
+        decisions=tuple(kept_whole(d) if d.parameter in reasons else d for d in plan),
         buckets=(*plan.buckets, *((name,) for name in reasons)) if plan.world_size > 1 else (),
         spaces=tuple(space for space in spaces if len(space.tables) > 1),
     )
 
 
-def renamed(plan: Plan, names: Mapping[str, str]) -> Plan:
-    """Returns a copy of a plan under new parameter names.
+def rename_parameters(plan: Plan, names: Mapping[str, str]) -> Plan:
+    """Returns a copy of a plan with renamed parameters.
 
     Args:
         names: old name -> new name; renamed parameters are not sharded.

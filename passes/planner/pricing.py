@@ -16,9 +16,9 @@ from torch import fx
 from embrace_fx.cost import links as cost
 from embrace_fx.cost.blocks import cheapest_block
 from embrace_fx.cost.exchanges import Scheme, cheaper_scheme, predict
-from embrace_fx.cost.sparsity import Sparsity, in_blocks, independent, with_units
+from embrace_fx.cost.sparsity import Sparsity, in_blocks, independent_ranks, with_units
 from embrace_fx.cost.wire import Format, Wire
-from embrace_fx.passes.heads import Unmatched, find_head, forward_of, head_blocker, losses_of
+from embrace_fx.passes.heads import Unmatched, find_head, forward_nodes, head_blocker, head_losses
 from embrace_fx.passes.narrow import exchange_dtype
 from embrace_fx.passes.node_cost import node_ms
 from embrace_fx.passes.planner.asked_strategies import Strategy
@@ -31,9 +31,9 @@ from embrace_fx.passes.planner.step_cost import (
     shard_exchange,
     shard_work,
     sweep_work,
-    widest_useful,
+    widest_useful_grid,
 )
-from embrace_fx.vocabulary.exactness import STILL, Moving
+from embrace_fx.vocabulary.exactness import STILL, DenseUpdatePolicy
 from embrace_fx.vocabulary.graph import FROM_GRADIENT, Table, TrainingGraph
 from embrace_fx.vocabulary.head import HeadPlan
 from embrace_fx.vocabulary.plan import BY_ROWS, CANDIDATES, EXCHANGES, SHARDED, Decision, Grid, check_grid
@@ -71,7 +71,7 @@ class ParameterFacts:
     used: bool  # whether any rank's first batch uses it
     row_update_blocker: str | None
     param_group: int = 0  # index among the param groups of all optimizers
-    moving: Moving = ""
+    dense_update_policy: DenseUpdatePolicy = ""
     local: bool = False  # whether each rank has its own value
     adds_up_norms: bool = False  # whether its optimizer needs the sum of a row's squares over all ranks
     tied: tuple[str, ...] = ()  # other names of the parameter in the model
@@ -115,7 +115,7 @@ class Findings:
     scored: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
     def with_whole(self, names: Collection[str], reason: str) -> Findings:
-        """Returns a copy of the findings with more tables that an optimizer needs whole."""
+        """Returns a copy that says, with the reason, that an optimizer needs these tables whole."""
         facts = (replace(f, row_update_blocker=reason) if f.name in names else f for f in self.facts)
         return replace(self, facts=tuple(facts))
 
@@ -129,7 +129,7 @@ class Findings:
 
 
 @dataclass(frozen=True)
-class Priced:
+class PricedStrategy:
     """A strategy with its price.
 
     Attributes:
@@ -137,7 +137,7 @@ class Priced:
         sharing_ms: the time that it adds if an AllReduce shares latency with its bucket, or an AlltoAll with its row
             space.
         blocker: why the strategy is not legal, or None.
-        rests: whether shards update rows without a gradient only when they are next read.
+        defers_rows: whether shards update rows without a gradient only when they are next read.
         norm_bytes: the sent bytes that are squares of rows.
         head: the exchanges of an output layer.
         travels_as: the format of the values on the wire.
@@ -151,7 +151,7 @@ class Priced:
     scheme: str = ""
     blocker: str | None = None
     grid: Grid | None = None
-    rests: bool = False
+    defers_rows: bool = False
     norm_bytes: int = 0
     head: HeadPlan | None = None
     travels_as: Format = "exact"
@@ -194,51 +194,53 @@ class Pricing:
     @cached_property
     def losses(self) -> Collection[str]:
         """Returns the parameters whose output layer has its loss in the graph."""
-        return losses_of(self.findings.graph)
+        return head_losses(self.findings.graph)
 
     @cached_property
     def _forward(self) -> set[fx.Node]:
         """The nodes that belong to the graph's forward."""
-        return forward_of(self.findings.graph)
+        return forward_nodes(self.findings.graph)
 
-    def of_table(
+    def price_table(
         self, table: Table, fact: ParameterFacts, rows: tuple[int, ...], wanted: str | Grid = "auto"
-    ) -> dict[str, Priced]:
+    ) -> dict[str, PricedStrategy]:
         """Returns the price of each strategy for a table: its candidates, the requested strategy and the one in use."""
         upkeep = upkeep_of_replicas(table, rows, self.world_size)
         used = self.in_use[fact.name].strategy if fact.name in self.in_use else wanted
         weighed = [each for each in ("allreduce", *EXCHANGES) if each in (*CANDIDATES, wanted, used)]
         sparsity = self._sparsity_of(table, fact, rows)
-        replicas = self._replicas(fact, sparsity, upkeep, replica_work(fact.nbytes), weighed)
+        replicas = self._price_replicas(fact, sparsity, upkeep, replica_work(fact.nbytes), weighed)
         if table.has_sparse_gradient and self.world_size > 1:
             replicas |= {
                 name: replace(each, blocker="its gradient is sparse")
                 for name, each in replicas.items()
                 if name not in BY_ROWS
             }
-        shards = {"alltoall": self._laid_out(table, fact, rows, wanted)}
+        shards = {"alltoall": self._price_shards(table, fact, rows, wanted)}
         if table.use != "sparse" or used == "vocabulary":
-            shards["vocabulary"] = self._of_head(fact, table, rows)
+            shards["vocabulary"] = self._price_head(fact, table, rows)
         return replicas | shards
 
-    def of_dense(self, fact: ParameterFacts, strategies: Collection[str]) -> dict[str, Priced]:
+    def price_dense(self, fact: ParameterFacts, strategies: Collection[str]) -> dict[str, PricedStrategy]:
         """Returns the price of each strategy for a parameter that no lookup reads. Assumes a gradient without zeros."""
         # The cost of packing the gradient into its bucket.
-        packed = cost.passes_over(fact.nbytes) + cost.claim(fact.nbytes)
+        packed = cost.passes_work(fact.nbytes) + cost.claim_work(fact.nbytes)
         replicas = [each for each in strategies if each != "vocabulary"]
-        priced = self._replicas(fact, _all_rows(fact, self.world_size), cost.Exchange(0, 0), packed, replicas)
+        priced = self._price_replicas(fact, _all_rows(fact, self.world_size), cost.Exchange(0, 0), packed, replicas)
         if "vocabulary" in strategies:
-            priced["vocabulary"] = self._of_head(fact)
+            priced["vocabulary"] = self._price_head(fact)
         return priced
 
-    def _of_head(self, fact: ParameterFacts, table: Table | None = None, rows: tuple[int, ...] = ()) -> Priced:
+    def _price_head(
+        self, fact: ParameterFacts, table: Table | None = None, rows: tuple[int, ...] = ()
+    ) -> PricedStrategy:
         """Prices a table whose rows are sharded: lookups, and an output layer over all rows.
 
         Hidden states of scored positions are sent to every rank, and their gradients are returned. The number of logits
         is the same as without shards.
         """
         grid = Grid(self.world_size, 1)
-        both_ways, (of_head, head, hidden_ms) = cost.Exchange(0, 0), self._positions(fact)
+        both_ways, (of_head, head, hidden_ms) = cost.Exchange(0, 0), self._position_exchanges(fact)
         exchanges = HEAD_EXCHANGES + CHUNK_EXCHANGES * head.chunks
         work = sweep_work(fact.nbytes, self.world_size) + cost.Work(rounds=ROUNDS * exchanges)
         if table is not None and self.world_size > 1:
@@ -249,7 +251,7 @@ class Pricing:
         awaited_ms = both_ways.time_ms(self.cluster, "all_to_all") + of_head.time_ms(self.cluster, "all_to_all")
         times = self._times_ms(*[awaited_ms - hidden_ms + work.time_ms(self.cluster)] * 2)
         memory = fact.nbytes // self.world_size + 2 * (both_ways + of_head).sent_bytes
-        return Priced(
+        return PricedStrategy(
             "vocabulary",
             both_ways + of_head,
             *times,
@@ -259,7 +261,7 @@ class Pricing:
             head=head,
         )
 
-    def _positions(self, fact: ParameterFacts) -> tuple[cost.Exchange, HeadPlan, float]:
+    def _position_exchanges(self, fact: ParameterFacts) -> tuple[cost.Exchange, HeadPlan, float]:
         """Returns the exchanges of an output layer for the positions of a batch, and the milliseconds of them that
         compute hides.
 
@@ -300,21 +302,27 @@ class Pricing:
         norms = NOT_ON_A_GRID if fact.adds_up_norms else None
         return vocabulary_blocker(self.findings.graph, fact.name, self._forward) or fact.row_update_blocker or norms
 
-    def _replicas(
+    def _price_replicas(
         self,
         fact: ParameterFacts,
         rows: Sparsity,
         upkeep: cost.Exchange,
         around: cost.Work,
         strategies: Collection[str],
-    ) -> dict[str, Priced]:
-        """Returns the price of each strategy that keeps a table whole on every rank."""
+    ) -> dict[str, PricedStrategy]:
+        """Returns the price of each strategy that keeps a table whole on every rank.
+
+        Args:
+            rows: the sparsity of the table's gradient.
+            upkeep: what keeps the replicas equal besides the gradient.
+            around: the work of a step besides the exchange.
+        """
         priced = {}
         wire = Wire(fact.itemsize, self.findings.travels_as)
         for strategy in strategies:
             scheme: Scheme = cheaper_scheme(rows, self.cluster) if strategy == "zen" else "balanced"
-            found = predict(strategy, self._units(rows, strategy), scheme=scheme, cluster=self.links)
-            if rounds := strategy == "allreduce" and wire.rounds:
+            found = predict(strategy, self._in_sent_units(rows, strategy), scheme=scheme, cluster=self.links)
+            if rounds := strategy == "allreduce" and wire.is_narrower:
                 narrow = cost.all_reduce(wire.dense_bytes(prod(fact.shape)), self.world_size)
                 found = replace(found, mean=narrow, critical=narrow)
             held = 0 if strategy == "allreduce" else 2 * found.mean.sent_bytes
@@ -324,7 +332,7 @@ class Pricing:
             shared = replace(found, critical=replace(found.critical, messages=0)) if strategy == "allreduce" else found
             if rounds:  # count the rounding errors of the rank's own gradient and of its reduced share
                 held += RESIDUAL_BYTES * prod(fact.shape) * (self.world_size + 1) // self.world_size
-            priced[strategy] = Priced(
+            priced[strategy] = PricedStrategy(
                 strategy,
                 found.mean + upkeep,
                 *self._times_ms(found.time_ms(self.cluster) + others_ms, shared.time_ms(self.cluster) + others_ms),
@@ -334,7 +342,9 @@ class Pricing:
             )
         return priced
 
-    def _laid_out(self, table: Table, fact: ParameterFacts, rows: tuple[int, ...], requested: str | Grid) -> Priced:
+    def _price_shards(
+        self, table: Table, fact: ParameterFacts, rows: tuple[int, ...], requested: str | Grid
+    ) -> PricedStrategy:
         """Prices the shards of a table: on the requested grid, else on the present one, else by columns or on a clearly
         faster grid.
 
@@ -347,30 +357,32 @@ class Pricing:
         """
         if isinstance(requested, Grid):
             check_grid(requested, fact.name, fact.shape, self.world_size)
-            return self._sharded(table, fact, rows, requested)
+            return self._price_layout(table, fact, rows, requested)
         used = self.in_use.get(fact.name)
         if used is not None and used.strategy == "alltoall":
-            return self._sharded(table, fact, rows, used.grid)
-        by_columns = self._sharded(table, fact, rows, None)
-        grid = widest_useful(table, self.world_size)
+            return self._price_layout(table, fact, rows, used.grid)
+        by_columns = self._price_layout(table, fact, rows, None)
+        grid = widest_useful_grid(table, self.world_size)
         if fact.adds_up_norms or self.world_size < FEWEST_RANKS or grid.rows == 1 or table.num_rows < grid.rows**2:
             return by_columns
-        on_grid = self._sharded(table, fact, rows, grid)
+        on_grid = self._price_layout(table, fact, rows, grid)
         return on_grid if on_grid.predicted_ms < CLEARLY * by_columns.predicted_ms else by_columns
 
-    def _sharded(self, table: Table, fact: ParameterFacts, rows: tuple[int, ...], grid: Grid | None) -> Priced:
+    def _price_layout(
+        self, table: Table, fact: ParameterFacts, rows: tuple[int, ...], grid: Grid | None
+    ) -> PricedStrategy:
         """Prices shards on a grid, or by columns if the grid is None or has one row."""
         grid = grid if grid is not None and grid.rows > 1 else None
         itemsize = exchange_dtype(self.findings.graph, table).itemsize
         local_rows = self.findings.local_rows.get(fact.name, {}).get(grid.rows) if grid is not None else None
         wire = Wire(itemsize, self.findings.travels_as)
         exchange = shard_exchange(table, rows, wire, self.world_size, grid, local_rows, self.findings.schedule)
-        norms = self._norms(table, fact, rows)
+        norms = self._price_norms(table, fact, rows)
         exchange += norms
-        rests, moving = self._update_rule_cost(table, fact, rows)
-        work = shard_work(table, rows, itemsize, self.world_size, grid, self.findings.schedule) + moving
+        defers_rows, update_work = self._update_rule_cost(table, fact, rows)
+        work = shard_work(table, rows, itemsize, self.world_size, grid, self.findings.schedule) + update_work
         shared_ms = replace(exchange, messages=0).time_ms(self.cluster, "all_to_all")
-        return Priced(
+        return PricedStrategy(
             "alltoall",
             exchange,
             *self._times_ms(
@@ -382,12 +394,12 @@ class Pricing:
             or fact.row_update_blocker
             or (NOT_ON_A_GRID if grid is not None and fact.adds_up_norms else None),
             grid=grid,
-            rests=rests,
+            defers_rows=defers_rows,
             norm_bytes=norms.sent_bytes,
-            travels_as=self.findings.travels_as if wire.rounds else "exact",
+            travels_as=self.findings.travels_as if wire.is_narrower else "exact",
         )
 
-    def _norms(self, table: Table, fact: ParameterFacts, rows: tuple[int, ...]) -> cost.Exchange:
+    def _price_norms(self, table: Table, fact: ParameterFacts, rows: tuple[int, ...]) -> cost.Exchange:
         """Prices the AllReduce of one number per row read, which row-wise optimizers need."""
         if not fact.adds_up_norms or not rows or self.world_size == 1:
             return cost.Exchange(0, 0)
@@ -399,28 +411,28 @@ class Pricing:
         """Chooses between sweeping all rows and deferring their updates. Returns whether to defer, and the work of the
         choice.
         """
-        if fact.moving in STILL:
+        if fact.dense_update_policy in STILL:
             return False, cost.Work()
         sweep = sweep_work(fact.nbytes, self.world_size)
         replay = replay_work(table, rows, fact.itemsize, self.world_size)
         faster = bool(rows) and replay.time_ms(self.cluster) < sweep.time_ms(self.cluster)
-        rests = fact.moving == "replay" or (fact.moving == "either" and faster)
-        return rests, replay if rests else sweep
+        defers_rows = fact.dense_update_policy == "replay" or (fact.dense_update_policy == "either" and faster)
+        return defers_rows, replay if defers_rows else sweep
 
     def _times_ms(self, predicted_ms: float, sharing_ms: float) -> tuple[float, float]:
         """Returns both times, or zeros on a single rank."""
         return (predicted_ms, sharing_ms) if self.world_size > 1 else (0.0, 0.0)
 
     def _sparsity_of(self, table: Table, fact: ParameterFacts, rows: tuple[int, ...]) -> Sparsity:
-        """Returns the sparsity of a table's gradient in rows; dense if dense ops or ids computed by the forward read
-        the table.
+        """Returns the sparsity of a table's gradient, in rows. It is dense if other ops than lookups read the table, or
+        the forward computes the ids.
         """
         if table.use != "sparse" or not rows or not all(use.ids_from_batch for use in table.uses):
             return _all_rows(fact, self.world_size)
-        assumed = independent(table.num_rows, table.embedding_dim, fact.itemsize, rows)
+        assumed = independent_ranks(table.num_rows, table.embedding_dim, fact.itemsize, rows)
         return self.findings.sparsity.get(table.parameter, assumed)
 
-    def _units(self, rows: Sparsity, strategy: str) -> Sparsity:
+    def _in_sent_units(self, rows: Sparsity, strategy: str) -> Sparsity:
         """Returns a sparsity in the units that a strategy sends: rows, or blocks for omnireduce."""
         if strategy != "omnireduce":
             return rows
@@ -452,22 +464,22 @@ def vocabulary_blocker(graph: TrainingGraph, name: str, forward: set[fx.Node] | 
     """Returns the reason why rows of a densely read table cannot be sharded, or None if they can.
 
     Args:
-        forward: the result of `heads.forward_of`, if known.
+        forward: the result of `heads.forward_nodes`, if known.
     """
     table = next((each for each in graph.tables if each.parameter == name), None)
     of_lookups = shard_blocker(replace(table, dense_users=())) if table is not None else None
     return of_lookups or head_blocker(graph, name, forward)
 
 
-def nothing_sent(strategy: str) -> Priced:
+def free_strategy(strategy: str) -> PricedStrategy:
     """Returns the price of a strategy that sends nothing."""
-    return Priced(strategy, cost.Exchange(0, 0), 0.0, 0.0, 0)
+    return PricedStrategy(strategy, cost.Exchange(0, 0), 0.0, 0.0, 0)
 
 
 def _all_rows(fact: ParameterFacts, world_size: int) -> Sparsity:
     """Returns the sparsity of a gradient without zeros."""
     num_rows = fact.shape[0] if fact.shape else 1
-    return independent(num_rows, prod(fact.shape[1:]), fact.itemsize, (num_rows,) * world_size)
+    return independent_ranks(num_rows, prod(fact.shape[1:]), fact.itemsize, (num_rows,) * world_size)
 
 
 def upkeep_of_replicas(table: Table, rows_by_rank: tuple[int, ...], world_size: int) -> cost.Exchange:

@@ -27,8 +27,8 @@ DRIFTED = 0.2
 
 
 class SparsityMonitor:
-    """Follows, on rank 0, how many rows are read of the tables whose strategy depends on it, and requests a new
-    plan.
+    """On rank 0, follows how many rows are read of the tables whose best strategy depends on it, and requests a new
+    plan when that changes.
 
     Attributes:
         wants_plan: whether another plan is clearly better; True until that plan is made.
@@ -60,14 +60,14 @@ class SparsityMonitor:
                     mean[rank] += WEIGHT * (share * n - mean[rank])
         self._samples += 1
         if self._samples % LOOK_EVERY == 0 and not self.wants_plan:
-            self._reconsider()
+            self._reconsider_plan()
 
-    def _reconsider(self) -> None:
+    def _reconsider_plan(self) -> None:
         """Plans anew if the counts have drifted. Requests the new plan once several plans in a row agree."""
         wanted: tuple[str, ...] = ()
-        if any(_far(self._means[name], self._planned_for[name]) for name in self._means):
+        if any(_has_drifted(self._means[name], self._planned_for[name]) for name in self._means):
             plan = decide(self._findings.with_rows(self.rows), self._plan.links, self._plan)
-            if changes(self._plan, plan):
+            if describe_changes(self._plan, plan):
                 wanted = tuple(decision.strategy for decision in plan)
             else:
                 self._planned_for = {name: list(mean) for name, mean in self._means.items()}
@@ -87,13 +87,13 @@ def _shares(plan: Plan) -> dict[str, tuple[str, float]]:
     }
 
 
-def _far(mean: Sequence[float], planned: Sequence[float]) -> bool:
+def _has_drifted(mean: Sequence[float], planned: Sequence[float]) -> bool:
     """Returns whether the mean row counts differ much from the planned ones."""
     return abs(sum(mean) - sum(planned)) > DRIFTED * sum(planned)
 
 
-def changes(old: Plan, new: Plan) -> tuple[str, ...]:
-    """Lists the parameters whose strategies differ between two plans."""
+def describe_changes(old: Plan, new: Plan) -> tuple[str, ...]:
+    """Describes each parameter whose strategy differs between two plans, one text per parameter."""
     return tuple(d.parameter for d in new if d.strategy != old[d.parameter].strategy)
 
 
@@ -104,7 +104,7 @@ def describe_replan(calls: int, reason: str, old: Plan, new: Plan) -> str:
         calls: the count of training calls so far.
     """
     found, saved_ms = [], 0.0
-    for name in changes(old, new):
+    for name in describe_changes(old, new):
         before, after = old[name], new[name]
         here = next((c.predicted_ms for c in after.candidates if c.strategy == before.strategy), before.predicted_ms)
         saved_ms += here - after.predicted_ms

@@ -22,7 +22,7 @@ from torch import fx
 
 from embrace_fx.cost import links as cost
 from embrace_fx.cost.wire import Wire
-from embrace_fx.passes.node_cost import NodeMs, estimate
+from embrace_fx.passes.node_cost import NodeMs, node_time_estimator
 from embrace_fx.vocabulary.graph import Gradient, Table, TrainingGraph, after_tangents, gradients_of
 from embrace_fx.vocabulary.ops import own_columns
 from embrace_fx.vocabulary.plan import EXCHANGES, SHARDED, Decision, Grid, Plan
@@ -56,7 +56,7 @@ LocalRows = Mapping[int, tuple[int, ...]]
 """Number of rows of a grid -> for each rank, the number of rows it reads that are in its own row of the grid."""
 
 
-def widest_useful(table: Table, world_size: int) -> Grid:
+def widest_useful_grid(table: Table, world_size: int) -> Grid:
     """Returns the grid with the most columns whose shards have at least `USEFUL_COLUMNS`, or all of the table's."""
     least = min(USEFUL_COLUMNS, table.embedding_dim)
     divisors = (c for c in range(1, world_size + 1) if world_size % c == 0)
@@ -64,7 +64,7 @@ def widest_useful(table: Table, world_size: int) -> Grid:
     return Grid(world_size // columns, columns)
 
 
-def launches_of(schedule: str) -> int:
+def launches_per_step(schedule: str) -> int:
     """Returns the count of launches of a sharded table in a step: ids, rows and gradients."""
     return 1 + 2 * ONE_WAY[schedule]
 
@@ -120,28 +120,28 @@ def shard_work(
     everyone, most = sum(rows_by_rank), max(rows_by_rank)
     row_bytes = table.embedding_dim * itemsize
     own_columns_bytes = everyone * row_bytes / world_size
-    arriving = cost.claim(own_columns_bytes) + cost.claim(most * row_bytes)
+    arriving = cost.claim_work(own_columns_bytes) + cost.claim_work(most * row_bytes)
     units = cost.Work(units=everyone / (grid.rows if grid is not None else 1) + most)
-    routed = cost.passes_over(everyone * ROUTED_BYTES if grid is not None else 0)
+    routed = cost.passes_work(everyone * ROUTED_BYTES if grid is not None else 0)
     passed_bytes = (3 + UPDATE_PASSES) * own_columns_bytes + 2 * most * row_bytes
-    rounds = cost.Work(rounds=ROUNDS * launches_of(schedule))
-    return cost.passes_over(passed_bytes) + arriving + units + routed + rounds
+    rounds = cost.Work(rounds=ROUNDS * launches_per_step(schedule))
+    return cost.passes_work(passed_bytes) + arriving + units + routed + rounds
 
 
 def sweep_work(nbytes: int, world_size: int) -> cost.Work:
     """Returns the work of an optimizer step on all rows of a shard."""
-    return cost.passes_over((2 + UPDATE_PASSES) * nbytes / world_size)
+    return cost.passes_work((2 + UPDATE_PASSES) * nbytes / world_size)
 
 
 def replay_work(table: Table, rows_by_rank: tuple[int, ...], itemsize: int, world_size: int) -> cost.Work:
-    """Returns the work per step if rows apply deferred steps when they are next read.
+    """Returns the work per step of a table whose rows apply their deferred steps when they are next read.
 
     Every row defers about one step per step and applies it later. After `LONGEST_TAIL` deferred steps the momentum has
     died out, and further steps cost nothing.
     """
     steps = min(table.num_rows, LONGEST_TAIL * sum(rows_by_rank))
     passed_bytes = REPLAY_PASSES * steps * table.embedding_dim * itemsize / world_size
-    return cost.passes_over(passed_bytes) + cost.Work(rounds=ROUNDS)
+    return cost.passes_work(passed_bytes) + cost.Work(rounds=ROUNDS)
 
 
 def replica_work(nbytes: int) -> cost.Work:
@@ -149,7 +149,7 @@ def replica_work(nbytes: int) -> cost.Work:
 
     Its gradient has every row. It is allocated, cleared and packed into its bucket, and updates every row.
     """
-    return cost.passes_over((2 + UPDATE_PASSES) * nbytes) + cost.claim(2 * nbytes)
+    return cost.passes_work((2 + UPDATE_PASSES) * nbytes) + cost.claim_work(2 * nbytes)
 
 
 STEP_ROUNDS = {"none": 0.0, "horizontal": 6.0, "vertical": 8.0, "2d": 10.0}
@@ -168,7 +168,7 @@ LEAST_MS = 0.05
 
 
 @dataclass(frozen=True)
-class Added:
+class AddedTime:
     """The time that communication adds to a step, in milliseconds.
 
     Attributes:
@@ -183,11 +183,11 @@ class Added:
 
     @property
     def step_ms(self) -> float:
-        """Added time of the step in all."""
+        """The whole step, in milliseconds."""
         return self.compute_ms + self.waits_ms + self.work_ms
 
 
-def compared(price: Mapping[str, Added], chosen: str) -> str:
+def explain_choice(price: Mapping[str, AddedTime], chosen: str) -> str:
     """Explains in one line why a schedule was chosen: by the time that it hides and the work that it adds."""
     shown = chosen if chosen != "none" else FULL
     hides_ms = price["none"].waits_ms - price[shown].waits_ms
@@ -198,7 +198,7 @@ def compared(price: Mapping[str, Added], chosen: str) -> str:
     return f'"{chosen}": {hides} {hidden} and {work} ms of a processor'
 
 
-def cheapest(price: Mapping[str, Added], current: str | None = None) -> str:
+def cheapest_schedule(price: Mapping[str, AddedTime], current: str | None = None) -> str:
     """Returns the schedule with the shortest step. If predictions are too close, returns the schedule with less work.
 
     Args:
@@ -211,7 +211,7 @@ def cheapest(price: Mapping[str, Added], current: str | None = None) -> str:
     return best
 
 
-def _clearly_shorter(one: Added, other: Added) -> bool:
+def _clearly_shorter(one: AddedTime, other: AddedTime) -> bool:
     """Returns whether a step is shorter than another one by more than the prediction's error."""
     differs_ms = abs(other.waits_ms - one.waits_ms) + abs(other.work_ms - one.work_ms)
     return one.step_ms < SHORTER * other.step_ms and other.step_ms - one.step_ms > ERROR * differs_ms
@@ -232,7 +232,7 @@ class _Compute:
 
 
 @dataclass(frozen=True)
-class _Rows:
+class _RowExchange:
     """The exchange of a table or row space: its transfers, and when the backward has its last gradient."""
 
     one_way_ms: float
@@ -246,17 +246,17 @@ def has_compute(graph: TrainingGraph) -> bool:
     return any(node.op != "placeholder" for node in made)
 
 
-def prices(graph: TrainingGraph, plans: Mapping[str, Plan]) -> dict[str, Added]:
+def added_times(graph: TrainingGraph, plans: Mapping[str, Plan]) -> dict[str, AddedTime]:
     """Returns, for each schedule, the predicted time that communication adds to a step under that schedule's plan."""
-    node_ms = estimate(next(iter(plans.values())).links.compute, graph.expected)
-    return {name: _added(plan, _compute(graph, plan, node_ms)) for name, plan in plans.items()}
+    node_ms = node_time_estimator(next(iter(plans.values())).links.compute, graph.expected)
+    return {name: _added_time(plan, _estimate_compute(graph, plan, node_ms)) for name, plan in plans.items()}
 
 
-def _added(plan: Plan, compute: _Compute) -> Added:
+def _added_time(plan: Plan, compute: _Compute) -> AddedTime:
     """Predicts the compute, waits and other work of a step under a plan."""
     schedule, cluster = plan.schedule_name, plan.links.flattened(plan.world_size)
-    rows = [_rows(plan, tables, cluster, compute) for tables in plan.row_exchanges.values()]
-    buckets = [_bucket(plan, names, compute) for names in plan.buckets]
+    rows = [_estimate_rows(plan, tables, cluster, compute) for tables in plan.row_exchanges.values()]
+    buckets = [_estimate_bucket(plan, names, compute) for names in plan.buckets]
     awaited = 0.5 if schedule in LOOKS_AHEAD else 1.0
     head_ms = sum(awaited * each.one_way_ms for each in rows)
     head_ms += 0.0 if schedule in LOOKS_AHEAD else sum(each.ids_ms for each in rows)
@@ -267,14 +267,14 @@ def _added(plan: Plan, compute: _Compute) -> Added:
     waits_ms += max(sent_ms - compute.step_ms - waits_ms, 0.0)
     beside_ms = max(sent_ms - waits_ms, 0.0)
     shared = sum(len(tables) - 1 for tables in plan.row_exchanges.values())
-    rounds = STEP_ROUNDS[schedule] - shared * ROUNDS * launches_of(schedule)
+    rounds = STEP_ROUNDS[schedule] - shared * ROUNDS * launches_per_step(schedule)
     rounds += UPDATE_ROUNDS * len(buckets) if schedule in INTO_FORWARD else 0.0
-    tables_ms = sum(_table_ms(each, plan.world_size, cluster, schedule) for each in plan if each.is_table)
+    tables_ms = sum(_table_work_ms(each, plan.world_size, cluster, schedule) for each in plan if each.is_table)
     work_ms = rounds * cluster.handling.round_ms + tables_ms + cluster.busy * beside_ms
-    return Added(waits_ms, work_ms, compute.step_ms)
+    return AddedTime(waits_ms, work_ms, compute.step_ms)
 
 
-def _compute(graph: TrainingGraph, plan: Plan, node_ms: NodeMs) -> _Compute:
+def _estimate_compute(graph: TrainingGraph, plan: Plan, node_ms: NodeMs) -> _Compute:
     """Returns the estimated compute of a step on the plan's processors.
 
     The lookups' own backward counts only if the table is whole.
@@ -293,13 +293,13 @@ def _compute(graph: TrainingGraph, plan: Plan, node_ms: NodeMs) -> _Compute:
     return _Compute(step_ms, backward_ms, ready_ms)
 
 
-def _rows(plan: Plan, tables: Sequence[str], cluster: cost.Cluster, compute: _Compute) -> _Rows:
+def _estimate_rows(plan: Plan, tables: Sequence[str], cluster: cost.Cluster, compute: _Compute) -> _RowExchange:
     """Returns the predicted exchange of some tables: rows, ids, and when the backward has the gradients."""
     ids = [ids_exchange(plan[name], plan.world_size) for name in tables]
     one_way_bytes = sum(rows_bytes(plan[name], plan.world_size) for name in tables) // 2
     messages = ONE_WAY[plan.schedule_name] * (plan.world_size - 1)
     together = cost.Exchange(sum(each.sent_bytes for each in ids), ids[0].messages)
-    return _Rows(
+    return _RowExchange(
         cost.Exchange(one_way_bytes, messages).time_ms(cluster, "all_to_all"),
         together.time_ms(cluster, "all_gather"),
         max(compute.ready_ms.get(name, 0.0) for name in tables),
@@ -324,7 +324,7 @@ def ids_exchange(decision: Decision, world_size: int) -> cost.Exchange:
     return cost.gather_ids((own,) * world_size, decision.shape[0])
 
 
-def _bucket(plan: Plan, names: Sequence[str], compute: _Compute) -> tuple[float, float]:
+def _estimate_bucket(plan: Plan, names: Sequence[str], compute: _Compute) -> tuple[float, float]:
     """Returns, in milliseconds, the backward's compute before a bucket is full, and the bucket's transfer."""
     ready_ms = max(compute.ready_ms.get(name, 0.0) for name in names)
     return ready_ms, bucket_ms(plan, names)
@@ -346,11 +346,11 @@ def _end_ms(ready_and_transfer_ms: Iterable[tuple[float, float]]) -> float:
     return end_ms
 
 
-def _table_ms(decision: Decision, world_size: int, cluster: cost.Cluster, schedule: str) -> float:
+def _table_work_ms(decision: Decision, world_size: int, cluster: cost.Cluster, schedule: str) -> float:
     """Returns a table's predicted time in a step without transfers: the work of the processor."""
     sent_bytes, others = decision.sent_bytes_per_step, world_size - 1
     if decision.strategy in SHARDED:
-        sent_ms = cluster.transfer_ms(sent_bytes, launches_of(schedule) * others, "all_to_all")
+        sent_ms = cluster.transfer_ms(sent_bytes, launches_per_step(schedule) * others, "all_to_all")
     elif decision.strategy == "allreduce":
         sent_ms = cluster.transfer_ms(sent_bytes, 2 * others, "all_reduce")
     else:  # a sparse exchange: its whole time, work included, counts as a transfer

@@ -35,7 +35,7 @@ TRIED, LOOKED_AT = 2000, 500_000
 LEAST_GAIN = 0.002
 """Fraction of the step; a smaller gain is not worth a change."""
 
-Held = Callable[[Sequence[str]], int]
+PredictedPeak = Callable[[Sequence[str]], int]
 """Order of units -> peak bytes of a backward in that order."""
 
 
@@ -57,7 +57,7 @@ class Atoms:
         return self.found.units
 
     @classmethod
-    def of(cls, found: BackwardUnits, node_ms: NodeMs, measured: Mapping[str, float]) -> Atoms:
+    def build(cls, found: BackwardUnits, node_ms: NodeMs, measured: Mapping[str, float]) -> Atoms:
         """Makes the atoms of a backward.
 
         Args:
@@ -80,14 +80,14 @@ class Atoms:
 
     def durations(self, order: Sequence[str]) -> dict[str, float]:
         """Returns, for each unit, the milliseconds of the compute that runs with it under an order of units."""
-        found = dict.fromkeys(self.found.complete(order), 0.0)
-        names, first = tuple(found), self.found.first_of(order)
+        found = dict.fromkeys(self.found.with_all_units(order), 0.0)
+        names, first = tuple(found), self.found.first_unit_of(order)
         for mask, each in self.ms.items():
             found[names[first(mask)]] += each
         return found
 
 
-def reordered(steps: StepGraph, atoms: Atoms, order: Sequence[str]) -> StepGraph:
+def reorder_steps(steps: StepGraph, atoms: Atoms, order: Sequence[str]) -> StepGraph:
     """Returns the step graph with the backward's units in another order."""
     durations = {str(compute_id("backward", unit)): ms for unit, ms in atoms.durations(order).items()}
     operations = tuple(
@@ -98,11 +98,11 @@ def reordered(steps: StepGraph, atoms: Atoms, order: Sequence[str]) -> StepGraph
     return replace(steps, operations=operations, compute_order=compute_order)
 
 
-def search(
-    steps: StepGraph, name: str, source: str, atoms: Atoms, predicted_peak: Held, limit_bytes: float
+def search_order(
+    steps: StepGraph, name: str, source: str, atoms: Atoms, predicted_peak: PredictedPeak, limit_bytes: float
 ) -> tuple[Schedule, tuple[str, ...]]:
-    """Searches for the best schedule of a step, together with an order of the backward's units; () keeps the present
-    order.
+    """Searches for the best schedule of a step together with an order of the backward's units. Returns both; the order
+    is () if the present one is best.
 
     The present order of units is tried too: autograd computes some nodes long before the unit that needs them.
 
@@ -117,7 +117,7 @@ def search(
     order = _Search(steps, atoms, predicted_peak, limit_bytes).best()
     if not order:
         return stands, ()
-    found = schedule(reordered(steps, atoms, order), name, source)
+    found = schedule(reorder_steps(steps, atoms, order), name, source)
     if found.diagnostics().step_ms < stands.diagnostics().step_ms * (1 - LEAST_GAIN):
         return found, order
     return stands, ()
@@ -126,9 +126,9 @@ def search(
 class _Search:
     """Tries each order at most once, until `TRIED` or `LOOKED_AT` is reached."""
 
-    def __init__(self, steps: StepGraph, atoms: Atoms, held: Held, held_limit: float) -> None:
+    def __init__(self, steps: StepGraph, atoms: Atoms, predicted_peak: PredictedPeak, held_limit: float) -> None:
         self._steps, self._atoms = steps, atoms
-        self._held, self._limit = held, held_limit
+        self._predicted_peak, self._limit = predicted_peak, held_limit
         self._tried: set[tuple[str, ...]] = set()
         self._most = min(TRIED, max(LOOKED_AT // len(steps.operations), 1))
 
@@ -137,26 +137,28 @@ class _Search:
         best: tuple[str, ...] = ()
         best_ms = one_link_ms(self._steps)
         for start in (self._atoms.units, *self._starts()):
-            best, best_ms = self._better(start, best, best_ms)
+            best, best_ms = self._try_order(start, best, best_ms)
         while len(self._tried) < self._most:
             before = best
-            for other in _moves(best or self._atoms.units):
-                best, best_ms = self._better(other, best, best_ms)
+            for other in _neighbour_orders(best or self._atoms.units):
+                best, best_ms = self._try_order(other, best, best_ms)
                 if best != before or len(self._tried) >= self._most:
                     break
             if best == before:
                 break
         return best
 
-    def _better(self, order: tuple[str, ...], best: tuple[str, ...], best_ms: float) -> tuple[tuple[str, ...], float]:
+    def _try_order(
+        self, order: tuple[str, ...], best: tuple[str, ...], best_ms: float
+    ) -> tuple[tuple[str, ...], float]:
         """Returns (`order`, its step time) if it is new, clearly faster and within the memory limit; else (`best`,
         `best_ms`).
         """
         if order in self._tried:
             return best, best_ms
         self._tried.add(order)
-        ms = one_link_ms(reordered(self._steps, self._atoms, order))
-        if ms < best_ms * (1 - LEAST_GAIN / 4) and self._held(order) <= self._limit:
+        ms = one_link_ms(reorder_steps(self._steps, self._atoms, order))
+        if ms < best_ms * (1 - LEAST_GAIN / 4) and self._predicted_peak(order) <= self._limit:
             return order, ms
         return best, best_ms
 
@@ -169,7 +171,7 @@ class _Search:
             yield (*buckets[:k], *tables, *buckets[k:])
 
 
-def _moves(order: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
+def _neighbour_orders(order: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
     """Yields the orders that differ from this one by the place of one unit, short moves first."""
     for distance in range(1, len(order)):
         for place in range(len(order) - distance):

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from embrace_fx.passes.scheduler.launch_search import refine
+from embrace_fx.passes.scheduler.launch_search import improve_order
 from embrace_fx.passes.scheduler.link_bound import one_link_ms
 from embrace_fx.passes.scheduler.link_machine import LinkMachine
 from embrace_fx.vocabulary.schedule import SCHEDULES, Operation, Schedule, StepGraph
@@ -49,13 +49,13 @@ Key = Callable[[Ready], Any]
 
 
 def readiness_key(candidate: Ready) -> float:
-    """Returns the sort key of the naive order: communication is launched as it becomes ready."""
+    """Returns the sort key of the naive order, which launches communication in the order in which it becomes ready."""
     return candidate.ready_ms
 
 
 def embrace_key(candidate: Ready) -> tuple[int, float]:
-    """Returns the sort key of EmbRace (section 4): first the embedding chain, then by need in the next forward, then
-    delayed rows.
+    """Returns the sort key of EmbRace's order (section 4): first ids and rows, then by need in the next forward,
+    delayed gradients last.
     """
     classes = {"gradients": 0, "ids": 0, "lookups": 0, "delayed": 2}
     return classes.get(candidate.operation.kind, 1), candidate.needed_at
@@ -78,42 +78,47 @@ def schedule(steps: StepGraph, name: str, source: str = "cost model") -> Schedul
     if name not in SCHEDULES:
         raise ValueError(f"There is no schedule {name!r}. Choose one of {', '.join(SCHEDULES)}.")
     machine = LinkMachine(steps)
-    naive = order(machine, readiness_key)
-    chosen = naive if name == "none" else refine(machine, [order(machine, key) for key in POLICIES], one_link_ms(steps))
-    timeline, critical_path = machine.picture(machine.run(machine.sequence(chosen)), chosen)
+    naive = priority_order(machine, readiness_key)
+    chosen = (
+        naive
+        if name == "none"
+        else improve_order(machine, [priority_order(machine, key) for key in POLICIES], one_link_ms(steps))
+    )
+    timeline, critical_path = machine.make_timeline(machine.run(machine.sequence(chosen)), chosen)
     return Schedule(name, machine.names(chosen), steps, timeline, critical_path, source)
 
 
 def quick_ms(steps: StepGraph) -> float:
     """Simulates a step in the best policy's order, without a search, and returns its milliseconds."""
     machine = LinkMachine(steps)
-    return min(machine.run(machine.sequence(order(machine, key))).step_ms for key in POLICIES)
+    return min(machine.run(machine.sequence(priority_order(machine, key))).step_ms for key in POLICIES)
 
 
 # -- list scheduling ---------------------------------------------------------------------------------------------------
 
 
-def order(machine: LinkMachine, key: Key) -> list[int]:
-    """Returns the launch order of a priority queue in simulated time, in the last of several windows.
+def priority_order(machine: LinkMachine, key: Key) -> list[int]:
+    """Returns the order in which a priority queue with this sort key launches communication, simulated until the link
+    is as busy as in training.
 
     In the last window the link is as busy as in training.
 
     Raises:
         ValueError: the step has no legal order.
     """
-    queue = _Queue(machine, key)
+    queue = _QueueSimulation(machine, key)
     for _ in range(_WARM_UP_WINDOWS - 1):
         queue.window()
     return queue.window()
 
 
-class _Queue:
-    """Launches communication from a priority queue, in simulated time."""
+class _QueueSimulation:
+    """Simulates steps in which communication is launched from a priority queue."""
 
     def __init__(self, machine: LinkMachine, key: Key) -> None:
         self._machine = machine
         self._key = key
-        self._needed = _needed_at(machine)
+        self._needed = _first_need(machine)
         self._processor = self._link = 0.0  # when the processor, the link and each lane are free
         self._finished: list[list[float]] = []  # ends of operations, window by window
         self._ends: list[float | None] = []  # ends of this window's operations
@@ -125,9 +130,9 @@ class _Queue:
         machine, begun = self._machine, self._processor
         self._ends, self._ran, self._copies = [None] * len(machine.operations), 0, machine.copies_in_order
         waiting, order = list(range(machine.count, machine.copying)), list[int]()
-        self._compute()
+        self._run_compute()
         while waiting:
-            times = {k: ready for k in waiting if (ready := self._ready(k)) is not None}
+            times = {k: ready for k in waiting if (ready := self._ready_at_ms(k)) is not None}
             if not times:
                 # No operation can run: `sequence` raises and names the blocked one.
                 machine.sequence([*order, *waiting])
@@ -139,9 +144,9 @@ class _Queue:
             self._ends[launched] = self._link = self._link + machine.durations[launched]
             waiting.remove(launched)
             order.append(launched)
-            self._compute()
+            self._run_compute()
         while self._copies:
-            self._copy()
+            self._run_copy()
         self._finished.append([end for end in self._ends if end is not None])
         return order
 
@@ -150,26 +155,26 @@ class _Queue:
         operation = self._machine.operations[k]
         return self._key(Ready(operation, times[k] - free_at_ms, self._needed[k])), operation.name
 
-    def _compute(self) -> None:
+    def _run_compute(self) -> None:
         """Runs the program until it waits for a communication that has not been launched yet."""
         while self._ran < self._machine.count:
-            while self._copies and self._ready(self._copies[0]) is not None:
-                self._copy()
-            ready = self._ready(self._ran)
+            while self._copies and self._ready_at_ms(self._copies[0]) is not None:
+                self._run_copy()
+            ready = self._ready_at_ms(self._ran)
             if ready is None:
                 return
             self._processor = max(self._processor, ready) + self._machine.durations[self._ran]
             self._ends[self._ran] = self._processor
             self._ran += 1
 
-    def _copy(self) -> None:
+    def _run_copy(self) -> None:
         """Runs the next copy, whose dependences have ended."""
         first, *self._copies = self._copies
-        ready = self._ready(first)
+        ready = self._ready_at_ms(first)
         assert ready is not None
         self._ends[first] = ready + self._machine.durations[first]
 
-    def _ready(self, operation: int) -> float | None:
+    def _ready_at_ms(self, operation: int) -> float | None:
         """Returns when all dependences of an operation have ended, or None if one of them has not been simulated
         yet.
         """
@@ -184,7 +189,7 @@ class _Queue:
         return ready
 
 
-def _needed_at(machine: LinkMachine) -> list[float]:
+def _first_need(machine: LinkMachine) -> list[float]:
     """Returns, for each operation, the number of compute operations before the first one that needs it."""
     windows = max(2, machine.reach + 1)
     size, sequence = len(machine.operations), machine.any_sequence()

@@ -18,7 +18,7 @@ SHAKES = 8
 """The search ends after this many shaken orders in a row that lead to no better one."""
 
 
-def refine(machine: LinkMachine, orders: list[list[int]], bound_ms: float) -> list[int]:
+def improve_order(machine: LinkMachine, orders: list[list[int]], bound_ms: float) -> list[int]:
     """Improves the fastest of the orders by local search.
 
     Tries first the moves that take a critical launch out of the way of others, then any move. Then repeats this from a
@@ -36,7 +36,7 @@ def refine(machine: LinkMachine, orders: list[list[int]], bound_ms: float) -> li
         fruitless += 1
         if current_ms < step_ms * (1 - TOLERANCE):
             best, step_ms, fruitless = current, current_ms, 0
-        current = search.shaken(best)
+        current = search.shake(best)
         current_ms = search.step_ms(current)
     return best
 
@@ -76,10 +76,10 @@ class _Search:
                     break
         return order, step_ms
 
-    def shaken(self, order: list[int]) -> list[int]:
+    def shake(self, order: list[int]) -> list[int]:
         """Returns a legal order that is a few random moves away, or the order itself if none was found."""
         for _ in range(3):
-            moved = _moved(order, self._below(len(order)), self._below(len(order)))
+            moved = _move_launch(order, self._random_below(len(order)), self._random_below(len(order)))
             if self.machine.sequence_if_legal(moved) is not None:
                 order = moved
         return order
@@ -90,30 +90,30 @@ class _Search:
         """
         run = self.run(order)
         assert run is not None
-        for first, last in _critical_blocks(self.machine.critical(run, order), order):
+        for first, last in _critical_blocks(self.machine.critical_path(run, order), order):
             # A block of launches without a gap ends sooner only with another first or another last launch.
             for k in range(last, first, -1):
-                yield _moved(order, k, first)
+                yield _move_launch(order, k, first)
             for k in range(first, last):
-                yield _moved(order, k, last)
+                yield _move_launch(order, k, last)
         size = len(order)
         moves = [(source, target) for source in range(size) for target in range(size) if source != target]
         for k in range(len(moves)):
-            other = k + self._below(len(moves) - k)
+            other = k + self._random_below(len(moves) - k)
             moves[k], moves[other] = moves[other], moves[k]
             source, target = moves[k]
-            yield _moved(order, source, target)
+            yield _move_launch(order, source, target)
             if source < target:
                 swapped = list(order)
                 swapped[source], swapped[target] = swapped[target], swapped[source]
                 yield swapped
 
-    def _below(self, bound: int) -> int:
+    def _random_below(self, bound: int) -> int:
         """Returns a random integer from 0 to `bound` - 1."""
         return int(self._draw() * bound)
 
 
-def _moved(order: list[int], source: int, target: int) -> list[int]:
+def _move_launch(order: list[int], source: int, target: int) -> list[int]:
     """Returns a copy of an order with one launch moved from `source` to `target`."""
     moved = list(order)
     moved.insert(target, moved.pop(source))

@@ -61,7 +61,7 @@ class LinkMachine:
         self.needs_launches: list[list[tuple[int, int]]] = [[] for _ in range(size)]
         released = [-self.count * (self.reach + 1)] * size  # launch -> the last compute operation it needs
         for d in sorted(steps.dependences, key=lambda d: (d.distance, d.before, d.after)):
-            self._add(d.before, d.after, d.distance, released)
+            self._add_dependence(d.before, d.after, d.distance, released)
         for launch in range(self.count, size):
             later, before = divmod(released[launch], max(self.count, 1))
             if self.count and later == 0:
@@ -103,7 +103,7 @@ class LinkMachine:
             earlier = (k for k in launches if released[k] < between and self.operations[k].lane == lane)
             self.needs_launches[later].extend((0, k) for k in earlier)
 
-    def _add(self, before: str, after: str, distance: int, released: list[int]) -> None:
+    def _add_dependence(self, before: str, after: str, distance: int, released: list[int]) -> None:
         """Adds a dependence of operation `after` on `before`, `distance` windows earlier, or raises if it cannot be
         met.
         """
@@ -220,7 +220,7 @@ class LinkMachine:
                 elif k < copying:
                     link = end
             clocks.append((processor, link))
-            if window and _shifted(ends[-2], ended):
+            if window and _repeats(ends[-2], ended):
                 repeats += 1
                 if repeats >= max(self.reach, 1) and window > self.reach:
                     return WindowTimes(starts, ends, ended[0] - ends[-2][0] if ended else 0.0)
@@ -231,7 +231,7 @@ class LinkMachine:
         rates = [(last - first) / (windows - middle) for first, last in zip(clocks[middle], clocks[-1], strict=True)]
         return WindowTimes(starts, ends, max(rates))
 
-    def critical(self, run: WindowTimes, order: Sequence[int]) -> list[tuple[int, int]]:
+    def critical_path(self, run: WindowTimes, order: Sequence[int]) -> list[tuple[int, int]]:
         """Returns the critical path of the last two windows as (window, operation)."""
         first = len(run.ends) - 2
         previous = {after: (0, before) for before, after in pairwise((*range(self.count),))}
@@ -257,7 +257,7 @@ class LinkMachine:
             window, k = window - decisive[0][0], decisive[0][1]
         return path[::-1]
 
-    def picture(self, run: WindowTimes, order: Sequence[int]) -> tuple[Timeline, tuple[tuple[int, str], ...]]:
+    def make_timeline(self, run: WindowTimes, order: Sequence[int]) -> tuple[Timeline, tuple[tuple[int, str], ...]]:
         """Returns the timeline of the last two simulated windows, as on one rank, and its critical path.
 
         The path is (window, name) of the operations that determine the windows' length, in order.
@@ -283,7 +283,7 @@ class LinkMachine:
             Wait(self.operations[k].name, self.operations[k].lane, window, 0, idle - origin, start - origin)
             for k, window, idle, start in waits
         )
-        path = tuple((window - first, self.operations[k].name) for window, k in self.critical(run, order))
+        path = tuple((window - first, self.operations[k].name) for window, k in self.critical_path(run, order))
         return Timeline(spans, shown, 1, self.steps.dependences), path
 
     def dependences(self, operation: int) -> list[tuple[int, int]]:
@@ -307,13 +307,13 @@ class LinkMachine:
             raise
 
 
-def _shifted(before: list[float], after: list[float]) -> bool:
+def _repeats(previous: list[float], current: list[float]) -> bool:
     """Returns whether a window repeats the previous one, only later."""
-    if not after:
+    if not current:
         return True
-    shift = after[0] - before[0]
-    tolerance = TOLERANCE * max(after)
-    return all(abs(new - old - shift) <= tolerance for old, new in zip(before, after, strict=True))
+    shift = current[0] - previous[0]
+    tolerance = TOLERANCE * max(current)
+    return all(abs(new - old - shift) <= tolerance for old, new in zip(previous, current, strict=True))
 
 
 def _compute_operations(steps: StepGraph, by_name: dict[str, Operation]) -> list[Operation]:

@@ -8,7 +8,7 @@ from math import prod
 from embrace_fx.cost.links import Collective, all_reduce, exchange
 from embrace_fx.passes.scheduler.launch_order import quick_ms
 from embrace_fx.vocabulary.ops import own_columns
-from embrace_fx.vocabulary.picture_facts import PictureFacts, StepOn, TablePlace
+from embrace_fx.vocabulary.picture_facts import PictureFacts, StepEstimate, TablePlace
 from embrace_fx.vocabulary.plan import SHARDED, Decision, Plan
 from embrace_fx.vocabulary.schedule import Operation, Schedule, StepGraph
 
@@ -25,16 +25,16 @@ _COLLECTIVE: dict[str, Collective] = {
 }
 
 
-def background_of(plan: Plan, schedule: Schedule) -> PictureFacts:
+def compute_facts(plan: Plan, schedule: Schedule) -> PictureFacts:
     """Computes the facts that a picture shows beside the schedule of a plan."""
     if plan.world_size == 1:
-        return PictureFacts(0.0, (), places_of(plan))
+        return PictureFacts(0.0, (), table_places(plan))
     steps = []
     for ranks in sorted({*RANKS, plan.world_size}):
         is_own = ranks == plan.world_size
-        step_ms = schedule.diagnostics().step_ms if is_own else quick_ms(on_ranks(schedule.steps, plan, ranks))
-        steps.append(StepOn(ranks, step_ms, ddp_exposed_ms(plan, schedule.steps, ranks)))
-    return PictureFacts(ddp_exposed_ms(plan, schedule.steps, plan.world_size), tuple(steps), places_of(plan))
+        step_ms = schedule.diagnostics().step_ms if is_own else quick_ms(rescale_to_ranks(schedule.steps, plan, ranks))
+        steps.append(StepEstimate(ranks, step_ms, ddp_exposed_ms(plan, schedule.steps, ranks)))
+    return PictureFacts(ddp_exposed_ms(plan, schedule.steps, plan.world_size), tuple(steps), table_places(plan))
 
 
 def ddp_exposed_ms(plan: Plan, steps: StepGraph, ranks: int) -> float:
@@ -54,12 +54,12 @@ def ddp_exposed_ms(plan: Plan, steps: StepGraph, ranks: int) -> float:
     return tables_ms + max(0.0, others_ms - backward_ms)
 
 
-def on_ranks(steps: StepGraph, plan: Plan, ranks: int) -> StepGraph:
+def rescale_to_ranks(steps: StepGraph, plan: Plan, ranks: int) -> StepGraph:
     """Returns the step graph with the durations of launches between `ranks` ranks."""
-    return replace(steps, operations=tuple(_scaled(each, plan, ranks) for each in steps.operations))
+    return replace(steps, operations=tuple(_rescale_operation(each, plan, ranks) for each in steps.operations))
 
 
-def _scaled(operation: Operation, plan: Plan, ranks: int) -> Operation:
+def _rescale_operation(operation: Operation, plan: Plan, ranks: int) -> Operation:
     """Returns an operation with its duration scaled from the plan's ranks to `ranks`."""
     collective = _COLLECTIVE.get(operation.kind)
     if collective is None or not operation.is_communication or not operation.sent_bytes:
@@ -72,7 +72,7 @@ def _scaled(operation: Operation, plan: Plan, ranks: int) -> Operation:
     return replace(operation, duration_ms=operation.duration_ms * then / now)
 
 
-def places_of(plan: Plan) -> tuple[TablePlace, ...]:
+def table_places(plan: Plan) -> tuple[TablePlace, ...]:
     """Returns the placement of each table, the largest table first."""
     all_elements = sum(prod(decision.shape) for decision in plan)
     found = [
@@ -80,7 +80,7 @@ def places_of(plan: Plan) -> tuple[TablePlace, ...]:
             decision.parameter,
             decision.shape,
             decision.name,
-            _parts(decision, plan.world_size),
+            _describe_parts(decision, plan.world_size),
             prod(decision.shape) * ELEMENT_BYTES,
             prod(decision.shape) / all_elements if all_elements else 0.0,
             decision.sent_bytes_per_step / plan.sent_bytes_per_step if plan.sent_bytes_per_step else 0.0,
@@ -91,7 +91,7 @@ def places_of(plan: Plan) -> tuple[TablePlace, ...]:
     return tuple(sorted(found, key=lambda place: -place.table_bytes))
 
 
-def _parts(decision: Decision, world_size: int) -> tuple[str, ...]:
+def _describe_parts(decision: Decision, world_size: int) -> tuple[str, ...]:
     """Describes in words what each rank holds of a parameter."""
     if decision.strategy not in SHARDED or world_size == 1:
         return ("all of it",)

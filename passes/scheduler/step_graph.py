@@ -28,7 +28,7 @@ from torch import Tensor, fx
 
 from embrace_fx.cost import links as cost
 from embrace_fx.cost.wire import Format, Wire
-from embrace_fx.passes.node_cost import NodeMs, estimate
+from embrace_fx.passes.node_cost import NodeMs, node_time_estimator
 from embrace_fx.passes.step_memory import nbytes
 from embrace_fx.vocabulary.copy_ops import RELOAD, offload_id
 from embrace_fx.vocabulary.graph import TrainingGraph
@@ -98,9 +98,9 @@ def blocks(graph: TrainingGraph, node_ms: NodeMs) -> list[Block]:
         node_ms: milliseconds of a node.
     """
     early, end, between = Block(EARLY), Block(END), Block(BETWEEN)
-    found = [early, *_of_backward(graph.phases["backward"], early, end, node_ms), end, between]
+    found = [early, *_backward_blocks(graph.phases["backward"], early, end, node_ms), end, between]
     ids = [node for node in graph.phases["ids"].graph.nodes if launch_of(node) == IDS]
-    of_forward = list(_of_forward(graph.phases["forward"], between, node_ms))
+    of_forward = list(_forward_blocks(graph.phases["forward"], between, node_ms))
     if ids and IDS not in map(launch_of, between.submits):  # the calling thread exchanges this batch's ids itself
         between.submits += ids
         for block in of_forward:
@@ -115,13 +115,13 @@ def _is_lookup(node: fx.Node) -> bool:
     return launch is not None and launch.kind == "lookups"
 
 
-def _of_backward(backward: fx.GraphModule, early: Block, end: Block, node_ms: NodeMs) -> Iterator[Block]:
+def _backward_blocks(backward: fx.GraphModule, early: Block, end: Block, node_ms: NodeMs) -> Iterator[Block]:
     """Yields the blocks of the backward, each with the launches it awaits and submits."""
     block = early
     for node in backward.graph.nodes:
         launch = awaited(node)
         if begun_or_awaited(node) is not None:
-            yield _up_to(node, end)
+            yield _end_block(node, end)
         elif launch is not None and launch.needs_lookahead:
             early.awaits.append((launch, 1))
         elif launch is not None:
@@ -131,7 +131,7 @@ def _of_backward(backward: fx.GraphModule, early: Block, end: Block, node_ms: No
         elif is_submission(node):
             what = compute_id("backward", id_of(node).what)
             if block.id != what:
-                block = Block(what, end.ms, _take_cuts(end))
+                block = Block(what, end.ms, _pop_ending_awaits(end))
                 end.ms = 0.0
                 yield block
             block.submits.append(node)
@@ -139,13 +139,13 @@ def _of_backward(backward: fx.GraphModule, early: Block, end: Block, node_ms: No
             end.ms += node_ms(node)
 
 
-def _of_forward(forward: fx.GraphModule, between: Block, node_ms: NodeMs) -> Iterator[Block]:
+def _forward_blocks(forward: fx.GraphModule, between: Block, node_ms: NodeMs) -> Iterator[Block]:
     """Yields the blocks of the forward, each with the launches it awaits and submits."""
     segment: Block | None = Block(START)
     waiting = Block(START)  # compute after the last submission precedes the next await
     for node in forward.graph.nodes:
         if begun_or_awaited(node) is not None:
-            yield _up_to(node, segment or waiting)
+            yield _end_block(node, segment or waiting)
             continue
         launch, of_rows = awaited(node), op_name(node) == "_c10d_functional::wait_tensor"
         if is_submission(node) and launch_of(node) == IDS:
@@ -182,15 +182,15 @@ def _cut_at_copies(
     block = Block(what, before_ms)
     for node in module.graph.nodes:
         if begun_or_awaited(node) is not None:
-            yield _up_to(node, block)
+            yield _end_block(node, block)
         else:
             block.ms += node_ms(node)
     yield block
 
 
-def build_alone(graph: TrainingGraph, compute: cost.Compute) -> StepGraph:
+def build_single(graph: TrainingGraph, compute: cost.Compute) -> StepGraph:
     """Builds the window of a single process, which has compute in order and copies but sends nothing."""
-    node_ms, phases = estimate(compute, graph.expected), graph.phases
+    node_ms, phases = node_time_estimator(compute, graph.expected), graph.phases
     head_ms = sum(node_ms(node) for name in ("unique", "ids") for node in phases[name].graph.nodes)
     found = [
         *_cut_at_copies(phases["backward"], WHOLE_BACKWARD, node_ms),
@@ -200,7 +200,7 @@ def build_alone(graph: TrainingGraph, compute: cost.Compute) -> StepGraph:
     operations: list[Operation] = []
     dependences: list[Dependence] = []
     for block in found:
-        operations.append(Operation.of(block.id, block.ms))
+        operations.append(Operation.from_id(block.id, block.ms))
         _add_copies(block, operations, dependences)
     return StepGraph(tuple(operations), tuple(dependences), tuple(str(block.id) for block in found))
 
@@ -213,17 +213,17 @@ def _add_copies(block: Block, operations: list[Operation], dependences: list[Dep
         launch = id_of(node)
         if launch.lane not in COPIES:
             continue
-        operations.append(Operation.of(launch, node.meta["copy_ms"], nbytes(node.meta["val"]), (launch.what,)))
+        operations.append(Operation.from_id(launch, node.meta["copy_ms"], nbytes(node.meta["val"]), (launch.what,)))
         dependences.append(Dependence(name, str(launch)))
         if op_name(node) == RELOAD:
             dependences.append(Dependence(str(offload_id(launch.what)), str(launch), 1))
 
 
-def _up_to(node: fx.Node, block: Block) -> Block:
+def _end_block(node: fx.Node, block: Block) -> Block:
     """Ends a block at the node that begins or awaits a copy or an output layer's exchange. `block` continues after
     it.
     """
-    ended = Block(compute_up_to(node), block.ms, _take_cuts(block))
+    ended = Block(compute_up_to(node), block.ms, _pop_ending_awaits(block))
     block.ms = 0.0
     found = begun_or_awaited(node)
     assert found is not None
@@ -235,7 +235,7 @@ def _up_to(node: fx.Node, block: Block) -> Block:
     return ended
 
 
-def _take_cuts(block: Block) -> list[tuple[OperationId, int]]:
+def _pop_ending_awaits(block: Block) -> list[tuple[OperationId, int]]:
     """Removes from a block the awaits that end a block, of copies and of gathered positions, and returns them."""
     found = [each for each in block.awaits if _ends_block(each[0])]
     block.awaits = [each for each in block.awaits if not _ends_block(each[0])]
@@ -251,13 +251,13 @@ def _operation_after_await(node: fx.Node) -> OperationId | None:
     """Returns the operation that a node starts by reading awaited rows or an awaited bucket, or None."""
     match op_name(node):
         case "embrace::join_rows":
-            return compute_id("rows", _source(node).what)
+            return compute_id("rows", _awaited_launch(node).what)
         case "embrace::update_bucket":
-            return compute_id("update", _source(node).what)
+            return compute_id("update", _awaited_launch(node).what)
     return None
 
 
-def _source(node: fx.Node) -> OperationId:
+def _awaited_launch(node: fx.Node) -> OperationId:
     """Returns the launch of the first await among a node's inputs."""
     return next(launch for value in node.all_input_nodes if (launch := launch_of(value)) is not None)
 
@@ -278,16 +278,16 @@ def build(
     operations: list[Operation] = []
     dependences: list[Dependence] = []
     order: list[str] = []
-    found = blocks(graph, estimate(cluster.compute, graph.expected))
+    found = blocks(graph, node_time_estimator(cluster.compute, graph.expected))
     durations = {block.id: block.ms for block in found} if durations is None else durations
     between = next(k for k, block in enumerate(found) if block.id == BETWEEN)
     found[between:between] = [Block(each) for each in BESIDE if each in durations]
-    pieces = _pieces(found)
+    pieces = _count_pieces(found)
     of_head: OperationId | None = None  # the calling thread begins these in the program's order
     for block in found:
         alone = block.id in (EARLY, END, BETWEEN, START, *BESIDE)
         name, served = str(block.id), () if alone else (block.id.what,)
-        operations.append(Operation.of(block.id, durations.get(block.id, 0.0), serves=served))
+        operations.append(Operation.from_id(block.id, durations.get(block.id, 0.0), serves=served))
         order.append(name)
         _add_copies(block, operations, dependences)
         for node in [*block.submits, *(node for node in block.begins if id_of(node).kind == "positions")]:
@@ -300,12 +300,14 @@ def build(
             collective: Any = "all_reduce" if reduces else "all_gather" if launch == IDS else "all_to_all"
             duration = cluster.transfer_ms(sent, (world_size - 1) * (2 if reduces else 1), collective)
             serves = (launch.what,) if launch != IDS else tuple(sizes.row_bytes)
-            operations.append(Operation.of(launch, duration, sent, serves, held_bytes=sent))
+            operations.append(Operation.from_id(launch, duration, sent, serves, held_bytes=sent))
             dependences.append(Dependence(name, str(launch)))
-    return _with_norms(StepGraph(tuple(operations), tuple(dependences), tuple(order)), sizes, cluster, world_size)
+    return _add_norm_exchange(
+        StepGraph(tuple(operations), tuple(dependences), tuple(order)), sizes, cluster, world_size
+    )
 
 
-def _with_norms(steps: StepGraph, sizes: Sizes, cluster: cost.Cluster, world_size: int) -> StepGraph:
+def _add_norm_exchange(steps: StepGraph, sizes: Sizes, cluster: cost.Cluster, world_size: int) -> StepGraph:
     """Returns the step graph with the exchange of row norms, if an optimizer needs it."""
     tables = {table for table, nbytes in sizes.norm_bytes.items() if nbytes}
     if not tables:
@@ -319,7 +321,7 @@ def _with_norms(steps: StepGraph, sizes: Sizes, cluster: cost.Cluster, world_siz
     optimizer = next(name for name in steps.compute_order if name in (str(OPTIMIZER), str(BETWEEN)))
     return replace(
         steps,
-        operations=(*steps.operations, Operation.of(ROW_NORMS, duration, sent, tuple(sorted(tables)))),
+        operations=(*steps.operations, Operation.from_id(ROW_NORMS, duration, sent, tuple(sorted(tables)))),
         dependences=(
             *steps.dependences,
             *(Dependence(each, norms) for each in (str(END), *gradients)),
@@ -329,9 +331,9 @@ def _with_norms(steps: StepGraph, sizes: Sizes, cluster: cost.Cluster, world_siz
     )
 
 
-def _pieces(found: Sequence[Block]) -> dict[str, int]:
+def _count_pieces(blocks_of_window: Sequence[Block]) -> dict[str, int]:
     """Maps each table to the count of pieces of its delayed gradients."""
-    launches = [id_of(node) for block in found for node in block.submits]
+    launches = [id_of(node) for block in blocks_of_window for node in block.submits]
     return {launch.what: launch.number + 1 for launch in launches if launch.part == "delayed"}
 
 

@@ -21,7 +21,7 @@ WRITES_BEHIND = 2
 """Writes may fall behind by this many windows; then lookups wait for slots."""
 
 
-def read_ahead(memory: RowMemory, batches: int, world_size: int) -> RowMemory:
+def with_read_ahead(memory: RowMemory, batches: int, world_size: int) -> RowMemory:
     """Returns `memory` with the number of windows by which its rows are read ahead.
 
     Args:
@@ -32,7 +32,7 @@ def read_ahead(memory: RowMemory, batches: int, world_size: int) -> RowMemory:
     return replace(memory, ahead=max(0, min(batches - (world_size > 1), room, MOST_AHEAD)))
 
 
-def at_pace(table: str, memory: RowMemory, byte_ms: Mapping[OperationId, float]) -> RowMemory:
+def with_measured_speed(table: str, memory: RowMemory, byte_ms: Mapping[OperationId, float]) -> RowMemory:
     """Returns `memory` with the measured speed of its reads and writes.
 
     Args:
@@ -53,8 +53,8 @@ def with_storage(steps: StepGraph, memory: Mapping[str, RowMemory]) -> StepGraph
         read, write = storage_id("read", table), storage_id("write", table)
         nbytes = round(of.moved_bytes)
         for each, ms in ((read, of.read_ms), (write, of.write_ms)):
-            operations.append(Operation.of(each, ms, nbytes, (table,)))
-        before, distance = (str(BETWEEN), 0) if of.ahead else _just_before(steps, readers[0])
+            operations.append(Operation.from_id(each, ms, nbytes, (table,)))
+        before, distance = (str(BETWEEN), 0) if of.ahead else _previous_compute(steps, readers[0])
         dependences += [Dependence(before, str(read), distance)]
         dependences += [Dependence(str(read), each, of.ahead) for each in readers]
         dependences += [Dependence(readers[-1], str(write)), Dependence(str(write), readers[0], WRITES_BEHIND)]
@@ -73,7 +73,7 @@ def lookups(steps: StepGraph, table: str) -> list[str]:
     return sorted(found, key=steps.compute_order.index)
 
 
-def _just_before(steps: StepGraph, name: str) -> tuple[str, int]:
+def _previous_compute(steps: StepGraph, name: str) -> tuple[str, int]:
     """Returns the compute operation before another one, and 1 if it belongs to the previous window, else 0."""
     place = steps.compute_order.index(name)
     return steps.compute_order[place - 1], int(place == 0)

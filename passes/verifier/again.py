@@ -17,7 +17,7 @@ from embrace_fx.passes.collectives import is_launch, is_wait, running_modules
 from embrace_fx.passes.verifier.violation import Violation
 from embrace_fx.vocabulary.copy_ops import COPY_OPS
 from embrace_fx.vocabulary.graph import TrainingGraph, written_by
-from embrace_fx.vocabulary.ops import AWAITS, SUBMISSIONS, device_of, draws, op_name
+from embrace_fx.vocabulary.ops import AWAITS, SUBMISSIONS, device_of, draws_random_numbers, op_name
 
 _STATE, _BEGIN, _END = "embrace::random_state", "embrace::begin_replay", "embrace::end_replay"
 
@@ -33,7 +33,7 @@ def copies_equal_originals(graph: TrainingGraph) -> Iterator[Violation]:
         if is_launch(node) or is_wait(node) or op_name(node) in AWAITS | SUBMISSIONS:
             yield Violation(node, "communication once", f"{op_name(node)} again", "save what comes of it")
         original = nodes.get(node.meta["again"])
-        expected, found = None if original is None else _call(original), _call(node)
+        expected, found = None if original is None else _comparable_call(original), _comparable_call(node)
         if expected != found:
             wanted = f"the call of {node.meta['again']}, {expected}"
             yield Violation(node, wanted, f"{found}", "copy the node, its inputs or copies of them")
@@ -70,7 +70,7 @@ def replays_draw_equally(graph: TrainingGraph) -> Iterator[Violation]:
             if earlier != replay.draws:
                 remedy = "draw again all that was drawn from that state on, in that order"
                 yield Violation(node, f"draws of {', '.join(earlier)}", f"{', '.join(replay.draws)}", remedy)
-        elif draws(node):
+        elif draws_random_numbers(node):
             device = device_of(node)
             if device in replays:
                 replays[device].draws.append(node.meta.get("again", node.name))
@@ -91,7 +91,7 @@ class _Replay:
     draws: list[str] = field(default_factory=list)
 
 
-def _call(node: fx.Node) -> tuple[Any, ...]:
+def _comparable_call(node: fx.Node) -> tuple[Any, ...]:
     """Returns a node's call in a form to compare. A copy counts as its original."""
     leaves, spec = pytree.tree_flatten((node.args, dict(node.kwargs)))
     return str(node.target), str(spec), [_origin(leaf) if isinstance(leaf, fx.Node) else str(leaf) for leaf in leaves]

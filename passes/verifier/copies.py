@@ -85,7 +85,7 @@ def within_memory_limit(graph: TrainingGraph) -> Iterator[Violation]:
         return
     found = step_memory(graph)
     if found.known_peak_bytes > graph.memory_limit:
-        node = found.nodes[list(found.by_time).index(found.peak_bytes)]
+        node = found.nodes[list(found.bytes_at_node).index(found.peak_bytes)]
         remedy = "give up more, offload earlier, or reload later"
         yield Violation(node, f"at most {graph.memory_limit:,} bytes held", f"{found.known_peak_bytes:,}", remedy)
 

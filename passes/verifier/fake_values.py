@@ -19,14 +19,14 @@ from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.fx.node import map_arg
 from torch.utils import _pytree as pytree
 
-from embrace_fx.passes.rewriter import Derived, derives
+from embrace_fx.passes.rewriter import DerivedValue, computing_fakes
 
 
-def nothing_recorded(mode: FakeTensorMode) -> ExitStack:
+def without_recording(mode: FakeTensorMode) -> ExitStack:
     """Opens a context in which ops under `mode` add no guards or pending symbols to its shape environment."""
     stack = ExitStack()
     stack.enter_context(torch.no_grad())
-    stack.enter_context(derives(mode))
+    stack.enter_context(computing_fakes(mode))
     if mode.shape_env is not None:
         stack.enter_context(mode.shape_env.suppress_guards())
         stack.enter_context(mode.shape_env.ignore_fresh_unbacked_symbols())
@@ -35,7 +35,7 @@ def nothing_recorded(mode: FakeTensorMode) -> ExitStack:
 
 def is_derived(node: fx.Node) -> bool:
     """Returns whether a node's value was computed from its inputs' current fake values."""
-    derived: Derived | None = node.meta.get("derived")
+    derived: DerivedValue | None = node.meta.get("derived")
     return (
         derived is not None
         and derived.value is node.meta.get("val")
@@ -45,7 +45,7 @@ def is_derived(node: fx.Node) -> bool:
     )
 
 
-def unchanged(node: fx.Node, verified: Mapping[str, fx.Node]) -> bool:
+def is_unchanged(node: fx.Node, verified: Mapping[str, fx.Node]) -> bool:
     """Returns whether the node of the same name in `verified` has the same call with identical fake values."""
     twin = verified.get(node.name)
     return (
@@ -62,7 +62,7 @@ def unchanged(node: fx.Node, verified: Mapping[str, fx.Node]) -> bool:
 def _same(a: Any, b: Any) -> bool:
     """Returns whether two arguments are equal. Nodes are equal if their fake values cannot be told apart."""
     if isinstance(b, fx.Node):
-        return _alike(a.meta.get("val", a) if isinstance(a, fx.Node) else a, b.meta.get("val", b))
+        return _are_equivalent(a.meta.get("val", a) if isinstance(a, fx.Node) else a, b.meta.get("val", b))
     if isinstance(a, list | tuple) and isinstance(b, list | tuple):
         return len(a) == len(b) and all(map(_same, a, b))
     if isinstance(a, dict) and isinstance(b, dict):
@@ -70,7 +70,7 @@ def _same(a: Any, b: Any) -> bool:
     return type(a) is type(b) and bool(a == b)
 
 
-def _alike(one: Any, other: Any) -> bool:
+def _are_equivalent(one: Any, other: Any) -> bool:
     """Returns whether two fake values are the same, or tensors of the same form without symbolic sizes."""
     if one is other:
         return True
@@ -90,10 +90,10 @@ def _form(value: Any) -> tuple[Any, ...] | None:
     return value.dtype, value.device, value.requires_grad, value.shape, value.stride(), value.storage_offset()
 
 
-def disagreement(node: fx.Node, module: fx.GraphModule, mode: FakeTensorMode) -> tuple[str, str] | None:
+def find_disagreement(node: fx.Node, module: fx.GraphModule, mode: FakeTensorMode) -> tuple[str, str] | None:
     """Returns (expected value, recorded value) if they differ in dtype, device, layout or shape, else None.
 
-    Call it inside `nothing_recorded(mode)`.
+    Call it inside `without_recording(mode)`.
     """
     yields = node.op == "placeholder" or (isinstance(node.target, OpOverload) and bool(node.target._schema.returns))
     if "val" not in node.meta:
@@ -102,12 +102,12 @@ def disagreement(node: fx.Node, module: fx.GraphModule, mode: FakeTensorMode) ->
         return None
     inputs = {value: _recorded(value, module, mode) for value in node.all_input_nodes}
     try:
-        derived = _derive(node, module, inputs)
+        derived = _derive_value(node, module, inputs)
     except Exception as error:  # fake kernels may raise any error
         lines = str(error).strip().splitlines() or [""]
         return f"inputs that {node.target} takes", f"{type(error).__name__}: {lines[0]}"
     recorded = node.meta["val"]
-    return None if _agree(derived, recorded, inputs) else (_text(derived), _text(recorded))
+    return None if _values_agree(derived, recorded, inputs) else (_describe_value(derived), _describe_value(recorded))
 
 
 def _recorded(node: fx.Node, module: fx.GraphModule, mode: FakeTensorMode) -> Any:
@@ -118,7 +118,7 @@ def _recorded(node: fx.Node, module: fx.GraphModule, mode: FakeTensorMode) -> An
     return value
 
 
-def _derive(node: fx.Node, module: fx.GraphModule, inputs: Mapping[fx.Node, Any]) -> Any:
+def _derive_value(node: fx.Node, module: fx.GraphModule, inputs: Mapping[fx.Node, Any]) -> Any:
     """Computes a node's value from the values of its inputs."""
     if node.op == "get_attr":
         return operator.attrgetter(str(node.target))(module)
@@ -126,13 +126,13 @@ def _derive(node: fx.Node, module: fx.GraphModule, inputs: Mapping[fx.Node, Any]
     return node.target(*map_arg(node.args, inputs.__getitem__), **map_arg(node.kwargs, inputs.__getitem__))
 
 
-def _agree(derived: Any, recorded: Any, inputs: Mapping[fx.Node, Any]) -> bool:
+def _values_agree(derived: Any, recorded: Any, inputs: Mapping[fx.Node, Any]) -> bool:
     """Returns whether two values agree in kind and shape. Data-dependent sizes need to agree only up to renaming.
 
     The new symbols must map one to one to the recorded sizes, which must be data-dependent too.
     """
     a, b = pytree.tree_leaves(derived), pytree.tree_leaves(recorded)
-    if [_kind(leaf) for leaf in a] != [_kind(leaf) for leaf in b]:
+    if [_properties(leaf) for leaf in a] != [_properties(leaf) for leaf in b]:
         return False
     sizes = [pair for x, y in zip(a, b, strict=True) for pair in zip(_sizes(x), _sizes(y), strict=True)]
     if all(x is y or (type(x) is type(y) is int and x == y) for x, y in sizes):
@@ -149,7 +149,7 @@ def _agree(derived: Any, recorded: Any, inputs: Mapping[fx.Node, Any]) -> bool:
     return True
 
 
-def _kind(leaf: Any) -> tuple[object, ...]:
+def _properties(leaf: Any) -> tuple[object, ...]:
     """Returns all properties of a leaf except its sizes."""
     if isinstance(leaf, Tensor):
         return leaf.dtype, leaf.device, leaf.layout, leaf.dim()
@@ -171,7 +171,7 @@ def _expression(size: Any) -> Any:
     return size.node.expr if isinstance(size, torch.SymInt | torch.SymFloat | torch.SymBool) else size
 
 
-def _text(value: Any) -> str:
+def _describe_value(value: Any) -> str:
     """Describes the leaves of a value for a message."""
     leaves = pytree.tree_leaves(value)
     return ", ".join(

@@ -29,7 +29,7 @@ from embrace_fx.passes.collectives import (
 from embrace_fx.passes.rewriter import fake_mode_of
 from embrace_fx.passes.verifier.again import copies_equal_originals, replays_draw_equally
 from embrace_fx.passes.verifier.copies import copies_in_pairs, freed_values_unread, within_memory_limit
-from embrace_fx.passes.verifier.fake_values import disagreement, is_derived, nothing_recorded, unchanged
+from embrace_fx.passes.verifier.fake_values import find_disagreement, is_derived, is_unchanged, without_recording
 from embrace_fx.passes.verifier.violation import Violation
 from embrace_fx.passes.verifier.whole_graph import collectives_in_one_order, forward_kept, parameters_updated_once
 from embrace_fx.passes.verifier.windows import INVARIANTS as WINDOW_INVARIANTS
@@ -84,16 +84,16 @@ def verify(
     Raises:
         VerificationError: naming the first broken invariant, the pass, the node and the user's source line.
     """
-    verified = _by_name(previous.module) if previous else {}
+    verified = _nodes_by_name(previous.module) if previous else {}
     handed_on: frozenset[str] = frozenset()
     for phase, module in {"joint": graph.module, **graph.phases}.items():
         before = previous.phases.get(phase) if previous else None
-        scope = Scope(phase, module, verified if before is None else verified | _by_name(before), handed_on)
+        scope = ModuleScope(phase, module, verified if before is None else verified | _nodes_by_name(before), handed_on)
         is_verified = previous is not None and module in (previous.module, before)
         for of_a_module in _OF_WHAT_PHASES_SAVE if is_verified else _OF_A_MODULE:
             _raise_first(of_a_module(scope), of_a_module.__name__, f"pass {after}, {phase} graph")
         # A phase consists of nodes of the joint graph, which are already verified.
-        verified = verified | _by_name(module)
+        verified = verified | _nodes_by_name(module)
         handed_on |= {role.name for _, role in outputs_of(module) if isinstance(role, Saved)}
     for against_the_captured in _AGAINST_THE_CAPTURED:
         _raise_first(against_the_captured(graph, captured or graph), against_the_captured.__name__, f"pass {after}")
@@ -106,7 +106,7 @@ def verify(
 
 
 @dataclass(frozen=True)
-class Scope:
+class ModuleScope:
     """One module to verify, and what is known about it beforehand.
 
     Attributes:
@@ -121,7 +121,7 @@ class Scope:
     handed_on: frozenset[str]
 
 
-def definitions_before_uses(scope: Scope) -> Iterator[Violation]:
+def definitions_before_uses(scope: ModuleScope) -> Iterator[Violation]:
     """Checks that every input of a node is an earlier node of this graph.
 
     No two nodes may have the same name, and the last node must be the only output.
@@ -144,7 +144,7 @@ def definitions_before_uses(scope: Scope) -> Iterator[Violation]:
         yield Violation(None, "one output node, the last of all", found, "end the graph in its output")
 
 
-def known_targets(scope: Scope) -> Iterator[Violation]:
+def known_targets(scope: ModuleScope) -> Iterator[Violation]:
     """Checks that nodes call only dispatcher ops, `getitem` and size arithmetic, because opaque Python could do
     anything.
     """
@@ -159,7 +159,7 @@ def known_targets(scope: Scope) -> Iterator[Violation]:
             yield Violation(node, "a dispatcher op, getitem, or arithmetic on sizes", found, remedy)
 
 
-def launches_and_waits_paired(scope: Scope) -> Iterator[Violation]:
+def launches_and_waits_paired(scope: ModuleScope) -> Iterator[Violation]:
     """Checks that every launch has exactly one wait, and that every wait waits for a launch."""
     for node in scope.module.graph.nodes:
         if is_launch(node):
@@ -172,7 +172,7 @@ def launches_and_waits_paired(scope: Scope) -> Iterator[Violation]:
             yield Violation(node, f"a launch to wait for, one of {sorted(LAUNCHES)}", f"{node.args[0]}", remedy)
 
 
-def in_flight_values_unread(scope: Scope) -> Iterator[Violation]:
+def in_flight_values_unread(scope: ModuleScope) -> Iterator[Violation]:
     """Checks that only its wait reads a launch, and that no other node reads a buffer after its in-place reduction
     starts.
 
@@ -186,7 +186,7 @@ def in_flight_values_unread(scope: Scope) -> Iterator[Violation]:
     yield from _shared_buffers(scope.module)
 
 
-def values_agree(scope: Scope) -> Iterator[Violation]:
+def values_agree(scope: ModuleScope) -> Iterator[Violation]:
     """Checks that `meta["val"]` of every node agrees with its op's result for the inputs' values in dtype, device and
     shape.
 
@@ -195,13 +195,15 @@ def values_agree(scope: Scope) -> Iterator[Violation]:
     """
     mode = fake_mode_of(scope.module.graph) or FakeTensorMode()
     remedy = "compute the value by running the op on its inputs' values under the graph's fake mode"
-    changed = [node for node in scope.module.graph.nodes if not (is_derived(node) or unchanged(node, scope.verified))]
-    with nothing_recorded(mode):  # do not yield inside, because a caller that never resumes would leave the mode on
-        found = {node: disagreement(node, scope.module, mode) for node in changed}
+    changed = [
+        node for node in scope.module.graph.nodes if not (is_derived(node) or is_unchanged(node, scope.verified))
+    ]
+    with without_recording(mode):  # collect before yielding: a caller that stops iterating would leave the mode on
+        found = {node: find_disagreement(node, scope.module, mode) for node in changed}
     yield from (Violation(node, *pair, remedy) for node, pair in found.items() if pair is not None)
 
 
-def values_have_roles(scope: Scope) -> Iterator[Violation]:
+def values_have_roles(scope: ModuleScope) -> Iterator[Violation]:
     """Checks that every placeholder has a unique role, and every output a role.
 
     Earlier phases must save the values that later phases read.
@@ -231,7 +233,7 @@ def values_have_roles(scope: Scope) -> Iterator[Violation]:
             yield Violation(output, "a node and its output role", f"{value} and {role}", "leave out what has no value")
 
 
-def forward_free_of_tangents(scope: Scope) -> Iterator[Violation]:
+def forward_free_of_tangents(scope: ModuleScope) -> Iterator[Violation]:
     """Checks that no result, mutation or node before the backward depends on a tangent."""
     for node, input_role in inputs_of(scope.module):
         if isinstance(input_role, Tangent) and scope.phase not in {"joint", "backward"}:
@@ -245,7 +247,7 @@ def forward_free_of_tangents(scope: Scope) -> Iterator[Violation]:
 # ---- invariants of the whole graph ----
 
 
-_OF_A_MODULE: tuple[Callable[[Scope], Iterator[Violation]], ...] = (
+_OF_A_MODULE: tuple[Callable[[ModuleScope], Iterator[Violation]], ...] = (
     definitions_before_uses,
     known_targets,
     values_have_roles,
@@ -255,7 +257,7 @@ _OF_A_MODULE: tuple[Callable[[Scope], Iterator[Violation]], ...] = (
     values_agree,
 )
 
-_OF_WHAT_PHASES_SAVE: tuple[Callable[[Scope], Iterator[Violation]], ...] = (values_have_roles,)
+_OF_WHAT_PHASES_SAVE: tuple[Callable[[ModuleScope], Iterator[Violation]], ...] = (values_have_roles,)
 """The invariants of a module that depend on other modules."""
 
 _AGAINST_THE_CAPTURED: tuple[Callable[[TrainingGraph, TrainingGraph], Iterator[Violation]], ...] = (
@@ -291,7 +293,7 @@ def _raise_first(violations: Iterator[Violation], invariant: str, where: str) ->
 # ---- reading graphs ----
 
 
-def _by_name(module: fx.GraphModule) -> dict[str, fx.Node]:
+def _nodes_by_name(module: fx.GraphModule) -> dict[str, fx.Node]:
     """Returns the nodes of a module by name."""
     return {node.name: node for node in module.graph.nodes}
 

@@ -10,7 +10,8 @@ from embrace_fx.vocabulary.schedule import StepGraph
 
 
 def check_storage(steps: StepGraph, memory: Mapping[str, RowMemory]) -> None:
-    """Raises if a schedule looks rows up before they are read, evicts rows of a later step, or holds too many.
+    """Checks that a schedule reads rows of tables beyond memory before their lookup, keeps them until then, and never
+    needs more slots than there are.
 
     A step's rows have slots from the submission of their read until the step's last lookup. The slots must hold these
     rows and the rows of all steps whose reads are submitted in that time. Then no prefetched row is evicted before its

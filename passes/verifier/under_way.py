@@ -26,36 +26,38 @@ from embrace_fx.passes.verifier.violation import Violation
 from embrace_fx.vocabulary.graph import TrainingGraph
 from embrace_fx.vocabulary.operation_id import IDS, OperationId, rows_id
 from embrace_fx.vocabulary.ops import launch_of, op_name
-from embrace_fx.vocabulary.step_variant import ForwardVariant, Varied
+from embrace_fx.vocabulary.step_variant import ForwardVariant, VariedPhase
 from embrace_fx.vocabulary.submissions import awaited, is_submission, submitted
 
 Launches = frozenset[OperationId]
 
 
-def window(graph: TrainingGraph) -> list[fx.Node]:
+def window_nodes(graph: TrainingGraph) -> list[fx.Node]:
     """Returns the nodes of a window: of a backward and of the next forward."""
     return [node for phase in ("backward", "forward") for node in graph.phases[phase].graph.nodes]
 
 
-def crosses(launch: OperationId) -> bool:
+def crosses_windows(launch: OperationId) -> bool:
     """Returns whether a launch is awaited one window after its submission."""
     return launch == IDS or launch.part == "delayed"
 
 
-def under_way_agrees(graph: TrainingGraph) -> Iterator[Violation]:
+def launches_in_flight_agree(graph: TrainingGraph) -> Iterator[Violation]:
     """Checks that a steady window, or a variant's phase, awaits, submits and looks up the right launches in order."""
     varied = graph.varied
     if varied is not None:
         where, nodes = str(varied.variant), list(graph.phases[varied.variant.phase].graph.nodes)
-        before, after = ends(varied)
+        before, after = in_flight_at_ends(varied)
     else:
-        where, nodes = "window", window(graph)
-        before = after = frozenset(filter(crosses, submitted(graph.phases["backward"], graph.phases["forward"])))
+        where, nodes = "window", window_nodes(graph)
+        before = after = frozenset(
+            filter(crosses_windows, submitted(graph.phases["backward"], graph.phases["forward"]))
+        )
     under_way = set(before)
     for node in nodes:
         launch = launch_of(node)
         if op_name(node) == "embrace::submit_rows" and launch is not None:
-            yield from _looked_up(node, launch, under_way)
+            yield from _check_lookup(node, launch, under_way)
         if is_submission(node) and launch is not None:
             if launch in under_way:
                 yield Violation(node, f"one submission of '{launch}' until it is awaited", "another", "submit it once")
@@ -71,7 +73,7 @@ def under_way_agrees(graph: TrainingGraph) -> Iterator[Violation]:
         yield Violation(None, f"{names[0]} under way at the end of the {where}", names[1], remedy)
 
 
-def ends(varied: Varied) -> tuple[Launches, Launches]:
+def in_flight_at_ends(varied: VariedPhase) -> tuple[Launches, Launches]:
     """Returns the launches in flight before, and those after, a variant's phase."""
     steady, variant = varied.steady, varied.variant
     prior = frozenset(each for each in steady if each.part == "prior")
@@ -87,7 +89,7 @@ def ends(varied: Varied) -> tuple[Launches, Launches]:
     return before, prior | chunks | (delayed | early if variant.cut else none)
 
 
-def _looked_up(node: fx.Node, launch: OperationId, under_way: set[OperationId]) -> Iterator[Violation]:
+def _check_lookup(node: fx.Node, launch: OperationId, under_way: set[OperationId]) -> Iterator[Violation]:
     """Yields a violation if rows are looked up while one of their updates is in flight. Late rows have no delayed
     update.
     """

@@ -4,7 +4,7 @@ Contract
     Each is a function of the phases of a graph with overlapped communication, under any schedule. An invariant that
     holds from one window, a backward and the next forward, to the next holds for all.
 
-`blocked` checks a property of the schedule: that no await waits forever because of the launch order.
+`find_deadlock` checks a property of the schedule: that no await waits forever because of the launch order.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 
 from torch import fx
 
-from embrace_fx.passes.verifier.under_way import crosses, under_way_agrees, window
+from embrace_fx.passes.verifier.under_way import crosses_windows, launches_in_flight_agree, window_nodes
 from embrace_fx.passes.verifier.violation import Violation
 from embrace_fx.vocabulary.graph import PendingGradients, TrainingGraph, outputs_of, parameters_of
 from embrace_fx.vocabulary.operation_id import OperationId, bucket_name
@@ -55,7 +55,7 @@ _HANDED_OVER = {
 
 def launches_identified(graph: TrainingGraph) -> Iterator[Violation]:
     """Checks that every submission and every await has the id of its launch, and prints it."""
-    for node in window(graph):
+    for node in window_nodes(graph):
         if op_name(node) in SUBMISSIONS | AWAITS and str(launch_of(node)) != node.args[-1]:
             remedy = "make the node with embrace_fx.passes.rewriter.Rewriter.launch"
             yield Violation(node, f"the id of its launch, {launch_of(node)}", f"{node.args[-1]!r}", remedy)
@@ -73,12 +73,12 @@ def rows_current(graph: TrainingGraph) -> Iterator[Violation]:
                 updated[id_of(node).what].add(id_of(node))
             if op_name(node) != "embrace::submit_rows":
                 continue
-            if missing := sorted(updated[id_of(node).what] - set(_updates_behind(node.args[0]))):
+            if missing := sorted(updated[id_of(node).what] - set(_updates_before(node.args[0]))):
                 expected = f"'{id_of(node)}' to be looked up after the update by {', '.join(map(str, missing))}"
                 yield Violation(node, expected, "a shard without it", "read the result of that update_rows")
 
 
-def _updates_behind(value: object) -> Iterator[OperationId]:
+def _updates_before(value: object) -> Iterator[OperationId]:
     """Yields the ids of the updates that a value has passed through."""
     while isinstance(value, fx.Node) and op_name(value) == "embrace::update_rows":
         yield id_of(value)
@@ -126,7 +126,7 @@ def _submitted(graph: TrainingGraph) -> list[OperationId]:
 def chunks_cover(graph: TrainingGraph) -> Iterator[Violation]:
     """Checks that the chunks of a bucket cover each of its elements once."""
     chunks: dict[str, list[fx.Node]] = defaultdict(list)
-    for node in window(graph):
+    for node in window_nodes(graph):
         if op_name(node) == "embrace::submit_chunk":
             chunks[id_of(node).what].append(node)
     for bucket, nodes in chunks.items():
@@ -180,7 +180,7 @@ def parameters_current(graph: TrainingGraph) -> Iterator[Violation]:
         if len(updates) > 1:
             yield Violation(updates[1], f"one update of {bucket}", f"{len(updates)}", "let all readers share one")
         for update in updates:
-            missing = {launch for launch in sent if launch.what == bucket} - set(_chunks_behind(update))
+            missing = {launch for launch in sent if launch.what == bucket} - set(_awaited_chunks(update))
             if missing:
                 expected = f"{bucket} to be updated after {', '.join(map(str, sorted(missing)))} has arrived"
                 yield Violation(update, expected, "no await of it before", "await every chunk")
@@ -192,7 +192,7 @@ def parameters_current(graph: TrainingGraph) -> Iterator[Violation]:
                     yield Violation(reader, expected, "the parameter before it", "read what update_bucket yields")
 
 
-def _chunks_behind(update: fx.Node) -> Iterator[OperationId]:
+def _awaited_chunks(update: fx.Node) -> Iterator[OperationId]:
     """Yields the ids of the chunks that an update awaits."""
     for value in update.all_input_nodes:
         node = value
@@ -204,7 +204,7 @@ def _chunks_behind(update: fx.Node) -> Iterator[OperationId]:
 INVARIANTS = (
     exchanged_once,
     launches_identified,
-    under_way_agrees,
+    launches_in_flight_agree,
     rows_current,
     rows_joined,
     gradients_cut_once,
@@ -218,13 +218,13 @@ INVARIANTS = (
 # ---- a launch order ----
 
 
-def blocked(graph: TrainingGraph, order: Sequence[OperationId]) -> str | None:
+def find_deadlock(graph: TrainingGraph, order: Sequence[OperationId]) -> str | None:
     """Returns the reason why steps would deadlock under a launch order, or None if they would not.
 
     Launches start strictly in this order, window after window, once they are submitted. The program waits at an await
     until the launch has started. Two windows are simulated: the second starts with the first one's launches in flight.
     """
-    submitted = {id_of(node) for node in window(graph) if is_submission(node)}
+    submitted = {id_of(node) for node in window_nodes(graph) if is_submission(node)}
     if set(order) != submitted or len(order) != len(submitted):
         odd = sorted(map(str, submitted.symmetric_difference(order))) or ["one of them twice"]
         return (
@@ -234,7 +234,7 @@ def blocked(graph: TrainingGraph, order: Sequence[OperationId]) -> str | None:
     turn = {each: k for k, each in enumerate(line)}
     left, waiting = 0, set[tuple[int, OperationId]]()
     for number in range(2):
-        for node in window(graph):
+        for node in window_nodes(graph):
             if is_submission(node) and id_of(node) in submitted:
                 waiting.add((number, id_of(node)))
                 while left < len(line) and line[left] in waiting:
@@ -242,7 +242,7 @@ def blocked(graph: TrainingGraph, order: Sequence[OperationId]) -> str | None:
             launch = awaited(node)
             if launch is None or launch not in submitted:
                 continue
-            each = (number - crosses(launch), launch)
+            each = (number - crosses_windows(launch), launch)
             if each[0] >= 0 and turn[each] >= left:
                 head = line[left][1]
                 return (
@@ -259,5 +259,5 @@ def check_launches(graph: TrainingGraph, order: Sequence[OperationId]) -> None:
     Raises:
         ValueError: names the await that would never end.
     """
-    if (reason := blocked(graph, order)) is not None:
+    if (reason := find_deadlock(graph, order)) is not None:
         raise ValueError(f"{reason}.")

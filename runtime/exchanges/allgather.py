@@ -8,10 +8,12 @@ from __future__ import annotations
 from embrace_fx.cost.links import Cluster
 from embrace_fx.runtime.exchanges.channel import Channel, Steps
 from embrace_fx.runtime.exchanges.gradient import RowSet, mean_by_id
-from embrace_fx.runtime.exchanges.rounds import gather
+from embrace_fx.runtime.exchanges.rounds import gather_units
 
 
 def mean_parts(own: RowSet, channel: Channel, _cluster: Cluster) -> Steps[list[RowSet]]:
-    """Returns the mean of all ranks' units, in one part. All ranks sum in rank order and get the same bits."""
-    ids, rows, counts = yield from gather(own, channel)
+    """Averages all ranks' units: gathers them, and sums them in rank order, so that all ranks get the same bits.
+    Returns the mean as one part.
+    """
+    ids, rows, counts = yield from gather_units(own, channel)
     return [mean_by_id(ids, rows, counts, own.num_rows, channel.world_size)]

@@ -29,7 +29,7 @@ different ones.
 """
 
 
-def run(steps: Steps[T]) -> T:
+def run_exchange(steps: Steps[T]) -> T:
     """Runs an exchange's rounds to the end, and returns its result."""
     try:
         launch = next(steps)
@@ -43,7 +43,8 @@ def run(steps: Steps[T]) -> T:
 
 
 class Channel:
-    """Launches collectives on a process group.
+    """This rank's end of a process group's collectives and messages: launches them asynchronously, and counts the
+    bytes.
 
     Args:
         group: the ranks that exchange, at least two.
@@ -79,7 +80,7 @@ class Channel:
         """
         received = sent.new_empty((sum(receive_sizes),))
         own, theirs = sent.split(list(send_sizes)), received.split(list(receive_sizes))
-        return InFlight(received, self._messages(own, theirs))
+        return InFlight(received, self._exchange_messages(own, theirs))
 
     def all_gather(self, own: Tensor, sizes: Sequence[int]) -> InFlight:
         """Gathers every rank's data, in rank order.
@@ -93,11 +94,11 @@ class Channel:
         """
         everyone = own.new_empty((sum(sizes),))
         if len(set(sizes)) > 1:
-            return InFlight(everyone, self._messages([own] * self.world_size, everyone.split(list(sizes))))
+            return InFlight(everyone, self._exchange_messages([own] * self.world_size, everyone.split(list(sizes))))
         self.sent_bytes += (self.world_size - 1) * own.nbytes
         return InFlight(everyone, gather_single(everyone, own, self._group, async_op=True))
 
-    def _messages(self, sent: Sequence[Tensor], received: Sequence[Tensor]) -> Messages:
+    def _exchange_messages(self, sent: Sequence[Tensor], received: Sequence[Tensor]) -> Messages:
         """Sends a message to every other rank, and receives one from each. Skips empty messages."""
         self.sent_bytes += sum(part.nbytes for rank, part in enumerate(sent) if rank != self.rank)
         return send_parts(self._group, sent, received)

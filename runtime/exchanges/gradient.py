@@ -43,7 +43,7 @@ MARKED_ROWS_PER_ID = 32
 """Maximum rows of the tensor per id for which unique ids are found by marking rows instead of sorting."""
 
 
-def accumulate(positions: Tensor, rows: Tensor, counts: Sequence[int], size: int) -> Tensor:
+def sum_by_position(positions: Tensor, rows: Tensor, counts: Sequence[int], size: int) -> Tensor:
     """Sums rows with the same position, (size, d), in rank order, so that sums are reproducible bit for bit.
 
     Sums are float32 at least: in 16 bits they would lose a bit per doubling of the ranks.
@@ -70,12 +70,12 @@ def mean_by_id(ids: Tensor, rows: Tensor, counts: Sequence[int], num_rows: int, 
         num_rows: rows of the whole tensor.
         divisor: the number of ranks, or 1 for the sum.
     """
-    union, positions = _union(ids, num_rows)
-    total = accumulate(positions, rows, counts, union.numel())
+    union, positions = _unique_ids(ids, num_rows)
+    total = sum_by_position(positions, rows, counts, union.numel())
     return RowSet(union, total.div_(divisor).to(rows.dtype), num_rows)
 
 
-def _union(ids: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
+def _unique_ids(ids: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
     """Returns the unique ids, ascending, and the position of each id among them. Needs no sort if many rows are
     present.
     """

@@ -22,17 +22,17 @@ _SECOND = 0xC4CEB9FE1A85EC53 - 2**64
 def murmur(ids: Tensor, seed: int) -> Tensor:
     """Hashes (K,) int64 ids by MurmurHash3's 64-bit finalizer, a bijection, after mixing in `seed`."""
     key = (seed + 1 + 2**63) % 2**64 - 2**63  # wraps around; adds 1, because the finaliser maps zero to zero
-    return _finalise(ids ^ _finalise(torch.tensor(key, device="cpu")))
+    return _mix_bits(ids ^ _mix_bits(torch.tensor(key, device="cpu")))
 
 
-def _finalise(x: Tensor) -> Tensor:
+def _mix_bits(x: Tensor) -> Tensor:
     """Mixes the bits of 64-bit hashes, so that each input bit can change all output bits."""
-    x = (x ^ _shift_33(x)) * _FIRST
-    x = (x ^ _shift_33(x)) * _SECOND
-    return x ^ _shift_33(x)
+    x = (x ^ _shift_right_33(x)) * _FIRST
+    x = (x ^ _shift_right_33(x)) * _SECOND
+    return x ^ _shift_right_33(x)
 
 
-def _shift_33(x: Tensor) -> Tensor:
+def _shift_right_33(x: Tensor) -> Tensor:
     """Shifts right by 33 bits and fills with zeros, whereas torch's own shift fills with the sign."""
     return (x >> 33) & (2**31 - 1)
 
@@ -68,7 +68,7 @@ def hash_bitmap(ids: Tensor, index_set: Tensor) -> Tensor:
 
 
 def ids_of_bitmap(bitmap: Tensor, index_set: Tensor) -> Tensor:
-    """Returns the ids of a bitmap, as the inverse of `hash_bitmap`. Ignores padding beyond the index set."""
+    """Returns the ids of a bitmap: the inverse of `hash_bitmap`. Ignores the bitmap's padding bits."""
     bits = (bitmap.unsqueeze(1) >> _bit_numbers(bitmap.device)) & 1
     return index_set[bits.view(-1)[: index_set.numel()] != 0]
 

@@ -14,39 +14,45 @@ from embrace_fx.cost.exchanges import paired_ranks
 from embrace_fx.cost.links import Cluster
 from embrace_fx.runtime.exchanges.channel import Channel, Steps
 from embrace_fx.runtime.exchanges.gradient import RowSet, mean_by_id
-from embrace_fx.runtime.exchanges.rounds import send
+from embrace_fx.runtime.exchanges.rounds import send_units
 
 
 def mean_parts(units: RowSet, channel: Channel, _cluster: Cluster) -> Steps[list[RowSet]]:
-    """Returns the mean of all ranks' units, in one part. Partial sums are sent in the units' dtype."""
+    """Averages all ranks' units by recursive doubling. Returns the mean as one part. Partial sums are sent in the
+    units' dtype.
+    """
     rank, paired = channel.rank, paired_ranks(channel.world_size)
     extra = channel.world_size - paired
     above, below = rank + paired, rank - paired
     total = units
     if extra:
-        folded = yield from _swap(total, below if rank >= paired else None, above if rank < extra else None, channel)
-        total = _sum(total, folded)
+        folded = yield from _exchange_with(
+            total, below if rank >= paired else None, above if rank < extra else None, channel
+        )
+        total = _sum_row_sets(total, folded)
     distance = 1
     while distance < paired:
         partner = rank ^ distance if rank < paired else None
-        theirs = yield from _swap(total, partner, partner, channel)
+        theirs = yield from _exchange_with(total, partner, partner, channel)
         # Both ranks sum in the same order, the lower rank's first.
-        total = _sum(theirs, total) if rank & distance else _sum(total, theirs)
+        total = _sum_row_sets(theirs, total) if rank & distance else _sum_row_sets(total, theirs)
         distance *= 2
     if extra:
-        received = yield from _swap(total, above if rank < extra else None, below if rank >= paired else None, channel)
+        received = yield from _exchange_with(
+            total, above if rank < extra else None, below if rank >= paired else None, channel
+        )
         total = received if rank >= paired else total
     return [RowSet(total.ids, total.rows / channel.world_size, total.num_rows)]
 
 
-def _sum(first: RowSet, second: RowSet) -> RowSet:
+def _sum_row_sets(first: RowSet, second: RowSet) -> RowSet:
     """Returns the sum of two row sets, each id once."""
     ids, rows = torch.cat([first.ids, second.ids]), torch.cat([first.rows, second.rows])
     return mean_by_id(ids, rows, [first.ids.numel(), second.ids.numel()], first.num_rows, divisor=1)
 
 
-def _swap(units: RowSet, to: int | None, source: int | None, channel: Channel) -> Steps[RowSet]:
-    """Sends units to one rank, and returns those that another rank has sent; empty without a source."""
+def _exchange_with(units: RowSet, to: int | None, source: int | None, channel: Channel) -> Steps[RowSet]:
+    """Sends units to rank `to` and returns those from rank `source`. Without a source, returns no units."""
     world = range(channel.world_size)
     count = units.ids.numel()
     own = torch.full((int(to is not None),), count, device=units.ids.device)
@@ -55,5 +61,5 @@ def _swap(units: RowSet, to: int | None, source: int | None, channel: Channel) -
     sent = units if to is not None else RowSet(units.ids[:0], units.rows[:0], units.num_rows)
     send_counts = [count if r == to else 0 for r in world]
     receive_counts = [theirs if r == source else 0 for r in world]
-    ids, rows, _ = yield from send(sent, send_counts, receive_counts, channel)
+    ids, rows, _ = yield from send_units(sent, send_counts, receive_counts, channel)
     return RowSet(ids, rows, units.num_rows)

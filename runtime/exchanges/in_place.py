@@ -19,7 +19,7 @@ from torch import Tensor
 from embrace_fx.cost.links import Cluster
 from embrace_fx.runtime.exchanges import allgather, hierarchical, omnireduce, ps, zen
 from embrace_fx.runtime.exchanges.blocks import cut_rows, write_blocks_
-from embrace_fx.runtime.exchanges.channel import Channel, Steps, run
+from embrace_fx.runtime.exchanges.channel import Channel, Steps, run_exchange
 from embrace_fx.runtime.exchanges.gradient import RowSet, join_parts
 from embrace_fx.runtime.exchanges.rounded import sum_rounded_
 from embrace_fx.runtime.ranks.communicator import Communicator, InFlight
@@ -30,7 +30,7 @@ from embrace_fx.vocabulary.plan import Plan
 
 @dataclass(frozen=True)
 class Strategy:
-    """A way to average all ranks' gradients that gives the same bits on all ranks.
+    """A strategy by which ranks average a gradient, with the same bits on all ranks.
 
     Attributes:
         mean_parts: exchanges a rank's units, and returns disjoint parts of the mean in any order.
@@ -43,7 +43,7 @@ class Strategy:
 
 STRATEGY_OF: Mapping[tuple[str, str], Strategy] = {
     ("allgather", ""): Strategy(allgather.mean_parts),
-    ("omnireduce", ""): Strategy(omnireduce.mean_parts, omnireduce.units),
+    ("omnireduce", ""): Strategy(omnireduce.mean_parts, omnireduce.nonzero_blocks),
     ("zen", "balanced"): Strategy(zen.mean_parts),
     ("zen", "hierarchical"): Strategy(hierarchical.mean_parts),
     ("ps", ""): Strategy(ps.mean_parts),
@@ -53,7 +53,7 @@ STRATEGY_OF: Mapping[tuple[str, str], Strategy] = {
 
 @dataclass(frozen=True)
 class ExchangeKind:
-    """How one parameter's gradient is exchanged; equal on all ranks.
+    """The exchange of one parameter's gradient: its strategy and sizes, equal on all ranks.
 
     Attributes:
         rows: size of the gradient's first dimension.
@@ -76,10 +76,10 @@ def exchange_gradient_(flat: Tensor, kind: ExchangeKind, channel: Channel, clust
     strategy = STRATEGY_OF[kind.strategy, kind.scheme]
     if flat.is_sparse:
         units = RowSet(flat.indices()[0], flat.values(), kind.rows)
-        mean = join_parts(run(strategy.mean_parts(units, channel, cluster)), kind.rows)
+        mean = join_parts(run_exchange(strategy.mean_parts(units, channel, cluster)), kind.rows)
         return flat.copy_(torch.sparse_coo_tensor(mean.ids.view(1, -1), mean.rows, flat.shape, is_coalesced=True))
     units = strategy.units(flat.view(kind.rows, flat.numel() // max(kind.rows, 1)), cluster)
-    for part in run(strategy.mean_parts(units, channel, cluster)):
+    for part in run_exchange(strategy.mean_parts(units, channel, cluster)):
         write_blocks_(flat, part)  # units in no part are already zero on this rank
     return flat
 
@@ -106,7 +106,7 @@ def exchanges_of(
     group = communicator.open_group("exchanges")
     if at_once:
         channel = Channel(group)
-        return {k: partial(exchange_at_once, each, channel) for k, each in found.items()}
+        return {k: partial(exchange_blocking, each, channel) for k, each in found.items()}
     start = ExchangeThread(group).start
     return {k: partial(start, each) for k, each in found.items()}
 
@@ -119,16 +119,16 @@ def _exchange(plan: Plan, name: str, first: Tensor, rounding: Rounding) -> Excha
         return lambda flat, _, channel: exchange_gradient_(flat, kind, channel, plan.links)
     if not rounding.rounds(first):
         return None
-    return lambda flat, name, channel: run(sum_rounded_(flat, name, channel, rounding))
+    return lambda flat, name, channel: run_exchange(sum_rounded_(flat, name, channel, rounding))
 
 
-def exchange_at_once(exchange: Exchange, channel: Channel, flat: Tensor, name: str) -> InFlight:
-    """Runs an exchange to its end. The result includes the count of bytes sent."""
-    sent = _sent_by(exchange, flat, name, channel)
+def exchange_blocking(exchange: Exchange, channel: Channel, flat: Tensor, name: str) -> InFlight:
+    """Runs an exchange to its end. Returns its result as a launch that has ended, with the number of bytes sent."""
+    sent = _run_and_count(exchange, flat, name, channel)
     return InFlight(flat, None, lambda: sent)
 
 
-def _sent_by(exchange: Exchange, flat: Tensor, name: str, channel: Channel) -> int:
+def _run_and_count(exchange: Exchange, flat: Tensor, name: str, channel: Channel) -> int:
     """Runs an exchange to its end, and returns the bytes sent."""
     before = channel.sent_bytes
     with torch.no_grad():
@@ -148,5 +148,5 @@ class ExchangeThread:
 
     def start(self, exchange: Exchange, flat: Tensor, name: str) -> InFlight:
         """Starts an exchange in the background. The bytes sent are known when it has ended."""
-        sent = self._worker.submit(partial(_sent_by, exchange, flat, name, self._channel))
+        sent = self._worker.submit(partial(_run_and_count, exchange, flat, name, self._channel))
         return InFlight(flat, FutureWork(sent), sent.wait)

@@ -31,25 +31,27 @@ from embrace_fx.cost.links import Cluster
 from embrace_fx.cost.sparsity import even_ranges
 from embrace_fx.runtime.exchanges.blocks import cut_blocks
 from embrace_fx.runtime.exchanges.channel import Channel, Steps
-from embrace_fx.runtime.exchanges.gradient import RowSet, accumulate
+from embrace_fx.runtime.exchanges.gradient import RowSet, sum_by_position
 from embrace_fx.runtime.exchanges.records import decode_records, encode_records
 from embrace_fx.runtime.ranks.communicator import InFlight
 
 
-def units(dense: Tensor, cluster: Cluster) -> RowSet:
+def nonzero_blocks(dense: Tensor, cluster: Cluster) -> RowSet:
     """Returns the non-zero blocks of a gradient (rows, width), of the cheapest length on these links."""
     return cut_blocks(dense, cheapest_block(max(1, dense.shape[1]), dense.itemsize, cluster))
 
 
 def mean_parts(blocks: RowSet, channel: Channel, cluster: Cluster) -> Steps[list[RowSet]]:
-    """Returns the mean of all ranks' blocks, with one part per round. The ids of a part do not ascend."""
+    """Averages all ranks' blocks by streaming aggregation. Returns one part per round; the ids of a part do not
+    ascend.
+    """
     shape = blocks.num_rows, blocks.width, blocks.rows.itemsize
     streaming = streaming_of(*shape, channel.world_size, cluster)
     lanes = streaming.lanes
-    ranges = _Ranges(blocks.num_rows, channel.world_size, lanes, blocks.ids.device)
-    queues = _Queues(blocks, ranges)
+    ranges = _BlockLanes(blocks.num_rows, channel.world_size, lanes, blocks.ids.device)
+    queues = _BlockQueues(blocks, ranges)
     own_start = ranges.starts[channel.rank].view(1, 1)
-    places = ranges.encode(queues.upcoming(), ranges.starts)
+    places = ranges.encode(queues.heads(), ranges.starts)
     sizes = [places.numel() // channel.world_size] * channel.world_size
     places = yield channel.all_to_all_equal(places)
     upcoming_of_ranks = ranges.decode(places, own_start)
@@ -59,7 +61,7 @@ def mean_parts(blocks: RowSet, channel: Channel, cluster: Cluster) -> Steps[list
     aggregation = _Aggregation(blocks, channel, queues, upcoming_of_ranks, current)
 
     # Assign lanes to streams in turn, so that each gets its share of busy lanes if ids are skewed.
-    count = streaming.streams(int((current < blocks.num_rows).sum(dim=1).max()))
+    count = streaming.busy_streams(int((current < blocks.num_rows).sum(dim=1).max()))
     streams = (slice(first, None, count) for first in range(count))
     waiting = deque(stream for stream in streams if aggregation.active(stream))
     in_flight: deque[tuple[slice, InFlight]] = deque()
@@ -77,7 +79,7 @@ def mean_parts(blocks: RowSet, channel: Channel, cluster: Cluster) -> Steps[list
             in_flight.append((stream, aggregation.push(stream)))
 
 
-class _Ranges:
+class _BlockLanes:
     """The lanes of blocks (N, L): lane l of aggregator n has every L-th block of that aggregator's range.
 
     A block's *place* in its lane needs fewer bytes than its index. The place after the last one means no block.
@@ -104,10 +106,10 @@ class _Ranges:
         return torch.where(of_lanes < self._none, starts + of_lanes * self.lanes + self._lane, self.num_blocks)
 
 
-class _Queues:
+class _BlockQueues:
     """This rank's non-zero blocks, as one queue per lane (N, L), in ascending order."""
 
-    def __init__(self, blocks: RowSet, ranges: _Ranges) -> None:
+    def __init__(self, blocks: RowSet, ranges: _BlockLanes) -> None:
         starts, lanes = ranges.starts.view(-1), ranges.lanes
         world_size = starts.numel()
         aggregator = torch.searchsorted(starts, blocks.ids, right=True) - 1
@@ -120,7 +122,7 @@ class _Queues:
         self._end = lengths.view(-1).cumsum(0).view(world_size, lanes)
         self._head = self._end - lengths
 
-    def upcoming(self) -> Tensor:
+    def heads(self) -> Tensor:
         """Returns the blocks (N, L) at the heads of the queues; for an empty queue `num_rows`, which is above all
         blocks.
         """
@@ -143,7 +145,7 @@ class _Aggregation:
     """
 
     def __init__(
-        self, blocks: RowSet, channel: Channel, queues: _Queues, upcoming_of_ranks: Tensor, current: Tensor
+        self, blocks: RowSet, channel: Channel, queues: _BlockQueues, upcoming_of_ranks: Tensor, current: Tensor
     ) -> None:
         self._channel = channel
         self._queues = queues
@@ -160,11 +162,13 @@ class _Aggregation:
         return bool((self._current[:, stream] < self._end).any())
 
     def push(self, stream: slice) -> InFlight:
-        """Sends this rank's current blocks, each with the index of its next block in the lane."""
+        """Sends this rank's current blocks of a stream to their aggregators, each with the index of its next block in
+        the lane.
+        """
         current = self._current[:, stream]
-        mine = (self._queues.upcoming()[:, stream] == current) & (current < self._end)
+        mine = (self._queues.heads()[:, stream] == current) & (current < self._end)
         blocks = self._queues.take(stream, mine)
-        records = encode_records(self._queues.upcoming()[:, stream][mine], blocks, self._end)
+        records = encode_records(self._queues.heads()[:, stream][mine], blocks, self._end)
         return self._channel.all_to_all(records.view(-1), self._sizes(mine), self._sizes(self._senders(stream)))
 
     def _senders(self, stream: slice) -> Tensor:
@@ -178,11 +182,11 @@ class _Aggregation:
         return sizes
 
     def reply(self, stream: slice, received: Tensor) -> InFlight:
-        """Sends the means of the blocks of this rank's lanes, each with the lane's next block."""
+        """Sends the means of this rank's lanes in a stream to all ranks, each with the lane's next block."""
         senders = self._senders(stream)
         upcoming, blocks = decode_records(received, self._end, self._width, self._dtype)
         lane = senders.nonzero()[:, 1]
-        total = accumulate(lane, blocks, senders.sum(dim=1).tolist(), senders.shape[1])
+        total = sum_by_position(lane, blocks, senders.sum(dim=1).tolist(), senders.shape[1])
         self._upcoming_of_ranks[:, stream][senders] = upcoming
         active = self._current[:, stream] < self._end
         own = active[self._channel.rank]
@@ -191,7 +195,7 @@ class _Aggregation:
         return self._channel.all_gather(records.view(-1), self._sizes(active))
 
     def accept(self, stream: slice, replies: Tensor) -> None:
-        """Stores the means, and advances every lane to its next block."""
+        """Stores the received means, and moves every lane of the stream to its next block."""
         current = self._current[:, stream]
         active = current < self._end
         upcoming, means = decode_records(replies, self._end, self._width, self._dtype)

@@ -14,13 +14,13 @@ from embrace_fx.cost.links import Cluster
 from embrace_fx.cost.sparsity import even_ranges
 from embrace_fx.runtime.exchanges.channel import Channel, Steps
 from embrace_fx.runtime.exchanges.gradient import RowSet, mean_by_id
-from embrace_fx.runtime.exchanges.rounds import gather, push
+from embrace_fx.runtime.exchanges.rounds import gather_units, push_units
 
 
 def mean_parts(own: RowSet, channel: Channel, _cluster: Cluster) -> Steps[list[RowSet]]:
-    """Returns the mean of all ranks' units, with one part from each server."""
+    """Averages all ranks' units on parameter servers. Returns one part from each server."""
     starts = torch.tensor([*even_ranges(own.num_rows, channel.world_size), own.num_rows], device=own.ids.device)
-    ids, rows, counts = yield from push(own, torch.searchsorted(own.ids, starts).diff(), channel)
+    ids, rows, counts = yield from push_units(own, torch.searchsorted(own.ids, starts).diff(), channel)
     served = mean_by_id(ids, rows, counts, own.num_rows, channel.world_size)
-    ids, rows, counts = yield from gather(served, channel)
+    ids, rows, counts = yield from gather_units(served, channel)
     return [RowSet(*part, own.num_rows) for part in zip(ids.split(counts), rows.split(counts), strict=True)]

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from embrace_fx.cost.wire import BLOCK
 from embrace_fx.runtime.exchanges.channel import Channel, Steps
-from embrace_fx.runtime.kernels.rounding import decode_into, in_blocks
+from embrace_fx.runtime.kernels.rounding import as_blocks, decode_into
 from embrace_fx.runtime.ranks.wire_rounding import Rounding
 
 
@@ -30,7 +30,7 @@ def sum_rounded_(flat: Tensor, name: str, channel: Channel, rounding: Rounding) 
     share = ceil(flat.numel() / ranks / block) * block  # whole blocks, so that all ranks use the same blocks
     padded = flat.new_zeros((ranks * share,), dtype=torch.float32)
     padded[: flat.numel()] = flat
-    pieces, every = in_blocks(share), in_blocks(ranks * share)
+    pieces, every = as_blocks(share), as_blocks(ranks * share)
     came = yield channel.all_to_all_equal(rounding.rounded_bucket(padded, every, name))
     parts = decode_into(padded, came, every, form).view(ranks, share)
     total = parts.sum(0)

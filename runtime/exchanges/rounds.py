@@ -15,7 +15,7 @@ Records = tuple[Tensor, Tensor, list[int]]
 """(ids (K,), rows (K, d), number of rows of each rank), in rank order."""
 
 
-def push(units: RowSet, counts: Tensor, channel: Channel) -> Steps[Records]:
+def push_units(units: RowSet, counts: Tensor, channel: Channel) -> Steps[Records]:
     """Sends `counts[r]` consecutive units to each rank r. Returns the received units.
 
     Args:
@@ -25,11 +25,13 @@ def push(units: RowSet, counts: Tensor, channel: Channel) -> Steps[Records]:
     announced = yield channel.all_to_all_equal(counts)
     own: list[int] = counts.tolist()
     theirs: list[int] = announced.tolist()
-    return (yield from send(units, own, theirs, channel))
+    return (yield from send_units(units, own, theirs, channel))
 
 
-def send(units: RowSet, send_counts: Sequence[int], receive_counts: list[int], channel: Channel) -> Steps[Records]:
-    """Sends units like `push`, if both sides already know the counts."""
+def send_units(
+    units: RowSet, send_counts: Sequence[int], receive_counts: list[int], channel: Channel
+) -> Steps[Records]:
+    """Sends units like `push_units`, if both sides already know the counts."""
     records = encode_records(units.ids, units.rows, units.num_rows)
     size = records.shape[1]
     flat = yield channel.all_to_all(
@@ -39,7 +41,7 @@ def send(units: RowSet, send_counts: Sequence[int], receive_counts: list[int], c
     return ids, rows, receive_counts
 
 
-def gather(units: RowSet, channel: Channel) -> Steps[Records]:
+def gather_units(units: RowSet, channel: Channel) -> Steps[Records]:
     """Gathers the units of all ranks on every rank."""
     count = torch.tensor([units.ids.numel()], device=units.ids.device)
     announced = yield channel.all_gather(count, [1] * channel.world_size)

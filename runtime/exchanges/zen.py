@@ -20,19 +20,19 @@ from embrace_fx.runtime.exchanges.channel import Channel, Steps
 from embrace_fx.runtime.exchanges.gradient import RowSet, mean_by_id
 from embrace_fx.runtime.exchanges.hashing import hash_bitmap, ids_of_bitmap, index_sets, server_of
 from embrace_fx.runtime.exchanges.records import row_bytes
-from embrace_fx.runtime.exchanges.rounds import push
+from embrace_fx.runtime.exchanges.rounds import push_units
 
 SEED = 0
 """Seed of the hash functions, equal on all ranks."""
 
 
 def mean_parts(own: RowSet, channel: Channel, _cluster: Cluster) -> Steps[list[RowSet]]:
-    """Returns the mean of all ranks' units, with one part from each server."""
+    """Averages all ranks' units on servers that hashing fills evenly. Returns one part from each server."""
     world_size, num_units = channel.world_size, own.num_rows
     server = server_of(own.ids, world_size, SEED)
     order = server.argsort(stable=True)
     grouped = RowSet(own.ids[order], own.rows.index_select(0, order), num_units)
-    ids, rows, counts = yield from push(grouped, torch.bincount(server, minlength=world_size), channel)
+    ids, rows, counts = yield from push_units(grouped, torch.bincount(server, minlength=world_size), channel)
     served = mean_by_id(ids, rows, counts, num_units, world_size)
 
     sets = index_sets(num_units, world_size, SEED, own.ids.device)

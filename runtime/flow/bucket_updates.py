@@ -18,20 +18,20 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from embrace_fx.cost import links as cost
-from embrace_fx.runtime.flow.owed import Owed
+from embrace_fx.runtime.flow.owed import PendingUpdate
 from embrace_fx.runtime.kernels import unpack_bucket
 from embrace_fx.runtime.launch.launcher import Launcher
 from embrace_fx.runtime.launch.ticket import Ticket
 from embrace_fx.runtime.ranks.communicator import Communicator, InFlight
 from embrace_fx.runtime.ranks.groups import LANE_GROUP
 from embrace_fx.runtime.tables.local_storage import GONE, GradientFuture
-from embrace_fx.runtime.tables.own_step import hyperparameters, step_groups, takes_sparse
+from embrace_fx.runtime.tables.own_step import accepts_sparse, hyperparameters, step_groups
 from embrace_fx.vocabulary.operation_id import OperationId, bucket_name, compute_id
-from embrace_fx.vocabulary.proxies import READ_MEMORY, NoStorage, forward, share_memory
+from embrace_fx.vocabulary.proxies import READ_MEMORY, NoStorage, forward_methods, share_memory
 
 
 class PendingGradient(Tensor):
-    """A tensor in `.grad` that stands for a gradient in flight. Any use waits for the gradient and then uses it.
+    """The tensor in `.grad` while the gradient itself is in flight. Any use waits for the gradient first.
 
     So code that reads gradients between backward and step (clipping, logging) works as with any model. From then on,
     the gradient is an ordinary one.
@@ -47,7 +47,9 @@ class PendingGradient(Tensor):
     is_sparse: bool = False  # torch's own attribute does not dispatch to subclasses
 
     @staticmethod
-    def each(parameters: Sequence[Tensor], late: GradientFuture[Tensor], *, sparse: bool) -> list[PendingGradient]:
+    def create_all(
+        parameters: Sequence[Tensor], late: GradientFuture[Tensor], *, sparse: bool
+    ) -> list[PendingGradient]:
         """Makes the stand-ins of all parameters whose gradients are in `late`."""
         found = list[PendingGradient]()
         for place, like in enumerate(parameters):  # inlined, because it runs for every parameter in every step
@@ -66,7 +68,7 @@ class PendingGradient(Tensor):
 
     @property
     def landed(self) -> Tensor | None:
-        """Returns the gradient if it has arrived, or None."""
+        """The gradient if it has arrived, or None."""
         found = self.late.landed
         return None if found is None else found[self.place]
 
@@ -104,7 +106,7 @@ class PendingGradient(Tensor):
         return self.resolve().__reduce_ex__(protocol)
 
 
-forward(PendingGradient, (*READ_MEMORY, "as_subclass"), lambda gradient, _: gradient.resolve())
+forward_methods(PendingGradient, (*READ_MEMORY, "as_subclass"), lambda gradient, _: gradient.resolve())
 share_memory(PendingGradient, lambda gradient, _: gradient.resolve())
 
 BucketExchange = Callable[[Tensor, str], InFlight]
@@ -117,8 +119,8 @@ _Update = tuple[Optimizer, dict[str, Any], list[nn.Parameter]]
 """A step of some parameters: the optimizer, the options of their group at that step, and the parameters."""
 
 
-class Bucket(Owed):
-    """One bucket of dense gradients: its reduction in flight, and the step that waits for it.
+class Bucket(PendingUpdate):
+    """One bucket of dense gradients: its reduction in flight, and the optimizer steps that wait for it.
 
     Args:
         names: the names of the bucket's parameters.
@@ -152,7 +154,7 @@ class Bucket(Owed):
         """Returns whether the bucket has an update to apply, and its reduction has ended."""
         return bool(self.updates) and self.sent is not None and all(ticket.has_ended() for ticket in self.sent[1])
 
-    def take(self, flat: Tensor, tickets: list[Ticket]) -> None:
+    def take_reduction(self, flat: Tensor, tickets: list[Ticket]) -> None:
         """Takes over the bucket's reduction, in flight, at the end of a backward."""
         if self.sent is not None:  # from the previous step, if no forward has read the parameters since
             self._finish()
@@ -161,12 +163,12 @@ class Bucket(Owed):
     def deliver(self, without: Set[int]) -> None:
         """Puts stand-ins into `.grad`, except for parameters (by `id`) that this backward gives no gradient."""
         assert self.sent is not None
-        found = PendingGradient.each(self.parameters, self._promise(self.sent), sparse=self.sent[0].is_sparse)
+        found = PendingGradient.create_all(self.parameters, self._make_future(self.sent), sparse=self.sent[0].is_sparse)
         for parameter, gradient in zip(self.parameters, found, strict=True):
             if id(parameter) not in without:
                 parameter.grad = gradient
 
-    def _promise(self, sent: _Sent) -> GradientFuture[Tensor]:
+    def _make_future(self, sent: _Sent) -> GradientFuture[Tensor]:
         """Returns the future of gradients in flight. It refers to the bucket weakly."""
         itself = ref(self)
 
@@ -174,25 +176,25 @@ class Bucket(Owed):
             """Waits for the bucket and returns its gradients."""
             if (bucket := itself()) is None:
                 raise RuntimeError(GONE)
-            return bucket.wanted(sent)
+            return bucket.wait_and_read(sent)
 
         self.late = GradientFuture(wait)
         return self.late
 
-    def add_to(self, without: Set[int]) -> None:
+    def add_to_gradients(self, without: Set[int]) -> None:
         """Waits for the gradients, and adds them to `.grad`, except for parameters (by `id`) in `without`."""
-        gradients, self.sent = self._land(self.sent), None
+        gradients, self.sent = self._wait_for_gradients(self.sent), None
         for parameter, gradient in zip(self.parameters, gradients, strict=True):
             if id(parameter) not in without:
                 parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
 
-    def wanted(self, sent: _Sent) -> Sequence[Tensor]:
+    def wait_and_read(self, sent: _Sent) -> Sequence[Tensor]:
         """Waits for the gradients, because one of them is read, and returns them."""
         # Rows of the next forward may come before it in the order, and other buckets may have to wait longer.
         with self._launcher.flushing(), torch._C.DisableTorchFunctionSubclass():
-            return self._finish() if self.sent is sent else self._land(sent)
+            return self._finish() if self.sent is sent else self._wait_for_gradients(sent)
 
-    def take_step(self, update: _Update) -> None:
+    def defer_step(self, update: _Update) -> None:
         """Leaves the step of some parameters to the next forward."""
         self.updates.append(update)
         self.stepped |= {id(parameter): parameter for parameter in update[2]}
@@ -208,7 +210,7 @@ class Bucket(Owed):
             self._finish(others)
 
     def drop(self) -> None:
-        """Forgets a reduction that no step has used, and clears the gradients that stand for it."""
+        """Drops a reduction that no step has used, and clears the `.grad` that refer to it."""
         if self.waiting:
             for n, parameter in enumerate(self.parameters):
                 found = parameter.grad
@@ -222,7 +224,7 @@ class Bucket(Owed):
         Other gradients become ordinary. Returns this bucket's gradients.
         """
         buckets = (self, *others)
-        landed = [bucket._land(bucket.sent) for bucket in buckets]
+        landed = [bucket._wait_for_gradients(bucket.sent) for bucket in buckets]
         updates, given = list[_Update](), list[tuple[nn.Parameter, Tensor, Tensor | None]]()
         for bucket, found in zip(buckets, landed, strict=True):
             if bucket.late is not None:
@@ -232,13 +234,13 @@ class Bucket(Owed):
             for parameter, gradient in zip(bucket.parameters, found, strict=True):
                 given.append((parameter, gradient, parameter.grad))
                 parameter.grad = gradient
-        _step(updates)
+        _apply_updates(updates)
         for parameter, gradient, stood in given:
             # `.grad` is None after zero_grad or without a gradient. It may also be the user's own tensor.
             parameter.grad = gradient if getattr(stood, "landed", None) is gradient else stood
         return landed[0]
 
-    def _land(self, sent: _Sent | None) -> list[Tensor]:
+    def _wait_for_gradients(self, sent: _Sent | None) -> list[Tensor]:
         """Waits for a reduction, and returns the gradients of the bucket's parameters."""
         assert sent is not None
         flat, tickets = sent
@@ -247,7 +249,7 @@ class Bucket(Owed):
         return unpack_bucket(flat, self.parameters)
 
 
-def _step(updates: Sequence[_Update]) -> None:
+def _apply_updates(updates: Sequence[_Update]) -> None:
     """Applies steps. Parameters of one group and step are stepped together."""
     merged: dict[int, _Update] = {}
     for optimizer, options, parameters in updates:
@@ -315,7 +317,7 @@ class Buckets:
 
     def await_chunk(self, launch: OperationId, value: Any, name: str) -> Any:
         """Waits for a chunk if it is in flight. Its gradient may have been used or dropped before."""
-        self._recorder.stand()
+        self._recorder.pause_segment()
         ticket = self._submitted.pop(launch, None)
         if ticket is None and (sent := self.all[self._number[launch.what]].sent) is not None:
             ticket = next((each for each in sent[1] if each.id == launch), None)
@@ -323,7 +325,7 @@ class Buckets:
             self._launcher.wait(ticket)
         return value
 
-    def forget_submitted(self) -> None:
+    def drop_submitted(self) -> None:
         """Forgets the submitted chunks of a backward that was given up, because no bucket takes them over."""
         self._submitted.clear()
 
@@ -331,7 +333,7 @@ class Buckets:
         """Takes over a bucket whose chunks have all been submitted, at the end of a backward."""
         mine = [launch for launch in self._submitted if self._number[launch.what] == k]
         self._any_sparse |= flat.is_sparse
-        self.all[k].take(flat, [self._submitted.pop(launch) for launch in mine])
+        self.all[k].take_reduction(flat, [self._submitted.pop(launch) for launch in mine])
 
     def deliver(self, numbers: Sequence[int], absent: Collection[nn.Parameter] = ()) -> None:
         """Puts stand-ins into empty `.grad` of the parameters, and adds to `.grad` that holds a gradient already.
@@ -350,12 +352,12 @@ class Buckets:
                 bucket.deliver(without)
                 continue
             with self._launcher.flushing():  # rows of the next forward may come before the buckets in the order
-                bucket.add_to(without)
+                bucket.add_to_gradients(without)
 
     # -- updates -------------------------------------------------------------------------------------------------------
 
     @property
-    def stepped(self) -> list[nn.Parameter]:
+    def pending_parameters(self) -> list[nn.Parameter]:
         """Parameters whose update is still to be applied."""
         found: list[nn.Parameter] = []
         for bucket in self.all:
@@ -382,7 +384,7 @@ class Buckets:
             return {}
         bucket_of = {id(bucket.late): bucket for bucket in self.all if bucket.late is not None}
         hidden: dict[int, tuple[nn.Parameter, Tensor, Bucket]] = {}
-        may_step, takes_any = True, not self._any_sparse or takes_sparse(optimizer)
+        may_step, takes_any = True, not self._any_sparse or accepts_sparse(optimizer)
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 gradient = None if id(parameter) in tables else parameter.grad
@@ -418,9 +420,9 @@ class Buckets:
                 if (bucket := bucket_of.get(id(parameter))) is not None:
                     by_bucket.setdefault(id(bucket), (bucket, []))[1].append(parameter)
             for bucket, parameters in by_bucket.values():
-                bucket.take_step((optimizer, options, parameters))
+                bucket.defer_step((optimizer, options, parameters))
 
-    def _arrived_before(self, k: int) -> list[Bucket]:
+    def _arrived_after(self, k: int) -> list[Bucket]:
         """Returns the buckets that the forward reads after bucket k, up to the first that is still in flight."""
         found = list[Bucket]()
         for bucket in reversed(self.all[:k]):
@@ -448,7 +450,7 @@ class Buckets:
         of few parameters cost a processor as much as a step of all.
         """
         if self.all[k].updates:
-            self.all[k].apply(self._arrived_before(k))
+            self.all[k].apply(self._arrived_after(k))
         self.all[k].wait()
         self._recorder.mark(compute_id("update", bucket_name(k)))
         self._recorder.begin_segment(compute_id("forward", bucket_name(k)))

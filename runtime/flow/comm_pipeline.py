@@ -18,8 +18,8 @@ from torch import Tensor, fx
 
 from embrace_fx.cost import links as cost
 from embrace_fx.runtime.flow.bucket_updates import Buckets
-from embrace_fx.runtime.flow.next_batch import IdsProgram, NextBatch, announce, read_batch
-from embrace_fx.runtime.flow.owed import Owed
+from embrace_fx.runtime.flow.next_batch import IdsProgram, NextBatch, announce_batch, read_batch
+from embrace_fx.runtime.flow.owed import PendingUpdate
 from embrace_fx.runtime.flow.row_exchange import RowExchange
 from embrace_fx.runtime.launch.launch_queue import LaunchQueue
 from embrace_fx.runtime.launch.launcher import Launcher
@@ -84,7 +84,7 @@ class CommPipeline:
         self.exchanges = exchanges
         self.of_table = {table.name: exchange for exchange in exchanges.values() for table in exchange.table.members}
         self.buckets = buckets
-        self._owed: tuple[Owed, ...] = (*(each.gradient for each in exchanges.values()), *buckets.all)
+        self._owed: tuple[PendingUpdate, ...] = (*(each.gradient for each in exchanges.values()), *buckets.all)
         self.looks_ahead = looks_ahead
         self._warn = warn
         self.after_announcement = after_announcement
@@ -109,12 +109,12 @@ class CommPipeline:
 
         Args:
             following: the next batch, if known.
-            absent: variant -> the launches that its forward leaves out, as `Launcher.absent` lists them.
+            absent: variant -> the launches that its forward leaves out, as `Launcher.missing_from` lists them.
 
         Raises:
             PeerFailure: a rank cannot continue; raised on every rank.
         """
-        expected = self._expected()
+        expected = self._usable_next_batch()
         is_batch = expected is not None and expected.is_batch(leaves)
         found = expected is not None and is_batch and expected.program is program
         if expected is not None and found:
@@ -123,7 +123,7 @@ class CommPipeline:
             values, bad = read_batch(self.announcements, program, leaves)
         rows = program.rows_of_batch(values)
         coming = following.sizes() if following is not None and self.looks_ahead else None
-        everyone = announce(self.announcements, self.launcher, rows, coming, bad, found=found)
+        everyone = announce_batch(self.announcements, self.launcher, rows, coming, bad, found=found)
         self.announcements.record_rows(program.tables, everyone.rows)
         self.after_announcement()
         if everyone.overtook:
@@ -138,22 +138,22 @@ class CommPipeline:
                 ids = self.communicator.gather_rows_read(rows, everyone.rows, program.num_rows, "ids")
                 program.route(values, self.communicator.wait(ids))
         self._valid, self._handed_out = True, False
-        self._land_waiting()
-        self.launcher.enter_forward()
+        self._wait_for_unstepped()
+        self.launcher.begin_forward()
         self._coming = None
         if following is not None and program.routes and min(chain.from_iterable(everyone.coming), default=0) >= 0:
             following.announced = everyone.coming
             of_ranks = program.rows_of_ranks(values)
             following.current = {table: self.exchanges[table].routing(*found) for table, found in of_ranks.items()}
             self._coming = following
-        variant = ForwardVariant(self._arrives(), self._coming is not None)
+        variant = ForwardVariant(self._arrival(), self._coming is not None)
         if variant.arrives == "other":  # the rows would wait for gradients that come later in the order
             self.launcher.queue.enqueue_submitted()
         self.launcher.skip(absent(variant))
         self._begin_compute()
         return values, variant
 
-    def _expected(self) -> NextBatch | None:
+    def _usable_next_batch(self) -> NextBatch | None:
         """Returns the prepared next batch, if the rows already sent for it may still be used."""
         ahead, self._ahead = self._ahead, None
         if ahead is not None and not ahead.may_be_used(self.launcher.wait):
@@ -165,7 +165,7 @@ class CommPipeline:
             return ahead if all(exchange.still_equal() for exchange in exchanges) else None
         return ahead
 
-    def _arrives(self) -> Arrival:
+    def _arrival(self) -> Arrival:
         """Returns how the rows of this batch arrive: "cut", "whole" or "other", as in `ForwardVariant`."""
         cut, self._has_cut = self._has_cut, False
         if cut:
@@ -174,11 +174,11 @@ class CommPipeline:
         return "other" if left else "whole"
 
     def _begin_compute(self) -> None:
-        """Marks the beginning of the forward's compute."""
+        """Records, for the measured times, that the forward's compute begins."""
         self.recorder.mark(BETWEEN)
         self.recorder.begin_segment(self._forward)
 
-    def _land_waiting(self) -> None:
+    def _wait_for_unstepped(self) -> None:
         """Waits for gradients that no step has applied, because they come before this forward's launches in the
         order.
         """
@@ -199,7 +199,7 @@ class CommPipeline:
     def await_launch(self, ticket: Ticket) -> Tensor:
         """Waits for a launch that the same phase has submitted, and returns its value."""
         recorder = self.recorder
-        recorder.stand()
+        recorder.pause_segment()
         value = self.launcher.wait(ticket)
         if recorder.segment is not None:
             recorder.mark(compute_id("rows", ticket.id.what))
@@ -207,16 +207,16 @@ class CommPipeline:
         return value
 
     def begin_plain_forward(self) -> None:
-        """Begins a forward that leaves nothing to the next step and finds nothing left by the last one."""
-        self.launcher.enter_forward()
+        """Begins a forward whose step awaits all of its own communication."""
+        self.launcher.begin_forward()
         self._begin_compute()
 
     def mark_forward(self) -> None:
-        """Records a forward that ran outside of a program."""
+        """Records a forward that ran outside of a program, as on the eager route."""
         self.recorder.mark(self._forward)
 
     def end_forward(self) -> None:
-        """Marks the end of a forward."""
+        """Records that a forward has ended."""
         self.recorder.end_forward()
 
     def next_backward(self, program: IdsProgram, values: Values) -> BackwardVariant:
@@ -245,7 +245,7 @@ class CommPipeline:
 
         Args:
             gate: finds out whether every rank is in this backward. Nothing is launched before.
-            absent: the launches that the backward leaves out, as `Launcher.absent` lists them.
+            absent: the launches that the backward leaves out, as `Launcher.missing_from` lists them.
         """
         self.awaits_ids = True
         self.launcher.open_window(held=gate is not None)
@@ -256,7 +256,7 @@ class CommPipeline:
     def begin_backward(self, program: IdsProgram, variant: BackwardVariant) -> None:
         """Applies the pending updates that no node of the program applies."""
         self.recorder.mark(OWN_CODE)  # counts the code since the forward, such as losses, as the loop's own
-        self.recorder.window()
+        self.recorder.begin_window()
         self._has_cut = self._left = self.looks_ahead and variant.cut
         for bucket in self.buckets.all:
             bucket.apply()
@@ -269,9 +269,9 @@ class CommPipeline:
             self.recorder.mark(EARLY)
 
     def end_backward(self) -> None:
-        """Marks the end of a backward, and lets later launches proceed without any that it has not submitted."""
+        """Ends a backward. From now on, other launches no longer wait for those that it has not submitted."""
         self.mark_end()
-        self.launcher.leave_backward()
+        self.launcher.end_backward()
 
     def mark_end(self) -> None:
         """Records that the compute since the last mark belongs to the end of the backward."""
@@ -280,7 +280,7 @@ class CommPipeline:
     def give_up_forward(self) -> None:
         """Forgets a failed forward, whose launches have all been submitted."""
         self._coming = self._ahead = None
-        self.recorder.forget_forward()
+        self.recorder.drop_segment()
         self._forget_rows()
 
     def give_up_backward(self) -> None:
@@ -288,7 +288,7 @@ class CommPipeline:
         self._ahead = None
         self._left = self.looks_ahead  # delayed gradients of this backward or the previous one
         self._forget_rows()
-        self.buckets.forget_submitted()
+        self.buckets.drop_submitted()
         self.drop()
         self.launcher.open_window()
 
@@ -315,32 +315,32 @@ class CommPipeline:
             ahead = self._ahead = None
         if ahead is not None and self._has_cut:
             for table, found in ahead.program.rows_of_ranks(ahead.values).items():
-                self.exchanges[table].cut(*found, ahead.cuts.get(table))
+                self.exchanges[table].cut_batches(*found, ahead.cuts.get(table))
         self.recorder.mark(EARLY)
 
     # -- between steps -------------------------------------------------------------------------------------------------
 
     @property
-    def has_tables_under_way(self) -> bool:
+    def has_pending_tables(self) -> bool:
         """Returns whether a table has an update still to be applied, or early rows in flight."""
         return any(exchange.sent or exchange.gradient.step is not None for exchange in self.exchanges.values())
 
     def apply_buckets(self) -> None:
         """Applies pending updates of dense parameters, as `apply` does."""
-        with self._out_of_turn():
+        with self._any_order():
             for bucket in self.buckets.all:
                 bucket.apply()
 
     def apply(self) -> None:
         """Applies every update that a step has left. Launches not submitted yet do not delay this."""
-        with self._out_of_turn():
+        with self._any_order():
             for each in self._owed:
                 each.apply()
 
     def wait(self) -> None:
         """Waits for the gradients that no step has taken, for code that is about to read or change them."""
         if True in [each.waiting for each in self._owed]:
-            with self._out_of_turn():
+            with self._any_order():
                 for each in self._owed:
                     each.wait()
 
@@ -350,25 +350,31 @@ class CommPipeline:
             each.drop()
 
     @contextlib.contextmanager
-    def _out_of_turn(self) -> Iterator[None]:
-        """Opens a context in which launches may complete out of turn, because it may be opened anywhere in a step."""
+    def _any_order(self) -> Iterator[None]:
+        """Opens a context in which a wait does not need the launches that come earlier in the order, because it may
+        happen anywhere in a step.
+        """
         with outside_of_modes(), self.launcher.flushing():
             yield
 
-    def hand_out(self) -> None:
-        """Prepares for writes to parameters by the caller: early rows are compared with the table before their use."""
+    def before_writes(self) -> None:
+        """Prepares for the caller to write parameters: from now on, prefetched rows are compared with the table, or
+        sent again.
+        """
         self._handed_out = True
 
-    def forget_sent(self) -> None:
-        """Makes prefetched rows be sent again, because the optimizer state that they were computed with changes."""
+    def resend_rows(self) -> None:
+        """Makes prefetched rows be sent again, because the optimizer state from which they were computed changes."""
         self._valid = False
 
     def expect_no_batch(self) -> None:
         """Drops everything prepared for the next batch, because any batch may come."""
         self._ahead = None
 
-    def leave(self) -> None:
-        """Applies updates, waits for gradients, and drops prefetched rows, before a call that does not use the flow."""
+    def finish_pending(self) -> None:
+        """Applies updates, waits for gradients, and drops prefetched rows, before a call that does not use the
+        pipeline.
+        """
         self.apply()
         self.wait()
         self._ahead = None
@@ -376,7 +382,7 @@ class CommPipeline:
 
     def close(self) -> None:
         """Ends the flow between two steps: applies updates, and waits for gradients and all launches."""
-        self.leave()
+        self.finish_pending()
         with self.communicator.watching():
             self.launcher.close()
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from embrace_fx.runtime.flow.comm_pipeline import CommPipeline, Kernels
 from embrace_fx.runtime.flow.next_batch import DeviceBatch, IdsProgram, NextBatch
-from embrace_fx.runtime.flow.single_process import SingleProcessRows, runs_uncounted
+from embrace_fx.runtime.flow.single_process import SingleProcessRows, runs_without_counts
 from embrace_fx.runtime.kernels import plan_sums, sum_rows
 from embrace_fx.runtime.launch.streams import Event, Streams
 from embrace_fx.runtime.tables.member import Member
@@ -45,7 +45,7 @@ class DevicePipeline(CommPipeline):
 
     def kernels(self, graph: TrainingGraph, tables: Mapping[str, Member]) -> Kernels:
         """Returns the function that finds what a node of a graph runs in place of its op's kernel, if anything."""
-        if self.communicator.world_size == 1 and runs_uncounted(graph):
+        if self.communicator.world_size == 1 and runs_without_counts(graph):
             return SingleProcessRows(self._streams, tables).kernel
         return lambda node: self._coalesce if op_name(node) == "embrace::coalesce" else None
 
@@ -68,11 +68,11 @@ class DevicePipeline(CommPipeline):
         self._ids_known = self._streams.record("ids known")
         super()._begin_compute()
 
-    def hand_out(self) -> None:
-        """Prepares for writes to parameters by the caller: early rows are sent again, because the host would wait for
+    def before_writes(self) -> None:
+        """Prepares for the caller to write parameters: prefetched rows are sent again, because the host would wait for
         a comparison with the table.
         """
-        self.forget_sent()
+        self.resend_rows()
 
 
 _NO_TABLES = torch.empty(0, device="cpu")

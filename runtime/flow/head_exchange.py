@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, fx
 
 from embrace_fx.runtime.kernels.head import chunk_bounds
-from embrace_fx.runtime.launch.recorder import Recorder, Watch
+from embrace_fx.runtime.launch.recorder import RecordedCopy, Recorder
 from embrace_fx.runtime.ranks.communicator import Communicator, InFlight
 from embrace_fx.vocabulary.operation_id import OperationId
 from embrace_fx.vocabulary.ops import id_of, op_name
@@ -34,9 +34,9 @@ class HeadExchange:
     def __init__(self, communicator: Communicator, recorder: Recorder | None = None) -> None:
         self._communicator, self._recorder = communicator, recorder
         self._counting: dict[str, InFlight] = {}  # table -> its last exchange of counts
-        self._watches: dict[OperationId, Watch] = {}  # spans of the launches in flight
+        self._watches: dict[OperationId, RecordedCopy] = {}  # spans of the launches in flight
 
-    def begin(self, node: fx.Node) -> Callable[..., InFlight]:
+    def begin_function(self, node: fx.Node) -> Callable[..., InFlight]:
         """Returns the function that starts an output layer's exchange for a node."""
         launch, until, recorder = id_of(node), compute_up_to(node), self._recorder
         exchange = getattr(self, op_name(node).removeprefix("embrace::"))
@@ -50,7 +50,7 @@ class HeadExchange:
 
         return begun
 
-    def end(self, node: fx.Node) -> Callable[[InFlight], Tensor]:
+    def end_function(self, node: fx.Node) -> Callable[[InFlight], Tensor]:
         """Returns the function that awaits an output layer's exchange for a node."""
         launch, until, recorder = id_of(node.all_input_nodes[0]), compute_up_to(node), self._recorder
         assert recorder is not None
@@ -69,7 +69,7 @@ class HeadExchange:
     def _watch(self, launch: OperationId | None, sent: Tensor, copies: int) -> None:
         """Begins to measure an exchange that sends `sent` to each of `copies` ranks, if a recording runs."""
         if launch is not None and self._recorder is not None and self._recorder.recording is not None:
-            self._watches[launch] = Watch(launch, sent.numel() * sent.element_size() * copies, self._recorder)
+            self._watches[launch] = RecordedCopy(launch, sent.numel() * sent.element_size() * copies, self._recorder)
             self._watches[launch].__enter__()
 
     def gather_counts(
@@ -93,7 +93,7 @@ class HeadExchange:
         launch: OperationId | None = None,
     ) -> InFlight:
         """Launches `gather_positions`. Without counts, sends as many zeros as this rank has announced positions."""
-        sizes, shape = self._sizes(counts, chunk, chunks, table), rows.shape[1:]
+        sizes, shape = self._chunk_sizes(counts, chunk, chunks, table), rows.shape[1:]
         if counts is None:
             rows = rows.new_zeros((sizes[self._communicator.rank], *shape))
         elif chunks > 1:
@@ -115,7 +115,7 @@ class HeadExchange:
         launch: OperationId | None = None,
     ) -> InFlight:
         """Launches `scatter_positions`. Without counts, sends as many zeros as this rank has announced positions."""
-        sizes, shape = self._sizes(counts, chunk, chunks, table), rows.shape[1:]
+        sizes, shape = self._chunk_sizes(counts, chunk, chunks, table), rows.shape[1:]
         if counts is None:
             rows = rows.new_zeros((sum(sizes), *shape))
         of_ranks = [size * shape.numel() for size in sizes]
@@ -127,7 +127,7 @@ class HeadExchange:
         found = self._communicator.all_to_all(arrived, rows.reshape(-1), own, of_ranks, group)
         return replace(found, value=found.value.view(group_size * sizes[self._communicator.rank], *shape))
 
-    def _sizes(self, counts: Tensor | None, chunk: int, chunks: int, table: str) -> list[int]:
+    def _chunk_sizes(self, counts: Tensor | None, chunk: int, chunks: int, table: str) -> list[int]:
         """Returns, for each rank, the number of its scored positions in a chunk."""
         if counts is None:
             counts = self._communicator.wait(self._counting[table]).view(-1)

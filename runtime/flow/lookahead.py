@@ -60,7 +60,7 @@ class Lookahead:
             )
         self._warned = True
 
-    def over(self, loader: Iterable[Any], batches: int = 1) -> Iterator[Any]:
+    def read_ahead(self, loader: Iterable[Any], batches: int = 1) -> Iterator[Any]:
         """Yields a loader's batches in order, and reads the loader `batches` batches ahead.
 
         Raises:
@@ -72,26 +72,28 @@ class Lookahead:
                 "that loop, or `close()` its iterator, before starting another."
             )
         self.batches = batches
-        iterator = self._one_ahead(loader)
+        iterator = self._hold_one_batch(loader)
         self._active = weakref.ref(iterator)  # a loop that is left drops its iterator
         return iterator
 
-    def _one_ahead(self, loader: Iterable[Any]) -> Iterator[Any]:
+    def _hold_one_batch(self, loader: Iterable[Any]) -> Iterator[Any]:
         """Yields the batches of a loader while it holds one more batch."""
-        iterator = self._read(loader)
+        iterator = self._read_batches(loader)
         try:
             self._current = next(iterator)
         except StopIteration:
             return
         self._current_flat = _flatten(self._current)
-        seen = VersionSnapshot.of(self._current_flat[0])
+        seen = VersionSnapshot.of_tensors_in(self._current_flat[0])
         try:
             for self._coming in iterator:
                 self._recorder().mark(LOADER)
                 self._coming_flat = _flatten(self._coming)
                 leaves, _ = self._coming_flat
-                _check_apart(seen, leaves if not self._further else [*leaves, *pytree.tree_leaves([*self._further])])
-                seen = VersionSnapshot.of(leaves)
+                _check_separate_memory(
+                    seen, leaves if not self._further else [*leaves, *pytree.tree_leaves([*self._further])]
+                )
+                seen = VersionSnapshot.of_tensors_in(leaves)
                 self.known = True
                 yield self._current
                 self._recorder().mark(OWN_CODE)
@@ -105,8 +107,8 @@ class Lookahead:
             if not sys.is_finalizing():  # at interpreter exit, other ranks may be gone and tensors are being freed
                 self._at_end()
 
-    def _read(self, loader: Iterable[Any]) -> Iterator[Any]:
-        """Yields a loader's batches. Batches that it has read beyond the present one are in `_further`."""
+    def _read_batches(self, loader: Iterable[Any]) -> Iterator[Any]:
+        """Yields a loader's batches. Takes first those that were read ahead before, from `_further`."""
         self._further = deque()
         for batch in loader:
             self._further.append(batch)
@@ -116,12 +118,13 @@ class Lookahead:
             yield self._further.popleft()
 
     def begin_call(self) -> None:
-        """Marks the time before a training call as the loop's own code or, without lookahead, as the loader's."""
+        """Records the time before a training call as the loop's own code or, without lookahead, as the loader's."""
         if torch.is_grad_enabled():
             self._recorder().mark(OWN_CODE if self.active else LOADER)
 
     def following(self, leaves: Sequence[Any], *, farthest: bool = False) -> list[Any] | None:
-        """Returns the flattened arguments of the next call, if batches differ only in their tensors.
+        """Returns the flattened arguments of the next call. This is possible if batches differ only in their
+        tensors.
 
         Args:
             leaves: flattened arguments of this call.
@@ -171,7 +174,7 @@ def _spec_of_tensors(count: int, *, is_list: bool) -> pytree.TreeSpec:
     return pytree.tree_structure(leaves if is_list else tuple(leaves))
 
 
-def _check_apart(current: VersionSnapshot, coming: Iterable[Any]) -> None:
+def _check_separate_memory(current: VersionSnapshot, coming: Iterable[Any]) -> None:
     """Raises `RuntimeError` if the loader has written a later batch into the present batch's tensors."""
     again = {id(leaf) for leaf in coming}
     if any(id(leaf) in again for leaf in current.written()):

@@ -21,14 +21,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from embrace_fx.runtime.flow.routing import PaddedRouting, Routing, SplitAhead, routed
+from embrace_fx.runtime.flow.routing import PaddedRouting, Routing, SplitAhead, route_padded
 from embrace_fx.runtime.flow.row_exchange import RowExchange
 from embrace_fx.runtime.kernels import unpack_ids
 from embrace_fx.runtime.launch.launcher import Launcher
 from embrace_fx.runtime.launch.stream_queue import StreamTicket
 from embrace_fx.runtime.launch.streams import Event, Streams
 from embrace_fx.runtime.launch.ticket import Ticket
-from embrace_fx.runtime.ranks.bad_batches import bad_id_report, unreadable
+from embrace_fx.runtime.ranks.bad_batches import describe_bad_id, unreadable_batch
 from embrace_fx.runtime.ranks.communicator import Communicator, InFlight
 from embrace_fx.runtime.ranks.groups import LANE_GROUP
 from embrace_fx.runtime.ranks.step_handshake import StepHandshake
@@ -86,7 +86,7 @@ class IdsProgram:
 
     def bad_id(self, values: Values) -> str | None:
         """Describes an id of the batch outside of its table. Returns None if there is none."""
-        return bad_id_report(self.rows_of_batch(values), self.tables, self.num_rows, self.spaces)
+        return describe_bad_id(self.rows_of_batch(values), self.tables, self.num_rows, self.spaces)
 
 
 class NextBatch:
@@ -117,7 +117,7 @@ class NextBatch:
         self.current: Mapping[str, Routing] = {}
         self._counts = counts
         self._read = [leaves[k] for k in program.reads]
-        self._seen = VersionSnapshot.of(self._read)  # a batch with a tensor written since is another batch
+        self._seen = VersionSnapshot.of_tensors_in(self._read)  # a batch with a tensor written since is another batch
 
     def is_batch(self, leaves: Sequence[Any]) -> bool:
         """Returns whether a flattened batch equals this one, in the tensors from which its ids are computed."""
@@ -134,10 +134,10 @@ class NextBatch:
         return [rows.numel() for rows in unique]
 
     def copy_rows(self) -> None:
-        """Begins to copy the batch's rows to the host for `rows`. Does nothing here, because they are on the host."""
+        """Starts a copy of the batch's rows to the host, for `rows`. Here they are on the host already."""
 
     def rows(self) -> dict[str, Tensor]:
-        """Returns the rows (K,) that the batch reads, on the host, by table. Any thread may call it."""
+        """Returns the rows (K,) that the batch reads, by table, on the host. Any thread may call it."""
         return dict(zip(self.program.tables, self.program.rows_of_batch(self.values), strict=True))
 
     def exchange(self, communicator: Communicator, exchanges: Mapping[str, RowExchange]) -> InFlight:
@@ -154,11 +154,11 @@ class NextBatch:
         """Waits for the id exchange and runs the ids phase, once. Returns whether the batch is usable."""
         if not self.routed:
             assert self.ticket is not None
-            self._arrive(self.ticket, wait)
+            self._receive_ids(self.ticket, wait)
             self.routed = True
         return self.usable
 
-    def _arrive(self, ticket: Ticket, wait: Callable[[Ticket], Tensor]) -> None:
+    def _receive_ids(self, ticket: Ticket, wait: Callable[[Ticket], Tensor]) -> None:
         """Waits for the gathered ids, and computes the routing."""
         self.program.route(self.values, wait(ticket))
 
@@ -193,7 +193,7 @@ class DeviceBatch(NextBatch):
 
         The last row may be 0, with which unique rows are padded.
         """
-        self._streams.reach(self._copied)
+        self._streams.wait_on_host(self._copied)
         *rows, counts = self._copies
         found = zip(self.program.tables, rows, counts.tolist(), strict=True)
         return {table: of[: count + 1] if count < len(of) else of for table, of, count in found if count >= 0}
@@ -212,7 +212,7 @@ class DeviceBatch(NextBatch):
         launched = super().exchange(communicator, exchanges)
         packed = communicator.wait(launched)
         rows = self.program.num_rows
-        self._tables = [routed(packed, self.announced, table, size) for table, size in enumerate(rows)]
+        self._tables = [route_padded(packed, self.announced, table, size) for table, size in enumerate(rows)]
         for table in self.program.routes:
             exchange = exchanges[table]
             if table in current and exchange.splits_ahead:
@@ -237,7 +237,7 @@ class DeviceBatch(NextBatch):
         """Returns the routed ids of a table."""
         return self._tables[self.program.tables.index(table)]
 
-    def _arrive(self, ticket: Ticket, wait: Callable[[Ticket], Tensor]) -> None:
+    def _receive_ids(self, ticket: Ticket, wait: Callable[[Ticket], Tensor]) -> None:
         """Waits for the gathered ids, cuts their padding, and hands each table's ids and counts to the program."""
         assert isinstance(ticket, StreamTicket)
         assert self._sizes is not None
@@ -259,7 +259,7 @@ class DeviceBatch(NextBatch):
         for table, split in self._splits.items():
             self._streams.keep(*split.tensors())
             ids, of_ranks = rows[table]
-            cuts[table] = split.cut(ids, tuple(of_ranks.tolist()), rest)
+            cuts[table] = split.cut_batches(ids, tuple(of_ranks.tolist()), rest)
             rest = rest[split.sizes.numel() :]
         self.cuts = cuts
         for table, beyond, ids in self._for_host:
@@ -278,7 +278,7 @@ class DeviceBatch(NextBatch):
 
 @dataclass(frozen=True)
 class HandshakeResult:
-    """The announcements of all ranks at the head of a forward.
+    """The facts about all ranks that the announcements at the head of a forward give.
 
     Attributes:
         found: whether every rank's batch is the one that the rank has prepared.
@@ -293,7 +293,7 @@ class HandshakeResult:
     coming: list[tuple[int, ...]]
 
 
-def announce(
+def announce_batch(
     announcements: StepHandshake,
     launcher: Launcher,
     rows: Sequence[Tensor],
@@ -314,7 +314,7 @@ def announce(
         PeerFailure: a rank cannot continue; raised on every rank.
     """
     now = [each.numel() for each in rows]
-    state = found * _FOUND + (not launcher.queue.took_turns()) * _OVERTOOK
+    state = found * _FOUND + (not launcher.queue.was_in_order()) * _OVERTOOK
     own = [state, *now, *(coming or [-1] * len(now))]
     everyone = launcher.recorder.timed(ANNOUNCEMENT, announcements.announce_step, own, failure)
     all_found, overtook, read, coming_rows = True, False, list[tuple[int, ...]](), list[tuple[int, ...]]()
@@ -334,6 +334,6 @@ def read_batch(announcements: StepHandshake, program: IdsProgram, leaves: Sequen
     try:
         values = program.unique(leaves)
     except Exception as error:  # any kind of error, because the other ranks must be informed
-        announcements.announce_step((), unreadable(error))
+        announcements.announce_step((), unreadable_batch(error))
         raise
     return values, program.bad_id(values)

@@ -12,9 +12,9 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 
 
-class Owed(ABC):
-    """What is owed to the parameters of one unit, for one backward at a time: gradients in flight, or an update to
-    apply.
+class PendingUpdate(ABC):
+    """The gradient in flight, or the update to apply, of one unit (a bucket, a table or a row space), for one backward
+    at a time.
     """
 
     @property

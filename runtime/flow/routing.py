@@ -30,7 +30,7 @@ k: none, a padding row. So no host has to ask for their number."""
 
 
 class Routing:
-    """Which rows of a table each rank reads for one batch, or a part of these rows.
+    """The distribution over ranks of the rows of one table that a batch reads, or of a part of these rows.
 
     Args:
         grid: the grid of ranks that hold the table.
@@ -76,7 +76,7 @@ class Routing:
         self.counts_by_row = by_row.tolist()
         self.own_positions = order if places is None else places.index_select(0, order)
 
-    def where(self, mask: Tensor, but: Sequence[Routing] | None = None) -> Routing:
+    def select(self, mask: Tensor, but: Sequence[Routing] | None = None) -> Routing:
         """Returns the routing of the rows that a mask (R,) selects.
 
         Args:
@@ -88,10 +88,12 @@ class Routing:
             cuts = torch.searchsorted(places, ends).tolist()
             counts = tuple(map(sub, cuts, [0, *cuts]))
         else:
-            counts = left_of(self.counts, [each.counts for each in but])
-        return self.pieces(places, [counts])[0]
+            counts = remaining_counts(self.counts, [each.counts for each in but])
+        return self.split_pieces(places, [counts])[0]
 
-    def pieces(self, places: Tensor, counts: Sequence[tuple[int, ...]], sums: Sequence[Sums] = ()) -> list[Routing]:
+    def split_pieces(
+        self, places: Tensor, counts: Sequence[tuple[int, ...]], sums: Sequence[Sums] = ()
+    ) -> list[Routing]:
         """Returns the routings of consecutive pieces of the rows at `places` (R',).
 
         Args:
@@ -108,14 +110,14 @@ class Routing:
         return found
 
 
-def left_of(counts: tuple[int, ...], taken: Iterable[tuple[int, ...]]) -> tuple[int, ...]:
+def remaining_counts(counts: tuple[int, ...], taken: Iterable[tuple[int, ...]]) -> tuple[int, ...]:
     """Returns, by rank, the number of rows that are left when some are taken."""
     for each in taken:
         counts = tuple(map(sub, counts, each))
     return counts
 
 
-def cut(current: Routing, following: Routing, isin: IsIn, chunks: int) -> tuple[Routing, Routing]:
+def cut_batches(current: Routing, following: Routing, isin: IsIn, chunks: int) -> tuple[Routing, Routing]:
     """Splits the rows of two consecutive batches into prior and delayed gradients, and early and late rows (EmbRace,
     ICPP 2022, section 4.2).
 
@@ -128,18 +130,18 @@ def cut(current: Routing, following: Routing, isin: IsIn, chunks: int) -> tuple[
     """
     is_late = isin(following.ids, current.ids)
     is_prior = isin(current.ids, following.ids)
-    late = following.where(is_late)
-    prior, early = current.where(is_prior), following.where(~is_late, but=[late])
+    late = following.select(is_late)
+    prior, early = current.select(is_prior), following.select(~is_late, but=[late])
 
     @cache
-    def delayed() -> list[Routing]:
+    def split_delayed() -> list[Routing]:
         """Returns the routings of the delayed rows, in chunks."""
         found = list[Routing]()
-        for k, mask in enumerate(chunks_of(current.ids, ~is_prior, chunks), 1):
-            found.append(current.where(mask, but=[prior, *found] if k == chunks else None))
+        for k, mask in enumerate(split_in_chunks(current.ids, ~is_prior, chunks), 1):
+            found.append(current.select(mask, but=[prior, *found] if k == chunks else None))
         return found
 
-    prior.rest, early.rest = delayed, lambda: (late,)
+    prior.rest, early.rest = split_delayed, lambda: (late,)
     return prior, early
 
 
@@ -171,7 +173,7 @@ def membership(num_rows: int, device: torch.device) -> IsIn:
     return isin
 
 
-def chunks_of(ids: Tensor, mask: Tensor, chunks: int) -> list[Tensor]:
+def split_in_chunks(ids: Tensor, mask: Tensor, chunks: int) -> list[Tensor]:
     """Splits the masked ids into `chunks` masks of about equal size. Equal ids stay together.
 
     A row whose gradients came in two chunks would be updated twice.
@@ -188,17 +190,18 @@ def chunks_of(ids: Tensor, mask: Tensor, chunks: int) -> list[Tensor]:
 
 @lru_cache(maxsize=16)
 def _by_rank(sizes: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Returns the rank of each of `sizes[r]` rows of rank r, and the row's index within that rank; both (R,) int64.
+    """Returns, for `sizes[r]` rows of each rank r, the rank of each row and its index within that rank; both (R,)
+    int64.
 
-    The tensors are shared, so nobody may write to them.
+    The tensors are shared; do not write to them.
     """
     owner = [torch.full((size,), rank, device=device) for rank, size in enumerate(sizes)]
     return torch.cat(owner), torch.cat([torch.arange(size, device=device) for size in sizes])
 
 
 @lru_cache(maxsize=64)
-def _bounds(num_rows: int, device: torch.device) -> Tensor:
-    """Returns the keys (2,) at which delayed rows begin and end. The tensor is shared, so nobody may write to it."""
+def _delayed_bounds(num_rows: int, device: torch.device) -> Tensor:
+    """Returns the keys (2,) at which delayed rows begin and end. The tensor is shared; do not write to it."""
     return torch.arange(0, 2 * num_rows, num_rows, device=device)
 
 
@@ -221,7 +224,7 @@ class PaddedRouting:
     counts: Tensor
 
 
-def routed(packed: Tensor, capacities: Sequence[Sequence[int]], table: int, num_rows: int) -> PaddedRouting:
+def route_padded(packed: Tensor, capacities: Sequence[Sequence[int]], table: int, num_rows: int) -> PaddedRouting:
     """Finds the rows that all ranks read of a table.
 
     Args:
@@ -274,12 +277,12 @@ class SplitAhead:
         self._ahead = late.sort(stable=True, descending=True).indices
         key = torch.add(ids, prior, alpha=-num_rows)  # sort keys: prior rows before all others
         ordered, order = key.sort(stable=True)
-        bounds = _bounds(num_rows, ids.device)
+        bounds = _delayed_bounds(num_rows, ids.device)
         if chunks == 1:
             self._places = prior.sort(stable=True, descending=True).indices
             counted = [(following.owner, late), (owner, prior)]
         else:
-            bounds = torch.cat([bounds[:1], _cuts(ordered, chunks), bounds[1:]])
+            bounds = torch.cat([bounds[:1], _chunk_bounds(ordered, chunks), bounds[1:]])
             kind = torch.bucketize(key, bounds[:-1], right=True)
             self._places = kind.sort(stable=True).indices
             counted = [(following.owner, late), *((owner, kind == k) for k in range(chunks))]
@@ -295,14 +298,14 @@ class SplitAhead:
         none = torch.zeros(self._ranks, dtype=torch.int64, device=ids.device)
         counts = [none.index_add(0, of, mask.to(torch.int64)) for of, mask in counted]
         self.sizes = torch.cat([*counts, ends, number.index_select(0, ends)])
-        """All sizes, in the order that `cut` expects: int64, of a length that the host knows."""
+        """All sizes, in the order that `cut_batches` expects: int64, of a length that the host knows."""
 
     def tensors(self) -> list[Tensor]:
         """Lists the tensors that another stream will read."""
         return [self._following.ids, self._following.owner, self._ahead, self._places, self._sums, self._ids]
 
-    def cut(self, ids: Tensor, counts: tuple[int, ...], sizes: Sequence[int]) -> tuple[Routing, Routing]:
-        """Returns what `routing.cut` returns, with the sizes that the host has read by now.
+    def cut_batches(self, ids: Tensor, counts: tuple[int, ...], sizes: Sequence[int]) -> tuple[Routing, Routing]:
+        """Splits both batches as `cut_batches` does, once the host has read the sizes of the pieces.
 
         Args:
             ids, counts: the ids and counts of the following batch.
@@ -310,7 +313,7 @@ class SplitAhead:
         current, ranks, chunks = self._current, self._ranks, self._chunks
         following = Routing(ids, counts, current.grid, current.rank, owner=self._following.owner[: sum(counts)])
         late, *gradients = [tuple(sizes[k * ranks : (k + 1) * ranks]) for k in range(chunks + 1)]
-        gradients.append(left_of(current.counts, gradients))
+        gradients.append(remaining_counts(current.counts, gradients))
         rows, numbers = [sizes[k : k + chunks + 1] for k in ((chunks + 1) * ranks, (chunks + 1) * (ranks + 1))]
         ends = [number + (end > 0) for end, number in zip(rows, numbers, strict=True)]  # the first sum has number 0
         which = self._sums.index_select(0, self._places)
@@ -320,14 +323,14 @@ class SplitAhead:
             places = places - first if first else places
             sums.append((self._ids[first:last], places.clamp(max=last - first) if self._pads else places))
             start, first = start + sum(of_piece), last
-        late_rows, early = following.pieces(self._ahead[: sum(counts)], [late, left_of(counts, [late])])
-        prior, *delayed = current.pieces(self._places, gradients, sums)
+        late_rows, early = following.split_pieces(self._ahead[: sum(counts)], [late, remaining_counts(counts, [late])])
+        prior, *delayed = current.split_pieces(self._places, gradients, sums)
         prior.rest, early.rest = lambda: delayed, lambda: (late_rows,)
         return prior, early
 
 
-def _cuts(ordered: Tensor, chunks: int) -> Tensor:
-    """Returns the keys (chunks - 1,) at which `chunks_of` cuts delayed rows, which come last in `ordered`."""
+def _chunk_bounds(ordered: Tensor, chunks: int) -> Tensor:
+    """Returns the keys (chunks - 1,) at which `split_in_chunks` cuts delayed rows, which come last in `ordered`."""
     if not ordered.numel():
         return ordered.new_zeros(chunks - 1)
     begin = torch.searchsorted(ordered, ordered.new_zeros(1))

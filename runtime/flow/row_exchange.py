@@ -30,13 +30,13 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from embrace_fx.runtime.flow.routing import Routing, cut, membership
+from embrace_fx.runtime.flow.routing import Routing, cut_batches, membership
 from embrace_fx.runtime.flow.row_gradient import RowGradient, Sent
 from embrace_fx.runtime.kernels import join_columns, join_columns_into
 from embrace_fx.runtime.kernels.grid import join_grid_into
 from embrace_fx.runtime.launch.launcher import Launcher
 from embrace_fx.runtime.launch.ticket import Ticket
-from embrace_fx.runtime.ranks.communicator import Communicator, Counts, by_row
+from embrace_fx.runtime.ranks.communicator import Communicator, Counts, counts_as_lists
 from embrace_fx.runtime.ranks.groups import LANE_GROUP
 from embrace_fx.runtime.tables.table import Table
 from embrace_fx.runtime.tables.update_rule import Options
@@ -45,7 +45,7 @@ from embrace_fx.vocabulary.plan import Grid
 
 
 class RowExchange:
-    """The rows of one table or row space, in flight to batches.
+    """The exchanges of the rows of one table or row space between ranks. Rows may be in flight to the next batch.
 
     Args:
         table: the shard of the table or row space.
@@ -99,12 +99,12 @@ class RowExchange:
         """Looks up a batch's rows and submits their exchange: all rows, or the late ones if early ones have been sent.
 
         Args:
-            launch: the launch, which says which part. Early rows belong to the batch given to `cut`.
+            launch: the launch, which says which part. Early rows belong to the batch given to `cut_batches`.
             ids, counts: the ids and counts of the batch that reads the rows, unless the rows are early.
         """
         rows = self._early if launch.part == "early" else self._begin_batch(ids, counts)
         assert rows is not None
-        self._send(launch, rows, dtype)
+        self._submit_lookup(launch, rows, dtype)
         self._recorder.mark(compute_id("update", launch.what) if self._recorder.segment is not None else EARLY)
 
     def _begin_batch(self, ids: Tensor, counts: Tensor) -> Routing:
@@ -125,7 +125,7 @@ class RowExchange:
         """Returns a part of this rank's rows as received, flat. The early part is empty if early rows were not sent
         separately.
         """
-        self._recorder.stand()
+        self._recorder.pause_segment()
         for ticket, _ in self.sent:
             if ticket.id == launch:
                 return self._launcher.wait(ticket)
@@ -140,7 +140,7 @@ class RowExchange:
         for ticket, routing in self.sent:
             arrived = ticket.value if ticket.done else self._launcher.wait(ticket)
             assert arrived is not None
-            joined = _join(routing, arrived, joined, shape)
+            joined = _write_received(routing, arrived, joined, shape)
         self._end_batch()
         assert joined is not None
         self._recorder.mark(compute_id("rows", table))
@@ -151,21 +151,21 @@ class RowExchange:
         """Forgets the rows of the batch."""
         self.sent, self._early, self._preview = [], None, None
 
-    def _send(self, launch: OperationId, routing: Routing, dtype: torch.dtype) -> None:
+    def _submit_lookup(self, launch: OperationId, routing: Routing, dtype: torch.dtype) -> None:
         """Looks up the rows of a routing and submits their exchange."""
         ids = routing.held_ids
         self.table.record(ids, routing.all_ids)
-        rows = self._preview_of(ids).to(dtype) if launch.part == "early" else self.table.look_up(ids, dtype)
+        rows = self._predict_rows(ids).to(dtype) if launch.part == "early" else self.table.look_up(ids, dtype)
         self.sent.append((self._launch(launch, rows, routing.counts_by_row), routing))
 
     def all_to_all_rows(self, launch: OperationId, columns: Tensor, counts: Tensor, *_: object) -> Ticket:
         """Launches the exchange of all rows of a batch together. `columns` is (M, d)."""
-        ticket = self._launch(launch, columns, by_row(counts))
+        ticket = self._launch(launch, columns, counts_as_lists(counts))
         self._recorder.mark(compute_id("update", launch.what))
         return ticket
 
     def _launch(self, launch: OperationId, columns: Tensor, counts: Counts) -> Ticket:
-        """Submits an all-to-all of columns (rows of all ranks, in `counts`)."""
+        """Submits an all-to-all of columns. `columns` are rows of all ranks, `counts` how many each rank gets."""
         width, rank = self.table.shape[1], self._communicator.rank
         kept = counts[rank][self._row]  # rows that this rank reads from its own part
         return self._launcher.submit(
@@ -182,37 +182,39 @@ class RowExchange:
         return self._grid.rows == 1
 
     def can_split(self, ids: Tensor | None) -> bool:
-        """Returns whether the gradient of the batch with these ids will be all that the coming step applies."""
+        """Returns whether the next optimizer step will apply only the gradient of the batch with these ids, so that the
+        gradient may be split.
+        """
         batch = self.gradient.batch
         return batch is not None and batch.ids is ids and not self.table.has_gradient
 
-    def cut(self, ids: Tensor, counts: Tensor, found: tuple[Routing, Routing] | None = None) -> None:
+    def cut_batches(self, ids: Tensor, counts: Tensor, found: tuple[Routing, Routing] | None = None) -> None:
         """Cuts both batches at the start of a backward, with the next batch's routing.
 
         Args:
-            found: the result of `routing.cut`, if already known.
+            found: the result of `routing.cut_batches`, if already known.
         """
         gradient = self.gradient
         gradient.apply()
         assert gradient.batch is not None
         if found is None:
-            found = cut(gradient.batch, self.routing(ids, counts), self.isin, self.delayed_chunks)
+            found = cut_batches(gradient.batch, self.routing(ids, counts), self.isin, self.delayed_chunks)
         gradient.prior, self._early = found
         self.sent = []
 
     # -- early rows ----------------------------------------------------------------------------------------------------
 
-    def _preview_of(self, ids: Tensor) -> Tensor:
+    def _predict_rows(self, ids: Tensor) -> Tensor:
         """Returns prefetched rows as they will be after the next step."""
         before = self.table.look_up(ids, self.table.local.dtype)
-        after, options = self.table.preview(ids, before)
+        after, options = self.table.predict_rows(ids, before)
         self._preview = ids, before, after
         self._expected = None if options is None else (self.table.members[0].optimizer, options)
         return after
 
     @property
     def usable(self) -> bool:
-        """Returns whether prefetched rows may still be current, as far as this can be told without comparing values."""
+        """Returns whether prefetched rows may still be current. Does not compare their values with the table."""
         # Early rows are by definition not read by the batch that ran then.
         is_of_batch = not self.sent or self.gradient.batch is not None
         return is_of_batch and not self._stale and self._expected is None
@@ -223,11 +225,11 @@ class RowExchange:
             return True
         ids, before, after = self._preview
         # If so, the step that early rows assume has not changed the table yet.
-        waits = self.gradient.step is not None or self.table.history.rest
+        waits = self.gradient.step is not None or self.table.history.has_deferred
         return torch.equal(self.table.peek(ids), before if waits else after)
 
     def record_step(self, *, moved_all: bool, of_all: bool = True, rewritten: bool = False) -> None:
-        """Records a step, and drops prefetched rows if it differs from the step that they assume.
+        """Records an optimizer step, and drops prefetched rows if the step differs from the one that they assume.
 
         Args:
             moved_all: whether the step has also moved rows without a gradient.
@@ -245,12 +247,12 @@ class RowExchange:
         self._stale |= not of_all or not self.table.steps_by(*expected)
 
     def drop(self) -> None:
-        """Forgets rows that nobody will read."""
+        """Drops the prefetched rows, because no forward will read them."""
         self._end_batch()
         self._stale, self._expected = False, None
 
 
-def _join(routing: Routing, flat: Tensor, out: Tensor | None, shape: tuple[int, int]) -> Tensor:
+def _write_received(routing: Routing, flat: Tensor, out: Tensor | None, shape: tuple[int, int]) -> Tensor:
     """Writes received rows to their places (among U' rows), and returns all rows.
 
     Args:

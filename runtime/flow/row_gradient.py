@@ -22,16 +22,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from embrace_fx.runtime.flow.owed import Owed
+from embrace_fx.runtime.flow.owed import PendingUpdate
 from embrace_fx.runtime.flow.routing import Routing
-from embrace_fx.runtime.kernels import coalesce, split_columns, split_selected_columns, sum_into
+from embrace_fx.runtime.kernels import coalesce, split_columns, split_selected_columns, sum_known_ids
 from embrace_fx.runtime.kernels.grid import split_selected_grid
-from embrace_fx.runtime.kernels.membership import on_device
+from embrace_fx.runtime.kernels.membership import rows_on_device
 from embrace_fx.runtime.launch.launcher import Launcher
 from embrace_fx.runtime.launch.ticket import Ticket
-from embrace_fx.runtime.ranks.communicator import Communicator, Counts, by_row
+from embrace_fx.runtime.ranks.communicator import Communicator, Counts, counts_as_lists
 from embrace_fx.runtime.ranks.groups import LANE_GROUP
-from embrace_fx.runtime.tables.gradient_storage import merged
+from embrace_fx.runtime.tables.gradient_storage import sum_rows
 from embrace_fx.runtime.tables.local_storage import GONE, GradientFuture, Rows
 from embrace_fx.runtime.tables.table import Table
 from embrace_fx.runtime.tables.update_rule import SparseUpdate
@@ -45,8 +45,8 @@ How = tuple[torch.dtype, int, tuple[int, ...], float]
 """How gradients are summed up: the table's dtype, this rank's columns, the rows without gradient, a factor."""
 
 
-class RowGradient(Owed):
-    """The row gradient of one table or row space, from a backward to its update.
+class RowGradient(PendingUpdate):
+    """The row gradient of one table or row space, from the backward that computes it to the update that applies it.
 
     Args:
         table: the table or row space.
@@ -108,7 +108,7 @@ class RowGradient(Owed):
         self._recorder.mark(compute_id("backward", launch.what))
         if launch.part == "delayed":
             assert self.prior is not None
-            self._send(launch, rows, self.prior.rest()[launch.number])
+            self._submit_rows(launch, rows, self.prior.rest()[launch.number])
             return self
         self.apply()
         self.wait()  # for an earlier backward's gradient, because the step uses the sum
@@ -117,13 +117,13 @@ class RowGradient(Owed):
             batch = Routing(ids, tuple(counts.tolist()), self._grid, self._communicator.rank)
             self.batch = self.prior = None
         self._how = self._dtype, self._columns, tuple(padding_rows), scale
-        self._send(launch, rows, batch if self.prior is None else self.prior)
+        self._submit_rows(launch, rows, batch if self.prior is None else self.prior)
         return self
 
-    def _send(self, launch: OperationId, rows: Tensor, routing: Routing) -> None:
+    def _submit_rows(self, launch: OperationId, rows: Tensor, routing: Routing) -> None:
         """Packs the gradient rows of a routing and submits their exchange."""
         self._table.record(routing.held_ids, routing.all_ids)
-        ticket = self._launch(launch, _split(routing, rows), routing.counts_by_row, rows.shape[1])
+        ticket = self._launch(launch, _pack_columns(routing, rows), routing.counts_by_row, rows.shape[1])
         self.parts[launch] = ticket, routing
 
     def all_to_all_gradients(
@@ -134,7 +134,7 @@ class RowGradient(Owed):
         `flat` (U * D,) is grouped by destination.
         """
         self._recorder.mark(compute_id("backward", launch.what))
-        return self._launch(launch, flat, by_row(counts), embedding_dim)
+        return self._launch(launch, flat, counts_as_lists(counts), embedding_dim)
 
     def _launch(self, launch: OperationId, flat: Tensor, counts: Counts, width: int) -> Ticket:
         """Submits an all-to-all of a packed row gradient."""
@@ -152,10 +152,10 @@ class RowGradient(Owed):
             absent: names of tables of a row space to which this backward gives no gradient.
             unreduced: whether the gradient is this rank's own.
         """
-        self._late = GradientFuture(self._landing())
+        self._late = GradientFuture(self._make_wait())
         self._table.gradient.deliver(self._late, absent, unreduced=unreduced)
 
-    def _landing(self) -> Callable[[], list[Sequence[Rows]]]:
+    def _make_wait(self) -> Callable[[], list[Sequence[Rows]]]:
         """Returns a function that waits for the gradient, split by table. It refers to the model weakly."""
         found, by, split = ref(self._table), ref(self._launcher), self._table.split
         parts, how = tuple(self.parts.values()), self._how  # copy the parts, because a step removes some of them
@@ -164,9 +164,9 @@ class RowGradient(Owed):
             """Waits for all parts of the gradient, and returns them split by table."""
             table, launcher = found(), by()
             if table is not None and launcher is not None:
-                arrived = _in_a_hurry(parts, table, launcher, how)
+                arrived = _wait_out_of_order(parts, table, launcher, how)
             elif all(ticket.queue.draining for ticket, _ in parts):  # launches of an earlier plan have all completed
-                arrived = [summed(routing, ticket.wait(), *how) for ticket, routing in parts]
+                arrived = [sum_received(routing, ticket.wait(), *how) for ticket, routing in parts]
             else:
                 raise RuntimeError(GONE)
             return [list(rows) for rows in zip(*(split(*rows) for rows in arrived), strict=True)]
@@ -177,18 +177,20 @@ class RowGradient(Owed):
 
     @property
     def waiting(self) -> bool:
-        """Returns whether the gradient is in flight, untaken by a step, and `.grad` of a table still stands for it."""
+        """Returns whether the gradient is in flight and no step has taken it, while some table's `.grad` still refers
+        to it.
+        """
         if self.step is not None or self._late is None:
             return False
         if not self._table.gradient.count_in_flight(self._late):  # the gradient was dropped or has been read
-            self._forget()
+            self._clear()
         return self._late is not None
 
-    def may_wait(self) -> bool:
+    def may_defer(self) -> bool:
         """Returns whether a step can take the gradient while in flight, and leave the update to the next forward."""
         if not self.waiting or self._late is None:
             return False
-        return self._table.gradient.count_in_flight(self._late) == len(self._table.members) and self._table.can_wait()
+        return self._table.gradient.count_in_flight(self._late) == len(self._table.members) and self._table.can_defer()
 
     def begin_step(self) -> SparseUpdate:
         """Keeps the optimizer's present options for the update, because the optimizer has stepped."""
@@ -206,9 +208,9 @@ class RowGradient(Owed):
     def drop(self) -> None:
         """Forgets the exchange, unless a step still has to apply it."""
         if self.step is None:
-            self._forget()
+            self._clear()
 
-    def _forget(self) -> None:
+    def _clear(self) -> None:
         """Drops the sent parts, and the step that waits for them."""
         self.parts, self.step, self._late = {}, None, None
 
@@ -217,8 +219,8 @@ class RowGradient(Owed):
     def with_rows(self) -> tuple[SparseUpdate, Rows]:
         """Waits for all parts. Returns the step that applies the gradient, and the rows."""
         assert self.step is not None
-        rows, self.parts = self._rest(), {}
-        return self.step, merged(rows)
+        rows, self.parts = self._wait_for_rest(), {}
+        return self.step, sum_rows(rows)
 
     def update_rows(self, launch: OperationId, shard: Tensor, *_: object) -> Tensor:
         """Applies a part. The shard argument only orders the graph's nodes."""
@@ -237,29 +239,29 @@ class RowGradient(Owed):
                 self.wait()
             return
         if launch is None:
-            self.step.finish(self._rest())
-            self._forget()
+            self.step.finish(self._wait_for_rest())
+            self._clear()
             return
         landed = not self.parts
         own = [self.parts.pop(launch)] if launch in self.parts else None
-        arrived = [] if own is None else _arrived(own, self._table, self._launcher, self._how)
+        arrived = [] if own is None else _wait_for_parts(own, self._table, self._launcher, self._how)
         if landed or (launch.part == "delayed" and not self.parts):
             self.step.finish(arrived)
-            self._forget()
+            self._clear()
             return
         for ids, rows in arrived:
             # The next batch may read padding rows before `finish`, which is too late for their step without gradient.
             if launch.part == "prior" and self.step.moves_all and (paddings := self._how[2]):
-                ids = torch.cat([ids, on_device(paddings, ids.device)])
+                ids = torch.cat([ids, rows_on_device(paddings, ids.device)])
                 rows = F.pad(rows, (0, 0, 0, len(paddings)))
             self.step.apply(ids, rows)
 
-    def _rest(self) -> list[Rows]:
+    def _wait_for_rest(self) -> list[Rows]:
         """Waits for the parts that have not been applied, and returns their rows."""
-        return _in_a_hurry(self.parts.values(), self._table, self._launcher, self._how)
+        return _wait_out_of_order(self.parts.values(), self._table, self._launcher, self._how)
 
 
-def _split(routing: Routing, rows: Tensor) -> Tensor:
+def _pack_columns(routing: Routing, rows: Tensor) -> Tensor:
     """Returns a part of rows (U', D) in the form to send: flat (U * D,), in blocks by destination rank."""
     positions, columns = routing.own_positions, routing.grid.columns
     if positions is None:
@@ -269,7 +271,7 @@ def _split(routing: Routing, rows: Tensor) -> Tensor:
     return split_selected_grid(rows, positions, routing.counts_by_row[routing.rank], columns)
 
 
-def summed(
+def sum_received(
     routing: Routing, flat: Tensor, dtype: torch.dtype, columns: int, padding_rows: tuple[int, ...], scale: float
 ) -> tuple[Tensor, Tensor]:
     """Sums received gradients (M, d) of all ranks, flat, by row. Returns ids (K,) and rows (K, d)."""
@@ -277,21 +279,21 @@ def summed(
     if routing.sums is None:
         ids, rows = coalesce(routing.held_ids, flat, columns, padding_rows, scale)
     else:
-        ids, rows = sum_into(flat, routing.sums, columns, scale)
+        ids, rows = sum_known_ids(flat, routing.sums, columns, scale)
     return ids, rows
 
 
-def _arrived(parts: Iterable[Sent], table: Table, launcher: Launcher, how: How) -> list[Rows]:
+def _wait_for_parts(parts: Iterable[Sent], table: Table, launcher: Launcher, how: How) -> list[Rows]:
     """Waits for parts of a gradient, and returns their rows."""
     found = []
     for ticket, routing in parts:
-        ids, rows = summed(routing, launcher.wait(ticket), *how)
+        ids, rows = sum_received(routing, launcher.wait(ticket), *how)
         table.record(ids, routing.held_ids)
         found.append((ids, rows))
     return found
 
 
-def _in_a_hurry(parts: Iterable[Sent], table: Table, launcher: Launcher, how: How) -> list[Rows]:
+def _wait_out_of_order(parts: Iterable[Sent], table: Table, launcher: Launcher, how: How) -> list[Rows]:
     """Waits for parts of a gradient without waiting for launches that precede them in the order."""
     with launcher.flushing():  # rows of the next forward may come before them in the order
-        return _arrived(parts, table, launcher, how)
+        return _wait_for_parts(parts, table, launcher, how)

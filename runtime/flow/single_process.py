@@ -34,7 +34,7 @@ _READERS = frozenset(
 """What may read unique rows, or their counts, as long as the batch has ids."""
 
 
-class _Numbers:
+class _PendingCounts:
     """Counts of unique rows that are being copied from a device to the host.
 
     Args:
@@ -52,7 +52,7 @@ class _Numbers:
 
 
 class SingleProcessRows:
-    """Finds the unique rows of batches for a single process on a device.
+    """Finds the unique rows of batches in a single process on a device, without waiting for their number.
 
     Args:
         tables: the model's tables, which note which ids are subsets of which.
@@ -71,8 +71,10 @@ class SingleProcessRows:
                 tables: tuple[str, ...] = node.meta["tables"]
 
                 def all_gather_ids(unique: Sequence[Tensor], num_rows: Sequence[int], *_: object) -> list[Tensor]:
-                    """Returns a single rank's unique ids as the gathered ones, and notes the copy of their counts."""
-                    counted = _Numbers(self._streams, [self._counts[rows] for rows in unique])
+                    """Returns this process's unique ids as the gathered ones, and remembers the copy of their counts
+                    that is in flight to the host.
+                    """
+                    counted = _PendingCounts(self._streams, [self._counts[rows] for rows in unique])
                     for k, (rows, *of_table) in enumerate(zip(unique, tables, num_rows, strict=True)):
                         self._counts[rows] = (counted, k, *of_table)
                     return list(unique)
@@ -118,7 +120,7 @@ class SingleProcessRows:
         return [read, rows if scale == 1.0 else rows * scale]
 
 
-def runs_uncounted(graph: TrainingGraph) -> bool:
+def runs_without_counts(graph: TrainingGraph) -> bool:
     """Returns whether a graph can run before the host knows the number of unique rows."""
     phases = graph.phases
     if "backward" not in phases or not any(op_name(n) == "embrace::unpack_ids" for n in phases["ids"].graph.nodes):

@@ -37,7 +37,7 @@ def join_ids(
     flat = torch.cat([i.reshape(-1) for i in ids])
     sizes = [i.numel() for i in ids]
     first, last, shift, outside = _bounds_and_shifts(
-        tuple(tables), tuple(first_rows), tuple(num_rows), _lengths(sizes), flat.device
+        tuple(tables), tuple(first_rows), tuple(num_rows), _sizes_if_unequal(sizes), flat.device
     )
     if first.dim() == 2:
         flat = flat.view(len(sizes), sizes[0])
@@ -50,8 +50,8 @@ def join_ids(
     return [parts[0], *apart] if joined else apart
 
 
-def _lengths(sizes: list[int]) -> tuple[int, ...]:
-    """Returns the number of ids of each tensor, or () if all are equal."""
+def _sizes_if_unequal(sizes: list[int]) -> tuple[int, ...]:
+    """Returns the number of ids of each tensor. Returns () if all are equal."""
     return () if sizes.count(sizes[0]) == len(sizes) else tuple(sizes)
 
 
@@ -78,7 +78,7 @@ def _bounds_and_shifts(
 
 
 def unique_ids(ids: Sequence[Tensor], num_rows: int, padding_idx: int) -> list[Tensor]:
-    """Implements the op `unique_rows`: returns [the unique ids, padding row first, then sorted; for each of `ids`, the
+    """Implements the op `unique_ids`: returns [the unique ids, padding row first, then sorted; for each of `ids`, the
     positions of its ids].
     """
     flat = ids[0].reshape(-1) if len(ids) == 1 else torch.cat([i.reshape(-1) for i in ids])
@@ -127,7 +127,7 @@ def padded_unique_ids(ids: Sequence[Tensor], num_rows: int, padding_idx: int) ->
     return unique.clamp_(0, num_rows - 1), count, [part.view(i.shape) for part, i in zip(parts, ids, strict=True)]
 
 
-def bad_ids(ids: Sequence[Tensor], num_rows: Sequence[int]) -> list[int | None]:
+def find_bad_ids(ids: Sequence[Tensor], num_rows: Sequence[int]) -> list[int | None]:
     """Returns, for each tensor of ids, one id that is outside of its table, or None.
 
     Reads the device only once for all tensors, because each read waits for all enqueued work.
@@ -152,7 +152,7 @@ def join_columns(flat: Tensor, embedding_dim: int, group_size: int) -> Tensor:
     rows = flat.numel() // max(embedding_dim, 1)
     if group_size == 1:
         return flat.view(rows, embedding_dim)
-    if flat.is_cuda and gpu.takes(flat):
+    if flat.is_cuda and gpu.supports(flat):
         return gpu.unpack_columns(flat, flat.new_empty((rows, embedding_dim)), group_size)
     widths = column_widths(embedding_dim, group_size)
     blocks = torch.split_with_sizes(flat, [rows * width for width in widths])
@@ -161,7 +161,7 @@ def join_columns(flat: Tensor, embedding_dim: int, group_size: int) -> Tensor:
 
 def join_columns_into(out: Tensor, positions: Tensor, flat: Tensor, group_size: int) -> None:
     """Writes the rows of `join_columns` into the rows `positions` (U,), all different, of `out` (U', D)."""
-    if flat.is_cuda and gpu.takes(flat) and gpu.takes(out):
+    if flat.is_cuda and gpu.supports(flat) and gpu.supports(out):
         gpu.unpack_columns(flat, out, group_size, positions)
     else:
         out.index_copy_(0, positions, join_columns(flat, out.shape[1], group_size))
@@ -171,7 +171,7 @@ def split_columns(rows: Tensor, group_size: int) -> Tensor:
     """Splits rows into one block of columns for each rank, in a flat tensor."""
     if group_size == 1:
         return rows.reshape(-1)
-    if rows.is_cuda and gpu.takes(rows):
+    if rows.is_cuda and gpu.supports(rows):
         return gpu.pack_columns(rows, group_size)
     flat = rows.new_empty((rows.numel(),))
     widths = column_widths(rows.shape[1], group_size)
@@ -182,8 +182,10 @@ def split_columns(rows: Tensor, group_size: int) -> Tensor:
 
 
 def split_selected_columns(rows: Tensor, selected: Tensor, group_size: int) -> Tensor:
-    """Computes `split_columns` of some of the rows (U', D), given by a bool mask (U',) or by positions (U,) int64."""
-    if rows.is_cuda and gpu.takes(rows):
+    """Splits some of the rows (U', D), given by a bool mask (U',) or by positions (U,) int64, as `split_columns`
+    does.
+    """
+    if rows.is_cuda and gpu.supports(rows):
         positions = selected.nonzero().view(-1) if selected.dtype == torch.bool else selected
         return gpu.pack_columns(rows, group_size, positions)
     return split_columns(rows[selected], group_size)
@@ -202,18 +204,18 @@ def coalesce(ids: Tensor, flat: Tensor, columns: int, padding_rows: Sequence[int
 
 
 def plan_sums(ids: Tensor, flat: Tensor, padding_rows: Sequence[int]) -> tuple[Tensor, ...]:
-    """Finds which rows go into which sum of `coalesce`, for `sum_rows`. On a device, the host waits for the count of
+    """Finds which rows `sum_rows` adds to each sum of `coalesce`. On a device, the host waits for the number of
     sums.
     """
-    if flat.is_cuda and gpu.takes(flat):
-        return gpu.segments(ids, padding_rows)
+    if flat.is_cuda and gpu.supports(flat):
+        return gpu.find_segments(ids, padding_rows)
     unique, inverse = sorted_unique(ids)
     return (unique, inverse, ~isin(unique, tuple(padding_rows))) if padding_rows else (unique, inverse)
 
 
 def sum_rows(flat: Tensor, sums: tuple[Tensor, ...], columns: int, scale: float) -> list[Tensor]:
     """Returns the sorted ids and the scaled sums of `coalesce`, given the result of `plan_sums`."""
-    if flat.is_cuda and gpu.takes(flat):
+    if flat.is_cuda and gpu.supports(flat):
         unique, order, starts, ends = sums
         return gpu.sum_segments(flat, (unique, order, starts, ends), columns, scale)
     unique, inverse, *kept = sums
@@ -222,13 +224,13 @@ def sum_rows(flat: Tensor, sums: tuple[Tensor, ...], columns: int, scale: float)
     return [unique[kept[0]], summed[kept[0]]] if kept else [unique, summed]
 
 
-def sum_into(flat: Tensor, sums: tuple[Tensor, Tensor], columns: int, scale: float) -> list[Tensor]:
-    """Computes `coalesce` where the host knows the sums.
+def sum_known_ids(flat: Tensor, sums: tuple[Tensor, Tensor], columns: int, scale: float) -> list[Tensor]:
+    """Implements the op `coalesce` for ids whose sums the host already knows, so that it does not wait for a device.
 
     Args:
         sums: the ids (K,) of the sums, and the number (R,) of the sum that each row goes into: K for none.
     """
-    if flat.is_cuda and gpu.takes(flat):
+    if flat.is_cuda and gpu.supports(flat):
         return gpu.sum_segments(flat, gpu.known_segments(*sums), columns, scale)
     unique, number = sums
     rows = flat.view(number.numel(), columns)
@@ -295,14 +297,14 @@ def random_state(device: torch.device) -> Tensor:
 
 
 def begin_replay(state: Tensor, device: torch.device) -> Tensor:
-    """Sets a device's random state to `state`, and returns the state before."""
+    """Sets a device's random state to `state`, for a replay of random draws. Returns the state before."""
     now = random_state(device)
     end_replay(state, device)
     return now
 
 
 def end_replay(state: Tensor, device: torch.device) -> None:
-    """Sets a device's random state back to `state`, from before the replay."""
+    """Restores a device's random state after a replay."""
     if device.type == "cpu":
         torch.set_rng_state(state)
     else:

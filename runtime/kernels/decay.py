@@ -38,7 +38,7 @@ class Averages(NamedTuple):
 
 
 class TakenSteps(NamedTuple):
-    """The steps that rows may still have to apply, with bounds that show when further steps change no bit of a
+    """The optimizer's steps that rows may have deferred, with bounds that show when further steps change no bit of a
     weight.
 
     Attributes:
@@ -59,7 +59,8 @@ class TakenSteps(NamedTuple):
 
 
 class Moments:
-    """Sums over a history's steps, from which the update of a row follows that has deferred any number of them.
+    """Sums over the steps of a history, from which the update of a row that has deferred any number of steps follows at
+    once.
 
     Without a gradient, a step of Adam subtracts a * m / (x + eps) from a weight. The momentum m and the root x of the
     second average, bias correction included, decay from step to step. With z for such an x, y = z / (z + eps) and x = z
@@ -136,7 +137,7 @@ def decay_rows(shard: Tensor, averages: Averages, ids: Tensor, taken: Tensor, hi
     """
     if ids.numel() == 0:
         return
-    if shard.is_cuda and all(map(gpu.takes, (shard, averages.first, averages.second))):
+    if shard.is_cuda and all(map(gpu.supports, (shard, averages.first, averages.second))):
         gpu.decay_rows(shard, averages, ids, taken, history)
         return
     rested = taken.index_select(0, ids)
@@ -144,26 +145,26 @@ def decay_rows(shard: Tensor, averages: Averages, ids: Tensor, taken: Tensor, hi
     if behind.numel() == 0:
         return
     ids, rested = ids.index_select(0, behind), rested.index_select(0, behind)
-    if ids.numel() > _rows_of_block(shard):  # in a block, duplicates of an id apply the same steps to the same values
+    if ids.numel() > _block_size(shard):  # in a block, duplicates of an id apply the same steps to the same values
         ids = torch._unique2(ids)[0]
         rested = taken.index_select(0, ids)
     rested = rested.to(torch.int64)
     taken.index_fill_(0, ids, history.steps)
     if history.moments is None:
-        left = [_Left(ids, rested, None)]
+        left = [_RemainingRows(ids, rested, None)]
     else:
-        rows = _rows_of_block(shard)
+        rows = _block_size(shard)
         blocks = zip(ids.unsafe_split(rows), rested.unsafe_split(rows), strict=True)  # no Python call
         leapt = (_apply_together(shard, averages, *block, history, history.moments) for block in blocks)
         left = [each for each in leapt if each is not None]
     for each in left:
         _, order = each.rested.sort()  # rows with the most deferred steps first
-        for some in order.unsafe_split(_rows_of_block(shard)):
+        for some in order.unsafe_split(_block_size(shard)):
             _apply_in_order(shard, averages, each.rows(some), history)
 
 
-class _Left(NamedTuple):
-    """Rows (K,) with elements whose steps must be applied one by one.
+class _RemainingRows(NamedTuple):
+    """Rows (K,) with elements whose deferred steps must be applied one by one.
 
     Attributes:
         rested: the count (K,) of the history's steps that the rows have applied.
@@ -174,20 +175,20 @@ class _Left(NamedTuple):
     rested: Tensor
     leapt: Tensor | None
 
-    def rows(self, positions: Tensor) -> _Left:
+    def rows(self, positions: Tensor) -> _RemainingRows:
         """Returns some of the rows, given by their positions (L,)."""
         leapt = None if self.leapt is None else self.leapt.index_select(0, positions)
-        return _Left(self.ids.index_select(0, positions), self.rested.index_select(0, positions), leapt)
+        return _RemainingRows(self.ids.index_select(0, positions), self.rested.index_select(0, positions), leapt)
 
 
-def _rows_of_block(shard: Tensor) -> int:
+def _block_size(shard: Tensor) -> int:
     """Returns the number of rows that are computed at once."""
     return max(1, _ELEMENTS // (STEPS_PER_BLOCK * max(1, shard.shape[1])))
 
 
 def _apply_together(
     shard: Tensor, averages: Averages, ids: Tensor, taken: Tensor, history: TakenSteps, moments: Moments
-) -> _Left | None:
+) -> _RemainingRows | None:
     """Applies all deferred steps at once to rows (K,) that have applied `taken` (K,) steps.
 
     Returns:
@@ -197,7 +198,7 @@ def _apply_together(
     exp_avg, exp_avg_sq, greatest = averages
     weight, first, second = shard.index_select(0, ids), exp_avg.index_select(0, ids), exp_avg_sq.index_select(0, ids)
     root = second.sqrt() if greatest is None else greatest.index_select(0, ids).sqrt_()
-    fade_first, fade_second, shrink = _faded(coefficients.index_select(0, taken), history, dtype)
+    fade_first, fade_second, shrink = _decay_factors(coefficients.index_select(0, taken), history, dtype)
     sums = moments.sums.index_select(1, taken).to(dtype).unsqueeze(-1).unbind()  # a list of TERMS + 1 tensors (K, 1)
     root.mul_(moments.centre.index_select(0, taken).to(dtype)[:, None])
     divisor = root + moments.eps
@@ -220,14 +221,14 @@ def _apply_together(
         of_rows = done.all(1)
         places, others = of_rows.nonzero().squeeze(1), of_rows.logical_not_().nonzero().squeeze(1)
         leapt = weight.masked_fill(done.logical_not_(), math.nan)
-        left = _Left(ids, taken, leapt).rows(others)
+        left = _RemainingRows(ids, taken, leapt).rows(others)
         ids, found = ids.index_select(0, places), (weight[places], first[places], second[places])
     for tensor, values in zip((shard, exp_avg, exp_avg_sq), found, strict=True):
         tensor.index_copy_(0, ids, values)
     return left
 
 
-def _apply_in_order(shard: Tensor, averages: Averages, rows: _Left, history: TakenSteps) -> None:
+def _apply_in_order(shard: Tensor, averages: Averages, rows: _RemainingRows, history: TakenSteps) -> None:
     """Applies the deferred steps one by one to rows (K,).
 
     An element's bits do not depend on other elements, so that they are equal for any split of the columns over ranks.
@@ -238,7 +239,7 @@ def _apply_in_order(shard: Tensor, averages: Averages, rows: _Left, history: Tak
     weight, first, second = shard.index_select(0, ids), exp_avg.index_select(0, ids), exp_avg_sq.index_select(0, ids)
     root = second.sqrt() if max_exp_avg_sq is None else max_exp_avg_sq.index_select(0, ids).sqrt_()
     before, last = coefficients.index_select(0, taken), coefficients[until]
-    fade_first, fade_second, shrink = _faded(before, history, shard.dtype)
+    fade_first, fade_second, shrink = _decay_factors(before, history, shard.dtype)
     weight.mul_(shrink)
     negligible = weight.abs().mul_(torch.finfo(shard.dtype).eps / 4 * (1 - history.ratio))
     largest = first.abs().mul_(history.largest)
@@ -280,7 +281,7 @@ def _apply_in_order(shard: Tensor, averages: Averages, rows: _Left, history: Tak
     exp_avg_sq.index_copy_(0, ids, second.mul_(fade_second))
 
 
-def _faded(before: Tensor, history: TakenSteps, dtype: torch.dtype) -> tuple[Tensor, ...]:
+def _decay_factors(before: Tensor, history: TakenSteps, dtype: torch.dtype) -> tuple[Tensor, ...]:
     """Returns the factors (K, 1) by which both averages and the weights have decayed after all steps.
 
     `before` (K, 6) are the coefficients of each row's last applied step.

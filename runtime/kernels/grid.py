@@ -40,16 +40,19 @@ def join_grid(flat: Tensor, order: Tensor, counts: Tensor, embedding_dim: int, r
 
 
 def join_grid_into(out: Tensor, positions: Tensor, flat: Tensor, own: Sequence[int], grid_columns: int) -> None:
-    """Writes received rows, grouped by the grid's rows with `own[r]` rows each, into rows `positions` (U,) of `out`
-    (U', D).
+    """Writes received rows into the rows `positions` (U,) of `out` (U', D).
+
+    Args:
+        own: how many of the rows come from each row of the grid; `positions` are in this order.
+        flat: the received values.
     """
     columns = out.shape[1]
     width, rest = divmod(columns, grid_columns)
     if rest or not width:
-        for places, first, last, block in _blocks(positions, flat, own, columns, grid_columns):
+        for places, first, last, block in _blocks_by_rank(positions, flat, own, columns, grid_columns):
             out[:, first:last].index_copy_(0, places, block)
         return
-    pieces = _pieces(positions, own, grid_columns)
+    pieces = _piece_positions(positions, own, grid_columns)
     rows = flat.view(-1, width).index_select(0, pieces.view(-1)).view(positions.numel(), columns)
     out.index_copy_(0, positions, rows)
 
@@ -60,24 +63,26 @@ def split_grid(rows: Tensor, order: Tensor, counts: Tensor, rank: int) -> Tensor
 
 
 def split_selected_grid(rows: Tensor, positions: Tensor, own: Sequence[int], grid_columns: int) -> Tensor:
-    """Computes `split_grid` of rows `positions` (U,) of (U', D), grouped by the grid's rows, with `own[r]` rows
-    each.
+    """Splits some rows (U', D), given by positions (U,), into blocks by rank, as `split_grid` does.
+
+    Args:
+        own: how many of the rows go to each row of the grid; `positions` are in this order.
     """
     columns = rows.shape[1]
     width, rest = divmod(columns, grid_columns)
     if rest or not width:
         flat = rows.new_empty((positions.numel() * columns,))
-        for places, first, last, block in _blocks(positions, flat, own, columns, grid_columns):
+        for places, first, last, block in _blocks_by_rank(positions, flat, own, columns, grid_columns):
             block.copy_(rows[:, first:last].index_select(0, places))
         return flat
-    pieces = _pieces(positions, own, grid_columns).view(-1)
+    pieces = _piece_positions(positions, own, grid_columns).view(-1)
     chunk = torch.arange(grid_columns, device=rows.device)
     source = torch.empty_like(pieces)
     source[pieces] = (positions.unsqueeze(1) * grid_columns + chunk).view(-1)
     return rows.reshape(-1, width).index_select(0, source).view(-1)
 
 
-def _pieces(positions: Tensor, own: Sequence[int], grid_columns: int) -> Tensor:
+def _piece_positions(positions: Tensor, own: Sequence[int], grid_columns: int) -> Tensor:
     """Returns the positions (U, C) of each row's pieces in the flat value, viewed as (U * C, w)."""
     device = positions.device
     sizes = torch.tensor(own, device=device)
@@ -88,7 +93,7 @@ def _pieces(positions: Tensor, own: Sequence[int], grid_columns: int) -> Tensor:
     return base.unsqueeze(1) + of_row.unsqueeze(1) * torch.arange(grid_columns, device=device)
 
 
-def _blocks(
+def _blocks_by_rank(
     positions: Tensor, flat: Tensor, rows_per_grid_row: Sequence[int], columns: int, grid_columns: int
 ) -> list[tuple[Tensor, int, int, Tensor]]:
     """Returns, for each rank of the grid, (positions of its rows, its first column, its last column + 1, its block of

@@ -49,10 +49,11 @@ def apply_steps(values: Tensor, steps: str) -> list[Tensor]:
     return found
 
 
-def steps_backward(gradient: Tensor, values: list[Tensor], steps: str) -> Tensor:
-    """Returns the gradient before the first step from the gradient after the last step, which may be overwritten.
+def gradient_of_steps(gradient: Tensor, values: list[Tensor], steps: str) -> Tensor:
+    """Computes the gradient of the values before the first step.
 
     Args:
+        gradient: of the values after the last step; may be overwritten.
         values: the result of `apply_steps`.
     """
     for (name, by, _), before, after in reversed(
@@ -94,7 +95,7 @@ def chunk_of_positions(rows: Tensor, counts: Tensor, chunk: int, chunks: int) ->
     return torch.cat([own[slice(*chunk_bounds(len(own), chunk, chunks))] for own in of_ranks])
 
 
-def _by_rank(chunks: list[Tensor], group_size: int) -> Tensor:
+def _group_by_sender(chunks: list[Tensor], group_size: int) -> Tensor:
     """Returns (N, S, ..): what each rank has sent for this rank's positions. Each chunk is (N * S, ..)."""
     found = [each.view(group_size, len(each) // group_size, *each.shape[1:]) for each in chunks]
     return found[0] if len(found) == 1 else torch.cat(found, 1)
@@ -107,7 +108,7 @@ def head_loss(
 
     Returns: the loss, the count or weight of scored labels, and the logarithm of each position's sum of exponentials.
     """
-    tops, totals, of_labels, *_ = _by_rank(statistics, group_size).unbind(2)
+    tops, totals, of_labels, *_ = _group_by_sender(statistics, group_size).unbind(2)
     top = tops.amax(0)
     log_sums = top + (totals * (tops - top).exp()).sum(0).log()
     losses = log_sums - of_labels.sum(0)
@@ -132,7 +133,7 @@ def head_smoothing(
     """Implements the op `head_smoothing`: the sum of the log-softmax over all rows at each position, 0 for ignored
     labels.
     """
-    sums = _by_rank(statistics, group_size)[:, :, 3].sum(0) - num_rows * log_sums
+    sums = _group_by_sender(statistics, group_size)[:, :, 3].sum(0) - num_rows * log_sums
     return sums.new_zeros(like.shape[:1]).index_copy_(0, positions, sums)
 
 
@@ -173,14 +174,14 @@ def head_gradient(
         gradient += of_sums[:, None]
     own, rows = _own_labels(labels, logits, rank, group_size)
     gradient.scatter_add_(1, rows[:, None], of_label.neg().masked_fill(own.logical_not(), 0)[:, None])
-    return steps_backward(gradient.to(values[-1].dtype), values, steps)
+    return gradient_of_steps(gradient.to(values[-1].dtype), values, steps)
 
 
 def spread_positions(parts: list[Tensor], rows: Tensor, like: Tensor, group_size: int) -> Tensor:
     """Sums the parts that ranks computed for positions, and scatters the sums to their rows in a tensor shaped like
     `like`.
     """
-    summed = _by_rank(parts, group_size).sum(0)
+    summed = _group_by_sender(parts, group_size).sum(0)
     return summed.new_zeros(like.shape).index_add_(0, rows, summed)
 
 

@@ -10,10 +10,10 @@ from torch import Tensor
 
 def isin(ids: Tensor, rows: tuple[int, ...]) -> Tensor:
     """Returns a bool mask of the `ids` that are in `rows`."""
-    return ids == rows[0] if len(rows) == 1 else torch.isin(ids, on_device(rows, ids.device))
+    return ids == rows[0] if len(rows) == 1 else torch.isin(ids, rows_on_device(rows, ids.device))
 
 
 @lru_cache(maxsize=64)
-def on_device(rows: tuple[int, ...], device: torch.device) -> Tensor:
+def rows_on_device(rows: tuple[int, ...], device: torch.device) -> Tensor:
     """Returns rows as a shared read-only tensor (K,), int64."""
     return torch.tensor(rows, dtype=torch.int64, device="cpu").to(device)

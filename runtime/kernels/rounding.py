@@ -30,7 +30,7 @@ _LEAST, _NOT_FINITE = -119, 127
 
 
 def wire_elements(rows: int, columns: int, form: Format) -> int:
-    """Returns the number of elements that `rows` x `columns` values take on the wire."""
+    """Returns the number of elements of the wire tensor that encodes `rows` x `columns` values in this format."""
     return rows * (columns + 1) if form == "int8" and columns else rows * columns
 
 
@@ -39,7 +39,7 @@ def encode(flat: Tensor, pieces: Pieces, form: Format) -> Tensor:
     if form != "int8":
         return flat.to(DTYPES[form])
     sent = flat.new_empty((sum(wire_elements(*piece, form) for piece in pieces),), dtype=torch.int8)
-    for values, coded in _runs(flat, sent, pieces):
+    for values, coded in _equal_width_runs(flat, sent, pieces):
         values = values.float()
         exponents = _exponents(values)
         coded[:, :-1] = (values * _power_of_two(-exponents)[:, None]).round_()
@@ -51,19 +51,19 @@ def decode_into(out: Tensor, sent: Tensor, pieces: Pieces, form: Format) -> Tens
     """Decodes the result of `encode` into a flat tensor."""
     if form != "int8":
         return out.copy_(sent)
-    for values, coded in _runs(out, sent, pieces):
+    for values, coded in _equal_width_runs(out, sent, pieces):
         exponents = coded[:, -1].int()
         powers = torch.where(exponents == _NOT_FINITE, torch.nan, _power_of_two(exponents))
         values.copy_(coded[:, :-1] * powers[:, None])
     return out
 
 
-def rounded(flat: Tensor, pieces: Pieces, form: Format) -> Tensor:
-    """Returns the numbers that arrive if a flat tensor is rounded to a wire format: `encode`, then `decode_into`."""
+def round_trip(flat: Tensor, pieces: Pieces, form: Format) -> Tensor:
+    """Returns the numbers that arrive after a flat tensor is rounded to a wire format: `encode`, then `decode_into`."""
     return decode_into(torch.empty_like(flat), encode(flat, pieces, form), pieces, form)
 
 
-def in_blocks(elements: int) -> Pieces:
+def as_blocks(elements: int) -> Pieces:
     """Splits the elements of a dense tensor into pieces of (rows, columns) that are rounded separately."""
     return [(elements // BLOCK, BLOCK), (1, elements % BLOCK)]
 
@@ -81,7 +81,7 @@ def _power_of_two(exponents: Tensor) -> Tensor:
     return (exponents.clamp(-126, 127).add_(127) << 23).view(torch.float32)
 
 
-def _runs(flat: Tensor, sent: Tensor, pieces: Pieces) -> Iterator[tuple[Tensor, Tensor]]:
+def _equal_width_runs(flat: Tensor, sent: Tensor, pieces: Pieces) -> Iterator[tuple[Tensor, Tensor]]:
     """Yields (values, codes) as matrices, one for each run of consecutive pieces of equal width."""
     at = of_codes = 0
     for columns, run in groupby((piece for piece in pieces if piece[0] and piece[1]), key=lambda piece: piece[1]):

@@ -41,7 +41,7 @@ LARGE_BYTES = 1 << 18
 
 
 class LaunchWindow:
-    """The launches of one window, in launch order, and how far they have been made.
+    """The launches of one window in launch order, with the progress of making them.
 
     Attributes:
         held: whether launches are held back for now.
@@ -65,8 +65,8 @@ class LaunchWindow:
             self._passed += 1
         return order[self._passed] if self._passed < len(order) else None
 
-    def owes(self, place: float = math.inf) -> bool:
-        """Returns whether an earlier launch than the one at `place` may still be submitted."""
+    def expects_before(self, place: float = math.inf) -> bool:
+        """Returns whether a launch that precedes position `place` in the order may still be submitted."""
         return self.head() is not None and self._passed < place
 
     def remaining(self) -> Sequence[OperationId]:
@@ -127,9 +127,9 @@ class LaunchQueue:
 
     def start(self, owner: object) -> None:
         """Starts the thread, which ends with the owner."""
-        thread = threading.Thread(target=_run, args=(self,), name="embrace_fx launcher", daemon=True)
+        thread = threading.Thread(target=_run_thread, args=(self,), name="embrace_fx launcher", daemon=True)
         thread.start()
-        self._end = weakref.finalize(owner, _stop, self, thread)
+        self._end = weakref.finalize(owner, _stop_thread, self, thread)
 
     def close(self) -> None:
         """Waits until all submitted launches have completed, and ends the thread.
@@ -139,12 +139,12 @@ class LaunchQueue:
         """
         self.draining = True
         self.issue()
-        self.empty()
+        self.wait_until_empty()
         self._end()
         if self.error is not None:
             raise self.error
 
-    def empty(self, timeout: float | None = None) -> None:
+    def wait_until_empty(self, timeout: float | None = None) -> None:
         """Waits until all submitted launches have completed, or one has failed."""
         with self.lock:
             self.sleepers += 1
@@ -156,7 +156,7 @@ class LaunchQueue:
         self.callbacks.add(weakref.ref(callback, self.callbacks.discard))
         return callback
 
-    def enter(self, ticket: Ticket) -> None:
+    def enqueue(self, ticket: Ticket) -> None:
         """Queues a launch of the current window, or drops it if the window is dropped."""
         with self.lock:
             window = self.windows[-1]
@@ -195,8 +195,8 @@ class LaunchQueue:
             with self.lock:
                 self.flushes -= 1
 
-    def took_turns(self) -> bool:
-        """Returns whether all launches since the last call were made in order.
+    def was_in_order(self) -> bool:
+        """Returns whether all launches since the last call were made in the schedule's order.
 
         Always True here, because this queue launches in time whatever another rank has launched out of turn.
         """
@@ -207,7 +207,9 @@ class LaunchQueue:
 
     @property
     def in_turn(self) -> InTurn | None:
-        """Returns the context for a collective of the calling thread, or None if the host needs none."""
+        """The context in which the calling thread launches a collective of its own in the common order, or None if it
+        needs none.
+        """
         return None
 
     # -- launching -----------------------------------------------------------------------------------------------------
@@ -224,11 +226,11 @@ class LaunchQueue:
                     # The sleeping thread watches for a standstill. A launch that may be late is due earlier.
                     wakes_s, last = self.wakes_s, self.in_flight[-1] if self.in_flight else None
                     may_be_late = last is not None and last.id in self.took_s and wakes_s > last.started_s + SHORTEST_S
-                    if wakes_s == math.inf or (may_be_late and self.due_s() < wakes_s):
+                    if wakes_s == math.inf or (may_be_late and self.next_due_s() < wakes_s):
                         self.changed.notify_all()
                     return
                 self.issuing = True
-                self.leaves(ticket)
+                self.record_launch(ticket)
             try:
                 self._launch(ticket)
             except BaseException as error:
@@ -271,7 +273,7 @@ class LaunchQueue:
         self.issue()
         self.recorder.step_times.sent_bytes += ticket.sent_bytes
         if ticket.window > OUTSIDE:
-            self.recorder.transferred(
+            self.recorder.record_transfer(
                 Transfer(ticket.id, ticket.window, ticket.sent_bytes, ticket.started_s, ticket.ended_s)
             )
 
@@ -284,7 +286,7 @@ class LaunchQueue:
 
     # -- all methods below are called with the lock held
 
-    def due_s(self) -> float:
+    def next_due_s(self) -> float:
         """Returns when the next launch may be made although earlier ones are missing."""
         if not any(map(WAITING, self.windows)):
             return math.inf
@@ -324,9 +326,9 @@ class LaunchQueue:
                 if (launch := window.head()) is not None:
                     return window.waiting.pop(launch, None)
             return None
-        return self._next_out_of_turn(standing_still)
+        return self._next_out_of_order(standing_still)
 
-    def _next_out_of_turn(self, standing_still: bool) -> Ticket | None:
+    def _next_out_of_order(self, standing_still: bool) -> Ticket | None:
         """Returns the ticket to launch now, if it may overtake launches that are not submitted."""
         may_overtake, passed_over = self._may_overtake(standing_still), set[str]()
         for window in self.windows:
@@ -351,8 +353,8 @@ class LaunchQueue:
         any_may = standing_still or self.draining
         return {self.channel[ticket.id.lane] for ticket in tickets if any_may or ticket.wanted}
 
-    def leaves(self, ticket: Ticket) -> None:
-        """Records that a launch has started."""
+    def record_launch(self, ticket: Ticket) -> None:
+        """Records that a launch has been made."""
         for each in self.in_flight:
             each.tells = each.tells and each.id not in self.took_s
         ticket.tells = not self.in_flight or ticket.id not in self.took_s
@@ -364,7 +366,7 @@ class LaunchQueue:
         return bool(self.in_flight) or any(map(WAITING, self.windows))
 
 
-def _run(queue: LaunchQueue) -> None:
+def _run_thread(queue: LaunchQueue) -> None:
     """Runs the launcher's thread, which issues launches that became due with time or when the thread is woken.
 
     A woken thread looks once more after `SHORTEST_S`, in which no launch becomes late, before it sleeps until woken.
@@ -373,7 +375,7 @@ def _run(queue: LaunchQueue) -> None:
     while True:
         with queue.lock:
             if not queue.stopped:  # waits until a launch may leave because time has passed, or until woken
-                now_s, queue.wakes_s = time.perf_counter(), queue.due_s()
+                now_s, queue.wakes_s = time.perf_counter(), queue.next_due_s()
                 if is_woken:
                     queue.wakes_s = min(queue.wakes_s, now_s + SHORTEST_S)
                 is_woken = queue.changed.wait(None if queue.wakes_s == math.inf else queue.wakes_s - now_s)
@@ -383,14 +385,16 @@ def _run(queue: LaunchQueue) -> None:
         queue.issue()
 
 
-def _stop(queue: LaunchQueue, thread: threading.Thread) -> None:
+def _stop_thread(queue: LaunchQueue, thread: threading.Thread) -> None:
     """Ends the queue's thread, and waits for launches in flight, because a completion during shutdown would abort the
     process.
     """
     deadline_s = time.monotonic() + _FAREWELL_S
     queue.draining = True
     queue.issue()
-    queue.empty(_FAREWELL_S)  # all ranks have submitted the same launches, which complete unless a rank is gone
+    queue.wait_until_empty(
+        _FAREWELL_S
+    )  # all ranks have submitted the same launches, which complete unless a rank is gone
     with queue.lock:
         queue.stopped = True
         queue.changed.notify_all()

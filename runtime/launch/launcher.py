@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, fx
 
 from embrace_fx.runtime.launch.launch_queue import LaunchQueue, LaunchWindow
-from embrace_fx.runtime.launch.recorder import OUTSIDE, Waiting
+from embrace_fx.runtime.launch.recorder import OUTSIDE, RecordedWait
 from embrace_fx.runtime.launch.spans import is_profiled, span
 from embrace_fx.runtime.launch.ticket import Launch, Ticket
 from embrace_fx.runtime.ranks.communicator import Communicator
@@ -75,8 +75,10 @@ class Launcher:
         """Changes the launch order, from the next window on."""
         self.order = tuple(order)
 
-    def absent(self, submits: Collection[OperationId], *, forward: bool) -> tuple[OperationId, ...]:
-        """Returns the launches of the window's forward or backward that are not in `submits`."""
+    def missing_from(self, submits: Collection[OperationId], *, forward: bool) -> tuple[OperationId, ...]:
+        """Returns the launches of the window's forward or backward that are not in `submits`: a phase's variant may
+        leave some out.
+        """
         return tuple(o for o in self.order if (o in self._of_forward) == forward and o not in submits)
 
     def open_window(self, *, held: bool = False) -> None:
@@ -95,7 +97,7 @@ class Launcher:
                 `Dropped`.
         """
 
-        def ended(future: Any) -> None:
+        def on_end(future: Any) -> None:
             """Opens the held window if the ranks agree, drops it if they do not, and fails the queue on an error."""
             try:
                 future.value()
@@ -110,10 +112,10 @@ class Launcher:
                     self.queue.arrived.notify_all()
             self.queue.issue()
 
-        future.add_done_callback(self.queue.watch(ended))
+        future.add_done_callback(self.queue.watch(on_end))
 
     def launch_of(self, node: fx.Node) -> OperationId | None:
-        """Returns the launch that a node submits or awaits, or None if it has none that goes through a launcher."""
+        """Returns the launch that a node submits to the launcher or awaits from it, or None if there is none."""
         launch = launch_of(node)
         return launch if launch in self.order else None
 
@@ -121,20 +123,20 @@ class Launcher:
         """Returns whether a launch may still be submitted in this window."""
         return launch in self.queue.windows[-1].expected
 
-    def leave_backward(self) -> None:
-        """Expects no more submissions of the window's backward."""
+    def end_backward(self) -> None:
+        """Ends the backward of the current window: its launches that are missing so far will not come."""
         with self.queue.lock:
             self.queue.windows[-1].expected &= self._of_forward
         self.queue.issue()
 
-    def enter_forward(self) -> None:
-        """Opens a window for a forward's submissions if no backward came before it; ends the backward's."""
+    def begin_forward(self) -> None:
+        """Ends the backward's part of the window, or opens a window if no backward came before this forward."""
         if self.queue.windows[-1].in_forward:
             self.open_window()
         window = self.queue.windows[-1]
         window.in_forward = True
         if not window.expected <= self._of_forward:
-            self.leave_backward()
+            self.end_backward()
 
     def skip(self, launches: Collection[OperationId]) -> None:
         """Removes launches from those that the current window expects."""
@@ -156,9 +158,9 @@ class Launcher:
         ticket = queue.ticket(which, launch, sent_bytes, window, queue=queue)
         if is_profiled():
             with span("submit", which):
-                queue.enter(ticket)
+                queue.enqueue(ticket)
         else:
-            queue.enter(ticket)
+            queue.enqueue(ticket)
         self._communicator.progress.record(which)
         return ticket
 
@@ -169,7 +171,7 @@ class Launcher:
         recorder = self.recorder
         try:
             if recorder.recording is not None or is_profiled():
-                with Waiting(recorder, ticket.id):
+                with RecordedWait(recorder, ticket.id):
                     return ticket.wait()
             began_s = time.perf_counter()  # inlined instead of a context manager, because it runs at every launch
             value = ticket.wait()

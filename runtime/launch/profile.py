@@ -30,7 +30,7 @@ class StepProfiler:
         if recorder.recording is None or recorder.recording is not self._recording:
             self._steps = 0  # the user records these steps, so profile later ones
             return None
-        return profile(recorder.stop())
+        return make_profile(recorder.stop())
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Profile:
     byte_ms: dict[OperationId, float] = field(default_factory=dict)
 
 
-def profile(recording: Recording) -> Profile:
+def make_profile(recording: Recording) -> Profile:
     """Computes the medians over the whole windows of a recording."""
     windows = range(recording.window)
     spans: dict[OperationId, list[float]] = {}

@@ -129,7 +129,7 @@ class Recorder:
         self.segment: OperationId | None = None
         self._stands = False
 
-    def window(self) -> None:
+    def begin_window(self) -> None:
         """Records that a window begins: a backward."""
         self.step_times.window()
         if self.recording is not None:
@@ -154,36 +154,36 @@ class Recorder:
         """Begins a segment, because the forward computes this operation from here on."""
         self.segment, self._stands = operation, False
 
-    def stand(self) -> None:
-        """Ends the present compute operation of a forward, because the forward begins to wait."""
+    def pause_segment(self) -> None:
+        """Ends the current compute operation of a forward, because the forward starts to wait."""
         if self.segment is not None and not self._stands:
             self.mark(self.segment)
         self._stands = True
 
     def end_forward(self) -> None:
         """Records that the forward has ended."""
-        self.stand()
-        self.forget_forward()
+        self.pause_segment()
+        self.drop_segment()
 
-    def forget_forward(self) -> None:
+    def drop_segment(self) -> None:
         """Drops the segment of a forward that runs no more."""
         self.segment = None
 
     def waiting(self, launch: OperationId) -> contextlib.AbstractContextManager[None]:
         """Returns a context that records a wait of the thread, or its stream, for a launch."""
-        return Waiting(self, launch)
+        return RecordedWait(self, launch)
 
     def timed(self, launch: OperationId, call: Callable[..., Result], *arguments: Any) -> Result:
         """Makes a call that waits for a launch, and records the wait as `waiting` does."""
         if self.recording is not None or is_profiled():
-            with Waiting(self, launch):
+            with RecordedWait(self, launch):
                 return call(*arguments)
         began_s = time.perf_counter()  # runs twice in every step, so it uses no context
         value = call(*arguments)
         self.step_times.waited(launch, time.perf_counter() - began_s)
         return value
 
-    def transferred(self, transfer: Transfer) -> None:
+    def record_transfer(self, transfer: Transfer) -> None:
         """Records a launch that has completed, or will by the recording's end; called by any thread."""
         if self.recording is not None:
             (self.recording.transfers if transfer.window >= 0 else self.recording.before).append(transfer)
@@ -213,8 +213,8 @@ class Recorder:
         return recording
 
 
-class Waiting(contextlib.AbstractContextManager[None]):
-    """Records a wait of the thread, or its stream, for a launch."""
+class RecordedWait(contextlib.AbstractContextManager[None]):
+    """A context that records a wait of the thread, or of its stream, for a launch."""
 
     def __init__(self, recorder: Recorder, launch: OperationId) -> None:
         self._recorder, self._launch = recorder, launch
@@ -236,8 +236,8 @@ class Waiting(contextlib.AbstractContextManager[None]):
             recording.waits.append((self._launch, recording.window, self._start, recorder.clock.now()))
 
 
-class Watch:
-    """Records one copy, from the beginning to the end of this context, in any thread.
+class RecordedCopy:
+    """A context that records one copy, in any thread.
 
     Args:
         recorder: records the copy, or None.
@@ -256,7 +256,9 @@ class Watch:
 
     def __exit__(self, *_: object) -> None:
         if self._recorder is not None and self._window > OUTSIDE:
-            self._recorder.transferred(Transfer(self.launch, self._window, self._nbytes, self._started, self._now()))
+            self._recorder.record_transfer(
+                Transfer(self.launch, self._window, self._nbytes, self._started, self._now())
+            )
 
     def _now(self) -> Moment:
         """Returns the present moment, on the host's or the recorder's clock, or 0 outside a recording."""

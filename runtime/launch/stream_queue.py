@@ -132,7 +132,7 @@ class StreamQueue(LaunchQueue):
                     assert isinstance(ticket, StreamTicket)
                     in_turn = agreed or not self.draining or not self._is_out_of_turn(ticket)
                     if not in_turn:  # record it first, because over gloo the host waits here for the other ranks
-                        self.overtook, self.tells = True, self.place()
+                        self.overtook, self.tells = True, self.next_place()
                     self._enqueue(ticket, in_turn, follows)
             except BaseException as error:
                 self.error = error
@@ -151,10 +151,10 @@ class StreamQueue(LaunchQueue):
 
     @contextlib.contextmanager
     def flushing(self) -> Iterator[None]:
-        """Does nothing, because a wait makes its launch, out of turn only if needed."""
+        """Opens a context that does nothing, because a wait makes its launch itself, out of order only if needed."""
         yield
 
-    def enter(self, ticket: Ticket) -> None:
+    def enqueue(self, ticket: Ticket) -> None:
         """Queues a launch at its place of the current window, to be issued in turn."""
         if self.error is not None:
             raise self.error
@@ -163,7 +163,7 @@ class StreamQueue(LaunchQueue):
         ticket.place = current.number, current.order.index(ticket.id)
         ticket.ready = self.streams.record(ticket.id, "ready")
         self.unwaited[ticket.place] = ticket
-        super().enter(ticket)
+        super().enqueue(ticket)
 
     def open_window(self, order: tuple[OperationId, ...], *, held: bool) -> None:
         """Opens a window, and waits for launches that nothing has awaited in a whole window."""
@@ -174,7 +174,7 @@ class StreamQueue(LaunchQueue):
             if place[0] < current - 1 and ticket.ended is not None:
                 ticket.wait()
 
-    def took_turns(self) -> bool:
+    def was_in_order(self) -> bool:
         """Returns whether every launch since the last call was enqueued in order."""
         overtook, self.overtook = self.overtook, False
         return not overtook
@@ -202,10 +202,10 @@ class StreamQueue(LaunchQueue):
     @property
     def in_turn(self) -> InTurn | None:
         """Returns the context for a collective of the calling thread."""
-        return self._in_turn
+        return self._launch_in_order
 
     @contextlib.contextmanager
-    def _in_turn(self) -> Iterator[None]:
+    def _launch_in_order(self) -> Iterator[None]:
         """Opens a context for another collective on the current stream, after launches so far and before later ones."""
         with self.lock:
             place: tuple[int, ...] = (-1,)
@@ -226,13 +226,14 @@ class StreamQueue(LaunchQueue):
             if other != id(self):
                 self.streams.wait(ended)
 
-    def place(self) -> Place:
+    def next_place(self) -> Place:
         """Returns the window and the position of the next launch."""
         window = self.windows[-1]
         return window.number, len(window.expected)
 
-    def look(self, store: Any, name: str) -> None:
-        """Informs other ranks if this rank has launched out of order, or does the same where another rank has.
+    def agree_on_order(self, store: Any, name: str) -> None:
+        """Lets ranks agree on launches out of order, from the liveness thread: reports one of this rank, or follows one
+        of another rank.
 
         Args:
             store: a store that only that thread uses.
@@ -244,24 +245,26 @@ class StreamQueue(LaunchQueue):
         if tells is not None or not self.lock.acquire(blocking=False):
             return  # the thread that has the lock launches
         try:
-            place, held = self.place(), any(window.waiting for window in self.windows)
+            place, held = self.next_place(), any(window.waiting for window in self.windows)
         finally:
             self.lock.release()
         if held and store.check([name]) and store.get(name).decode() == f"{place}":
-            threading.Thread(target=self._follow, args=(place,), name="embrace_fx launcher", daemon=True).start()
+            threading.Thread(
+                target=self._follow_out_of_order, args=(place,), name="embrace_fx launcher", daemon=True
+            ).start()
 
-    def _follow(self, place: Place) -> None:
+    def _follow_out_of_order(self, place: Place) -> None:
         """Enqueues the next launches out of order, if this rank has launched nothing since `place`."""
         self.streams.use_device()
         with self.lock, contextlib.suppress(Exception):  # the next submission or wait raises the error
-            if self.place() == place:
+            if self.next_place() == place:
                 self.issue(out_of_turn=True, follows=True)
 
     def _is_out_of_turn(self, ticket: StreamTicket) -> bool:
         """Returns whether an earlier launch of the order may still be made."""
         number, place = ticket.place
         for window in self.windows:
-            if window.owes(place if window.number == number else math.inf) and window.number <= number:
+            if window.expects_before(place if window.number == number else math.inf) and window.number <= number:
                 return True
         return False
 
@@ -296,4 +299,4 @@ class StreamQueue(LaunchQueue):
         recorder.step_times.sent_bytes += ticket.sent_bytes
         if recorded:
             sent = ticket.sent_bytes if launched.sent_bytes is None else launched.sent_bytes()
-            recorder.transferred(Transfer(ticket.id, ticket.window, sent, started, over))
+            recorder.record_transfer(Transfer(ticket.id, ticket.window, sent, started, over))

@@ -1,8 +1,8 @@
 """Provides the launcher with streams and events of a device.
 
 Contract
-    Nothing here makes the host wait but `reach` and `read`, whose event has as a rule long passed. Every call is about
-    the *current* stream, which `on` changes for a while; outside of it that is the stream of the model's compute.
+    Only `wait_on_host` and `read` make the host wait, and their events have usually completed long before. Every call
+    uses the *current* stream, which `on` changes inside its context; outside of it, this is the model's compute stream.
 """
 
 from __future__ import annotations
@@ -39,11 +39,13 @@ class Streams:
         self.last: tuple[int, Event] | None = None
         self.out_of_turn: dict[int, Event] = {}
         self._lanes = {lane: torch.cuda.Stream(device, priority=-1 if lane in URGENT else 0) for lane in LANES[1:]}
-        self._by_id = _ById()
+        self._by_id = _StreamsById()
 
     def on(self, lane: Lane, what: object) -> AbstractContextManager[None]:
-        """Returns a context that enqueues `what` on the stream of a communication class."""
-        return _On(self._lanes[lane], self._index)
+        """Returns a context that enqueues work on the stream of a communication class. `what` names the work in
+        profiles.
+        """
+        return _OnStream(self._lanes[lane], self._index)
 
     def record(self, *what: object) -> Event:
         """Records an event, which completes when all work enqueued on the current stream has ended."""
@@ -64,7 +66,7 @@ class Streams:
             if tensor.is_cuda:
                 tensor.record_stream(stream)
 
-    def up(self, tensor: Tensor) -> Tensor:
+    def to_device(self, tensor: Tensor) -> Tensor:
         """Copies a host tensor to the device on the current stream."""
         return tensor.pin_memory().to(self._device, non_blocking=True)
 
@@ -77,14 +79,14 @@ class Streams:
         """Returns whether the event has completed, without a wait."""
         return bool(event.query())
 
-    def reach(self, event: Event) -> None:
+    def wait_on_host(self, event: Event) -> None:
         """Makes the host wait for an event."""
         if not self.has_passed(event):
             event.synchronize()
 
     def read(self, event: Event, copy: Tensor) -> list[Any]:
         """Returns the values of a copy, as a list. The host waits for the event if it has not completed."""
-        self.reach(event)
+        self.wait_on_host(event)
         values: list[Any] = copy.tolist()
         return values
 
@@ -97,8 +99,8 @@ class Streams:
         torch.cuda.set_device(self._device)
 
 
-class _ById(dict[tuple[int, int, int], torch.cuda.Stream]):
-    """Streams by the ids that torch's C++ returns for the current stream."""
+class _StreamsById(dict[tuple[int, int, int], torch.cuda.Stream]):
+    """A dict from the ids by which torch's C++ names streams to stream objects."""
 
     def __missing__(self, key: tuple[int, int, int]) -> torch.cuda.Stream:
         stream_id, device, kind = key
@@ -106,7 +108,7 @@ class _ById(dict[tuple[int, int, int], torch.cuda.Stream]):
         return made
 
 
-class _On(AbstractContextManager[None]):
+class _OnStream(AbstractContextManager[None]):
     """A context in which a stream and its device are current."""
 
     def __init__(self, stream: torch.cuda.Stream, device: int) -> None:
@@ -155,7 +157,7 @@ class _StreamClock(Clock):
         return self._zero_s + float(self._zero.elapsed_time(moment)) / 1e3
 
 
-def streams_of(device: torch.device) -> Streams | None:
+def choose_streams(device: torch.device) -> Streams | None:
     """Chooses the streams for a model's collectives on this device, or returns None if a thread launches them."""
     if device.type != "cuda":
         return None

@@ -46,7 +46,7 @@ class Ticket:
     done: bool = False
     dropped: bool = False
     wanted: bool = False  # whether a wait that flushes launches waits for it
-    tells: bool = True  # its time in flight counts as the launch's time
+    tells: bool = True  # whether the time in flight is that of the launch alone
 
     def drop(self) -> None:
         """Drops a launch that will not be made."""

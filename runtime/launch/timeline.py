@@ -31,10 +31,10 @@ def gather_timeline(communicator: Communicator, recording: Recording, steps: Ste
     waits: list[Wait] = []
     memory: list[MemoryAt] = []
     for rank, (each, offset) in enumerate(everyone):
-        found, stood = _of_rank(rank, each, steps, zero_s + offset)
+        found, stood = _rank_timeline(rank, each, steps, zero_s + offset)
         spans += [span for span in found if 0 <= span.window < complete]
         waits += [wait for wait in stood if 0 <= wait.window < complete]
-        memory += _memory_of(rank, each, zero_s + offset)
+        memory += _memory_growth(rank, each, zero_s + offset)
     return Timeline(tuple(spans), tuple(waits), communicator.world_size, steps.dependences, tuple(memory))
 
 
@@ -48,14 +48,14 @@ def _single_step(recording: Recording) -> Recording:
     )
 
 
-def _memory_of(rank: int, recording: Recording, zero_s: float) -> list[MemoryAt]:
+def _memory_growth(rank: int, recording: Recording, zero_s: float) -> list[MemoryAt]:
     """Returns the growth of a rank's memory since the recording's first mark; empty if it never changes."""
     if len({nbytes for _, nbytes in recording.memory}) < 2:
         return []
     return [MemoryAt(rank, (at - zero_s) * 1e3, nbytes - recording.memory[0][1]) for at, nbytes in recording.memory]
 
 
-def _of_rank(rank: int, recording: Recording, steps: StepGraph, zero_s: float) -> tuple[list[Span], list[Wait]]:
+def _rank_timeline(rank: int, recording: Recording, steps: StepGraph, zero_s: float) -> tuple[list[Span], list[Wait]]:
     """Returns the spans and waits of one rank, in milliseconds since `zero_s`."""
     known = {operation.id: operation for operation in steps.operations}
 
@@ -65,7 +65,7 @@ def _of_rank(rank: int, recording: Recording, steps: StepGraph, zero_s: float) -
 
     spans = [
         Span(
-            known.get(span.operation) or Operation.of(span.operation, 0.0),
+            known.get(span.operation) or Operation.from_id(span.operation, 0.0),
             span.window,
             rank,
             ms(span.started_s),
@@ -74,7 +74,7 @@ def _of_rank(rank: int, recording: Recording, steps: StepGraph, zero_s: float) -
         for span in compute_spans(recording)
     ]
     for transfer in recording.transfers:
-        operation = known.get(transfer.launch) or Operation.of(transfer.launch, 0.0)
+        operation = known.get(transfer.launch) or Operation.from_id(transfer.launch, 0.0)
         spans.append(Span(operation, transfer.window, rank, ms(transfer.started_s), ms(transfer.ended_s)))
     waits = [
         Wait(str(launch), launch.lane, window, rank, ms(start), ms(end))

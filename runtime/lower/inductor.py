@@ -78,14 +78,14 @@ class RegionCompiler:
 
     def _compile(self, region: Region) -> Compiled:
         """Compiles a region, or returns the compiled code of an equal one."""
-        fake_mode = detect_fake_mode(_tensors(region))
+        fake_mode = detect_fake_mode(_traced_tensors(region))
         assert fake_mode is not None
         if fake_mode.shape_env is not None:  # clears pending symbols of ops that passes have run
             fake_mode.shape_env.pending_fresh_unbacked_symbols.clear()
         with fake_mode:
             traced = make_fx(region.module, select_decomp_table(), tracing_mode="real")(*region.inputs)
         cuda_graph = config.triton.cudagraphs and _is_capturable(region)
-        key = f"{traced.code}{[_description(value) for value in region.inputs]}{region.fixed}"
+        key = f"{traced.code}{[_cache_key(value) for value in region.inputs]}{region.fixed}"
         if key in self._compiled and not cuda_graph:  # a CUDA graph reads its own region's parameters
             return self._compiled[key]
         self._captures_cuda_graphs |= cuda_graph
@@ -121,18 +121,18 @@ def _plain_mode() -> Iterator[None]:
 
 def _is_capturable(region: Region) -> bool:
     """Returns whether sizes are fixed, all tensors are on CUDA, and no replay overwrites a result before it is read."""
-    values = _tensors(region)
+    values = _traced_tensors(region)
     sizes = (size for value in values for size in value.shape)
     return not region.kept and all(v.device.type == "cuda" for v in values) and all(type(s) is int for s in sizes)
 
 
-def _tensors(region: Region) -> list[Tensor]:
+def _traced_tensors(region: Region) -> list[Tensor]:
     """Returns all traced tensors of a region and its inputs."""
     of_nodes = (node.meta.get("val") for node in region.module.graph.nodes)
     return [value for value in (*region.inputs, *of_nodes) if isinstance(value, Tensor)]
 
 
-def _description(value: Any) -> str:
+def _cache_key(value: Any) -> str:
     """Returns everything about a value on which compiled code depends."""
     if not isinstance(value, Tensor):
         return str(value)

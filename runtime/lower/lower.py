@@ -31,17 +31,19 @@ Call = Callable[[fx.Node], Callable[..., Any] | None]
 """Finds what a node calls."""
 
 
-class _OneList(CodeGen):
+class _ListArgumentCodeGen(CodeGen):
     """Generates a function that takes all arguments in one list, and empties the list."""
 
     def gen_fn_def(self, free_vars: list[str], maybe_return_annotation: str, **_: Any) -> str:
-        """Writes the head of a function that takes all its arguments in one list, and clears the list."""
+        """Returns the source of the function's head. The function takes all arguments in one list, and empties the
+        list.
+        """
         names = [var.split(":")[0].split("=")[0].strip() for var in free_vars if var != "self"]
         unpack = f"\n    {', '.join(names)}, = arguments" if names else ""
         return f"def {self._func_name}(self, arguments){maybe_return_annotation}:{unpack}\n    arguments.clear()"
 
 
-def lower(
+def lower_phase(
     module: fx.GraphModule,
     call: Call = lambda node: None,
     compile_region: Callable[[Region], Compiled | None] | None = None,
@@ -64,7 +66,7 @@ def lower(
         if copied.name != node.name:
             copied.name = node.name
         copied.meta["val"] = None if _is_in_flight(node) else node.meta.get("val")
-        copied.meta["fixed"] = _is_fixed(node)
+        copied.meta["fixed"] = _has_fixed_address(node)
         copied.meta["copies"] = op_name(node) == "embrace::pack_bucket"
         if isinstance(node.target, torch._ops.OpOverload):
             copied.target = call(node) or kernels.get(op_name(node), node.target)
@@ -73,14 +75,14 @@ def lower(
     _write_in_place(graph)
     for node in graph.nodes:
         if isinstance(node.target, torch._ops.OpOverload):
-            node.target = _direct(node.target)
-    graph.set_codegen(_OneList())
+            node.target = _fast_call(node.target)
+    graph.set_codegen(_ListArgumentCodeGen())
     lowered = fx.GraphModule(module, graph)
     run: Phase = lowered.forward
     return run
 
 
-def source(phase: Phase) -> str:
+def phase_source(phase: Phase) -> str:
     """Returns a lowered phase as Python code, with the launch of each line in a comment.
 
     Values that die with a line are left out. A call of the runtime has the name of its method.
@@ -115,8 +117,8 @@ def _write_in_place(graph: fx.Graph) -> None:
 
 
 @cache
-def _direct(op: torch._ops.OpOverload) -> Callable[..., Any]:
-    """Returns a C++ function that runs an op.
+def _fast_call(op: torch._ops.OpOverload) -> Callable[..., Any]:
+    """Returns the C++ function that runs an op with the least overhead.
 
     This is torch's own binding if it is known to take the same arguments, because it reads them at half the cost. Other
     ops use the function that every op has.
@@ -151,8 +153,8 @@ def _is_in_flight(node: fx.Node) -> bool:
     return any(op_name(user) == "_c10d_functional::wait_tensor" for user in node.users)
 
 
-def _is_fixed(node: fx.Node) -> bool:
-    """Returns whether a value has the same address at every step."""
+def _has_fixed_address(node: fx.Node) -> bool:
+    """Returns whether a value has the same memory address at every step."""
     if node.op == "placeholder":
         return isinstance(node.meta.get("role"), Parameter | Buffer | Shard)
     return op_name(node) in ("embrace::update_bucket", "embrace::update_rows")

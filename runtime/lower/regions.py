@@ -62,9 +62,9 @@ def compile_regions(root: fx.GraphModule, graph: fx.Graph, compile_region: Calla
         graph: rewritten in place; its nodes have fake values, and its placeholders roles.
         compile_region: region -> its compiled form, or None if it stays as it is.
     """
-    _items_follow_their_tuples(graph)
+    _move_items_to_tuples(graph)
     number = 0
-    for nodes in list(_runs(graph)):
+    for nodes in list(_compilable_runs(graph)):
         if sum(map(_is_kernel, nodes)) < SMALLEST:
             continue
         symbols = _symbols_for(graph, nodes)
@@ -72,13 +72,13 @@ def compile_regions(root: fx.GraphModule, graph: fx.Graph, compile_region: Calla
             continue
         inputs = [*symbols, *_inputs_of(nodes, symbols)]
         outputs = [node for node in nodes if any(user not in nodes for user in node.users)]
-        compiled = compile_region(_cut_out(root, nodes, inputs, outputs))
+        compiled = compile_region(_extract_region(root, nodes, inputs, outputs))
         if compiled is not None:
-            _replace(graph, nodes, inputs, outputs, _named(compiled, f"region_{number}"))
+            _replace_by_call(graph, nodes, inputs, outputs, _with_name(compiled, f"region_{number}"))
             number += 1
 
 
-def _runs(graph: fx.Graph) -> Iterator[dict[fx.Node, None]]:
+def _compilable_runs(graph: fx.Graph) -> Iterator[dict[fx.Node, None]]:
     """Yields the runs of consecutive nodes that can be compiled."""
     run: dict[fx.Node, None] = {}
     for node in graph.nodes:
@@ -110,7 +110,7 @@ def _is_kernel(node: fx.Node) -> bool:
     )
 
 
-def _items_follow_their_tuples(graph: fx.Graph) -> None:
+def _move_items_to_tuples(graph: fx.Graph) -> None:
     """Moves each `getitem` node to right after the op whose result it reads."""
     for node in list(graph.nodes):
         if isinstance(node.target, torch._ops.OpOverload) and isinstance(node.meta.get("val"), list | tuple):
@@ -171,7 +171,7 @@ def _size_node(graph: fx.Graph, source: fx.Node, dim: int, first: fx.Node) -> fx
     return node
 
 
-def _cut_out(
+def _extract_region(
     root: fx.GraphModule, nodes: Collection[fx.Node], inputs: Sequence[fx.Node], outputs: Sequence[fx.Node]
 ) -> Region:
     """Returns a region with copies of the nodes."""
@@ -187,7 +187,7 @@ def _cut_out(
         fx.GraphModule(root, graph),
         tuple(node.meta["val"] for node in inputs),
         tuple(k for k, node in enumerate(inputs) if _is_fixed(node)),
-        any(not _stays_in_step(node, user) for node in outputs for user in node.users if user not in nodes),
+        any(not _is_copied_within_step(node, user) for node in outputs for user in node.users if user not in nodes),
     )
 
 
@@ -198,7 +198,7 @@ def _is_fixed(node: fx.Node) -> bool:
     return node.meta.get("fixed", False) is True
 
 
-def _stays_in_step(value: fx.Node, user: fx.Node) -> bool:
+def _is_copied_within_step(value: fx.Node, user: fx.Node) -> bool:
     """Returns whether a reader of a value copies it within the step and returns no view of it."""
     if user.op == "output":
         returned = zip(user.args[0], user.meta["roles"], strict=True)  # type: ignore[arg-type]
@@ -208,7 +208,7 @@ def _stays_in_step(value: fx.Node, user: fx.Node) -> bool:
     return user.meta.get("copies", False) is True
 
 
-def _replace(
+def _replace_by_call(
     graph: fx.Graph,
     nodes: Collection[fx.Node],
     inputs: Sequence[fx.Node],
@@ -217,7 +217,7 @@ def _replace(
 ) -> None:
     """Replaces nodes with one call of their compiled region."""
     with graph.inserting_before(next(iter(nodes))):
-        arguments = graph.call_function(bundle, tuple(inputs))
+        arguments = graph.call_function(pack_arguments, tuple(inputs))
         results = graph.call_function(compiled, (arguments,))
         for k, node in enumerate(outputs):
             item = graph.call_function(operator.getitem, (results, k))
@@ -227,12 +227,12 @@ def _replace(
         graph.erase_node(node)
 
 
-def bundle(*values: Any) -> list[Any]:
+def pack_arguments(*values: Any) -> list[Any]:
     """Returns the arguments of a region as a list, which the region empties."""
     return list(values)
 
 
-def _named(compiled: Compiled, name: str) -> Compiled:
+def _with_name(compiled: Compiled, name: str) -> Compiled:
     """Returns a compiled region as a function with a name, for profiles."""
 
     def region(arguments: list[Any]) -> Sequence[Any]:

@@ -14,7 +14,7 @@ from torch.library import impl
 
 from embrace_fx.runtime.lower.rnn_loop import (
     Backward,
-    Walk,
+    TimeOrder,
     gru_backward,
     gru_forward,
     lstm_backward,
@@ -49,19 +49,19 @@ class _Layer(NamedTuple):
     def wide(self) -> tuple[Tensor, Tensor, LayerWeights]:
         """Returns the flat input, initial state and weights in the dtype that the "loop" kernel computes in."""
         dtype = compute_dtype(self.input)
-        weights = LayerWeights.of([weight.to(dtype) for weight in self.weights])
+        weights = LayerWeights.from_list([weight.to(dtype) for weight in self.weights])
         return self.input.reshape(-1, self.input.shape[-1]).to(dtype), self.h0.to(dtype), weights
 
 
 def rnn_layer(*arguments: Any) -> list[Tensor]:
     """Computes one layer and direction of a recurrent network, as `embrace_fx.vocabulary.rnn_ops` describes."""
     layer = _Layer(*arguments)
-    walk = Walk.of(layer.input, layer.batch_sizes, layer.reverse)
+    walk = TimeOrder.of_input(layer.input, layer.batch_sizes, layer.reverse)
     if layer.kernel == "loop":
         with _no_autocast(layer.input):
             return _loop_forward(layer, walk)
     if layer.h0.shape[0] == 0:
-        return _no_sequences(layer)
+        return _empty_results(layer)
     return _cudnn_forward(layer, walk) if layer.kernel == "cudnn" else _mkldnn_forward(layer)
 
 
@@ -72,7 +72,7 @@ def rnn_layer_backward(grad_output: Any, grad_h: Any, grad_c: Any, *arguments: A
     layer, grads = _Layer(*given), (grad_output, grad_h, grad_c)
     of_cells = [] if layer.c0 is None else [layer.c0]
     sources = [*([layer.input] if input_grad else []), layer.h0, *of_cells, *layer.weights]
-    walk = Walk.of(layer.input, layer.batch_sizes, reverse)
+    walk = TimeOrder.of_input(layer.input, layer.batch_sizes, reverse)
     if kernel == "loop":
         with _no_autocast(layer.input):
             found = _loop_backward(grads, layer, results, walk, input_grad)
@@ -97,8 +97,8 @@ def _no_autocast(input: Tensor) -> torch.autocast:
 _Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
 
 
-def _loop_forward(layer: _Layer, walk: Walk) -> list[Tensor]:
-    """Runs a layer's forward in a Python loop over time steps."""
+def _loop_forward(layer: _Layer, walk: TimeOrder) -> list[Tensor]:
+    """Computes a layer's forward by a Python loop over time steps. Returns the results of `rnn_layer`."""
     x, h, w = layer.wide()
     _, last = walk.ends(layer.input.device)
     states = []
@@ -115,22 +115,22 @@ def _loop_forward(layer: _Layer, walk: Walk) -> list[Tensor]:
 
 
 def _loop_backward(
-    grads: _Gradients, layer: _Layer, results: Sequence[Tensor], walk: Walk, input_grad: bool
+    grads: _Gradients, layer: _Layer, results: Sequence[Tensor], walk: TimeOrder, input_grad: bool
 ) -> Backward:
-    """Runs a layer's backward in a Python loop over time steps."""
+    """Computes a layer's gradients by a Python loop over time steps, from the results of `_loop_forward`."""
     x, h, w = layer.wide()
     output = results[0].reshape(-1, h.shape[1]).to(h.dtype)
-    grad_output = _per_row(grads[0], grads[1], output, walk)
+    grad_output = _row_gradients(grads[0], grads[1], output, walk)
     if layer.c0 is not None:
         c0, saved = layer.c0.to(h.dtype), results[3:]
-        grad_cells = _per_row(None, grads[2], saved[1], walk)
+        grad_cells = _row_gradients(None, grads[2], saved[1], walk)
         return lstm_backward(grad_output, grad_cells, x, h, c0, w, [output, *saved], walk, input_grad)
     if layer.cell == "gru":
         return gru_backward(grad_output, x, h, w, [output, *results[2:]], walk, input_grad)
     return rnn_backward(grad_output, x, h, w, output, walk, layer.cell, input_grad)
 
 
-def _per_row(grad_rows: Tensor | None, grad_final: Tensor | None, rows: Tensor, walk: Walk) -> Tensor:
+def _row_gradients(grad_rows: Tensor | None, grad_final: Tensor | None, rows: Tensor, walk: TimeOrder) -> Tensor:
     """Returns the gradient (R, ...) of each row: its own, plus that of the final state of its sequence."""
     total = torch.zeros_like(rows)
     if grad_rows is not None:
@@ -141,7 +141,7 @@ def _per_row(grad_rows: Tensor | None, grad_final: Tensor | None, rows: Tensor, 
     return total
 
 
-def _no_sequences(layer: _Layer) -> list[Tensor]:
+def _empty_results(layer: _Layer) -> list[Tensor]:
     """Returns the results for an empty batch, which the fused kernels refuse."""
     input, h0, c0 = layer.input, layer.h0, layer.c0
     results = [h0.new_empty(layer.shape), h0.clone(), *([] if c0 is None else [c0.clone()])]
@@ -158,7 +158,7 @@ def _mkldnn_weights(weights: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _mkldnn_forward(layer: _Layer) -> list[Tensor]:
-    """Runs a layer's forward by oneDNN."""
+    """Computes a layer's forward by oneDNN. Returns the results of `rnn_layer`."""
     # oneDNN returns its workspace only if gradients are enabled. Autograd must not see parameters then: kernels are
     # called without the dispatcher, and autograd's record would keep the workspace as long as the output lives.
     weights, save, c0 = [weight.detach() for weight in layer.weights], layer.save, layer.c0
@@ -173,7 +173,7 @@ def _mkldnn_forward(layer: _Layer) -> list[Tensor]:
 
 
 def _mkldnn_backward(grads: _Gradients, layer: _Layer, results: Sequence[Tensor]) -> Backward:
-    """Runs a layer's backward by oneDNN."""
+    """Computes a layer's gradients by oneDNN, from the results of `_mkldnn_forward`."""
     output, h_n, c_n, workspace = results
     weights, c0 = layer.weights, layer.c0
     assert c0 is not None
@@ -186,47 +186,53 @@ def _mkldnn_backward(grads: _Gradients, layer: _Layer, results: Sequence[Tensor]
     return Backward(grad_input, grad_h0, grad_c0, grad_weights[: len(weights)])
 
 
-def _turned(rows: Tensor, shape: Sequence[int], walk: Walk) -> Tensor:
+def _reorder_for_cudnn(rows: Tensor, shape: Sequence[int], walk: TimeOrder) -> Tensor:
     """Returns contiguous rows in the walk's order, because cuDNN runs only forward. The function is its own inverse."""
     if not walk.reverse:
         return rows.contiguous()
-    return rows.reshape(-1, rows.shape[-1])[walk.mirror(rows.device)].view(shape)
+    return rows.reshape(-1, rows.shape[-1])[walk.reversal(rows.device)].view(shape)
 
 
-def _cudnn_forward(layer: _Layer, walk: Walk) -> list[Tensor]:
-    """Runs a layer's forward by cuDNN."""
+def _cudnn_forward(layer: _Layer, walk: TimeOrder) -> list[Tensor]:
+    """Computes a layer's forward by cuDNN. Returns the results of `rnn_layer`. `walk` is the order of its time
+    steps.
+    """
     c0 = layer.c0
     output, h_n, c_n, reserve, packed_weights = torch.ops.aten._cudnn_rnn(
         *_cudnn_inputs(layer, walk, None), *_cudnn_sizes(layer), 1, False, 0.0, layer.save, False,
         [] if layer.batch_sizes is None else walk.sizes, None,
     )  # fmt: skip
-    results = [_turned(output, output.shape, walk), h_n.squeeze(0), *([] if c0 is None else [c_n.squeeze(0)])]
+    results = [
+        _reorder_for_cudnn(output, output.shape, walk),
+        h_n.squeeze(0),
+        *([] if c0 is None else [c_n.squeeze(0)]),
+    ]
     return [*results, reserve, packed_weights] if layer.save else results
 
 
-def _cudnn_inputs(layer: _Layer, walk: Walk, packed_weights: Tensor | None) -> tuple[Any, ...]:
+def _cudnn_inputs(layer: _Layer, walk: TimeOrder, packed_weights: Tensor | None) -> tuple[Any, ...]:
     """Returns the first arguments of both cuDNN calls."""
     weights, h0, c0 = list(layer.weights), layer.h0, layer.c0
     states = h0.unsqueeze(0).contiguous(), None if c0 is None else c0.unsqueeze(0).contiguous()
-    return _turned(layer.input, layer.input.shape, walk), weights, len(weights), packed_weights, *states
+    return _reorder_for_cudnn(layer.input, layer.input.shape, walk), weights, len(weights), packed_weights, *states
 
 
 def _cudnn_backward(
-    grads: _Gradients, layer: _Layer, results: Sequence[Tensor], walk: Walk, input_grad: bool
+    grads: _Gradients, layer: _Layer, results: Sequence[Tensor], walk: TimeOrder, input_grad: bool
 ) -> Backward:
-    """Runs a layer's backward by cuDNN."""
+    """Computes a layer's gradients by cuDNN, from the results of `_cudnn_forward`."""
     output, *_, reserve, packed_weights = results
     grad_output, *grad_states = grads
     # cuDNN writes into the reserve while it computes the gradients; an op that changes its arguments is not pure.
     grad_input, grad_h0, grad_c0, grad_weights = torch.ops.aten._cudnn_rnn_backward(
-        *_cudnn_inputs(layer, walk, packed_weights), _turned(output, output.shape, walk),
-        None if grad_output is None else _turned(grad_output, output.shape, walk),
+        *_cudnn_inputs(layer, walk, packed_weights), _reorder_for_cudnn(output, output.shape, walk),
+        None if grad_output is None else _reorder_for_cudnn(grad_output, output.shape, walk),
         *(None if grad is None else grad.unsqueeze(0).contiguous() for grad in grad_states),
         *_cudnn_sizes(layer), 1, False, 0.0, True, False, [] if layer.batch_sizes is None else walk.sizes, None,
         reserve.clone(), [input_grad, True, layer.c0 is not None, True],
     )  # fmt: skip
     return Backward(
-        _turned(grad_input, layer.input.shape, walk) if input_grad else None,
+        _reorder_for_cudnn(grad_input, layer.input.shape, walk) if input_grad else None,
         grad_h0,
         None if layer.c0 is None else grad_c0,
         list(grad_weights),
@@ -235,7 +241,7 @@ def _cudnn_backward(
 
 def _cudnn_sizes(layer: _Layer) -> tuple[int, int, int]:
     """Returns (the cell's number, its hidden size, its projection's size or 0)."""
-    w, cell = LayerWeights.of(layer.weights), layer.cell
+    w, cell = LayerWeights.from_list(layer.weights), layer.cell
     state_size = w.hh.shape[1]
     if w.projection is None:
         return _CELL_NUMBERS[cell], state_size, 0

@@ -23,8 +23,8 @@ _tanh_backward = torch.ops.aten.tanh_backward.grad_input
 
 
 @dataclass(frozen=True)
-class Walk:
-    """The order in which a layer visits its flat rows, step after step, from first to last or from last to first.
+class TimeOrder:
+    """The order in which a layer processes its flat rows: the time steps from first to last, or from last to first.
 
     Attributes:
         sizes: rows of each step, in time order, not increasing.
@@ -35,7 +35,7 @@ class Walk:
     reverse: bool
 
     @classmethod
-    def of(cls, input: Tensor, batch_sizes: Tensor | None, reverse: bool) -> Walk:
+    def of_input(cls, input: Tensor, batch_sizes: Tensor | None, reverse: bool) -> TimeOrder:
         """Returns the walk over an input (T, B, *), or over packed rows if `batch_sizes` is given."""
         sizes: list[int] = [input.shape[1]] * input.shape[0] if batch_sizes is None else batch_sizes.tolist()
         if not sizes:
@@ -54,7 +54,7 @@ class Walk:
         states = []
         before = initial
         for step in self.steps(rows):
-            states.append(carry(initial, before, step.shape[0]))
+            states.append(step_state(initial, before, step.shape[0]))
             before = step
         return torch.cat(states[::-1] if self.reverse else states)
 
@@ -67,9 +67,9 @@ class Walk:
         early = row_TB[0]
         late = row_TB.gather(0, (alive_TB.sum(0) - 1).unsqueeze(0)).squeeze(0)
         first, last = (late, early) if self.reverse else (early, late)
-        return _moved(first, device), _moved(last, device)
+        return _copy_indices(first, device), _copy_indices(last, device)
 
-    def mirror(self, device: torch.device) -> Tensor:
+    def reversal(self, device: torch.device) -> Tensor:
         """Returns the row indices (R,) that reverse every sequence. The permutation is its own inverse.
 
         Sizes [2, 1]: [2, 1, 0]: sequence 0 (rows 0 and 2) is turned, sequence 1 (row 1) stays.
@@ -77,7 +77,7 @@ class Walk:
         alive_TB, row_TB = self._table()
         step_T1 = torch.arange(len(self.sizes), device="cpu").unsqueeze(1)
         mirrored_TB = (alive_TB.sum(0) - 1 - step_T1).clamp(min=0)
-        return _moved(row_TB.gather(0, mirrored_TB)[alive_TB], device)
+        return _copy_indices(row_TB.gather(0, mirrored_TB)[alive_TB], device)
 
     def _table(self) -> tuple[Tensor, Tensor]:
         """Returns (whether each sequence has each step, (T, B); the row of each sequence and step, (T, B))."""
@@ -86,18 +86,18 @@ class Walk:
         return sizes_T1 > sequence_B, sizes_T1.cumsum(0) - sizes_T1 + sequence_B
 
 
-def carry(initial: Tensor, before: Tensor, rows: int) -> Tensor:
+def step_state(initial: Tensor, before: Tensor, rows: int) -> Tensor:
     """Returns the state from which a step with `rows` sequences starts: `before`, cut if sequences have ended, extended
     by `initial` if some begin.
     """
     if before.shape[0] >= rows:
-        return _head(before, rows)
+        return _first_rows(before, rows)
     return torch.cat([before, initial[before.shape[0] : rows]])
 
 
-def _head(tensor: Tensor, rows: int) -> Tensor:
+def _first_rows(tensor: Tensor, rows: int) -> Tensor:
     """Returns the first `rows` rows of a tensor."""
-    # Slicing costs as much as a small kernel; padded inputs, whose steps never shrink, do without.
+    # Skip the slice if nothing is cut off, as with padded inputs: it costs as much as a small kernel.
     return tensor if tensor.shape[0] == rows else tensor[:rows]
 
 
@@ -133,7 +133,7 @@ class Backward:
     weights: list[Tensor]
 
 
-def lstm_forward(x: Tensor, h0: Tensor, c0: Tensor, w: LayerWeights, walk: Walk) -> list[Tensor]:
+def lstm_forward(x: Tensor, h0: Tensor, c0: Tensor, w: LayerWeights, walk: TimeOrder) -> list[Tensor]:
     """Computes [output (R, P), activated gates (R, 4H), cells (R, H), with a projection its input states (R, H)]."""
     hidden_size = c0.shape[1]
     gates = _input_product(x, w.ih, _sum_of_biases(w))
@@ -149,13 +149,13 @@ def lstm_forward(x: Tensor, h0: Tensor, c0: Tensor, w: LayerWeights, walk: Walk)
         walk.steps(gates), in_forget, *columns, walk.steps(cells), walk.steps(hidden), walk.steps(output), strict=True
     ):
         rows = gate.shape[0]
-        gate.addmm_(carry(h0, h, rows), recurrent)
+        gate.addmm_(step_state(h0, h, rows), recurrent)
         sigmoids.sigmoid_()
         g.tanh_()
         o.sigmoid_()
-        torch.mul(f, carry(c0, c, rows), out=cell)
+        torch.mul(f, step_state(c0, c, rows), out=cell)
         cell.addcmul_(i, g)
-        torch.mul(o, torch.tanh(cell, out=_head(tanh_cell, rows)), out=hid)
+        torch.mul(o, torch.tanh(cell, out=_first_rows(tanh_cell, rows)), out=hid)
         if projection is not None:
             torch.mm(hid, projection, out=out)
         h, c = out, cell
@@ -170,7 +170,7 @@ def lstm_backward(
     c0: Tensor,
     w: LayerWeights,
     saved: Sequence[Tensor],
-    walk: Walk,
+    walk: TimeOrder,
     input_grad: bool,
 ) -> Backward:
     """Computes gradients from what `lstm_forward` returned. Overwrites `grad_output` (R, P) and `grad_cells` (R, H)."""
@@ -199,15 +199,15 @@ def lstm_backward(
     for step in range(len(steps) - 1, -1, -1):
         delta_t, delta_o_t, to_cell, f_t, grad_h, grad_c, delta_ifg_t = steps[step]
         if w.projection is not None:
-            grad_h = torch.mm(grad_h, w.projection, out=_head(grad_hidden, grad_h.shape[0]))
+            grad_h = torch.mm(grad_h, w.projection, out=_first_rows(grad_hidden, grad_h.shape[0]))
         grad_c.addcmul_(grad_h, to_cell)
         delta_ifg_t.mul_(grad_c.unsqueeze(1))
         delta_o_t.mul_(grad_h)
         if step > 0:
             _, _, _, _, grad_h_before, grad_c_before, _ = steps[step - 1]
             carried = min(grad_h_before.shape[0], grad_c.shape[0])
-            _head(grad_h_before, carried).addmm_(_head(delta_t, carried), w.hh)
-            _head(grad_c_before, carried).addcmul_(_head(grad_c, carried), _head(f_t, carried))
+            _first_rows(grad_h_before, carried).addmm_(_first_rows(delta_t, carried), w.hh)
+            _first_rows(grad_c_before, carried).addcmul_(_first_rows(grad_c, carried), _first_rows(f_t, carried))
 
     first, _ = walk.ends(x.device)
     grad_input, gradients = _weight_gradients(delta, delta, x, walk.previous(h0, output), w, input_grad)
@@ -216,7 +216,7 @@ def lstm_backward(
     return Backward(grad_input, delta[first] @ w.hh, grad_cells[first] * f[first], gradients)
 
 
-def gru_forward(x: Tensor, h0: Tensor, w: LayerWeights, walk: Walk) -> list[Tensor]:
+def gru_forward(x: Tensor, h0: Tensor, w: LayerWeights, walk: TimeOrder) -> list[Tensor]:
     """Computes [output (R, H), activated gates (R, 3H), recurrent half of the new gate (R, H)]."""
     hidden_size = h0.shape[1]
     gates = _input_product(x, w.ih, w.bias_ih)
@@ -230,7 +230,7 @@ def gru_forward(x: Tensor, h0: Tensor, w: LayerWeights, walk: Walk) -> list[Tens
     for reset_update, r, z, n, new, out in zip(
         walk.steps(gates[:, : 2 * hidden_size]), *columns, walk.steps(new_recurrent), walk.steps(output), strict=True
     ):
-        h = carry(h0, h, out.shape[0])
+        h = step_state(h0, h, out.shape[0])
         reset_update.addmm_(h, sigmoid_weight).sigmoid_()
         torch.addmm(new_bias, h, new_weight, out=new)
         n.addcmul_(r, new).tanh_()
@@ -244,7 +244,7 @@ def gru_backward(
     h0: Tensor,
     w: LayerWeights,
     saved: Sequence[Tensor],
-    walk: Walk,
+    walk: TimeOrder,
     input_grad: bool,
 ) -> Backward:
     """Computes gradients from what `gru_forward` returned. Overwrites `grad_output` (R, H)."""
@@ -252,9 +252,9 @@ def gru_backward(
     rows, hidden_size = output.shape
     r, z, n = gates.chunk(3, 1)
     previous = walk.previous(h0, output)
-    # Deltas of the gates, as columns n, r, z and the recurrent half of n. The input's weights need the first three, the
-    # recurrent weights the last three. Before the loop a column holds the local derivative, which the loop multiplies
-    # by the gradient of the hidden state.
+    # Deltas of the gates, as columns n, r, z, n_h; n_h is the recurrent half of n. Input weights need n, r, z;
+    # recurrent weights need r, z, n_h. Before the loop, a column holds only the local derivative. The loop multiplies
+    # it by the gradient of the hidden state.
     delta = x.new_empty(rows, 4 * hidden_size)
     delta_n, delta_r, delta_z, delta_new = delta.chunk(4, 1)
     _tanh_backward(1 - z, n, grad_input=delta_n)
@@ -275,9 +275,9 @@ def gru_backward(
         if step > 0:
             grad_before = steps[step - 1][3]
             carried = min(grad_before.shape[0], grad_h.shape[0])
-            grad_before = _head(grad_before, carried)
-            grad_before.addmm_(_head(delta_h_t, carried), w.hh)
-            grad_before.addcmul_(_head(grad_h, carried), _head(z_t, carried))
+            grad_before = _first_rows(grad_before, carried)
+            grad_before.addmm_(_first_rows(delta_h_t, carried), w.hh)
+            grad_before.addcmul_(_first_rows(grad_h, carried), _first_rows(z_t, carried))
 
     first, _ = walk.ends(x.device)
     rolled = w._replace(ih=w.ih.roll(hidden_size, 0))
@@ -289,19 +289,26 @@ def gru_backward(
     return Backward(grad_input, grad_h0, None, gradients)
 
 
-def rnn_forward(x: Tensor, h0: Tensor, w: LayerWeights, walk: Walk, cell: str) -> list[Tensor]:
+def rnn_forward(x: Tensor, h0: Tensor, w: LayerWeights, walk: TimeOrder, cell: str) -> list[Tensor]:
     """Computes [output (R, H)], all that the backward needs."""
     output = _input_product(x, w.ih, _sum_of_biases(w))
     recurrent = w.hh.t()
     activate = torch.Tensor.tanh_ if cell == "rnn_tanh" else torch.Tensor.relu_
     h = h0
     for out in walk.steps(output):
-        h = activate(out.addmm_(carry(h0, h, out.shape[0]), recurrent))
+        h = activate(out.addmm_(step_state(h0, h, out.shape[0]), recurrent))
     return [output]
 
 
 def rnn_backward(
-    grad_output: Tensor, x: Tensor, h0: Tensor, w: LayerWeights, output: Tensor, walk: Walk, cell: str, input_grad: bool
+    grad_output: Tensor,
+    x: Tensor,
+    h0: Tensor,
+    w: LayerWeights,
+    output: Tensor,
+    walk: TimeOrder,
+    cell: str,
+    input_grad: bool,
 ) -> Backward:
     """Computes gradients from what `rnn_forward` returned. Overwrites `grad_output` (R, H) with the deltas."""
     derivative = 1 - output.square() if cell == "rnn_tanh" else (output > 0).to(output.dtype)
@@ -312,12 +319,12 @@ def rnn_backward(
         if step > 0:
             before = steps[step - 1][0]
             carried = min(before.shape[0], delta.shape[0])
-            _head(before, carried).addmm_(_head(delta, carried), w.hh)
+            _first_rows(before, carried).addmm_(_first_rows(delta, carried), w.hh)
     first, _ = walk.ends(x.device)
     grad_input, gradients = _weight_gradients(grad_output, grad_output, x, walk.previous(h0, output), w, input_grad)
     return Backward(grad_input, grad_output[first] @ w.hh, None, gradients)
 
 
-def _moved(numbers: Tensor, device: torch.device) -> Tensor:
+def _copy_indices(numbers: Tensor, device: torch.device) -> Tensor:
     """Copies indices from the host to a device, without waiting for the device."""
     return numbers.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else numbers.to(device)

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from embrace_fx.runtime.launch.recorder import Recorder, Watch
+from embrace_fx.runtime.launch.recorder import RecordedCopy, Recorder
 from embrace_fx.runtime.launch.streams import Streams
 from embrace_fx.vocabulary.operation_id import Lane, OperationId
 
@@ -46,11 +46,11 @@ class ValueLayout:
     device: torch.device
 
     @classmethod
-    def of(cls, value: Tensor) -> ValueLayout:
+    def of_value(cls, value: Tensor) -> ValueLayout:
         """Returns the layout of a value."""
         return cls(value.dtype, tuple(value.shape), value.stride(), int(value.storage_offset()), value.device)
 
-    def over(self, data: Tensor) -> Tensor:
+    def view_bytes(self, data: Tensor) -> Tensor:
         """Returns a tensor with this layout whose storage has the bytes of `data`."""
         found = torch.empty(0, dtype=self.dtype, device=self.device)
         return found.set_(data.untyped_storage(), self.offset, self.size, self.stride)
@@ -81,13 +81,13 @@ class Reloading:
 
 
 class Copies(ABC):
-    """Copies values out of memory and back, while compute runs."""
+    """Base class: copies values out of memory and back while compute runs."""
 
     def offload(self, value: Tensor, launch: OperationId, recorder: Recorder | None) -> Stored:
         """Starts copying a value out of memory. Returns the value's place and the copy in progress."""
-        data = _bytes_of(value)
-        return self._leave(
-            Stored(ValueLayout.of(value), data.numel(), None), data, Watch(launch, data.numel(), recorder)
+        data = _storage_bytes(value)
+        return self._copy_out(
+            Stored(ValueLayout.of_value(value), data.numel(), None), data, RecordedCopy(launch, data.numel(), recorder)
         )
 
     def await_offload(self, stored: Stored) -> Stored:
@@ -97,19 +97,19 @@ class Copies(ABC):
 
     def reload(self, stored: Stored, launch: OperationId, recorder: Recorder | None) -> Reloading:
         """Allocates memory for a value, and starts copying it back."""
-        return self._come(stored, Watch(launch, stored.nbytes, recorder))
+        return self._copy_back(stored, RecordedCopy(launch, stored.nbytes, recorder))
 
     def await_reload(self, coming: Reloading) -> Tensor:
         """Waits, or makes the compute stream wait, until a value is copied back, and returns it."""
         self._end(coming.ending)
-        return coming.stored.layout.over(coming.data)
+        return coming.stored.layout.view_bytes(coming.data)
 
     def measure(self, device: torch.device) -> Measured:
         """Measures the speed of copies out of memory and back. Returns that of the slower direction."""
-        start_ms = self._slower_ms(1, device)
-        return PROBED_BYTES / max(self._slower_ms(PROBED_BYTES, device) - start_ms, 1e-3), start_ms
+        start_ms = self._slowest_copy_ms(1, device)
+        return PROBED_BYTES / max(self._slowest_copy_ms(PROBED_BYTES, device) - start_ms, 1e-3), start_ms
 
-    def _slower_ms(self, nbytes: int, device: torch.device) -> float:
+    def _slowest_copy_ms(self, nbytes: int, device: torch.device) -> float:
         """Copies `nbytes` out and back three times, and returns the milliseconds of the slowest copy."""
         launch = OperationId("offload", "probe", lane="offload")
         value = torch.zeros(nbytes, dtype=torch.uint8, device=device)
@@ -130,16 +130,16 @@ class Copies(ABC):
         """Makes the host wait for all awaited copies and for compute."""
 
     @abstractmethod
-    def _leave(self, stored: Stored, data: Tensor, watch: Watch) -> Stored:
+    def _copy_out(self, stored: Stored, data: Tensor, watch: RecordedCopy) -> Stored:
         """Starts to copy the bytes `data` of a value out of memory."""
 
     @abstractmethod
-    def _come(self, stored: Stored, watch: Watch) -> Reloading:
+    def _copy_back(self, stored: Stored, watch: RecordedCopy) -> Reloading:
         """Starts to copy a stored value back to memory."""
 
     @abstractmethod
     def _end(self, copying: Any) -> None:
-        """Waits for a copy that `_leave` or `_come` has started."""
+        """Waits for a copy that `_copy_out` or `_copy_back` has started."""
 
 
 class FileCopies(Copies):
@@ -172,16 +172,16 @@ class FileCopies(Copies):
     def synchronize(self) -> None:
         """Does nothing: the thread has already waited for the copies that were awaited."""
 
-    def _leave(self, stored: Stored, data: Tensor, watch: Watch) -> Stored:
+    def _copy_out(self, stored: Stored, data: Tensor, watch: RecordedCopy) -> Stored:
         """Starts to write a value to a free part of the file, on the offload thread."""
-        slot = self._slot(stored.nbytes)
-        leaving = self._threads["offload"].submit(_write, slot, [data], watch)
+        slot = self._reserve(stored.nbytes)
+        leaving = self._threads["offload"].submit(_write_slot, slot, [data], watch)
         return replace(stored, place=slot, leaving=leaving)
 
-    def _come(self, stored: Stored, watch: Watch) -> Reloading:
+    def _copy_back(self, stored: Stored, watch: RecordedCopy) -> Reloading:
         """Starts to read a stored value from the file."""
         data = torch.empty(stored.nbytes, dtype=torch.uint8, device="cpu")
-        return Reloading(stored, data, self._threads["reload"].submit(_read, stored.place, data, watch))
+        return Reloading(stored, data, self._threads["reload"].submit(_read_slot, stored.place, data, watch))
 
     def _end(self, copying: Future[None]) -> None:
         """Waits for a read. If it failed, raises an error that names the file."""
@@ -194,7 +194,7 @@ class FileCopies(Copies):
                 "memory_budget."
             ) from error
 
-    def _slot(self, nbytes: int) -> Slot:
+    def _reserve(self, nbytes: int) -> Slot:
         """Reserves a part of the file, so that a full disk raises here instead of during a write."""
         length = max(-(-nbytes // SLOT_BYTES), 1) * SLOT_BYTES
         if self._free[length]:
@@ -261,19 +261,20 @@ class PinnedCopies(Copies):
 
     def synchronize(self) -> None:
         """Waits for all copies of the device."""
-        self._streams.record("settled").synchronize()  # the model's device may not be the current one
+        # Wait for an event of these streams, because their device may not be the current one.
+        self._streams.record("settled").synchronize()
 
-    def _leave(self, stored: Stored, data: Tensor, watch: Watch) -> Stored:
+    def _copy_out(self, stored: Stored, data: Tensor, watch: RecordedCopy) -> Stored:
         """Starts to copy a value to pinned host memory."""
         host = torch.empty(stored.nbytes, dtype=torch.uint8, device="cpu", pin_memory=data.is_cuda)
         return replace(stored, place=host, leaving=(self._copy("offload", host, data, watch), data))
 
-    def _come(self, stored: Stored, watch: Watch) -> Reloading:
+    def _copy_back(self, stored: Stored, watch: RecordedCopy) -> Reloading:
         """Starts to copy a value from pinned host memory to its device."""
         data = torch.empty(stored.nbytes, dtype=torch.uint8, device=stored.layout.device)
         return Reloading(stored, data, (self._copy("reload", data, stored.place, watch), data))
 
-    def _copy(self, lane: Lane, target: Tensor, source: Tensor, watch: Watch) -> Any:
+    def _copy(self, lane: Lane, target: Tensor, source: Tensor, watch: RecordedCopy) -> Any:
         """Starts a copy on a lane's stream. Returns an event that ends with it."""
         streams = self._streams
         ready = streams.record(watch.launch, "ready")
@@ -288,19 +289,19 @@ class PinnedCopies(Copies):
         self._streams.wait(copying[0])
 
 
-def _bytes_of(value: Tensor) -> Tensor:
+def _storage_bytes(value: Tensor) -> Tensor:
     """Returns the whole storage of a value as a tensor of bytes."""
     storage = value.untyped_storage()
     return torch.empty(0, dtype=torch.uint8, device=value.device).set_(storage, 0, (storage.nbytes(),), (1,))
 
 
-def _write(slot: Slot, data: list[Tensor], watch: Watch) -> None:
+def _write_slot(slot: Slot, data: list[Tensor], watch: RecordedCopy) -> None:
     """Writes the only tensor of `data` into a slot and removes it from the list."""
     with watch:
         slot.write(data.pop().numpy().data)
 
 
-def _read(slot: Slot, data: Tensor, watch: Watch) -> None:
+def _read_slot(slot: Slot, data: Tensor, watch: RecordedCopy) -> None:
     """Reads a part of a file into memory."""
     with watch:
         slot.read(data.numpy().data)

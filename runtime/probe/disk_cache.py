@@ -37,8 +37,8 @@ def cache_folder() -> Path | None:
         return None
 
 
-def recall(kind: type[T], *key: Any) -> T | None:
-    """Reads the value that `keep` has written under the same key. Returns None if there is none, or it cannot be
+def read_cached(kind: type[T], *key: Any) -> T | None:
+    """Reads the value that `write_cached` has stored under the same key. Returns None if there is none, or it cannot be
     read.
 
     Args:
@@ -48,13 +48,13 @@ def recall(kind: type[T], *key: Any) -> T | None:
     if folder is None:
         return None
     try:
-        return read_json(kind, folder / _name(kind, key))
+        return read_json(kind, folder / _file_name(kind, key))
     except (OSError, ValueError, TypeError, RecursionError):
         return None
 
 
-def keep(value: Any, *key: Any) -> None:
-    """Writes a value of dataclasses, tuples, numbers and text, for `recall` in later runs."""
+def write_cached(value: Any, *key: Any) -> None:
+    """Stores a value of dataclasses, tuples, numbers and text under a key, for `read_cached` in later runs."""
     folder = cache_folder()
     if folder is None:
         return
@@ -64,14 +64,14 @@ def keep(value: Any, *key: Any) -> None:
         os.close(handle)
         try:
             write_json(value, draft)
-            os.replace(draft, folder / _name(type(value), key))  # atomic: other processes may write it too
+            os.replace(draft, folder / _file_name(type(value), key))  # atomic: other processes may write it too
         finally:
             Path(draft).unlink(missing_ok=True)
     except OSError:
         return
 
 
-def _name(kind: type[Any], key: tuple[Any, ...]) -> str:
+def _file_name(kind: type[Any], key: tuple[Any, ...]) -> str:
     """Returns the name of the cache file for a key, different for each version of torch and of this package."""
     versions = torch.__version__, metadata.version("embrace-fx")
     return f"{kind.__name__.lower()}-{hashlib.sha256(repr((versions, key)).encode()).hexdigest()[:32]}.json"

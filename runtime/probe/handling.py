@@ -13,7 +13,7 @@ from embrace_fx.runtime.exchanges.gradient import mean_by_id
 from embrace_fx.runtime.exchanges.records import decode_records, encode_records
 
 PASSES = 7
-"""Passes of `handle` over the bytes of its rows: gather, encode, clear, join, add, divide, write."""
+"""Passes of `do_exchange_work` over the bytes of its rows: gather, encode, clear, join, add, divide, write."""
 
 WIDE, NARROW = 256, 1
 """Values per row: with many, the time depends on bytes; with one, on rows."""
@@ -25,7 +25,7 @@ SPARSE = 8
 """Rows of the tensor per handled row."""
 
 
-def handle(dense: Tensor, ids: Tensor) -> None:
+def do_exchange_work(dense: Tensor, ids: Tensor) -> None:
     """Does the work of a sparse exchange: gathers rows `ids` (K,) of (V, d), encodes and decodes them, sums and writes
     them.
     """
@@ -35,14 +35,14 @@ def handle(dense: Tensor, ids: Tensor) -> None:
     write_blocks_(dense, mean_by_id(found, rows, [found.numel()], num_rows, 1))
 
 
-def handling_of(width: int, rows: int, device: torch.device) -> Callable[[], None]:
-    """Returns a function that runs `handle` on `rows` rows of `width` values."""
+def exchange_work(width: int, rows: int, device: torch.device) -> Callable[[], None]:
+    """Returns a function that runs `do_exchange_work` on `rows` rows of `width` values."""
     dense = torch.zeros((SPARSE * rows, width), device=device)
     ids = torch.arange(0, SPARSE * rows, SPARSE, device=device)
-    return lambda: handle(dense, ids)
+    return lambda: do_exchange_work(dense, ids)
 
 
-def scanning(device: torch.device) -> Callable[[], None]:
+def scan_work(device: torch.device) -> Callable[[], None]:
     """Returns a function that searches `SCANNED_BYTES` for non-zero rows."""
     # Pages of zeros could share one physical page.
     dense = torch.ones((SCANNED_BYTES // 4 // WIDE, WIDE), device=device)
@@ -54,7 +54,7 @@ def scanning(device: torch.device) -> Callable[[], None]:
     return scan
 
 
-def claiming(device: torch.device) -> Callable[[], None]:
+def claim_work(device: torch.device) -> Callable[[], None]:
     """Returns a function that first writes to each page of a block of `LARGE_BLOCK_BYTES`."""
 
     def claim() -> None:

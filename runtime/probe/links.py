@@ -8,15 +8,16 @@ import platform
 import torch
 
 from embrace_fx.cost.links import Cluster
-from embrace_fx.runtime.probe.disk_cache import keep, recall
+from embrace_fx.runtime.probe.disk_cache import read_cached, write_cached
 from embrace_fx.runtime.probe.probe import loopback, probed_links
 from embrace_fx.runtime.ranks.communicator import Communicator
 
 _INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
 
-def links_between(communicator: Communicator, sent_bytes: int, device: torch.device) -> Cluster | None:
-    """Measures the links of every collective. Returns None if a step sends too little for it to matter. Collective.
+def measure_links(communicator: Communicator, sent_bytes: int, device: torch.device) -> Cluster | None:
+    """Measures the links of every collective between the ranks, or finds them in the cache. Returns None if a step
+    sends too little for them to matter. Collective.
 
     Ranks of one host have the usual links of a host if two short measurements agree with these, so that all runs have
     one plan, however busy the host is. Else the result of an earlier run between the same hosts is used if measurements
@@ -31,19 +32,19 @@ def links_between(communicator: Communicator, sent_bytes: int, device: torch.dev
 
     def earlier() -> tuple[Cluster | None, bool]:
         """Returns the links that rank 0 has cached, or None, and whether all ranks run on one machine."""
-        key.extend(communicator.gather(_own_part(device), tuple[str, ...]))
-        own = recall(Cluster, *key) if communicator.rank == 0 else None
+        key.extend(communicator.gather(_machine_key(device), tuple[str, ...]))
+        own = read_cached(Cluster, *key) if communicator.rank == 0 else None
         recalled.append(communicator.gather(own, Cluster | None)[0])
         return recalled[0], len({host for host, *_ in key}) == 1
 
     usual = loopback(communicator.world_size)
     found = probed_links(communicator, sent_bytes, device, earlier)
     if key and communicator.rank == 0 and found is not None and found not in recalled and found != usual:
-        keep(found, *key)
+        write_cached(found, *key)
     return found
 
 
-def _own_part(device: torch.device) -> tuple[str, ...]:
+def _machine_key(device: torch.device) -> tuple[str, ...]:
     """Returns the properties of this machine that affect its links, as a part of the cache's key."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
     interfaces = (os.environ.get(each, "") for each in _INTERFACES)

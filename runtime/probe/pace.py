@@ -17,16 +17,16 @@ LONG_MS, TIMES = 10.0, 5
 of ms."""
 
 
-def pace(device: torch.device, estimated: Compute, synchronize: Callable[[], None]) -> float:
-    """Measures this rank's compute speed. Returns the estimated milliseconds of the reference work that the rank does
-    in one millisecond.
+def measure_pace(device: torch.device, estimated: Compute, synchronize: Callable[[], None]) -> float:
+    """Measures how fast this rank computes in comparison to the estimates. Returns the estimated milliseconds of the
+    work that it does in one millisecond.
 
     The reference is one matrix product and one pass over memory, because models are a mixture of both.
 
     Args:
         synchronize: waits until the device has done all of its work.
     """
-    run = reference(device)
+    run = reference_work(device)
 
     def taken_ms(count: int) -> float:
         """Returns the measured milliseconds of `count` runs of the reference work."""
@@ -44,7 +44,7 @@ def pace(device: torch.device, estimated: Compute, synchronize: Callable[[], Non
     return count * expected_ms(estimated) / min(taken_ms(count) for _ in range(TIMES))
 
 
-def reference(device: torch.device) -> Callable[[], None]:
+def reference_work(device: torch.device) -> Callable[[], None]:
     """Returns a function that runs the reference work."""
     matrix, target = torch.ones(PRODUCT, PRODUCT, device=device), torch.empty(MOVED, device=device)
     source = torch.ones_like(target)

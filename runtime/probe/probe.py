@@ -44,9 +44,9 @@ from embrace_fx.runtime.probe.handling import (
     NARROW,
     PASSES,
     SCANNED_BYTES,
-    claiming,
-    handling_of,
-    scanning,
+    claim_work,
+    exchange_work,
+    scan_work,
 )
 from embrace_fx.runtime.probe.processors import Load, taken_share
 from embrace_fx.runtime.ranks.communicator import Communicator, InFlight
@@ -123,7 +123,9 @@ class Sample:
     time_ms: float
 
 
-def probe(communicator: Communicator, device: torch.device = CPU, computes_on: torch.device | None = None) -> Cluster:
+def probe_cluster(
+    communicator: Communicator, device: torch.device = CPU, computes_on: torch.device | None = None
+) -> Cluster:
     """Measures the links of each way to send, and the processors' handling, on this device.
 
     Args:
@@ -136,14 +138,14 @@ def probe(communicator: Communicator, device: torch.device = CPU, computes_on: t
     """
     if communicator.world_size == 1:
         return Cluster()
-    links = [fit(measure(communicator, collective, IN_FLIGHT, device)) for collective in COLLECTIVES]
+    links = [fit_link(time_collective(communicator, collective, IN_FLIGHT, device)) for collective in COLLECTIVES]
     alone = first_ms(communicator, launch_of(communicator, "all_reduce", FIRST_BYTES, device), 1, device)
     sent = exchange("all_reduce", FIRST_BYTES, communicator.world_size)
     bandwidth = links[0].bandwidth_bytes_per_ms
     links.append(Link(bandwidth, max(alone - sent.sent_bytes / bandwidth, 0.0) / sent.messages))
     handling = probe_handling(communicator, device)
     computes_on = computes_on or device
-    speed = pace.expected_ms(CORE) / together_ms(communicator, pace.reference(computes_on), computes_on)
+    speed = pace.expected_ms(CORE) / together_ms(communicator, pace.reference_work(computes_on), computes_on)
     figures = torch.tensor(
         [speed, *(value for link in links for value in astuple(link)), *astuple(handling)],
         dtype=torch.float64,
@@ -155,10 +157,10 @@ def probe(communicator: Communicator, device: torch.device = CPU, computes_on: t
     *in_a_row, own = (Link(next(values), next(values), next(values)) for _ in links)
     by_name = tuple(zip(COLLECTIVES, in_a_row, strict=True))
     found = Cluster(own.bandwidth_bytes_per_ms, own.latency_ms, by_name, handling=Handling(*values), pace=speed)
-    return replace(found, busy=_busy(communicator, found)) if computes_on.type == "cpu" else found
+    return replace(found, busy=_measure_busy_share(communicator, found)) if computes_on.type == "cpu" else found
 
 
-def _busy(communicator: Communicator, links: Cluster) -> float:
+def _measure_busy_share(communicator: Communicator, links: Cluster) -> float:
     """Measures `Cluster.busy`: the share of a large AllReduce's time that the processor is busy with it. Collective."""
     own_bytes = bytes_for_rate(links, communicator.world_size)
     launch = launch_of(communicator, "all_reduce", own_bytes, CPU)
@@ -173,8 +175,8 @@ def _busy(communicator: Communicator, links: Cluster) -> float:
 def probe_handling(communicator: Communicator, device: torch.device = CPU) -> Handling:
     """Measures this rank's processor while all ranks handle gradients. Returns the mean over ranks. Collective."""
     row_bytes = {width: rows * width * 4 for width, rows in HANDLED_ROWS.items()}
-    runs = [scanning(device), claiming(device), *(handling_of(*each, device) for each in HANDLED_ROWS.items())]
-    runs.append(handling_of(NARROW, 1, device))
+    runs = [scan_work(device), claim_work(device), *(exchange_work(*each, device) for each in HANDLED_ROWS.items())]
+    runs.append(exchange_work(NARROW, 1, device))
     scan_ms, claim_ms, wide_ms, narrow_ms, round_ms = (together_ms(communicator, run, device) for run in runs)
     wide_ms, narrow_ms = (max(ms - round_ms, 1e-6) for ms in (wide_ms, narrow_ms))
     # Both times are a sum of passes over bytes and of a constant per row.
@@ -222,7 +224,7 @@ def loopback(ranks: int) -> Cluster:
     return Cluster(alone.bandwidth_bytes_per_ms, alone.latency_ms, links, handling=handling, pace=speed, busy=busy)
 
 
-def _within_a_host(communicator: Communicator, computes_on: torch.device) -> Cluster | None:
+def _host_links(communicator: Communicator, computes_on: torch.device) -> Cluster | None:
     """Returns the usual links of ranks of one host, or None if their exchanges take longer. Collective."""
     usual = communicator.gather(loopback(communicator.world_size), Cluster)[0]
     return usual if computes_on.type == "cpu" and is_loopback(communicator, usual) else None
@@ -269,18 +271,18 @@ def probed_links(
     device = device if communicator.uses_nccl(device) else CPU
     if computes_on.type not in found:
         recalled, on_one_host = earlier()
-        if on_one_host and (usual := _within_a_host(communicator, computes_on)) is not None:
+        if on_one_host and (usual := _host_links(communicator, computes_on)) is not None:
             found[computes_on.type] = usual
         elif recalled is not None and still_holds(communicator, recalled, device, on_one_host):
             found[computes_on.type] = recalled
         else:
-            found[computes_on.type] = probe(communicator, device, computes_on)
+            found[computes_on.type] = probe_cluster(communicator, device, computes_on)
     return found[computes_on.type]
 
 
-def glance(communicator: Communicator, sent_bytes: int, device: torch.device = CPU) -> Cluster | None:
-    """Returns the links found in this process, the usual ones of a host, or one link for all ways to send, measured in
-    a tenth of a probe's time; None if a step sends less than a chunk. Collective.
+def quick_links(communicator: Communicator, sent_bytes: int, device: torch.device = CPU) -> Cluster | None:
+    """Returns the links of the ranks from what is known or from a measurement in a tenth of a probe's time, with the
+    same link for all ways to send. Returns None if a step sends less than a chunk. Collective.
 
     Its times may differ from a probe's by `GLANCE_ERROR`.
 
@@ -292,7 +294,7 @@ def glance(communicator: Communicator, sent_bytes: int, device: torch.device = C
         return None
     probed = _PROBED.setdefault(communicator.group, {})
     one_host = device.type not in probed and len(set(communicator.gather(platform.node(), str))) == 1
-    if one_host and (usual := _within_a_host(communicator, device)) is not None:
+    if one_host and (usual := _host_links(communicator, device)) is not None:
         probed[device.type] = usual
     if device.type in probed:
         return probed[device.type]
@@ -302,7 +304,7 @@ def glance(communicator: Communicator, sent_bytes: int, device: torch.device = C
         alone_ms(communicator, launch, 1, 1, device)  # connects the ranks
         time_ms = median_ms(communicator, launch, MOST_RUNS, row, IN_FLIGHT, device)
         samples.append(Sample(exchange("all_reduce", own_bytes, communicator.world_size), time_ms))
-    link = fit(samples)
+    link = fit_link(samples)
     return Cluster(link.bandwidth_bytes_per_ms, link.latency_ms)
 
 
@@ -338,7 +340,7 @@ def bytes_for_rate(links: Cluster, world_size: int) -> int:
     return min(own_bytes, MOST_BYTES)
 
 
-def fit(samples: Sequence[Sample]) -> Link:
+def fit_link(samples: Sequence[Sample]) -> Link:
     """Fits an alpha-beta link to the times.
 
     The bandwidth is the slope between the two largest sizes, which excludes bursts, within the bounds that the largest
@@ -372,7 +374,9 @@ def fit(samples: Sequence[Sample]) -> Link:
     return Link(bandwidth, latency_ms / last.sent.messages, first.time_ms / first.sent.messages)
 
 
-def measure(communicator: Communicator, collective: Collective, in_flight: int, device: torch.device) -> list[Sample]:
+def time_collective(
+    communicator: Communicator, collective: Collective, in_flight: int, device: torch.device
+) -> list[Sample]:
     """Times a collective at growing sizes until a size clearly outweighs the start-up time."""
     samples: list[Sample] = []
     own_bytes, row, runs = FIRST_BYTES, FIRST_ROW, MOST_RUNS
@@ -437,7 +441,7 @@ def alone_ms(
 
 
 def _wait_for_ranks(communicator: Communicator, device: torch.device) -> None:
-    """Returns once all ranks have called it."""
+    """Waits until all ranks have called it. Collective."""
     communicator.reduce_scalar(torch.zeros((), device=device), dist.ReduceOp.SUM)
     _finish(device)
 

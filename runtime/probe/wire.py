@@ -32,14 +32,14 @@ def sent_by_connection() -> dict[int, int] | None:
             if stat.S_ISSOCK(status.st_mode):
                 with socket.socket(fileno=os.dup(descriptor)) as connection:
                     if connection.family in (socket.AF_INET, socket.AF_INET6) and connection.type == socket.SOCK_STREAM:
-                        count = _sent_by(connection)
+                        count = _sent_bytes(connection)
                         if count is None:
                             return None
                         sent[status.st_ino] = count
     return sent
 
 
-def _sent_by(connection: socket.socket) -> int | None:
+def _sent_bytes(connection: socket.socket) -> int | None:
     """Returns the payload bytes that a TCP connection has sent, without retransmissions, or None if the kernel does not
     count them.
     """

@@ -13,7 +13,7 @@ from torch import Tensor
 CPU = torch.device("cpu")
 
 
-def timeout_of(group: dist.ProcessGroup) -> timedelta | None:
+def group_timeout(group: dist.ProcessGroup) -> timedelta | None:
     """Returns the user's timeout of a group; new groups do not inherit it. None: its back end does not report it."""
     backend = group._get_backend(CPU if supports_device(group, CPU) else torch.device("cuda"))
     found: timedelta | None = getattr(backend.options, "_timeout", None)
@@ -40,7 +40,7 @@ def backend_name(group: dist.ProcessGroup, device: torch.device) -> str:
 
 
 @contextlib.contextmanager
-def alone_on(device: torch.device) -> Iterator[None]:
+def setup_collectives(device: torch.device) -> Iterator[None]:
     """Opens a context for setup collectives on a device. Host waits order them against other models' collectives."""
     torch.cuda.synchronize(device)
     yield

@@ -42,7 +42,7 @@ class BackwardBarrier:
             rows = self._everyone.tolist()
             # Fast path: all ranks are in the same call's backward.
             if not (found := rows.count(self._own) == len(rows)):
-                told = self._announced()
+                told = self._decode_announcements()
                 found = {each.kind for each in told} == {BACKWARD} and len({each.program for each in told} - {0}) < 2
             self._here = found
         return self._here
@@ -62,18 +62,18 @@ class BackwardBarrier:
             PeerFailure: a rank is not in this backward. Raised on every rank that is; the others continue.
         """
         if not self.all_are_here():
-            sent = self._announced()
+            sent = self._decode_announcements()
             others = {
-                rank: _OTHER_CALL.format(_ordinal_call(each.program)) for rank, each in enumerate(sent) if each.program
+                rank: _OTHER_CALL.format(_describe_call(each.program)) for rank, each in enumerate(sent) if each.program
             }
             raise PeerFailure(self._announcements.reports(sent, None) or others)
 
-    def _announced(self) -> list[HandshakeMessage]:
+    def _decode_announcements(self) -> list[HandshakeMessage]:
         """Returns the announcements of all ranks, decoded."""
         return [HandshakeMessage.decode(row, _FORM, 0) for row in self._everyone.tolist()]
 
 
-def _ordinal_call(call: int) -> str:
+def _describe_call(call: int) -> str:
     """Describes a call for an error message: "the last call", "the call 2 before the last one"."""
     return "the last call" if call == 1 else f"the call {call - 1} before the last one"
 

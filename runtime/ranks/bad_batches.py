@@ -6,16 +6,16 @@ from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 
-from embrace_fx.runtime.kernels import bad_ids
+from embrace_fx.runtime.kernels import find_bad_ids
 from embrace_fx.vocabulary.row_space import RowSpace
 
 
-def unreadable(error: Exception) -> str:
+def unreadable_batch(error: Exception) -> str:
     """Returns the error text for a batch whose ids this rank cannot compute."""
     return f"the batch's ids cannot be computed: {type(error).__name__}: {error}. Check the batch"
 
 
-def bad_id_report(
+def describe_bad_id(
     ids: Sequence[Tensor], tables: Sequence[str], num_rows: Sequence[int], spaces: Mapping[str, RowSpace] = {}
 ) -> str | None:
     """Returns an error text for the first id outside of its table, or None if all ids are valid.
@@ -24,10 +24,10 @@ def bad_id_report(
         ids: row ids for each of `tables`.
         spaces: the row spaces among `tables`, by name.
     """
-    for found, table, rows in zip(bad_ids(ids, num_rows), tables, num_rows, strict=True):
+    for found, table, rows in zip(find_bad_ids(ids, num_rows), tables, num_rows, strict=True):
         if found is not None:
             if (space := spaces.get(table)) is not None:
-                table, found = space.outside(found)
+                table, found = space.decode_invalid_id(found)
                 rows = rows if table == space.name else len(space.rows_of(table))
             return (
                 f"a lookup of {table} ({rows} rows) got {found}, but ids go from 0 to {rows - 1}. Check the batch, or "

@@ -54,13 +54,13 @@ def compare(values: Iterable[tuple[str, Any]], communicator: Communicator) -> No
             found[what] = checksum_of_text(repr(value))
     for sums in by_device.values():  # one transfer from each device to the host
         found |= zip(sums, torch.stack([*sums.values()]).tolist(), strict=True)
-    if difference := diverged(communicator.gather(found, dict[str, int])):
+    if difference := describe_divergence(communicator.gather(found, dict[str, int])):
         raise DivergedReplicas(difference)
 
 
-def diverged(by_rank: Sequence[Mapping[str, int]]) -> str:
-    """Returns a sentence that names the ranks whose values differ from those of most ranks, or from the lowest
-    rank's.
+def describe_divergence(by_rank: Sequence[Mapping[str, int]]) -> str:
+    """Returns a sentence that names the ranks whose values differ from the majority's, or from the lowest rank's if
+    there is no majority.
 
     Returns "" if all are equal.
 

@@ -22,7 +22,7 @@ from torch.distributed import AllreduceOptions, AllToAllOptions
 from embrace_fx.cost import links as cost
 from embrace_fx.runtime.kernels import column_widths
 from embrace_fx.runtime.kernels.rounding import Pieces, decode_into, wire_elements
-from embrace_fx.runtime.ranks.backends import alone_on
+from embrace_fx.runtime.ranks.backends import setup_collectives
 from embrace_fx.runtime.ranks.gathering import gather_single
 from embrace_fx.runtime.ranks.groups import CLASSES, LANE_GROUPS, Groups
 from embrace_fx.runtime.ranks.messages import send_parts
@@ -32,7 +32,7 @@ from embrace_fx.runtime.ranks.worker import FutureWork
 
 @dataclass(slots=True)
 class InFlight:
-    """The result of a collective that may still be running; `wait` returns it.
+    """A collective that may still be running. `wait` returns its result.
 
     Attributes:
         sent_bytes: returns the bytes that this rank has sent, after the end, or None if they were known before.
@@ -45,7 +45,7 @@ class InFlight:
     reads: tuple[Tensor, ...] = ()
 
 
-def widened(
+def widen_result(
     launched: InFlight, into: Tensor, sent_bytes: int, write: Callable[[Tensor, Tensor], Tensor] = Tensor.copy_
 ) -> InFlight:
     """Returns a launch that ends when `launched` has ended and its narrower result is written into `into`.
@@ -55,7 +55,7 @@ def widened(
     """
     narrow, work = launched.value, None
 
-    def widen(future: torch.futures.Future[Any]) -> Tensor:
+    def write_wide(future: torch.futures.Future[Any]) -> Tensor:
         """Writes the received narrow values into the wide tensor."""
         future.wait()
         return write(into, narrow)
@@ -63,11 +63,11 @@ def widened(
     if launched.work is None:
         write(into, narrow)
     else:
-        work = FutureWork(launched.work.get_future().then(widen))
+        work = FutureWork(launched.work.get_future().then(write_wide))
     return InFlight(into, work, lambda: sent_bytes, (narrow, *launched.reads))
 
 
-def _all_reduce(carrier: dist.ProcessGroup, _: str, flat: Tensor) -> Any:
+def _launch_all_reduce(carrier: dist.ProcessGroup, _: str, flat: Tensor) -> Any:
     """Launches an in-place sum of `flat` over the ranks of a group."""
     flat = torch.view_as_real(flat) if flat.is_complex() else flat
     return carrier.allreduce([flat], AllreduceOptions())  # torch's function makes nine more Python calls
@@ -83,7 +83,7 @@ Counts = Sequence[Sequence[int]]
 """Rank -> the number of rows that it reads from each row of the table's grid. Shards by columns have one grid row."""
 
 
-def by_row(counts: Tensor) -> Counts:
+def counts_as_lists(counts: Tensor) -> Counts:
     """Converts counts of a table's ids to Python lists."""
     found: list[list[int]] = counts.view(counts.shape[0], -1).tolist()
     return found
@@ -129,8 +129,8 @@ class Communicator(Groups):
             return
         assert self.group is not None
         of_job = dist.get_global_rank(self.group, source)
-        carriers = [self._carrier("dense", tensor) for tensor in tensors]
-        with self.watching(), self._turn(tensors[0], carriers[0][1]) or nullcontext():
+        carriers = [self._sending_group("dense", tensor) for tensor in tensors]
+        with self.watching(), self._launch_in_order(tensors[0], carriers[0][1]) or nullcontext():
             works = [
                 dist.broadcast(tensor, of_job, group=group, async_op=True)
                 for tensor, (group, _) in zip(tensors, carriers, strict=True)
@@ -142,8 +142,8 @@ class Communicator(Groups):
         """Computes the sum or maximum of a small tensor over ranks, by element."""
         self.check_open()
         if self.world_size > 1:
-            group, backend = self._carrier("dense", value)
-            with self.watching(), self._turn(value, backend) or nullcontext():
+            group, backend = self._sending_group("dense", value)
+            with self.watching(), self._launch_in_order(value, backend) or nullcontext():
                 dist.all_reduce(value, reduce_op, group=group)
         return value
 
@@ -160,7 +160,9 @@ class Communicator(Groups):
         return self.reduce_scalar(value, reduce_op) if found is None else value.copy_(found)
 
     def gather_for_read(self, own: Tensor, what: str) -> Tensor:
-        """Gathers equally many elements (n,) of every rank, (N n,), to read a table. Raises like `reduce_for_read`."""
+        """Gathers the same number of elements (n,) from every rank, (N n,), for a read of a sharded table. Raises like
+        `reduce_for_read`.
+        """
         self._ask(what, None, None)
         return self.wait(self.gather_equal(own, "dense")).view(-1)
 
@@ -182,7 +184,8 @@ class Communicator(Groups):
         group: str,
         counts: Tensor | None = None,
     ) -> InFlight:
-        """Gathers the payload of `all_gather_ids`, whose sizes (by rank, by table) are known.
+        """Launches the gather of all ranks' ids for `all_gather_ids`, once their numbers (by rank, by table) are
+        known.
 
         Args:
             counts: (T,) the number of valid ids in each of `unique`, if only the device knows it, or None if all are.
@@ -200,7 +203,7 @@ class Communicator(Groups):
         return self.gather_equal(own, group)
 
     def gather_equal(self, own: Tensor, group: str) -> InFlight:
-        """Gathers equally many numbers from every rank, (N, n)."""
+        """Launches a gather of the same number of elements (n,) from every rank: (N, n)."""
         if self.world_size == 1:
             return InFlight(own.view(1, -1), None)
         packed = own.new_empty((self.world_size, own.numel()))
@@ -214,13 +217,15 @@ class Communicator(Groups):
         return found
 
     def gather_unequal(self, own: Tensor, sizes: list[int], group: str) -> InFlight:
-        """Gathers flat tensors whose sizes, by rank, are known on the host."""
+        """Launches a gather of flat tensors. `sizes`, known on the host, are their sizes by rank."""
         if self.world_size == 1:
             return InFlight(own, None)
 
         def exchange(carrier: dist.ProcessGroup, _: str, to: Tensor, sent: Tensor) -> Any:
             """Launches a gather of tensors of different sizes."""
-            return send_parts(carrier, [sent] * self.world_size, torch.split_with_sizes(to, sizes), self.waiter(group))
+            return send_parts(
+                carrier, [sent] * self.world_size, torch.split_with_sizes(to, sizes), self.message_waiter(group)
+            )
 
         return self._launch(exchange, group, own.new_empty((sum(sizes),)), own)
 
@@ -228,16 +233,16 @@ class Communicator(Groups):
         self, columns: Tensor, counts: Tensor, embedding_dim: int, group: str, group_size: int, grid_rows: int = 1
     ) -> InFlight:
         """Launches the all-to-all of looked-up columns, for a graph's node."""
-        return self.send_rows(columns, by_row(counts), embedding_dim, group)
+        return self.send_rows(columns, counts_as_lists(counts), embedding_dim, group)
 
     def send_rows(self, columns: Tensor, counts: Counts, embedding_dim: int, group: str) -> InFlight:
         """Launches `all_to_all_rows` with counts on the host."""
         if self.world_size == 1:
             return InFlight(columns.view(-1), None)
-        of_owners, of_readers = self._pieces(counts, embedding_dim)
+        of_owners, of_readers = self._piece_shapes(counts, embedding_dim)
         return self._send_pieces(columns.view(-1), of_readers, of_owners, self.rounding.encode_rows, group)
 
-    def _pieces(self, counts: Counts, embedding_dim: int) -> tuple[Pieces, Pieces]:
+    def _piece_shapes(self, counts: Counts, embedding_dim: int) -> tuple[Pieces, Pieces]:
         """Returns the shapes (rows, columns) of the pieces that this rank sends to, and receives from, each rank."""
         grid_columns = self.world_size // len(counts[0])
         row, column = divmod(self.rank, grid_columns)
@@ -248,13 +253,13 @@ class Communicator(Groups):
         self, flat: Tensor, counts: Tensor, embedding_dim: int, group: str, group_size: int, grid_rows: int = 1
     ) -> InFlight:
         """Launches the all-to-all of a row gradient, for a graph's node."""
-        return self.send_gradients(flat, by_row(counts), embedding_dim, group)
+        return self.send_gradients(flat, counts_as_lists(counts), embedding_dim, group)
 
     def send_gradients(self, flat: Tensor, counts: Counts, embedding_dim: int, group: str) -> InFlight:
         """Launches `all_to_all_gradients` with counts on the host."""
         if self.world_size == 1:
             return InFlight(flat, None)
-        of_owners, of_readers = self._pieces(counts, embedding_dim)
+        of_owners, of_readers = self._piece_shapes(counts, embedding_dim)
         # `round_rows` has already rounded them, if they are rounded.
         return self._send_pieces(flat, of_owners, of_readers, self.rounding.encode, group, narrows=True)
 
@@ -268,7 +273,7 @@ class Communicator(Groups):
         *,
         narrows: bool = False,
     ) -> InFlight:
-        """Launches an AlltoAll of rows, which may be sent in fewer bits.
+        """Launches an AlltoAll of rows, which may be sent in fewer bits than they have in memory.
 
         Args:
             leave, come: shapes (rows, columns) of the piece for each rank, and of the piece from each rank.
@@ -279,7 +284,7 @@ class Communicator(Groups):
             form, wire = self.rounding.form, encode(sent, leave)
             leaving, coming = ([wire_elements(*piece, form) for piece in pieces] for pieces in (leave, come))
         else:
-            form, wire = None, self._narrow(sent) if narrows and self.gradient_dtype is not None else sent
+            form, wire = None, self._to_wire_dtype(sent) if narrows and self.gradient_dtype is not None else sent
             leaving, coming = [*starmap(mul, leave)], [*starmap(mul, come)]
         launched = self.all_to_all(wire.new_empty((sum(coming),)), wire, coming, leaving, group)
         if wire is sent:
@@ -287,8 +292,8 @@ class Communicator(Groups):
         received = sent.new_empty((sum(rows * columns for rows, columns in come),))
         sent_bytes = (wire.numel() - leaving[self.rank]) * wire.element_size()
         if form is None:
-            return widened(launched, received, sent_bytes)
-        return widened(launched, received, sent_bytes, lambda out, codes: decode_into(out, codes, come, form))
+            return widen_result(launched, received, sent_bytes)
+        return widen_result(launched, received, sent_bytes, lambda out, codes: decode_into(out, codes, come, form))
 
     def all_to_all(
         self, received: Tensor, sent: Tensor, receive_sizes: list[int], send_sizes: list[int], group: str
@@ -302,17 +307,17 @@ class Communicator(Groups):
                     to, own = torch.view_as_real(to), torch.view_as_real(own)
                 return carrier.alltoall_base(to, own, receive_sizes, send_sizes, AllToAllOptions())
             parts = torch.split_with_sizes(own, send_sizes), torch.split_with_sizes(to, receive_sizes)
-            return send_parts(carrier, *parts, self._waiters.get(group) or self.waiter(group), backend)
+            return send_parts(carrier, *parts, self._waiters.get(group) or self.message_waiter(group), backend)
 
         return self._launch(exchange, group, received, sent)
 
     def all_reduce_(self, flat: Tensor, reduce_op: str, group: str) -> InFlight:
-        """Launches a reduction in place; buckets travel in the gradient dtype, if one is set."""
-        narrow = self._narrow(flat) if group == "dense lane" and self.gradient_dtype is not None else flat
-        launched = self._launch(_all_reduce, group, narrow)
+        """Launches an in-place reduction. Buckets are sent in the gradient dtype, if one is set."""
+        narrow = self._to_wire_dtype(flat) if group == "dense lane" and self.gradient_dtype is not None else flat
+        launched = self._launch(_launch_all_reduce, group, narrow)
         if narrow is flat:
             return launched
-        return widened(launched, flat, cost.all_reduce(narrow.nbytes, self.world_size).sent_bytes)
+        return widen_result(launched, flat, cost.all_reduce(narrow.nbytes, self.world_size).sent_bytes)
 
     def rounding_report(self) -> str:
         """Describes, for a report, what the communication hook or rounding does to gradients."""
@@ -323,27 +328,29 @@ class Communicator(Groups):
         dtype, error = self.gradient_dtype, torch.finfo(self.gradient_dtype).eps / 2
         return f"gradients, and rows of them, are sent as {dtype}: each is off by up to {error:.1e} of its value\n"
 
-    def _narrow(self, gradient: Tensor) -> Tensor:
+    def _to_wire_dtype(self, gradient: Tensor) -> Tensor:
         """Converts a gradient to its dtype on the wire, if that is narrower."""
         dtype = self.gradient_dtype
         return gradient if dtype is None or dtype.itemsize >= gradient.dtype.itemsize else gradient.to(dtype)
 
     def _launch(self, collective: Callable[..., Any], group: str, written: Tensor, *read: Tensor) -> InFlight:
-        """Launches a collective. One of CUDA tensors over gloo goes through the host and has ended on return."""
-        carrier, backend = self._carrier(group, written)
+        """Launches a collective. If gloo sends CUDA tensors, the collective copies them to the host and has ended on
+        return.
+        """
+        carrier, backend = self._sending_group(group, written)
         if not written.is_cuda or "nccl" in backend:
-            turn = self._turn(written, backend) if group in CLASSES else None
+            turn = self._launch_in_order(written, backend) if group in CLASSES else None
             if turn is None:
                 return InFlight(written, collective(carrier, backend, written, *read), reads=read)
             with turn:
                 collective(carrier, backend, written, *read).wait()  # the current stream reads it next, so it waits
             return InFlight(written, None)
         on_host = [tensor.cpu() for tensor in (written, *read)]
-        collective(*self._carrier(group, on_host[0]), *on_host).wait()
+        collective(*self._sending_group(group, on_host[0]), *on_host).wait()
         written.copy_(on_host[0])
         return InFlight(written, None)
 
-    def _turn(self, tensor: Tensor, backend: str) -> AbstractContextManager[None] | None:
+    def _launch_in_order(self, tensor: Tensor, backend: str) -> AbstractContextManager[None] | None:
         """Returns the context in which the calling thread launches a collective in order with the launcher's, or None
         on the host.
 
@@ -351,7 +358,7 @@ class Communicator(Groups):
             backend: the back end that sends the tensor.
         """
         if "nccl" in backend:
-            return alone_on(tensor.device) if self.in_turn is None else self.in_turn()
+            return setup_collectives(tensor.device) if self.in_turn is None else self.in_turn()
         # Over gloo, the launcher of a device sends from this thread too.
         if self.in_turn is None or tensor.is_cuda or "nccl" in dist.get_backend_config(self.group):
             return None

@@ -24,7 +24,9 @@ def group_of_mesh(mesh: DeviceMesh) -> dist.ProcessGroup | None:
 
 
 def check_mesh(mesh: DeviceMesh | None) -> None:
-    """Raises `ValueError` for a mesh with several dimensions, with the words of DDP's error, which some loops match."""
+    """Raises `ValueError` for a mesh with several dimensions, in the words of DDP's error, because some training loops
+    compare them.
+    """
     if mesh is not None and mesh.ndim != 1:
         raise ValueError(
             f"Only 1D device mesh is supported, and this one has {mesh.ndim} dimensions. Pass the dimension along "

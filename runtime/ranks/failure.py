@@ -90,8 +90,8 @@ TOLD = "All ranks raise this error. Nothing of this step was applied on any rank
 """Note added to an error that one rank raises and reports to the others."""
 
 
-def is_of_ranks(error: BaseException) -> bool:
-    """Returns whether other ranks raise the same error, or can no longer be told of it."""
+def is_known_to_all_ranks(error: BaseException) -> bool:
+    """Returns whether the other ranks raise the same error, or can no longer receive a message about it."""
     return isinstance(error, PeerFailure | DeadRank | StuckRank | DivergedReplicas)
 
 
@@ -101,7 +101,7 @@ def failure_text(failure: Exception) -> str:
 
 
 class LaunchLog:
-    """This rank's progress: its launches and steps.
+    """A record of this rank's progress: its launches and steps.
 
     Attributes:
         step: number of announcements begun.
@@ -127,7 +127,7 @@ class LaunchLog:
         self.record(ANNOUNCEMENT)
 
     def record(self, name: object) -> None:
-        """Notes a launch of this step."""
+        """Records a launch of this step."""
         self.launches += 1
         self._last.pop(name, None)
         self._last[name] = self.step
@@ -135,14 +135,14 @@ class LaunchLog:
 
 @dataclass(frozen=True)
 class RankStatus:
-    """What a living rank reports of itself: its progress, and the line that its main thread executes."""
+    """The report of a living rank about itself: its progress, and the line that its main thread executes."""
 
     launched: dict[str, int]
     launches: int
     place: str
 
     @property
-    def last(self) -> str:
+    def last_launch(self) -> str:
         """Describes the rank's last launch, by name and number."""
         name, step = next(reversed(self.launched.items()), ("none", 0))
         return f"number {self.launches}, {name!r} of step {step}"
@@ -160,7 +160,7 @@ def place_of_main_thread() -> str:
 
 
 class LivenessCheck:
-    """Finds the dead ranks after a collective broke.
+    """Finds out which ranks are dead after a collective has failed.
 
     The first rank with the error starts the check in the store. A thread on every rank then writes a status, even while
     the main thread is blocked in a collective. A rank without a status after a few seconds is dead. The rank that
@@ -196,7 +196,7 @@ class LivenessCheck:
             self._listener.join(_FAREWELL_S)
 
     def missing(self) -> list[int]:
-        """Returns the ranks that do not respond."""
+        """Returns the ranks that do not respond. Runs a check, or takes part in one."""
         if threading.current_thread() is self._listener:  # no other thread takes part in the check
             return []
         self._wake.set()
@@ -210,18 +210,18 @@ class LivenessCheck:
                 for look in list(self.looks):
                     look(self._store)
             if not self._closed:
-                self._missing = self._call()
+                self._missing = self._run_check()
         except RuntimeError:
             self._missing = [0]  # the store is gone; without a launcher, rank 0's process ran it
         self._decided.set()
 
-    def _call(self) -> list[int]:
+    def _run_check(self) -> list[int]:
         """Starts or joins a check: writes this rank's status, and returns the ranks that write none in time."""
         self._store.set(self._called, "1")
         progress = self._progress
         own = RankStatus(progress.launched, progress.launches, place_of_main_thread())
         self._store.set(self._signatures[self.rank], json.dumps(to_plain(own)))
-        self._await(lambda: self._store.check(self._signatures) or self._store.check([self._verdict]), _PATIENCE_S)
+        self._poll(lambda: self._store.check(self._signatures) or self._store.check([self._verdict]), _PATIENCE_S)
         if not self._store.check([self._verdict]):
             silent = [r for r, name in enumerate(self._signatures) if not self._store.check([name])]
             self._store.set(self._verdict, ",".join(map(str, silent)))
@@ -232,10 +232,10 @@ class LivenessCheck:
         with contextlib.suppress(RuntimeError):  # the store may disappear from here on
             self._store.set(self._readers[self.rank], "1")
             living = [name for r, name in enumerate(self._readers) if r not in missing]
-            self._await(lambda: self._store.check(living), _FAREWELL_S)
+            self._poll(lambda: self._store.check(living), _FAREWELL_S)
         return missing
 
-    def _await(self, condition: Callable[[], bool], patience_s: float) -> None:
+    def _poll(self, condition: Callable[[], bool], patience_s: float) -> None:
         """Polls `condition` until it holds, for at most `patience_s`."""
         deadline = time.monotonic() + patience_s
         while time.monotonic() < deadline and not condition():
@@ -264,7 +264,7 @@ class LivenessCheck:
                 name = what if what in absent else absent[0]
                 found.append(
                     f"rank {r} has not launched {name!r} of step {own[name]}: it stands in {each.place}, and its last "
-                    f"launch is {each.last}"
+                    f"launch is {each.last_launch}"
                 )
         if found:
             return "; ".join(found)
@@ -272,8 +272,8 @@ class LivenessCheck:
         return f"every rank lives: {places}" if places else "a rank stopped taking part"
 
 
-class Watching(contextlib.AbstractContextManager[None]):
-    """A context manager that adds the names of dead or stuck ranks to the error of a failed collective.
+class NamesFailedRanks(contextlib.AbstractContextManager[None]):
+    """A context that adds the names of dead or stuck ranks to the error of a collective that fails in it.
 
     Args:
         what: the name, in `LaunchLog`, of the launch that the block waits for.
@@ -286,5 +286,5 @@ class Watching(contextlib.AbstractContextManager[None]):
         """Does nothing."""
 
     def __exit__(self, kind: Any, error: BaseException | None, *_: object) -> None:
-        if isinstance(error, RuntimeError) and not is_of_ranks(error):
+        if isinstance(error, RuntimeError) and not is_known_to_all_ranks(error):
             self._liveness.raise_named(error, str(self._what))

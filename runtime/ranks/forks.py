@@ -28,7 +28,7 @@ FORKED = (
 """The error of a model in a forked child."""
 
 
-class Forking(Protocol):
+class ForkAware(Protocol):
     """The methods that a compiled model provides for forks."""
 
     def before_fork(self) -> None:
@@ -38,10 +38,10 @@ class Forking(Protocol):
         """Makes this model usable in a forked process."""
 
 
-_MODELS: WeakSet[Forking] = WeakSet()
+_MODELS: WeakSet[ForkAware] = WeakSet()
 
 
-def watch_forks(model: Forking) -> None:
+def watch_forks(model: ForkAware) -> None:
     """Registers a model, so that forks of this process first apply the model's pending updates."""
     _register_callbacks()
     _MODELS.add(model)
@@ -54,36 +54,36 @@ def _register_callbacks() -> None:
 
 
 @cache
-def _refused() -> mmap.mmap:
-    """Returns memory that this process shares with its children: the number of the last child that was refused."""
+def _refused_child_memory() -> mmap.mmap:
+    """Returns memory shared with child processes, which holds the process id of the last child that was refused."""
     return mmap.mmap(-1, _BYTES)
 
 
 _BYTES = 8
 
 
-def refused_in_fork() -> RuntimeError:
-    """Notes for the parent that this child is refused, and returns the error."""
-    _refused()[:] = os.getpid().to_bytes(_BYTES, "little")
+def fork_error() -> RuntimeError:
+    """Returns the error to raise for a use of the model in a forked child, and records the child for its parent."""
+    _refused_child_memory()[:] = os.getpid().to_bytes(_BYTES, "little")
     return RuntimeError(FORKED)
 
 
 @cache
 def _watch_children() -> None:
-    """Listens to the ends of children, unless the script ignores them."""
-    _refused()
+    """Handles the exits of child processes, unless the script ignores them."""
+    _refused_child_memory()
     before = signal.getsignal(signal.SIGCHLD)
     if before is signal.SIG_DFL or callable(before):
-        signal.signal(signal.SIGCHLD, lambda number, frame: _child_ended(before, number, frame))
+        signal.signal(signal.SIGCHLD, lambda number, frame: _on_child_exit(before, number, frame))
 
 
-def _child_ended(before: Callable[..., Any] | int, number: int, frame: Any) -> None:
+def _on_child_exit(before: Callable[..., Any] | int, number: int, frame: Any) -> None:
     """Raises the error of a child that was refused and has failed."""
     if callable(before):
         before(number, frame)
-    child = int.from_bytes(_refused()[:], "little")
+    child = int.from_bytes(_refused_child_memory()[:], "little")
     if child and _has_failed(child):
-        _refused()[:] = bytes(_BYTES)
+        _refused_child_memory()[:] = bytes(_BYTES)
         raise RuntimeError(f"A child process has ended by an error: {FORKED}")
 
 

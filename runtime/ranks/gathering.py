@@ -19,7 +19,7 @@ N-1 sequential messages, which is faster only if bandwidth dominates latency."""
 
 
 def gather_single(everyone: Tensor, own: Tensor, group: dist.ProcessGroup | None, *, async_op: bool = False) -> Any:
-    """Gathers like `all_gather_single`, but faster for few bytes. Either way a rank sends N-1 times `own`.
+    """Gathers like `all_gather_single`, but faster for small tensors. Each rank sends N-1 times `own` either way.
 
     Args:
         everyone: (N n,), written.

@@ -36,7 +36,7 @@ class OtherGroup(ValueError, RuntimeError):
 
 @dataclass(frozen=True)
 class _WaitRecord:
-    """What a rank writes to the store while it waits in a group.
+    """The record that a rank writes to the store while it waits for the first collective of a group.
 
     Attributes:
         group: its name, equal on all of its ranks.
@@ -55,7 +55,8 @@ class _WaitRecord:
 
 @contextlib.contextmanager
 def check_group_deadlock(store: Any, group: dist.ProcessGroup) -> Iterator[None]:
-    """Opens a context for the first collective in a group. Enters it once the other ranks have arrived or are late.
+    """Opens a context for the first collective in a group. Before it enters, it waits for the other ranks to arrive,
+    and raises if they wait in another group.
 
     Args:
         store: the job's store, used over a separate connection.
@@ -71,11 +72,11 @@ def check_group_deadlock(store: Any, group: dist.ProcessGroup) -> Iterator[None]
         meeting.withdraw()
         raise
     except RuntimeError as error:
-        if reason := meeting.verdict():  # written by a rank that arrived later and has exited
+        if reason := meeting.error_from_other_rank():  # written by a rank that arrived later and has exited
             raise OtherGroup(reason) from error
         raise
     finally:
-        meeting.end()
+        meeting.remove_record()
 
 
 class _DeadlockCheck:
@@ -94,21 +95,21 @@ class _DeadlockCheck:
         self._token = uuid4().hex
 
     def run(self) -> None:
-        """Returns once all ranks have arrived, some are late, or the store has failed; then the collective reports the
-        error.
+        """Returns once all ranks have arrived, some are late, or the store has failed. In the latter cases the
+        collective itself will fail.
 
         Raises:
             OtherGroup: a rank waits for this one in another group.
         """
         try:
-            self._begin()
-            self._wait()
+            self._write_arrival()
+            self._wait_for_arrivals()
         except OtherGroup:
             raise
         except RuntimeError:
             return
 
-    def _begin(self) -> None:
+    def _write_arrival(self) -> None:
         """Writes to the store that this rank has arrived at its group."""
         self._arrival = self._store.add(self._arrivals_key(self._group, self._rank), 1)
         waiting = _WaitRecord(self._group, self._described, tuple(self._ranks), self._arrival, self._token)
@@ -116,7 +117,7 @@ class _DeadlockCheck:
         if self._store.add(self._shared_key("arrived"), 1) == len(self._ranks):
             self._store.set(self._shared_key("complete"), "1")
 
-    def _wait(self) -> None:
+    def _wait_for_arrivals(self) -> None:
         """Returns once every rank of the group has arrived; looks for a deadlock in between."""
         pause_s = 0.01
         for patience_s in _LOOKS_S:
@@ -132,7 +133,7 @@ class _DeadlockCheck:
 
     def _check_cycle(self) -> None:
         """Raises `OtherGroup` if this rank waits for another rank that waits for this one in another group."""
-        if reason := self.verdict():  # the rank that found it first has exited
+        if reason := self.error_from_other_rank():  # the rank that found it first has exited
             raise OtherGroup(reason)
         for rank in self._ranks if self._rank in self._ranks[:_FIRST] else self._ranks[:_FIRST]:
             other = self._record_of(rank)
@@ -159,8 +160,10 @@ class _DeadlockCheck:
         found: _WaitRecord = from_plain(_WaitRecord, json.loads(text))
         return found
 
-    def verdict(self) -> str:
-        """Returns the error that another rank has written for this wait; "" if there is none or the store is gone."""
+    def error_from_other_rank(self) -> str:
+        """Returns the error text that another rank has written for this wait. Returns "" if there is none or the store
+        is gone.
+        """
         with contextlib.suppress(RuntimeError):
             if self._store.check([self._verdict_key(self._token)]):
                 found: str = self._store.get(self._verdict_key(self._token)).decode()
@@ -173,7 +176,7 @@ class _DeadlockCheck:
             self._store.add(self._shared_key("arrived"), -1)
             self._store.add(self._arrivals_key(self._group, self._rank), -1)
 
-    def end(self) -> None:
+    def remove_record(self) -> None:
         """Removes this rank's wait from the store."""
         with contextlib.suppress(RuntimeError):
             self._store.set(self._record_key(self._rank), "")

@@ -23,17 +23,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from embrace_fx.runtime.ranks.backends import CPU, alone_on, backend_name, supports_device, timeout_of
+from embrace_fx.runtime.ranks.backends import CPU, backend_name, group_timeout, setup_collectives, supports_device
 from embrace_fx.runtime.ranks.failure import (
     CLOSED,
     LaunchLog,
     LivenessCheck,
+    NamesFailedRanks,
     PeerFailure,
-    Watching,
     failure_text,
-    is_of_ranks,
+    is_known_to_all_ranks,
 )
-from embrace_fx.runtime.ranks.forks import FORKED, refused_in_fork
+from embrace_fx.runtime.ranks.forks import FORKED, fork_error
 from embrace_fx.runtime.ranks.gathering import all_gather_single, gather_single
 from embrace_fx.runtime.ranks.group_deadlock import check_group_deadlock
 from embrace_fx.runtime.ranks.worker import Worker
@@ -103,7 +103,7 @@ class Groups:
             name = f"joining/{restarts}/{dist.distributed_c10d._world.group_count}"
             joining = LivenessCheck(store, name, self.rank, self.world_size, self.progress)
             try:
-                with check_group_deadlock(store, group), Watching(joining):
+                with check_group_deadlock(store, group), NamesFailedRanks(joining):
                     attempt = self._create_groups(group)
             finally:
                 joining.close()
@@ -116,7 +116,7 @@ class Groups:
         on_host = supports_device(group, CPU)
         if on_host:  # a message to a dead rank fails at once, but creating a group would wait
             self._hosts = group
-            self._agree_on_counts()
+            self._check_group_counts()
         # One group for all classes: each gloo group has a thread that wakes a hundred times a second on the compute
         # cores, and each NCCL group has a communicator that takes device memory.
         self._groups = dict.fromkeys(CLASSES, self._new_group("program"))
@@ -154,7 +154,7 @@ class Groups:
     def check_fork(self) -> None:
         """Raises `RuntimeError` in a forked child."""
         if self._closed == FORKED:
-            raise refused_in_fork()
+            raise fork_error()
 
     def open_lanes(self, device: torch.device = CPU, lanes: Collection[Lane] = CLASS_LANES) -> None:
         """Creates the groups of the launcher. Only one thread launches on a group. Collective.
@@ -169,7 +169,7 @@ class Groups:
         if self.world_size == 1:
             return
         if self.world_size < dist.get_world_size():
-            self._agree_on_counts()
+            self._check_group_counts()
         for lane, name in zip(CLASS_LANES, LANE_GROUPS, strict=True):
             if name in self._groups or lane not in lanes:
                 continue
@@ -187,7 +187,7 @@ class Groups:
         return _OF_NCCL if self.world_size > 1 and self.uses_nccl(device) else LANE_GROUP
 
     def connect(self, device: torch.device) -> None:
-        """Connects the main group before its first use, if NCCL needs it. Collective."""
+        """Connects the main group before its first use, if it is NCCL's. Collective."""
         if self.world_size > 1 and not self._connected and self.uses_nccl(device):
             self._connected = True
             self._connect(CLASSES[0], device)
@@ -198,10 +198,9 @@ class Groups:
             self._groups[name] = self._new_group(name, backend)
         return self._groups[name]
 
-    def group_of_joins(self) -> dist.ProcessGroup:
-        """Returns the user's group if it supports CPU tensors, else a host group, to count ranks without batches.
-
-        Collective.
+    def join_group(self) -> dist.ProcessGroup:
+        """Returns a group in which `Join` counts ranks without batches: the user's group if it supports CPU tensors,
+        else a host group. Collective.
         """
         assert self.group is not None
         return self.group if supports_device(self.group, CPU) else self.open_group("joins", "gloo")
@@ -210,13 +209,13 @@ class Groups:
         """Returns a communication class's group, or None on a single process."""
         return self._groups.get(name)
 
-    def waiter(self, name: str) -> Worker | None:
+    def message_waiter(self, name: str) -> Worker | None:
         """Returns the worker thread that waits for the messages of a launcher's class, or None for other classes."""
         if name in LANE_GROUPS and name not in self._waiters:
             self._waiters[name] = Worker("messages")
         return self._waiters.get(name)
 
-    def _agree_on_counts(self) -> None:
+    def _check_group_counts(self) -> None:
         """Checks that all ranks are in equally many groups, because torch names new groups by that number. Collective.
 
         Raises:
@@ -246,7 +245,7 @@ class Groups:
         """
         assert self.group is not None
         if self.world_size < dist.get_world_size():
-            self._agree_on_counts()
+            self._check_group_counts()
             parts = [ranks for ranks in parts if dist.get_rank() in ranks]
         # If all ranks of the job create a group, torch names it by the number of groups created so far. If only some
         # do, torch names it by the number of existing groups, which differs once a rank has deleted a model.
@@ -271,7 +270,7 @@ class Groups:
         own = dist.get_backend_config(self.group)
         if backend is None and "nccl" in own:  # without it, torch would use the default group's timeout
             backend = own
-        timeout = timeout_of(self.group)
+        timeout = group_timeout(self.group)
         if urgent:
             options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
             if timeout is not None:
@@ -291,9 +290,9 @@ class Groups:
         return created
 
     def _connect(self, name: str, device: torch.device) -> None:
-        """Makes NCCL connect a group now, in the same order on all ranks, so that no step blocks on it later."""
+        """Makes NCCL connect a group now, in the same order on all ranks, so that no step has to wait for it."""
         group, own = self._groups[name], torch.zeros(self.world_size, device=device)
-        with self.watching(), alone_on(device):
+        with self.watching(), setup_collectives(device):
             dist.all_reduce(own, group=group)
             dist.all_to_all_single(torch.empty_like(own), own, group=group)
             all_gather_single(own.new_empty(own.numel() ** 2), own, group=group)
@@ -305,7 +304,7 @@ class Groups:
             device.type == "cuda" and supports_device(self.group, device) and "nccl" in backend_name(self.group, device)
         )
 
-    def _carrier(self, name: str, tensor: Tensor) -> tuple[dist.ProcessGroup, str]:
+    def _sending_group(self, name: str, tensor: Tensor) -> tuple[dist.ProcessGroup, str]:
         """Returns the group that sends a class's tensors of this device, and its back end.
 
         This is the class's own group, or the host group if the class's does not support the device.
@@ -324,20 +323,21 @@ class Groups:
 
     def timeout(self) -> timedelta | None:
         """Returns the user's timeout of messages; None on a single process, or if the back end does not report it."""
-        return timeout_of(self.group) if self.group is not None else None
+        return group_timeout(self.group) if self.group is not None else None
 
     def missing_ranks(self) -> list[int]:
         """Returns the ranks that no longer respond. Called after a message has failed."""
         return self._liveness.missing() if self._liveness is not None else []
 
     def run_periodically(self, look: Callable[[Any, str], None]) -> str:
-        """Adds `look` to the loop of the liveness thread, a few times a second. Called on all ranks in the same order.
+        """Makes the liveness thread call a method a few times a second. Call on all ranks in the same order.
 
         Args:
-            look: a bound method, referenced weakly. It gets the thread's own store and a unique name in it.
+            look: a bound method, referenced weakly. It gets the thread's own connection to the store, and a unique key
+            prefix.
 
         Returns:
-            That name.
+            The key prefix.
         """
         if (liveness := self._liveness) is None:
             return ""
@@ -374,10 +374,10 @@ class Groups:
             padded = torch.cat([own, own.new_zeros(longest - own.numel())])
             gather_single(everyone.view(-1), padded, self._hosts)
         contents = [row[:size].numpy().tobytes() for row, size in zip(everyone, sizes.tolist(), strict=True)]
-        return [_decoded(kind, content, rank) for rank, content in enumerate(contents)]
+        return [_decode_gathered(kind, content, rank) for rank, content in enumerate(contents)]
 
     def reports(self, failure: str | None) -> dict[int, str]:
-        """Gathers the ranks' failures, by rank. Collective."""
+        """Gathers the ranks' failures: rank -> text, for the ranks that failed. Collective."""
         return {rank: text for rank, text in enumerate(self.gather(failure, str | None)) if text is not None}
 
     def check_none_failed(self, failure: Exception | None) -> None:
@@ -386,20 +386,21 @@ class Groups:
             raise PeerFailure(found) from failure
 
     def watching(self, what: object = "") -> contextlib.AbstractContextManager[None]:
-        """Returns a context that names dead or stuck ranks in the error of a failed collective.
+        """Returns a context that adds the names of dead or stuck ranks to the error of a collective that fails in
+        it.
 
         Args:
             what: the name, in `progress`, of the launch that the block waits for.
         """
-        return contextlib.nullcontext() if self._liveness is None else Watching(self._liveness, what)
+        return contextlib.nullcontext() if self._liveness is None else NamesFailedRanks(self._liveness, what)
 
     def name_ranks(self, error: RuntimeError, what: object = "") -> None:
         """Raises the error of a failed collective with the names of ranks, if they are known."""
-        if self._liveness is not None and not is_of_ranks(error):
+        if self._liveness is not None and not is_known_to_all_ranks(error):
             self._liveness.raise_named(error, str(what))
 
 
-def _decoded(kind: Any, content: bytes, rank: int) -> Any:
+def _decode_gathered(kind: Any, content: bytes, rank: int) -> Any:
     """Decodes a value of type `kind` that `rank` has sent, or raises."""
     try:
         return from_plain(kind, json.loads(content))
@@ -419,7 +420,7 @@ def end_groups(liveness: LivenessCheck | None, groups: list[dist.ProcessGroup]) 
     if liveness is not None:
         liveness.close()
 
-    def end() -> None:
+    def destroy() -> None:
         """Destroys the groups that still exist."""
         registered = dist.distributed_c10d._world.pg_map
         while groups:
@@ -427,6 +428,6 @@ def end_groups(liveness: LivenessCheck | None, groups: list[dist.ProcessGroup]) 
             if group in registered:
                 dist.destroy_process_group(group)
 
-    thread = threading.Thread(target=end, name="embrace_fx end", daemon=True)
+    thread = threading.Thread(target=destroy, name="embrace_fx end", daemon=True)
     thread.start()
     thread.join(_FAREWELL_S)

@@ -20,7 +20,7 @@ from embrace_fx.runtime.ranks.worker import Worker
 
 
 class Messages:
-    """Several point-to-point messages in flight, with the interface of one collective's work.
+    """Several point-to-point messages in flight, with the methods of a single collective's `Work`.
 
     Args:
         waiter: waits for the messages if a future of their end is requested, which gloo does not provide.
@@ -39,16 +39,16 @@ class Messages:
         if self._end is not None:
             self._end.wait()
         else:
-            _wait_for(self._works)
+            _wait_all(self._works)
 
     def get_future(self) -> Future[None]:
         """Returns the future of the work, as a collective's does. Called once."""
         assert self._waiter is not None
-        self._end = self._waiter.submit(partial(_wait_for, self._works))
+        self._end = self._waiter.submit(partial(_wait_all, self._works))
         return self._end
 
 
-def _wait_for(works: Sequence[dist.Work]) -> None:
+def _wait_all(works: Sequence[dist.Work]) -> None:
     """Waits until all of these works have ended."""
     for work in works:
         work.wait()
@@ -101,15 +101,15 @@ def send_parts(
 
 def send_one(tensor: Tensor, to: int, group: dist.ProcessGroup) -> None:
     """Sends a contiguous tensor to a rank of a group, which calls `receive_one`. Returns once it is sent."""
-    _run_one(dist.isend, tensor, to, group)
+    _transfer(dist.isend, tensor, to, group)
 
 
 def receive_one(tensor: Tensor, source: int, group: dist.ProcessGroup) -> None:
     """Receives a tensor that a rank of a group sends with `send_one`, of the same size."""
-    _run_one(dist.irecv, tensor, source, group)
+    _transfer(dist.irecv, tensor, source, group)
 
 
-def _run_one(operation: Callable[..., Any], tensor: Tensor, peer: int, group: dist.ProcessGroup) -> None:
+def _transfer(operation: Callable[..., Any], tensor: Tensor, peer: int, group: dist.ProcessGroup) -> None:
     """Sends or receives one tensor and waits for it."""
     # A batch, because NCCL creates a communicator of two ranks for a single message.
     for work in dist.batch_isend_irecv([dist.P2POp(operation, tensor, group=group, group_peer=peer)]):

@@ -52,8 +52,8 @@ _ELSEWHERE = (
 
 
 @dataclass(frozen=True)
-class _Stopped:
-    """What a rank writes to the store when it waits for long, or is about to raise.
+class _StoppedRank:
+    """The record that a rank writes to the store when it has waited for long, or is about to raise.
 
     Attributes:
         rank: in the model's process group.
@@ -88,7 +88,7 @@ class MismatchWatchdog:
         """Starts the watchdog; later calls do nothing.
 
         Args:
-            look: a method of the caller that calls this object's `look`.
+            look: a method of the caller that calls this object's `check`.
         """
         if self._name or communicator.group is None:
             return
@@ -105,7 +105,7 @@ class MismatchWatchdog:
         _c10d_logger.addFilter(explain)  # torch logs a collective's error when it raises it
         weakref.finalize(self, _c10d_logger.removeFilter, explain)
 
-    def look(self, store: Any, name: str, answer: Callable[[str], PeerFailure]) -> None:
+    def check(self, store: Any, name: str, answer: Callable[[str], PeerFailure]) -> None:
         """Records a long wait of this rank; or checks whether this rank is blocked in a collective that cannot
         complete.
 
@@ -117,20 +117,20 @@ class MismatchWatchdog:
         self._name = name
         if (since_s := self.waiting_since_s) is not None:
             if time.monotonic() - since_s > PATIENCE_S and self._written != self.announced:
-                self._write(store, _WAITS)
+                self._write_record(store, _WAITS)
                 self._written = self.announced
             return
         top = sys._current_frames().get(threading.main_thread().ident or 0)
-        frame = _collective_in(traceback.walk_stack(top))
+        frame = _find_collective(traceback.walk_stack(top))
         if self._found is not None and self._found[0] is not frame:
             self._found = None
         if frame is None or self._found is not None:
             return
-        if self._behind(store, frame, _WAITS, self.announced + 1) is not None:
+        if self._find_stopped_rank(store, frame, _WAITS, self.announced + 1) is not None:
             called = frame.f_code.co_name
             what = "another model's call" if called == _READ else f"torch.distributed.{called}()"
             self._found = frame, answer(_ELSEWHERE.format(what, place_of_main_thread()))
-        elif (other := self._behind(store, frame, _RAISES, self.announced)) is not None:
+        elif (other := self._find_stopped_rank(store, frame, _RAISES, self.announced)) is not None:
             self._found = frame, PeerFailure({other.rank: other.reason})
         else:
             return
@@ -139,7 +139,7 @@ class MismatchWatchdog:
     def refuse(self, reason: str) -> None:
         """Records, for other ranks, that this rank is about to raise."""
         with contextlib.suppress(RuntimeError):  # the store may be gone
-            self._write(dist.distributed_c10d._get_default_store(), _RAISES, reason)
+            self._write_record(dist.distributed_c10d._get_default_store(), _RAISES, reason)
 
     def explain(self, error: BaseException) -> None:
         """Raises the reason for a collective that failed because a rank did not join it.
@@ -147,33 +147,33 @@ class MismatchWatchdog:
         Raises:
             PeerFailure: names that rank and its reason.
         """
-        frame = _collective_in(traceback.walk_tb(error.__traceback__))
+        frame = _find_collective(traceback.walk_tb(error.__traceback__))
         if frame is None:
             return
         if self._found is not None and self._found[0] is frame:
             raise self._found[1] from error
         other = None
         with contextlib.suppress(RuntimeError):  # the store may be gone
-            other = self._behind(dist.distributed_c10d._get_default_store(), frame, _RAISES, self.announced)
+            other = self._find_stopped_rank(dist.distributed_c10d._get_default_store(), frame, _RAISES, self.announced)
         if other is not None:
             raise PeerFailure({other.rank: other.reason}) from error
 
-    def _write(self, store: Any, what: str, reason: str = "") -> None:
-        """Writes this rank's `_Stopped` record to the store."""
-        begun = {str(name): _begun(group) for group, name in dist.distributed_c10d._world.pg_names.items()}
-        store.set(self._name + what, json.dumps(to_plain(_Stopped(self._rank, self.announced, reason, begun))))
+    def _write_record(self, store: Any, what: str, reason: str = "") -> None:
+        """Writes this rank's `_StoppedRank` record to the store."""
+        begun = {str(name): _collectives_begun(group) for group, name in dist.distributed_c10d._world.pg_names.items()}
+        store.set(self._name + what, json.dumps(to_plain(_StoppedRank(self._rank, self.announced, reason, begun))))
 
-    def _behind(self, store: Any, frame: FrameType, what: str, announced: int) -> _Stopped | None:
+    def _find_stopped_rank(self, store: Any, frame: FrameType, what: str, announced: int) -> _StoppedRank | None:
         """Returns the record of a rank that stopped at a handshake before this collective, or None."""
         if not store.check([self._name + what]):
             return None
-        other: _Stopped = from_plain(_Stopped, json.loads(store.get(self._name + what).decode()))
+        other: _StoppedRank = from_plain(_StoppedRank, json.loads(store.get(self._name + what).decode()))
         group = _group_of(frame)
-        is_behind = other.begun.get(group.group_name, _begun(group)) < _begun(group)
+        is_behind = other.begun.get(group.group_name, _collectives_begun(group)) < _collectives_begun(group)
         return other if is_behind and other.announced == announced and other.rank != self._rank else None
 
 
-def _begun(group: dist.ProcessGroup) -> int:
+def _collectives_begun(group: dist.ProcessGroup) -> int:
     """Returns the number of collectives that this rank has begun in a group; 0 if its back ends do not count them."""
     try:
         return int(group._get_sequence_number_for_group())  # type: ignore[attr-defined]
@@ -181,7 +181,7 @@ def _begun(group: dist.ProcessGroup) -> int:
         return 0
 
 
-def _collective_in(frames: Iterable[tuple[FrameType, int]]) -> FrameType | None:
+def _find_collective(frames: Iterable[tuple[FrameType, int]]) -> FrameType | None:
     """Returns the frame of a collective that needs all ranks of its group."""
     for frame, _ in frames:
         file, name = frame.f_code.co_filename, frame.f_code.co_name

@@ -41,24 +41,26 @@ class SharedRead:
         """Returns a number by which ranks compare their reads."""
         return crc32(f"{self.what} {self.reduce_op}".encode())
 
-    def alone(self) -> str:
+    def error_if_alone(self) -> str:
         """Returns the error for a rank that reads a table although the others do not."""
         text = _LOSS_ALONE if self.what.startswith("loss of logits") else _ALONE
         return text.format(self.what, place_of_main_thread())
 
-    def numbers(self, most: int) -> tuple[int, ...]:
-        """Returns this rank's numbers as 64-bit integers; empty for numbers on a device, or more than `most`."""
+    def encode_value(self, most: int) -> tuple[int, ...]:
+        """Returns this rank's value as 64-bit integers. Returns () if the value is on a device, or has more than `most`
+        numbers.
+        """
         value = self.value
         if value is None or not 0 < value.numel() <= most or value.device.type != "cpu" or value.is_complex():
             return ()
-        return tuple(value.detach().reshape(-1).to(_wide(value)).view(torch.int64).tolist())
+        return tuple(value.detach().reshape(-1).to(_widest_dtype(value)).view(torch.int64).tolist())
 
-    def answer(self, numbers: Sequence[Sequence[int]]) -> Tensor | None:
-        """Returns the numbers of all ranks, reduced; None if they were not sent with the announcement."""
+    def reduce_values(self, numbers: Sequence[Sequence[int]]) -> Tensor | None:
+        """Reduces the values that ranks sent with their announcements. Returns None if they sent none."""
         value = self.value
         if value is None or not numbers[0]:
             return None
-        everyone = torch.tensor(numbers, dtype=torch.int64, device="cpu").view(_wide(value)).to(value.dtype)
+        everyone = torch.tensor(numbers, dtype=torch.int64, device="cpu").view(_widest_dtype(value)).to(value.dtype)
         if self.reduce_op == dist.ReduceOp.SUM:
             found = everyone.sum(0, dtype=value.dtype)
         else:
@@ -66,7 +68,7 @@ class SharedRead:
         return found.view(value.shape)
 
 
-def _wide(value: Tensor) -> torch.dtype:
+def _widest_dtype(value: Tensor) -> torch.dtype:
     """Returns the widest dtype of a tensor's kind: float64 or int64."""
     return torch.float64 if value.is_floating_point() else torch.int64
 

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from embrace_fx.runtime.ranks.bad_batches import bad_id_report
+from embrace_fx.runtime.ranks.bad_batches import describe_bad_id
 from embrace_fx.runtime.ranks.communicator import Communicator, InFlight
 from embrace_fx.runtime.ranks.failure import ANNOUNCEMENT, DeadRank, PeerFailure, PlanDoesNotFit, StuckRank
 from embrace_fx.runtime.ranks.gathering import gather_single
@@ -54,7 +54,7 @@ _NOT_JOINED = "it called the model outside of join(), but another rank is inside
 
 @dataclass(frozen=True, slots=True)
 class MessageFormat:
-    """The form of announcements on the wire. It must be equal on all ranks, or the exchange would hang.
+    """The layout of announcements on the wire. It is the same on all ranks; otherwise the exchange would hang.
 
     Attributes:
         tables: the count of tables that exchange ids under the plan.
@@ -74,7 +74,7 @@ class MessageFormat:
 
 @dataclass(slots=True)
 class HandshakeMessage:
-    """One rank's announcement, as its caller builds it and as the others read it.
+    """One rank's announcement of its next step.
 
     Attributes:
         kind: `STEP`, `BACKWARD`, `GAVE_UP`, `JOIN` or `QUESTION`.
@@ -136,7 +136,7 @@ class HandshakeMessage:
         )
 
 
-def activity_of(*, train: bool, reduces: bool) -> int:
+def activity_code(*, train: bool, reduces: bool) -> int:
     """Returns the code of a call's mode: training, accumulating or evaluating.
 
     Args:
@@ -153,8 +153,8 @@ Exchange = tuple[list[int], Tensor, Any]
 
 
 @dataclass(frozen=True, slots=True)
-class _Ahead:
-    """A handshake that is in flight: its exchange, and the function to call once all ranks have announced the step."""
+class _PendingHandshake:
+    """A handshake whose exchange is in flight, with the function to call once all ranks have announced the step."""
 
     own: HandshakeMessage
     launched: Exchange
@@ -162,7 +162,7 @@ class _Ahead:
 
 
 class StepHandshake:
-    """The handshakes of this rank with the others, one before each step.
+    """This rank's side of the handshakes in which all ranks announce what they do next, one before each step.
 
     Attributes:
         form: the form on the wire, under the plan in use.
@@ -182,9 +182,9 @@ class StepHandshake:
         self.trouble: Callable[[], str | None] = lambda: None
         self.rows_read: dict[str, tuple[int, ...]] = {}
         self._watchdog = MismatchWatchdog()
-        self._ahead: _Ahead | None = None
+        self._ahead: _PendingHandshake | None = None
         self._given_up: str | None = None  # why the last call failed on this rank, as sent to the others
-        communicator.set_read_announcer(self.ask)
+        communicator.set_read_announcer(self.announce_read)
 
     def announce_step(self, sizes: Sequence[int], failure: str | None = None) -> list[tuple[int, ...]]:
         """Announces the next step with these sizes. Returns every rank's sizes. Raises like `announce`.
@@ -192,7 +192,7 @@ class StepHandshake:
         Args:
             failure: an error found after `of_step` was built.
         """
-        return self.announce(self._own(sizes, failure))
+        return self.announce(self._message(sizes, failure))
 
     def announce_ahead(self, then: Callable[[], None]) -> None:
         """Announces the next step without waiting for the other ranks. `wait` waits for them and raises.
@@ -200,29 +200,29 @@ class StepHandshake:
         Args:
             then: called once every rank is known to continue.
         """
-        own = self._own((), None)
+        own = self._message((), None)
         if own.failure is not None or self.communicator.world_size == 1:
             self.announce(own)
             then()
             return
         self.wait()
-        self._ahead = _Ahead(own, self._begin(own), then)
+        self._ahead = _PendingHandshake(own, self._start_exchange(own), then)
 
     def wait(self) -> None:
         """Waits for a handshake started by `announce_ahead`; raises like `announce`."""
         if (ahead := self._ahead) is not None:
             self._ahead = None
-            self._end(ahead.own, ahead.launched)
+            self._finish_exchange(ahead.own, ahead.launched)
             ahead.then()
 
-    def _own(self, sizes: Sequence[int], failure: str | None) -> HandshakeMessage:
+    def _message(self, sizes: Sequence[int], failure: str | None) -> HandshakeMessage:
         """Returns this rank's announcement of the next step."""
         own = self.of_step
         own.failure = own.failure or failure or self.trouble()
         own.sizes, own.collective_ops = tuple(sizes), self.communicator.collective_ops
         return own
 
-    def announce(self, own: HandshakeMessage) -> list[tuple[int, ...]]:
+    def announce(self, message: HandshakeMessage) -> list[tuple[int, ...]]:
         """Announces a step. Returns every rank's sizes.
 
         Raises:
@@ -232,108 +232,112 @@ class StepHandshake:
         self.wait()
         if self.communicator.world_size == 1:
             self.communicator.check_open()
-            if own.failure is not None:
-                raise PeerFailure({0: own.failure})
-            if own.does_not_fit:
+            if message.failure is not None:
+                raise PeerFailure({0: message.failure})
+            if message.does_not_fit:
                 raise PlanDoesNotFit
-            return [own.sizes]
-        return self._end(own, self._begin(own))
+            return [message.sizes]
+        return self._finish_exchange(message, self._start_exchange(message))
 
     def watch(self) -> None:
-        """Starts the watchdog for calls that some ranks never make; later calls do nothing. Same order on all ranks."""
+        """Starts the watchdog for calls that some ranks never make; later calls do nothing. Call on all ranks in the
+        same order.
+        """
         self._watchdog.watch(self.communicator, self._check_mismatch)
 
-    def _begin(self, own: HandshakeMessage) -> Exchange:
+    def _start_exchange(self, message: HandshakeMessage) -> Exchange:
         """Starts the exchange of an announcement."""
         communicator = self.communicator
         communicator.check_open()
         self._watchdog.announced += 1
         self.watch()
         communicator.progress.begin_step()
-        return self.launch(own)
+        return self.launch(message)
 
-    def _end(self, own: HandshakeMessage, launched: Exchange) -> list[tuple[int, ...]]:
+    def _finish_exchange(self, message: HandshakeMessage, launched: Exchange) -> list[tuple[int, ...]]:
         """Waits for an announcement's exchange. Returns every rank's sizes, or raises.
 
         Reads the full announcements only where the numbers differ or a rank reports something.
         """
-        rows, head = self._read(launched), launched[0][:_HEAD]
+        rows, head = self._wait_for_numbers(launched), launched[0][:_HEAD]
         if head[0] & (_FAILED | _ASKS_TO_PLAN | _DOES_NOT_FIT) or [row[:_HEAD] for row in rows].count(head) < len(rows):
-            return self._check(own, self._meet(own, rows))
+            return self._check_messages(message, self._exchange_until_aligned(message, rows))
         watched = self.form.watched  # fast path: all ranks sent equal numbers and no report
         first, self.asked_to_plan, self._given_up = _HEAD + len(watched), False, None
-        self.buffers_differ = own.buffers == CHANGED_BUFFERS
+        self.buffers_differ = message.buffers == CHANGED_BUFFERS
         self.rows_read = dict(zip(watched, zip(*[row[_HEAD:first] for row in rows], strict=True), strict=True))
-        return [tuple(row[first : first + len(own.sizes)]) for row in rows]
+        return [tuple(row[first : first + len(message.sizes)]) for row in rows]
 
-    def _check(self, own: HandshakeMessage, everyone: Sequence[HandshakeMessage]) -> list[tuple[int, ...]]:
+    def _check_messages(self, message: HandshakeMessage, messages: Sequence[HandshakeMessage]) -> list[tuple[int, ...]]:
         """Compares all announcements. Returns every rank's sizes, or raises if a rank has failed or steps do not
         match.
         """
-        self.asked_to_plan = any(each.asks_to_plan for each in everyone)
-        self.rows_read = {name: tuple(each.rows_seen[name] for each in everyone) for name in self.form.watched}
-        self._given_up = own.failure
-        if any(each.failure is not None for each in everyone):
-            raise PeerFailure(self.communicator.reports(own.failure))
-        check_activities([each.activity for each in everyone])
-        if any(each.does_not_fit for each in everyone):
+        self.asked_to_plan = any(each.asks_to_plan for each in messages)
+        self.rows_read = {name: tuple(each.rows_seen[name] for each in messages) for name in self.form.watched}
+        self._given_up = message.failure
+        if any(each.failure is not None for each in messages):
+            raise PeerFailure(self.communicator.reports(message.failure))
+        check_activities([each.activity for each in messages])
+        if any(each.does_not_fit for each in messages):
             raise PlanDoesNotFit
-        check_programs([each.program for each in everyone])
-        check_steps(everyone, self.communicator)
-        buffers = {each.buffers for each in everyone}
+        check_programs([each.program for each in messages])
+        check_steps(messages, self.communicator)
+        buffers = {each.buffers for each in messages}
         self.buffers_differ = len(buffers) > 1 or CHANGED_BUFFERS in buffers
-        return [each.sizes for each in everyone]
+        return [each.sizes for each in messages]
 
     def gather_activities(self, activity: int) -> list[int]:
         """Exchanges the ranks' activities before a step, `JOINED` for a rank without batches. Collective."""
         self.wait()
         self.communicator.check_open()
         own = HandshakeMessage(JOIN, activity)
-        return [each.activity for each in self._meet(own, self._read(self.launch(own)))]
+        return [each.activity for each in self._exchange_until_aligned(own, self._wait_for_numbers(self.launch(own)))]
 
-    def _meet(self, own: HandshakeMessage, rows: Sequence[Sequence[int]]) -> list[HandshakeMessage]:
-        """Returns every rank's announcement; repeats the exchange until all ranks are at the same place.
+    def _exchange_until_aligned(
+        self, message: HandshakeMessage, rows: Sequence[Sequence[int]]
+    ) -> list[HandshakeMessage]:
+        """Returns every rank's announcement. Repeats the exchange until all ranks announce the same kind of step.
 
         Args:
             rows: the results of the first exchange.
         """
-        everyone = self._decoded(own, rows)
+        everyone = self._decode_all(message, rows)
         while (kinds := {each.kind for each in everyone}) & {BACKWARD, GAVE_UP, QUESTION}:
             if QUESTION in kinds:
-                raise PeerFailure(self.reports(everyone, own.failure))
-            self._warn(self.reports(everyone, None))  # the ranks that gave up will join the next exchange
-            everyone = self._decoded(own, self._read(self.launch(own)))
+                raise PeerFailure(self.reports(everyone, message.failure))
+            self._log_abandoned_call(self.reports(everyone, None))  # the ranks that gave up will join the next exchange
+            everyone = self._decode_all(message, self._wait_for_numbers(self.launch(message)))
         if len({each.kind for each in everyone}) > 1:
             outside = [rank for rank, each in enumerate(everyone) if each.kind == STEP]
             raise PeerFailure(dict.fromkeys(outside, _NOT_JOINED))
         return everyone
 
     def _check_mismatch(self, store: Any, name: str) -> None:
-        """Looks once for ranks that wait in different calls, on the liveness thread.
+        """Runs one check of the watchdog, on the liveness thread: looks for ranks that wait in different calls.
 
         Args:
             store: a store that only this thread uses.
             name: a unique prefix of keys, equal on all ranks.
         """
-        self._watchdog.look(store, name, self._answer)
+        self._watchdog.check(store, name, self._answer_with_failure)
 
-    def _answer(self, failure: str) -> PeerFailure:
+    def _answer_with_failure(self, failure: str) -> PeerFailure:
         """Answers other ranks' announcement with a failure, from another thread, while the main thread is blocked."""
         self._watchdog.announced += 1
         self.communicator.progress.begin_step()
         own = HandshakeMessage(failure=failure)
         try:
-            self._meet(own, self._read(self.launch(own)))
+            self._exchange_until_aligned(own, self._wait_for_numbers(self.launch(own)))
         except PeerFailure as told:  # another rank reads a sharded table
             return told
         return PeerFailure(self.communicator.reports(failure))
 
-    def _decoded(self, own: HandshakeMessage, rows: Sequence[Sequence[int]]) -> list[HandshakeMessage]:
+    def _decode_all(self, message: HandshakeMessage, rows: Sequence[Sequence[int]]) -> list[HandshakeMessage]:
         """Decodes the announcements of all ranks."""
-        form, sizes = self.form, len(own.sizes)
+        form, sizes = self.form, len(message.sizes)
         return [HandshakeMessage.decode(row, form, sizes) for row in rows]
 
-    def _read(self, launched: Exchange) -> list[list[int]]:
+    def _wait_for_numbers(self, launched: Exchange) -> list[list[int]]:
         """Waits for an exchange started by `launch`. Returns the numbers of each rank."""
         _, everyone, work = launched
         try:
@@ -354,9 +358,9 @@ class StepHandshake:
         found: list[list[int]] = everyone.tolist()
         return found
 
-    def launch(self, own: HandshakeMessage) -> Exchange:
+    def launch(self, message: HandshakeMessage) -> Exchange:
         """Starts the exchange of this rank's announcement with those of the others."""
-        communicator, encoded = self.communicator, own.encode(self.form)
+        communicator, encoded = self.communicator, message.encode(self.form)
         numbers = torch.tensor(encoded, dtype=torch.int64, device="cpu")
         everyone = numbers.new_empty((communicator.world_size, numbers.numel()))
         work = gather_single(everyone.view(-1), numbers, communicator.host_group(), async_op=True)
@@ -365,14 +369,15 @@ class StepHandshake:
     # -- in the middle of a call ---------------------------------------------------------------------------------------
 
     def give_up(self, failure: str) -> None:
-        """Announces that this rank cannot finish an announced forward. Requires at least two ranks."""
+        """Announces that this rank cannot finish a forward that it has announced. Requires at least two ranks."""
         self.wait()
         self._given_up = failure
         own = HandshakeMessage(GAVE_UP)
-        self.reports(self._decoded(own, self._read(self.launch(own))), failure)
+        self.reports(self._decode_all(own, self._wait_for_numbers(self.launch(own))), failure)
 
-    def ask(self, what: str, value: Tensor | None, reduce_op: Any) -> Tensor | None:
-        """Announces a read of a sharded table. Returns the numbers sent with it, reduced over ranks.
+    def announce_read(self, what: str, value: Tensor | None, reduce_op: Any) -> Tensor | None:
+        """Announces a read of a sharded table, which all ranks must make. Returns the numbers sent with the
+        announcement, reduced over ranks.
 
         Args:
             what, value, reduce_op: as for `embrace_fx.runtime.ranks.questions.SharedRead`.
@@ -381,31 +386,33 @@ class StepHandshake:
             PeerFailure: not all ranks read it; on every rank.
         """
         question = SharedRead(what, value, reduce_op)
-        own = HandshakeMessage(QUESTION, program=question.hash, sizes=question.numbers(self.form.sizes))
+        own = HandshakeMessage(QUESTION, program=question.hash, sizes=question.encode_value(self.form.sizes))
         self.wait()
         self.communicator.check_open()
         self._watchdog.announced += 1
         try:
-            everyone = self._decoded(own, self._read(self.launch(own)))
+            everyone = self._decode_all(own, self._wait_for_numbers(self.launch(own)))
         except (DeadRank, StuckRank) as error:
-            raise type(error)(f"{question.alone()} ({error})") from error
+            raise type(error)(f"{question.error_if_alone()} ({error})") from error
         if any(each.kind != QUESTION or each.program != own.program for each in everyone):
             gave_up = any(each.kind == GAVE_UP for each in everyone)
-            raise PeerFailure(self.reports(everyone, None if gave_up else question.alone()))
-        return question.answer([each.sizes for each in everyone])
+            raise PeerFailure(self.reports(everyone, None if gave_up else question.error_if_alone()))
+        return question.reduce_values([each.sizes for each in everyone])
 
-    def reports(self, everyone: Sequence[HandshakeMessage], failure: str | None) -> dict[int, str]:
-        """Returns, by rank, why ranks cannot continue. Collective if any rank has a reason."""
-        kinds, found = {each.kind for each in everyone}, dict[int, str]()
+    def reports(self, messages: Sequence[HandshakeMessage], failure: str | None) -> dict[int, str]:
+        """Returns the reasons, by rank, why ranks cannot continue. Collective if any rank has a reason: they then
+        exchange the texts.
+        """
+        kinds, found = {each.kind for each in messages}, dict[int, str]()
         if QUESTION in kinds:
             self.communicator.collective_ops = 0  # all ranks restart the count of ops on parts
         else:
-            found = {rank: _WENT_ON for rank, each in enumerate(everyone) if each.kind in (STEP, JOIN)}
+            found = {rank: _WENT_ON for rank, each in enumerate(messages) if each.kind in (STEP, JOIN)}
         if kinds & {GAVE_UP, QUESTION}:
             found |= self.communicator.reports(failure)
         return found
 
-    def _warn(self, reports: Mapping[int, str]) -> None:
+    def _log_abandoned_call(self, reports: Mapping[int, str]) -> None:
         """Logs that all ranks have given up the previous call."""
         told = "; ".join(f"rank {rank}: {text.removesuffix('.')}" for rank, text in sorted(reports.items()))
         warnings.warn(f"All ranks have given up the previous call: {told}.", RuntimeWarning, stacklevel=2)
@@ -425,6 +432,6 @@ class StepHandshake:
     ) -> InFlight:
         """Implements the op `all_gather_ids`; the announcement exchanges the sizes."""
         counts = [u.numel() for u in unique]
-        everyone = self.announce_step(counts, bad_id_report(unique, tables, num_rows, spaces))
+        everyone = self.announce_step(counts, describe_bad_id(unique, tables, num_rows, spaces))
         self.record_rows(tables, everyone)
         return self.communicator.gather_rows_read(unique, everyone, num_rows, group)

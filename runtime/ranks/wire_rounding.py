@@ -19,7 +19,7 @@ from torch import Tensor
 
 from embrace_fx.cost.wire import Format, Wire
 from embrace_fx.runtime.kernels import column_widths, join_columns, split_columns
-from embrace_fx.runtime.kernels.rounding import Pieces, decode_into, encode, rounded
+from embrace_fx.runtime.kernels.rounding import Pieces, decode_into, encode, round_trip
 
 MEASURED_EVERY = 16
 """Interval of roundings whose error is measured, because that takes another pass over the values."""
@@ -33,20 +33,21 @@ class _ErrorSums:
     of_errors: float | Tensor = 0.0
     of_values: float | Tensor = 0.0
 
-    def add(self, values: Tensor, arrived: Tensor) -> None:
+    def add(self, exact: Tensor, arrived: Tensor) -> None:
         """Adds the squares of a rounding's errors and of the exact values."""
-        self.of_errors = self.of_errors + (arrived - values).float().square().sum()
-        self.of_values = self.of_values + values.float().square().sum()
+        self.of_errors = self.of_errors + (arrived - exact).float().square().sum()
+        self.of_values = self.of_values + exact.float().square().sum()
 
     @property
-    def relative(self) -> float | None:
+    def relative_rms(self) -> float | None:
         """Returns the relative root mean square error, or None if nothing but zeros was measured."""
         return sqrt(float(self.of_errors) / float(self.of_values)) if float(self.of_values) else None
 
 
 @dataclass
 class Rounding:
-    """The wire formats of a model, and the rounding errors that this rank keeps.
+    """The rounding of a model's gradients and rows for the wire: their formats, and this rank's rounding errors for
+    error feedback.
 
     Attributes:
         form: the format of tables' rows, their gradients, and dense gradients.
@@ -57,12 +58,12 @@ class Rounding:
     _errors: dict[str, _ErrorSums] = field(default_factory=dict)
 
     def forget(self) -> None:
-        """Drops the kept rounding errors."""
+        """Drops the rounding errors that are kept for error feedback."""
         self._left.clear()
 
     def encode_rows(self, columns: Tensor, pieces: Pieces) -> Tensor:
         """Rounds looked-up rows to their wire format."""
-        self._measure("rows", columns, lambda: rounded(columns, pieces, self.form))
+        self._measure("rows", columns, lambda: round_trip(columns, pieces, self.form))
         return encode(columns, pieces, self.form)
 
     def encode(self, rounded: Tensor, pieces: Pieces) -> Tensor:
@@ -80,10 +81,10 @@ class Rounding:
             again = kept[0].index_select(0, places) == ids
             wanted = wanted + kept[1].index_select(0, places).mul_(again[:, None])
         pieces = [(rows.shape[0], width) for width in column_widths(rows.shape[1], grid_columns)]
-        sent = rounded(split_columns(wanted, grid_columns), pieces, form)
+        sent = round_trip(split_columns(wanted, grid_columns), pieces, form)
         sent = join_columns(sent, rows.shape[1], grid_columns)
         ids, order = ids.sort()  # the padding row comes first
-        self._left[table] = ids, _finite(wanted - sent).index_select(0, order)
+        self._left[table] = ids, _without_nonfinite(wanted - sent).index_select(0, order)
         self._measure("gradients of rows", wanted, lambda: sent)
         return sent.to(rows.dtype)
 
@@ -93,7 +94,7 @@ class Rounding:
         wanted = flat.float() if kept is None else flat.float() + kept[1]
         coded = encode(wanted, pieces, self.form)
         sent = decode_into(torch.empty_like(wanted), coded, pieces, self.form)
-        self._left[name] = flat.new_empty(0), _finite(wanted - sent)
+        self._left[name] = flat.new_empty(0), _without_nonfinite(wanted - sent)
         self._measure("buckets", wanted, lambda: sent)
         return coded
 
@@ -106,7 +107,9 @@ class Rounding:
 
     def rounds(self, values: Tensor) -> bool:
         """Returns whether a tensor is sent in fewer bits than it has."""
-        return self.form != "exact" and values.is_floating_point() and Wire(values.element_size(), self.form).rounds
+        return (
+            self.form != "exact" and values.is_floating_point() and Wire(values.element_size(), self.form).is_narrower
+        )
 
     def report(self) -> str:
         """Returns lines about the rounded values and this rank's error, or "" if nothing is rounded."""
@@ -116,12 +119,12 @@ class Rounding:
             ("gradients of rows", "; the next gradient of the same row corrects it"),
             ("buckets", "; the next gradient corrects it"),
         ):
-            error = self._errors.get(kind, _ErrorSums()).relative
+            error = self._errors.get(kind, _ErrorSums()).relative_rms
             off = "none has been sent yet" if error is None else f"off by {error:.2%} (root mean square, measured)"
             lines.append(f"{kind} are sent as {self.form}: {off}{made_good}\n")
         return "".join(lines) if self.form != "exact" else ""
 
 
-def _finite(left: Tensor) -> Tensor:
+def _without_nonfinite(error: Tensor) -> Tensor:
     """Replaces inf and nan in an error by zero, so that the next gradient is finite."""
-    return left.nan_to_num_(0.0, 0.0, 0.0)
+    return error.nan_to_num_(0.0, 0.0, 0.0)

@@ -19,7 +19,7 @@ class Worker:
     def __init__(self, name: str) -> None:
         self._jobs = SimpleQueue[Any]()
         # A daemon, because a job may wait for a dead rank when the interpreter exits.
-        threading.Thread(target=_serve, args=(self._jobs,), name=f"embrace_fx {name}", daemon=True).start()
+        threading.Thread(target=_run_jobs, args=(self._jobs,), name=f"embrace_fx {name}", daemon=True).start()
         # Not at interpreter exit: jobs may still be running, and the daemon thread ends with the process.
         weakref.finalize(self, self._jobs.put, None).atexit = False
 
@@ -30,27 +30,27 @@ class Worker:
         return end
 
 
-def _serve(jobs: SimpleQueue[Any]) -> None:
+def _run_jobs(jobs: SimpleQueue[Any]) -> None:
     """Runs the jobs of a queue in order, until the queue yields None."""
     while (next_ := jobs.get()) is not None:
         job, end = next_
         try:
             result = job()
         except Exception as error:  # raised by the caller's wait()
-            end._set_unwrap_func(partial(_raise, error))
+            end._set_unwrap_func(partial(_raise_error, error))
             end.set_result(error)
         else:
             end.set_result(result)
         del job, end, next_  # drop references before waiting for the next job
 
 
-def _raise(error: Exception, _: object) -> None:
+def _raise_error(error: Exception, _: object) -> None:
     """Raises an error in place of a result."""
     raise error
 
 
 class FutureWork:
-    """Wraps a future with the interface of a collective's work."""
+    """A future with the methods of a collective's `Work`."""
 
     def __init__(self, future: Future[Any]) -> None:
         self._future = future

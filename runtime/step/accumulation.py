@@ -34,7 +34,7 @@ _RAISED = "this rank's backward raised: its own error says why"
 
 
 @dataclass
-class _Backward:
+class _EagerBackward:
     """The state of a running backward of an eager call.
 
     Attributes:
@@ -83,13 +83,13 @@ class Accumulation:
         self.parameters: dict[str, nn.Parameter] = {}
         self._nodes: dict[str, tuple[nn.Parameter, Any]] = {}
         self._handles: list[Any] = []
-        self.backward: _Backward | None = None
+        self.backward: _EagerBackward | None = None
         self._waiting: list[weakref.ref[GradientStep]] = []  # calls whose backwards may still come, in order
         self._last: GradientStep | None = None  # the call of the last backward, for one of parameters alone
         self._nests: bool | None = None  # whether a backward has contained another one, or None before the first
 
     def watch(self, parameters: Mapping[str, nn.Parameter]) -> None:
-        """Watches the nodes that accumulate the gradients of these parameters."""
+        """Starts to watch the autograd nodes that accumulate the gradients of these parameters."""
         if [*map(id, parameters.values())] == [*map(id, self.parameters.values())]:
             return
         self.forget()
@@ -100,8 +100,8 @@ class Accumulation:
         for name, parameter in parameters.items():
             with torch.enable_grad():
                 node: Any = torch.autograd.graph.get_gradient_edge(parameter).node
-            self._handles.append(node.register_prehook(NodeHook(_reached, itself, None)))
-            self._handles.append(node.register_hook(NodeHook(_accumulated, itself, name)))
+            self._handles.append(node.register_prehook(NodeHook(_on_backward_node, itself, None)))
+            self._handles.append(node.register_hook(NodeHook(_on_accumulated, itself, name)))
             self._nodes[name] = (parameter, node)  # keeps the node alive, because autograd does not
 
     def forget(self) -> None:
@@ -113,25 +113,27 @@ class Accumulation:
         self.parameters, self._last = {}, None
 
     def expect(self, step: GradientStep, results: Any) -> None:
-        """Waits for the backward of a call that has returned these results."""
+        """Registers a call whose results have been returned, so that their backward is recognized as the call's."""
         self._waiting = [each for each in self._waiting if each() is not None] + [weakref.ref(step)]
-        leaves = [leaf for leaf in _tensors(results) if leaf.requires_grad and leaf.grad_fn is not None]
+        leaves = [leaf for leaf in _tensors_in(results) if leaf.requires_grad and leaf.grad_fn is not None]
         step.end_forward(leaves)
         itself = weakref.ref(self)
         for node in {leaf.grad_fn for leaf in leaves}:
             assert node is not None
-            node.register_prehook(partial(_reached, itself, step))
+            node.register_prehook(partial(_on_backward_node, itself, step))
 
     def begin(self, step: GradientStep | None) -> None:
-        """Begins the backward of a call. If `step` is None, the call is unknown, and the last one is taken."""
-        if not self._is_of_parameters():
+        """Begins the backward of a call. If `step` is None, because the backward did not start at a call's results,
+        takes the last call.
+        """
+        if not self._accumulates_parameters():
             return
         of_results = step is not None
         if step is None:
             step = next((found for each in reversed(self._waiting) if (found := each()) is not None), self._last)
         if step is None:
             raise RuntimeError(_NO_CALL)
-        backward = self.backward = _Backward(step, torch._C._current_graph_task_id())
+        backward = self.backward = _EagerBackward(step, torch._C._current_graph_task_id())
         torch.autograd.Variable._execution_engine.queue_callback(_End(self))
         for name, parameter in self.parameters.items():
             if parameter.grad is not None and is_hooked(parameter):
@@ -142,7 +144,7 @@ class Accumulation:
         with torch.no_grad():
             step.begin_backward(of_results=of_results)
 
-    def _is_of_parameters(self) -> bool:
+    def _accumulates_parameters(self) -> bool:
         """Returns whether the running backward accumulates parameters' gradients, as `torch.autograd.grad` does not."""
         try:
             return any(torch._C._will_engine_execute_node(node) for _, node in self._nodes.values())
@@ -152,21 +154,21 @@ class Accumulation:
     def end(self) -> None:
         """Ends the backward, and exchanges its gradients. Collective."""
         self._nests = bool(self._nests)
-        step, gradients = self._taken()
+        step, gradients = self._finish_backward()
         if (look := self._look()) is not None:
             look(gradients)
         step.exchange(gradients)
         self._last = step
 
     def fail(self) -> None:
-        """Tells the other ranks that this rank's backward has raised. Does not raise their failures."""
+        """Announces to the other ranks that this rank's backward has raised. Does not raise their failures."""
         if self.backward is None:
             return
-        step, _ = self._taken()
+        step, _ = self._finish_backward()
         with contextlib.suppress(Exception):
             step.exchange({}, RuntimeError(_RAISED))
 
-    def _taken(self) -> tuple[GradientStep, dict[str, Tensor]]:
+    def _finish_backward(self) -> tuple[GradientStep, dict[str, Tensor]]:
         """Ends the backward and restores `.grad`. Returns the step, and its gradients in the order of their
         accumulation.
         """
@@ -174,7 +176,7 @@ class Accumulation:
         assert backward is not None
         found = [(name, self.parameters[name].grad) for name in backward.reached]
         gradients = {
-            name: self._own(backward, name) if name in backward.kept or gradient.requires_grad else gradient
+            name: self._added_by(backward, name) if name in backward.kept or gradient.requires_grad else gradient
             for name, gradient in found
             if gradient is not None
         }
@@ -182,14 +184,14 @@ class Accumulation:
             parameter.grad = backward.before.get(name)
         return backward.step, gradients
 
-    def _own(self, backward: _Backward, name: str) -> Tensor:
+    def _added_by(self, backward: _EagerBackward, name: str) -> Tensor:
         """Returns the part of `.grad` that this backward has added."""
         found = self.parameters[name].grad
         assert found is not None
         return found.detach() - backward.before[name] if name in backward.kept else found.detach()
 
 
-def _accumulated(itself: weakref.ref[Accumulation], name: str, *_: Any) -> None:
+def _on_accumulated(itself: weakref.ref[Accumulation], name: str, *_: Any) -> None:
     """Records that autograd has accumulated a parameter's gradient. Sends its bucket if that is complete."""
     accumulation = itself()
     if accumulation is None or (backward := accumulation.backward) is None:
@@ -200,11 +202,11 @@ def _accumulated(itself: weakref.ref[Accumulation], name: str, *_: Any) -> None:
     gradient = accumulation.parameters[name].grad
     if accumulation._nests is False and gradient is not None:
         is_own = name not in backward.kept and not gradient.requires_grad
-        backward.step.add(name, gradient if is_own else accumulation._own(backward, name))
+        backward.step.add(name, gradient if is_own else accumulation._added_by(backward, name))
 
 
-def _reached(itself: weakref.ref[Accumulation], step: GradientStep | None, *_: Any) -> None:
-    """Begins a backward, when its first node runs, or notes that it also runs through another call."""
+def _on_backward_node(itself: weakref.ref[Accumulation], step: GradientStep | None, *_: Any) -> None:
+    """Begins a backward when its first node runs. In a running backward, records that it contains another call too."""
     accumulation = itself()
     if accumulation is None:
         return
@@ -214,7 +216,7 @@ def _reached(itself: weakref.ref[Accumulation], step: GradientStep | None, *_: A
         step.program.state.awaiting_backward.discard(step)
 
 
-def _tensors(results: Any) -> Sequence[Tensor]:
+def _tensors_in(results: Any) -> Sequence[Tensor]:
     """Returns the tensors in a call's results, also those in containers and objects."""
     found: list[Tensor] = []
     waiting, seen = [results], set[int]()

@@ -48,9 +48,9 @@ def launch_flags(
             FloatingPointError if a scalar result of any rank is not finite, and does harm.
     """
     if streams is None or not scalars:
-        read = _launch(scalars, used, written, communicator)
+        read = _exchange_flags(scalars, used, written, communicator)
     else:
-        read = _launch_on(streams, scalars, used, written, communicator)
+        read = _exchange_flags_on_device(streams, scalars, used, written, communicator)
 
     def finish(names: str, failure: Exception | None, is_harmless: Callable[[], bool]) -> tuple[int, ...]:
         """Reads the flags of all ranks, raises the failures among them, and returns the counts of gradients."""
@@ -60,14 +60,14 @@ def launch_flags(
             return tuple(counts)
         if FAILED in writes:
             communicator.check_none_failed(failure)
-        if ranks := _ranks(writes):
+        if ranks := _list_ranks(writes):
             raise RuntimeError(
                 "backward(): the batch, results or parameters that it reads were written in place after the forward, "
                 f"on rank(s) {ranks} ({names or 'none here'}). No gradient of this step was kept, on any rank. Write "
                 "to copies, and step the optimizer after the backwards of all calls."
             )
         harmless = communicator.gather(is_harmless(), bool)
-        if ranks := _ranks([0 if each else count for each, count in zip(harmless, not_finite, strict=True)]):
+        if ranks := _list_ranks([0 if each else count for each, count in zip(harmless, not_finite, strict=True)]):
             raise FloatingPointError(
                 f"backward(): the loss is nan or inf on rank(s) {ranks}. No gradient of this step was kept, on any "
                 "rank. Skip the batch, or lower the learning rate."
@@ -77,12 +77,12 @@ def launch_flags(
     return finish
 
 
-def _ranks(counts: Sequence[int]) -> str:
+def _list_ranks(counts: Sequence[int]) -> str:
     """Lists the ranks whose count is not zero."""
     return ", ".join(str(rank) for rank, count in enumerate(counts) if count)
 
 
-def _launch(
+def _exchange_flags(
     scalars: Sequence[Tensor], used: Sequence[int], written: int, communicator: Communicator
 ) -> Callable[[], list[int]]:
     """Exchanges, by rank, the count of scalars that are not finite and `written`, then the sum of `used`."""
@@ -99,7 +99,7 @@ def _launch(
     return read
 
 
-def _launch_on(
+def _exchange_flags_on_device(
     streams: Streams, scalars: Sequence[Tensor], used: Sequence[int], written: int, communicator: Communicator
 ) -> Callable[[], list[int]]:
     """Exchanges the flags on a device. The host enqueues the whole backward, and then waits for the forward's end."""
@@ -110,7 +110,7 @@ def _launch_on(
         streams.keep(*scalars)
         own = [0] * (2 * size)
         own[size + rank] = written
-        flags = streams.up(torch.tensor([*own, *used], device="cpu"))
+        flags = streams.to_device(torch.tensor([*own, *used], device="cpu"))
         values = torch.stack(list(scalars))
         torch.sum((values - values).ne(0), dim=0, out=flags[rank])  # inf - inf and nan - nan are nan
         if size > 1:

@@ -18,7 +18,7 @@ from embrace_fx.runtime.launch.recorder import Recorder
 from embrace_fx.runtime.memory.copies import Copies
 from embrace_fx.runtime.ranks.communicator import Communicator, InFlight
 from embrace_fx.runtime.ranks.step_handshake import StepHandshake
-from embrace_fx.runtime.step.hooked_buckets import CommHook, HookedBucket, launch_hooked
+from embrace_fx.runtime.step.hooked_buckets import CommHook, HookedBucket, run_comm_hook
 from embrace_fx.runtime.step.packer import Packer
 from embrace_fx.runtime.tables.model_state import ModelState
 from embrace_fx.vocabulary.copy_ops import AWAIT_OFFLOAD, COPY_OPS, OFFLOAD, RELOAD
@@ -59,20 +59,20 @@ class Bindings:
         communicator = self._communicator
         self._heads = HeadExchange(communicator, flow.recorder)
         self._made: dict[str, Callable[[fx.Node], Callable[..., Any]]] = {
-            "_c10d_functional::wait_tensor": self._waits,
+            "_c10d_functional::wait_tensor": self._wait_function,
             "embrace::submit_ids": lambda _: flow.submit_ids,
             "embrace::await_ids": lambda _: flow.await_ids,
             "embrace::join_rows": lambda node: flow.exchanges[str(node.args[3])].join_rows,
             "embrace::defer_bucket": lambda _: flow.buckets.defer_bucket,
             "embrace::update_bucket": lambda _: flow.buckets.update_bucket,
             "embrace::pack_bucket": self._packer,
-            "embrace::lookup": self._lookup,
-            "embrace::all_gather_ids": self._gather_ids,
-            **dict.fromkeys(COPY_OPS, self._copied),
-            **dict.fromkeys(HEAD_LAUNCHES, self._heads.begin),
+            "embrace::lookup": self._lookup_function,
+            "embrace::all_gather_ids": self._gather_ids_function,
+            **dict.fromkeys(COPY_OPS, self._copy_function),
+            **dict.fromkeys(HEAD_LAUNCHES, self._heads.begin_function),
         }
         if communicator.comm_hook is not None:
-            self._made["_c10d_functional::all_reduce_"] = partial(self._hooked, communicator.comm_hook)
+            self._made["_c10d_functional::all_reduce_"] = partial(self._comm_hook_function, communicator.comm_hook)
         self._on_the_spot: dict[str, Callable[..., Any]] = {
             **communicator.launches(),
             "embrace::round_rows": communicator.rounding.round_rows,
@@ -81,21 +81,21 @@ class Bindings:
 
     def call(self, node: fx.Node) -> Callable[..., Any] | None:
         """Returns the function that a node calls, or None if the node runs a kernel or a torch op."""
-        found = self._kernel(node) or self._method(node)
-        return found and _named(partial(found), node.name)
+        found = self._kernel(node) or self._function_of(node)
+        return found and _rename_call(partial(found), node.name)
 
-    def _method(self, node: fx.Node) -> Callable[..., Any] | None:
+    def _function_of(self, node: fx.Node) -> Callable[..., Any] | None:
         """Returns the function that runs a node's op, or None if the op itself runs."""
         op, launch = op_name(node), self._flow.launcher.launch_of(node)
         if launch is not None and op in _OF_LAUNCH:
             return partial(_OF_LAUNCH[op](self._flow, launch.what), launch)
         return self._made[op](node) if op in self._made else self._on_the_spot.get(op)
 
-    def _waits(self, node: fx.Node) -> Callable[..., Any]:
+    def _wait_function(self, node: fx.Node) -> Callable[..., Any]:
         """Returns the function that waits for a launch."""
         launch, flow = node.all_input_nodes[0], self._flow
         if op_name(launch) in HEAD_LAUNCHES:
-            return self._heads.end(node)
+            return self._heads.end_function(node)
         return self._communicator.wait if flow.launcher.launch_of(launch) is None else flow.await_launch
 
     def _packer(self, node: fx.Node) -> Packer:
@@ -103,29 +103,29 @@ class Bindings:
         scales, names = self._communicator.comm_hook is None, self._buckets[node.meta["bucket"]]
         return Packer(self._state, names, scales=scales, keeps_memory=self._keeps_buckets)
 
-    def _gather_ids(self, node: fx.Node) -> Callable[..., Any]:
+    def _gather_ids_function(self, node: fx.Node) -> Callable[..., Any]:
         """Returns the function that gathers ids."""
         return partial(self._announcements.all_gather_ids, tables=node.meta["tables"], spaces=self._spaces)
 
-    def _copied(self, node: fx.Node) -> Callable[..., Any]:
+    def _copy_function(self, node: fx.Node) -> Callable[..., Any]:
         """Returns the function that starts or awaits a copy of a saved value."""
         assert self._copies is not None
-        return _copy(self._copies, self._flow.recorder, node)
+        return _copy_call(self._copies, self._flow.recorder, node)
 
-    def _lookup(self, node: fx.Node) -> Callable[..., Any]:
-        """Returns the function that looks up rows of a table after the steps that they have skipped."""
+    def _lookup_function(self, node: fx.Node) -> Callable[..., Any]:
+        """Returns the function that looks up rows of a table, after applying the steps that the rows have deferred."""
         role, state = node.all_input_nodes[0].meta["role"], self._state
         name = role.table if isinstance(role, Shard) else role.name
 
-        def looked_up(shard: Tensor, ids: Tensor) -> Tensor:
-            """Looks up rows after applying the steps that they have deferred."""
+        def look_up_rows(shard: Tensor, ids: Tensor) -> Tensor:
+            """Applies the deferred steps of rows, and looks the rows up."""
             table = state.spaces.get(name) or state.tables.get(name)
             return lookup(shard, ids) if table is None else table.look_up(ids)
 
-        return looked_up
+        return look_up_rows
 
-    def _hooked(self, comm_hook: CommHook, node: fx.Node) -> Callable[..., Any]:
-        """Makes the function by which the user's hook reduces a bucket."""
+    def _comm_hook_function(self, comm_hook: CommHook, node: fx.Node) -> Callable[..., Any]:
+        """Returns the function with which the user's communication hook reduces a bucket."""
         packed = node.all_input_nodes[0]
         if op_name(packed) != "embrace::pack_bucket":  # some all_reduce nodes reduce counts of ids instead of buckets
             return self._communicator.all_reduce_
@@ -133,9 +133,9 @@ class Bindings:
         names, last = self._buckets[index], index == len(self._buckets) - 1
 
         def reduce_bucket(flat: Tensor, *_: str) -> InFlight:
-            """Launches a bucket by the user's communication hook."""
+            """Reduces a packed bucket with the user's communication hook."""
             bucket = HookedBucket(flat, [state.parameter(name) for name in names], index, is_last=last)
-            return launch_hooked(comm_hook, flat, bucket)
+            return run_comm_hook(comm_hook, flat, bucket)
 
         return reduce_bucket
 
@@ -155,7 +155,7 @@ _OF_LAUNCH: Mapping[str, Callable[[CommPipeline, str], Callable[..., Any]]] = {
 """Methods of nodes whose launch the flow's launcher issues; they take it first."""
 
 
-def _copy(copies: Copies, recorder: Recorder, node: fx.Node) -> Callable[..., Any]:
+def _copy_call(copies: Copies, recorder: Recorder, node: fx.Node) -> Callable[..., Any]:
     """Makes the function of a node that begins or awaits a copy."""
     launch, until, name = launch_of(node), compute_up_to(node), op_name(node)
     assert launch is not None
@@ -175,8 +175,8 @@ def _copy(copies: Copies, recorder: Recorder, node: fx.Node) -> Callable[..., An
     return begin if name in (OFFLOAD, RELOAD) else end
 
 
-def _named(call: Callable[..., Any], node: str) -> Callable[..., Any]:
-    """Returns a call under the name by which the lowered program knows it."""
+def _rename_call(call: Callable[..., Any], node: str) -> Callable[..., Any]:
+    """Returns a call with the name by which the lowered program's source code shows it."""
     call.__name__ = node
     return call
 
@@ -191,7 +191,7 @@ def _exchange_gradient_(
     group: str,
     group_size: int,
 ) -> InFlight:
-    """Runs the op `exchange_gradient_` to its end, for gradients that go through no launcher."""
+    """Runs the op `exchange_gradient_` to its end, for gradients that no launcher sends."""
     channel = Channel(communicator.process_group(group))
     with communicator.watching():
         exchange_gradient_(flat, ExchangeKind(rows, strategy, scheme), channel, links)

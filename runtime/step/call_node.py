@@ -13,7 +13,7 @@ from torch import Tensor
 
 from embrace_fx.runtime.launch.spans import spanned
 from embrace_fx.runtime.step.program import Program
-from embrace_fx.runtime.step.runnable_phase import outside_of_autograd
+from embrace_fx.runtime.step.runnable_phase import call_without_autograd
 
 if TYPE_CHECKING:
     from embrace_fx.runtime.step.step import Step
@@ -44,19 +44,21 @@ class CallNode(torch.autograd.Function):
         """Runs the step's backward, and returns the gradients of the inputs."""
         program, twice = ctx.step.program, torch.is_grad_enabled()
         program.state.graph_task = torch._C._current_graph_task_id()
-        anchor, _ = ctx.next_functions[0]  # `torch.autograd.grad` and `backward(inputs=...)` do not reach it
+        anchor, _ = ctx.next_functions[
+            0
+        ]  # `torch.autograd.grad` and `backward(inputs=...)` run no node beyond the inputs, so not the anchor
         wanted = torch._C._will_engine_execute_node(anchor)
         # No tensor of the batch gets a gradient.
         final = twice and wanted and not program.state.tables and len(ctx.next_functions) == 1
         run, options = ctx.step.backward, {"for_parameters": wanted, "twice": twice and not final}
         with program.state.pending.closed(grows=program.overlaps_steps):
-            gradients = outside_of_autograd(spanned, "backward", run, tangents, **options)
+            gradients = call_without_autograd(spanned, "backward", run, tangents, **options)
         if final:
-            make_final(program)
+            refuse_second_derivatives(program)
         return (None, None, *gradients)
 
 
-class _Final(torch.autograd.Function):
+class _NotDifferentiable(torch.autograd.Function):
     """An autograd function that returns a gradient, and raises if the gradient is differentiated."""
 
     @staticmethod
@@ -70,10 +72,10 @@ class _Final(torch.autograd.Function):
         raise RuntimeError(TWICE)
 
 
-def make_final(program: Program) -> None:
+def refuse_second_derivatives(program: Program) -> None:
     """Makes the gradients of a backward with `create_graph=True` raise if they are differentiated again."""
     program.flow.wait()
     with torch.enable_grad():
         for parameter in program.state.parameters():
             if parameter.grad is not None:
-                parameter.grad = _Final.apply(parameter.grad.detach().requires_grad_())  # type: ignore[no-untyped-call]
+                parameter.grad = _NotDifferentiable.apply(parameter.grad.detach().requires_grad_())  # type: ignore[no-untyped-call]

@@ -16,7 +16,7 @@ from torch import Tensor
 from embrace_fx.runtime.ranks.communicator import Communicator
 
 
-def closure_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Callable[[], Any] | None:
+def find_closure(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Callable[[], Any] | None:
     """Finds the closure among the arguments of an optimizer's step; the first one is the optimizer."""
     return args[1] if len(args) > 1 else kwargs.get("closure")
 
@@ -24,14 +24,14 @@ def closure_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Callable[[],
 def with_closure(
     args: tuple[Any, ...], kwargs: Mapping[str, Any], closure: Callable[[], Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Copies the arguments of a step, with another closure."""
+    """Returns the arguments of an optimizer's step with another closure."""
     if len(args) > 1:
         return (args[0], closure, *args[2:]), dict(kwargs)
     return args, {**kwargs, "closure": closure}
 
 
-class _Number(float):
-    """A loss that `float()` shows as the mean over ranks during a step, and otherwise as this rank's own."""
+class _LossNumber(float):
+    """A loss whose `float()` is the mean over ranks while an optimizer steps, and this rank's own loss otherwise."""
 
     mean: float | None = None
 
@@ -43,7 +43,7 @@ class _Number(float):
 
 
 class MeanLoss:
-    """A closure that returns the mean of its losses over ranks, until `restore`.
+    """A closure that returns, while an optimizer steps, the mean of its losses over ranks.
 
     Args:
         closure: evaluates the loss of this rank's batch, and its gradients. Collective.
@@ -52,7 +52,7 @@ class MeanLoss:
     def __init__(self, closure: Callable[[], Any], communicator: Communicator) -> None:
         self._closure, self._communicator = closure, communicator
         self._tensors: list[tuple[Tensor, Tensor]] = []  # pairs of losses: (mean over ranks, this rank's own)
-        self._numbers: list[_Number] = []
+        self._numbers: list[_LossNumber] = []
 
     def __call__(self) -> Any:
         loss = self._closure()
@@ -64,13 +64,13 @@ class MeanLoss:
         if isinstance(loss, Tensor):
             self._tensors.append((mean, loss.detach()))
             return mean
-        number = _Number(loss)
+        number = _LossNumber(loss)
         number.mean = mean.item()
         self._numbers.append(number)
         return number
 
     def restore(self) -> None:
-        """Restores this rank's own losses in the objects that the step has been given."""
+        """Restores this rank's own losses in the objects that the step has received."""
         for mean, loss in self._tensors:
             mean.copy_(loss)
         for number in self._numbers:

@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer, SparseAdam
 
 from embrace_fx.runtime.flow.comm_pipeline import CommPipeline
-from embrace_fx.runtime.step.gradient_hooks import hooked, run_accumulated
+from embrace_fx.runtime.step.gradient_hooks import run_tensor_hooks, run_unreduced_hooks
 from embrace_fx.runtime.tables.model_state import ModelState
-from embrace_fx.runtime.tables.own_step import takes_sparse
-from embrace_fx.runtime.tables.pending_parameters import is_kept
+from embrace_fx.runtime.tables.own_step import accepts_sparse
+from embrace_fx.runtime.tables.pending_parameters import is_gradient_referenced
 from embrace_fx.vocabulary.graph import (
     Gradient,
     GradientOfRows,
@@ -45,8 +45,8 @@ def delivered(roles: Sequence[OutputRole]) -> list[str]:
     return list(found)
 
 
-class _Sorted:
-    """The outputs of a backward, sorted by how they are delivered."""
+class _SortedOutputs:
+    """The outputs of a backward, sorted by the way in which they are delivered."""
 
     def __init__(self, roles: Sequence[OutputRole]) -> None:
         self.roles = roles  # kept alive, because they are compared by identity
@@ -85,7 +85,7 @@ class Delivery:
     flow: CommPipeline
     synchronised: bool
     own: bool
-    _sorted: dict[int, _Sorted] = field(default_factory=dict)  # id of roles -> the same roles by kind
+    _sorted: dict[int, _SortedOutputs] = field(default_factory=dict)  # id of roles -> the same roles by kind
 
     def __call__(
         self,
@@ -104,7 +104,7 @@ class Delivery:
         """
         sorted_ = self._sorted.get(id(roles))
         if sorted_ is None:
-            sorted_ = self._sorted[id(roles)] = _Sorted(roles)
+            sorted_ = self._sorted[id(roles)] = _SortedOutputs(roles)
         self._deliver_dense(sorted_.dense, outputs, absent, absent_here, tangents)
         for place, name in sorted_.of_shards:
             self.state.tables[name].add_dense_gradient(outputs[place], absent, unreduced=not self.synchronised)
@@ -125,7 +125,14 @@ class Delivery:
         absent_here: frozenset[str],
         tangents: Sequence[Tensor],
     ) -> None:
-        """Puts gradients into `.grad`. `places` are (place among the outputs, parameter)."""
+        """Writes dense gradients to `.grad`.
+
+        Args:
+            places: (index among the outputs, parameter name).
+            absent: parameters that no rank's backward reaches.
+            absent_here: parameters that this rank's backward does not reach.
+            tangents: the gradients of the results, with which the backward began.
+        """
         state, given = self.state, set[int]()
         ignored, unreached = state.ignored, absent if self.synchronised else absent_here
         others = {tangent.untyped_storage().data_ptr() for tangent in tangents}
@@ -148,14 +155,18 @@ class Delivery:
                 _deliver_dense(state, name, value, self.synchronised, self.own)
 
     def _deliver_buckets(self, pending: Sequence[PendingGradients], absent: frozenset[str]) -> None:
-        """Writes reduced buckets into the parameters' `.grad`, as pending gradients; kept tensors stay in place."""
+        """Writes the gradients of reduced buckets to the parameters' `.grad`, as pending gradients.
+
+        Args:
+            absent: parameters that no rank's backward reaches.
+        """
         if not pending:
             return
         kept: dict[nn.Parameter, Tensor] = {}
         for role in pending:
             for name in self.state.unreduced.intersection(role.parameters):
                 parameter = self.state.parameter(name)
-                if parameter.grad is not None and is_kept(parameter):
+                if parameter.grad is not None and is_gradient_referenced(parameter):
                     kept[parameter] = parameter.grad
                 parameter.grad = None  # the bucket includes the accumulated part
                 self.state.unreduced.discard(name)
@@ -166,21 +177,26 @@ class Delivery:
 
 
 def _deliver_local(state: ModelState, name: str, gradient: Tensor) -> None:
-    """Adds the gradient of a parameter that ranks do not share to `.grad`, as autograd does."""
+    """Adds the gradient of a parameter that ranks do not share to its `.grad`, as autograd does."""
     parameter = state.parameter(name)
     if name in state.hooked:
-        gradient = hooked(parameter, gradient)
+        gradient = run_tensor_hooks(parameter, gradient)
     parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
     if name in state.hooked:
-        run_accumulated(parameter)
+        run_unreduced_hooks(parameter)
 
 
 def _deliver_dense(state: ModelState, name: str, gradient: Tensor, synchronised: bool, own: bool) -> None:
-    """Writes or adds one dense gradient to its parameter's `.grad`, after the parameter's hooks."""
+    """Writes a dense gradient to its parameter's `.grad`, or adds it there, after the parameter's hooks have run.
+
+    Args:
+        synchronised: whether it is the mean over ranks.
+        own: whether it is this rank's own gradient, as hooks expect it.
+    """
     parameter = state.parameter(name)
     hooks = own and name in state.hooked
     if hooks:
-        gradient = hooked(parameter, gradient)
+        gradient = run_tensor_hooks(parameter, gradient)
     if not gradient.is_sparse and gradient.stride() != parameter.stride():
         gradient = gradient.contiguous() if parameter.is_contiguous() else gradient.clone()
     if synchronised and name in state.unreduced:
@@ -194,14 +210,16 @@ def _deliver_dense(state: ModelState, name: str, gradient: Tensor, synchronised:
     else:
         parameter.grad.add_(gradient)
     if hooks:
-        run_accumulated(parameter)
+        run_unreduced_hooks(parameter)
     if not synchronised:
         state.unreduced.add(name)
 
 
-def in_other_layouts(optimizer: Optimizer) -> Iterator[tuple[nn.Parameter, Tensor]]:
-    """Yields parameters whose gradients have a layout that an optimizer's class refuses, with converted gradients."""
-    takes_any, wants = takes_sparse(optimizer), type(optimizer) is SparseAdam
+def in_supported_layouts(optimizer: Optimizer) -> Iterator[tuple[nn.Parameter, Tensor]]:
+    """Yields the parameters whose gradients have a layout that the optimizer does not support, each with its gradient
+    converted.
+    """
+    takes_any, wants = accepts_sparse(optimizer), type(optimizer) is SparseAdam
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             gradient = parameter.grad

@@ -23,7 +23,7 @@ from embrace_fx.runtime.tables.table_shard import TableShard
 
 
 class ExternalGradients:
-    """Reduces the gradients of parameters that a loss reads outside of the model's call.
+    """Hooks that reduce the gradients of parameters that a loss reads outside of the model's call.
 
     The model's own backward never runs these nodes, because it puts gradients into `.grad` directly.
 
@@ -73,13 +73,13 @@ class ExternalGradients:
         table = state.tables.get(name)
         if table is not None and table.layout.mesh is None:
             table = None
-        if table is not None and (isinstance(gradient, TableShard) or not self._is_of_a_call()):
+        if table is not None and (isinstance(gradient, TableShard) or not self._runs_through_a_call()):
             raise RuntimeError(
                 f"backward(): the loss reads the sharded {name} but no call of the model. Add what reads it to the "
                 "loss of the model's call, and go backward from the sum; or keep the table whole: "
                 f"strategy={{{name!r}: 'allreduce'}}."
             )
-        if gradient is None or not self._is_of_a_call():
+        if gradient is None or not self._runs_through_a_call():
             return None
         if not state.synchronised and table is None:
             if name not in self._unused:
@@ -98,9 +98,8 @@ class ExternalGradients:
         table.add_whole_gradient(mean)
         return (None,)
 
-    def _is_of_a_call(self) -> bool:
-        """Returns whether the running backward will also run that of a call of the model, as it then does on all
-        ranks.
+    def _runs_through_a_call(self) -> bool:
+        """Returns whether the running backward also runs through a call of the model.
 
         All ranks run such a backward. Any other may run on this rank only.
         """

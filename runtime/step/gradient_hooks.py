@@ -24,7 +24,8 @@ class NodeHook(partial[Any]):
 
 
 def has_node_hooks(parameter: nn.Parameter) -> bool:
-    """Returns whether the node that would accumulate a parameter's gradient, and never runs here, has hooks.
+    """Returns whether the autograd node that would accumulate a parameter's gradient has hooks. Under a compiled model
+    that node never runs.
 
     Hooks of another compiled model that holds the parameter do not count.
     """
@@ -32,26 +33,27 @@ def has_node_hooks(parameter: nn.Parameter) -> bool:
         return True
     with torch.inference_mode(False), torch.enable_grad():
         node = torch.autograd.graph.get_gradient_edge(parameter).node
-    handle: Any = node.register_hook(_nothing)  # hooks of a node share one dict, which only a handle shows
+    handle: Any = node.register_hook(_no_op)  # hooks of a node share one dict, which only a handle shows
     hooks = handle.hooks_dict_ref()
     handle.remove()
     return not all(isinstance(hook, NodeHook) for hook in (hooks or {}).values())
 
 
-def _nothing(*_: object) -> None:
+def _no_op(*_: object) -> None:
     """Does nothing, as a hook that is registered only to reach the node's other hooks."""
 
 
-def hooked(parameter: nn.Parameter, gradient: Tensor) -> Tensor:
-    """Returns a gradient after the parameter's own hooks."""
+def run_tensor_hooks(parameter: nn.Parameter, gradient: Tensor) -> Tensor:
+    """Runs a parameter's gradient hooks on a gradient, and returns the gradient that they leave."""
     for hook in tuple((parameter._backward_hooks or {}).values()):
         changed = hook(gradient)
         gradient = gradient if changed is None else changed
     return gradient
 
 
-def accumulated(parameter: nn.Parameter, gradient: Tensor, there: Tensor | None) -> Tensor:
-    """Returns a gradient after the post-accumulate hooks of its parameter, which read and write `.grad`.
+def run_accumulate_hooks(parameter: nn.Parameter, gradient: Tensor, there: Tensor | None) -> Tensor:
+    """Runs a parameter's post-accumulate hooks, which read and write `.grad`. Returns the gradient that they leave, to
+    be reduced.
 
     Args:
         gradient: the gradient to reduce: this backward's, plus the sum that backwards under `no_sync` have left.
@@ -65,19 +67,19 @@ def accumulated(parameter: nn.Parameter, gradient: Tensor, there: Tensor | None)
     try:
         for hook in tuple(hooks.values()):
             hook(parameter)
-        left = _left_in(parameter)
+        left = _take_gradient(parameter)
     finally:
         parameter.grad = before
     left = torch.zeros_like(gradient) if left is None else left
     return left if there is None else left - there
 
 
-def _left_in(parameter: nn.Parameter) -> Tensor | None:
-    """Returns the gradient that hooks have left in `.grad`, or None."""
+def _take_gradient(parameter: nn.Parameter) -> Tensor | None:
+    """Returns the gradient that hooks have left in `.grad`, or None if they have cleared it."""
     return parameter.grad
 
 
-def run_accumulated(parameter: nn.Parameter) -> None:
-    """Calls the hooks that find a gradient in `.grad`, if the gradient stays this rank's own."""
+def run_unreduced_hooks(parameter: nn.Parameter) -> None:
+    """Runs a parameter's post-accumulate hooks on the gradient in `.grad`, when the gradient is not reduced."""
     for hook in tuple((getattr(parameter, "_post_accumulate_grad_hooks", None) or {}).values()):
         hook(parameter)

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from embrace_fx.runtime.step.program import LoweredPhase, Program
-from embrace_fx.runtime.step.runnable_phase import autocast_is_in_the_graph, outside_of_autograd
-from embrace_fx.runtime.step.step import SECOND, Opened, Step
+from embrace_fx.runtime.step.runnable_phase import call_without_autograd, without_user_autocast
+from embrace_fx.runtime.step.step import SECOND, OpenedBackward, Step
 from embrace_fx.runtime.step.streaming_backward import StreamingBackward
 from embrace_fx.vocabulary.graph import Values
 from embrace_fx.vocabulary.step_variant import BackwardVariant, ForwardVariant
@@ -18,7 +18,8 @@ from embrace_fx.vocabulary.version_snapshot import VersionSnapshot
 
 
 class GradientStep(Step):
-    """A step whose forward and backward run outside of the program.
+    """One call of a model on the eager route. The forward and backward run as written; the program only exchanges
+    gradients.
 
     Args:
         program: the program of a graph of gradients.
@@ -37,7 +38,7 @@ class GradientStep(Step):
         self._failure: Exception | None = None
         self._of_results = True
         self._reduced: set[str] = set()  # parameters whose gradients earlier backwards of the results have reduced
-        self._opened: Opened | None = None
+        self._opened: OpenedBackward | None = None
         self._sent: StreamingBackward | None = None  # sends gradients as they arrive, or None to send them at the end
         self._taken: dict[int, Tensor] = {}  # index of a parameter -> gradient in the layout of its exchange
 
@@ -47,10 +48,10 @@ class GradientStep(Step):
         Raises:
             PeerFailure: a rank has failed; on every rank.
         """
-        outside_of_autograd(self.forward)
+        call_without_autograd(self.forward)
         self._results = []
 
-    def _seen(self, values: Values, results: Sequence[Any], made: Sequence[int]) -> VersionSnapshot:
+    def _snapshot_reads(self, values: Values, results: Sequence[Any], made: Sequence[int]) -> VersionSnapshot:
         """Returns no tensors, because autograd itself checks for writes."""
         return VersionSnapshot()
 
@@ -73,7 +74,7 @@ class GradientStep(Step):
         self._results = [each.detach() for each in results if isinstance(each, Tensor)]
 
     def begin_backward(self, *, of_results: bool) -> None:
-        """Informs the other ranks that this rank begins its backward.
+        """Announces to the other ranks that this rank begins its backward.
 
         Args:
             of_results: whether it begins at the call's results, not at a parameter that a loss of its own reads.
@@ -83,7 +84,7 @@ class GradientStep(Step):
         """
         self.program.state.awaiting_backward.discard(self)
         self.program.announcements.wait()
-        self._opened = self._open({})
+        self._opened = self._open_backward({})
         self._sent, self._taken, self._of_results = None, {}, of_results
         if isinstance(run := self._opened.phase.run, StreamingBackward):
             run.begin()
@@ -104,9 +105,9 @@ class GradientStep(Step):
         k = self._places[name]
         if (completes := self._sent.record(k)) is None:
             raise RuntimeError(_AGAIN.format(name))
-        self._taken[k] = gradient if gradient.layout is torch.strided else self._as_exchanged(name, gradient)
+        self._taken[k] = gradient if gradient.layout is torch.strided else self._to_exchange_layout(name, gradient)
         if completes:
-            outside_of_autograd(self._sent.run_ready, self._taken)
+            call_without_autograd(self._sent.run_ready, self._taken)
 
     def exchange(self, gradients: Mapping[str, Tensor], failure: Exception | None = None) -> None:
         """Delivers the means over ranks of the accumulated gradients. Collective.
@@ -128,22 +129,22 @@ class GradientStep(Step):
         given = tuple([k for k, name in enumerate(self._names) if name in gradients])
         used = program.used.words(given, program.state.unreduced)
         tangents = [gradients.get(name) for name in self._names]
-        with torch.no_grad(), autocast_is_in_the_graph():
-            outputs, roles, counts = self._close(opened, {}, tangents, used, twice=False)
-            absent_here = program.used.absent(used) | program.used.left(given)
+        with torch.no_grad(), without_user_autocast():
+            outputs, roles, counts = self._close_backward(opened, {}, tangents, used, twice=False)
+            absent_here = program.used.absent(used) | program.used.local_unreached(given)
             program.deliver(roles, outputs, program.used.absent(counts), absent_here, ())
             program.flow.mark_end()
         self._results = []  # which have been checked, and may be large
         if program.deliver.synchronised and self._of_results and program.communicator.world_size > 1:
             self._reduced.update(gradients)
 
-    def _is_harmless(self, tangents: Sequence[Tensor | None]) -> bool:
+    def _nonfinite_is_harmless(self, tangents: Sequence[Tensor | None]) -> bool:
         """Returns whether the gradients are finite although the loss is not."""
         values = [each._values() if each.is_sparse else each for each in tangents if each is not None]
         return all(bool(each.isfinite().all()) for each in values)
 
     def _begin_backward(self, variant: BackwardVariant, twice: bool) -> None:
-        """Raises the failure of the call before a backward begins."""
+        """Raises the call's failure, if there is one, before a backward begins."""
         if self._failure is not None:
             raise self._failure  # the other ranks learn of it like of any failure
 
@@ -162,18 +163,18 @@ class GradientStep(Step):
             if tangent is not None and tangent.layout is torch.strided:
                 taken[k] = tangent
             else:
-                taken[k] = self._as_exchanged(name, tangent)
+                taken[k] = self._to_exchange_layout(name, tangent)
         if isinstance(backward.run, StreamingBackward):
             backward.run.run_ready(taken)
             announce_end()  # announce the end while the last buckets are in flight
         return backward.run(self._leaves, values, taken)
 
-    def _as_exchanged(self, name: str, gradient: Tensor | None) -> Tensor:
+    def _to_exchange_layout(self, name: str, gradient: Tensor | None) -> Tensor:
         """Returns a gradient in the layout of its exchange; zeros for None."""
         in_rows = name in self._in_rows
         if gradient is None:
             parameter = self.program.state.parameter(name)
-            return _no_rows(parameter) if in_rows else torch.zeros_like(parameter)
+            return _empty_sparse_gradient(parameter) if in_rows else torch.zeros_like(parameter)
         return gradient if in_rows or gradient.layout == torch.strided else gradient.to_dense()
 
 
@@ -183,7 +184,7 @@ _AGAIN = (
 )
 
 
-def _no_rows(table: Tensor) -> Tensor:
+def _empty_sparse_gradient(table: Tensor) -> Tensor:
     """Makes an empty sparse gradient of a table."""
     ids = torch.empty((1, 0), dtype=torch.int64, device=table.device)
     return torch.sparse_coo_tensor(ids, table.new_empty((0, *table.shape[1:])), table.shape, is_coalesced=True)

@@ -101,7 +101,7 @@ class HeadLoss(torch.autograd.Function):
         communicator.wait_for_ranks(f"gradient of the loss of logits of the sharded {promise.table}")
         exchange, chunks = HeadExchange(communicator), promise.chunks
         where = promise.table, _GROUP, ranks
-        own = _coefficients(head, gradient, log_sums, positions, labels, table.shape[0])
+        own = _gradient_coefficients(head, gradient, log_sums, positions, labels, table.shape[0])
         all_coefficients = communicator.wait(exchange.gather_positions(own, counts, 0, 1, *where))
         of_table, of_own_bias, sending = torch.zeros_like(local), local.new_zeros(len(local)), []
         for chunk in range(chunks):
@@ -123,7 +123,7 @@ class HeadLoss(torch.autograd.Function):
         return of_hidden, of_bias, None, None
 
 
-def _coefficients(
+def _gradient_coefficients(
     head: LossArguments, gradient: Tensor, log_sums: Tensor, positions: Tensor, labels: Tensor, num_rows: int
 ) -> Tensor:
     """Returns the factors of each position's gradient, under the loss's weights, smoothing and reduction."""

@@ -27,7 +27,7 @@ class CommHook:
 
     @property
     def name(self) -> str:
-        """The name by which ranks compare their hooks."""
+        """The name by which ranks check that they have registered the same hook."""
         return str(getattr(self.hook, "__qualname__", type(self.hook).__qualname__))
 
 
@@ -71,8 +71,8 @@ class HookedBucket:
         return [part.view(parameter.shape) for part, parameter in zip(parts, self._parameters, strict=True)]
 
 
-def launch_hooked(comm_hook: CommHook, flat: Tensor, bucket: HookedBucket) -> InFlight:
-    """Calls a hook on a bucket, and writes the result of its future over the flat tensor.
+def run_comm_hook(comm_hook: CommHook, flat: Tensor, bucket: HookedBucket) -> InFlight:
+    """Runs a communication hook on a bucket. The result of its future replaces the flat tensor.
 
     Raises:
         TypeError: the hook returns no future.
@@ -83,10 +83,10 @@ def launch_hooked(comm_hook: CommHook, flat: Tensor, bucket: HookedBucket) -> In
             f"the communication hook {comm_hook.name} must return a torch.futures.Future of the reduced bucket, not "
             f"{type(future).__name__}: dist.all_reduce(bucket.buffer(), async_op=True).get_future(), say."
         )
-    return InFlight(flat, _Reduction(future, flat, comm_hook.name))
+    return InFlight(flat, _HookReduction(future, flat, comm_hook.name))
 
 
-class _Reduction:
+class _HookReduction:
     """The reduction of a bucket by a hook, in flight."""
 
     def __init__(self, future: torch._C.Future[Any], flat: Tensor, name: str) -> None:

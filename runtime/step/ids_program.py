@@ -9,14 +9,15 @@ from torch import Tensor, fx
 
 from embrace_fx.runtime.flow.next_batch import IdsProgram
 from embrace_fx.runtime.kernels import padded_unique_ids
-from embrace_fx.runtime.step.runnable_phase import Runnable, runnable
+from embrace_fx.runtime.step.runnable_phase import Runnable, make_runnable
 from embrace_fx.runtime.tables.model_state import ModelState
 from embrace_fx.vocabulary.graph import BatchInput, Mutation, TrainingGraph, Values, inputs_of, outputs_of
-from embrace_fx.vocabulary.ops import draws, op_name
+from embrace_fx.vocabulary.ops import draws_random_numbers, op_name
 
 
-def ids_program(graph: TrainingGraph, state: ModelState, unique_phase: Runnable) -> IdsProgram:
-    """Returns the `IdsProgram` of a graph.
+def make_ids_program(graph: TrainingGraph, state: ModelState, unique_phase: Runnable) -> IdsProgram:
+    """Builds the functions that find a batch's rows and their routing, and that can run ahead of the batch's own
+    step.
 
     Args:
         unique_phase: the unique phase as it runs in its batch's own step.
@@ -35,16 +36,16 @@ def ids_program(graph: TrainingGraph, state: ModelState, unique_phase: Runnable)
         if op_name(node) == "embrace::submit_rows"
     }
     return IdsProgram(
-        unique=lambda leaves: unique_phase.saved(leaves, {}),
+        unique=lambda leaves: unique_phase.run_and_save(leaves, {}),
         unique_on_device=_unique_on_device(graph, state, sent),
         rows_of_batch=lambda values: [values[name] for name in sent],
-        routing=_routing(graph, state),
+        routing=_make_routing(graph, state),
         tables=tables,
         spaces=graph.spaces,
         num_rows=tuple(size for gather in gathers for size in gather.args[1]),
         routes=routes,
         paddings=paddings,
-        is_pure=_are_pure(graph.phases["unique"], graph.phases["forward"]),
+        is_pure=_can_run_ahead(graph.phases["unique"], graph.phases["forward"]),
         reads=tuple(role.index for _, role in inputs_of(graph.phases["unique"]) if isinstance(role, BatchInput)),
     )
 
@@ -59,24 +60,24 @@ def _unique_on_device(
     """
     counts: dict[str, Tensor] = {}
 
-    def unique_of(node: fx.Node) -> Callable[..., Any] | None:
-        """Returns the function that finds unique ids on the device, for nodes that do so."""
+    def device_function(node: fx.Node) -> Callable[..., Any] | None:
+        """Returns the function that a node calls on the device if it finds unique ids, else None."""
         if op_name(node) != "embrace::unique_ids":
             return None
         name = next(user.name for user in node.users if user.args[1] == 0)
 
         def unique_ids_on_device(ids: Sequence[Tensor], num_rows: int, padding_idx: int) -> list[Tensor]:
-            """Finds unique ids, padded to a fixed length, and notes their count."""
+            """Finds unique ids, padded to a fixed length, and stores their count."""
             rows, counts[name], where = padded_unique_ids(ids, num_rows, padding_idx)
             return [rows, *where]
 
         return unique_ids_on_device
 
-    unique = runnable(graph.phases["unique"], state, unique_of)
+    unique = make_runnable(graph.phases["unique"], state, device_function)
 
     def unique_on_device(leaves: Sequence[Any]) -> tuple[Values, list[Tensor]]:
-        """Returns the values of the phase and the counts of unique ids."""
-        values = unique.saved(leaves, {})
+        """Runs the unique phase on the device. Returns its values, and the number of unique ids of each table."""
+        values = unique.run_and_save(leaves, {})
         found = [counts[name] for name in sent]
         counts.clear()
         return values, found
@@ -84,30 +85,32 @@ def _unique_on_device(
     return unique_on_device
 
 
-def _routing(graph: TrainingGraph, state: ModelState) -> Callable[[Values, list[Tensor]], None]:
+def _make_routing(graph: TrainingGraph, state: ModelState) -> Callable[[Values, list[Tensor]], None]:
     """Returns the function that runs the ids phase, given the ids that all ranks have exchanged."""
     unpacked: list[list[Tensor]] = []
 
-    def given(node: fx.Node) -> Callable[..., Any] | None:
+    def gathered_ids(node: fx.Node) -> Callable[..., Any] | None:
         """Returns a function that returns the exchanged ids, for a node that would exchange them."""
         if op_name(node) == "embrace::unpack_ids":
             return lambda *_: unpacked.pop()
         launches = ("embrace::all_gather_ids", "_c10d_functional::wait_tensor")
         return (lambda *_: None) if op_name(node) in launches else None
 
-    route = runnable(graph.phases["ids"], state, given)
+    route = make_runnable(graph.phases["ids"], state, gathered_ids)
 
     def routing(values: Values, of_tables: list[Tensor]) -> None:
         """Routes the gathered ids of all tables."""
         unpacked.append(of_tables)
-        route.saved((), values)
+        route.run_and_save((), values)
 
     return routing
 
 
-def _are_pure(unique: fx.GraphModule, forward: fx.GraphModule) -> bool:
-    """Returns whether a batch's ids can be found in advance: without random numbers, or values that the forward
-    writes.
+def _can_run_ahead(unique: fx.GraphModule, forward: fx.GraphModule) -> bool:
+    """Returns whether a batch's ids can be computed before its step: they need no random numbers and no values that a
+    forward writes.
     """
     written = {role.of for _, role in outputs_of(forward) if isinstance(role, Mutation)}
-    return not any(map(draws, unique.graph.nodes)) and written.isdisjoint(role for _, role in inputs_of(unique))
+    return not any(map(draws_random_numbers, unique.graph.nodes)) and written.isdisjoint(
+        role for _, role in inputs_of(unique)
+    )

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, fx
 
 from embrace_fx.runtime.flow.comm_pipeline import CommPipeline
-from embrace_fx.runtime.ranks.communicator import Communicator, InFlight, by_row
+from embrace_fx.runtime.ranks.communicator import Communicator, InFlight, counts_as_lists
 from embrace_fx.vocabulary.graph import Saved, Values
 from embrace_fx.vocabulary.head_ops import HEAD_LAUNCHES
 from embrace_fx.vocabulary.operation_id import OperationId
@@ -28,7 +28,7 @@ Call = Callable[..., Any]
 
 
 @dataclass(frozen=True)
-class _Launch:
+class _RegisteredLaunch:
     """A launch that a phase makes, with what is needed to make it if the phase fails.
 
     Attributes:
@@ -46,7 +46,7 @@ class _Launch:
 
 
 class MissingLaunches:
-    """Makes the launches of one phase that a failed rank has not made, with zeros, because other ranks wait for
+    """Makes the launches that a failed rank has not made in a phase, with zeros as values, because other ranks wait for
     them.
 
     Args:
@@ -59,7 +59,7 @@ class MissingLaunches:
     def __init__(self, communicator: Communicator, flow: CommPipeline) -> None:
         self._communicator = communicator
         self._flow = flow
-        self._launches: list[_Launch] = []
+        self._launches: list[_RegisteredLaunch] = []
         self._names: set[str] = set()  # names of saved values
         self.on_the_spot = False
         self._made = 0  # count of launches made without a launcher in this run of the phase
@@ -69,16 +69,16 @@ class MissingLaunches:
         op = op_name(node)
         if op not in SUBMISSIONS | LAUNCHES or not self._flow.shares_failures:
             return call
-        arguments = tuple(map(_kept, node.args))
+        arguments = tuple(map(_to_saved_role, node.args))
         self._names.update(each.name for each in arguments if isinstance(each, Saved))
         sent = node.args[0] if isinstance(node.args[0], fx.Node) else None
         like = sent.meta["val"] if sent is not None else None
         launch = self._flow.launcher.launch_of(node)
         self.on_the_spot |= launch is None
-        self._launches.append(_Launch(op, launch, call, arguments, like))
-        return call if launch is not None else self._counted(call)
+        self._launches.append(_RegisteredLaunch(op, launch, call, arguments, like))
+        return call if launch is not None else self._counting(call)
 
-    def _counted(self, call: Call) -> Call:
+    def _counting(self, call: Call) -> Call:
         """Wraps a call so that it counts as made."""
 
         def launched(*arguments: Any) -> Any:
@@ -99,7 +99,8 @@ class MissingLaunches:
         return found
 
     def submit(self, values: Values) -> None:
-        """Makes the launches that the failed phase has not made, and waits for those that go through no launcher.
+        """Makes the launches that the failed phase has not made, and waits for those that are made without a
+        launcher.
 
         Args:
             values: the result of `begin`.
@@ -111,19 +112,19 @@ class MissingLaunches:
             if each.id is None and made:
                 made -= 1
             elif each.id is None:
-                under_way.append(self._call(each, values))
+                under_way.append(self._make(each, values))
             elif self._flow.launcher.expects(each.id):
-                self._call(each, values)
+                self._make(each, values)
         for launched in under_way:
             self._communicator.wait(launched)
 
-    def _call(self, launch: _Launch, values: Values) -> Any:
+    def _make(self, launch: _RegisteredLaunch, values: Values) -> Any:
         """Makes a missing launch, with a void tensor if its input does not exist."""
         first, *rest = (values[each.name] if isinstance(each, Saved) else each for each in launch.arguments)
-        void = first if launch.like is None else self._void(launch, rest)
+        void = first if launch.like is None else self._zeros(launch, rest)
         return launch.call(void, *rest)
 
-    def _void(self, launch: _Launch, arguments: list[Any]) -> Tensor | None:
+    def _zeros(self, launch: _RegisteredLaunch, arguments: list[Any]) -> Tensor | None:
         """Returns zeros of the size that a launch sends, or None if the launch needs none."""
         like, rank = launch.like, self._communicator.rank
         assert like is not None
@@ -137,7 +138,7 @@ class MissingLaunches:
         if launch.op == "embrace::submit_gradients":
             counts, shape = arguments[1], [int(arguments[1][rank]), like.shape[1]]
         else:
-            counts, width = by_row(arguments[0]), arguments[1]
+            counts, width = counts_as_lists(arguments[0]), arguments[1]
             if launch.op == "embrace::all_to_all_gradients":
                 shape = [sum(counts[rank]) * width]
             else:
@@ -146,12 +147,12 @@ class MissingLaunches:
         return torch.zeros(shape, dtype=like.dtype, device=like.device)
 
 
-def _needs_lookahead(launch: _Launch) -> bool:
+def _needs_lookahead(launch: _RegisteredLaunch) -> bool:
     """Returns whether a launch needs the next batch."""
     return launch.id is not None and launch.id.needs_lookahead
 
 
-def _kept(argument: Any) -> Any:
+def _to_saved_role(argument: Any) -> Any:
     """Converts an argument for later use: a saved value to its role, another node to None. Returns a constant
     unchanged.
     """

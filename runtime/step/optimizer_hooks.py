@@ -28,14 +28,14 @@ from embrace_fx.runtime.flow.bucket_updates import Bucket
 from embrace_fx.runtime.flow.comm_pipeline import CommPipeline, within_steps
 from embrace_fx.runtime.flow.row_exchange import RowExchange
 from embrace_fx.runtime.ranks.step_handshake import StepHandshake
-from embrace_fx.runtime.step.closures import MeanLoss, closure_of, with_closure
-from embrace_fx.runtime.step.delivery import in_other_layouts
-from embrace_fx.runtime.step.row_norms import Step, add_up_squares
+from embrace_fx.runtime.step.closures import MeanLoss, find_closure, with_closure
+from embrace_fx.runtime.step.delivery import in_supported_layouts
+from embrace_fx.runtime.step.row_norms import Step, sum_squares_over_ranks
 from embrace_fx.runtime.tables.known_optimizers import KnownOptimizers
 from embrace_fx.runtime.tables.local_storage import Rows
 from embrace_fx.runtime.tables.member import Member
 from embrace_fx.runtime.tables.model_state import ModelState
-from embrace_fx.runtime.tables.optimizer_state import own_parts, own_state_of, show_state
+from embrace_fx.runtime.tables.optimizer_state import own_state_of, state_dict_to_load, state_dict_with_parts
 from embrace_fx.runtime.tables.table import Table
 from embrace_fx.runtime.tables.table_shard import TableShard
 from embrace_fx.runtime.tables.update_rule import DenseUpdate, SparseUpdate
@@ -47,7 +47,7 @@ Hook = Callable[..., Any]
 
 
 @dataclass
-class _Step:
+class _OptimizerStep:
     """One optimizer step in progress, while torch's own part of it runs.
 
     Attributes:
@@ -71,7 +71,7 @@ class _Step:
     replicas: list[tuple[Member, Tensor]] = field(default_factory=list)
 
     def hide(self, parameter: nn.Parameter, instead: Tensor | None = None) -> None:
-        """Hides a gradient from torch's step, or replaces it with a plain one."""
+        """Hides a gradient from torch's step: sets `.grad` to None, or to `instead`."""
         assert parameter.grad is not None
         self.hidden.append((parameter, parameter.grad, instead))
         parameter.grad = instead
@@ -85,7 +85,7 @@ class _Step:
             parameter.grad = None
 
     def restore(self, *, raised: bool) -> None:
-        """Restores hidden gradients; after a step that raised, only those that nobody has cleared or replaced since."""
+        """Restores hidden gradients. After a step that raised, skips those that were cleared or replaced since."""
         for parameter, gradient, instead in reversed(self.hidden):
             if not raised or parameter.grad is instead:
                 parameter.grad = gradient
@@ -116,15 +116,15 @@ class OptimizerHooks:
         self._state = state
         self._communicator = announcements.communicator
         self._unshard = unshard
-        self._steps: dict[int, _Step] = {}  # id of an optimizer -> its step
+        self._steps: dict[int, _OptimizerStep] = {}  # id of an optimizer -> its step
 
     def follow(self, flow: CommPipeline) -> None:
-        """Uses another flow from now on."""
+        """Makes the hooks use the given pipeline from now on."""
         self._flow, self.recorder = flow, flow.recorder
 
     def listen(self) -> None:
         """Adopts, from now on, every optimizer that is about to step a parameter of the model."""
-        handle = register_optimizer_step_pre_hook(_hook(self, OptimizerHooks._before_any_step))
+        handle = register_optimizer_step_pre_hook(_make_hook(self, OptimizerHooks._before_any_step))
         weakref.finalize(self, handle.remove)
 
     # -- optimizers ----------------------------------------------------------------------------------------------------
@@ -136,11 +136,11 @@ class OptimizerHooks:
         for parameter, state in list(optimizer.state.items()):  # state that was loaded before the optimizer was adopted
             if isinstance(parameter, nn.Parameter) and isinstance(state, dict):
                 optimizer.state[parameter] = own_state_of(parameter, state, self._state)
-        optimizer.register_step_pre_hook(_hook(self, OptimizerHooks._before_step))
-        optimizer.register_step_post_hook(_hook(self, OptimizerHooks._after_step))
-        optimizer.register_state_dict_pre_hook(_hook(self, OptimizerHooks._settle))
-        optimizer.register_state_dict_post_hook(_hook(self, OptimizerHooks._show_state))
-        optimizer.register_load_state_dict_pre_hook(_hook(self, OptimizerHooks._load_state))
+        optimizer.register_step_pre_hook(_make_hook(self, OptimizerHooks._before_step))
+        optimizer.register_step_post_hook(_make_hook(self, OptimizerHooks._after_step))
+        optimizer.register_state_dict_pre_hook(_make_hook(self, OptimizerHooks._apply_all))
+        optimizer.register_state_dict_post_hook(_make_hook(self, OptimizerHooks._on_state_dict))
+        optimizer.register_load_state_dict_pre_hook(_make_hook(self, OptimizerHooks._on_load_state_dict))
 
     def _before_any_step(self, optimizer: Optimizer, *_: Any) -> None:
         """Adopts an optimizer that is about to step, if it holds a parameter of the model."""
@@ -158,24 +158,26 @@ class OptimizerHooks:
     # -- steps ---------------------------------------------------------------------------------------------------------
 
     def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Prepares an optimizer's step: gradients arrive, and those that the class cannot take are hidden from it."""
+        """Prepares an optimizer's step: waits for the gradients that it reads, and hides those that its class cannot
+        apply.
+        """
         if (last := self._steps.pop(id(optimizer), None)) is not None:  # it raised; or it is of a class derived from
             last.restore(raised=True)  # the one whose step begins: nothing of it is hidden
         self.recorder.mark(OWN_CODE)
         found: tuple[Any, ...] | None = None
-        closure = closure_of(args, kwargs) if kwargs or args[1:] else None
+        closure = find_closure(args, kwargs) if kwargs or args[1:] else None
         if closure is None and self._state.awaiting_backward:
             _refuse_without_gradients(optimizer)
         elif closure is not None and not isinstance(closure, MeanLoss):
-            closure = self._with_gradients(closure, decides=bool(needs_whole(type(optimizer))))
+            closure = self._wrap_closure(closure, decides=bool(needs_whole(type(optimizer))))
             found = with_closure(args, kwargs, closure)
         self._sort_gradients(optimizer)
         if self.of_any_layout:
-            for parameter, gradient in in_other_layouts(optimizer):
+            for parameter, gradient in in_supported_layouts(optimizer):
                 self._steps[id(optimizer)].hide(parameter, gradient)
         return found
 
-    def _with_gradients(self, closure: Callable[[], Any], *, decides: bool) -> Callable[[], Any]:
+    def _wrap_closure(self, closure: Callable[[], Any], *, decides: bool) -> Callable[[], Any]:
         """Wraps a closure so that its gradients have arrived before a step reads them.
 
         Args:
@@ -200,12 +202,12 @@ class OptimizerHooks:
         """Decides how each gradient is applied: by torch's step, by rows, or in the next forward."""
         held = self._held_tables(optimizer)
         self._state.pending.close()
-        step = self._steps[id(optimizer)] = _Step()
-        tables = self._own_tables(optimizer, held)
-        replicas = self._own_replicas(optimizer) if self.replicas else []
-        may_wait = self._may_wait(optimizer)
-        exchanges = self._exchanges(tables)
-        step.late = self._in_flight(exchanges, tables) if may_wait else []
+        step = self._steps[id(optimizer)] = _OptimizerStep()
+        tables = self._take_over_tables(optimizer, held)
+        replicas = self._row_updated_replicas(optimizer) if self.replicas else []
+        may_wait = self._may_defer(optimizer)
+        exchanges = self._exchanges_of(tables)
+        step.late = self._exchanges_in_flight(exchanges, tables) if may_wait else []
         for exchange in exchanges:
             if exchange.gradient.step is not None:
                 exchange.gradient.apply()  # applies the last step's gradient first
@@ -246,8 +248,8 @@ class OptimizerHooks:
             )
         return held
 
-    def _sort_tables(self, step: _Step, tables: Sequence[Member], optimizer: Optimizer) -> None:
-        """Decides for each table how its gradient is applied, and hides it from torch's step if needed."""
+    def _sort_tables(self, step: _OptimizerStep, tables: Sequence[Member], optimizer: Optimizer) -> None:
+        """Decides how each table's gradient is applied, and hides it from torch's step if that does not apply it."""
         done: set[int] = set()
         for exchange in step.late:
             done.update(map(id, exchange.table.members))
@@ -255,7 +257,7 @@ class OptimizerHooks:
         own = set(map(id, tables)) if optimizer.__dict__.get("grad_scale") is None else set[int]()
         for space in self._state.spaces.values() if type(optimizer) is not RowWiseAdagrad else ():
             rows = space.gradient.rows() if own.issuperset(map(id, space.members)) else None
-            if rows is not None and space.can_wait():
+            if rows is not None and space.can_defer():
                 step.hide_all(space.members)
                 step.joined.append((space, rows))
                 done.update(map(id, space.members))
@@ -278,7 +280,7 @@ class OptimizerHooks:
                     step.hide(table.parameter, dense)
                 step.own.append(table)
 
-    def _own_tables(self, optimizer: Optimizer, held: Sequence[Member]) -> Sequence[Member]:
+    def _take_over_tables(self, optimizer: Optimizer, held: Sequence[Member]) -> Sequence[Member]:
         """Records `optimizer` as that of its sharded tables. Returns those that it may step sharded; makes the others
         whole.
         """
@@ -291,14 +293,14 @@ class OptimizerHooks:
             self._unshard(whole, reason)
         for table in held:
             if table.optimizer is not optimizer:
-                for exchange in self._exchanges([table]):
+                for exchange in self._exchanges_of([table]):
                     exchange.gradient.apply()  # applies the step that another optimizer has taken
                 if table.optimizer is not None:
                     table.flush()
                 table.optimizer = optimizer
         return [table for table in held if table.name not in whole] if whole else held
 
-    def _own_replicas(self, optimizer: Optimizer) -> list[Member]:
+    def _row_updated_replicas(self, optimizer: Optimizer) -> list[Member]:
         """Returns the replicated tables of an optimizer whose step changes only rows with a gradient."""
         own = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         found = [table for table in self.replicas if id(table.parameter) in own]
@@ -306,8 +308,10 @@ class OptimizerHooks:
             table.optimizer = optimizer
         return [table for table in found if not table.rule.moves_all]
 
-    def _may_wait(self, optimizer: Optimizer) -> bool:
-        """Returns whether the update may be applied in the next forward: torch's step would have no other effect."""
+    def _may_defer(self, optimizer: Optimizer) -> bool:
+        """Returns whether the update may be left to the next forward, because torch's own step would change nothing
+        else.
+        """
         if type(optimizer) not in (*ELEMENT_WISE, RowWiseAdagrad):
             return False  # other optimizers may write into their groups while they step
         # A GradScaler leaves unscaling and skipping to this step, which must run now.
@@ -317,23 +321,25 @@ class OptimizerHooks:
         hooks = *own, *_global_optimizer_pre_hooks.values(), *_global_optimizer_post_hooks.values()
         return all(map(hasattr, hooks, repeat("optimizer_hooks")))
 
-    def _exchanges(self, tables: Sequence[Member]) -> list[RowExchange]:
+    def _exchanges_of(self, tables: Sequence[Member]) -> list[RowExchange]:
         """Returns the row exchanges of tables, each once."""
         of_table = self._flow.of_table
         return list(dict.fromkeys([of_table[table.name] for table in tables if table.name in of_table]))
 
     @staticmethod
-    def _in_flight(exchanges: Sequence[RowExchange], tables: Sequence[Member]) -> list[RowExchange]:
+    def _exchanges_in_flight(exchanges: Sequence[RowExchange], tables: Sequence[Member]) -> list[RowExchange]:
         """Lists the exchanges with gradients in flight that belong to these tables alone."""
         own, found = set(map(id, tables)), list[RowExchange]()
         for exchange in exchanges:
-            if own.issuperset(map(id, exchange.table.members)) and exchange.gradient.may_wait():
+            if own.issuperset(map(id, exchange.table.members)) and exchange.gradient.may_defer():
                 found.append(exchange)
         return found
 
     def _after_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Ends an optimizer's step: shows hidden gradients again, and steps tables and buckets."""
-        if (kwargs or args[1:]) and isinstance(closure := closure_of(args, kwargs), MeanLoss):
+        """Ends an optimizer's step: restores hidden gradients, and applies or defers the updates of tables and
+        buckets.
+        """
+        if (kwargs or args[1:]) and isinstance(closure := find_closure(args, kwargs), MeanLoss):
             closure.restore()
         step = self._steps.pop(id(optimizer), None)
         if step is None:  # the base class's step has already ended it
@@ -346,11 +352,11 @@ class OptimizerHooks:
         for exchange in () if is_row_wise else step.late:
             exchange.record_step(moved_all=exchange.gradient.begin_step().moves_all)
         if self._unscale(optimizer, step):
-            self._step_at_once(optimizer, step)
+            self._step_tables(optimizer, step)
         self._state.pending.open()
         self.recorder.mark(OPTIMIZER)
 
-    def _step_at_once(self, optimizer: Optimizer, step: _Step) -> None:
+    def _step_tables(self, optimizer: Optimizer, step: _OptimizerStep) -> None:
         """Updates the tables whose gradients were hidden from torch's step."""
         moved_all, rewritten = set(map(id, step.own + step.dense)), set[int]()
         for table in step.dense + step.rows:
@@ -360,7 +366,7 @@ class OptimizerHooks:
         if type(optimizer) is RowWiseAdagrad:
             self._step_row_wise(step)
         else:
-            for unit, rows in (*step.joined, *(self._state.joined(step.rows) if step.rows else ())):
+            for unit, rows in (*step.joined, *(self._state.group_by_space(step.rows) if step.rows else ())):
                 rule = unit.begin_step()
                 rule.finish([rows])
                 if rule.moves_all:
@@ -368,15 +374,15 @@ class OptimizerHooks:
         for table in step.dense:
             table.step_dense()
         for table, gradient in step.replicas:
-            table.begin_step().finish([_rows_of(gradient, every=table.is_read_densely)])
+            table.begin_step().finish([_gradient_rows(gradient, every=table.is_read_densely)])
         of_spaces = [table for space, _ in step.joined for table in space.members]
-        for exchange in self._exchanges(stepped := step.own + step.dense + step.rows + of_spaces):
+        for exchange in self._exchanges_of(stepped := step.own + step.dense + step.rows + of_spaces):
             tables = set(map(id, exchange.table.members))
             of_all, rewrote = tables.issubset(map(id, stepped)), bool(tables & rewritten)
             exchange.record_step(moved_all=bool(tables & moved_all), of_all=of_all, rewritten=rewrote)
 
-    def _step_row_wise(self, step: _Step) -> None:
-        """Steps RowWiseAdagrad: row spaces as one, or table by table if someone has read a table's gradient.
+    def _step_row_wise(self, step: _OptimizerStep) -> None:
+        """Steps RowWiseAdagrad. A row space is updated at once, or table by table if some table's gradient was read.
 
         Which gradients were read differs by rank, but rows are in the same order on all ranks.
         """
@@ -389,19 +395,19 @@ class OptimizerHooks:
             if exchanges and exchanges[k] in step.late:
                 exchanges[k].record_step(moved_all=exchanges[k].gradient.begin_step().moves_all)
                 found.append(exchanges[k].gradient.with_rows())
-        add_up_squares(found, self._communicator, self.recorder)
+        sum_squares_over_ranks(found, self._communicator, self.recorder)
         for rule in at_once:
             rule.finish([])
 
     def _count_step(self, optimizer: Optimizer) -> None:
-        """Counts a step. Ranks compare their counts before the next call."""
+        """Counts an optimizer step. Ranks compare their counts before the next call."""
         grads = [parameter.grad for group in optimizer.param_groups for parameter in group["params"]]
         if grads.count(None) < len(grads):
             self._communicator.progress.optimizer_steps += 1
-            self._state.reads.stepped(optimizer)
+            self._state.reads.record_step(optimizer)
 
     @staticmethod
-    def _unscale(optimizer: Optimizer, step: _Step) -> bool:
+    def _unscale(optimizer: Optimizer, step: _OptimizerStep) -> bool:
         """Unscales gradients applied by rows, as torch's own step does for a GradScaler. Returns False to skip the
         step.
         """
@@ -417,24 +423,26 @@ class OptimizerHooks:
 
     # -- state dicts ---------------------------------------------------------------------------------------------------
 
-    def _settle(self, *_: Any) -> None:
+    def _apply_all(self, *_: Any) -> None:
         """Applies all pending updates, before code reads the optimizer's state."""
         self._state.pending.close()
         self._flow.apply()
         self._state.flush_tables()
 
-    def _show_state(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """Returns a state dict as a checkpoint shows it."""
-        return show_state(optimizer, state_dict, self._state, self._communicator)
+    def _on_state_dict(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """Converts a state dict that torch has made: applies pending updates, and replaces each table's state by this
+        rank's shard.
+        """
+        return state_dict_with_parts(optimizer, state_dict, self._state, self._communicator)
 
-    def _load_state(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+    def _on_load_state_dict(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
         """Returns this rank's parts of a state dict to load, after pending updates."""
-        self._settle()
-        self._flow.forget_sent()
-        return own_parts(optimizer, state_dict, self._state, self._communicator)
+        self._apply_all()
+        self._flow.resend_rows()
+        return state_dict_to_load(optimizer, state_dict, self._state, self._communicator)
 
 
-def _rows_of(gradient: Tensor, *, every: bool) -> Rows:
+def _gradient_rows(gradient: Tensor, *, every: bool) -> Rows:
     """Returns the rows of a whole table's gradient: all rows, or those that are not zero."""
     if gradient.is_sparse:
         gradient = gradient.coalesce()
@@ -453,11 +461,11 @@ def _refuse_without_gradients(optimizer: Optimizer) -> None:
         )
 
 
-def _hook(optimizer_hooks: OptimizerHooks, method: Callable[..., Any]) -> Hook:
+def _make_hook(optimizer_hooks: OptimizerHooks, method: Callable[..., Any]) -> Hook:
     """Returns a hook that runs without gradients, and refers to its model weakly."""
     itself = weakref.ref(optimizer_hooks)
 
-    def hook(*args: Any) -> Any:
+    def call(*args: Any) -> Any:
         """Calls the method without gradients, if its object still exists."""
         if (found := itself()) is None:
             return None
@@ -468,8 +476,8 @@ def _hook(optimizer_hooks: OptimizerHooks, method: Callable[..., Any]) -> Hook:
         finally:
             torch._C._set_grad_enabled(had_gradients)
 
-    hook.optimizer_hooks = itself  # type: ignore[attr-defined]
-    return hook
+    call.optimizer_hooks = itself  # type: ignore[attr-defined]
+    return call
 
 
 def _move_hook(hooks: Any, optimizer_hooks: OptimizerHooks, *, last: bool) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from embrace_fx.runtime.step.gradient_hooks import accumulated, hooked
+from embrace_fx.runtime.step.gradient_hooks import run_accumulate_hooks, run_tensor_hooks
 from embrace_fx.runtime.tables.model_state import ModelState
 
 
@@ -31,7 +31,7 @@ class Packer:
     def __call__(self, gradients: Sequence[Tensor], scale: float) -> Tensor:
         parts = gradients
         if self._state.hooked or self._state.unreduced:
-            part = self._hooked if self._state.hooked else self._state.with_unreduced
+            part = self._gradient_to_reduce if self._state.hooked else self._state.with_unreduced
             parts = [part(name, gradient) for name, gradient in zip(self._names, gradients, strict=True)]
         scale = scale * self._state.gradient_scale if self._scales else 1.0
         if parts[0].is_sparse:  # a sparse gradient has a bucket of its own
@@ -51,16 +51,16 @@ class Packer:
         self._kept = flat
         return flat.detach()  # a separate tensor, so that references to it can be counted
 
-    def _hooked(self, name: str, gradient: Tensor) -> Tensor:
-        """Returns a gradient to reduce: this rank's sum of earlier backwards added, and the parameter's hooks
-        applied.
+    def _gradient_to_reduce(self, name: str, gradient: Tensor) -> Tensor:
+        """Returns a parameter's gradient to reduce: with the sum that earlier backwards have left added, and after the
+        parameter's hooks.
         """
         state = self._state
         if name not in state.hooked or name in state.unreached:
             return state.with_unreduced(name, gradient)
         parameter = state.parameter(name)
-        part = state.with_unreduced(name, hooked(parameter, gradient))
-        return accumulated(parameter, part, None if name in state.unreduced else parameter.grad)
+        part = state.with_unreduced(name, run_tensor_hooks(parameter, gradient))
+        return run_accumulate_hooks(parameter, part, None if name in state.unreduced else parameter.grad)
 
 
 def _is_shared(kept: Tensor) -> bool:

@@ -14,12 +14,12 @@ from embrace_fx.runtime.memory.copies import Copies
 from embrace_fx.runtime.ranks.step_handshake import HandshakeMessage, StepHandshake
 from embrace_fx.runtime.step.bindings import Bindings
 from embrace_fx.runtime.step.delivery import Delivery, delivered
-from embrace_fx.runtime.step.ids_program import ids_program
+from embrace_fx.runtime.step.ids_program import make_ids_program
 from embrace_fx.runtime.step.missing_launches import MissingLaunches
-from embrace_fx.runtime.step.runnable_phase import Runnable, runnable
+from embrace_fx.runtime.step.runnable_phase import Runnable, make_runnable
 from embrace_fx.runtime.step.streaming_backward import StreamingBackward
 from embrace_fx.runtime.step.used_parameters import UsedParameters
-from embrace_fx.runtime.step.writable_results import memory_of
+from embrace_fx.runtime.step.writable_results import storage_id
 from embrace_fx.runtime.tables.model_state import ModelState
 from embrace_fx.vocabulary.graph import (
     BatchInput,
@@ -58,7 +58,7 @@ class LoweredPhase:
 
 
 class Program:
-    """The runnable form of one graph.
+    """The runnable form of one graph: its phases as functions, and the facts needed to run them.
 
     Args:
         graph: partitioned.
@@ -123,26 +123,26 @@ class Program:
         # A single process reduces nothing, so its sums accumulate from the first backward on.
         self.deliver = Delivery(state, flow, buckets is not None or alone, buckets is None or alone)
         self._buckets, self._links = buckets, links
-        self._lower(graph, self._bound(graph))
+        self._lower(graph, self._bind(graph))
         self._record_communication(graph)
         self._record_results(graph)
-        self._record_reads_of_backward(graph)
+        self._record_backward_reads(graph)
         self.promised = graph.promised
 
     def _lower(self, graph: TrainingGraph, bound: Bindings) -> None:
         """Lowers all phases of a graph."""
         phases, state = graph.phases, self.state
-        self.unique = runnable(phases["unique"], state, bound.call, self.regions)
-        self.ids = runnable(phases["ids"], state, bound.call)
+        self.unique = make_runnable(phases["unique"], state, bound.call, self.regions)
+        self.ids = make_runnable(phases["ids"], state, bound.call)
         self.has_backward = "backward" in phases
         self._lowered: dict[StepVariant | str, LoweredPhase] = {}
-        self._lowered["forward"] = self._lowered_phase("forward", graph, bound)
+        self._lowered["forward"] = self._lower_phase("forward", graph, bound)
         if self.has_backward:
-            self._lowered["backward"] = self._lowered_phase("backward", graph, bound)
-        self.ids_program = ids_program(graph, state, self.unique)
+            self._lowered["backward"] = self._lower_phase("backward", graph, bound)
+        self.ids_program = make_ids_program(graph, state, self.unique)
 
-    def _bound(self, graph: TrainingGraph) -> Bindings:
-        """Returns the functions that run a graph's nodes."""
+    def _bind(self, graph: TrainingGraph) -> Bindings:
+        """Returns the runtime functions that the nodes of a graph call."""
         return Bindings(
             graph,
             self.state,
@@ -154,7 +154,7 @@ class Program:
             keeps_buckets=self._of_gradients,
         )
 
-    def _lowered_phase(self, phase: str, graph: TrainingGraph, bound: Bindings) -> LoweredPhase:
+    def _lower_phase(self, phase: str, graph: TrainingGraph, bound: Bindings) -> LoweredPhase:
         """Lowers a phase, and registers its launches, which a failing rank must still make."""
         module, is_last = graph.phases[phase], phase == "backward"
         missing = MissingLaunches(self.communicator, self.flow)
@@ -164,14 +164,14 @@ class Program:
             found = bound.call(node)
             return found and missing.add(node, found)
 
-        def lowered(part: fx.GraphModule) -> Runnable:
+        def lower_part(part: fx.GraphModule) -> Runnable:
             """Lowers a part of the phase."""
-            return runnable(part, self.state, call, self.regions, last=is_last)
+            return make_runnable(part, self.state, call, self.regions, last=is_last)
 
         launcher = self.flow.launcher
         in_pieces = is_last and self._of_gradients and not self.flow.is_within_steps
-        run = StreamingBackward(module, lowered) if in_pieces else lowered(module)
-        return LoweredPhase(run, missing, launcher.absent({*submitted(module)}, forward=not is_last))
+        run = StreamingBackward(module, lower_part) if in_pieces else lower_part(module)
+        return LoweredPhase(run, missing, launcher.missing_from({*submitted(module)}, forward=not is_last))
 
     def phase(self, variant: StepVariant) -> LoweredPhase:
         """Returns the phase of a step's variant, which is lowered at its first use."""
@@ -179,7 +179,7 @@ class Program:
         if key not in self._lowered:
             assert self.variants is not None
             graph = self.variants(variant)
-            self._lowered[key] = self._lowered_phase(variant.phase, graph, self._bound(graph))
+            self._lowered[key] = self._lower_phase(variant.phase, graph, self._bind(graph))
         return self._lowered[key]
 
     @property
@@ -191,8 +191,8 @@ class Program:
     def compute_as(self, graph: TrainingGraph) -> None:
         """Replaces the backward by one that computes the same in another order, from the next backward on."""
         self._lowered = {key: each for key, each in self._lowered.items() if _is_of_forward(key)}
-        self._lowered["backward"] = self._lowered_phase("backward", graph, self._bound(graph))
-        self._record_reads_of_backward(graph)
+        self._lowered["backward"] = self._lower_phase("backward", graph, self._bind(graph))
+        self._record_backward_reads(graph)
 
     def _record_communication(self, graph: TrainingGraph) -> None:
         """Stores whether ranks announce rows, and which communication crosses steps."""
@@ -209,8 +209,8 @@ class Program:
         state, size = self.state, self.communicator.world_size
         self.used = UsedParameters(state.names, graph.results_behind, delivered(roles), size, state.ignored)
 
-    def _record_reads_of_backward(self, graph: TrainingGraph) -> None:
-        """Stores the values that the backward reads, which must not be written before it."""
+    def _record_backward_reads(self, graph: TrainingGraph) -> None:
+        """Stores which values the backward reads. Writing one of them before the backward is an error."""
         roles = [role for _, role in inputs_of(graph.phases["backward"])] if self.has_backward else []
         self._leaves_read = [role.index for role in roles if isinstance(role, BatchInput)]
         self._parameters_read = [role.name for role in roles if isinstance(role, Parameter)]
@@ -225,27 +225,27 @@ class Program:
         self._saved_read = sorted(after_forward)
         self._read_after = {"ids": after_forward | saved.get("forward", nothing), "forward": after_forward}
 
-    def let_go(self, values: Values, phase: Literal["ids", "forward"]) -> None:
+    def drop_unread(self, values: Values, phase: Literal["ids", "forward"]) -> None:
         """Drops saved values that no phase after `phase` reads."""
         if not self.overlaps_steps:
             for name in values.keys() - self._read_after[phase]:
                 del values[name]
 
-    def read_again(self, leaves: Sequence[Any], values: Values) -> VersionSnapshot:
+    def snapshot_reads(self, leaves: Sequence[Any], values: Values) -> VersionSnapshot:
         """Returns a snapshot of the tensors that the backward reads, to detect writes."""
         found = [leaves[index] for index in self._leaves_read]
         found += self.state.parameters(self._parameters_read)
         found += [self.state.table(name).local for name in self._shards_read]
         found += [values[name] for name in self._saved_read]
-        return VersionSnapshot.of(found)
+        return VersionSnapshot.of_tensors_in(found)
 
     def name_written(self, written: Sequence[Tensor], leaves: Sequence[Any]) -> str:
         """Names the values whose memory was written, or returns "" if none was."""
         if not written:
             return ""
-        names = {memory_of(leaf): "a tensor of the batch" for leaf in leaves if isinstance(leaf, Tensor)}
-        names |= {memory_of(self.state.parameter(name)): name for name in self.state.names}
-        return ", ".join(dict.fromkeys(names.get(memory_of(tensor), "a result") for tensor in written))
+        names = {storage_id(leaf): "a tensor of the batch" for leaf in leaves if isinstance(leaf, Tensor)}
+        names |= {storage_id(self.state.parameter(name)): name for name in self.state.names}
+        return ", ".join(dict.fromkeys(names.get(storage_id(tensor), "a result") for tensor in written))
 
     @property
     def result_count(self) -> int:

@@ -27,7 +27,7 @@ from torch.utils import _pytree as pytree
 from embrace_fx.runtime.kernels.head import apply_steps
 from embrace_fx.runtime.ranks.communicator import Communicator
 from embrace_fx.runtime.step.head_loss import HeadLoss, LossArguments
-from embrace_fx.runtime.tables.model_state import Gathered, ModelState
+from embrace_fx.runtime.tables.model_state import GatheredTable, ModelState
 from embrace_fx.runtime.tables.table_shard import TableShard
 from embrace_fx.vocabulary.head import PromisedLogits, last_dtype, steps_from_text, steps_to_text
 
@@ -46,8 +46,9 @@ _CHANGED = (
 
 
 @dataclass(frozen=True)
-class Source:
-    """What logits are computed from besides hidden states: table, bias and element-wise steps.
+class LogitsSource:
+    """The source of promised logits besides the hidden states: table, bias, and element-wise steps after the
+    product.
 
     Attributes:
         steps: the count of optimizer steps before the model's call.
@@ -60,10 +61,12 @@ class Source:
     version: int
 
     @classmethod
-    def of(cls, promise: PromisedLogits, state: ModelState, communicator: Communicator, *, trains: bool) -> Source:
+    def of_call(
+        cls, promise: PromisedLogits, state: ModelState, communicator: Communicator, *, trains: bool
+    ) -> LogitsSource:
         """Returns the source of a call's logits. Drops a gathered copy of the table that is out of date."""
         steps, local = communicator.progress.optimizer_steps, state.tables[promise.table].local
-        if trains or (promise.table in state.gathered and not state.gathered[promise.table].is_of(local, steps)):
+        if trains or (promise.table in state.gathered and not state.gathered[promise.table].is_current(local, steps)):
             state.gathered.pop(promise.table, None)
         return cls(promise, state, communicator, steps, local._version)
 
@@ -71,7 +74,7 @@ class Source:
         """Returns the dtype of logits made from hidden states."""
         return last_dtype(self.promise.steps) or hidden.dtype
 
-    def cast(self, dtype: torch.dtype) -> Source:
+    def cast(self, dtype: torch.dtype) -> LogitsSource:
         """Returns a copy that casts the logits to a dtype."""
         steps = steps_to_text([*steps_from_text(self.promise.steps), ("to", 0.0, dtype)])
         return replace(self, promise=replace(self.promise, steps=steps))
@@ -87,7 +90,7 @@ class Source:
         """Returns the table, and the bias if there is one."""
         return [self.state.parameter(name) for name in (self.promise.table, self.promise.bias) if name]
 
-    def make(self, hidden: Tensor, parameters: Sequence[Tensor] | None = None) -> Tensor:
+    def compute(self, hidden: Tensor, parameters: Sequence[Tensor] | None = None) -> Tensor:
         """Computes the logits (.., V) of hidden states with the whole table. Collective.
 
         Args:
@@ -96,24 +99,24 @@ class Source:
         self.check()
         weight, *bias = self.parameters() if parameters is None else parameters
         if isinstance(weight, TableShard) and not torch.is_grad_enabled():
-            weight = self._gathered(weight)
+            weight = self._gather_table(weight)
         if self.promise.narrow is not None:
             weight, bias = weight.to(self.promise.narrow), [each.to(self.promise.narrow) for each in bias]
         with torch.autocast(hidden.device.type, enabled=False):
             return apply_steps(F.linear(hidden, weight, *bias), self.promise.steps)[-1]
 
-    def _gathered(self, weight: TableShard) -> Tensor:
+    def _gather_table(self, weight: TableShard) -> Tensor:
         """Returns the whole table, which stays gathered."""
         gathered, name = self.state.gathered, self.promise.table
         if name not in gathered:
             local = self.state.tables[name].local.detach()
-            gathered[name] = Gathered(weight.full_tensor(), local, self.version, self.steps)
+            gathered[name] = GatheredTable(weight.full_tensor(), local, self.version, self.steps)
         return gathered[name].whole
 
 
 @dataclass(eq=False)
-class Made:
-    """What is known of logits, shared by their views: their values, and whether a loss has read them.
+class LogitsState:
+    """The state of logits, shared by their views: their values, if computed, and whether a loss has read them.
 
     Attributes:
         before: the logits of which these are a view.
@@ -121,15 +124,15 @@ class Made:
         is_hooked: whether somebody has asked for their gradient.
     """
 
-    before: Made | None
+    before: LogitsState | None
     value: Tensor | None = None
     version: int = 0
     is_scored: bool = False
     is_hooked: bool = False
 
-    def chain(self) -> Iterator[Made]:
+    def chain(self) -> Iterator[LogitsState]:
         """Yields these logits, and then the logits of which they are a view."""
-        found: Made | None = self
+        found: LogitsState | None = self
         while found is not None:
             yield found
             found = found.before
@@ -140,7 +143,7 @@ class Made:
         return self.is_hooked or (self.value is not None and self.value._version != self.version)
 
 
-class _Node(torch.autograd.Function):
+class _LogitsFunction(torch.autograd.Function):
     """The autograd function that computes logits from hidden states and parameters."""
 
     @staticmethod
@@ -160,12 +163,12 @@ class _Node(torch.autograd.Function):
         whole = [each.full_tensor() if isinstance(each, TableShard) else each for each in ctx.source.parameters()]
         with torch.enable_grad():
             hidden, *parameters = (each.detach().requires_grad_() for each in (*ctx.saved_tensors, *whole))
-            values = ctx.source.make(hidden, parameters)
+            values = ctx.source.compute(hidden, parameters)
             values = values.log_softmax(-1) if ctx.is_log else values
             return (None, *torch.autograd.grad(values, (hidden, *parameters), gradient))
 
 
-class _Values(torch.autograd.Function):
+class _ValuesFunction(torch.autograd.Function):
     """The autograd function that returns a result's values, and passes gradients on to the logits."""
 
     @staticmethod
@@ -180,7 +183,7 @@ class _Values(torch.autograd.Function):
 
 
 class Logits(Tensor):
-    """Logits (.., V), or their log-softmax, that are computed only when code reads their values.
+    """Logits (.., V), or their log-softmax, whose values are computed only when code reads them.
 
     Attributes:
         hidden: the hidden states (.., D), with their autograd graph.
@@ -189,19 +192,19 @@ class Logits(Tensor):
     """
 
     hidden: Tensor
-    source: Source
+    source: LogitsSource
     base: Callable[[], Tensor] | None
     is_log: bool
-    made: Made
+    made: LogitsState
     node: Any
 
     @staticmethod
     def __new__(
         cls: type[Logits],
         hidden: Tensor,
-        source: Source,
+        source: LogitsSource,
         base: Callable[[], Tensor] | None = None,
-        before: Made | None = None,
+        before: LogitsState | None = None,
         *,
         is_log: bool = False,
     ) -> Logits:
@@ -215,22 +218,22 @@ class Logits(Tensor):
                 cls, (*hidden.shape[:-1], rows), dtype=source.dtype(hidden), device=hidden.device
             )
             found.hidden, found.source, found.base = hidden, source, base
-            found.is_log, found.made = is_log, Made(before)
+            found.is_log, found.made = is_log, LogitsState(before)
             return found  # type: ignore[no-any-return]
 
-        found: Logits = _Node.apply(make, *inputs)  # type: ignore[no-untyped-call]
+        found: Logits = _LogitsFunction.apply(make, *inputs)  # type: ignore[no-untyped-call]
         found.node = found.grad_fn
         return found
 
     def make(self) -> Tensor:
-        """Computes the values, once. Collective."""
+        """Computes the values of the logits, once. Collective."""
         made = self.made
         if made.value is None:
             with torch.inference_mode(mode=False), torch.set_grad_enabled(self.hidden.requires_grad):
-                made.value = self.source.make(self.hidden) if self.base is None else self.base()
+                made.value = self.source.compute(self.hidden) if self.base is None else self.base()
             made.version = made.value._version
         if self.grad_fn is not self.node:
-            found: Tensor = _Values.apply(self, made.value.detach())  # type: ignore[no-untyped-call]
+            found: Tensor = _ValuesFunction.apply(self, made.value.detach())  # type: ignore[no-untyped-call]
             return found
         return made.value
 
@@ -239,8 +242,10 @@ class Logits(Tensor):
         """Returns whether values are known or were changed, here or in the logits of which these are a view."""
         return self.grad_fn is not self.node or any(each.value is not None for each in self.made.chain())
 
-    def derived(self, hidden: Tensor, base: Callable[[], Tensor], source: Source | None = None) -> Logits:
-        """Returns logits of other hidden states, whose values `base` computes from these."""
+    def derived(self, hidden: Tensor, base: Callable[[], Tensor], source: LogitsSource | None = None) -> Logits:
+        """Returns logits for other hidden states, such as a slice of these. `base` computes their values from these
+        logits.
+        """
         return Logits(hidden, source or self.source, base, self.made, is_log=self.is_log)
 
     @classmethod
@@ -253,30 +258,32 @@ class Logits(Tensor):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         if func in _OF_GRADIENTS:
-            _hook([each for each in pytree.tree_leaves((args, kwargs)) if isinstance(each, Logits)])
+            _on_gradient_request([each for each in pytree.tree_leaves((args, kwargs)) if isinstance(each, Logits)])
         lazily = _LAZY.get(func)
         if lazily is not None and args and isinstance(args[0], Logits) and not args[0].is_made:
             found = lazily(func, *args, **kwargs)
             if found is not NotImplemented:
                 return found
-        return func(*_made(args), **_made(kwargs))
+        return func(*_replace_by_values(args), **_replace_by_values(kwargs))
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        return func(*_made(args), **_made(kwargs or {}))
+        return func(*_replace_by_values(args), **_replace_by_values(kwargs or {}))
 
 
-def _hook(logits: Sequence[Logits]) -> None:
-    """Records that code asks for the gradient of logits. Raises if a loss has already bypassed them."""
+def _on_gradient_request(logits: Sequence[Logits]) -> None:
+    """Records that user code wants the gradient of logits. Raises if a loss has already been computed without the
+    logits.
+    """
     for each in logits:
         if any(made.is_scored for made in each.made.chain()):
             raise RuntimeError(_SCORED)
         each.made.is_hooked = True
 
 
-def _made(tree: Any) -> Any:
+def _replace_by_values(tree: Any) -> Any:
     """Replaces all promised logits in a tree by their values. Collective."""
     return pytree.tree_map_only(Logits, Logits.make, tree)
 
@@ -299,7 +306,7 @@ _OF_GRADIENTS = frozenset({torch.autograd.grad, Tensor.register_hook, Tensor.ret
 # -- views and casts ---------------------------------------------------------------------------------------------------
 
 
-def _reshaped(func: Any, logits: Logits, *args: Any, **kwargs: Any) -> Any:
+def _reshape(func: Any, logits: Logits, *args: Any, **kwargs: Any) -> Any:
     """Implements reshapes of the leading dimensions without computing values."""
     with torch._C.DisableTorchFunctionSubclass():
         shape = func(torch.empty(logits.shape, device="meta"), *args, **kwargs).shape
@@ -309,17 +316,17 @@ def _reshaped(func: Any, logits: Logits, *args: Any, **kwargs: Any) -> Any:
     return logits.derived(hidden, lambda: func(logits.make(), *args, **kwargs))
 
 
-def _same(func: Any, logits: Logits, *args: Any, **kwargs: Any) -> Any:
+def _keep_hidden(func: Any, logits: Logits, *args: Any, **kwargs: Any) -> Any:
     """Implements ops whose result has the same hidden states, without computing values."""
     return logits.derived(logits.hidden, lambda: func(logits.make(), *args, **kwargs))
 
 
-def _detached(func: Any, logits: Logits) -> Any:
+def _detach(func: Any, logits: Logits) -> Any:
     """Implements `detach` without computing values."""
     return logits.derived(logits.hidden.detach(), lambda: func(logits.make()))
 
 
-def _indexed(func: Any, logits: Logits, index: Any) -> Any:
+def _index(func: Any, logits: Logits, index: Any) -> Any:
     """Implements indexing of the leading dimensions without computing values."""
     indices = index if isinstance(index, tuple) else (index,)
     behind = indices[next((k for k, each in enumerate(indices) if each is Ellipsis), -1) + 1 :]
@@ -363,18 +370,18 @@ def _log_softmax(func: Any, logits: Logits, dim: Any = None, *args: Any, **kwarg
 
 def _nll_loss(func: Any, logits: Logits, target: Any, *args: Any, **kwargs: Any) -> Any:
     """Implements `nll_loss` of promised log-probabilities by the sharded output layer, where that is possible."""
-    return _loss(logits, target, *args, **kwargs) if logits.is_log else NotImplemented
+    return _sharded_loss(logits, target, *args, **kwargs) if logits.is_log else NotImplemented
 
 
 def _cross_entropy(func: Any, logits: Logits, target: Any, *args: Any, **kwargs: Any) -> Any:
     """Implements `cross_entropy` of promised logits by the sharded output layer, where that is possible."""
-    return NotImplemented if logits.is_log else _loss(logits, target, *args, **kwargs)
+    return NotImplemented if logits.is_log else _sharded_loss(logits, target, *args, **kwargs)
 
 
 _REDUCTIONS = {"none": 0, "mean": 1, "sum": 2}
 
 
-def _loss(
+def _sharded_loss(
     logits: Logits,
     target: Any,
     weight: Any = None,
@@ -384,8 +391,8 @@ def _loss(
     reduction: str = "mean",
     label_smoothing: float = 0.0,
 ) -> Any:
-    """Computes a loss of logits by the sharded output layer. Returns NotImplemented if its options are not supported.
-    Collective.
+    """Computes a loss of logits by the sharded output layer, with the arguments of `F.cross_entropy`. Returns
+    NotImplemented if it does not support them. Collective.
     """
     is_plain = size_average is None and reduce is None and not (label_smoothing and weight is not None)
     is_plain = is_plain and 0.0 <= label_smoothing <= 1.0
@@ -406,19 +413,19 @@ def _loss(
     return loss.to(source.dtype(logits.hidden))
 
 
-def _in_autocast(logits: Logits) -> Source:
+def _in_autocast(logits: Logits) -> LogitsSource:
     """Returns the source of logits as a softmax reads them, which is in float32 under autocast."""
     enabled = torch.is_autocast_enabled(logits.device.type)
     return logits.source.cast(torch.float32) if enabled and logits.dtype.itemsize < 4 else logits.source
 
 
 _LAZY: dict[Any, Callable[..., Any]] = {
-    **dict.fromkeys((Tensor.view, Tensor.reshape, Tensor.flatten, torch.reshape, torch.flatten), _reshaped),
-    **dict.fromkeys((Tensor.unsqueeze, Tensor.squeeze, torch.unsqueeze, torch.squeeze), _reshaped),
-    **dict.fromkeys((Tensor.contiguous, Tensor.clone, torch.clone), _same),
-    **dict.fromkeys((Tensor.detach,), _detached),
+    **dict.fromkeys((Tensor.view, Tensor.reshape, Tensor.flatten, torch.reshape, torch.flatten), _reshape),
+    **dict.fromkeys((Tensor.unsqueeze, Tensor.squeeze, torch.unsqueeze, torch.squeeze), _reshape),
+    **dict.fromkeys((Tensor.contiguous, Tensor.clone, torch.clone), _keep_hidden),
+    **dict.fromkeys((Tensor.detach,), _detach),
     **dict.fromkeys((Tensor.to, Tensor.float, Tensor.double, Tensor.half, Tensor.bfloat16, Tensor.type), _cast),
-    Tensor.__getitem__: _indexed,
+    Tensor.__getitem__: _index,
     **dict.fromkeys((F.log_softmax, torch.log_softmax, Tensor.log_softmax), _log_softmax),
     F.nll_loss: _nll_loss,
     F.cross_entropy: _cross_entropy,

@@ -23,8 +23,10 @@ Step = tuple[SparseUpdate, Rows]
 """Of a table or a row space, and the gradient that it takes."""
 
 
-def add_up_squares(steps: Sequence[Step], communicator: Communicator, recorder: Recorder) -> None:
-    """Makes steps of one optimizer wait for their rows' sums of squares. Collective, with equal rows in one order."""
+def sum_squares_over_ranks(steps: Sequence[Step], communicator: Communicator, recorder: Recorder) -> None:
+    """Starts summing the squares of rows over ranks, and makes the steps of one optimizer wait for the sums.
+    Collective, with equal rows in the same order.
+    """
     if not steps:
         return
     norms = _RowNorms(torch.cat([rows.square().sum(1) for _, (_, rows) in steps]), communicator, recorder)
@@ -53,5 +55,5 @@ class _RowNorms:
             if self._recording is not None:
                 sent_bytes = cost.all_reduce(self._squares.nbytes, self._communicator.world_size).sent_bytes
                 now = self._recorder.clock.now()
-                self._recorder.transferred(Transfer(ROW_NORMS, self._window, sent_bytes, self._began, now))
+                self._recorder.record_transfer(Transfer(ROW_NORMS, self._window, sent_bytes, self._began, now))
         return self._squares[rows].to(dtype)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import Tensor, fx
 
-from embrace_fx.runtime.lower.lower import Call, Phase, lower, source
+from embrace_fx.runtime.lower.lower import Call, Phase, lower_phase, phase_source
 from embrace_fx.runtime.tables.model_state import ModelState
 from embrace_fx.vocabulary.graph import (
     BatchInput,
@@ -35,7 +35,7 @@ _HELD, _SHARD, _BATCH, _SAVED, _TANGENT = range(5)
 
 @dataclass(frozen=True)
 class Runnable:
-    """A lowered phase, with the sources of its arguments and the roles of its outputs.
+    """A phase as a function, with the source of each argument and the role of each output.
 
     The last phase removes saved values from `values`, so that each value is freed after its last use.
     """
@@ -63,15 +63,15 @@ class Runnable:
 
     def source(self) -> str:
         """Returns the Python code that runs."""
-        return source(self.run)
+        return phase_source(self.run)
 
-    def saved(self, leaves: Sequence[Any], values: Values) -> Values:
+    def run_and_save(self, leaves: Sequence[Any], values: Values) -> Values:
         """Runs the phase, and adds the values that it saves to `values`."""
-        keep(self.roles, self(leaves, values, {}), values)
+        store_saved(self.roles, self(leaves, values, {}), values)
         return values
 
 
-def runnable(
+def make_runnable(
     module: fx.GraphModule,
     state: ModelState,
     call: Call = lambda node: None,
@@ -101,24 +101,24 @@ def runnable(
                 sources.append((_TANGENT, index))
             case Saved(name):
                 sources.append((_SAVED, name))
-    run = lower(module, call, regions)
+    run = lower_phase(module, call, regions)
     return Runnable(run, tuple(sources), tuple(role for _, role in outputs_of(module)), last)
 
 
-def reader(module: fx.GraphModule, state: ModelState) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
+def make_reader(module: fx.GraphModule, state: ModelState) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
     """Returns a function from a flattened batch to the outputs of a graph without collectives."""
-    run = runnable(module, state)
+    run = make_runnable(module, state)
     return lambda leaves: run(leaves, {}, {})
 
 
-def keep(roles: Sequence[OutputRole], outputs: Sequence[Any], values: Values) -> None:
+def store_saved(roles: Sequence[OutputRole], outputs: Sequence[Any], values: Values) -> None:
     """Stores the outputs that a phase saves in `values`, by role."""
     for role, value in zip(roles, outputs, strict=True):
         if isinstance(role, Saved):
             values[role.name] = value
 
 
-def outside_of_autograd(call: Callable[..., Result], *arguments: Any, **options: Any) -> Result:
+def call_without_autograd(call: Callable[..., Result], *arguments: Any, **options: Any) -> Result:
     """Calls a part of a program without gradients, which its graph computes, and without autocast."""
     had_gradients = torch.is_grad_enabled()
     torch._C._set_grad_enabled(False)  # `torch.no_grad` is eight calls of Python
@@ -131,7 +131,7 @@ def outside_of_autograd(call: Callable[..., Result], *arguments: Any, **options:
         torch._C._set_grad_enabled(had_gradients)
 
 
-def autocast_is_in_the_graph() -> contextlib.AbstractContextManager[None]:
+def without_user_autocast() -> contextlib.AbstractContextManager[None]:
     """Returns a context without autocast, because the graph has casts as nodes, and autocast would cast again."""
     enabled = torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")
     return _without_autocast() if enabled else _AS_IT_IS

@@ -21,14 +21,14 @@ from embrace_fx.runtime.flow.next_batch import ANNOUNCEMENT, NextBatch
 from embrace_fx.runtime.launch import streams
 from embrace_fx.runtime.launch.ticket import Dropped
 from embrace_fx.runtime.ranks.backward_barrier import BackwardBarrier
-from embrace_fx.runtime.ranks.bad_batches import unreadable
-from embrace_fx.runtime.ranks.failure import TOLD, PeerFailure, failure_text, is_of_ranks
+from embrace_fx.runtime.ranks.bad_batches import unreadable_batch
+from embrace_fx.runtime.ranks.failure import TOLD, PeerFailure, failure_text, is_known_to_all_ranks
 from embrace_fx.runtime.step.backward_flags import FAILED, Finish, launch_flags
 from embrace_fx.runtime.step.call_node import TWICE, CallNode
 from embrace_fx.runtime.step.program import LoweredPhase, Program
-from embrace_fx.runtime.step.promised_logits import Logits, Source
-from embrace_fx.runtime.step.runnable_phase import autocast_is_in_the_graph, keep
-from embrace_fx.runtime.step.writable_results import in_memory_of, writable_results
+from embrace_fx.runtime.step.promised_logits import Logits, LogitsSource
+from embrace_fx.runtime.step.runnable_phase import store_saved, without_user_autocast
+from embrace_fx.runtime.step.writable_results import sharing_memory, writable_results
 from embrace_fx.vocabulary.graph import BatchInput, Gradient, OutputRole, Result, Values
 from embrace_fx.vocabulary.step_variant import BackwardVariant, ForwardVariant
 from embrace_fx.vocabulary.version_snapshot import VersionSnapshot
@@ -48,21 +48,23 @@ def run_step(program: Program, leaves: Sequence[Any], *, train: bool, following:
         following: the next batch, if known.
     """
     step = Step(program, leaves, following)
-    with autocast_is_in_the_graph():
-        tensors = _tensors(program, step, leaves, train)
+    with without_user_autocast():
+        tensors = _run_and_unpack(program, step, leaves, train)
     results: list[Any] = [None] * program.result_count
     for index, value in program.constants.items():
         results[index] = value
     for index, value in zip(program.results, tensors, strict=True):
         promise = program.promised.get(index)
         if promise is not None:
-            value = Logits(value, Source.of(promise, program.state, program.communicator, trains=train))
+            value = Logits(value, LogitsSource.of_call(promise, program.state, program.communicator, trains=train))
         results[index] = value
     return results
 
 
-def _tensors(program: Program, step: Step, leaves: Sequence[Any], train: bool) -> tuple[Tensor, ...]:
-    """Runs the forward of a step and returns the tensors among its results, with or without autograd."""
+def _run_and_unpack(program: Program, step: Step, leaves: Sequence[Any], train: bool) -> tuple[Tensor, ...]:
+    """Runs a step's forward as a node of autograd, or without autograd if it does not train. Returns the tensors among
+    its results.
+    """
     if train and program.has_backward:
         inputs = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
         anchor = torch.empty((), requires_grad=True, device="cpu")
@@ -76,7 +78,7 @@ def _tensors(program: Program, step: Step, leaves: Sequence[Any], train: bool) -
 
 
 @dataclass(frozen=True)
-class Opened:
+class OpenedBackward:
     """A backward that has begun on this rank.
 
     Attributes:
@@ -118,28 +120,30 @@ class Step:
             program.regions.begin_step()
         outputs = self._run_forward(forward, values)
         results = [value for role, value in zip(forward.run.roles, outputs, strict=True) if isinstance(role, Result)]
-        keep(forward.run.roles, outputs, values)
-        program.let_go(values, "forward")
+        store_saved(forward.run.roles, outputs, values)
+        program.drop_unread(values, "forward")
         program.flow.end_forward()
         self._values = values
         results, made = writable_results(results, program.differentiable_places)
         self._results = [r.detach() if isinstance(r, Tensor) else r for r in results]
-        self._read_again = self._seen(values, results, made)
+        self._read_again = self._snapshot_reads(values, results, made)
         return results
 
-    def _seen(self, values: Values, results: Sequence[Any], made: Sequence[int]) -> VersionSnapshot:
+    def _snapshot_reads(self, values: Values, results: Sequence[Any], made: Sequence[int]) -> VersionSnapshot:
         """Returns a snapshot of the tensors that the backward reads, to detect writes between forward and backward."""
-        read = self.program.read_again(self._leaves, values)
-        return read + in_memory_of((results[k] for k in made), read) if made else read
+        read = self.program.snapshot_reads(self._leaves, values)
+        return read + sharing_memory((results[k] for k in made), read) if made else read
 
     def _run_forward(self, forward: LoweredPhase, values: Values) -> tuple[Any, ...]:
-        """Runs the forward and returns its outputs. If it fails, all ranks are told, and wait for no launch of it."""
+        """Runs the forward and returns its outputs. If it fails, informs the other ranks, and makes the launches that
+        they wait for.
+        """
         program = self.program
         needed = forward.missing.begin(values)
         try:
             return forward.run(self._leaves, values, {})
         except Exception as error:
-            if is_of_ranks(error) or not self.program.flow.shares_failures:
+            if is_known_to_all_ranks(error) or not self.program.flow.shares_failures:
                 raise
             forward.missing.submit(needed)
             program.flow.give_up_forward()
@@ -157,14 +161,14 @@ class Step:
             )
         values: Values = {}
         try:
-            program.unique.saved(self._leaves, values)
+            program.unique.run_and_save(self._leaves, values)
         except Exception as error:  # any kind of error, because the other ranks must be informed
-            program.announcements.announce_step((), unreadable(error))
+            program.announcements.announce_step((), unreadable_batch(error))
             raise
         if not program.announces:
             program.announcements.announce_step(())
-        program.ids.saved(self._leaves, values)
-        program.let_go(values, "ids")
+        program.ids.run_and_save(self._leaves, values)
+        program.drop_unread(values, "ids")
         program.flow.after_announcement()
         program.flow.begin_plain_forward()
         return values, ForwardVariant()
@@ -196,24 +200,24 @@ class Step:
         used = program.used.words(given, self.unreduced)
         if state.hooked:
             state.unreached = program.used.absent(program.used.words(given))
-        outputs, roles, counts = self._close(self._open(values), values, tangents, used, twice=twice)
+        outputs, roles, counts = self._close_backward(self._open_backward(values), values, tangents, used, twice=twice)
         if not for_parameters:
             program.flow.drop()
-            return self._of_batch(roles, outputs)
+            return self._batch_gradients(roles, outputs)
         absent = program.used.absent(counts)
-        absent_here = program.used.absent(used) | program.used.left(given)
+        absent_here = program.used.absent(used) | program.used.local_unreached(given)
         given_away = [tangent for tangent in tangents if tangent is not None]
         program.deliver(roles, outputs, absent, absent_here, given_away)
         program.flow.mark_end()
-        return self._of_batch(roles, outputs)
+        return self._batch_gradients(roles, outputs)
 
     def join_backward(self) -> None:
-        """Joins the backward of the other ranks, with nothing to compute or to send."""
-        if (gate := self._enter(0)) is not None:
-            self._check_gate(gate)
+        """Takes part in the other ranks' backward, with nothing to compute or send."""
+        if (gate := self._enter_backward(0)) is not None:
+            self._check_barrier(gate)
         self._launch_flags(self.program.used.words(()), 0)("", None, lambda: True)
 
-    def _enter(self, call: int) -> BackwardBarrier | None:
+    def _enter_backward(self, call: int) -> BackwardBarrier | None:
         """Announces that this rank has entered its backward. Returns the barrier, or None if there are no other
         ranks.
 
@@ -226,24 +230,30 @@ class Step:
         program.flow.wait()  # for gradients of an earlier backward, which stays valid if this one fails
         return BackwardBarrier(program.announcements, call)
 
-    def _open(self, values: Values) -> Opened:
+    def _open_backward(self, values: Values) -> OpenedBackward:
         """Begins a backward: announces it, and opens its launch window.
 
         Raises:
             PeerFailure: a rank is known not to be in this backward; raised on every rank that is.
         """
         program, flow = self.program, self.program.flow
-        gate = self._enter(1 + program.communicator.progress.step - self._announced)
+        gate = self._enter_backward(1 + program.communicator.progress.step - self._announced)
         variant = flow.next_backward(program.ids_program, values)
         backward = program.phase(variant)
         needed = backward.missing.begin(values)
         flow.open_window(gate, backward.absent)
         if gate is not None and backward.missing.on_the_spot:
-            self._check_gate(gate)  # launches without a launcher are made immediately
-        return Opened(gate, variant, backward, needed)
+            self._check_barrier(gate)  # launches without a launcher are made immediately
+        return OpenedBackward(gate, variant, backward, needed)
 
-    def _close(
-        self, opened: Opened, values: Values, tangents: Sequence[Tensor | None], used: Sequence[int], *, twice: bool
+    def _close_backward(
+        self,
+        opened: OpenedBackward,
+        values: Values,
+        tangents: Sequence[Tensor | None],
+        used: Sequence[int],
+        *,
+        twice: bool,
     ) -> tuple[tuple[Any, ...], Sequence[OutputRole], tuple[int, ...]]:
         """Runs the backward to its end, and checks with all ranks that it has succeeded.
 
@@ -262,7 +272,7 @@ class Step:
         outputs: tuple[Any, ...] = ()
         try:
             self._begin_backward(opened.variant, twice)
-            written, names = self._written()
+            written, names = self._written_tensors()
             if gate is None:  # on the host, all flags are read at the end, including those of failures
                 finish = self._launch_flags(used, written)
 
@@ -270,22 +280,22 @@ class Step:
                 """Checks the gradients' writers and launches the flags of the backward, once."""
                 nonlocal finish
                 if gate is not None:
-                    self._check_gate(gate)
+                    self._check_barrier(gate)
                 finish = finish or self._launch_flags(used, written)
 
             outputs = self._call_backward(backward, values, tangents, announce_end)
         except Dropped:
             pass
         except Exception as failure:
-            if gate is not None and finish is None and not is_of_ranks(failure):
+            if gate is not None and finish is None and not is_known_to_all_ranks(failure):
                 self._fail_backward(backward, gate, opened.needed, used, failure)
             raise
         if gate is not None:
-            self._check_gate(gate)
+            self._check_barrier(gate)
         flow.end_backward()
         try:
             finish = finish or self._launch_flags(used, written)
-            reached = self._meet(finish, names, None, lambda: self._is_harmless(tangents))
+            reached = self._call_waiting(finish, names, None, lambda: self._nonfinite_is_harmless(tangents))
         except PeerFailure:
             flow.give_up_backward()
             raise
@@ -302,13 +312,13 @@ class Step:
         if twice:  # the other ranks learn of it like of any failure
             raise RuntimeError(TWICE)
 
-    def _meet(self, call: Callable[..., Met], *arguments: Any) -> Met:
-        """Makes a call that waits for all other ranks. The host of a device does not wait."""
+    def _call_waiting(self, call: Callable[..., Met], *arguments: Any) -> Met:
+        """Makes a call that waits for all other ranks, and records the wait. With a device, the host does not wait."""
         flow = self.program.flow
         return flow.recorder.timed(ANNOUNCEMENT, call, *arguments) if flow.shares_failures else call(*arguments)
 
-    def _written(self) -> tuple[int, str]:
-        """Counts the tensors read by the backward that were written since the forward, and names them."""
+    def _written_tensors(self) -> tuple[int, str]:
+        """Returns how many tensors that the backward reads were written since the forward, and their names as text."""
         written = self._read_again.written()
         self._read_again = VersionSnapshot()  # the backward frees values after their last use
         return len(written), self.program.name_written(written, self._leaves)
@@ -334,12 +344,12 @@ class Step:
         }
         return backward.run(self._leaves, values, dense)
 
-    def _check_gate(self, gate: BackwardBarrier) -> None:
+    def _check_barrier(self, gate: BackwardBarrier) -> None:
         """Raises PeerFailure if a rank is not in this backward. Nothing of the backward has been sent then."""
         if gate.future.done():
             gate.wait()
         else:
-            self._meet(gate.wait)
+            self._call_waiting(gate.wait)
         if not gate.all_are_here():
             self.program.flow.give_up_backward()
             gate.check()
@@ -347,14 +357,16 @@ class Step:
     def _fail_backward(
         self, backward: LoweredPhase, gate: BackwardBarrier, needed: Values, used: Sequence[int], failure: Exception
     ) -> None:
-        """Keeps other ranks from waiting for ever after this rank's backward has failed, and tells them the failure.
+        """Keeps other ranks from hanging after `failure` ended this rank's backward, and reports the failure to them.
 
         Args:
+            backward: the phase that failed.
+            gate: the barrier of the backward.
             needed: the values from which the launches that other ranks wait for are made.
             used: the parameters that the backward reaches, encoded by `UsedParameters.words`.
         """
         flow = self.program.flow
-        self._check_gate(gate)
+        self._check_barrier(gate)
         backward.missing.submit(needed)
         flow.end_backward()
         with contextlib.suppress(PeerFailure):
@@ -362,7 +374,7 @@ class Step:
         flow.give_up_backward()
         failure.add_note(TOLD)
 
-    def _is_harmless(self, tangents: Sequence[Tensor | None]) -> bool:
+    def _nonfinite_is_harmless(self, tangents: Sequence[Tensor | None]) -> bool:
         """Returns whether results that are not finite leave the same gradients as under DDP.
 
         A mean over no labels is nan, with gradients of zero; a loop may have replaced a result before its backward.
@@ -378,10 +390,10 @@ class Step:
     def _launch_flags(self, used: Sequence[int], written: int) -> Finish:
         """Begins the exchange of this backward's flags. Returns the function that ends it."""
         scalars = [r for r in self._results if isinstance(r, Tensor) and r.dim() == 0 and r.is_floating_point()]
-        on = streams.streams_of(scalars[0].device) if scalars else None
+        on = streams.choose_streams(scalars[0].device) if scalars else None
         return launch_flags(scalars, used, written, self.program.communicator, on)
 
-    def _of_batch(self, roles: Sequence[OutputRole], outputs: Sequence[Any]) -> list[Tensor | None]:
+    def _batch_gradients(self, roles: Sequence[OutputRole], outputs: Sequence[Any]) -> list[Tensor | None]:
         """Returns the gradients of the batch's tensors that require one, in the order of the batch."""
         found = {
             role.of.index: value

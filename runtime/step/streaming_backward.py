@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import Tensor, fx
 
-from embrace_fx.runtime.step.runnable_phase import Runnable, keep
+from embrace_fx.runtime.step.runnable_phase import Runnable, store_saved
 from embrace_fx.vocabulary.graph import LateModule, OutputRole, Saved, Tangent, Values, inputs_of, outputs_of
 from embrace_fx.vocabulary.ops import op_name
 
@@ -24,8 +24,8 @@ _Output = tuple[fx.Node | None, OutputRole]
 
 
 class StreamingBackward:
-    """A lowered backward of the eager route that runs piece by piece: each bucket is sent as soon as its gradients
-    exist.
+    """A lowered backward of the eager route that runs piece by piece, so that each bucket is sent as soon as its
+    gradients exist.
 
     Args:
         module: the phase.
@@ -33,7 +33,7 @@ class StreamingBackward:
     """
 
     def __init__(self, module: fx.GraphModule, lower: Callable[[fx.GraphModule], Runnable]) -> None:
-        *pieces, rest = map(lower, modules := _cut(module))
+        *pieces, rest = map(lower, modules := _split_by_bucket(module))
         needed = [{role.index for _, role in inputs_of(each) if isinstance(role, Tangent)} for each in modules]
         self._pieces = [*zip(pieces, needed, strict=False)]
         self._piece_of = {tangent: k for k, (_, each) in enumerate(self._pieces) for tangent in each}
@@ -77,7 +77,7 @@ class StreamingBackward:
         while self.may_run(tangents):
             piece, _ = self._pieces[self._run]
             self._run += 1
-            keep(piece.roles, piece((), {}, tangents), self._values)
+            store_saved(piece.roles, piece((), {}, tangents), self._values)
 
     def __call__(self, leaves: Sequence[Any], values: Values, tangents: Mapping[int, Tensor]) -> tuple[Any, ...]:
         """Runs the remaining pieces of the backward, and resets for the next backward."""
@@ -87,7 +87,7 @@ class StreamingBackward:
         return self._rest(leaves, saved, tangents)
 
 
-def _cut(module: fx.GraphModule) -> list[fx.GraphModule]:
+def _split_by_bucket(module: fx.GraphModule) -> list[fx.GraphModule]:
     """Splits a backward into pieces: one per bucket, and a last one with all other nodes."""
     left = dict.fromkeys(node for node in module.graph.nodes if node.op == "call_function")
     found = []
@@ -99,13 +99,13 @@ def _cut(module: fx.GraphModule) -> list[fx.GraphModule]:
         while last is not None:
             piece.add(end := last)
             last = next((user for user in end.users if op_name(user) == "embrace::submit_chunk"), None)
-        found.append(_part(module, piece, [(end, Saved(end.name))]))
+        found.append(_extract(module, piece, [(end, Saved(end.name))]))
         for each in piece:
             left.pop(each, None)
-    return [*found, _part(module, left, [*outputs_of(module)])]
+    return [*found, _extract(module, left, [*outputs_of(module)])]
 
 
-def _part(module: fx.GraphModule, nodes: Collection[fx.Node], outputs: Sequence[_Output]) -> fx.GraphModule:
+def _extract(module: fx.GraphModule, nodes: Collection[fx.Node], outputs: Sequence[_Output]) -> fx.GraphModule:
     """Returns the graph of some nodes. What they read from other nodes becomes a saved value."""
     read = {each for node in nodes for each in node.all_input_nodes} | {value for value, _ in outputs}
     graph, env = fx.Graph(), dict[fx.Node, fx.Node]()

@@ -62,12 +62,12 @@ class UsedParameters:
         """
         found = self._words.get(given)
         if found is None:
-            found = _remember(self._words, given, self._encoded(self._reached(given)))
-        return self._encoded(self._reached(given).union(unreduced)) if unreduced else found
+            found = _remember(self._words, given, self._set_fields(self._reached(given)))
+        return self._set_fields(self._reached(given).union(unreduced)) if unreduced else found
 
-    def left(self, given: tuple[int, ...]) -> frozenset[str]:
+    def local_unreached(self, results: tuple[int, ...]) -> frozenset[str]:
         """Returns the parameters that ranks do not share and that a backward from these results does not reach."""
-        return self._local - self._reached(given) if self._local else self._local
+        return self._local - self._reached(results) if self._local else self._local
 
     def absent(self, counts: tuple[int, ...]) -> frozenset[str]:
         """Returns the parameters that no rank's backward reaches.
@@ -76,9 +76,9 @@ class UsedParameters:
             counts: the sums of all ranks' words.
         """
         found = self._absent.get(counts)
-        return _remember(self._absent, counts, self._without(counts)) if found is None else found
+        return _remember(self._absent, counts, self._find_absent(counts)) if found is None else found
 
-    def named(self, counts: tuple[int, ...]) -> list[str]:
+    def reached_by_any(self, counts: tuple[int, ...]) -> list[str]:
         """Returns the parameters that at least one rank's backward reaches.
 
         Args:
@@ -93,7 +93,7 @@ class UsedParameters:
         starts = frozenset(given)
         return {name for sources, members in self._groups if not starts.isdisjoint(sources) for name in members}
 
-    def _encoded(self, reached: Collection[str]) -> tuple[int, ...]:
+    def _set_fields(self, reached: Collection[str]) -> tuple[int, ...]:
         """Returns the numbers that ranks sum: a field of a few bits, set to 1, for each name."""
         words = [0] * -(-len(self._place) // self._per_word)
         for name in reached:
@@ -102,7 +102,7 @@ class UsedParameters:
                 words[word] += 1 << field * self._field
         return tuple(words)
 
-    def _without(self, counts: tuple[int, ...]) -> frozenset[str]:
+    def _find_absent(self, counts: tuple[int, ...]) -> frozenset[str]:
         """Returns the delivered parameters that no rank has reached."""
         mask = (1 << self._field) - 1
         places = ((name, *self._place[name]) for name in self._delivered)

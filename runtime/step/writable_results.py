@@ -35,18 +35,18 @@ def writable_results(results: Sequence[Any], differentiable: Iterable[int]) -> t
     return given, made
 
 
-def in_memory_of(made: Iterable[Tensor], read: VersionSnapshot) -> VersionSnapshot:
+def sharing_memory(made: Iterable[Tensor], read: VersionSnapshot) -> VersionSnapshot:
     """Returns the tensors among `made` that share memory with tensors that the backward reads.
 
     Args:
         made: plain tensors that `writable_results` made.
         read: the tensors that the backward reads.
     """
-    memory = {memory_of(tensor) for tensor in read.tensors}
-    shared = (tensor.detach() for tensor in made if memory_of(tensor) in memory)
-    return VersionSnapshot.of(shared)
+    memory = {storage_id(tensor) for tensor in read.tensors}
+    shared = (tensor.detach() for tensor in made if storage_id(tensor) in memory)
+    return VersionSnapshot.of_tensors_in(shared)
 
 
-def memory_of(tensor: Tensor) -> int:
+def storage_id(tensor: Tensor) -> int:
     """Returns a number that is equal for tensors with the same storage."""
-    return int((tensor.held.now() if isinstance(tensor, TableShard) else tensor).untyped_storage()._cdata)
+    return int((tensor.held.stored() if isinstance(tensor, TableShard) else tensor).untyped_storage()._cdata)

@@ -30,8 +30,8 @@ _WRITTEN_TOO_LATE = (
 )
 
 
-class _Viewer:
-    """An object that views of a gradient keep alive, so that the gradient can tell whether views exist.
+class _ViewToken:
+    """An object that each view of a gradient keeps alive, so that the gradient can tell whether views exist.
 
     Args:
         of: the gradient.
@@ -78,7 +78,7 @@ class GradientStorage(LocalStorage):
         self._read: list[Tensor] | None = None  # if dense, the rows with a gradient from lookups, or None for all rows
         # Whether the caller may write the rows; and rows handed out earlier, which the gradient no longer uses.
         self._are_shown, self._left = False, VersionSnapshot()
-        self._viewer: weakref.ref[_Viewer] = weakref.ref(_Viewer(self))
+        self._viewer: weakref.ref[_ViewToken] = weakref.ref(_ViewToken(self))
 
     @property
     def is_late(self) -> bool:
@@ -90,14 +90,14 @@ class GradientStorage(LocalStorage):
         """Returns whether the gradient is zero because nothing was added since it was created or zeroed."""
         return self.late is None and self.local is None and not self._rows
 
-    def waits_for(self, late: GradientFuture[Sequence[Rows]]) -> bool:
+    def waits_for(self, future: GradientFuture[Sequence[Rows]]) -> bool:
         """Returns whether the gradient is still in flight and this future delivers it."""
-        return self.late is not None and self.late[0] is late
+        return self.late is not None and self.late[0] is future
 
-    def will_be(self, late: GradientFuture[Sequence[Rows]], k: int) -> None:
-        """Sets the gradient to the k-th result of a future, without waiting."""
+    def set_future(self, future: GradientFuture[Sequence[Rows]], k: int) -> None:
+        """Makes this gradient the k-th result of a future, without waiting for it."""
         self.set_zero()
-        self.late = late, k
+        self.late = future, k
 
     def wait(self) -> None:
         """Waits for a gradient in flight.
@@ -171,7 +171,7 @@ class GradientStorage(LocalStorage):
         if not self._rows:
             empty = torch.empty(0, dtype=torch.int64, device=self.device)
             return empty, torch.empty((0, *self.shape[1:]), dtype=self.dtype, device=self.device)
-        self._rows = [merged(self._rows)]
+        self._rows = [sum_rows(self._rows)]
         return self._rows[0]
 
     def dense(self) -> Tensor:
@@ -193,10 +193,12 @@ class GradientStorage(LocalStorage):
     def memory(self) -> Tensor:
         """Converts the gradient to a dense tensor for good, and returns that tensor (V', d)."""
         if not self.is_dense:
-            self._left = VersionSnapshot.of(self._shown())  # a write to rows handed out earlier would now be lost
+            self._left = VersionSnapshot.of_tensors_in(
+                self._handed_out()
+            )  # a write to rows handed out earlier would now be lost
             dense, read = self.dense(), [ids for ids, _ in self._rows]
             self._rows, self.local, self._read = [], dense, read
-            self._seen = VersionSnapshot.of([dense])  # the values are the same, so the norms stay valid
+            self._seen = VersionSnapshot.of_tensors_in([dense])  # the values are the same, so the norms stay valid
         assert self.local is not None
         return self.local
 
@@ -209,7 +211,7 @@ class GradientStorage(LocalStorage):
         self._rows, self.local, self._read, self._are_shown = [rows], None, None, True
         return rows
 
-    def _shown(self) -> tuple[Tensor, ...]:
+    def _handed_out(self) -> tuple[Tensor, ...]:
         """Returns the memory that `shown_rows` has handed out."""
         return tuple([rows for _, rows in self._rows]) if self._are_shown and self._viewer() is not None else ()
 
@@ -217,12 +219,12 @@ class GradientStorage(LocalStorage):
         """Returns the object that views of the gradient keep alive."""
         viewer = self._viewer()
         if viewer is None:
-            viewer = _Viewer(self)
+            viewer = _ViewToken(self)
             self._viewer = weakref.ref(viewer)
         return viewer
 
     def pinned(self) -> Tensor:
-        """Returns the gradient as a dense tensor that the caller may keep."""
+        """Returns the gradient as a dense tensor that the caller may keep and write."""
         self._keeps = self.viewer()
         return self.memory()
 
@@ -246,10 +248,10 @@ class GradientStorage(LocalStorage):
         other = copy.copy(self)
         other._rows, other._norms = list(self._rows), dict(self._known_norms())
         other._siblings, other._are_shown, other._left = (lambda: ()), False, VersionSnapshot()
-        other._viewer = weakref.ref(_Viewer(other))
+        other._viewer = weakref.ref(_ViewToken(other))
         if self.local is not None:
             other.replace(self.local.clone())
-            other._seen = VersionSnapshot.of((other.local,))
+            other._seen = VersionSnapshot.of_tensors_in((other.local,))
             other._read = None if self._read is None else list(self._read)
         return other
 
@@ -259,16 +261,16 @@ class GradientStorage(LocalStorage):
         if order not in own:
             known = [held for held in self._siblings() if order not in held._known_norms()]
             asked = known if any(held is self for held in known) else [self]
-            for held, norm in zip(asked, _whole_norms(asked, order), strict=True):
+            for held, norm in zip(asked, _reduce_norms(asked, order), strict=True):
                 held._known_norms()[order] = norm
             own = self._norms
         return own[order]
 
     def _known_norms(self) -> dict[float, Tensor]:
         """Returns the cached norms by order; clears them after a write."""
-        of = self._shown() if self.local is None else (self.local,)
-        if not self._seen.is_of(of) or any(each.is_inference() for each in of):
-            self._norms, self._seen = {}, VersionSnapshot.of(of)
+        of = self._handed_out() if self.local is None else (self.local,)
+        if not self._seen.is_current_for(of) or any(each.is_inference() for each in of):
+            self._norms, self._seen = {}, VersionSnapshot.of_tensors_in(of)
         return self._norms
 
     def own_norm(self, order: float) -> Tensor:
@@ -282,7 +284,7 @@ class GradientStorage(LocalStorage):
         return torch.full((), float("inf") if least else 0.0, dtype=wide, device=self.device)
 
 
-def merged(parts: Sequence[Rows]) -> Rows:
+def sum_rows(parts: Sequence[Rows]) -> Rows:
     """Sums several row gradients into one, with sorted, unique ids."""
     if len(parts) == 1:
         return parts[0]
@@ -291,14 +293,14 @@ def merged(parts: Sequence[Rows]) -> Rows:
     return unique, summed
 
 
-def _whole_norms(asked: Sequence[GradientStorage], order: float) -> list[Tensor]:
+def _reduce_norms(gradients: Sequence[GradientStorage], order: float) -> list[Tensor]:
     """Reduces the ranks' norms of several gradients to norms of the whole. Collective."""
-    first = asked[0]
-    own = [held.own_norm(order) for held in asked]
+    first = gradients[0]
+    own = [held.own_norm(order) for held in gradients]
     if first.layout.is_alone:
         return own
     power, reduce_op = order_of_sum(order)
-    totals = _together(first, [norm.pow(power) for norm in own], reduce_op)
+    totals = _reduce_numbers(first, [norm.pow(power) for norm in own], reduce_op)
     return [total.pow(1.0 / power) for total in totals]
 
 
@@ -309,7 +311,9 @@ def order_of_sum(order: float) -> tuple[float, dist.ReduceOp.RedOpType]:
     return order or 1.0, dist.ReduceOp.SUM
 
 
-def _together(held: GradientStorage, values: Sequence[Tensor], reduce_op: dist.ReduceOp.RedOpType) -> list[Tensor]:
+def _reduce_numbers(
+    held: GradientStorage, values: Sequence[Tensor], reduce_op: dist.ReduceOp.RedOpType
+) -> list[Tensor]:
     """Reduces several numbers over ranks in one message, in the widest of their dtypes. Collective."""
     widest = max((value.dtype for value in values), key=lambda dtype: dtype.itemsize)
     joined = torch.stack([value.to(widest) for value in values])
@@ -358,10 +362,10 @@ class TableGradient:
             for k, member in enumerate(self._members):
                 if member.name not in absent:
                     member.add_late_gradient(late, k, unreduced=unreduced)
-            self._given = self._slots(late)
+            self._given = self._reusable_gradients(late)
         self._late, self._rows, self.holds = (late, rows, True) if self._given else (None, None, False)
 
-    def _slots(
+    def _reusable_gradients(
         self, late: GradientFuture[Sequence[Rows]]
     ) -> list[tuple[Member, nn.Parameter, TableShard, GradientStorage]]:
         """Returns the gradient objects for reuse in later backwards, if each holds only this gradient; else an empty
@@ -388,7 +392,7 @@ class TableGradient:
                 return False
         return bool(self._given)
 
-    def give_back(self) -> None:
+    def free_dropped(self) -> None:
         """Frees the memory of gradients that the loop has dropped."""
         if self._are_free():
             self._late, self._rows, self.holds = GradientFuture(tuple), None, False
@@ -413,7 +417,7 @@ class TableGradient:
         return self._rows
 
 
-def _references() -> tuple[int, int]:
+def _expected_references() -> tuple[int, int]:
     """Returns the reference counts of a gradient and its storage that mean that no other code refers to them."""
     made: Any = torch.empty(0, device="cpu")
     made.held = object()
@@ -424,4 +428,4 @@ def _references() -> tuple[int, int]:
     raise AssertionError
 
 
-_ALONE = _references()
+_ALONE = _expected_references()

@@ -4,7 +4,8 @@ Contract
     A row applies its deferred steps, all at once, when it is next read. Its values and state then equal those of the
     optimizer, up to rounding. All rows apply them before a checkpoint, before parameters or state are handed out, and
     before a step that cannot be deferred.
-    One step calls `begin`; then, for rows with gradients, `apply_deferred`, the update and `took`; then `record`.
+    One step calls `begin`. For rows with gradients it then calls `apply_deferred`, the update and `record_applied`. At
+    its end it calls `record`.
     The tables of a row space share the history of the space. A step of a single table uses its own history. One kind
     of history is closed before the other is opened.
 
@@ -33,7 +34,7 @@ from torch import Tensor
 from torch.optim import SGD, Adam, AdamW, Optimizer, RMSprop
 
 from embrace_fx.runtime.kernels.decay import COLUMNS, Averages, Moments, TakenSteps, decay_rows
-from embrace_fx.runtime.tables.own_step import by_options
+from embrace_fx.runtime.tables.own_step import cached_by_options
 
 if TYPE_CHECKING:
     from embrace_fx.runtime.tables.row_store import RowStore
@@ -69,14 +70,14 @@ class History:
             each._space, each._with, each._first = self, (self, each), first
 
     @property
-    def rest(self) -> bool:
+    def has_deferred(self) -> bool:
         """Returns whether any row may have deferred steps."""
         return any(map(_OPEN, self._with))
 
     def begin(self, optimizer: Optimizer, options: Mapping[str, Any]) -> None:
         """Begins a step that rows may defer. Call it before any of its rows are updated."""
         local, known = self._store.local, self.open
-        form = form_of(type(optimizer), options, local.dtype)
+        form = deferred_steps_class(type(optimizer), options, local.dtype)
         assert form is not None
         if known is None or not (isinstance(known, form) and known.fits(options)):
             self.close()
@@ -84,15 +85,15 @@ class History:
         if self._taken is None:
             self._taken = torch.zeros(len(local), dtype=torch.int32, device=local.device)
 
-    def took(self, places: Tensor) -> None:
-        """Records that rows, given by their places (K,), have applied the current step."""
+    def record_applied(self, places: Tensor) -> None:
+        """Records that the rows at these places (K,) have applied the current step."""
         assert self.open is not None
         assert self._taken is not None
         self._taken.index_fill_(0, places, self._before + self.open.count + 1)
 
     def record(self, options: Mapping[str, Any]) -> None:
-        """Adds the current step, which all other rows have deferred. Call it while the state is still that before the
-        step.
+        """Adds the current step, which all rows that have not applied it defer. Call it while the optimizer state is
+        still that before the step.
         """
         assert self.open is not None
         self.open.record(options, {} if self.open.count else self._store.state)
@@ -102,26 +103,26 @@ class History:
     def apply_deferred(self, places: Tensor) -> None:
         """Applies the deferred steps of the rows at places (K,), before they are read."""
         if self.open is not None:
-            self.take(places, self._store.local, self._store.state)
+            self.apply_open(places, self._store.local, self._store.state)
         elif self._space is not None and self._space.open is not None:
             self._space.apply_deferred(places + self._first if self._first else places)
-        elif self._members and self.rest:
-            for each, own in self._split(places):
+        elif self._members and self.has_deferred:
+            for each, own in self._split_by_member(places):
                 each.apply_deferred(own)
 
-    def _split(self, places: Tensor) -> Iterator[tuple[History, Tensor]]:
+    def _split_by_member(self, places: Tensor) -> Iterator[tuple[History, Tensor]]:
         """Yields each member table's history with its own share of the places (K,)."""
         firsts = torch.tensor([each._first for each in self._members[1:]], device=places.device)
         of = torch.bucketize(places, firsts, right=True)
         for k, each in enumerate(self._members):
             yield each, places[of == k] - each._first
 
-    def take(self, places: Tensor, local: Tensor, state: Mapping[str, Any]) -> None:
+    def apply_open(self, places: Tensor, local: Tensor, state: Mapping[str, Any]) -> None:
         """Applies the deferred steps to rows, given by places (K,), of `local` and `state`."""
         assert self.open is not None
         assert self._taken is not None
         if self.open.count:
-            self.open.take(local, state, places, self._taken)
+            self.open.apply_to(local, state, places, self._taken)
 
     def close(self) -> None:
         """Applies all deferred steps to all rows. Do not call it during a step."""
@@ -137,7 +138,7 @@ class History:
         if self.open.count:
             local, state = self._store.local, self._store.state
             for places in torch.arange(len(local), device=local.device).split(ROWS_AT_ONCE):
-                self.take(places, local, state)
+                self.apply_open(places, local, state)
         self._taken.zero_()
 
 
@@ -170,7 +171,7 @@ class SkippedSteps(ABC):
         """Adds one step with these options. For the first step, `state` is the table's state before it."""
 
     @abstractmethod
-    def take(self, local: Tensor, state: Mapping[str, Any], ids: Tensor, taken: Tensor) -> None:
+    def apply_to(self, local: Tensor, state: Mapping[str, Any], ids: Tensor, taken: Tensor) -> None:
         """Applies the deferred steps to rows, in place, and updates `taken`.
 
         Args:
@@ -188,26 +189,28 @@ _READ = ("momentum", "dampening", "weight_decay", "eps", "alpha")
 """Options that a step reads on the host, besides lr and betas."""
 
 
-@by_options
-def form_of(kind: type[Optimizer], options: Mapping[str, Any], dtype: torch.dtype) -> type[SkippedSteps] | None:
+@cached_by_options
+def deferred_steps_class(
+    kind: type[Optimizer], options: Mapping[str, Any], dtype: torch.dtype
+) -> type[SkippedSteps] | None:
     """Returns the class for the deferred steps of an optimizer class under these options, or None."""
     if dtype not in (torch.float32, torch.float64) or options.get("differentiable") or options.get("capturable"):
         return None
-    if _tensors_among(options, _READ) or getattr(options["lr"], "requires_grad", False):
+    if _count_tensors(options, _READ) or getattr(options["lr"], "requires_grad", False):
         return None
     if kind in (Adam, AdamW):
-        return Decaying if _decays(options) else None
+        return Decaying if _can_defer_adam(options) else None
     if kind is SGD:
         return None if options["momentum"] != 0 and options["dampening"] != 0 else Linear
     return Linear if kind is RMSprop and options["weight_decay"] == 0 else None
 
 
-def _tensors_among(values: Mapping[str, Any], names: Iterable[str]) -> int:
+def _count_tensors(values: Mapping[str, Any], names: Iterable[str]) -> int:
     """Counts the values that are tensors."""
     return sum([isinstance(values.get(name), Tensor) for name in names])
 
 
-def _decays(options: Mapping[str, Any]) -> bool:
+def _can_defer_adam(options: Mapping[str, Any]) -> bool:
     """Returns whether Adam's momentum without gradients decays faster than its denominator."""
     beta1, beta2 = options["betas"]
     if isinstance(beta1, Tensor) or isinstance(beta2, Tensor):
@@ -216,16 +219,16 @@ def _decays(options: Mapping[str, Any]) -> bool:
         return False
     if not float(options["lr"]) >= 0:
         return False
-    return options["weight_decay"] == 0 or (options["decoupled_weight_decay"] and 0 < _shrink(options) <= 1)
+    return options["weight_decay"] == 0 or (options["decoupled_weight_decay"] and 0 < _decay_factor(options) <= 1)
 
 
-def _shrink(options: Mapping[str, Any]) -> float:
+def _decay_factor(options: Mapping[str, Any]) -> float:
     """Returns the factor of one step's decoupled weight decay."""
     return 1.0 - float(options["lr"]) * float(options["weight_decay"])
 
 
 class Decaying(SkippedSteps):
-    """Deferred steps of Adam and AdamW.
+    """The deferred steps of Adam and AdamW.
 
     After step t of the history, a row with m, v, w from step s has (betas b1, b2, decay lambda, e the optimizer's step
     count):
@@ -259,7 +262,7 @@ class Decaying(SkippedSteps):
         self.count += 1
         self._counted += 1
         (beta1, beta2), lr, eps = options["betas"], float(options["lr"]), options["eps"]
-        fading = (beta1, beta2, _shrink(options))
+        fading = (beta1, beta2, _decay_factor(options))
         self._logs = tuple([log + math.log(factor) for log, factor in zip(self._logs, fading, strict=True)])
         size = lr / (1 - beta1**self._counted)
         correction = (1 - beta2**self._counted) ** -0.5
@@ -273,7 +276,7 @@ class Decaying(SkippedSteps):
         largest, least, ratio = self._bounds
         self._bounds = (max(largest, size), min(least, eps), max(ratio, beta1 / math.sqrt(beta2)))
 
-    def take(self, local: Tensor, state: Mapping[str, Any], ids: Tensor, taken: Tensor) -> None:
+    def apply_to(self, local: Tensor, state: Mapping[str, Any], ids: Tensor, taken: Tensor) -> None:
         """Applies to each row the steps after its `taken` count."""
         assert self._coefficients is not None
         greatest = state["max_exp_avg_sq"] if self._amsgrad else None
@@ -291,7 +294,7 @@ class Decaying(SkippedSteps):
 
 
 class Linear(SkippedSteps):
-    """Deferred steps of SGD and RMSprop.
+    """The deferred steps of SGD and RMSprop.
 
     For every step s of the history, stores the map from s to the end, w = a w_s + b u_s and u = c w_s + d u_s for a
     weight and its momentum, and the factor of the averages. A new step multiplies every map.
@@ -307,7 +310,7 @@ class Linear(SkippedSteps):
         if self._maps is None:
             self._maps = torch.zeros((MOST_STEPS + 1, 5), dtype=torch.float64, device=self._device)
             self._maps[0] = self._maps.new_tensor(_IDENTITY)
-        (p, q, r, s), factor = _map_of(options)
+        (p, q, r, s), factor = _step_map(options)
         before = self._maps[: self.count + 1]
         a, b, c, d = (column.clone() for column in before[:, :4].unbind(1))
         before.copy_(
@@ -316,7 +319,7 @@ class Linear(SkippedSteps):
         self.count += 1
         self._maps[self.count] = self._maps.new_tensor(_IDENTITY)
 
-    def take(self, local: Tensor, state: Mapping[str, Any], ids: Tensor, taken: Tensor) -> None:
+    def apply_to(self, local: Tensor, state: Mapping[str, Any], ids: Tensor, taken: Tensor) -> None:
         """Applies to each row the map of all steps after its `taken` count."""
         assert self._maps is not None
         rested = taken.index_select(0, ids)
@@ -348,7 +351,7 @@ class Linear(SkippedSteps):
 _IDENTITY = (1.0, 0.0, 0.0, 1.0, 1.0)
 
 
-def _map_of(options: Mapping[str, Any]) -> tuple[tuple[float, float, float, float], float]:
+def _step_map(options: Mapping[str, Any]) -> tuple[tuple[float, float, float, float], float]:
     """Returns one step without a gradient as a 2 x 2 map of a weight and its momentum, and the factor of the
     averages.
     """

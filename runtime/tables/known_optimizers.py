@@ -9,9 +9,9 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-from embrace_fx.runtime.tables.history import form_of
+from embrace_fx.runtime.tables.history import deferred_steps_class
 from embrace_fx.runtime.tables.update_rule import dense_update_policy
-from embrace_fx.vocabulary.exactness import Moving, RowUpdates
+from embrace_fx.vocabulary.exactness import DenseUpdatePolicy, RowUpdates
 
 
 class KnownOptimizers:
@@ -42,7 +42,7 @@ class KnownOptimizers:
         self.on_new(optimizer)
         return True
 
-    def of(self, parameter: Tensor) -> list[tuple[Optimizer, Mapping[str, Any]]]:
+    def find(self, parameter: Tensor) -> list[tuple[Optimizer, Mapping[str, Any]]]:
         """Returns (optimizer, param group) for each optimizer that updates a parameter."""
         return [
             (optimizer, group)
@@ -51,13 +51,13 @@ class KnownOptimizers:
             if any(p is parameter for p in group["params"])
         ]
 
-    def dense_update_policy(self, parameter: Tensor, row_updates: RowUpdates) -> Moving:
+    def dense_update_policy(self, parameter: Tensor, row_updates: RowUpdates) -> DenseUpdatePolicy:
         """Returns how a table's rows without a gradient are updated. Assumes a common optimizer if none is known."""
-        held = self.of(parameter)
+        held = self.find(parameter)
         if len(held) == 1:
             (optimizer, group) = held[0]
             return dense_update_policy(type(optimizer), group, row_updates, parameter.dtype)
         if row_updates == "lazy":
             return ""
-        can_rest = all(form_of(type(each), group, parameter.dtype) is not None for each, group in held)
+        can_rest = all(deferred_steps_class(type(each), group, parameter.dtype) is not None for each, group in held)
         return "either" if can_rest else "sweep"

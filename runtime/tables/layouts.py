@@ -25,7 +25,7 @@ Slices = tuple[slice, slice]
 """Slices of a table's rows and columns."""
 
 
-def mesh_of(communicator: Communicator, device_type: str, grid: Grid | None) -> DeviceMesh | None:
+def make_mesh(communicator: Communicator, device_type: str, grid: Grid | None) -> DeviceMesh | None:
     """Returns the device mesh of sharded tables, or None on a single process. The first call for a grid is collective,
     because each row and column of the grid gets a process group."""
     group = communicator.group
@@ -43,17 +43,17 @@ def mesh_of(communicator: Communicator, device_type: str, grid: Grid | None) -> 
     return found
 
 
-def part_of(shape: Sequence[int], grid: Grid, rank: int) -> Slices:
+def owned_part(shape: Sequence[int], grid: Grid, rank: int) -> Slices:
     """Returns the rows and columns of a table (V, D) that a rank owns, as slices."""
     return grid.own_rows(shape[0], rank), slice(*own_columns(shape[1], grid.columns, grid.place(rank)[1]))
 
 
-def own_part(shape: Sequence[int], mesh: DeviceMesh) -> Slices:
+def this_ranks_part(shape: Sequence[int], mesh: DeviceMesh) -> Slices:
     """Returns the rows and columns of a table that this rank owns, as slices."""
     place = mesh.get_coordinate()  # Do not use its groups: torch may return an equal mesh with destroyed groups.
     assert place is not None
     grid = Grid(*mesh.shape) if mesh.ndim > 1 else Grid(1, mesh.size())
-    return part_of(shape, grid, place[0] * grid.columns + place[1] if mesh.ndim > 1 else place[0])
+    return owned_part(shape, grid, place[0] * grid.columns + place[1] if mesh.ndim > 1 else place[0])
 
 
 def scatter_table(table: Tensor, group: dist.ProcessGroup, grid: Grid | None) -> Tensor:
@@ -61,7 +61,7 @@ def scatter_table(table: Tensor, group: dist.ProcessGroup, grid: Grid | None) ->
     if goes_through_host(table, group):
         return scatter_table(table.cpu(), group, grid).to(table.device)
     size, rank = dist.get_world_size(group), dist.get_rank(group)
-    parts = [part_of(table.shape, grid or Grid(1, size), r) for r in range(size)]
+    parts = [owned_part(table.shape, grid or Grid(1, size), r) for r in range(size)]
     if rank > 0:
         own = torch.empty_like(table[parts[rank]], memory_format=torch.contiguous_format)
         if own.numel():
@@ -81,9 +81,9 @@ def regrid(local: Tensor, shape: Sequence[int], old: Grid, new: Grid, group: dis
     if goes_through_host(local, group):
         return regrid(local.cpu(), shape, old, new, group).to(local.device)
     size, rank = dist.get_world_size(group), dist.get_rank(group)
-    had, wanted = ([part_of(shape, grid, r) for r in range(size)] for grid in (old, new))
-    sent = [local[_within(had[rank], _common(had[rank], each))].reshape(-1) for each in wanted]
-    places = [_within(wanted[rank], _common(each, wanted[rank])) for each in had]
+    had, wanted = ([owned_part(shape, grid, r) for r in range(size)] for grid in (old, new))
+    sent = [local[_relative_to(had[rank], _intersection(had[rank], each))].reshape(-1) for each in wanted]
+    places = [_relative_to(wanted[rank], _intersection(each, wanted[rank])) for each in had]
     moved = local.new_empty([len(range(length)[own]) for length, own in zip(shape, wanted[rank], strict=True)])
     receive_sizes = [moved[place].numel() for place in places]
     received = local.new_empty((sum(receive_sizes),))
@@ -94,13 +94,13 @@ def regrid(local: Tensor, shape: Sequence[int], old: Grid, new: Grid, group: dis
     return moved
 
 
-def _common(a: Slices, b: Slices) -> Slices:
+def _intersection(a: Slices, b: Slices) -> Slices:
     """Returns the rows and columns that two parts share."""
     first = max(a[1].start, b[1].start)
     return a[0] if b[0].step == 1 else b[0], slice(first, max(first, min(a[1].stop, b[1].stop)))
 
 
-def _within(part: Slices, common: Slices) -> Slices:
+def _relative_to(part: Slices, common: Slices) -> Slices:
     """Converts rows and columns of a table to indices within a part."""
     rows = common[0] if part[0].step == 1 else slice(None)
     return rows, slice(common[1].start - part[1].start, common[1].stop - part[1].start)

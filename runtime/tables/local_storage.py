@@ -30,9 +30,9 @@ class LocalStorage:
         """Returns this rank's part for reading, after pending updates."""
         if self.on_use is not None:
             self.on_use()
-        return self.now()
+        return self.stored()
 
-    def now(self) -> Tensor:
+    def stored(self) -> Tensor:
         """Returns this rank's part as stored, without applying pending updates."""
         assert self.local is not None
         return self.local
@@ -61,9 +61,9 @@ class LocalStorage:
     def check_write(self) -> None:
         """Raises `RuntimeError` if a write would be lost."""
 
-    def viewed(self, own: Tensor) -> LocalStorage:
+    def storage_of_view(self, view: Tensor) -> LocalStorage:
         """Returns the storage of a view into this memory."""
-        return LocalStorage(own, self.viewer())
+        return LocalStorage(view, self.viewer())
 
     of_gradient = False
     """Whether this stores a gradient, which may be kept as single rows."""
@@ -78,7 +78,7 @@ class LocalStorage:
         return self.dense()
 
     def map(self, change: Callable[[Tensor], Tensor]) -> None:
-        """Applies an element-wise function in place."""
+        """Applies an element-wise function to the elements, in place."""
         own = self.memory()
         own.copy_(change(own))
 
@@ -102,7 +102,7 @@ class LocalStorage:
         return self._keeps
 
     def pinned(self) -> Tensor:
-        """Returns this rank's part as a tensor that the caller may keep."""
+        """Returns this rank's part as a tensor that the caller may keep and write."""
         return self.memory()
 
 
@@ -121,9 +121,9 @@ class CopyStorage(LocalStorage):
         """Raises `RuntimeError`, because a write to a copy would be lost."""
         raise RuntimeError(self._refusal)
 
-    def viewed(self, own: Tensor) -> LocalStorage:
+    def storage_of_view(self, view: Tensor) -> LocalStorage:
         """Returns the storage of a view of the copy, whose writes raise too."""
-        return CopyStorage(own, self._refusal)
+        return CopyStorage(view, self._refusal)
 
 
 Rows = tuple[Tensor, Tensor]
@@ -137,7 +137,8 @@ GONE = (
 
 
 class GradientFuture(Generic[Landed]):
-    """Gradients that have not arrived yet, which `.grad` already refers to: of a table, a row space or a bucket.
+    """A future of gradients in flight to the parameters of a table, a row space or a bucket. The `.grad` of these
+    already refers to it.
 
     Args:
         wait: waits for the gradients. It must hold the model weakly: the garbage collector does not follow autograd's

@@ -28,7 +28,7 @@ from embrace_fx.runtime.tables.update_rule import (
     Options,
     SparseUpdate,
     dense_update_policy,
-    not_replayable,
+    not_deferrable,
 )
 from embrace_fx.vocabulary.exactness import STILL, RowUpdates
 from embrace_fx.vocabulary.plan import Grid
@@ -85,7 +85,7 @@ class Member(Table):
         gradient = self.parameter.grad
         if isinstance(gradient, TableShard) and isinstance(gradient.held, GradientStorage):
             return gradient.held
-        like = self.parameter.held.now() if isinstance(self.parameter, TableShard) else self.parameter.detach()
+        like = self.parameter.held.stored() if isinstance(self.parameter, TableShard) else self.parameter.detach()
         held = GradientStorage(like, self.layout, self._gradients, self.store.refusal)
         if isinstance(gradient, TableShard):  # the gradient may have been computed from parts of another layout
             if not gradient.spread.fits(self.layout):
@@ -114,20 +114,20 @@ class Member(Table):
             held.add_dense(gradient)
             held.unreduced = unreduced
 
-    def add_late_gradient(self, late: GradientFuture[Sequence[Rows]], k: int, *, unreduced: bool) -> None:
+    def add_late_gradient(self, future: GradientFuture[Sequence[Rows]], k: int, *, unreduced: bool) -> None:
         """Makes `.grad` the k-th gradient of a future, or adds that gradient to `.grad`."""
         held = self.open_gradient()
         if held.is_zero:
-            held.will_be(late, k)
+            held.set_future(future, k)
         else:
-            for rows in late.now()[k]:
+            for rows in future.now()[k]:
                 held.add_rows(*rows)
         held.unreduced = unreduced
 
-    def waits_for(self, late: GradientFuture[Sequence[Rows]]) -> bool:
+    def waits_for(self, future: GradientFuture[Sequence[Rows]]) -> bool:
         """Returns whether `.grad` is still in flight and this future delivers it."""
         held = self.held
-        return held is not None and held.waits_for(late)
+        return held is not None and held.waits_for(future)
 
     def whole_gradient(self) -> Tensor | None:
         """Returns the gradient of the whole table (V, D), None if there is none. Collective."""
@@ -198,11 +198,13 @@ class Member(Table):
         return {}
 
     def is_one(self) -> bool:
-        """Returns True: one update always steps one parameter."""
+        """Returns True, because a table of one parameter is always updated by one update."""
         return self.optimizer is not None
 
     def steps_by(self, optimizer: Optimizer | None, options: Options) -> bool:
-        """Returns whether a step of this optimizer now, with these options, would update the table as assumed."""
+        """Returns whether a step of this optimizer with these options would update the table. False if the table has
+        another optimizer or other options by now.
+        """
         return self.optimizer is optimizer and same_options(options, hyperparameters(self.param_group()))
 
     @property
@@ -211,17 +213,17 @@ class Member(Table):
         options = self.param_group()
         if not options:
             return SparseUpdate  # no step changes the table
-        policy = dense_update_policy(type(self.holder), options, self.row_updates, self.parameter.dtype)
+        policy = dense_update_policy(type(self.optimizer_of_members), options, self.row_updates, self.parameter.dtype)
         if policy in STILL:
             return SparseUpdate
         if policy == "either" and self._may_rest():
             return DeferredUpdate
         if self.store.refusal:
-            raise RuntimeError(not_replayable(self.name, type(self.holder)))
+            raise RuntimeError(not_deferrable(self.name, type(self.optimizer_of_members)))
         return DenseUpdate
 
     def step_dense(self) -> None:
         """Runs one step with a gradient of all rows."""
         gradient = self.open_gradient().memory()
         self.flush()
-        self.store.keep(step_tensor(self.holder, self.param_group(), self.local, gradient, self.state))
+        self.store.keep(step_tensor(self.optimizer_of_members, self.param_group(), self.local, gradient, self.state))

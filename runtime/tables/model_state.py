@@ -21,7 +21,7 @@ from embrace_fx.runtime.tables.table_shard import TableShard
 from embrace_fx.vocabulary.modes import outside_of_modes
 
 
-class Hints(Protocol):
+class Prefetcher(Protocol):
     """The interface for prefetching: receives the rows that upcoming batches read, under `lookahead`."""
 
     def step(self, leaves: Sequence[Any], coming: UpcomingBatch | None, ahead: int) -> None:
@@ -44,7 +44,7 @@ class UpcomingBatch(Protocol):
         """Returns the rows that the batch looks up in each table."""
 
 
-def names_to_ignore(model: nn.Module) -> frozenset[str]:
+def ignored_names(model: nn.Module) -> frozenset[str]:
     """Returns the names of parameters and buffers that DDP ignores: each rank keeps its own."""
     return frozenset(getattr(model, "_ddp_params_and_buffers_to_ignore", ()))
 
@@ -76,7 +76,7 @@ class ParameterReads:
         """Returns whether the loop reads all parameters in every step."""
         return self._in_a_row >= OFTEN
 
-    def stepped(self, optimizer: Optimizer) -> None:
+    def record_step(self, optimizer: Optimizer) -> None:
         """Records that an optimizer has stepped."""
         self._missed |= id(optimizer) in self._stepped
         self._stepped.add(id(optimizer))
@@ -90,7 +90,7 @@ class ParameterReads:
 
 
 @dataclass(frozen=True)
-class Gathered:
+class GatheredTable:
     """A table that was gathered, with what is needed to tell whether it is still current.
 
     Attributes:
@@ -104,7 +104,7 @@ class Gathered:
     version: int
     steps: int
 
-    def is_of(self, local: Tensor, steps: int) -> bool:
+    def is_current(self, local: Tensor, steps: int) -> bool:
         """Returns whether the table has not changed since it was gathered: same part, same number of steps."""
         return (local.data_ptr(), local._version, steps) == (self.local.data_ptr(), self.version, self.steps)
 
@@ -117,18 +117,18 @@ class ModelState:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self._parameters = dict(_owners(model, "_parameters"))
-        self._buffers = dict(_owners(model, "_buffers"))
+        self._parameters = dict(_find_owners(model, "_parameters"))
+        self._buffers = dict(_find_owners(model, "_buffers"))
         self.names = tuple(self._parameters)
         self._record_parameters()
-        self.ignored = names_to_ignore(model)
+        self.ignored = ignored_names(model)
         """Names of parameters and buffers that each rank keeps for itself, as with DDP."""
         self.tables: dict[str, Member] = {}
-        self.hints: Hints | None = None
+        self.hints: Prefetcher | None = None
         """Receives the rows of upcoming batches if tables lie beyond memory."""
         self.spaces: dict[str, Table] = {}
         """Name of a row space -> its tables as one."""
-        self.gathered: dict[str, Gathered] = {}
+        self.gathered: dict[str, GatheredTable] = {}
         """Whole tables, gathered for logits outside of training."""
         self.reads = ParameterReads()
         """Detects a loop that reads all parameters in every step."""
@@ -160,13 +160,13 @@ class ModelState:
         joined = {id(table) for space in self.spaces.values() for table in space.members}
         return [*self.spaces.values(), *[table for table in self.tables.values() if id(table) not in joined]]
 
-    def joined(self, tables: Iterable[Member]) -> Iterator[tuple[Table, Rows]]:
+    def group_by_space(self, tables: Iterable[Member]) -> Iterator[tuple[Table, Rows]]:
         """Yields (table, gradient): a row space where one joint update equals an update per table, else its tables."""
         left = {id(table): table for table in tables}
         for space in self.spaces.values() if left else ():
             own = list(map(id, space.members))
-            if left.keys() >= set(own) and space.can_wait():
-                yield space, space.join([table.open_gradient().rows() for table in space.members])
+            if left.keys() >= set(own) and space.can_defer():
+                yield space, space.join_gradients([table.open_gradient().rows() for table in space.members])
                 for number in own:
                     del left[number]
         yield from ((table, table.open_gradient().rows()) for table in left.values())
@@ -176,7 +176,7 @@ class ModelState:
         return [held for table in self.tables.values() if (held := table.held) is not None]
 
     def gradients_reader(self) -> Callable[[], list[GradientStorage]]:
-        """Returns a function that returns `gradients` and refers to the tables weakly."""
+        """Returns a function that calls `gradients`, and that refers to the tables only weakly."""
         itself = ref(self)
         return lambda: [] if (state := itself()) is None else state.gradients()
 
@@ -206,7 +206,7 @@ class ModelState:
         """Looks parameters and buffers up again, after modules were replaced."""
         for known, kind in ((self._parameters, "_parameters"), (self._buffers, "_buffers")):
             known.clear()  # change the dict in place, because other objects refer to it
-            known.update(_owners(model, kind))
+            known.update(_find_owners(model, kind))
         self.names = tuple(self._parameters)
         self._record_parameters()
 
@@ -248,7 +248,7 @@ class ModelState:
         return next(map(self.parameter, self.names), None)
 
     def with_unreduced(self, name: str, gradient: Tensor) -> Tensor:
-        """Adds to a gradient the sum that backwards under `no_sync` have left in `.grad` on this rank."""
+        """Returns a gradient plus the sum that backwards under `no_sync` have left in the parameter's `.grad`."""
         left = self.parameter(name).grad if name in self.unreduced else None
         if left is None:
             return gradient
@@ -265,15 +265,19 @@ class ModelState:
             return lambda: self.spaces[name].local
         owner, key = self._parameters[name]
 
-        def read() -> Tensor:  # the dict may hold another parameter by then
+        def read_shard() -> Tensor:  # the dict may hold another parameter by then
             """Reads the shard from the parameter that the module holds now."""
             found = owner[key]
             return found.held.by_ids() if isinstance(found, TableShard) else found.detach()
 
-        return read
+        return read_shard
 
     def buffers_in(self, is_meant: Callable[[dict[str, Any]], bool]) -> list[str]:
-        """Returns the names of the buffers of modules that `is_meant` selects by their dict of buffers."""
+        """Returns the names of the buffers whose owner `is_meant` selects.
+
+        Args:
+            is_meant: (dict of buffers of a module) -> whether to return its buffers.
+        """
         return [name for name, (owner, _) in self._buffers.items() if is_meant(owner)]
 
     def buffer_names(self) -> list[str]:
@@ -284,7 +288,7 @@ class ModelState:
                 found.setdefault(id(owner[key]), name)
         return list(found.values())
 
-    def buffers_but(self, names: Collection[str]) -> list[Tensor]:
+    def buffers_except(self, names: Collection[str]) -> list[Tensor]:
         """Returns all buffers except those named."""
         found = [owner.get(key) for name, (owner, key) in self._buffers.items() if name not in names]
         return [each for each in found if each is not None]
@@ -294,8 +298,12 @@ class ModelState:
         return self._buffers[name]
 
 
-def _owners(model: nn.Module, kind: str) -> list[tuple[str, tuple[dict[str, Any], str]]]:
-    """Returns, for every name of a parameter or buffer, the dict that holds it and its key."""
+def _find_owners(model: nn.Module, kind: str) -> list[tuple[str, tuple[dict[str, Any], str]]]:
+    """Returns, for every name of a parameter or buffer, the dict that holds it and its key.
+
+    Args:
+        kind: the attribute of modules that holds them: "_parameters" or "_buffers".
+    """
     found = []
     for prefix, module in model.named_modules(remove_duplicate=False):
         owner: dict[str, Any] = getattr(module, kind)

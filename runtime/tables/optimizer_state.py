@@ -14,15 +14,15 @@ from torch.optim import Optimizer
 
 from embrace_fx.runtime.tables.local_storage import LocalStorage
 from embrace_fx.runtime.tables.shard_layout import Layout
-from embrace_fx.runtime.tables.state_dicts import as_shown
-from embrace_fx.runtime.tables.table_shard import TableShard, own_part_of, whole
+from embrace_fx.runtime.tables.state_dicts import in_state_dict_form
+from embrace_fx.runtime.tables.table_shard import TableShard, cut_own_part, gather_whole
 
 if TYPE_CHECKING:
     from embrace_fx.runtime.ranks.communicator import Communicator
     from embrace_fx.runtime.tables.model_state import ModelState
 
 
-def state_of(optimizer: Optimizer, parameter: nn.Parameter) -> dict[str, Any]:
+def read_state(optimizer: Optimizer, parameter: nn.Parameter) -> dict[str, Any]:
     """Returns an optimizer's state of a table, with this rank's parts as plain tensors (V', d)."""
     kept = optimizer.state.get(parameter) or {}
     found, shape = dict(kept), None
@@ -30,14 +30,14 @@ def state_of(optimizer: Optimizer, parameter: nn.Parameter) -> dict[str, Any]:
         if isinstance(value, Tensor) and value.dim() and not isinstance(value, TableShard):
             shape = shape or parameter.shape
             if value.shape == shape and isinstance(parameter, TableShard):
-                value = kept[key] = as_state(parameter, value)  # the user has stored a whole tensor
+                value = kept[key] = to_user_state(parameter, value)  # the user has stored a whole tensor
         if isinstance(value, TableShard):
             found[key] = value.held.memory()
     return found
 
 
-def keep_state(optimizer: Optimizer, parameter: nn.Parameter, state: Mapping[str, Any]) -> None:
-    """Stores values, in the form that `state_of` returns, in an optimizer's state."""
+def write_state(optimizer: Optimizer, parameter: nn.Parameter, state: Mapping[str, Any]) -> None:
+    """Stores values, in the form that `read_state` returns, in an optimizer's state."""
     kept = optimizer.state[parameter] if state else {}
     for key, value in state.items():
         known = kept.get(key)
@@ -45,10 +45,10 @@ def keep_state(optimizer: Optimizer, parameter: nn.Parameter, state: Mapping[str
             if known.held.memory() is not value:
                 known.held.replace(value)
         else:
-            kept[key] = as_state(parameter, value)
+            kept[key] = to_user_state(parameter, value)
 
 
-def as_state(parameter: nn.Parameter, value: Any) -> Any:
+def to_user_state(parameter: nn.Parameter, value: Any) -> Any:
     """Converts a value of the runtime to the form in `optimizer.state`.
 
     A tensor with one element per element of the table, or of this rank's part, becomes a `TableShard`. Other values are
@@ -64,38 +64,38 @@ def as_state(parameter: nn.Parameter, value: Any) -> Any:
 
 
 def own_state(parameter: nn.Parameter, layout: Layout, state: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns this rank's part of a table's optimizer state. Collective like `own_part_of`."""
+    """Returns this rank's part of a table's optimizer state. Collective like `cut_own_part`."""
     tensors = {key: value for key, value in state.items() if isinstance(value, Tensor)}
-    return {**state, **{key: as_state(parameter, own_part_of(v, layout)) for key, v in tensors.items()}}
+    return {**state, **{key: to_user_state(parameter, cut_own_part(v, layout)) for key, v in tensors.items()}}
 
 
 def whole_state_of(parameter: nn.Parameter, state: Mapping[str, Any]) -> dict[str, Any]:
     """Gathers an optimizer's state of a table. Collective."""
-    return {key: whole(as_state(parameter, value)) for key, value in state.items()}
+    return {key: gather_whole(to_user_state(parameter, value)) for key, value in state.items()}
 
 
 # -- state dicts -------------------------------------------------------------------------------------------------------
 
 
-def show_state(
+def state_dict_with_parts(
     optimizer: Optimizer, state_dict: dict[str, Any], model: ModelState, communicator: Communicator
 ) -> dict[str, Any]:
     """Replaces the state of sharded tables in a state dict by parts by columns. Collective if a table is on a grid."""
     shown = dict(state_dict["state"])
     tables = {table.parameter: table for table in model.tables.values()}
-    for key, parameter in _numbered(optimizer, state_dict):
+    for key, parameter in _numbered_parameters(optimizer, state_dict):
         table = tables.get(parameter)
         if table is not None and table.store.refusal:
             raise RuntimeError(table.store.refusal)
         if key not in shown or table is None or table.layout.mesh is None:
             continue
         with communicator.watching():
-            state = {name: as_state(parameter, value) for name, value in shown[key].items()}
-            shown[key] = {name: as_shown(v) if isinstance(v, TableShard) else v for name, v in state.items()}
+            state = {name: to_user_state(parameter, value) for name, value in shown[key].items()}
+            shown[key] = {name: in_state_dict_form(v) if isinstance(v, TableShard) else v for name, v in state.items()}
     return {**state_dict, "state": shown}
 
 
-def own_parts(
+def state_dict_to_load(
     optimizer: Optimizer, state_dict: dict[str, Any], model: ModelState, communicator: Communicator
 ) -> dict[str, Any]:
     """Replaces the state of sharded tables in a state dict by this rank's parts. Collective if the parts must be
@@ -103,7 +103,7 @@ def own_parts(
     """
     loaded = dict(state_dict["state"])
     with communicator.watching():
-        for key, parameter in _numbered(optimizer, state_dict):
+        for key, parameter in _numbered_parameters(optimizer, state_dict):
             own = own_state_of(parameter, loaded.get(key, {}), model)
             if key in loaded:
                 loaded[key] = own
@@ -112,17 +112,17 @@ def own_parts(
 
 def own_state_of(parameter: nn.Parameter, state: dict[str, Any], model: ModelState) -> dict[str, Any]:
     """Converts loaded state of a parameter to this rank's: a part for a sharded table, else all. Collective like
-    `own_parts`.
+    `state_dict_to_load`.
     """
     table = next((table for table in model.tables.values() if table.parameter is parameter), None)
     if table is not None and table.store.refusal:
         raise RuntimeError(table.store.refusal)
     if table is not None:
         return own_state(parameter, table.layout, state)
-    return {key: whole(value) for key, value in state.items()}
+    return {key: gather_whole(value) for key, value in state.items()}
 
 
-def _numbered(optimizer: Optimizer, state_dict: dict[str, Any]) -> list[tuple[int, nn.Parameter]]:
+def _numbered_parameters(optimizer: Optimizer, state_dict: dict[str, Any]) -> list[tuple[int, nn.Parameter]]:
     """Returns an optimizer's parameters with their indices in a state dict."""
     numbers = [key for group in state_dict["param_groups"] for key in group["params"]]
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]

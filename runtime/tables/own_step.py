@@ -56,22 +56,22 @@ def plain_options(group: Mapping[str, Any], but: str = "") -> tuple[tuple[str, H
 Decide = TypeVar("Decide", bound=Callable[..., Any])
 
 
-def by_options(decide: Decide) -> Decide:
+def cached_by_options(decide: Decide) -> Decide:
     """Decorator that caches a function of an optimizer class and its options, if all options are plain values."""
 
     @lru_cache(maxsize=256)
-    def under(kind: Hashable, plain: tuple[tuple[str, Hashable], ...], *rest: Hashable) -> Any:
+    def call_cached(optimizer_class: Hashable, plain: tuple[tuple[str, Hashable], ...], *rest: Hashable) -> Any:
         """Calls the function for options that are plain values; cached."""
-        return decide(kind, dict(plain), *rest)
+        return decide(optimizer_class, dict(plain), *rest)
 
-    def of(kind: type[Optimizer], options: Mapping[str, Any], *rest: Any) -> Any:
+    def call(optimizer_class: type[Optimizer], options: Mapping[str, Any], *rest: Any) -> Any:
         """Calls `decide`, or takes its result from the cache if all options are plain values."""
         plain = plain_options(options)
         if plain is None:
-            return decide(kind, options, *rest)
-        return under(kind, plain, *rest)  # type: ignore[arg-type]  # classes hash
+            return decide(optimizer_class, options, *rest)
+        return call_cached(optimizer_class, plain, *rest)  # type: ignore[arg-type]  # classes hash
 
-    return cast("Decide", wraps(decide)(of))
+    return cast("Decide", wraps(decide)(call))
 
 
 PLAIN = frozenset({float, bool, int, str, type(None)})
@@ -89,7 +89,7 @@ def same_options(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
     return True
 
 
-def takes_sparse(optimizer: Optimizer) -> bool:
+def accepts_sparse(optimizer: Optimizer) -> bool:
     """Returns whether the optimizer accepts sparse (COO) gradients with its current options."""
     decays = any(group.get("weight_decay") for group in optimizer.param_groups)
     return type(optimizer) is SparseAdam or (type(optimizer) in (SGD, Adagrad) and not decays)
@@ -122,14 +122,14 @@ def step_groups(
     step: Any = type(optimizer).step
     if getattr(step, "hooked", False):
         step = step.__wrapped__
-    _without_gradients(step, another)
+    _step_without_wrapper(step, another)
     # Attributes that the step changed, such as counters outside of the state.
     for name, value in another.__dict__.items():
         if name not in _OF_ITS_STEP and name != "state" and before.get(name) is not value:
             optimizer.__dict__[name] = value
 
 
-def _without_gradients(step: Any, optimizer: Optimizer) -> None:
+def _step_without_wrapper(step: Any, optimizer: Optimizer) -> None:
     """Runs an optimizer class's step without the six calls by which torch's wrapper switches gradients off."""
     switches = getattr(getattr(step, "__code__", None), "co_name", "") == "_use_grad"
     if not switches or optimizer.defaults["differentiable"]:
@@ -158,13 +158,13 @@ def step_tensor(
         state: the values' state, changed in place. Empty before the first step.
     """
     parameter = values.detach()  # shares memory; the constructor of nn.Parameter would apply pending updates
-    parameter.grad = gradient if type(optimizer) is not SparseAdam else _sparse(gradient)
+    parameter.grad = gradient if type(optimizer) is not SparseAdam else _to_sparse(gradient)
     found: Any = defaultdict(dict, {parameter: dict(state)} if state else {})
     step_groups(optimizer, [{**options, "params": [parameter]}], found)
     return dict(found[parameter])
 
 
-def _sparse(gradient: Tensor) -> Tensor:
+def _to_sparse(gradient: Tensor) -> Tensor:
     """Returns a gradient as a sparse tensor of all rows."""
     ids = torch.arange(gradient.shape[0], device=gradient.device).unsqueeze(0)
     return torch.sparse_coo_tensor(ids, gradient, gradient.shape, is_coalesced=True, check_invariants=False)
@@ -175,7 +175,7 @@ def is_of_rows(value: Any, rows: int) -> bool:
     return isinstance(value, Tensor) and value.dim() > 0 and value.shape[0] == rows
 
 
-def rows_of_state(state: Mapping[str, Any], ids: Tensor, rows: int) -> State:
+def read_state_rows(state: Mapping[str, Any], ids: Tensor, rows: int) -> State:
     """Copies the state of some rows, and the counters, of a table with `rows` rows."""
     found: State = {}
     for key, value in state.items():  # called several times a step, so no helper
@@ -194,7 +194,7 @@ def with_own_counters(state: Mapping[str, Any], rows: int) -> State:
     return {**state, **{key: value.clone() for key, value in counters.items()}}
 
 
-def put_rows(state: Mapping[str, Any], of_rows: Mapping[str, Any], ids: Tensor, rows: int) -> None:
+def write_state_rows(state: Mapping[str, Any], of_rows: Mapping[str, Any], ids: Tensor, rows: int) -> None:
     """Writes the state of some rows back to the table's state, without the counters."""
     for key, value in of_rows.items():
         whole = state.get(key)
@@ -221,9 +221,9 @@ def step_rows(
     whole = local.is_cuda or len(ids) <= size or MEAN_SQUARES in options  # which are of all rows
     for some, gradients in [(ids, rows)] if whole else zip(ids.split(size), rows.split(size), strict=True):
         values = local.index_select(0, some)
-        after = step_tensor(optimizer, options, values, gradients, rows_of_state(state, some, total))
+        after = step_tensor(optimizer, options, values, gradients, read_state_rows(state, some, total))
         local.index_copy_(0, some, values)
-        put_rows(state, after, some, total)
+        write_state_rows(state, after, some, total)
     return {key: value for key, value in after.items() if not is_of_rows(state.get(key), total)}
 
 
@@ -239,7 +239,7 @@ def step_rows_on_device(
     if not local.is_cuda or kind not in (SGD, Adagrad, Adam, AdamW, SparseAdam):
         return False
     parts = [part for part in state.values() if isinstance(part, Tensor) and part.dim() > 0]
-    if not all(map(gpu.takes, (local, rows, *parts))):
+    if not all(map(gpu.supports, (local, rows, *parts))):
         return False
     number = float(state["step"]) + 1 if "step" in state else 0.0
     if kind is SGD:
@@ -254,13 +254,13 @@ def step_rows_on_device(
     return True
 
 
-def _adam_step(kind: type[Optimizer], options: Mapping[str, Any], number: float) -> gpu.AdamStep:
+def _adam_step(optimizer_class: type[Optimizer], options: Mapping[str, Any], step_count: float) -> gpu.AdamStep:
     """Returns the coefficients of a step of an optimizer of Adam's kind."""
     beta1, beta2 = options["betas"]
-    size, rest = options["lr"] / (1 - beta1**number), (1 - beta2**number) ** -0.5
+    size, rest = options["lr"] / (1 - beta1**step_count), (1 - beta2**step_count) ** -0.5
     decay, shrink = options.get("weight_decay", 0.0), 1.0
-    if kind is SparseAdam:  # its eps is added to the second moment before bias correction
-        size, rest = options["lr"] * math.sqrt(1 - beta2**number) / (1 - beta1**number), 1.0
+    if optimizer_class is SparseAdam:  # its eps is added to the second moment before bias correction
+        size, rest = options["lr"] * math.sqrt(1 - beta2**step_count) / (1 - beta1**step_count), 1.0
     elif options["decoupled_weight_decay"]:
         decay, shrink = 0.0, float(1 - options["lr"] * decay)
     betas = float(beta1), float(beta2)
@@ -270,12 +270,12 @@ def _adam_step(kind: type[Optimizer], options: Mapping[str, Any], number: float)
 def counters_after(optimizer: Optimizer, options: Mapping[str, Any], local: Tensor, state: Mapping[str, Any]) -> State:
     """Runs a step on no rows of a part (V', d), so that only the counters advance. Returns them."""
     none = torch.empty(0, dtype=torch.int64, device=local.device)
-    of_none = rows_of_state(state, none, local.shape[0])
+    of_none = read_state_rows(state, none, local.shape[0])
     after = step_tensor(optimizer, options, local[:0].clone(), local[:0].clone(), of_none)
     return {key: value for key, value in after.items() if not is_of_rows(value, 0)}
 
 
-@by_options
+@cached_by_options
 def state_names(kind: type[Optimizer], options: Mapping[str, Any]) -> frozenset[str]:
     """Returns the names of the state entries that steps of a class need, if `first_state` knows the class."""
     if kind not in ELEMENT_WISE and kind is not RowWiseAdagrad:

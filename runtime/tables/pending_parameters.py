@@ -53,7 +53,7 @@ _WITHOUT_VALUES = frozenset(
 
 
 class PendingParameter(nn.Parameter):
-    """The class of a parameter with a pending update: any access applies the update first.
+    """A parameter with a pending update. Any access applies the update first.
 
     Attributes:
         plain: the class that the parameter has when no update is pending.
@@ -62,7 +62,7 @@ class PendingParameter(nn.Parameter):
     """
 
     plain: ClassVar[type[nn.Parameter]]
-    updates: ClassVar[Updates]
+    updates: ClassVar[UpdateGroup]
     lock: ClassVar[threading.RLock]
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
@@ -113,16 +113,16 @@ class PendingParameter(nn.Parameter):
 
     def as_subclass(self, cls: Any) -> Any:
         """Applies the pending update, and returns the parameter as a subclass."""
-        return _apply(self).as_subclass(cls)
+        return _apply_pending(self).as_subclass(cls)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        return _apply(self).__deepcopy__(memo)
+        return _apply_pending(self).__deepcopy__(memo)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return _apply(self).__reduce_ex__(protocol)
+        return _apply_pending(self).__reduce_ex__(protocol)
 
 
-class Updates:
+class UpdateGroup:
     """The pending updates of some parameters, which are applied together at the first access.
 
     Args:
@@ -165,13 +165,13 @@ class Updates:
         """
         self.stale = False
         parameters = list(self._parameters())
-        if parameters and (share_memory(parameters, self._own()) or _are_held_by_torch(parameters)):
+        if parameters and (share_memory(parameters, self._own()) or _any_held_by_torch(parameters)):
             self._apply()
             return
         self._opener, self.is_open = threading.get_ident(), bool(parameters)
         for parameter in parameters:
             if issubclass(type(parameter), PendingParameter):  # the parameter may belong to another model too
-                _apply(parameter)
+                _apply_pending(parameter)
             plain: Any = type(parameter)
             if plain is TableShard:  # every access goes through its storage
                 held: LocalStorage = parameter.held  # type: ignore[attr-defined]
@@ -179,7 +179,7 @@ class Updates:
                 held.on_use = self.apply
             else:
                 self.dense.append(parameter)
-                parameter.__class__ = self._kinds.get(plain) or self._kind(plain)
+                parameter.__class__ = self._kinds.get(plain) or self._pending_class(plain)
 
     def _apply(self) -> None:
         """Applies the updates outside of torch modes, because tracing and transforms read parameters too."""
@@ -187,7 +187,7 @@ class Updates:
             self._apply_now()
 
     @contextlib.contextmanager
-    def _applying(self) -> Iterator[None]:
+    def _mark_applying(self) -> Iterator[None]:
         """Marks the updates as being applied."""
         self._applies = True
         try:
@@ -195,7 +195,7 @@ class Updates:
         finally:
             self._applies = False
 
-    def _kind(self, plain: type[nn.Parameter]) -> type[PendingParameter]:
+    def _pending_class(self, plain: type[nn.Parameter]) -> type[PendingParameter]:
         """Returns the pending class of parameters of this plain class. Makes it at the first call."""
         bases = (PendingParameter,) if plain is nn.Parameter else (PendingParameter, plain)
         its_own = {"plain": plain, "updates": self, "lock": self._lock, "__module__": __name__}
@@ -228,7 +228,7 @@ class Updates:
             # A step or another thread is already applying the updates.
             if self.inside or self._applies or not self.is_open:
                 return
-            with self.states_aside(), self._applying():
+            with self.states_aside(), self._mark_applying():
                 if threading.get_ident() == self._opener:
                     self.close()
                     self._apply()
@@ -252,17 +252,17 @@ class PendingUpdates:
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
-        self.kinds: tuple[Updates, ...] = ()
+        self.kinds: tuple[UpdateGroup, ...] = ()
         self._optimizers: Callable[[], Iterable[Optimizer]] = tuple
         self.states: list[PendingState] = []
         self._stepped: list[Optimizer] = []  # optimizers whose steps may be pending
         self.inside = 0
 
-    def watch(self, kinds: tuple[Updates, ...], optimizers: Callable[[], Iterable[Optimizer]]) -> None:
+    def watch(self, kinds: tuple[UpdateGroup, ...], optimizers: Callable[[], Iterable[Optimizer]]) -> None:
         """Sets the groups of updates to guard, and the optimizers whose state to guard."""
         self.kinds, self._optimizers = kinds, optimizers
         for kind in kinds:
-            kind.states_aside = self._states_aside
+            kind.states_aside = self._with_plain_states
 
     def closed(self, *, grows: bool = True) -> contextlib.AbstractContextManager[None]:
         """Returns a context in which no parameter is armed, for code that handles pending updates itself.
@@ -270,13 +270,13 @@ class PendingUpdates:
         Args:
             grows: whether parameters without a guard may have pending updates at the end.
         """
-        return _Closed(self, grows)
+        return _ClosedContext(self, grows)
 
     def close(self) -> None:
         """Removes all guards until the next `open`."""
         with self.lock:
             if self.states:
-                self.leave_states()
+                self.restore_states()
             for kind in self.kinds:
                 kind.close()
 
@@ -289,9 +289,11 @@ class PendingUpdates:
                 self.watch_stale()
 
     def watch_stale(self) -> None:
-        """Arms the parameters again where updates may have been added. The caller holds the lock."""
+        """Arms parameters again for which updates may have been added since the last `open`. The caller holds the
+        lock.
+        """
         if self.states:
-            self.leave_states()
+            self.restore_states()
         grown = is_open = False
         for kind in self.kinds:
             if kind.stale:
@@ -302,42 +304,42 @@ class PendingUpdates:
             is_open |= kind.is_open
         if grown:
             self._stepped = list(dict.fromkeys(self._optimizers()))
-            if _most_holders(self._stepped) > _fewest_holders():
+            if _max_references(self._stepped) > _min_references():
                 self.apply()  # a user's reference to a state tensor bypasses the guard
                 return
         if is_open:
-            self._take_states()
+            self._replace_states()
 
-    def _take_states(self) -> None:
+    def _replace_states(self) -> None:
         """Replaces the states of optimizers that have stepped by `PendingState` objects."""
         for optimizer in self._stepped:
             self.states.append(PendingState(optimizer, self.apply))
 
-    def leave_states(self) -> None:
-        """Puts the plain states back into the optimizers."""
+    def restore_states(self) -> None:
+        """Puts the plain states back into the optimizers, in place of the stand-ins that apply pending updates."""
         states, self.states = self.states, []
         for state in states:
-            state.leave()
+            state.restore()
 
     @contextlib.contextmanager
-    def _states_aside(self) -> Iterator[None]:
+    def _with_plain_states(self) -> Iterator[None]:
         """Puts plain states into the optimizers, and pending ones again if updates are still pending."""
-        self.leave_states()
+        self.restore_states()
         try:
             yield
         finally:
             if True in [kind.is_open for kind in self.kinds]:
-                self._take_states()
+                self._replace_states()
 
     def apply(self) -> None:
         """Applies all pending updates of the model."""
         with self.lock:
             for kind in self.kinds:
                 kind.apply()
-            self.leave_states()
+            self.restore_states()
 
 
-class _Closed(contextlib.AbstractContextManager[None]):
+class _ClosedContext(contextlib.AbstractContextManager[None]):
     """The context manager that `PendingUpdates.closed` returns."""
 
     def __init__(self, updates: PendingUpdates, grows: bool) -> None:
@@ -348,7 +350,7 @@ class _Closed(contextlib.AbstractContextManager[None]):
         with updates.lock:
             updates.inside += 1
             if updates.states:
-                updates.leave_states()
+                updates.restore_states()
             for kind in updates.kinds:
                 kind.inside = True
                 if kind.dense:
@@ -366,7 +368,11 @@ class _Closed(contextlib.AbstractContextManager[None]):
 
 
 def share_memory(parameters: Sequence[Tensor], own: Iterable[Tensor] = ()) -> bool:
-    """Returns whether other tensors or processes may access the parameters' memory."""
+    """Returns whether other tensors or processes may access the parameters' memory.
+
+    Args:
+        own: the model's own tensors that share it, which do not count.
+    """
     counts: dict[int, int] = {}
     holders: dict[int, int] = {}
     nobodys: Any = torch.empty(0, device="cpu")
@@ -394,12 +400,12 @@ def is_held_by_torch(parameter: Tensor) -> bool:
     return uses > (1 if node is None else 2)
 
 
-def _are_held_by_torch(parameters: Sequence[Any]) -> bool:
+def _any_held_by_torch(parameters: Sequence[Any]) -> bool:
     """Returns whether `is_held_by_torch` holds for any dense parameter. Each may have a gradient accumulator node."""
     return max([parameter._use_count() for parameter in parameters if type(parameter) is not TableShard], default=0) > 2
 
 
-def _most_holders(optimizers: Iterable[Any]) -> int:
+def _max_references(optimizers: Iterable[Any]) -> int:
     """Returns the largest reference count of a tensor in the optimizers' states."""
     most = 0
     for optimizer in optimizers:  # this loop is a hot path: it runs for every parameter in every step
@@ -411,12 +417,12 @@ def _most_holders(optimizers: Iterable[Any]) -> int:
 
 
 @cache
-def _fewest_holders() -> int:
+def _min_references() -> int:
     """Returns the reference count of a state tensor that nothing else refers to."""
-    return _most_holders([SimpleNamespace(state={"": {"": torch.empty(1, device="cpu")}})])
+    return _max_references([SimpleNamespace(state={"": {"": torch.empty(1, device="cpu")}})])
 
 
-def is_kept(parameter: nn.Parameter) -> bool:
+def is_gradient_referenced(parameter: nn.Parameter) -> bool:
     """Returns whether anything besides the parameter refers to its gradient or to the gradient's memory."""
     other = nn.Parameter(torch.empty(0, device="cpu"))
     other.grad = torch.empty(0, device="cpu")
@@ -432,7 +438,7 @@ _IN_A_GRAPH = (
 
 
 @torch.compiler.disable(reason=_IN_A_GRAPH)  # type: ignore[untyped-decorator]  # tracing would skip the update
-def _apply(parameter: Any) -> Any:
+def _apply_pending(parameter: Any) -> Any:
     """Applies the pending updates of a parameter, and returns it."""
     kind = type(parameter)
     if issubclass(kind, PendingParameter):  # otherwise another thread has applied them
@@ -443,7 +449,7 @@ def _apply(parameter: Any) -> Any:
 def apply_pending(*values: Any) -> None:
     """Applies the pending updates of parameters in values, including nested lists, tuples and dicts."""
     for parameter in list(_pending_in(values)):
-        _apply(parameter)
+        _apply_pending(parameter)
 
 
 def _pending_in(value: Any) -> Iterator[PendingParameter]:

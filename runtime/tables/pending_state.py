@@ -9,7 +9,7 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-from embrace_fx.vocabulary.proxies import forward
+from embrace_fx.vocabulary.proxies import forward_methods
 
 _LOOKS = (
     *(
@@ -43,12 +43,12 @@ class PendingState(defaultdict[Any, Any]):
         self._apply = apply
         optimizer.state = self
 
-    def now(self) -> Any:
+    def apply_and_get(self) -> Any:
         """Applies the updates and returns the state."""
         self._apply()
         return self.real
 
-    def leave(self) -> None:
+    def restore(self) -> None:
         """Puts the optimizer's state back, unless the user has assigned another one."""
         if self.optimizer.state is self:
             self.optimizer.state = self.real
@@ -58,10 +58,10 @@ class PendingState(defaultdict[Any, Any]):
         self.optimizer.state = other
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        return copy.deepcopy(self.now(), memo)
+        return copy.deepcopy(self.apply_and_get(), memo)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return self.now().__reduce_ex__(protocol)
+        return self.apply_and_get().__reduce_ex__(protocol)
 
 
-forward(PendingState, _LOOKS, lambda state, _: state.now())
+forward_methods(PendingState, _LOOKS, lambda state, _: state.apply_and_get())

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from embrace_fx.runtime.ranks.communicator import Communicator
-from embrace_fx.runtime.tables.layouts import mesh_of, own_part, scatter_table
+from embrace_fx.runtime.tables.layouts import make_mesh, scatter_table, this_ranks_part
 from embrace_fx.runtime.tables.member import Member
 from embrace_fx.runtime.tables.optimizer_state import whole_state_of
 from embrace_fx.runtime.tables.shard_layout import Layout
@@ -73,7 +73,7 @@ def shard_parameter(
         mesh: the table's mesh, if the values are this rank's part already.
     """
     local = parameter.detach()
-    if mesh is None and (mesh := mesh_of(communicator, parameter.device.type, grid)) is not None:
+    if mesh is None and (mesh := make_mesh(communicator, parameter.device.type, grid)) is not None:
         communicator.connect(parameter.device)
         group = communicator.process_group("dense")
         assert group is not None
@@ -108,7 +108,7 @@ def broadcast_state(
     communicator.broadcast([tensor.detach() for name, tensor in named if name not in apart], source)
 
 
-def materialise(
+def initialize_meta(
     model: nn.Module,
     sharded: Mapping[str, Grid | None],
     optimizers: Sequence[Optimizer],
@@ -152,31 +152,31 @@ def materialise(
                     "Give it one, or build the model on a real device."
                 )
             name = names.get(id(next(iter(own.values()), None)), "")
-            mesh = mesh_of(communicator, device_type, sharded[name]) if len(own) == 1 and name in sharded else None
+            mesh = make_mesh(communicator, device_type, sharded[name]) if len(own) == 1 and name in sharded else None
             if mesh is not None:
-                _materialise_shard(module, next(iter(own)), optimizers, mesh)
+                _initialize_shard(module, next(iter(own)), optimizers, mesh)
                 made[name] = mesh
             else:
-                _materialise_whole(module, own, optimizers)
+                _initialize_module(module, own, optimizers)
     return made
 
 
-def _materialise_whole(module: nn.Module, own: Mapping[str, nn.Parameter], optimizers: Sequence[Optimizer]) -> None:
+def _initialize_module(module: nn.Module, own: Mapping[str, nn.Parameter], optimizers: Sequence[Optimizer]) -> None:
     """Gives a module's meta parameters and buffers memory, and lets the module initialize them."""
     for parameter in own.values():
-        _give_values(optimizers, parameter, torch.empty_like(parameter, device=torch.get_default_device()))
+        _set_values(optimizers, parameter, torch.empty_like(parameter, device=torch.get_default_device()))
     for key, buffer in module._buffers.items():
         if buffer is not None and buffer.device.type == "meta":
             module._buffers[key] = torch.empty_like(buffer, device=torch.get_default_device())
     module.reset_parameters()  # type: ignore[operator]
 
 
-def _materialise_shard(module: nn.Module, key: str, optimizers: Sequence[Optimizer], mesh: DeviceMesh) -> None:
+def _initialize_shard(module: nn.Module, key: str, optimizers: Sequence[Optimizer], mesh: DeviceMesh) -> None:
     """Lets a module initialize a sharded table in blocks of rows and keeps this rank's part."""
     whole = module._parameters[key]
     assert whole is not None
     rows, columns = whole.shape
-    own_rows, own_columns = own_part(whole.shape, mesh)
+    own_rows, own_columns = this_ranks_part(whole.shape, mesh)
     every = own_rows.step
     own_shape = len(range(rows)[own_rows]), len(range(columns)[own_columns])
     local = torch.empty(own_shape, dtype=whole.dtype, device=torch.get_default_device())
@@ -197,10 +197,10 @@ def _materialise_shard(module: nn.Module, key: str, optimizers: Sequence[Optimiz
         if padding % every == own_rows.start:
             local[padding // every] = 0
     module._parameters[key] = whole
-    _give_values(optimizers, whole, local)
+    _set_values(optimizers, whole, local)
 
 
-def _give_values(optimizers: Sequence[Optimizer], parameter: nn.Parameter, values: Tensor) -> None:
+def _set_values(optimizers: Sequence[Optimizer], parameter: nn.Parameter, values: Tensor) -> None:
     """Gives a meta parameter and its optimizer state their values. The parameter stays the same object.
 
     Raises:

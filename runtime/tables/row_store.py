@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from embrace_fx.runtime.tables.history import History
-from embrace_fx.runtime.tables.optimizer_state import keep_state, state_of
+from embrace_fx.runtime.tables.optimizer_state import read_state, write_state
 from embrace_fx.runtime.tables.own_step import is_of_rows
 from embrace_fx.runtime.tables.table_shard import TableShard
 
@@ -33,7 +33,7 @@ _VERSION = attrgetter("_version")
 
 
 class RowStore:
-    """Where the rows of a table and their optimizer state are: here, of one table in memory.
+    """The storage of the rows of a table and of their optimizer state. This class keeps one table in memory.
 
     Attributes:
         history: the deferred steps of the rows.
@@ -57,14 +57,22 @@ class RowStore:
     def local(self) -> Tensor:
         """Returns the weights (S, d) of the rows in memory."""
         parameter = self.member.parameter
-        return parameter.held.now() if isinstance(parameter, TableShard) else parameter.detach()
+        return parameter.held.stored() if isinstance(parameter, TableShard) else parameter.detach()
 
     def places(self, ids: Tensor, *, to_write: bool = False) -> Tensor:
-        """Returns the indices of rows (K,) in `local` and `state`. They are valid until the next call."""
+        """Returns the indices of rows (K,) in `local` and `state`. They are valid until the next call of `places`.
+
+        Args:
+            to_write: whether the caller will write the rows.
+        """
         return ids
 
     def look_up(self, ids: Tensor, *, to_write: bool = False) -> Tensor:
-        """Returns the places of rows (K,) for a lookup."""
+        """Returns the indices of rows (K,) in `local`, for a lookup.
+
+        Args:
+            to_write: whether deferred steps will be applied to the rows first.
+        """
         return ids
 
     def record(self, ids: Tensor, host_ids: Tensor) -> None:
@@ -78,12 +86,12 @@ class RowStore:
     @property
     def state(self) -> Mapping[str, Any]:
         """Returns the optimizer state of the rows in `local` as plain tensors. `keep` stores changed values."""
-        return MappingProxyType(state_of(self.member.holder, self.member.parameter))
+        return MappingProxyType(read_state(self.member.optimizer_of_members, self.member.parameter))
 
     @property
     def entries(self) -> Mapping[str, Any]:
         """Returns the optimizer state for a look at its keys and types. Values may not be plain tensors."""
-        return self.member.holder.state.get(self.member.parameter) or {}
+        return self.member.optimizer_of_members.state.get(self.member.parameter) or {}
 
     def is_alike(self) -> bool:
         """Returns whether all tables in the store have the same state entries and equal counters."""
@@ -91,7 +99,7 @@ class RowStore:
 
     def keep(self, state: Mapping[str, Any]) -> None:
         """Stores optimizer state that a step has changed."""
-        keep_state(self.member.holder, self.member.parameter, state)
+        write_state(self.member.optimizer_of_members, self.member.parameter, state)
 
     def complete(self, first: Mapping[str, Any]) -> None:
         """Adds the entries of a table's first optimizer state that it lacks."""
@@ -126,11 +134,11 @@ class JoinedRows(RowStore):
         """Returns all tables' parts as one tensor (V', d)."""
         parts = [*map(_LOCAL, self._members)]
         if not self.joined or not all(map(is_, parts, self._views)):  # ten times a step: without a call per table
-            found, self._views = _joined(self._bounds, parts, self._move)
+            found, self._views = _joined(self._bounds, parts, self._use_joined_memory)
             self.joined = (found,)
         return self.joined[0]
 
-    def _move(self, k: int, view: Tensor) -> None:
+    def _use_joined_memory(self, k: int, view: Tensor) -> None:
         """Makes table k's part a view of the joined memory."""
         parameter = self._members[k].parameter
         assert isinstance(parameter, TableShard)
@@ -139,7 +147,7 @@ class JoinedRows(RowStore):
     @property
     def state(self) -> Mapping[str, Any]:
         """Returns the state of all rows: one tensor per entry with rows, and the first table's counters."""
-        return self._state.now()
+        return self._state.current()
 
     def is_alike(self) -> bool:
         """Returns whether the first table's counters are those of all tables."""
@@ -189,12 +197,12 @@ class JoinedState:
         """Returns whether all tables have the same state entries and equal counters."""
         if not self._is_known():
             states = self._states()
-            if not all(_alike(state, states[0]) for state in states):
+            if not all(_have_equal_counters(state, states[0]) for state in states):
                 return False
             self._join(states)
         return self._is_alike
 
-    def now(self) -> dict[str, Any]:
+    def current(self) -> dict[str, Any]:
         """Returns the state of all rows as one tensor (V', d) per entry, and the first table's counters."""
         if not self._is_known():
             self._join(self._states())
@@ -202,7 +210,7 @@ class JoinedState:
 
     def _states(self) -> list[dict[str, Any]]:
         """Returns the state of each table."""
-        return [state_of(member.holder, member.parameter) for member in self._members]
+        return [read_state(member.optimizer_of_members, member.parameter) for member in self._members]
 
     def _join(self, states: Sequence[Mapping[str, Any]]) -> None:
         """Joins the tables' states: tensors with a value per row become one tensor for all tables."""
@@ -211,17 +219,19 @@ class JoinedState:
         for key in [key for key, value in joined.items() if is_of_rows(value, rows)]:
             parts = [each[key] for each in states]
             is_known = key in known and all(map(is_, parts, known[key][1]))
-            self._of_rows[key] = known[key] if is_known else _joined(self._bounds, parts, partial(self._move, key))
+            self._of_rows[key] = (
+                known[key] if is_known else _joined(self._bounds, parts, partial(self._use_joined_memory, key))
+            )
             joined[key] = self._of_rows[key][0]
-        self._joined, self._is_alike = joined, all(_alike(state, states[0]) for state in states)
-        state = self._members[0].holder.state
+        self._joined, self._is_alike = joined, all(_have_equal_counters(state, states[0]) for state in states)
+        state = self._members[0].optimizer_of_members.state
         self._kept = [state.get(member.parameter) or {} for member in self._members]
         self._counters = {key: [each.get(key) for each in self._kept] for key in joined if key not in self._of_rows}
         self._record_versions()
 
-    def _move(self, key: str, k: int, view: Tensor) -> None:
+    def _use_joined_memory(self, key: str, k: int, view: Tensor) -> None:
         """Makes table k's state entry a view of one tensor of all rows."""
-        keep_state(self._members[k].holder, self._members[k].parameter, {key: view})
+        write_state(self._members[k].optimizer_of_members, self._members[k].parameter, {key: view})
 
     def _record_versions(self) -> None:
         """Stores the version counters of the step counters, to detect writes by other code."""
@@ -257,7 +267,7 @@ class JoinedState:
         for key, value in state.items():
             if value is not self._joined.get(key):
                 for k, (first, last) in enumerate(pairwise(self._bounds)):
-                    self._move(key, k, value[first:last])
+                    self._use_joined_memory(key, k, value[first:last])
 
     def keep(self, counters: Mapping[str, Any]) -> None:
         """Stores the counters, which a step has changed, in each table's state."""
@@ -271,10 +281,10 @@ class JoinedState:
             return
         for member in self._members:
             own = {k: v.clone() if isinstance(v, Tensor) else v for k, v in counters.items()}
-            keep_state(member.holder, member.parameter, own)
+            write_state(member.optimizer_of_members, member.parameter, own)
 
 
-def _alike(state: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+def _have_equal_counters(state: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
     """Returns whether two tables' states have the same entries and equal counters."""
     counters = [key for key, value in other.items() if not isinstance(value, Tensor) or not value.dim()]
     return state.keys() == other.keys() and [state[key] for key in counters] == [other[key] for key in counters]

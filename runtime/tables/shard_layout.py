@@ -24,7 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from embrace_fx.runtime.ranks.communicator import Communicator
 from embrace_fx.runtime.ranks.gathering import all_gather_single
-from embrace_fx.runtime.tables.layouts import own_part
+from embrace_fx.runtime.tables.layouts import this_ranks_part
 from embrace_fx.vocabulary.plan import Grid
 
 E = TypeVar("E", bound=Exception)
@@ -36,7 +36,7 @@ class NotAView(Exception):
 
 @dataclass(frozen=True)
 class Axis:
-    """One dimension of a layout: which of its indices this rank has.
+    """One dimension of a layout, with the indices that this rank has of it.
 
     Attributes:
         own: the indices that this rank has.
@@ -50,7 +50,7 @@ class Axis:
 
     @classmethod
     def whole(cls, size: int) -> Axis:
-        """Returns an axis whose indices are all on every rank."""
+        """Returns an axis of `size` indices, all of which every rank has."""
         return cls(size, range(size))
 
     @property
@@ -63,11 +63,11 @@ class Axis:
         """Returns this rank's indices as a slice."""
         return slice(self.own.start, self.own.stop, self.own.step) if len(self.own) else slice(0, 0)
 
-    def picked(self, asked: slice) -> tuple[Axis, slice]:
+    def slice_axis(self, indices: slice) -> tuple[Axis, slice]:
         """Returns a slice of the axis, and the slice of this rank's indices."""
-        picks, own = range(self.size)[asked], self.own
+        picks, own = range(self.size)[indices], self.own
         if not self.of:
-            return Axis.whole(len(picks)), asked
+            return Axis.whole(len(picks)), indices
         of = (*self.of, picks.start, picks.step)
         if own.step != 1 and picks.step != 1:
             raise NotAView
@@ -125,7 +125,9 @@ class Layout:
         axes = tuple(map(Axis.whole, shape))
         if mesh is not None:
             grid = Grid(*mesh.shape) if mesh.ndim > 1 else Grid(1, mesh.size())
-            parts = zip(("rows", "columns"), shape, own_part(shape, mesh), (grid.rows, grid.columns), strict=True)
+            parts = zip(
+                ("rows", "columns"), shape, this_ranks_part(shape, mesh), (grid.rows, grid.columns), strict=True
+            )
             axes = tuple([Axis(size, range(size)[own], (dim, size, n) if n > 1 else ()) for dim, size, own, n in parts])
         known = communicator()
         group = known.group if known is not None else None
@@ -149,7 +151,7 @@ class Layout:
 
     @property
     def is_table(self) -> bool:
-        """Returns whether the layout is of a whole table rather than a view."""
+        """Returns whether this is the layout of a whole table rather than of a view."""
         return len(self.axes) == 2 and self.fits(Layout.of_table(self.name, self.shape, self.mesh, self.communicator))
 
     def by_columns(self) -> Layout:
@@ -173,20 +175,24 @@ class Layout:
             if communicator.is_open:
                 if not asked:
                     return communicator.reduce_scalar(value, reduce_op)
-                return communicator.reduce_for_read(value, reduce_op, self._what(asked))
+                return communicator.reduce_for_read(value, reduce_op, self._describe_request(asked))
             communicator.check_fork()
         for group in self.mesh.get_all_groups():  # the model has been closed or deleted
             dist.all_reduce(value, reduce_op, group=group)
         return value
 
-    def computed_with(self, others: Sequence[Layout], operands: Sequence[Tensor], numbers: Sequence[Any]) -> Layout:
+    def for_result(self, others: Sequence[Layout], operands: Sequence[Tensor], numbers: Sequence[Any]) -> Layout:
         """Returns the layout of a result computed from these layouts, whole tensors and numbers."""
-        found = sum(each.operands for each in others) + sum(map(_hash_of, operands))
+        found = sum(each.operands for each in others) + sum(map(_hash_tensor, operands))
         found += hash(tuple(numbers)) & _BITS if numbers else 0
         return replace(self, operands=found & _BITS)
 
-    def _what(self, asked: str) -> str:
-        """Describes the request in words that are equal on all ranks if the requests are."""
+    def _describe_request(self, asked: str) -> str:
+        """Describes a request for an error message, in words that are equal on all ranks if the requests are.
+
+        Args:
+            asked: the name of the operation.
+        """
         request, computed = f"{asked} of the sharded {self.name}", int(self.operands)
         return f"{request} with operands of hash {computed:x}" if computed else request
 
@@ -227,43 +233,43 @@ class Layout:
         part = whole[tuple(axis.index for axis in self.axes)]
         if part.numel() == own.numel():  # a rank may have no element of a 0-dim tensor
             part.copy_(own.reshape(part.shape))
-        return self.summed(whole).view(self.shape)
+        return self.sum_disjoint(whole).view(self.shape)
 
-    def summed(self, whole: Tensor) -> Tensor:
+    def sum_disjoint(self, whole: Tensor) -> Tensor:
         """Combines tensors that have each element on one rank and zero on the others. Collective."""
         # Sum bytes, because a sum of floats would lose the sign of -0.0.
         return (
             self.reduce(whole.view(-1).view(torch.uint8), dist.ReduceOp.SUM, _ALL).view(whole.dtype).view(whole.shape)
         )
 
-    def joined(self, own: Tensor) -> tuple[Tensor, slice]:
-        """Concatenates the ranks' ids. Returns them, and the slice of this rank's. Collective."""
+    def gather_ids(self, ids: Tensor) -> tuple[Tensor, slice]:
+        """Concatenates the ids of all ranks. Returns them, and the slice of them that is this rank's. Collective."""
         assert self.mesh is not None
         ranks = self.mesh.mesh.flatten().tolist()
-        at, count = ranks.index(self.mesh.get_rank()), own.shape[1]
-        counts = torch.zeros(len(ranks), dtype=torch.int64, device=own.device)
+        at, count = ranks.index(self.mesh.get_rank()), ids.shape[1]
+        counts = torch.zeros(len(ranks), dtype=torch.int64, device=ids.device)
         counts[at] = count
         ends = self.reduce(counts, dist.ReduceOp.SUM, "rows").cumsum(0).tolist()
         mine = slice(ends[at] - count, ends[at])
-        every = own.new_zeros((len(own), ends[-1]))
-        every[:, mine] = own
+        every = ids.new_zeros((len(ids), ends[-1]))
+        every[:, mine] = ids
         return self.reduce(every, dist.ReduceOp.SUM, "rows"), mine
 
-    def _gathered(self, own: Tensor, dim: int) -> Tensor:
+    def _gathered(self, part: Tensor, dim: int) -> Tensor:
         """Gathers parts along the sharded column dimension, in which the last ranks may have fewer columns."""
         assert self.mesh is not None
         sizes = [axis.size for axis in self.axes]
-        own = own.reshape([len(axis.own) for axis in self.axes]).movedim(dim, 0)
+        part = part.reshape([len(axis.own) for axis in self.axes]).movedim(dim, 0)
         size, ranks = sizes.pop(dim), self.mesh.size()
-        sent = own.new_zeros((-(-size // ranks), *sizes))
-        sent[: len(own)] = own
+        sent = part.new_zeros((-(-size // ranks), *sizes))
+        sent[: len(part)] = part
         flat, communicator = sent.view(-1).view(torch.uint8), self.communicator()
         if communicator is not None and communicator.is_open:
-            everyone = communicator.gather_for_read(flat, self._what(_ALL))
+            everyone = communicator.gather_for_read(flat, self._describe_request(_ALL))
         else:  # the model has been closed or deleted
             everyone = flat.new_empty((ranks * flat.numel(),))
             all_gather_single(everyone, flat, group=self.mesh.get_group())
-        return everyone.view(own.dtype).view(-1, *sizes)[:size].movedim(0, dim).contiguous()
+        return everyone.view(part.dtype).view(-1, *sizes)[:size].movedim(0, dim).contiguous()
 
     @property
     def is_flat(self) -> bool:
@@ -300,7 +306,7 @@ _ALL = "all"
 _BITS = (1 << 48) - 1
 
 
-def _hash_of(operand: Tensor) -> Tensor:
+def _hash_tensor(operand: Tensor) -> Tensor:
     """Hashes a tensor's values in order, without a device synchronization."""
     values = torch.view_as_real(operand) if operand.is_complex() else operand
     bits = values.detach().to(torch.float64).contiguous().view(-1).view(torch.int64)
@@ -325,7 +331,7 @@ Dim = tuple[int | None, int, int]
 """A dimension of a view: the axis that it picks indices of, or None if it has no axis; its size; the step."""
 
 
-def view(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], layout: Layout, local: Tensor) -> Any:
+def apply_view(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], layout: Layout, local: Tensor) -> Any:
     """Applies a view op to a layout and this rank's part. Returns one (layout, part) or a list of them.
 
     Args:
@@ -336,26 +342,28 @@ def view(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], layout: Layo
     """
     whole = func(layout.meta(), *args, **kwargs)  # raises torch's errors, and computes shapes
     if func in _RESHAPES:
-        return _reshaped(layout, local, whole)
+        return _reshape(layout, local, whole)
     sizes = [axis.size for axis in layout.axes]
     if layout.is_flat:
         if func is not aten.select.int or whole.dim():
             raise NotAView
-        index = torch.tensor(arguments_of(func, args, kwargs)["index"] % layout.shape.numel())
+        index = torch.tensor(arguments_by_name(func, args, kwargs)["index"] % layout.shape.numel())
         element = [int(each) for each in torch.unravel_index(index, sizes)]
-        return _view_of(layout, local.view([len(axis.own) for axis in layout.axes]), whole, [], element)
+        return _locate_view(layout, local.view([len(axis.own) for axis in layout.axes]), whole, [], element)
     # In memory whose axes have these strides, a view's strides and offset say which indices of which axis it picks.
     bases = [prod(max(1, size) + 1 for size in sizes[k + 1 :]) for k in range(len(sizes))]
     picked = func(torch.empty_strided(sizes, bases, device="meta"), *args, **kwargs)
     if isinstance(whole, Tensor):
-        return _view_of(layout, local, whole, _dims_of(picked, sizes, bases), _digits(picked.storage_offset(), bases))
+        return _locate_view(
+            layout, local, whole, _view_dims(picked, sizes, bases), _mixed_digits(picked.storage_offset(), bases)
+        )
     return [
-        _view_of(layout, local, one, _dims_of(other, sizes, bases), _digits(other.storage_offset(), bases))
+        _locate_view(layout, local, one, _view_dims(other, sizes, bases), _mixed_digits(other.storage_offset(), bases))
         for one, other in zip(whole, picked, strict=True)
     ]
 
 
-def arguments_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+def arguments_by_name(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """Returns all arguments but the first by name, including defaults."""
     schema = func._schema.arguments[1:]
     found = {argument.name: argument.default_value for argument in schema if argument.has_default_value()}
@@ -363,7 +371,7 @@ def arguments_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> d
     return {**found, **kwargs}
 
 
-def _digits(number: int, bases: Sequence[int]) -> list[int]:
+def _mixed_digits(number: int, bases: Sequence[int]) -> list[int]:
     """Returns the digits of a number in a mixed base."""
     found = []
     for base in bases:
@@ -372,13 +380,13 @@ def _digits(number: int, bases: Sequence[int]) -> list[int]:
     return found
 
 
-def _dims_of(picked: Tensor, sizes: Sequence[int], bases: Sequence[int]) -> list[Dim]:
+def _view_dims(picked: Tensor, sizes: Sequence[int], bases: Sequence[int]) -> list[Dim]:
     """Returns the dimensions of a view of memory whose axes have `sizes` and strides `bases`."""
     found: list[Dim] = [(None, size, 0) for size in picked.shape]
     free = set(range(len(sizes)))
     # An inserted dimension of size 1 may have the stride of an axis.
     for dim in sorted(range(picked.dim()), key=lambda dim: picked.shape[dim] == 1):
-        steps = {k: step for k, step in enumerate(_digits(picked.stride(dim), bases)) if step}
+        steps = {k: step for k, step in enumerate(_mixed_digits(picked.stride(dim), bases)) if step}
         if len(steps) == 1 and free.issuperset(steps):
             ((axis, step),) = steps.items()
             free.remove(axis)
@@ -386,7 +394,7 @@ def _dims_of(picked: Tensor, sizes: Sequence[int], bases: Sequence[int]) -> list
     return found
 
 
-def _view_of(
+def _locate_view(
     layout: Layout, local: Tensor, whole: Tensor, dims: Sequence[Dim], first: Sequence[int]
 ) -> tuple[Layout, Tensor]:
     """Returns the layout and this rank's part of a view.
@@ -416,7 +424,7 @@ def _view_of(
             continue
         axis, own_slice = layout.axes[of], slice(0, None, 1)
         if (first[of], step, size) != (0, 1, axis.size):
-            axis, own_slice = axis.picked(slice(first[of], first[of] + size * step, step))
+            axis, own_slice = axis.slice_axis(slice(first[of], first[of] + size * step, step))
         axes.append(axis)
         strides.append(local.stride(of) * (own_slice.step or 1) if is_here else 0)
         offset += own_slice.start * local.stride(of) if is_here else 0
@@ -428,7 +436,7 @@ def _view_of(
     return replace(layout, shape=whole.shape, stride=whole.stride(), axes=tuple(axes), chosen=chosen), own
 
 
-def _reshaped(layout: Layout, local: Tensor, whole: Tensor) -> tuple[Layout, Tensor]:
+def _reshape(layout: Layout, local: Tensor, whole: Tensor) -> tuple[Layout, Tensor]:
     """Returns the view that merges dimensions of a part, or restores merged ones."""
     sizes = [len(axis.own) for axis in layout.axes]
     is_back = whole.shape == torch.Size(axis.size for axis in layout.axes)

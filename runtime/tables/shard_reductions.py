@@ -19,7 +19,7 @@ from torch import Tensor
 
 from embrace_fx.runtime.tables.gradient_storage import order_of_sum
 from embrace_fx.runtime.tables.local_storage import LocalStorage
-from embrace_fx.runtime.tables.shard_layout import NotAView, arguments_of, without_axes
+from embrace_fx.runtime.tables.shard_layout import NotAView, arguments_by_name, without_axes
 from embrace_fx.runtime.tables.table_shard import Rule, TableShard
 
 aten = torch.ops.aten
@@ -27,7 +27,7 @@ _SUM, _MAX, _MIN = dist.ReduceOp.SUM, dist.ReduceOp.MAX, dist.ReduceOp.MIN
 
 
 @dataclass(frozen=True)
-class _Asked:
+class _HookReduction:
     """A reduction that was called: its dimensions and options, how many elements each result is of, and its dtype."""
 
     dims: tuple[int, ...]
@@ -37,9 +37,9 @@ class _Asked:
     dtype: torch.dtype
 
     @classmethod
-    def of(cls, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> _Asked:
+    def of(cls, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> _HookReduction:
         """Reads a reduction from its arguments. Raises the error that torch raises for them."""
-        part, named = args[0], arguments_of(func, args[1:], kwargs)
+        part, named = args[0], arguments_by_name(func, args[1:], kwargs)
         looks = func(part.spread.meta(part.dtype), *args[1:], **kwargs)
         dim, dims = named.get("dim"), part.dim()
         asked = (dim,) if isinstance(dim, int) else tuple(dim or range(dims))
@@ -52,7 +52,9 @@ class _Asked:
         return len(self.dims) == part.dim()
 
 
-def _over(part: TableShard, asked: _Asked, func: Any, of_part: Callable[..., Tensor], reduce_op: Any) -> Tensor:
+def _reduce_part(
+    part: TableShard, asked: _HookReduction, func: Any, of_part: Callable[..., Tensor], reduce_op: Any
+) -> Tensor:
     """Reduces a part over some dimensions: the values of this rank first, then over ranks if needed.
 
     Args:
@@ -67,7 +69,7 @@ def _over(part: TableShard, asked: _Asked, func: Any, of_part: Callable[..., Ten
         axes_of = [len(axis.own) for axis in axes]
         local = local.reshape(axes_of) if local.numel() == torch.Size(axes_of).numel() else local
     if not part.spread.is_alone and (layout.chosen or any(axes[dim].of for dim in dims)):
-        own = _whole(part, local, dims, of_part, reduce_op, _word(func))
+        own = _reduce_over_ranks(part, local, dims, of_part, reduce_op, _op_text(func))
     else:
         own, result = of_part(local, dims), without_axes(layout, dims, keep=asked.keep)
         if result.is_apart:
@@ -77,13 +79,19 @@ def _over(part: TableShard, asked: _Asked, func: Any, of_part: Callable[..., Ten
     return own.view([1] * part.dim() if layout.is_flat else without_axes(layout, dims, keep=True).shape)
 
 
-def _whole(
+def _reduce_over_ranks(
     part: TableShard, local: Tensor, dims: tuple[int, ...], of_part: Callable[..., Tensor], reduce_op: Any, asked: str
 ) -> Tensor:
-    """Reduces the parts of all ranks and keeps dimensions. Collective."""
+    """Reduces the parts of all ranks, and keeps the reduced dimensions with size 1. Collective.
+
+    Args:
+        local: this rank's values.
+        of_part: (values, dims) -> the reduction of this rank's values.
+        asked: the op's name, for error messages.
+    """
     layout = part.spread
     narrow = of_part(local.new_ones((1,) * max(1, len(layout.axes))), dims).dtype
-    dtype, none = torch.int32 if narrow == torch.bool else narrow, _of_none(narrow, reduce_op)
+    dtype, none = torch.int32 if narrow == torch.bool else narrow, _neutral_value(narrow, reduce_op)
     whole = torch.full(without_axes(layout, dims, keep=True).shape, none, dtype=dtype, device=local.device)
     if local.numel():
         index = tuple(slice(0, 1) if dim in dims else axis.index for dim, axis in enumerate(layout.axes))
@@ -91,29 +99,31 @@ def _whole(
     if dtype.is_floating_point and reduce_op != _SUM:  # MAX and MIN ignore nan, so it is reduced separately
         no_number = whole.isnan()
         compared = whole.masked_fill(no_number, none)
-        both = torch.stack([compared, _flags(no_number, dtype, reduce_op)])
+        both = torch.stack([compared, _booleans_as_numbers(no_number, dtype, reduce_op)])
         whole, flags = part.spread.reduce(both, reduce_op, asked).unbind()
-        return whole.masked_fill(flags != _flags(torch.zeros_like(no_number), dtype, reduce_op), float("nan"))
+        return whole.masked_fill(
+            flags != _booleans_as_numbers(torch.zeros_like(no_number), dtype, reduce_op), float("nan")
+        )
     return part.spread.reduce(whole, reduce_op, asked).to(narrow)
 
 
-def _word(func: Any) -> str:
+def _op_text(func: Any) -> str:
     """Returns the name of an op, for error messages."""
     name: str = func._schema.name
     return name.removeprefix("aten::").removeprefix("linalg_vector_")
 
 
-def _flags(set_: Tensor, dtype: torch.dtype, reduce_op: Any) -> Tensor:
+def _booleans_as_numbers(set_: Tensor, dtype: torch.dtype, reduce_op: Any) -> Tensor:
     """Encodes booleans as numbers for a reduction."""
     return set_.to(dtype) if reduce_op == _MAX else -set_.to(dtype)
 
 
-def _wide(dtype: torch.dtype) -> torch.dtype:
+def _transit_dtype(dtype: torch.dtype) -> torch.dtype:
     """Returns the dtype of values in transit, so that half precision is rounded only once."""
     return torch.promote_types(dtype, torch.float32) if dtype.is_floating_point else dtype
 
 
-def _of_none(dtype: torch.dtype, reduce_op: Any) -> Any:
+def _neutral_value(dtype: torch.dtype, reduce_op: Any) -> Any:
     """Returns the reduction of no values: the sum, or the least or greatest value of a dtype."""
     if reduce_op == _SUM or dtype == torch.bool:
         return int(reduce_op == _MIN)
@@ -122,19 +132,19 @@ def _of_none(dtype: torch.dtype, reduce_op: Any) -> Any:
     return torch.iinfo(dtype).min if reduce_op == _MAX else torch.iinfo(dtype).max
 
 
-def _is_of_gradient(part: TableShard, asked: _Asked) -> bool:
+def _is_of_gradient(part: TableShard, asked: _HookReduction) -> bool:
     """Returns whether the reduction is over all elements of a gradient, which may be kept as rows."""
     return part.held.of_gradient and asked.is_of_all(part) and not asked.keep
 
 
 def _sum(func: Any, args: Any, kwargs: Any) -> Any:
     """Sums the local values and adds up the ranks' sums, in a wider dtype than the result's."""
-    part, asked = args[0], _Asked.of(func, args, kwargs)
-    dtype = _wide(asked.dtype)
+    part, asked = args[0], _HookReduction.of(func, args, kwargs)
+    dtype = _transit_dtype(asked.dtype)
     if _is_of_gradient(part, asked):
-        found = part.spread.reduce(aten.sum.default(part.held.values(), dtype=dtype), _SUM, _word(func))
+        found = part.spread.reduce(aten.sum.default(part.held.values(), dtype=dtype), _SUM, _op_text(func))
     else:
-        found = _over(part, asked, func, lambda v, dims: v.sum(dims, keepdim=True, dtype=dtype), _SUM)
+        found = _reduce_part(part, asked, func, lambda v, dims: v.sum(dims, keepdim=True, dtype=dtype), _SUM)
     return found.to(asked.dtype)
 
 
@@ -146,29 +156,29 @@ def _count_nonzero(func: Any, args: Any, kwargs: Any) -> Any:
 
 def _mean(func: Any, args: Any, kwargs: Any) -> Any:
     """Sums, then divides by the number of whole elements."""
-    asked = _Asked.of(func, args, kwargs)
-    total = _sum(aten.sum.dim_IntList, (args[0], list(asked.dims), asked.keep), {"dtype": _wide(asked.dtype)})
+    asked = _HookReduction.of(func, args, kwargs)
+    total = _sum(aten.sum.dim_IntList, (args[0], list(asked.dims), asked.keep), {"dtype": _transit_dtype(asked.dtype)})
     return (total / max(1, asked.count)).to(asked.dtype)
 
 
 def _variance(func: Any, args: Any, kwargs: Any) -> Any:
     """Sums the squared distances from the mean, then divides by the corrected count."""
-    part, asked = args[0], _Asked.of(func, args, kwargs)
-    correction, values = asked.named.get("correction"), part.to(_wide(part.dtype))
+    part, asked = args[0], _HookReduction.of(func, args, kwargs)
+    correction, values = asked.named.get("correction"), part.to(_transit_dtype(part.dtype))
     apart = values - values.mean(list(asked.dims), keepdim=True)
     squares = (apart * apart).sum(list(asked.dims), keepdim=asked.keep)
     found = squares / max(0.0, asked.count - (1.0 if correction is None else float(correction)))
     return (found.sqrt() if "std" in func._schema.name else found).to(asked.dtype)
 
 
-def _extreme(func: Any, args: Any, kwargs: Any) -> Any:
+def _min_or_max(func: Any, args: Any, kwargs: Any) -> Any:
     """Implements `max`, `min`, `amax`, `amin`, `any` and `all` over the values of all ranks."""
-    part, asked, name = args[0], _Asked.of(func, args, kwargs), func._schema.name.removeprefix("aten::")
+    part, asked, name = args[0], _HookReduction.of(func, args, kwargs), func._schema.name.removeprefix("aten::")
     reduce_op = _MAX if name in ("max", "amax", "any") else _MIN
     if name in ("any", "all"):
-        return _over(part, asked, func, lambda v, dims: getattr(v.bool(), name)(dims, keepdim=True), reduce_op)
+        return _reduce_part(part, asked, func, lambda v, dims: getattr(v.bool(), name)(dims, keepdim=True), reduce_op)
     extreme = "amax" if reduce_op == _MAX else "amin"
-    return _over(part, asked, func, lambda v, dims: getattr(v, extreme)(dims, keepdim=True), reduce_op)
+    return _reduce_part(part, asked, func, lambda v, dims: getattr(v, extreme)(dims, keepdim=True), reduce_op)
 
 
 def _norm(func: Any, args: Any, kwargs: Any) -> Any:
@@ -178,8 +188,11 @@ def _norm(func: Any, args: Any, kwargs: Any) -> Any:
     if part.held.of_gradient and len(args) < 3 and not kwargs and part.dtype.is_floating_point:
         of_all: Tensor = part.held.norm(float(args[1]) if args[1:] else 2.0).to(part.dtype)
         return of_all
-    asked = _Asked.of(func, args, kwargs)
-    order, wide = float(asked.named["ord"]), _wide(asked.dtype)  # the square of 256 overflows in half precision
+    asked = _HookReduction.of(func, args, kwargs)
+    order, wide = (
+        float(asked.named["ord"]),
+        _transit_dtype(asked.dtype),
+    )  # the square of 256 overflows in half precision
     if part.held.of_gradient and asked.is_of_all(part):
         total: Tensor = part.held.norm(order).to(asked.dtype)
         return total.view([1] * part.dim()) if asked.keep else total
@@ -190,7 +203,7 @@ def _norm(func: Any, args: Any, kwargs: Any) -> Any:
         norm: Tensor = torch.linalg.vector_norm(values, order, dims, keepdim=True, dtype=wide)
         return norm.pow(power)
 
-    found = _over(part, asked, func, of_part, reduce_op)
+    found = _reduce_part(part, asked, func, of_part, reduce_op)
     return found.pow(1.0 / power).to(asked.dtype)
 
 
@@ -209,7 +222,7 @@ def _dot(func: Any, args: Any, kwargs: Any) -> Any:
     one, other = args
     if not isinstance(one, TableShard) or not isinstance(other, TableShard) or not one.spread.fits(other.spread):
         return NotImplemented
-    return one.spread.reduce(func(one.held.dense().reshape(-1), other.held.dense().reshape(-1)), _SUM, _word(func))
+    return one.spread.reduce(func(one.held.dense().reshape(-1), other.held.dense().reshape(-1)), _SUM, _op_text(func))
 
 
 def _equal(func: Any, args: Any, kwargs: Any) -> Any:
@@ -224,7 +237,7 @@ def _equal(func: Any, args: Any, kwargs: Any) -> Any:
     theirs = other.held.dense() if isinstance(other, TableShard) else one.spread.cut(other)
     own = torch.equal(one.held.dense(), theirs.reshape(one.held.dense().shape))
     own_number = torch.tensor(int(own), dtype=torch.int32, device=one.device)
-    return bool(one.spread.reduce(own_number, _MIN, _word(func)).item())
+    return bool(one.spread.reduce(own_number, _MIN, _op_text(func)).item())
 
 
 def _unscaled(func: Any, args: Any, kwargs: Any) -> Any:
@@ -250,9 +263,9 @@ REDUCTIONS: Mapping[Any, Rule] = MappingProxyType(
         aten.count_nonzero.dim_IntList: _count_nonzero,
         aten.std.correction: _variance,
         aten.var.correction: _variance,
-        **dict.fromkeys((aten.max.default, aten.min.default, aten.amax.default, aten.amin.default), _extreme),
-        **dict.fromkeys((aten.any.default, aten.any.dim, aten.any.dims), _extreme),
-        **dict.fromkeys((aten.all.default, aten.all.dim, aten.all.dims), _extreme),
+        **dict.fromkeys((aten.max.default, aten.min.default, aten.amax.default, aten.amin.default), _min_or_max),
+        **dict.fromkeys((aten.any.default, aten.any.dim, aten.any.dims), _min_or_max),
+        **dict.fromkeys((aten.all.default, aten.all.dim, aten.all.dims), _min_or_max),
         aten.linalg_vector_norm.default: _norm,
         aten.renorm_.default: _renorm,
         aten.renorm.default: _renorm,

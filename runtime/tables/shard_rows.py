@@ -26,7 +26,7 @@ from embrace_fx.runtime.tables.table_shard import Rule, TableShard
 aten = torch.ops.aten
 
 
-def _own_ids(ids: Tensor, axis: Axis) -> tuple[Tensor, Tensor | None]:
+def _to_own_indices(ids: Tensor, axis: Axis) -> tuple[Tensor, Tensor | None]:
     """Converts ids to this rank's indices. Returns them and a mask of the ids on this rank, None if all are."""
     _check_ids(ids, axis)
     ids = torch.where(ids < 0, ids + axis.size, ids)
@@ -37,9 +37,9 @@ def _own_ids(ids: Tensor, axis: Axis) -> tuple[Tensor, Tensor | None]:
     return apart // own.step, (apart >= 0) & (ids < own.stop) & (apart % own.step == 0)
 
 
-def _unravelled(ids: Tensor, sizes: Sequence[int]) -> list[Tensor]:
+def _unravel(ids: Tensor, sizes: Sequence[int]) -> list[Tensor]:
     """Converts ids into a flat tensor to ids along its dimensions."""
-    ids, _ = _own_ids(ids, Axis.whole(prod(sizes)))
+    ids, _ = _to_own_indices(ids, Axis.whole(prod(sizes)))
     return list(torch.unravel_index(ids, sizes))
 
 
@@ -50,7 +50,7 @@ def _check_ids(ids: Tensor, axis: Axis) -> None:
 
 
 def _ids_of(indices: Sequence[Any], part: TableShard) -> list[Tensor] | None:
-    """Returns ids along the leading dimensions, or None if the indices are of another kind or are parts."""
+    """Returns the ids along the leading dimensions, or None if the indices are not ids or are parts themselves."""
     found: list[Tensor] = []
     while indices and indices[-1] is None:
         indices = indices[:-1]
@@ -77,26 +77,26 @@ def _own_values(values: Tensor, shape: Sequence[int], axes: Sequence[Axis], rows
     return values.expand(shape)[(slice(None),) * rows + tuple(axis.index for axis in axes)]
 
 
-def _put(func: Any, args: Any, kwargs: Any) -> Any:
+def _index_put(func: Any, args: Any, kwargs: Any) -> Any:
     """Implements `index_put_`: writes values at ids into this rank's rows and columns."""
     part, indices, values, *rest = args
     accumulate = kwargs.get("accumulate", rest[0] if rest else False)
     if not isinstance(part, TableShard) or (part.spread.is_flat and part.dim() > 1):
         return NotImplemented
     if len(indices) == 1 and isinstance(indices[0], TableShard):
-        return _put_where(part, indices[0], values, accumulate)
+        return _masked_put(part, indices[0], values, accumulate)
     ids, axes = _ids_of(indices, part), part.spread.axes
     if ids is None:
         return NotImplemented
     if part.spread.is_flat:
-        ids = _unravelled(ids[0], [axis.size for axis in axes])
+        ids = _unravel(ids[0], [axis.size for axis in axes])
     apart, shape = axes[len(ids) :], [*ids[0].shape, *(axis.size for axis in axes[len(ids) :])]
     if values.dtype != part.dtype and values.dim():
         return NotImplemented  # raises torch's error
     own = _own_values(values.to(part.dtype), shape, apart, ids[0].dim())
     if own is None:
         return NotImplemented
-    counted = [_own_ids(each, axis) for each, axis in zip(ids, axes, strict=False)]
+    counted = [_to_own_indices(each, axis) for each, axis in zip(ids, axes, strict=False)]
     kept = [has for _, has in counted if has is not None]
     local_ids = [each for each, _ in counted]
     if kept:
@@ -108,7 +108,7 @@ def _put(func: Any, args: Any, kwargs: Any) -> Any:
     return part
 
 
-def _put_where(part: TableShard, mask: TableShard, values: Any, accumulate: bool) -> Any:
+def _masked_put(part: TableShard, mask: TableShard, values: Any, accumulate: bool) -> Any:
     """Writes one value where a mask of the same layout is true."""
     if (
         not mask.spread.fits(part.spread)
@@ -122,12 +122,12 @@ def _put_where(part: TableShard, mask: TableShard, values: Any, accumulate: bool
     return part
 
 
-def _put_apart(func: Any, args: Any, kwargs: Any) -> Any:
+def _index_put_copy(func: Any, args: Any, kwargs: Any) -> Any:
     """Implements `index_put`: writes values at ids into a copy of a part."""
-    return _put(func, (args[0].clone(), *args[1:]), kwargs) if isinstance(args[0], TableShard) else NotImplemented
+    return _index_put(func, (args[0].clone(), *args[1:]), kwargs) if isinstance(args[0], TableShard) else NotImplemented
 
 
-def _by_index(func: Any, args: Any, kwargs: Any) -> Any:
+def _index_op(func: Any, args: Any, kwargs: Any) -> Any:
     """Implements `index_fill_`, `index_copy_`, `index_add_` and their out-of-place forms."""
     part, dim, ids, value = args[:4]
     if not isinstance(part, TableShard) or isinstance(ids, TableShard) or part.spread.is_flat or not part.dim():
@@ -136,7 +136,7 @@ def _by_index(func: Any, args: Any, kwargs: Any) -> Any:
         part = part.clone()
     dim %= part.dim()
     axes, keep = part.spread.axes, None
-    local_ids, keep = _own_ids(ids.reshape(-1), axes[dim])
+    local_ids, keep = _to_own_indices(ids.reshape(-1), axes[dim])
     own = value
     if isinstance(value, Tensor) and value.dim():
         rest = (*axes[:dim], *axes[dim + 1 :])
@@ -155,48 +155,50 @@ def _by_index(func: Any, args: Any, kwargs: Any) -> Any:
     return part
 
 
-def _read(func: Any, args: Any, kwargs: Any) -> Any:
+def _index_read(func: Any, args: Any, kwargs: Any) -> Any:
     """Implements `x[ids]`: returns whole rows, because ranks may read different ids. Collective."""
     part, indices = args
     if not isinstance(part, TableShard) or part.spread.is_flat or part.spread.chosen or part.spread.is_alone:
         return NotImplemented
     ids = _ids_of(indices, part)
-    return NotImplemented if ids is None else _rows_of_all(part, ids)
+    return NotImplemented if ids is None else _read_whole_rows(part, ids)
 
 
 def _select_index(func: Any, args: Any, kwargs: Any) -> Any:
     """Implements `index_select` by rows."""
     part, dim, ids = args
     return (
-        _read(func, (part, [ids]), {}) if isinstance(part, TableShard) and dim in (0, -part.dim()) else NotImplemented
+        _index_read(func, (part, [ids]), {})
+        if isinstance(part, TableShard) and dim in (0, -part.dim())
+        else NotImplemented
     )
 
 
-def _rows_of_all(part: TableShard, ids: Sequence[Tensor]) -> Tensor:
+def _read_whole_rows(part: TableShard, ids: Sequence[Tensor]) -> Tensor:
     """Reads whole rows for this rank's ids; each rank sends its columns of the rows of all. Collective."""
     layout, axes, rest = part.spread, part.spread.axes[: len(ids)], part.spread.axes[len(ids) :]
     for each, axis in zip(ids, axes, strict=True):
         _check_ids(each, axis)
-    every, mine = layout.joined(torch.stack([*ids]).flatten(1).to(part.device))
-    counted = [_own_ids(each, axis) for each, axis in zip(every, axes, strict=True)]
+    every, mine = layout.gather_ids(torch.stack([*ids]).flatten(1).to(part.device))
+    counted = [_to_own_indices(each, axis) for each, axis in zip(every, axes, strict=True)]
     kept = [has for _, has in counted if has is not None]
     keep: Any = torch.stack(kept).all(0) if kept else slice(None)
     whole = torch.zeros((every.shape[1], *(axis.size for axis in rest)), dtype=part.dtype, device=part.device)
     rows = part.held.dense()[tuple(each[keep] for each, _ in counted)]
     whole[(slice(None), *(axis.index for axis in rest))][keep] = rows
-    return layout.summed(whole)[mine].view(*ids[0].shape, *whole.shape[1:])
+    return layout.sum_disjoint(whole)[mine].view(*ids[0].shape, *whole.shape[1:])
 
 
 # -- gradients in rows -------------------------------------------------------------------------------------------------
 
 
-def _rows_of(part: Any) -> Any:
+def _row_gradient_storage(part: Any) -> Any:
     """Returns the storage of a gradient that is kept as rows, or None for any other part."""
     held = part.held if isinstance(part, TableShard) else None
     return None if held is None or held.is_dense else held
 
 
-def _zero(func: Any, args: Any, kwargs: Any) -> Any:
+def _zero_rows(func: Any, args: Any, kwargs: Any) -> Any:
     """Sets a gradient kept as rows to zero."""
     if not args[0].held.of_gradient:
         return NotImplemented
@@ -204,9 +206,9 @@ def _zero(func: Any, args: Any, kwargs: Any) -> Any:
     return args[0]
 
 
-def _on_rows(func: Any, args: Any, kwargs: Any) -> Any:
+def _map_rows(func: Any, args: Any, kwargs: Any) -> Any:
     """Applies an element-wise op that keeps zero to a gradient kept as rows."""
-    (part, *given), held = args, _rows_of(args[0])
+    (part, *given), held = args, _row_gradient_storage(args[0])
     tensors = [each for each in (*given, *kwargs.values()) if isinstance(each, Tensor)]
     if held is None or any(isinstance(each, TableShard) or each.dim() for each in tensors):
         return NotImplemented
@@ -221,9 +223,9 @@ def _on_rows(func: Any, args: Any, kwargs: Any) -> Any:
 _LINEAR = frozenset({aten.mul_.Tensor, aten.mul_.Scalar, aten.div_.Tensor, aten.div_.Scalar})
 
 
-def _added(func: Any, args: Any, kwargs: Any) -> Any:
+def _add_rows(func: Any, args: Any, kwargs: Any) -> Any:
     """Adds another gradient kept as rows to this one, in place, for `add_`, or returns `NotImplemented`."""
-    held, other = _rows_of(args[0]), _rows_of(args[1])
+    held, other = _row_gradient_storage(args[0]), _row_gradient_storage(args[1])
     if held is None or other is None or kwargs or not args[0].spread.fits(args[1].spread):
         return NotImplemented
     held.add_rows(*other.rows())
@@ -233,7 +235,7 @@ def _added(func: Any, args: Any, kwargs: Any) -> Any:
 # -- sparse gradients --------------------------------------------------------------------------------------------------
 
 
-def _shown_rows(part: TableShard, asked: str) -> Rows:
+def _writable_rows(part: TableShard, asked: str) -> Rows:
     """Returns writable ids (K,) and this rank's columns of their rows (K, d).
 
     Raises:
@@ -249,19 +251,19 @@ def _shown_rows(part: TableShard, asked: str) -> Rows:
 def _sparse_values(func: Any, args: Any, kwargs: Any) -> Any:
     """Returns the rows of a sparse gradient as a part."""
     part: TableShard = args[0]
-    ids, rows = _shown_rows(part, "its values()")
+    ids, rows = _writable_rows(part, "its values()")
     layout = part.spread.with_axes((Axis.whole(len(ids)), *part.spread.axes[1:]))
     return part.like(LocalStorage(rows, part.held.viewer()), layout)
 
 
 def _indices(func: Any, args: Any, kwargs: Any) -> Tensor:
     """Returns the row ids of a part that shows a sparse gradient."""
-    return _shown_rows(args[0], "its indices()")[0][None]
+    return _writable_rows(args[0], "its indices()")[0][None]
 
 
 def _nnz(func: Any, args: Any, kwargs: Any) -> int:
     """Returns the count of rows of a part that shows a sparse gradient."""
-    return len(_shown_rows(args[0], "the number of rows")[0])
+    return len(_writable_rows(args[0], "the number of rows")[0])
 
 
 def _to_dense(func: Any, args: Any, kwargs: Any) -> Any:
@@ -282,7 +284,7 @@ _OF_SPARSE: Mapping[Any, Rule] = {
 }
 
 
-def _of_sparse(func: Any, args: Any, kwargs: Any) -> Any:
+def _sparse_property(func: Any, args: Any, kwargs: Any) -> Any:
     """Answers by the part if it shows a sparse gradient, else as torch answers for a dense tensor."""
     part: TableShard = args[0]
     return _OF_SPARSE[func](func, args, kwargs) if part.is_sparse else func(part.new_zeros([0] * part.dim()), *args[1:])
@@ -296,7 +298,7 @@ def _sparse_norm(func: Any, args: Any, kwargs: Any) -> Any:
     )
 
 
-def _look_up(func: Any, args: Any, kwargs: Any) -> Any:
+def _refuse_lookup(func: Any, args: Any, kwargs: Any) -> Any:
     """Raises, because each rank has only some columns of a table outside of the compiled model."""
     if args[0].spread.is_alone:
         return NotImplemented
@@ -311,32 +313,32 @@ def _look_up(func: Any, args: Any, kwargs: Any) -> Any:
 
 ROWS: Mapping[Any, Rule] = MappingProxyType(
     {
-        aten.index_put_.default: _put,
-        aten._index_put_impl_.default: _put,
-        aten.index_put.default: _put_apart,
+        aten.index_put_.default: _index_put,
+        aten._index_put_impl_.default: _index_put,
+        aten.index_put.default: _index_put_copy,
         **dict.fromkeys(
             (
                 *(aten.index_fill_.int_Scalar, aten.index_fill_.int_Tensor, aten.index_copy_.default),
                 *(aten.index_fill.int_Scalar, aten.index_fill.int_Tensor, aten.index_copy.default),
                 *(aten.index_add_.default, aten.index_add.default),
             ),
-            _by_index,
+            _index_op,
         ),
-        aten.index.Tensor: _read,
+        aten.index.Tensor: _index_read,
         aten.index_select.default: _select_index,
-        aten.zero_.default: _zero,
-        **dict.fromkeys((*_LINEAR, aten.clamp_.default, aten.clamp_min_.default, aten.clamp_max_.default), _on_rows),
-        aten.add_.Tensor: _added,
+        aten.zero_.default: _zero_rows,
+        **dict.fromkeys((*_LINEAR, aten.clamp_.default, aten.clamp_min_.default, aten.clamp_max_.default), _map_rows),
+        aten.add_.Tensor: _add_rows,
         **dict.fromkeys(
             (
                 *(aten.embedding.default, aten.embedding_renorm_.default, aten._embedding_bag.default),
                 *(aten._embedding_bag_forward_only.default, aten.embedding_bag.default, aten.embedding_bag.padding_idx),
             ),
-            _look_up,
+            _refuse_lookup,
         ),
         # Sparse gradients only. `coalesce()` returns a coalesced tensor unchanged.
         torch.ops.prim.layout.default: lambda func, args, kwargs: torch.sparse_coo,
-        **dict.fromkeys(_OF_SPARSE, _of_sparse),
+        **dict.fromkeys(_OF_SPARSE, _sparse_property),
         **dict.fromkeys((aten.norm.Scalar, aten.norm.ScalarOpt_dim), _sparse_norm),
     }
 )

@@ -31,7 +31,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
 from embrace_fx.runtime.tables.local_storage import CopyStorage, LocalStorage
-from embrace_fx.runtime.tables.shard_layout import VIEWS, Axis, Layout, NotAView, view
+from embrace_fx.runtime.tables.shard_layout import VIEWS, Axis, Layout, NotAView, apply_view
 from embrace_fx.runtime.tables.shard_reductions import REDUCTIONS
 from embrace_fx.runtime.tables.shard_rows import ROWS
 from embrace_fx.runtime.tables.shard_whole import (
@@ -39,25 +39,25 @@ from embrace_fx.runtime.tables.shard_whole import (
     LIKE,
     NEW,
     RANDOM_LIKE,
-    is_of_a_loss,
-    leaves_of,
-    of_loss,
-    of_whole,
+    as_read_only,
+    flatten_call,
+    is_recorded,
+    run_on_gathered,
+    run_recorded,
     set_memory,
-    to_be_read,
 )
 from embrace_fx.runtime.tables.table_shard import Rule, TableShard
 
 aten = torch.ops.aten
 
 
-def answer(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+def run_op(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     """Runs an op that has parts among its arguments, by the rule for that op.
 
     Raises:
         RuntimeError: the op is not supported on parts; on every rank.
     """
-    leaves = leaves_of(args, kwargs)
+    leaves = flatten_call(args, kwargs)
     parts = [leaf for leaf in leaves if isinstance(leaf, TableShard)]
     if len(parts) < len(leaves) and DTensor in set(map(type, leaves)):
         raise parts[0].refused(f"{func._schema.name} with a DTensor")
@@ -70,7 +70,7 @@ def answer(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
             TableShard, lambda p: p.held.dense() if p.spread.is_alone else p, (args, kwargs)
         )
         parts = [part for part in parts if not part.spread.is_alone]
-    found = _answer(func, args, dict(kwargs), parts)
+    found = _run_rule(func, args, dict(kwargs), parts)
     if written is not None:
         written.record_write()
     if func not in _OF_NO_ELEMENTS:
@@ -78,7 +78,7 @@ def answer(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     return found
 
 
-def _answer(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], parts: Sequence[TableShard]) -> Any:
+def _run_rule(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], parts: Sequence[TableShard]) -> Any:
     """Runs an op on parts by its rule, or raises if there is none."""
     first = parts[0]
     is_alone = first.spread.is_alone
@@ -86,8 +86,8 @@ def _answer(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], parts: Seq
     # A `_foreach_` op follows the rule of its single-tensor op.
     if summed and func not in _OF_SUMS and not func._schema.name.startswith("aten::_foreach_"):
         raise first.not_reduced(func._schema.name)
-    if not is_alone and is_of_a_loss(func, args, kwargs):
-        return of_loss(_RULES.get(func), func, args, kwargs)
+    if not is_alone and is_recorded(func, args, kwargs):
+        return run_recorded(_RULES.get(func), func, args, kwargs)
     rule = _RULES.get(func)
     if rule is not None and (isinstance(args[0], TableShard | list | tuple) or rule in _OF_TWO):
         try:
@@ -97,20 +97,20 @@ def _answer(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], parts: Seq
         if found is not NotImplemented:
             return found
     if func._schema.name.startswith("aten::_foreach_"):
-        return _each(func, args, kwargs)
+        return _foreach(func, args, kwargs)
     if torch.Tag.pointwise in func.tags or func in _ELEMENT_WISE:
         found = _element_wise(func, args, kwargs)
         if found is not NotImplemented:
             return found
     if is_alone:
-        return _alone(func, args, kwargs)
+        return _run_on_whole(func, args, kwargs)
     if isinstance(kwargs.get("out"), TableShard) and torch.Tag.pointwise in func.tags:
-        found = _into_part(func, args, kwargs)
+        found = _write_out(func, args, kwargs)
         if found is not NotImplemented:
             return found
     if func._can_decompose():  # below autograd, also when called by one of these rules
         return func.decompose(*args, **kwargs)
-    return of_whole(func, args, kwargs)
+    return run_on_gathered(func, args, kwargs)
 
 
 # -- aliases and views -------------------------------------------------------------------------------------------------
@@ -126,12 +126,12 @@ def _view(func: Any, args: Any, kwargs: Any) -> Any:
     part = args[0]
     if func is aten.view.default and torch.Size(args[1]) == part.shape:
         return _alias(func, args, kwargs)
-    local, viewed = part.held.memory(), part.held.viewed
-    found = view(func, args[1:], kwargs, part.spread, local)
+    local, storage_of_view = part.held.memory(), part.held.storage_of_view
+    found = apply_view(func, args[1:], kwargs, part.spread, local)
     if isinstance(found, list):
-        return [part.like(viewed(own), layout) for layout, own in found]
+        return [part.like(storage_of_view(own), layout) for layout, own in found]
     layout, own = found
-    return part.like(viewed(own), layout)
+    return part.like(storage_of_view(own), layout)
 
 
 # -- element by element ------------------------------------------------------------------------------------------------
@@ -139,29 +139,29 @@ def _view(func: Any, args: Any, kwargs: Any) -> Any:
 
 def _element_wise(func: Any, args: Any, kwargs: Any) -> Any:
     """Implements element-wise ops: applies the op to this rank's elements."""
-    given = leaves_of(args, kwargs)
+    given = flatten_call(args, kwargs)
     leaves = [leaf for leaf in given if isinstance(leaf, Tensor)]
     parts = [leaf for leaf in leaves if isinstance(leaf, TableShard)]
     writes = func._schema.is_mutable
     if kwargs.get("out") is not None or (writes and not isinstance(args[0], TableShard)):
         return NotImplemented  # the op would write a part into a whole tensor
-    common = _common(parts, leaves)
+    common = _common_layout(parts, leaves)
     if common is None:
         return NotImplemented
     layout: Layout = common
     if writes and not layout.fits(parts[0].spread):
         # Run the op without data, so that torch raises its own error.
-        func(*pytree.tree_map_only(Tensor, _meta, args), **pytree.tree_map_only(Tensor, _meta, kwargs))
+        func(*pytree.tree_map_only(Tensor, _as_meta, args), **pytree.tree_map_only(Tensor, _as_meta, kwargs))
         return NotImplemented
 
     def own(leaf: Tensor) -> Tensor:
         """Returns this rank's values of an operand."""
         if isinstance(leaf, TableShard):
             local = leaf.held.memory() if writes and leaf is args[0] else leaf.held.dense()
-            return local if leaf.spread.is_flat else _own(local, leaf.spread.axes, layout)
+            return local if leaf.spread.is_flat else _own_elements(local, leaf.spread.axes, layout)
         if layout.is_flat:
             return layout.cut(leaf) if leaf.numel() > 1 else leaf
-        return _own(leaf, tuple(map(Axis.whole, leaf.shape)), layout)
+        return _own_elements(leaf, tuple(map(Axis.whole, leaf.shape)), layout)
 
     plain_args, plain_kwargs = pytree.tree_map_only(Tensor, own, (args, kwargs))
     result = func(*plain_args, **plain_kwargs)
@@ -170,29 +170,29 @@ def _element_wise(func: Any, args: Any, kwargs: Any) -> Any:
     if not parts[0].spread.is_alone:
         others = [leaf for leaf in leaves if not isinstance(leaf, TableShard)]
         numbers = [leaf for leaf in given if isinstance(leaf, int | float | complex)]
-        layout = layout.computed_with([part.spread for part in parts], others, numbers)
+        layout = layout.for_result([part.spread for part in parts], others, numbers)
     if any(not part.spread.meta().is_contiguous() for part in parts):
-        looks = func(*pytree.tree_map_only(Tensor, _meta, args), **pytree.tree_map_only(Tensor, _meta, kwargs))
+        looks = func(*pytree.tree_map_only(Tensor, _as_meta, args), **pytree.tree_map_only(Tensor, _as_meta, kwargs))
         stride = pytree.tree_leaves(looks)[0].stride()
         layout = replace(layout, stride=stride)
     return pytree.tree_map_only(Tensor, lambda found: parts[0].like(LocalStorage(found), layout), result)
 
 
-def _into_part(func: Any, args: Any, kwargs: Any) -> Any:
+def _write_out(func: Any, args: Any, kwargs: Any) -> Any:
     """Implements element-wise ops with `out=` a part."""
     out = kwargs["out"]
     found = func.overloadpacket(*args, **{key: value for key, value in kwargs.items() if key != "out"})
     return out.copy_(found) if found.shape == out.shape else NotImplemented
 
 
-def _meta(leaf: Tensor) -> Tensor:
+def _as_meta(leaf: Tensor) -> Tensor:
     """Returns the leaf without memory, in the shape of the whole value."""
     if isinstance(leaf, TableShard):
         return leaf.spread.meta(leaf.dtype)
     return leaf.to("meta")
 
 
-def _common(parts: Sequence[TableShard], leaves: Sequence[Tensor]) -> Layout | None:
+def _common_layout(parts: Sequence[TableShard], leaves: Sequence[Tensor]) -> Layout | None:
     """Returns the layout of an element-wise result, or None if its operands are sharded differently."""
     first, shape = parts[0].spread, torch.broadcast_shapes(*(leaf.shape for leaf in leaves))
     if any(part.spread.is_flat for part in parts):
@@ -211,7 +211,7 @@ def _common(parts: Sequence[TableShard], leaves: Sequence[Tensor]) -> Layout | N
     return first.with_axes(tuple(axes), first.chosen) if shape != first.shape else replace(first, axes=tuple(axes))
 
 
-def _own(operand: Tensor, axes: tuple[Axis, ...], layout: Layout) -> Tensor:
+def _own_elements(operand: Tensor, axes: tuple[Axis, ...], layout: Layout) -> Tensor:
     """Returns this rank's elements of an operand, whole or a part."""
     index = [slice(None)] * len(axes)
     for dim, (axis, wanted) in enumerate(zip(axes, layout.axes[len(layout.axes) - len(axes) :], strict=True)):
@@ -220,7 +220,7 @@ def _own(operand: Tensor, axes: tuple[Axis, ...], layout: Layout) -> Tensor:
     return operand[tuple(index)] if any(each != slice(None) for each in index) else operand
 
 
-def _like(func: Any, args: Any, kwargs: Any) -> Any:
+def _like_part(func: Any, args: Any, kwargs: Any) -> Any:
     """Implements `clone`, `_to_copy`, `zeros_like` and the like: returns a part of the same layout."""
     part = args[0]
     if func is aten.clone.default and not kwargs:
@@ -229,10 +229,10 @@ def _like(func: Any, args: Any, kwargs: Any) -> Any:
     found = func(part.held.dense(), *args[1:], **kwargs)
     if keeps:
         return part.like(LocalStorage(found))
-    return part.like(LocalStorage(found), replace(part.spread, stride=_meta(part).contiguous().stride()))
+    return part.like(LocalStorage(found), replace(part.spread, stride=_as_meta(part).contiguous().stride()))
 
 
-def _new(func: Any, args: Any, kwargs: Any) -> Any:
+def _new_plain(func: Any, args: Any, kwargs: Any) -> Any:
     """Returns a plain tensor with the part's device and dtype."""
     return func(args[0].held.dense()[:0], *args[1:], **kwargs)
 
@@ -253,7 +253,7 @@ def _random(func: Any, args: Any, kwargs: Any) -> Any:
 # -- several tensors, and one rank ------------------------------------------------------------------------------------
 
 
-def _each(func: Any, args: Any, kwargs: Any) -> Any:
+def _foreach(func: Any, args: Any, kwargs: Any) -> Any:
     """Implements `_foreach_` ops: applies them to plain tensors together, and to parts one by one."""
     tensors = next(value for value in args if isinstance(value, list | tuple))
     lists = [value for value in (*args, *kwargs.values()) if isinstance(value, list | tuple)]
@@ -273,7 +273,7 @@ def _each(func: Any, args: Any, kwargs: Any) -> Any:
     return None if func._schema.is_mutable else found
 
 
-def _alone(func: Any, args: Any, kwargs: Any) -> Any:
+def _run_on_whole(func: Any, args: Any, kwargs: Any) -> Any:
     """Implements all other ops on a rank that has the whole table."""
     shares = func._schema.is_mutable or any(each.alias_info is not None for each in func._schema.returns)
 
@@ -284,7 +284,7 @@ def _alone(func: Any, args: Any, kwargs: Any) -> Any:
     plain_args, plain_kwargs = pytree.tree_map_only(TableShard, plain, (args, kwargs))
     result = func(*plain_args, **plain_kwargs)
     if shares and isinstance(args[0], TableShard) and isinstance(args[0].held, CopyStorage):
-        return to_be_read(args[0], result, func)
+        return as_read_only(args[0], result, func)
     return args[0] if func._schema.is_mutable and isinstance(args[0], TableShard) else result
 
 
@@ -303,8 +303,8 @@ _RULES: Mapping[Any, Rule] = MappingProxyType(
         aten.alias.default: _alias,
         aten.detach_.default: lambda func, args, kwargs: args[0],
         **dict.fromkeys(VIEWS, _view),
-        **dict.fromkeys((aten.clone.default, aten._to_copy.default, *LIKE), _like),
-        **dict.fromkeys(NEW, _new),
+        **dict.fromkeys((aten.clone.default, aten._to_copy.default, *LIKE), _like_part),
+        **dict.fromkeys(NEW, _new_plain),
         **dict.fromkeys(
             (
                 *(aten.normal_.default, aten.uniform_.default, aten.bernoulli_.float, aten.exponential_.default),
@@ -335,4 +335,4 @@ _OF_SUMS = frozenset(
 
 _OF_TWO = frozenset({REDUCTIONS[aten.equal.default], set_memory})
 
-TableShard.answer = answer
+TableShard.answer = run_op

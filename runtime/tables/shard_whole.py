@@ -29,19 +29,19 @@ from torch.utils import _pytree as pytree
 from embrace_fx.runtime.tables.local_storage import CopyStorage, LocalStorage
 from embrace_fx.runtime.tables.pending_parameters import share_memory
 from embrace_fx.runtime.tables.shard_layout import VIEWS, Layout
-from embrace_fx.runtime.tables.table_shard import Rule, TableShard, whole
+from embrace_fx.runtime.tables.table_shard import Rule, TableShard, gather_whole
 from embrace_fx.vocabulary import proxies
 
 aten = torch.ops.aten
 
 
-def of_whole(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+def run_on_gathered(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Runs an op on whole tensors, which the ranks gather. Collective.
 
     Raises:
         RuntimeError: the op writes into a part, or is a collective; on every rank.
     """
-    parts = {id(leaf): leaf for leaf in leaves_of(args, kwargs) if isinstance(leaf, TableShard)}
+    parts = {id(leaf): leaf for leaf in flatten_call(args, kwargs) if isinstance(leaf, TableShard)}
     first, arguments = next(iter(parts.values())), func._schema.arguments
     named = {argument.name: value for argument, value in zip(arguments, args, strict=False)} | dict(kwargs)
     written = [named.get(argument.name) for argument in arguments if argument.is_write]
@@ -49,16 +49,16 @@ def of_whole(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         raise first.refused("a collective, while ranks have different columns")
     if any(isinstance(leaf, TableShard) for leaf in pytree.tree_leaves(written)):
         raise first.refused(func._schema.name)
-    found = {key: whole(part) for key, part in parts.items()}
+    found = {key: gather_whole(part) for key, part in parts.items()}
     plain_args, plain_kwargs = pytree.tree_map_only(TableShard, lambda part: found[id(part)], (args, kwargs))
     result = func(*plain_args, **plain_kwargs)
     is_view = any(
         isinstance(named.get(argument.name), TableShard) for argument in arguments if argument.alias_info is not None
     )
-    return to_be_read(first, result, func) if is_view and not is_of_a_loss(func, args, kwargs) else result
+    return as_read_only(first, result, func) if is_view and not is_recorded(func, args, kwargs) else result
 
 
-def to_be_read(part: TableShard, result: Any, func: Any) -> Any:
+def as_read_only(part: TableShard, result: Any, func: Any) -> Any:
     """Wraps the gathered copies in a result as read-only parts, so that writes into them raise."""
     refusal = str(part.refused(f"a write into the result of {func._schema.name.split('::')[-1]}()"))
 
@@ -70,7 +70,7 @@ def to_be_read(part: TableShard, result: Any, func: Any) -> Any:
     return pytree.tree_map_only(Tensor, read, result)
 
 
-def leaves_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+def flatten_call(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
     """Flattens an op's arguments. Skips pytree for the common case without containers."""
     given = [*args, *kwargs.values()]
     return given if _LEAVES.issuperset(map(type, given)) else pytree.tree_leaves(given)
@@ -79,23 +79,23 @@ def leaves_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
 _LEAVES = frozenset({TableShard, Tensor, nn.Parameter, bool, int, float, str, type(None), torch.dtype, torch.device})
 
 
-def is_of_a_loss(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+def is_recorded(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     """Returns whether an op belongs to a loss: autograd records it, or a backward runs it."""
     in_backward = torch._C._current_graph_task_id() != -1
     if func._schema.is_mutable or func in _OF_ONE or not (in_backward or torch.is_grad_enabled()):
         return False
-    tensors = [leaf for leaf in leaves_of(args, kwargs) if isinstance(leaf, Tensor)]
+    tensors = [leaf for leaf in flatten_call(args, kwargs) if isinstance(leaf, Tensor)]
     return any(not isinstance(each, TableShard) if in_backward else each.requires_grad for each in tensors)
 
 
-def of_loss(rule: Rule | None, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def run_recorded(rule: Rule | None, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Computes an op that autograd records: by its rule if that reduces to whole results, else on whole tensors."""
     if rule is not None:
         with torch.no_grad():
             found = rule(func, args, kwargs)
         if found is not NotImplemented and not any(isinstance(each, TableShard) for each in pytree.tree_leaves(found)):
             return found
-    return of_whole(func, args, kwargs)
+    return run_on_gathered(func, args, kwargs)
 
 
 def _is_collective(func: Any) -> bool:
@@ -143,7 +143,7 @@ def memory_to_share(part: TableShard, references: int | None = None) -> Tensor:
         return part.held.pinned()
     if part.held.unreduced:
         raise part.not_reduced("sharing the memory")
-    if references is None or references > _references_of_setter() or _shares_memory(part):
+    if references is None or references > _setter_references() or _shares_memory(part):
         raise RuntimeError(
             f"`tensor.data = x` or set_(): x is {part.what} or computed from it, and something else refers to x. The "
             "tensor cannot share memory with x, because each rank has only a part. Copy x on every rank: "
@@ -161,11 +161,11 @@ def _shares_memory(part: TableShard) -> bool:
 
 
 @cache
-def _references_of_setter() -> int:
+def _setter_references() -> int:
     """Returns the reference count that a tensor without other references has during `.data =`."""
     found = []
 
-    class Unkept(Tensor):
+    class FailingTensor(Tensor):
         """A tensor subclass whose ops always fail."""
 
         @classmethod
@@ -177,8 +177,8 @@ def _references_of_setter() -> int:
         found.append(references)
         return torch.empty(0, device="cpu")
 
-    proxies.share_memory(Unkept, count)
-    torch.empty(0, device="cpu").data = Tensor._make_wrapper_subclass(Unkept, (0,), device=torch.device("cpu"))
+    proxies.share_memory(FailingTensor, count)
+    torch.empty(0, device="cpu").data = Tensor._make_wrapper_subclass(FailingTensor, (0,), device=torch.device("cpu"))
     return found[0]
 
 

@@ -18,10 +18,10 @@ from torch.distributed.tensor import DTensor
 
 from embrace_fx.runtime.tables.local_storage import CopyStorage, LocalStorage
 from embrace_fx.runtime.tables.shard_layout import Layout
-from embrace_fx.runtime.tables.table_shard import TableShard, own_part_of, whole
+from embrace_fx.runtime.tables.table_shard import TableShard, cut_own_part, gather_whole
 
 
-def show_parts(state_dict: dict[str, Any], names: Iterable[str], *, prefix: str = "") -> None:
+def insert_parts(state_dict: dict[str, Any], names: Iterable[str], *, prefix: str = "") -> None:
     """Replaces tables in a state dict by this rank's parts by columns. Collective if a table lies on a grid.
 
     Args:
@@ -33,7 +33,7 @@ def show_parts(state_dict: dict[str, Any], names: Iterable[str], *, prefix: str 
         value = state_dict.get(prefix + name)
         if isinstance(value, TableShard) and not value.held.is_elsewhere:
             if id(value.held) not in shown:
-                shown[id(value.held)] = as_shown(value)
+                shown[id(value.held)] = in_state_dict_form(value)
             state_dict[prefix + name] = shown[id(value.held)]
 
 
@@ -50,7 +50,7 @@ def check_names(module: nn.Module, state_dict: Mapping[str, Any], prefix: str) -
         )
 
 
-def as_shown(part: TableShard) -> Tensor:
+def in_state_dict_form(part: TableShard) -> Tensor:
     """Returns a part in its form in a state dict: by columns, as a copy if the table is on a grid. Collective on a
     grid.
 
@@ -60,7 +60,7 @@ def as_shown(part: TableShard) -> Tensor:
         return part
     if part.spread.grid is not None:
         layout = part.spread.by_columns()
-        part = part.like(CopyStorage(own_part_of(part, layout), _OF_A_GRID), layout)
+        part = part.like(CopyStorage(cut_own_part(part, layout), _OF_A_GRID), layout)
     return part.shard() if _is_gathered() else part
 
 
@@ -83,7 +83,7 @@ def _is_gathered() -> bool:
 _CHECKPOINTS = "torch.distributed.checkpoint.state_dict"
 
 
-def take_own_parts(
+def convert_to_own(
     state_dict: dict[str, Any],
     layouts: Mapping[str, Layout],
     parameter: Callable[[str], Tensor],
@@ -98,17 +98,17 @@ def take_own_parts(
     Args:
         layouts: layouts of the tables, by all of their names.
         parameter: returns the model's parameter of a name.
-        prefix: as for `show_parts`.
+        prefix: as for `insert_parts`.
     """
     for name, value in state_dict.items():
         if not isinstance(value, Tensor) or not name.startswith(prefix):
             continue
         if (layout := layouts.get(name.removeprefix(prefix))) is None:
-            state_dict[name] = whole(value)
+            state_dict[name] = gather_whole(value)
         elif value.shape == layout.shape and not (isinstance(value, TableShard) and value.spread.fits(layout)):
             own = parameter(name.removeprefix(prefix))
             check_in_memory(own)
-            held = own_part_of(value, layout)
+            held = cut_own_part(value, layout)
             state_dict[name] = own.like(LocalStorage(held)) if isinstance(own, TableShard) else held
 
 
@@ -125,7 +125,7 @@ def whole_state(state: Any) -> Any:
     inserted them in different orders.
     """
     if isinstance(state, TableShard | DTensor):
-        return whole(state.detach())
+        return gather_whole(state.detach())
     if isinstance(state, dict):
         found = copy.copy(state)
         values = {key: whole_state(state[key]) for key in sorted(state, key=str)}

@@ -24,7 +24,7 @@ from embrace_fx.runtime.kernels import lookup
 from embrace_fx.runtime.tables.gradient_storage import TableGradient
 from embrace_fx.runtime.tables.history import History
 from embrace_fx.runtime.tables.local_storage import GradientFuture, Rows
-from embrace_fx.runtime.tables.own_step import first_state, hyperparameters, rows_of_state, state_names, step_tensor
+from embrace_fx.runtime.tables.own_step import first_state, hyperparameters, read_state_rows, state_names, step_tensor
 from embrace_fx.runtime.tables.row_store import RowStore
 from embrace_fx.runtime.tables.update_rule import (
     DeferredUpdate,
@@ -43,7 +43,7 @@ _PARAMETER, _OPTIMIZER, _GRAD = map(attrgetter, ("parameter", "optimizer", "para
 
 
 class Table:
-    """Rows of one or more parameters (its members), which are exchanged, looked up and updated as one matrix.
+    """The rows of one or more parameters (its members), which are exchanged, looked up and updated as one matrix.
 
     Args:
         name: of the table, or of the row space.
@@ -64,12 +64,12 @@ class Table:
         self.name, self.members, self.store, self._bounds = name, tuple(members), store, bounds
         self.shape = torch.Size((bounds[-1], members[0].shape[1]))
         self.history, self.places, self.record = store.history, store.places, store.record
-        self.split = partial(_split, tuple(bounds))
+        self.split = partial(_split_by_member, tuple(bounds))
         """Splits rows (K, d) with sorted ids (K,) by member. Holds no reference to the members."""
         self.gradient = TableGradient(self.members)
 
     @classmethod
-    def of(cls, space: RowSpace, members: Sequence[Member]) -> Table:
+    def from_space(cls, space: RowSpace, members: Sequence[Member]) -> Table:
         """Makes one table of the members of a row space, which are all sharded by columns."""
         return cls(space.name, members, space.bounds, members[0].store.join(members, space.bounds))
 
@@ -96,7 +96,7 @@ class Table:
         """Returns whether any member's `.grad` is not zero."""
         return set(map(_GRAD, self.members)) != {None} and any(member.held is not None for member in self.members)
 
-    def join(self, parts: Sequence[Rows]) -> Rows:
+    def join_gradients(self, parts: Sequence[Rows]) -> Rows:
         """Concatenates the members' row gradients. Ids become row numbers of the table."""
         ids = torch.cat([ids + first for (ids, _), first in zip(parts, self._bounds, strict=False)])
         return ids, torch.cat([rows for _, rows in parts])
@@ -106,10 +106,10 @@ class Table:
     def look_up(self, ids: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         """Returns rows (K, d) for a forward, after applying their deferred steps."""
         if self.gradient.holds and self.members[0].parameter.grad is None:
-            self.gradient.give_back()
+            self.gradient.free_dropped()
         store, history = self.store, self.history
-        places = store.look_up(ids, to_write=(rests := history.rest))
-        if rests:
+        places = store.look_up(ids, to_write=(has_deferred := history.has_deferred))
+        if has_deferred:
             history.apply_deferred(places)
         return lookup(store.local, places, dtype)
 
@@ -119,13 +119,13 @@ class Table:
 
     def flush(self) -> None:
         """Applies all deferred steps. Do not call between `begin_step` and `finish`."""
-        if self.history.rest:
+        if self.history.has_deferred:
             self.history.close()
 
     # -- the optimizer -------------------------------------------------------------------------------------------------
 
     @property
-    def holder(self) -> Optimizer:
+    def optimizer_of_members(self) -> Optimizer:
         """Returns the optimizer that updates the members."""
         optimizer = self.members[0].optimizer
         assert optimizer is not None
@@ -145,16 +145,16 @@ class Table:
         """Returns the update rule of the next step, with the current options."""
         return self.members[0].rule
 
-    def can_wait(self) -> bool:
+    def can_defer(self) -> bool:
         """Returns whether the update can be left to the next forward and applied by rows."""
         return self.is_one() and steps_rows(self.param_group())
 
     def is_one(self) -> bool:
-        """Returns whether one update of the whole table equals the optimizer's update of each member."""
+        """Returns whether one update of all rows equals the optimizer's separate updates of the members."""
         return self._has_one_group() and self.store.is_alike()
 
     def _has_one_group(self) -> bool:
-        """Returns whether all members are in one param group of one optimizer."""
+        """Returns whether all members belong to one param group of one optimizer."""
         optimizer = self.members[0].optimizer
         if optimizer is None or not all(map(is_, map(_OPTIMIZER, self.members), repeat(optimizer))):
             return False
@@ -171,7 +171,7 @@ class Table:
         rule = self.rule
         if rule is not DeferredUpdate:
             self.flush()
-        optimizer, options = self.holder, self.param_group()
+        optimizer, options = self.optimizer_of_members, self.param_group()
         if steps_rows(options):  # else the whole table makes the step, which creates state
             known = {key for key, value in self.store.entries.items() if value is not None}
             any_lr = {**options, "lr": 0.0}  # a schedule's rates would each be another key of the cache
@@ -180,8 +180,8 @@ class Table:
                     member.store.complete(first_state(optimizer, options, member.local))
         return rule(self)
 
-    def preview(self, ids: Tensor, rows: Tensor) -> tuple[Tensor, Options | None]:
-        """Returns rows (K, d) as the next step will leave them if it gives them no gradient, and the step's options.
+    def predict_rows(self, ids: Tensor, rows: Tensor) -> tuple[Tensor, Options | None]:
+        """Returns rows (K, d) as the next step leaves them if they get no gradient, and the options of that step.
 
         Returns the rows unchanged and None if the step does not change them or cannot be predicted.
         """
@@ -189,12 +189,12 @@ class Table:
         if type(self.members[0].optimizer) not in ELEMENT_WISE or not self.is_one() or not self.rule.moves_all:
             return rows, None
         rows, options = rows.clone(), hyperparameters(self.param_group())
-        state = rows_of_state(self.store.state, self.places(ids), len(self.store.local))
-        step_tensor(self.holder, options, rows, torch.zeros_like(rows), state)
+        state = read_state_rows(self.store.state, self.places(ids), len(self.store.local))
+        step_tensor(self.optimizer_of_members, options, rows, torch.zeros_like(rows), state)
         return rows, options
 
 
-def _split(bounds: Sequence[int], ids: Tensor, rows: Tensor) -> list[Rows]:
+def _split_by_member(bounds: Sequence[int], ids: Tensor, rows: Tensor) -> list[Rows]:
     """Splits sorted ids and their rows into each member's, numbered from its own first row."""
     if len(bounds) == 2:
         return [(ids, rows)]

@@ -24,7 +24,7 @@ from embrace_fx.runtime.tables.layouts import regrid
 from embrace_fx.runtime.tables.local_storage import CopyStorage, LocalStorage
 from embrace_fx.runtime.tables.shard_layout import Layout
 from embrace_fx.vocabulary.plan import Grid
-from embrace_fx.vocabulary.proxies import READ_MEMORY, NoStorage, forward
+from embrace_fx.vocabulary.proxies import READ_MEMORY, NoStorage, forward_methods
 
 REFUSAL = (
     "saving or sending {} would lose the other ranks' columns. "
@@ -71,11 +71,11 @@ class TableShard(Tensor):
     ) -> Any:
         return cls.answer(func, args, kwargs or {})
 
-    def like(self, held: LocalStorage, layout: Layout | None = None) -> TableShard:
+    def like(self, storage: LocalStorage, layout: Layout | None = None) -> TableShard:
         """Returns another part of the same table with other storage."""
         if layout is None:
-            return type(self)(held, self.spread, self.kind, sparse=self.is_sparse)
-        return type(self)(held, layout, self.kind)
+            return type(self)(storage, self.spread, self.kind, sparse=self.is_sparse)
+        return type(self)(storage, layout, self.kind)
 
     @property
     def what(self) -> str:
@@ -83,7 +83,7 @@ class TableShard(Tensor):
         return f"{self.kind}the sharded {self.spread.name}"
 
     def refused(self, asked: str) -> RuntimeError:
-        """Returns the error for an op that parts do not support."""
+        """Returns the error for an operation, named by `asked`, that a part of a table does not support."""
         asked = f"{asked.rsplit('::', maxsplit=1)[-1]}()" if "::" in asked else asked
         return self.spread.report(
             RuntimeError(
@@ -95,11 +95,11 @@ class TableShard(Tensor):
         )
 
     def _not_saved(self) -> TypeError:
-        """Returns the error of saving a part."""
+        """Returns the error to raise if a part of a table is saved or pickled."""
         return self.spread.report(TypeError(REFUSAL.format(f"a part of {self.what}")))
 
     def not_reduced(self, asked: str) -> RuntimeError:
-        """Returns the error for reading a gradient that has not been reduced yet."""
+        """Returns the error for reading a gradient that has not been reduced yet, by an operation named `asked`."""
         return RuntimeError(
             f"{asked} of {self.what}: under no_sync(), each rank has only its own sum until the next backward outside "
             "of no_sync(). Read the gradient after that backward, or keep the table whole: "
@@ -162,12 +162,12 @@ class TableShard(Tensor):
 
     def map_(self, *given: Any) -> TableShard:
         """Applies `map_` to the values; only a rank that holds the whole table can."""
-        self._whole("map_()").map_(*given)
+        self._require_whole("map_()").map_(*given)
         return self
 
     def map2_(self, *given: Any) -> TableShard:
         """Applies `map2_` to the values; only a rank that holds the whole table can."""
-        self._whole("map2_()").map2_(*given)
+        self._require_whole("map2_()").map2_(*given)
         return self
 
     def share_memory_(self) -> TableShard:
@@ -202,14 +202,14 @@ class TableShard(Tensor):
 
     def data_ptr(self) -> int:
         """Returns the address of the memory, or 0 while a state dict is staged for an asynchronous save."""
-        return 0 if _is_staged() else self._whole("data_ptr()").data_ptr()
+        return 0 if _is_staged() else self._require_whole("data_ptr()").data_ptr()
 
     def new_empty(self, *size: Any, **options: Any) -> Tensor:
         """Returns an empty plain tensor, or an empty part while a state dict is staged for an asynchronous save."""
         return torch.empty_like(self, **options) if _is_staged() else super().new_empty(*size, **options)
 
-    def _whole(self, asked: str) -> Tensor:
-        """Returns the values if this rank has all of them; else raises."""
+    def _require_whole(self, asked: str) -> Tensor:
+        """Returns the values if this rank has the whole table. Otherwise raises the error for the operation `asked`."""
         if not self.spread.is_alone:
             raise self.refused(asked)
         return self.held.memory()
@@ -237,10 +237,10 @@ class TableShard(Tensor):
         raise self._not_saved()
 
 
-forward(
+forward_methods(
     TableShard,
     [name for name in READ_MEMORY if name not in ("numpy", "__array__", "tolist", "data_ptr")],
-    lambda part, name: part._whole(f"{name}()"),
+    lambda part, name: part._require_whole(f"{name}()"),
 )
 
 
@@ -258,21 +258,21 @@ Rule = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 def become_part(parameter: nn.Parameter, local: Tensor, layout: Layout) -> None:
     """Turns a parameter into this rank's part of a table. It stays the same object."""
     part = TableShard(LocalStorage(local), layout)
-    _exchange(parameter, nn.Parameter(part, parameter.requires_grad), layout.name)
+    _swap(parameter, nn.Parameter(part, parameter.requires_grad), layout.name)
 
 
 def become_whole(parameter: nn.Parameter, whole: Tensor, name: str) -> None:
     """Turns a part into the whole parameter. It stays the same object."""
-    _exchange(parameter, nn.Parameter(whole, parameter.requires_grad), name)
+    _swap(parameter, nn.Parameter(whole, parameter.requires_grad), name)
 
 
-def _exchange(parameter: nn.Parameter, other: nn.Parameter, name: str) -> None:
+def _swap(parameter: nn.Parameter, other: nn.Parameter, name: str) -> None:
     """Swaps the contents of two parameters, like `torch.utils.swap_tensors`, even if other references exist."""
     gradient, parameter.grad = parameter.grad, None
     # Attributes that users have set.
     own = {key: value for key, value in vars(parameter).items() if key not in _OF_A_PART}
     if parameter.requires_grad and parameter._use_count() > 1:  # type: ignore[attr-defined]
-        torch.autograd.graph.get_gradient_edge(parameter).node.register_prehook(partial(_refuse, name))
+        torch.autograd.graph.get_gradient_edge(parameter).node.register_prehook(partial(_raise_stale_backward, name))
     parameter.__class__, other.__class__ = other.__class__, parameter.__class__
     parameter.__dict__, other.__dict__ = other.__dict__, parameter.__dict__
     torch._C._swap_tensor_impl(parameter, other)
@@ -280,7 +280,7 @@ def _exchange(parameter: nn.Parameter, other: nn.Parameter, name: str) -> None:
     parameter.grad = gradient
 
 
-def _refuse(name: str, gradients: object) -> NoReturn:
+def _raise_stale_backward(name: str, gradients: object) -> NoReturn:
     """Raises for the backward of a loss that was computed before the table was placed."""
     raise RuntimeError(
         f"backward(): the loss was computed before the table {name} was placed. Call the model first, then compute "
@@ -291,12 +291,12 @@ def _refuse(name: str, gradients: object) -> NoReturn:
 _OF_A_PART = ("held", "spread", "kind", "is_sparse", "_is_param")
 
 
-def local_part(tensor: Tensor) -> Tensor:
+def to_plain(tensor: Tensor) -> Tensor:
     """Returns this rank's part as a plain tensor. Returns any other tensor unchanged."""
     return tensor.held.memory() if isinstance(tensor, TableShard) else tensor.detach()
 
 
-def own_part_of(value: Tensor, layout: Layout) -> Tensor:
+def cut_own_part(value: Tensor, layout: Layout) -> Tensor:
     """Cuts this rank's part (V', d) out of a table's values, whole or in parts. Returns other values unchanged.
 
     Collective if the values are parts with other rows or columns.
@@ -312,9 +312,11 @@ def own_part_of(value: Tensor, layout: Layout) -> Tensor:
     if isinstance(value, DTensor) and value.placements == (Shard(1),) and layout.mesh == value.device_mesh:
         local: Tensor = value.to_local()  # the same table by columns, over the same ranks
         return local
-    return layout.cut(whole(value)).contiguous()
+    return layout.cut(gather_whole(value)).contiguous()
 
 
-def whole(value: Any) -> Any:
-    """Gathers a part or DTensor. Returns other values unchanged. Collective."""
+def gather_whole(value: Any) -> Any:
+    """Returns the whole tensor of a part or DTensor, gathered from all ranks. Returns other values unchanged.
+    Collective.
+    """
     return value.full_tensor() if isinstance(value, TableShard | DTensor) else value

@@ -21,22 +21,22 @@ import torch
 from torch import Tensor
 from torch.optim import SGD, Adagrad, Optimizer, SparseAdam
 
-from embrace_fx.runtime.tables.history import form_of
+from embrace_fx.runtime.tables.history import deferred_steps_class
 from embrace_fx.runtime.tables.local_storage import Rows
 from embrace_fx.runtime.tables.own_step import (
     State,
-    by_options,
+    cached_by_options,
     counters_after,
     hyperparameters,
     is_of_rows,
-    put_rows,
-    rows_of_state,
+    read_state_rows,
     step_rows,
     step_rows_on_device,
     step_tensor,
     with_own_counters,
+    write_state_rows,
 )
-from embrace_fx.vocabulary.exactness import ELEMENT_WISE, Moving, RowUpdates
+from embrace_fx.vocabulary.exactness import ELEMENT_WISE, DenseUpdatePolicy, RowUpdates
 from embrace_fx.vocabulary.row_wise import MEAN_SQUARES, RowWiseAdagrad
 
 if TYPE_CHECKING:
@@ -57,7 +57,11 @@ class SparseUpdate:
     """Whether rows without a gradient change, too."""
 
     def __init__(self, table: Table) -> None:
-        self.table, self.optimizer, self.options = table, table.holder, hyperparameters(table.param_group())
+        self.table, self.optimizer, self.options = (
+            table,
+            table.optimizer_of_members,
+            hyperparameters(table.param_group()),
+        )
         # The bits of a fused kernel's result depend on the elements it updates together.
         self._of_some = {**self.options, "fused": False} if self.options.get("fused") else self.options
         self._counted: State = {}  # step counters after this step
@@ -85,7 +89,7 @@ class SparseUpdate:
             self._awaited = None
         for ids, rows in parts:
             self.apply(ids, rows)
-        self._count()
+        self._advance_counters()
 
     def wait_for(self, rows: Rows, squares: Callable[[], Tensor]) -> None:
         """Adds rows for `finish`, for RowWiseAdagrad, whose step of a row needs all of its columns.
@@ -95,7 +99,7 @@ class SparseUpdate:
         """
         self._awaited = rows, squares
 
-    def _count(self) -> None:
+    def _advance_counters(self) -> None:
         """Advances the step counters, which all rows share."""
         store = self.table.store
         if self._counted and self._of_some is self.options:
@@ -127,12 +131,12 @@ class DenseUpdate(SparseUpdate):
         total, gradient = local.shape[0], torch.zeros_like(local)
         for ids, rows in parts:
             gradient.index_copy_(0, ids, rows)
-        done = [(ids, local.index_select(0, ids), rows_of_state(state, ids, total)) for ids in self._applied]
+        done = [(ids, local.index_select(0, ids), read_state_rows(state, ids, total)) for ids in self._applied]
         # Clone the counters until `keep`: in a row space they are the first table's.
         after = step_tensor(self.optimizer, self.options, local, gradient, with_own_counters(state, total))
         for ids, values, of_rows in done:
             local.index_copy_(0, ids, values)
-            put_rows(after, of_rows, ids, total)
+            write_state_rows(after, of_rows, ids, total)
         store.keep(after)
 
 
@@ -150,32 +154,34 @@ class DeferredUpdate(SparseUpdate):
         """Applies the steps that these rows have skipped, and then this one."""
         places, store = self.table.places(ids, to_write=True), self.table.store
         local, state = store.local, store.state
-        self._history.take(places, local, state)
+        self._history.apply_open(places, local, state)
         self._counted = step_rows(self.optimizer, self.options, local, state, places, rows) or self._counted
-        self._history.took(places)
+        self._history.record_applied(places)
 
     def finish(self, parts: Sequence[Rows]) -> None:
         """Updates the remaining rows with a gradient, and records the step as deferred for all others."""
         for ids, rows in parts:
             self.apply(ids, rows)
         self._history.record(self.options)
-        self._count()
+        self._advance_counters()
 
 
 # -- which rule --------------------------------------------------------------------------------------------------------
 
 
-@by_options
-def dense_update_policy(kind: type[Optimizer], options: Options, row_updates: RowUpdates, dtype: torch.dtype) -> Moving:
+@cached_by_options
+def dense_update_policy(
+    optimizer_class: type[Optimizer], options: Options, row_updates: RowUpdates, dtype: torch.dtype
+) -> DenseUpdatePolicy:
     """Returns how an optimizer class with these options updates rows without a gradient."""
-    if kind in (SparseAdam, RowWiseAdagrad):
-        return "lazy" if kind is SparseAdam else ""
-    if kind in ELEMENT_WISE and steps_rows(options):
+    if optimizer_class in (SparseAdam, RowWiseAdagrad):
+        return "lazy" if optimizer_class is SparseAdam else ""
+    if optimizer_class in ELEMENT_WISE and steps_rows(options):
         if row_updates == "lazy":
             return "lazy"
-        if kind in (SGD, Adagrad) and not options.get("momentum") and options["weight_decay"] == 0:
+        if optimizer_class in (SGD, Adagrad) and not options.get("momentum") and options["weight_decay"] == 0:
             return ""
-    return "sweep" if form_of(kind, options, dtype) is None else "either"
+    return "sweep" if deferred_steps_class(optimizer_class, options, dtype) is None else "either"
 
 
 def steps_rows(options: Options) -> bool:
@@ -187,10 +193,11 @@ def steps_rows(options: Options) -> bool:
     return not (options.get("dampening") and options.get("momentum"))
 
 
-def not_replayable(table: str, kind: type[Optimizer]) -> str:
+def not_deferrable(table: str, optimizer_class: type[Optimizer]) -> str:
     """Returns the error text for an optimizer that must update all rows in each step."""
     return (
-        f"table_memory: {kind.__name__}, with its options, changes every row of {table} in each step, but memory holds "
-        "only a working set. Use SGD without dampening, Adam or AdamW (weight decay decoupled or none), Adagrad or "
-        "RMSprop without weight decay, RowWiseAdagrad, or row_updates='lazy'; or leave the table out of table_memory."
+        f"table_memory: {optimizer_class.__name__}, with its options, changes every row of {table} in each step, but "
+        "memory holds only a working set. Use SGD without dampening, Adam or AdamW (weight decay decoupled or none), "
+        "Adagrad or RMSprop without weight decay, RowWiseAdagrad, or row_updates='lazy'; or leave the table out of "
+        "table_memory."
     )

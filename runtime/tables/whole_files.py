@@ -23,7 +23,7 @@ from torch._subclasses import FakeTensorMode
 from embrace_fx.runtime.ranks.backends import goes_through_host
 from embrace_fx.runtime.ranks.messages import receive_one, send_one
 from embrace_fx.runtime.tables.state_dicts import check_in_memory
-from embrace_fx.runtime.tables.table_shard import TableShard, own_part_of
+from embrace_fx.runtime.tables.table_shard import TableShard, cut_own_part
 from embrace_fx.vocabulary.ops import own_columns
 
 _BLOCK_ELEMENTS = 1 << 20
@@ -32,7 +32,7 @@ _BLOCK_ELEMENTS = 1 << 20
 @torch.no_grad()
 def write_whole(state: dict[str, Any], path: Path) -> None:
     """Writes a state dict with whole tensors. Collective over the ranks of its tables."""
-    values = list(_tensors(state))
+    values = list(_tensors_in_order(state))
     for each in values:
         check_in_memory(each)
     first = next((each.spread for each in values if isinstance(each, TableShard) and not each.spread.is_alone), None)
@@ -46,9 +46,9 @@ def write_whole(state: dict[str, Any], path: Path) -> None:
     if writes:
         path.parent.mkdir(parents=True, exist_ok=True)
         with FakeTensorMode(), torch.serialization.skip_data(materialize_fake_tensors=True):
-            torch.save(_laid_out(state), being_written)
+            torch.save(_with_placeholders(state), being_written)
         with torch.serialization.set_default_mmap_options(mmap.MAP_SHARED):
-            places = list(_tensors(torch.load(being_written, mmap=True, weights_only=True)))
+            places = list(_tensors_in_order(torch.load(being_written, mmap=True, weights_only=True)))
     for value, place in zip(values, places, strict=True):
         if isinstance(value, TableShard) and group is not None:
             with value.spread.watching():
@@ -64,32 +64,32 @@ def write_whole(state: dict[str, Any], path: Path) -> None:
         dist.barrier(group)  # after this call, every rank finds the file
 
 
-def _tensors(state: Any) -> Iterator[Tensor]:
+def _tensors_in_order(state: Any) -> Iterator[Tensor]:
     """Yields the tensors of a state dict in the order of their keys as text, which is equal on all ranks."""
     if isinstance(state, Tensor):
         yield state
     elif isinstance(state, dict):
         for key in sorted(state, key=str):
-            yield from _tensors(state[key])
+            yield from _tensors_in_order(state[key])
     elif isinstance(state, list | tuple):
         for each in state:
-            yield from _tensors(each)
+            yield from _tensors_in_order(each)
 
 
-def _laid_out(state: Any) -> Any:
+def _with_placeholders(state: Any) -> Any:
     """Returns a copy of the state dict with an uninitialized tensor in place of each tensor."""
     if isinstance(state, Tensor):
         return torch.empty(state.shape, dtype=state.dtype, device="cpu")
     if isinstance(state, dict):
-        return {key: _laid_out(value) for key, value in state.items()}
+        return {key: _with_placeholders(value) for key, value in state.items()}
     if isinstance(state, list | tuple):
-        return type(state)(map(_laid_out, state))
+        return type(state)(map(_with_placeholders, state))
     return state
 
 
 def _write_table(part: TableShard, place: Tensor | None, group: dist.ProcessGroup) -> None:
     """On the rank that writes, receives all ranks' columns into a table (V, D); on the others, sends this rank's."""
-    size, local = dist.get_world_size(group), own_part_of(part, part.spread.by_columns())
+    size, local = dist.get_world_size(group), cut_own_part(part, part.spread.by_columns())
     by_host = goes_through_host(local, group)
     rows_a_block = max(1, _BLOCK_ELEMENTS // max(1, part.shape[1]))
     for block in local.split(rows_a_block) if place is None else ():

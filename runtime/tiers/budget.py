@@ -26,7 +26,7 @@ _PARTS, _FEWEST, _MOST = 32, 8, 1 << 12
 """The number of parts of the slots, and the minimum and maximum rows of a part."""
 
 
-def part_of(slots: int) -> int:
+def transfer_rows(slots: int) -> int:
     """Returns how many rows are read, written or moved at once, for this number of slots."""
     return min(max(slots // _PARTS, _FEWEST), _MOST)
 
@@ -54,7 +54,7 @@ def least_bytes(rows: int, slots: int, columns: Mapping[str, Column]) -> int:
 
 @dataclass(frozen=True)
 class Tier:
-    """How much memory one table beyond memory may use, and the columns of its rows.
+    """The limit of memory for one table, and the columns of its rows.
 
     Attributes:
         memory: bytes for its working set; below 1, the share of its rows.
@@ -79,12 +79,12 @@ class Tier:
         if found < 1:
             raise ValueError(
                 f"table_memory: {int(self.whole):,} bytes are too few for {table}. It needs at least "
-                f"{self.asked_for(1, rows)}: {each:.1f} bytes for each of its {rows:,} rows to say where the row is, "
-                "and room for one row. Raise it, or train on more ranks."
+                f"{self.table_memory_text(1, rows)}: room for one row, and {each:.1f} bytes for each of its {rows:,} "
+                "rows to say where the row is. Raise it, or train on more ranks."
             )
         return min(rows, found)
 
-    def asked_for(self, slots: int, rows: int) -> str:
+    def table_memory_text(self, slots: int, rows: int) -> str:
         """Returns the `table_memory` that keeps this many rows in memory, as text."""
         if self.memory < 1:
             return f"{ceil(slots / rows * 1e4) / 1e4:g}"

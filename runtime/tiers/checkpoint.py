@@ -27,7 +27,7 @@ from torch.optim import Optimizer
 
 from embrace_fx.runtime.ranks.communicator import Communicator
 from embrace_fx.runtime.tables.model_state import ModelState
-from embrace_fx.runtime.tables.optimizer_state import as_state, own_state_of
+from embrace_fx.runtime.tables.optimizer_state import own_state_of, to_user_state
 from embrace_fx.runtime.tables.state_dicts import whole_state
 from embrace_fx.runtime.tiers.record_file import TierError
 from embrace_fx.runtime.tiers.records import WEIGHTS, Column, Records
@@ -52,7 +52,7 @@ def save(
     ranks = communicator.world_size
     files = {name: [f"{k}.{r}-of-{ranks}.{token}.rows" for r in range(ranks)] for k, name in enumerate(beyond)}
     room = f"Saving the checkpoint in {folder}"
-    with _together(communicator, room):
+    with _fail_together(communicator, room):
         folder.mkdir(parents=True, exist_ok=True)
         for name, table in beyond.items():
             if table.memory.failure:
@@ -60,14 +60,14 @@ def save(
             _save_rows(table, folder / files[name][communicator.rank])
     others = {k: v for k, v in model.state_dict().items() if k not in beyond}
     with communicator.watching():
-        rest = whole_state({"model": others, "optimizers": [_of_optimizer(each, state) for each in optimizers]})
+        rest = whole_state({"model": others, "optimizers": [_optimizer_part(each, state) for each in optimizers]})
     rest["tables"] = {
-        name: {"shape": tuple(table.member.shape), "files": files[name], **table.saved()}
+        name: {"shape": tuple(table.member.shape), "files": files[name], **table.to_checkpoint()}
         for name, table in beyond.items()
     }
-    with _together(communicator, room):
+    with _fail_together(communicator, room):
         if communicator.rank == 0:
-            _put(rest, folder)
+            _write_main_file(rest, folder)
 
 
 def load(
@@ -79,16 +79,16 @@ def load(
         TierError: the checkpoint is missing, damaged or of another model; on every rank.
     """
     beyond = beyond_memory(state.tables)
-    with _together(communicator, f"Loading the checkpoint in {folder}"):
+    with _fail_together(communicator, f"Loading the checkpoint in {folder}"):
         rest = torch.load(folder / REST, map_location="cpu", weights_only=True)
-        _check(rest, state, optimizers)
+        _check_fits(rest, state, optimizers)
         for name, table in beyond.items():
             if name in rest["tables"]:
                 saved = rest["tables"][name]
                 _load_rows(table, [folder / each for each in saved["files"]], communicator)
                 table.load(saved)
             else:  # the checkpoint is from before the table was placed
-                _load_whole(table, rest["model"].pop(name), _take_state(rest, table, optimizers), communicator)
+                _load_whole(table, rest["model"].pop(name), _pop_table_state(rest, table, optimizers), communicator)
     model.load_state_dict(rest["model"], strict=False)
     for optimizer, saved in zip(optimizers, rest["optimizers"], strict=True):
         for group, options in zip(optimizer.param_groups, saved["groups"], strict=True):
@@ -96,7 +96,8 @@ def load(
         for number, parameter in enumerate(_parameters(optimizer)):
             if number in saved["state"]:
                 there = {
-                    k: v.to(parameter.device) if _is_of_elements(v) else v for k, v in saved["state"][number].items()
+                    k: v.to(parameter.device) if _is_on_parameter_device(v) else v
+                    for k, v in saved["state"][number].items()
                 }
                 own = own_state_of(parameter, there, state)
                 optimizer.state[parameter] = own
@@ -104,7 +105,7 @@ def load(
                 optimizer.state.pop(parameter, None)
 
 
-def _is_of_elements(value: Any) -> bool:
+def _is_on_parameter_device(value: Any) -> bool:
     """Returns whether state is on its parameter's device. Counters stay on the host."""
     return isinstance(value, Tensor) and value.dim() > 0
 
@@ -120,10 +121,10 @@ def _load_whole(table: SlotRows, values: torch.Tensor, state: Mapping[str, Any],
             table.numbers(some), {k: (v[:, own.start : own.stop] if v.dim() > 1 else v).cpu() for k, v in cut.items()}
         )
     counters = {key: value for key, value in state.items() if key not in of_rows}
-    table.load({**table.saved(), "histories": NO_HISTORIES, "counters": counters})
+    table.load({**table.to_checkpoint(), "histories": NO_HISTORIES, "counters": counters})
 
 
-def _take_state(rest: dict[str, Any], table: SlotRows, optimizers: Sequence[Optimizer]) -> dict[str, Any]:
+def _pop_table_state(rest: dict[str, Any], table: SlotRows, optimizers: Sequence[Optimizer]) -> dict[str, Any]:
     """Removes a table's optimizer state from a checkpoint's, and returns it."""
     for optimizer, saved in zip(optimizers, rest["optimizers"], strict=True):
         for number, parameter in enumerate(_parameters(optimizer)):
@@ -133,7 +134,7 @@ def _take_state(rest: dict[str, Any], table: SlotRows, optimizers: Sequence[Opti
     return {}
 
 
-def _check(rest: Mapping[str, Any], state: ModelState, optimizers: Sequence[Optimizer]) -> None:
+def _check_fits(rest: Mapping[str, Any], state: ModelState, optimizers: Sequence[Optimizer]) -> None:
     """Raises if a checkpoint does not fit the model and its optimizers."""
     beyond = {name: tuple(table.member.shape) for name, table in beyond_memory(state.tables).items()}
     saved = {name: of_table["shape"] for name, of_table in rest["tables"].items()}
@@ -157,18 +158,18 @@ def _parameters(optimizer: Optimizer) -> list[nn.Parameter]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
-def _of_optimizer(optimizer: Optimizer, state: ModelState) -> dict[str, Any]:
+def _optimizer_part(optimizer: Optimizer, state: ModelState) -> dict[str, Any]:
     """Returns an optimizer's options, and its state by parameter index, without tables beyond memory."""
     tables, found = {table.parameter: table for table in state.tables.values()}, {}
     for number, parameter in enumerate(_parameters(optimizer)):
         table, own = tables.get(parameter), optimizer.state.get(parameter) or {}
         if own and (table is None or not isinstance(table.store, SlotRows)):
-            found[number] = {key: as_state(parameter, value) for key, value in own.items()}
+            found[number] = {key: to_user_state(parameter, value) for key, value in own.items()}
     groups = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
     return {"groups": groups, "sizes": [len(group["params"]) for group in optimizer.param_groups], "state": found}
 
 
-def _put(rest: dict[str, Any], folder: Path) -> None:
+def _write_main_file(rest: dict[str, Any], folder: Path) -> None:
     """Writes everything except rows as the folder's main file, and deletes row files that the new file does not
     name.
     """
@@ -185,7 +186,7 @@ def _put(rest: dict[str, Any], folder: Path) -> None:
 
 
 @contextlib.contextmanager
-def _together(communicator: Communicator, action: str) -> Iterator[None]:
+def _fail_together(communicator: Communicator, action: str) -> Iterator[None]:
     """Opens a context for this rank's own work. At its end, every rank raises if any rank has failed. Collective."""
     failure = None
     try:
@@ -202,7 +203,7 @@ def _together(communicator: Communicator, action: str) -> Iterator[None]:
 def _save_rows(table: SlotRows, path: Path) -> None:
     """Writes this rank's rows to a file. Requires that no update is pending."""
     with path.open("wb") as file:
-        for _, records in table.moved():
+        for _, records in table.changed_rows():
             file.write(records.numpy().data)
         file.flush()
         os.fsync(file.fileno())
@@ -221,7 +222,7 @@ def _load_rows(table: SlotRows, paths: Sequence[Path], communicator: Communicato
     needed = [part for part in zip(paths, cuts, shared, strict=True) if part[2]] or [(paths[0], cuts[0], range(0))]
     table.memory.forget(table.rows)
     with contextlib.ExitStack() as stack:
-        files = [_blocks(columns, *part, table.memory.part, stack) for part in needed]
+        files = [_read_blocks(columns, *part, table.memory.part, stack) for part in needed]
         for blocks in zip(*files, strict=True):
             (rows, *others), parts = zip(*blocks, strict=True)
             if not all(torch.equal(each, rows) for each in others):
@@ -231,10 +232,16 @@ def _load_rows(table: SlotRows, paths: Sequence[Path], communicator: Communicato
             table.memory.store(table.numbers(rows), values)
 
 
-def _blocks(
+def _read_blocks(
     columns: Mapping[str, Column], path: Path, cut: range, shared: range, count: int, stack: contextlib.ExitStack
 ) -> Iterator[tuple[Tensor, dict[str, Tensor]]]:
-    """Yields the rows of a file in blocks of at most `count`: (row ids (K,), their columns `shared`)."""
+    """Yields the rows of a file in blocks of at most `count`: (row ids (K,), their columns `shared`).
+
+    Args:
+        cut: the columns of the table that the file has.
+        shared: those of them that this rank needs.
+        stack: closes the file.
+    """
     file = stack.enter_context(path.open("rb"))
     records = Records({k: replace(c, size=(len(cut),)) if c.size else c for k, c in columns.items()})
     data = torch.empty(records.nbytes * count, dtype=torch.uint8, device="cpu")

@@ -43,9 +43,9 @@ class EvictionPolicy:
         """Returns the bytes of memory of the marks and of a list of all slots."""
         return self._marks.nbytes + 4 * len(self._marks)
 
-    def begin_step(self, number: int) -> None:
+    def begin_step(self, step_number: int) -> None:
         """Begins a step. Rows read ahead for earlier steps may be evicted."""
-        self.step = number
+        self.step = step_number
         self._before, self._began = self._began, self._call
 
     def begin_call(self) -> None:
@@ -72,18 +72,18 @@ class EvictionPolicy:
         """Marks slots (K,) as used by step `due`."""
         self._marks.index_fill_(0, slots, _SOON - due)
 
-    def take(self, count: int) -> Tensor:
+    def take_free(self, count: int) -> Tensor:
         """Takes `count` free slots, and returns them."""
         left = len(self.free) - count
         taken, self.free = self.free[left:].to(torch.int64), self.free[:left]
         return taken
 
-    def give_back(self, slots: Tensor) -> None:
+    def free_slots(self, slots: Tensor) -> None:
         """Marks slots (K,) as free."""
         self._marks.index_fill_(0, slots, _FREE)
         self.free = torch.cat([self.free, slots.to(torch.int32)])
 
-    def first_to_go(self, count: int, due: int | None = None) -> tuple[Tensor, bool]:
+    def choose_evictions(self, count: int, due: int | None = None) -> tuple[Tensor, bool]:
         """Returns about `count` slots to evict first, and whether there may be more.
 
         Args:

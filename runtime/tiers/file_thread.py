@@ -22,10 +22,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from embrace_fx.runtime.launch.recorder import Recorder, Watch
+from embrace_fx.runtime.launch.recorder import RecordedCopy, Recorder
 from embrace_fx.runtime.launch.spans import span
 from embrace_fx.runtime.launch.streams import Streams
-from embrace_fx.runtime.tiers.budget import LEAVING, part_of
+from embrace_fx.runtime.tiers.budget import LEAVING, transfer_rows
 from embrace_fx.runtime.tiers.initial import FirstOfTables
 from embrace_fx.runtime.tiers.record_file import HostRecords, RecordFile
 from embrace_fx.runtime.tiers.records import TAKEN, WEIGHTS, Records
@@ -42,8 +42,8 @@ _ALL = torch.iinfo(torch.int64).max
 """The steps that no rows have applied, at the least."""
 
 
-class Come(NamedTuple):
-    """The result of a read: what the slots need to take the rows, and the rows' least number of applied steps.
+class ReadResult(NamedTuple):
+    """The result of a read.
 
     Attributes:
         arrivals: arguments for the slots' `arrive`.
@@ -82,7 +82,7 @@ class FileThread:
     ) -> None:
         self._file, self._records, self._slots, self._recorder = file, records, slots, recorder
         self._reading, self._writing = storage_id("read", table), storage_id("write", table)
-        self.part = part_of(count)
+        self.part = transfer_rows(count)
         self.error: Exception | None = None
         rooms: list[Tensor | None]
         if streams is None:
@@ -105,7 +105,7 @@ class FileThread:
         """Starts writing rows (K,), at most a part, at record numbers (K,)."""
         watch = self._watch(self._writing, rows.numel())
         with span("submit", self._writing):
-            room = self._room()
+            room = self._free_buffer()
             leaving = leave(None if room is None else room[: rows.numel()])
 
             def write() -> None:
@@ -129,13 +129,13 @@ class FileThread:
         return _WRITTEN
 
     def read(self, numbers: Tensor, rows: Tensor | None = None) -> Tensor:
-        """Reads the records (K, B) at ascending numbers (K,), at most a part, and checks that they are of rows (K,) if
-        given.
+        """Reads the records (K, B) at ascending numbers (K,), at most `part` of them, and checks that they contain rows
+        (K,) if given.
 
-        On the host, the result is valid until the next call or the next `bring`.
+        On the host, the result is valid until the next call or the next `read_into_slots`.
         """
-        self._check()
-        behind = self._behind(numbers)
+        self._raise_write_error()
+        behind = self._pending_writes_of(numbers)
         if self._cached is not None and not behind:
             records = self._cached(numbers, rows, self._to_read_here)
             if records is not None:
@@ -144,41 +144,43 @@ class FileThread:
 
     def copy(self, count: int, leave: Leave) -> Tensor:
         """Copies `count` records, at most a part. On the host, the result is valid until the next write."""
-        room = self._room()
+        room = self._free_buffer()
         return leave(None if room is None else room[:count])()
 
-    def bring(self, rows: Tensor, numbers: Tensor, slots: Tensor, initial: FirstOfTables) -> Future[Come]:
+    def read_into_slots(
+        self, rows: Tensor, numbers: Tensor, slots: Tensor, initial: FirstOfTables
+    ) -> Future[ReadResult]:
         """Starts to read rows (K,) into slots (K,). Returns a future.
 
         Args:
             numbers: (K,) the numbers of their records, or -1 for rows with their first values.
         """
-        self._check()
+        self._raise_write_error()
         numbers, order = numbers.sort()
         rows, slots = rows.index_select(0, order), slots.index_select(0, order)
         begin, taken = int((numbers < 0).sum()), _ALL
         with span("submit", self._reading):
-            behind = self._behind(numbers[begin:])
+            behind = self._pending_writes_of(numbers[begin:])
             if self._cached is not None and not behind and not begin:
-                count, taken = self._bring_cached(rows, numbers, slots, self._cached)
+                count, taken = self._read_cached_rows(rows, numbers, slots, self._cached)
                 rows, numbers, slots = rows[count:], numbers[count:], slots[count:]
                 if not len(rows):
-                    come: Future[Come] = Future()
-                    come.set_result(Come((), taken))
+                    come: Future[ReadResult] = Future()
+                    come.set_result(ReadResult((), taken))
                     return come
             watch = self._watch(self._reading, len(rows) - begin)
-            return self._reader.submit(self._bring, rows, numbers, slots, initial, taken, watch, behind)
+            return self._reader.submit(self._read_rows, rows, numbers, slots, initial, taken, watch, behind)
 
-    def has_come(self, coming: Future[Come]) -> bool:
+    def has_arrived(self, future: Future[ReadResult]) -> bool:
         """Returns whether a read has ended without an error."""
-        if not coming.done() or coming.exception() is not None:
+        if not future.done() or future.exception() is not None:
             return False
-        return all(map(self._slots.has_come, coming.result().arrivals))
+        return all(map(self._slots.has_arrived, future.result().arrivals))
 
-    def await_rows(self, coming: Future[Come]) -> Come:
+    def await_rows(self, future: Future[ReadResult]) -> ReadResult:
         """Waits for rows that are being read."""
-        with self._recorder().waiting(self._reading) if not coming.done() else nullcontext():
-            come = coming.result()
+        with self._recorder().waiting(self._reading) if not future.done() else nullcontext():
+            come = future.result()
             for arrival in come.arrivals:
                 self._slots.arrive(arrival)
         return come
@@ -188,19 +190,19 @@ class FileThread:
         if not self._has_written():
             with self._recorder().waiting(self._writing):
                 wait([written for written, _, _ in self._writes])
-        self._check()
+        self._raise_write_error()
 
-    def _room(self) -> Tensor | None:
+    def _free_buffer(self) -> Tensor | None:
         """Waits for the oldest write, and returns its memory for records; None for a device, which needs none."""
         self._writes.rotate(-1)
         written, _, room = self._writes[-1]
         if not written.done():
             with self._recorder().waiting(self._writing):
                 written.result()
-        self._check()
+        self._raise_write_error()
         return room
 
-    def _check(self) -> None:
+    def _raise_write_error(self) -> None:
         """Raises the error of a write that has failed."""
         if self.error is not None:
             raise self.error
@@ -209,20 +211,20 @@ class FileThread:
         """Returns whether no write is pending."""
         return all(written.done() for written, _, _ in self._writes)
 
-    def _behind(self, numbers: Tensor) -> list[Future[None]]:
+    def _pending_writes_of(self, numbers: Tensor) -> list[Future[None]]:
         """Returns the pending writes that a read of these record numbers (K,) must wait for."""
         pending = [(written, at) for written, at, _ in self._writes if not written.done()]
         return [written for written, at in pending if bool(torch.isin(at, numbers).any())]
 
     def _read(
-        self, numbers: Tensor, rows: Tensor | None, into: Tensor | None, behind: Sequence[Future[None]]
+        self, numbers: Tensor, rows: Tensor | None, into: Tensor | None, writes: Sequence[Future[None]]
     ) -> Tensor:
         """Reads records, after the pending writes of them have ended."""
-        wait(behind)
-        self._check()
+        wait(writes)
+        self._raise_write_error()
         return self._file.read(numbers, rows, into)
 
-    def _bring_cached(
+    def _read_cached_rows(
         self, rows: Tensor, numbers: Tensor, slots: Tensor, read: Callable[..., Tensor | None]
     ) -> tuple[int, int]:
         """Reads rows (K,) that are in the page cache, until one needs the disk. Returns the number of read rows, and
@@ -236,44 +238,44 @@ class FileThread:
                 if records is None:
                     return first, taken
                 taken = min(taken, int(self._records.unpack(records)[TAKEN].min()))
-                self._slots.come(slots[part], records)
+                self._slots.copy_in(slots[part], records)
         return len(rows), taken
 
-    def _bring(
+    def _read_rows(
         self,
         rows: Tensor,
         numbers: Tensor,
         slots: Tensor,
         initial: FirstOfTables,
         taken: int,
-        watch: Watch,
-        behind: Sequence[Future[None]],
-    ) -> Come:
+        watch: RecordedCopy,
+        writes: Sequence[Future[None]],
+    ) -> ReadResult:
         """Reads rows (K,), sorted by record number, into their slots. Rows without a record get their first values.
 
         Args:
             taken: an upper bound for the minimum of applied steps.
-            behind: pending writes to wait for first.
+            writes: pending writes to wait for first.
         """
         arrivals, begin = [], int((numbers < 0).sum())
         reads: AbstractContextManager[object] = watch if begin < len(rows) else nullcontext()
         with reads:
             for first in range(begin, len(rows), self.part):
                 part = slice(first, first + self.part)
-                read = self._read(numbers[part], rows[part], self._to_read, behind)
+                read = self._read(numbers[part], rows[part], self._to_read, writes)
                 taken = min(taken, int(self._records.unpack(read)[TAKEN].min()))
-                arrivals.append(self._slots.come(slots[part], read))
+                arrivals.append(self._slots.copy_in(slots[part], read))
         row_bytes = _FIRST_BYTES * max(1, *self._records.columns[WEIGHTS].size)
         at_once = max(1, self.part * self._records.nbytes // row_bytes)
         for first in range(0, begin, at_once):
             some, taken = slice(first, min(first + at_once, begin)), 0
             into = None if self._to_read is None else self._to_read[: some.stop - first]
-            arrivals.append(self._slots.come(slots[some], self._records.place({WEIGHTS: initial(rows[some])}, into)))
-        return Come(arrivals, taken)
+            arrivals.append(self._slots.copy_in(slots[some], self._records.place({WEIGHTS: initial(rows[some])}, into)))
+        return ReadResult(arrivals, taken)
 
-    def _watch(self, launch: OperationId, rows: int) -> Watch:
+    def _watch(self, launch: OperationId, rows: int) -> RecordedCopy:
         """Returns a watch over the read or write of rows."""
-        return Watch(launch, rows * self._records.nbytes, self._recorder(), on_host=True)
+        return RecordedCopy(launch, rows * self._records.nbytes, self._recorder(), on_host=True)
 
 
 _WRITTEN: Future[None] = Future()

@@ -71,7 +71,7 @@ def normal_rows(rows: Tensor, columns: range, width: int, seed: int, dtype: torc
     total = np.zeros(element.shape, dtype=np.int64)
     with np.errstate(over="ignore"):
         for word in range(_WORDS):
-            mixed = _mixed(element * np.uint64(_WORDS) + np.uint64(word + 1) + np.uint64(seed) * _STEP)
+            mixed = _mix(element * np.uint64(_WORDS) + np.uint64(word + 1) + np.uint64(seed) * _STEP)
             for field in range(4):
                 total += ((mixed >> np.uint64(16 * field)) & np.uint64(0xFFFF)).astype(np.int64)
     middle = _FIELDS * 0xFFFF // 2
@@ -81,7 +81,7 @@ def normal_rows(rows: Tensor, columns: range, width: int, seed: int, dtype: torc
 _STEP = np.uint64(0x9E3779B97F4A7C15)
 
 
-def _mixed(counter: Words) -> Words:
+def _mix(counter: Words) -> Words:
     """Mixes counters by the output function of SplitMix64 (Steele, Lea and Flood, OOPSLA 2014)."""
     mixed = counter * _STEP
     mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)

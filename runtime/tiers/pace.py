@@ -16,7 +16,7 @@ READ_ROWS, APART_BYTES, WRITTEN_BYTES = 128, 1 << 20, 1 << 20
 """The number of rows to read; their distance, so that no two share a page; the bytes of one write."""
 
 
-def row_ms(directory: str | Path, records: Records) -> tuple[float, float]:
+def measure_disk(directory: str | Path, records: Records) -> tuple[float, float]:
     """Returns (ms to read a row, ms to write a row) on the disk, with the kernel's page cache dropped.
 
     Raises:
@@ -25,10 +25,10 @@ def row_ms(directory: str | Path, records: Records) -> tuple[float, float]:
     apart, run = -(-APART_BYTES // records.nbytes), max(1, WRITTEN_BYTES // records.nbytes)
     file = RecordFile(directory, "a probe", READ_ROWS * apart + run, records)
     rows = torch.arange(0, READ_ROWS * apart, apart, device="cpu")
-    file.write(rows, _packed(rows, records))
+    file.write(rows, _sample_records(rows, records))
     os.fdatasync(file.descriptor)
     written = torch.arange(run, device="cpu")
-    packed, written = _packed(written, records), written + READ_ROWS * apart
+    packed, written = _sample_records(written, records), written + READ_ROWS * apart
     began = time.perf_counter()
     file.write(written, packed)
     os.fdatasync(file.descriptor)
@@ -39,11 +39,11 @@ def row_ms(directory: str | Path, records: Records) -> tuple[float, float]:
     return (time.perf_counter() - began) * 1e3 / READ_ROWS, write_ms
 
 
-def row_ms_of_host(records: Records) -> tuple[float, float]:
+def measure_host(records: Records) -> tuple[float, float]:
     """Returns (ms to gather a row of host memory into pinned memory, ms to write one back)."""
     apart = -(-APART_BYTES // records.nbytes)
     rest, rows = HostRecords(READ_ROWS * apart, records), torch.arange(0, READ_ROWS * apart, apart, device="cpu")
-    packed, took_ms = _packed(rows, records), (0.0, 0.0)
+    packed, took_ms = _sample_records(rows, records), (0.0, 0.0)
     for _ in range(2):  # the first run also allocates memory
         began = time.perf_counter()
         rest.write(rows, packed)
@@ -53,6 +53,6 @@ def row_ms_of_host(records: Records) -> tuple[float, float]:
     return took_ms
 
 
-def _packed(rows: Tensor, records: Records) -> Tensor:
+def _sample_records(rows: Tensor, records: Records) -> Tensor:
     """Returns records of some rows with their initial values."""
     return records.pack(rows, {WEIGHTS: records.columns[WEIGHTS].filled(rows.numel())})

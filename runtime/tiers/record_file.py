@@ -90,7 +90,7 @@ class RecordFile:
         Raises:
             TierError: a read failed, or a record differs from what was written.
         """
-        records = self._room(numbers, into)
+        records = self._output_buffer(numbers, into)
         try:
             for at, run in self._runs(numbers, records):
                 done = 0
@@ -106,7 +106,7 @@ class RecordFile:
                 "and continue from the last checkpoint, which is intact."
             ) from error
         expected = self._records.rows(records) if rows is None else rows
-        wrong = self._wrong(records, expected)
+        wrong = self._find_wrong(records, expected)
         if bool(wrong.any()):
             raise TierError(
                 f"row {int(expected[wrong][0])} of {self._table} has changed in its file in {self._directory} "
@@ -121,16 +121,16 @@ class RecordFile:
         Args:
             numbers, rows, into: as for `read`.
         """
-        records = self._room(numbers, into)
+        records = self._output_buffer(numbers, into)
         try:
             for at, run in self._runs(numbers, records):
                 if os.preadv(self.descriptor, [run], at, os.RWF_NOWAIT) < len(run):
                     return None
         except OSError:
             return None
-        return None if bool(self._wrong(records, rows).any()) else records
+        return None if bool(self._find_wrong(records, rows).any()) else records
 
-    def _room(self, numbers: Tensor, into: Tensor | None) -> Tensor:
+    def _output_buffer(self, numbers: Tensor, into: Tensor | None) -> Tensor:
         """Returns memory for the records: the head of `into`, or newly allocated memory."""
         if into is not None:
             return into[: numbers.numel()]
@@ -145,7 +145,7 @@ class RecordFile:
         for first, stop in zip(firsts, [*firsts[1:], len(found)], strict=True):
             yield int(found[first]) * nbytes, data[first * nbytes : stop * nbytes]
 
-    def _wrong(self, records: Tensor, rows: Tensor | None) -> Tensor:
+    def _find_wrong(self, records: Tensor, rows: Tensor | None) -> Tensor:
         """Returns a mask of records whose checksum or row id is wrong."""
         wrong = self._records.wrong(records)
         return wrong if rows is None else wrong.logical_or_(self._records.rows(records) != rows)
@@ -178,13 +178,13 @@ class HostRecords:
 
     # -- record numbers, as in `RecordLog` -----------------------------------------------------------------------------
 
-    def take(self, rows: Tensor) -> Tensor:
+    def take_numbers(self, rows: Tensor) -> Tensor:
         """Returns the record numbers (K,) of rows (K,), which are the row ids."""
         return rows.to(torch.int32)
 
-    def give_back(self, numbers: Tensor) -> None:
+    def free_numbers(self, numbers: Tensor) -> None:
         """Does nothing, because a row keeps its number."""
 
-    def lacks(self, count: int) -> bool:
+    def needs_empty_block(self, count: int) -> bool:
         """Returns False, because each row has its own record."""
         return False

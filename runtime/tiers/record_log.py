@@ -3,7 +3,7 @@
 Contract
     A record is never overwritten: it gets a new number, and its old one is freed. Numbers are grouped in blocks, and a
     block without used numbers is reused. If fewer than a quarter of the numbers up to the highest are in use, or no
-    block is free, the caller empties the block with the fewest records (`sparsest`) by moving them.
+    block is free, the caller empties the block with the fewest records (`emptiest_block`) by moving them.
 
     block 0  [a . . d]   block 1  [. f . .]   block 2  [i j       take(3) -> 10, 11 and, block 1 emptied, 4
 """
@@ -36,7 +36,7 @@ def block_size(record_bytes: int, records: int) -> int:
 
 
 class RecordLog:
-    """The record numbers of a file.
+    """Assigns the record numbers of a file, and keeps track of those in use.
 
     Args:
         records: the maximum of numbers in use.
@@ -64,7 +64,7 @@ class RecordLog:
         """Returns the number of records that the file can hold."""
         return self._blocks * self.block
 
-    def lacks(self, count: int) -> bool:
+    def needs_empty_block(self, count: int) -> bool:
         """Returns whether `take(count)` needs a block to be emptied first."""
         short = count - (self._end - self._next) - (len(self._empty) - 1) * self.block
         begins = -(-short // self.block)
@@ -73,21 +73,21 @@ class RecordLog:
         begun = self._begun + begins
         return begun > self._blocks or (begun > _FEW and begun * self.block > 4 * (self._count + count))
 
-    def take(self, rows: Tensor) -> Tensor:
+    def take_numbers(self, rows: Tensor) -> Tensor:
         """Takes numbers (K,) for rows (K,), in runs."""
         found: list[range] = []
         count = rows.numel()
         self._count += count
         while count:
             if self._next == self._end:
-                self._open()
+                self._open_block()
             run = range(self._next, min(self._end, self._next + count))
             self._in_use[run.start // self.block] += len(run)
             self._next, count = run.stop, count - len(run)
             found.append(run)
-        return numbers_of(found)
+        return concatenate_runs(found)
 
-    def give_back(self, numbers: Tensor) -> None:
+    def free_numbers(self, numbers: Tensor) -> None:
         """Frees record numbers (K,)."""
         if not numbers.numel():
             return
@@ -98,13 +98,13 @@ class RecordLog:
         self._full[empty] = False
         self._empty.extend(empty.tolist())
 
-    def sparsest(self) -> range:
+    def emptiest_block(self) -> range:
         """Returns the record numbers of the block with the fewest records in use."""
         in_use = self._in_use[: self._begun].masked_fill(~self._full[: self._begun], self.block + 1)
         first = int(in_use.argmin()) * self.block
         return range(first, first + self.block)
 
-    def _open(self) -> None:
+    def _open_block(self) -> None:
         """Closes the block that was written last, and opens an empty or a new one."""
         if self._end:
             last = (self._end - 1) // self.block
@@ -119,6 +119,6 @@ class RecordLog:
         self._next, self._end = opened * self.block, (opened + 1) * self.block
 
 
-def numbers_of(runs: Sequence[range]) -> Tensor:
+def concatenate_runs(runs: Sequence[range]) -> Tensor:
     """Returns the numbers (K,) of several runs."""
     return torch.cat([torch.arange(r.start, r.stop, dtype=torch.int32, device="cpu") for r in (range(0), *runs)])

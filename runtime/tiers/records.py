@@ -43,7 +43,7 @@ class Column:
 
 
 class Records:
-    """The format of records with these columns."""
+    """The format of a row's record: its id, these columns and a checksum, as bytes."""
 
     def __init__(self, columns: Mapping[str, Column]) -> None:
         self.columns = dict(columns)

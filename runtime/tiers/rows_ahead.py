@@ -48,7 +48,7 @@ class RowsAhead:
             ranks = dist.get_process_group_ranks(communicator.group)
             self._group = communicator.sub_group("rows ahead", [ranks], backend="gloo")
             # A daemon, because a gather blocked by a dead rank must not block this process's exit.
-            threading.Thread(target=_gather, args=(self._jobs, self._group), daemon=True).start()
+            threading.Thread(target=_gather_loop, args=(self._jobs, self._group), daemon=True).start()
 
     def step(self, leaves: Sequence[Any], coming: UpcomingBatch | None, ahead: int) -> None:
         """Begins a training step, and starts to read the rows of a known later batch.
@@ -58,7 +58,7 @@ class RowsAhead:
             coming: the batch of `ahead` calls later, or None if it is not known.
         """
         self._number += 1
-        places = self._places()
+        places = self._file_tables()
         for memory in dict.fromkeys(each.memory for each in places.values()):
             memory.begin_step(self._number)
         if self._group is None:
@@ -74,13 +74,13 @@ class RowsAhead:
 
     def end_call(self, *, train: bool) -> None:
         """Ends a call: counts it if it trains, and forgets the ids of its lookup."""
-        places = self._places().values()
+        places = self._file_tables().values()
         for rows in places:
             rows.expect(None)
         for memory in {each.memory for each in places}:
             memory.counts.steps += train
 
-    def _places(self) -> dict[str, SlotRows]:
+    def _file_tables(self) -> dict[str, SlotRows]:
         """Returns the tables and row spaces that are kept in files."""
         return beyond_memory({**self._state.tables, **self._state.spaces})
 
@@ -98,7 +98,7 @@ class RowsAhead:
             self._upcoming.append((self._number + ahead, coming))
             if len(self._upcoming) > late:
                 due, batch = self._upcoming[-1 - late]
-                _read_ahead(_rows_of(batch, places), due)
+                _read_ahead(_looked_up_rows(batch, places), due)
 
 
 def _read_ahead(rows: Rows, due: int) -> None:
@@ -108,7 +108,7 @@ def _read_ahead(rows: Rows, due: int) -> None:
             memory.read_ahead(numbers, due)
 
 
-def _rows_of(batch: UpcomingBatch | None, places: Mapping[str, SlotRows]) -> Rows:
+def _looked_up_rows(batch: UpcomingBatch | None, places: Mapping[str, SlotRows]) -> Rows:
     """Returns the rows that a batch looks up."""
     none = torch.empty(0, dtype=torch.int64, device="cpu")
     found = {each.memory: [none] for each in places.values()}
@@ -122,13 +122,13 @@ _Job = tuple[UpcomingBatch | None, Mapping[str, SlotRows], Future[Rows]]
 """An upcoming batch, the tables and row spaces, and the future of the rows."""
 
 
-def _gather(jobs: SimpleQueue[_Job], group: dist.ProcessGroup) -> None:
+def _gather_loop(jobs: SimpleQueue[_Job], group: dist.ProcessGroup) -> None:
     """Gathers the rows of all ranks until a gather fails. The failure is reported elsewhere."""
     size = dist.get_world_size(group)
     while True:
         coming, places, found = jobs.get()
         try:
-            own = _rows_of(coming, places)
+            own = _looked_up_rows(coming, places)
             counts = torch.tensor([rows.numel() for rows in own.values()], device="cpu")
             everyone = [torch.empty_like(counts) for _ in range(size)]
             dist.all_gather(everyone, counts, group=group)

@@ -51,16 +51,16 @@ class ClosedHistories:
     def add(self, closed: ClosedHistory) -> None:
         """Adds a history: rows in slots apply it now, and other rows when they arrive."""
         self._closed.append(closed)
-        self.arrived(self._memory.in_use(closed.rows), closed.before)
+        self.apply_on_arrival(self._memory.in_use(closed.rows), closed.before)
 
-    def arrived(self, slots: Tensor, taken: int) -> None:
+    def apply_on_arrival(self, slots: Tensor, taken: int) -> None:
         """Applies the histories to rows in slots (K,), each of which has applied at least `taken` steps."""
         due = [each for each in self._closed if each.before + each.steps.count > taken]
         if due and slots.numel():
-            self._memory.wrote(slots)
+            self._memory.mark_written(slots)
             for some in slots.split(self._memory.part):
                 for before, steps, rows in due:
-                    self.take(self._memory.to_index(self.with_rows(some, rows)), before, steps)
+                    self.apply_steps(self._memory.to_index(self.with_rows(some, rows)), before, steps)
 
     def with_rows(self, slots: Tensor, rows: range) -> Tensor:
         """Returns those of slots (K,) that hold some of the rows."""
@@ -69,7 +69,7 @@ class ClosedHistories:
         held = self._memory.row_of.index_select(0, slots)
         return slots[(held >= rows.start) & (held < rows.stop)]
 
-    def take(self, slots: Tensor, before: int, steps: SkippedSteps) -> None:
+    def apply_steps(self, slots: Tensor, before: int, steps: SkippedSteps) -> None:
         """Applies steps to rows in slots (K,), on the slots' device, unless a row has applied them."""
         columns, until = dict(self._memory.columns), before + steps.count
         weights, of_rows = columns.pop(WEIGHTS), columns.pop(TAKEN)
@@ -80,15 +80,15 @@ class ClosedHistories:
         if slots.numel():
             since = torch.empty(len(of_rows), dtype=torch.int64, device=slots.device)
             since.index_copy_(0, slots, (taken - before).clamp_(min=0))
-            steps.take(weights, columns, slots, since)
+            steps.apply_to(weights, columns, slots, since)
             of_rows.index_copy_(0, slots, taken.clamp_(min=until))
 
-    def saved(self, rows: range) -> dict[str, Any]:
+    def to_checkpoint(self, rows: range) -> dict[str, Any]:
         """Returns the histories of a table's rows for a checkpoint."""
         found = []
         for before, steps, of in self._closed:
             if max(of.start, rows.start) < min(of.stop, rows.stop):
-                found.append({"form": type(steps).__name__, "before": before, "fields": _plain(vars(steps))})
+                found.append({"form": type(steps).__name__, "before": before, "fields": _to_cpu(vars(steps))})
         return {"closed": found}
 
     def load(self, rows: range, saved: Mapping[str, Any]) -> None:
@@ -99,7 +99,7 @@ class ClosedHistories:
             if (form := _FORMS.get(each["form"])) is None:
                 raise ValueError(f"another version of embrace_fx wrote its deferred steps ({each['form']})")
             made = object.__new__(form)
-            vars(made).update({key: _on(device, value) for key, value in each["fields"].items()})
+            vars(made).update({key: _to_device(device, value) for key, value in each["fields"].items()})
             if form is Decaying and made._moments is not None:
                 moments, made._moments = made._moments, None
                 if device.type == "cpu":
@@ -109,7 +109,7 @@ class ClosedHistories:
 
 
 class SlotHistory(History):
-    """The steps that rows of a table beyond memory have deferred.
+    """The history of a table with rows beyond memory: the steps that its rows have deferred.
 
     Args:
         rows: its rows in the working set.
@@ -138,20 +138,20 @@ class SlotHistory(History):
             self.open.end()
             self._closed.add(ClosedHistory(self._before, self.open, self.rows))
 
-    def _split(self, places: Tensor) -> Iterator[tuple[SlotHistory, Tensor]]:
+    def _split_by_member(self, places: Tensor) -> Iterator[tuple[SlotHistory, Tensor]]:
         """Yields each table's history with the places that hold rows of it."""
         for each in self._tables:
             yield each, self._closed.with_rows(places, each.rows)
 
-    def take(self, places: Tensor, local: Tensor, state: Mapping[str, Any]) -> None:
+    def apply_open(self, places: Tensor, local: Tensor, state: Mapping[str, Any]) -> None:
         """Applies the open history to rows in slots."""
         assert self.open is not None
         if self.open.count:
-            self._closed.take(places, self._before, self.open)
+            self._closed.apply_steps(places, self._before, self.open)
 
 
 NO_HISTORIES: Mapping[str, Any] = {"closed": []}
-"""The result of `ClosedHistories.saved` before any step."""
+"""The result of `ClosedHistories.to_checkpoint` before any step."""
 _FORMS: Mapping[str, type[Any]] = {form.__name__: form for form in SkippedSteps.__subclasses__()}
 
 
@@ -161,12 +161,14 @@ def _other_rows(rows: range, than: range) -> list[range]:
     return [part for part in parts if part]
 
 
-def _plain(fields: Mapping[str, Any]) -> dict[str, Any]:
+def _to_cpu(fields: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the fields that a checkpoint can hold, with tensors on the CPU."""
     found = {key: value for key, value in fields.items() if not isinstance(value, torch.device)}
-    return {key: vars(value) if isinstance(value, Moments) else _on("cpu", value) for key, value in found.items()}
+    return {
+        key: vars(value) if isinstance(value, Moments) else _to_device("cpu", value) for key, value in found.items()
+    }
 
 
-def _on(device: torch.device | str, value: Any) -> Any:
+def _to_device(device: torch.device | str, value: Any) -> Any:
     """Returns a tensor moved to a device, or any other value unchanged."""
     return value.to(device) if isinstance(value, Tensor) else value

@@ -48,7 +48,7 @@ class Slots:
         self._records = records
         self.columns = {key: column.filled(count, device) for key, column in records.columns.items()}
 
-    def leave(self, places: Tensor, into: Tensor | None) -> Leaving:
+    def copy_out(self, places: Tensor, into: Tensor | None) -> Leaving:
         """Copies the rows in slots (K,) into memory for records, or returns a function that does once a device has
         finished.
         """
@@ -57,29 +57,29 @@ class Slots:
             torch.index_select(self.columns[key], 0, places, out=of_column)
         return lambda: into
 
-    def come(self, places: Tensor, records: Tensor) -> Any:
+    def copy_in(self, slots: Tensor, records: Tensor) -> Any:
         """Copies records into slots (K,), from the thread that has read them. Returns what `arrive` needs."""
-        self.put(places, records)
+        self.put(slots, records)
 
-    def put(self, places: Tensor, records: Tensor) -> None:
+    def put(self, slots: Tensor, records: Tensor) -> None:
         """Writes records into slots."""
         for key, values in self._records.unpack(records).items():
-            self.columns[key].index_copy_(0, places, values)
+            self.columns[key].index_copy_(0, slots, values)
 
-    def has_come(self, coming: Any) -> bool:
+    def has_arrived(self, copy: Any) -> bool:
         """Returns whether the copy has ended, so that `arrive` would not wait."""
         return True
 
-    def arrive(self, coming: Any) -> None:
+    def arrive(self, copy: Any) -> None:
         """Makes later reads of the slots see the rows of a copy."""
 
-    def to_index(self, places: Tensor) -> Tensor:
+    def to_index(self, slots: Tensor) -> Tensor:
         """Returns slots (K,) as an index tensor on the columns' device."""
-        return places
+        return slots
 
 
 class DeviceSlots(Slots):
-    """Slots in device memory.
+    """Slots in device memory. Copies to and from the host run on their own streams.
 
     Args:
         streams: the device's streams.
@@ -89,7 +89,7 @@ class DeviceSlots(Slots):
         super().__init__(count, records, device)
         self._streams = streams
 
-    def leave(self, places: Tensor, into: Tensor | None) -> Leaving:
+    def copy_out(self, places: Tensor, into: Tensor | None) -> Leaving:
         """Begins to copy slots to the host, and returns a function that waits for the copy."""
         streams, places = self._streams, self.to_index(places)
         records = self._records.place({key: column.index_select(0, places) for key, column in self.columns.items()})
@@ -101,19 +101,19 @@ class DeviceSlots(Slots):
 
         def leaving() -> Tensor:
             """Waits for the copy and returns it."""
-            streams.reach(left)
+            streams.wait_on_host(left)
             return copy
 
         return leaving
 
-    def come(self, places: Tensor, records: Tensor) -> Arrival:
+    def copy_in(self, slots: Tensor, records: Tensor) -> Arrival:
         """Begins to copy records to the device, on the storage stream."""
         streams = self._streams
         with streams.on("storage", "rows come"):
-            copied = streams.up(places), streams.up(records)
+            copied = streams.to_device(slots), streams.to_device(records)
             return Arrival(streams.record("rows have come"), copied)
 
-    def has_come(self, coming: Arrival) -> bool:
+    def has_arrived(self, coming: Arrival) -> bool:
         """Returns whether an arrival's copy has ended."""
         return bool(coming.event.query())
 
@@ -123,6 +123,6 @@ class DeviceSlots(Slots):
         self._streams.keep(*coming.copied)
         self.put(*coming.copied)
 
-    def to_index(self, places: Tensor) -> Tensor:
+    def to_index(self, slots: Tensor) -> Tensor:
         """Returns places as an index on the device."""
-        return self._streams.up(places)
+        return self._streams.to_device(slots)

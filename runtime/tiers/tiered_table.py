@@ -19,7 +19,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from embrace_fx.runtime.tables.local_storage import LocalStorage
 from embrace_fx.runtime.tables.member import Member
-from embrace_fx.runtime.tables.optimizer_state import keep_state, state_of
+from embrace_fx.runtime.tables.optimizer_state import read_state, write_state
 from embrace_fx.runtime.tables.own_step import State, first_state, hyperparameters, is_of_rows
 from embrace_fx.runtime.tables.row_store import JoinedState, RowStore
 from embrace_fx.runtime.tables.table import Table
@@ -57,7 +57,7 @@ class FileStorage(LocalStorage):
 
     def by_ids(self) -> Tensor:
         """Returns the values that are in memory."""
-        return self.now()
+        return self.stored()
 
 
 class SlotRows(RowStore):
@@ -157,8 +157,8 @@ class SlotRows(RowStore):
             self._on_host[ids] = self._rows_on_host(host_ids)
 
     def _rows_on_host(self, ids: Tensor) -> Tensor | None:
-        """Returns rows on the host that include those of `ids`, or None if `ids` are on the host. Waits for a copy if
-        none is known.
+        """Returns host rows (K,) that include those of `ids`, or None if `ids` are on the host themselves. Waits for a
+        copy of `ids` if no such rows are known.
         """
         if not ids.is_cuda:
             return None
@@ -172,7 +172,7 @@ class SlotRows(RowStore):
     @property
     def counters(self) -> dict[str, Any]:
         """Returns the step counters, which all rows share."""
-        return state_of(self.member.holder, self.member.parameter)
+        return read_state(self.member.optimizer_of_members, self.member.parameter)
 
     @property
     def state(self) -> Mapping[str, Any]:
@@ -191,7 +191,7 @@ class SlotRows(RowStore):
     def keep(self, state: Mapping[str, Any]) -> None:
         """Stores the counters that a step has changed."""
         if self._joined is None:
-            keep_state(self.member.holder, self.member.parameter, state)
+            write_state(self.member.optimizer_of_members, self.member.parameter, state)
         else:
             self._joined.keep(state)
 
@@ -210,11 +210,11 @@ class SlotRows(RowStore):
 
     # -- checkpoints and reports ---------------------------------------------------------------------------------------
 
-    def saved(self) -> dict[str, Any]:
+    def to_checkpoint(self) -> dict[str, Any]:
         """Returns the contents of a checkpoint besides rows. Requires that no update is pending."""
         self.member.flush()
         first = self.memory.initial.tables[self.rows.start]
-        found = {"histories": self.memory.closed.saved(self.rows), "seed": first.seed, "padding": first.padding}
+        found = {"histories": self.memory.closed.to_checkpoint(self.rows), "seed": first.seed, "padding": first.padding}
         return {**found, "counters": self.counters}
 
     def load(self, saved: Mapping[str, Any]) -> None:
@@ -226,9 +226,9 @@ class SlotRows(RowStore):
         self.memory.closed.load(self.rows, saved["histories"])
         self._set_counters(saved["counters"])
 
-    def moved(self) -> Iterator[tuple[Tensor, Tensor]]:
+    def changed_rows(self) -> Iterator[tuple[Tensor, Tensor]]:
         """Yields (row ids of the table, records) of the rows that differ from their first values."""
-        for rows, records in self.memory.moved(self.rows):
+        for rows, records in self.memory.changed_rows(self.rows):
             own = rows - self.rows.start
             yield own, self.memory.records.sign(records, own) if self.rows.start else records
 

@@ -27,13 +27,13 @@ import torch
 from torch import Tensor
 
 from embrace_fx.runtime.launch.recorder import Recorder
-from embrace_fx.runtime.launch.streams import streams_of
-from embrace_fx.runtime.tiers.budget import least_bytes, part_of
+from embrace_fx.runtime.launch.streams import choose_streams
+from embrace_fx.runtime.tiers.budget import least_bytes, transfer_rows
 from embrace_fx.runtime.tiers.eviction_policy import EvictionPolicy
-from embrace_fx.runtime.tiers.file_thread import Come, FileThread
+from embrace_fx.runtime.tiers.file_thread import FileThread, ReadResult
 from embrace_fx.runtime.tiers.initial import FirstOfTables
 from embrace_fx.runtime.tiers.record_file import HostRecords, RecordFile, TierError
-from embrace_fx.runtime.tiers.record_log import RecordLog, block_size, numbers_of
+from embrace_fx.runtime.tiers.record_log import RecordLog, block_size, concatenate_runs
 from embrace_fx.runtime.tiers.records import Column, Records
 from embrace_fx.runtime.tiers.slot_history import ClosedHistories
 from embrace_fx.runtime.tiers.slots import DeviceSlots, Leave, Leaving, Slots
@@ -48,7 +48,7 @@ ROWS_AT_ONCE = 1 << 13
 
 @dataclass
 class Counts:
-    """Counters of a working set, for reports."""
+    """The counters of a working set that reports show: rows found, read and written."""
 
     steps: int = 0
     asked: int = 0
@@ -102,13 +102,13 @@ class WorkingSet:
         self._table, self.slots, self.initial, self.failure = table, slots, initial, ""
         self.records = Records(columns)
         device = torch.device(device)
-        streams = streams_of(device)
+        streams = choose_streams(device)
         self.file: RecordFile | HostRecords
         self._log: RecordLog | HostRecords
         if directory is None:
             self._log = self.file = HostRecords(rows, self.records)
         else:
-            self._log = RecordLog(rows, part_of(slots), block_size(self.records.nbytes, rows))
+            self._log = RecordLog(rows, transfer_rows(slots), block_size(self.records.nbytes, rows))
             self.file = RecordFile(directory, table, self._log.size, self.records, pinned=streams is not None)
         self._slots = (
             Slots(slots, self.records) if streams is None else DeviceSlots(slots, self.records, device, streams)
@@ -128,7 +128,7 @@ class WorkingSet:
         self._arriving = torch.zeros(slots, dtype=torch.bool, device="cpu")
         self._thread = FileThread(table, self.file, self.records, self._slots, slots, recorder, streams)
         self.part = self._thread.part  # the number of rows that are moved at once
-        self._coming: deque[tuple[Future[Come], Tensor]] = deque()  # reads in flight, with their slots
+        self._coming: deque[tuple[Future[ReadResult], Tensor]] = deque()  # reads in flight, with their slots
         self._at_once = max(1, slots // (_AHEAD if streams is None else _BESIDE))
         self._waiting: list[tuple[Tensor, int]] = []  # rows to read ahead, and the step that needs them
 
@@ -138,14 +138,16 @@ class WorkingSet:
         Args:
             host_ids: host rows that include the ids (K,), if these are on a device.
         """
-        slots: Tensor | None = self._unless_failed(self._hold, ids if host_ids is None else host_ids, to_write)
+        slots: Tensor | None = self._call_unless_failed(
+            self._load_missing, ids if host_ids is None else host_ids, to_write
+        )
         if slots is None:
             return torch.zeros_like(ids)
         if self._on_device is None:
             return slots
         return self._on_device.index_select(0, ids).to(torch.int64).sub_(1)
 
-    def _unless_failed(self, call: Callable[..., Any], *args: Any) -> Any:
+    def _call_unless_failed(self, call: Callable[..., Any], *args: Any) -> Any:
         """Calls a function that reads or writes rows. Returns None once the file has failed. Handshakes report it."""
         if self.failure:
             return None
@@ -155,7 +157,7 @@ class WorkingSet:
             self.failure = str(error)
             return None
 
-    def _hold(self, ids: Tensor, to_write: bool) -> Tensor:
+    def _load_missing(self, ids: Tensor, to_write: bool) -> Tensor:
         """Reads the missing rows of ids (K,) into slots. Returns the slots."""
         self._next_use.begin_call()
         where = self._where.index_select(0, ids)
@@ -176,7 +178,7 @@ class WorkingSet:
         Rows without room are read at a later call, those of nearer steps first. Rows with pending gradients are not
         evicted for them.
         """
-        self._unless_failed(self._read_waiting, ids, due)
+        self._call_unless_failed(self._read_waiting, ids, due)
 
     def _read_waiting(self, ids: Tensor, due: int) -> None:
         """Reads the rows of later steps that wait for room, the earliest step's first, while there is room."""
@@ -197,13 +199,13 @@ class WorkingSet:
         if count > 0:
             self._make_room(count, due)
             count = min(count, len(self._next_use.free))
-            self._begin(rows[:count], slots := self._next_use.take(count))
+            self._begin(rows[:count], slots := self._next_use.take_free(count))
             self._next_use.expect(slots, due)
         return rows[max(count, 0) :]
 
-    def begin_step(self, number: int) -> None:
+    def begin_step(self, step_number: int) -> None:
         """Begins a step. Rows read ahead for earlier steps may be evicted."""
-        self._next_use.begin_step(number)
+        self._next_use.begin_step(step_number)
         self._take_arrived()
 
     @property
@@ -213,10 +215,10 @@ class WorkingSet:
 
     def _take_arrived(self) -> None:
         """Finishes the reads that have completed."""
-        while self._coming and self._thread.has_come(self._coming[0][0]):
+        while self._coming and self._thread.has_arrived(self._coming[0][0]):
             self._await_oldest()
 
-    def wrote(self, slots: Tensor) -> None:
+    def mark_written(self, slots: Tensor) -> None:
         """Marks slots as different from their records in the file."""
         self._dirty.index_fill_(0, slots, True)
 
@@ -236,7 +238,7 @@ class WorkingSet:
             self._write(rows[some], lambda into, own=own: partial(self.records.place, own, into))  # type: ignore[misc]
         self._thread.await_writes()
 
-    def moved(self, of: range) -> Iterator[tuple[Tensor, Tensor]]:
+    def changed_rows(self, of: range) -> Iterator[tuple[Tensor, Tensor]]:
         """Yields rows (K,) of a table that differ from their first values, in ascending order, with their records (K,
         B), which are valid until the next iteration.
         """
@@ -258,7 +260,7 @@ class WorkingSet:
             where: (K,) entries of the map of rows.
         """
         slots, stored = (where - 1).clamp_(min=0), (where < 0).nonzero().view(-1)
-        records = self._thread.copy(len(rows), partial(self._slots.leave, slots))
+        records = self._thread.copy(len(rows), partial(self._slots.copy_out, slots))
         numbers, order = (-where.index_select(0, stored) - 1).sort()
         if numbers.numel():
             at = stored.index_select(0, order)
@@ -276,7 +278,7 @@ class WorkingSet:
         for where in self._where[of.start : of.stop].split(ROWS_AT_ONCE):
             slots = where[where > 0].to(torch.int64).sub_(1)
             numbers = torch.cat([-where[where < 0] - 1, self._number.index_select(0, slots)])
-            self._log.give_back(numbers[numbers >= 0])
+            self._log.free_numbers(numbers[numbers >= 0])
             where.zero_()
             self._vacate(slots)
         if self._on_device is not None:
@@ -324,14 +326,18 @@ class WorkingSet:
                 "smaller batches."
             )
         for some in new.split(self._at_once):
-            self._begin(some, self._next_use.take(some.numel()))
+            self._begin(some, self._next_use.take_free(some.numel()))
             self._await_all()
 
     def _make_room(self, count: int, due: int | None = None) -> None:
-        """Evicts rows until `count` slots are free, or no more rows may be evicted."""
+        """Evicts rows until `count` slots are free, or no more rows may be evicted.
+
+        Args:
+            due: if given, the step for which room is made: only rows not used before it are evicted.
+        """
         more = True
         while more and (short := count - len(self._next_use.free)) > 0:
-            slots, more = self._next_use.first_to_go(min(short, self._at_once), due)
+            slots, more = self._next_use.choose_evictions(min(short, self._at_once), due)
             for some in slots.split(self.part):
                 self._evict(some)
 
@@ -345,40 +351,40 @@ class WorkingSet:
             self._on_device.index_fill_(0, self._slots.to_index(rows), 0)
         if bool(dirty.any()):
             written, before = slots[dirty], number[dirty]
-            self._log.give_back(before[before >= 0])
+            self._log.free_numbers(before[before >= 0])
             self._where.index_fill_(0, rows[dirty], 0)
-            self._write(rows[dirty], partial(self._slots.leave, written))
+            self._write(rows[dirty], partial(self._slots.copy_out, written))
             self.counts.written += written.numel()
         self._vacate(slots)
 
     def _vacate(self, slots: Tensor) -> None:
         """Marks slots as free."""
         self.row_of.index_fill_(0, slots, -1)
-        self._next_use.give_back(slots)
+        self._next_use.free_slots(slots)
 
     def _write(self, rows: Tensor, leave: Leave) -> None:
         """Starts writing rows (K,), at most a part, whose previous records have been freed."""
-        while self._log.lacks(rows.numel()):
+        while self._log.needs_empty_block(rows.numel()):
             self._empty_block()
-        numbers = self._log.take(rows)
+        numbers = self._log.take_numbers(rows)
         self._where.index_copy_(0, rows, -numbers - 1)
         self._thread.write(numbers, rows, leave)
 
     def _empty_block(self) -> None:
         """Moves the valid records of the sparsest block to other blocks."""
         assert isinstance(self._log, RecordLog)
-        for numbers in numbers_of([self._log.sparsest()]).split(self.part):
+        for numbers in concatenate_runs([self._log.emptiest_block()]).split(self.part):
             records = self._thread.read(numbers.to(torch.int64))
             rows = self.records.rows(records)
             where = self._where.index_select(0, rows)
             only = where == -numbers - 1
             slots = where.to(torch.int64).sub_(1).clamp_(min=0)
             copied = (where > 0) & (self._number.index_select(0, slots) == numbers)
-            self._log.give_back(numbers[only | copied])
+            self._log.free_numbers(numbers[only | copied])
             self._number.index_fill_(0, slots[copied], -1)
             self._dirty.index_fill_(0, slots[copied], True)
             left = only.nonzero().view(-1)
-            moved = self._log.take(rows[left])
+            moved = self._log.take_numbers(rows[left])
             self._where.index_copy_(0, rows[left], -moved - 1)
             if left.numel():
                 self._thread.write(moved, rows[left], partial(_selected, records, left))
@@ -388,7 +394,7 @@ class WorkingSet:
         number = -self._where.index_select(0, rows) - 1
         self.counts.brought += rows.numel()
         self.counts.read += int((number >= 0).sum())
-        self._coming.append((self._thread.bring(rows, number, slots, self.initial), slots))
+        self._coming.append((self._thread.read_into_slots(rows, number, slots, self.initial), slots))
         if self._on_device is not None:
             self._on_device.index_copy_(0, *map(self._slots.to_index, (rows, (slots + 1).to(torch.int32))))
         self._where.index_copy_(0, rows, (slots + 1).to(torch.int32))
@@ -411,7 +417,7 @@ class WorkingSet:
         """Waits for the oldest read, and puts its rows into their slots."""
         coming, slots = self._coming.popleft()
         self._arriving.index_fill_(0, slots, False)
-        self.closed.arrived(slots, self._thread.await_rows(coming).taken)
+        self.closed.apply_on_arrival(slots, self._thread.await_rows(coming).taken)
 
 
 def _selected(records: Tensor, only: Tensor, into: Tensor | None) -> Leaving:

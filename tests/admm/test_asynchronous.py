@@ -94,17 +94,17 @@ def report(value: float) -> tuple[Sums, Tensor]:
 def test_who_is_waited_for() -> None:
     heard = Contributions(torch.zeros(1), 3, admm.Asynchronous(arrivals=2, staleness=2), known=True)
     assert heard.missing() == [1, 2, 3]
-    heard.take(2, *report(3.0))
+    heard.store(2, *report(3.0))
     assert heard.missing() == [1, 3]
-    heard.take(3, *report(6.0))
+    heard.store(3, *report(6.0))
     assert heard.missing() == []
     vector, arrived, oldest = heard.update()
     assert (vector.tolist(), arrived, oldest) == ([3.0], {2, 3}, 1)
 
-    heard.take(2, *report(0.0))
-    heard.take(3, *report(0.0))
+    heard.store(2, *report(0.0))
+    heard.store(3, *report(0.0))
     assert heard.missing() == [1]  # of two updates ago, whoever else has come
-    heard.take(1, *report(9.0))
+    heard.store(1, *report(9.0))
     vector, arrived, oldest = heard.update()
     assert (vector.tolist(), arrived, oldest) == ([3.0], {1, 2, 3}, 0)
     assert heard.sums().sequences == 3.0
@@ -112,7 +112,7 @@ def test_who_is_waited_for() -> None:
 
 def test_after_a_break_everybody_is_heard_first() -> None:
     heard = Contributions(torch.zeros(1), 2, admm.Asynchronous(arrivals=1, staleness=5), known=False)
-    heard.take(1, *report(1.0))
+    heard.store(1, *report(1.0))
     assert heard.missing() == [2]
 
 

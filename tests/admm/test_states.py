@@ -11,7 +11,7 @@ from torch import Tensor
 from embrace_fx.admm import states
 from embrace_fx.admm.lagrangian import lagrangian
 from embrace_fx.admm.model import PerConstraint, run_forward
-from embrace_fx.admm.states import Jacobian, joint_move
+from embrace_fx.admm.states import Jacobian, minimize_jointly
 from tests.admm import reference
 from tests.admm.problems import Problem, random_problem
 
@@ -30,7 +30,7 @@ def moved(problem: Problem, residuals: PerConstraint | None = None) -> PerConstr
     shifted = -problem.multipliers if residuals is None else residuals + -problem.multipliers
     forward = run_forward(problem.weights, data.x_NBI, len(data.y_MB), residuals)
     slopes_from = forward.s_NBH if residuals is None else forward.s_NBH - residuals.s_NBH
-    return joint_move(Jacobian(problem.weights, slopes_from), forward.o_MBC, data.y_MB, shifted, penalties)
+    return minimize_jointly(Jacobian(problem.weights, slopes_from), forward.o_MBC, data.y_MB, shifted, penalties)
 
 
 def zeros_like(each: PerConstraint) -> PerConstraint:

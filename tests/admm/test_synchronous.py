@@ -14,7 +14,7 @@ from torch import Tensor
 from embrace_fx import admm
 from embrace_fx.admm.model import Data, read_data, read_weights
 from embrace_fx.admm.progress import Best
-from embrace_fx.admm.setup import rescaled
+from embrace_fx.admm.setup import rescale_weights
 from embrace_fx.admm.update import iterate
 from embrace_fx.admm.weights import Consensus
 from embrace_fx.runtime.ranks.failure import DeadRank, PeerFailure
@@ -64,14 +64,14 @@ def test_ranks_compute_what_the_formulas_say() -> None:
         inputs, targets = shard(rank, 2)
         shards.append(read_data((inputs.double(), targets), given, batch_first=True))
     whole = Data(torch.cat([each.x_NBI for each in shards], 1), torch.cat([each.y_MB for each in shards], 1))
-    start = rescaled(given, whole, list)
+    start = rescale_weights(given, whole, list)
     states = [admm.State.begin(start, data, admm.Penalties(), Best(0, 1.0, given), seed) for data in shards]
     z = start.flat()
     duals = [torch.zeros_like(z), torch.zeros_like(z)]
     for _ in range(2):
         for state, data, u in zip(states, shards, duals, strict=True):
-            state.agreed = start.unflat(z)
-            iterate(state, data, 16, Consensus(start.unflat(z - u), 0.5))
+            state.agreed = start.from_flat(z)
+            iterate(state, data, 16, Consensus(start.from_flat(z - u), 0.5))
             state.iteration += 1
         contributions = [state.weights.flat() + u for state, u in zip(states, duals, strict=True)]
         z = (contributions[0] + contributions[1]) / 2

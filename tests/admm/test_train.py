@@ -108,7 +108,7 @@ def test_a_loss_that_is_no_number_ends_training_and_is_never_best(loss: float, l
     weights = random_problem(0, 1, 1).weights
     progress = Progress(3, loss, 0.5, lagrangian, 0, 0, 0, 0, 0, 1.0)
     best = Best(1, 0.9, weights)
-    assert best.or_better(progress, weights) is best
+    assert best.better_of(progress, weights) is best
     assert admm.Stopping().reason(progress, best) == "the loss was not finite at iteration 3"
 
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from embrace_fx.capture import capture
-from embrace_fx.capture.meta_models import as_on_cpu, is_on_meta
+from embrace_fx.capture.meta_models import is_on_meta, on_fake_cpu
 from tests.support.graphs import text
 
 
@@ -37,7 +37,7 @@ def test_it_is_the_graph_of_the_model_on_the_cpu() -> None:
     ids = torch.randint(40, (3, 5), generator=torch.Generator().manual_seed(0))
     with torch.device("meta"):
         model = Tied()
-    with as_on_cpu(model, ((ids,), {})) as (twin, (args, kwargs)):
+    with on_fake_cpu(model, ((ids,), {})) as (twin, (args, kwargs)):
         assert isinstance(twin, Tied)
         found = capture(twin, args, kwargs, train=True)
     expected = capture(Tied(), (ids,), {}, train=True)
@@ -51,7 +51,7 @@ def test_it_is_the_graph_of_the_model_on_the_cpu() -> None:
 def test_either_mode(train: bool) -> None:
     with torch.device("meta"):
         model = nn.Sequential(nn.Embedding(10, 4), nn.Linear(4, 1))
-    with as_on_cpu(model, ((torch.tensor([1, 2]),), {})) as (twin, (args, kwargs)):
+    with on_fake_cpu(model, ((torch.tensor([1, 2]),), {})) as (twin, (args, kwargs)):
         graph = capture(twin, args, kwargs, train=train).graph
     outputs = [role for _, role in graph.outputs()]
     assert len(outputs) == (4 if train else 1)

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from embrace_fx.cost.exchanges import Prediction, Scheme, predict
-from embrace_fx.cost.links import Cluster, Work, passes_over
+from embrace_fx.cost.links import Cluster, Work, passes_work
 from embrace_fx.cost.sparsity import Sparsity, even_ranges, measure
 from embrace_fx.runtime.exchanges.blocks import cut_rows
 from embrace_fx.runtime.exchanges.gradient import RowSet
@@ -153,13 +153,13 @@ def test_messages_of_doubling_are_as_predicted() -> None:
 
 
 WORK: dict[str, tuple[Scheme, Work]] = {
-    "allreduce": ("balanced", passes_over(1000 * 8)),
-    "allgather": ("balanced", passes_over((3 * 60 + 2 * 100 + 2 * 80 + 80) * 8) + Work(1000 * 8, units=100, rounds=2)),
-    "ps": ("balanced", passes_over((2 * 60 + 2 * 50 + 2 * 40 + 2 * 40 + 80) * 8) + Work(1000 * 8, units=50, rounds=4)),
-    "zen": ("balanced", passes_over((3 * 60 + 2 * 50 + 2 * 40 + 40 + 80) * 8) + Work(1000 * 8, units=110, rounds=6)),
+    "allreduce": ("balanced", passes_work(1000 * 8)),
+    "allgather": ("balanced", passes_work((3 * 60 + 2 * 100 + 2 * 80 + 80) * 8) + Work(1000 * 8, units=100, rounds=2)),
+    "ps": ("balanced", passes_work((2 * 60 + 2 * 50 + 2 * 40 + 2 * 40 + 80) * 8) + Work(1000 * 8, units=50, rounds=4)),
+    "zen": ("balanced", passes_work((3 * 60 + 2 * 50 + 2 * 40 + 40 + 80) * 8) + Work(1000 * 8, units=110, rounds=6)),
     "zen, hierarchical": (
         "hierarchical",
-        passes_over((60 + 3 * 60 + 2 * 120 + 2 * 80 + 80 + 80) * 8) + Work(1000 * 8, units=120, rounds=2),
+        passes_work((60 + 3 * 60 + 2 * 120 + 2 * 80 + 80 + 80) * 8) + Work(1000 * 8, units=120, rounds=2),
     ),
 }
 
@@ -177,7 +177,7 @@ def test_work_of_streams_by_hand() -> None:
     sparsity = Sparsity(1000, 2, 4, units_by_rank=(40, 60), unions=(50.0, 80.0))
     with Way("omnireduce", slots=1).chosen():
         prediction = predict("omnireduce", sparsity)
-    values = passes_over((3 * 60 + 2 * 50 + 2 * 40 + 40 + 80) * 8)
+    values = passes_work((3 * 60 + 2 * 50 + 2 * 40 + 40 + 80) * 8)
     lanes = Work(units=3 * 2 * 2, rounds=2 * prediction.mean.messages)
     assert prediction.work == values + Work(1000 * 8, units=50) + lanes
 

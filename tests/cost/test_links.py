@@ -27,7 +27,7 @@ from embrace_fx.cost.links import (
     exchange,
     gather_ids,
     launch_ms,
-    passes_over,
+    passes_work,
 )
 
 RANKS = st.integers(2, 8)
@@ -114,7 +114,7 @@ def test_work_takes_its_time_at_the_rates_of_the_processor() -> None:
     )
     cluster = Cluster(handling=rates)
     assert Work(scanned_bytes=2000).time_ms(cluster) == 2.0
-    assert passes_over(300, times=2).time_ms(cluster) == 6.0
+    assert passes_work(300, times=2).time_ms(cluster) == 6.0
     assert (Work(scanned_bytes=2000, claimed_bytes=40) + Work(units=3, rounds=2)).time_ms(
         cluster
     ) == 2.0 + 4.0 + 1.5 + 14.0

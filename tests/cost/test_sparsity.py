@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from embrace_fx.cost.sparsity import even_ranges, extrapolate, imbalance, in_blocks, independent, measure
+from embrace_fx.cost.sparsity import even_ranges, extrapolate, imbalance, in_blocks, independent_ranks, measure
 from tests.support.exchange_cases import random_sparsity
 
 V = 20_000
@@ -50,7 +50,7 @@ def test_extrapolation_without_ids_is_empty() -> None:
 
 
 def test_independent_ranks_by_hand() -> None:
-    sparsity = independent(100, 8, 4, (50, 20))
+    sparsity = independent_ranks(100, 8, 4, (50, 20))
     assert sparsity.unions == pytest.approx((50.0, 100 * (1 - 0.5 * 0.8)))
     assert random_sparsity(100, 8, 4, 0.5, 2).unions == pytest.approx((50.0, 75.0))
 
@@ -65,7 +65,7 @@ def test_what_was_measured_in_one_line() -> None:
 
 
 def test_rows_in_blocks() -> None:
-    rows = independent(100, 8, 4, (20, 20))
+    rows = independent_ranks(100, 8, 4, (20, 20))
     same, shorter, longer = (in_blocks(rows, size) for size in (8, 4, 16))
     assert (same.num_units, same.units_by_rank) == (100, (20, 20))
     assert (shorter.num_units, shorter.units_by_rank) == (200, (40, 40))

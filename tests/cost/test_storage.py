@@ -46,7 +46,7 @@ def lacked(steps: list[Tensor], slots: int) -> float:
 def memory(slots: int, storage: tuple[StorageTier, ...], law: str = "Zipf, 1") -> RowMemory:
     """What is predicted from twenty batches of as many ranks, whose steps are one batch's."""
     unique = [ids.unique() for ids in drawn(LAWS[law], 20)]
-    found = Draws.of(measure(unique, V, 8, 4, draws=20 * IDS))
+    found = Draws.fit(measure(unique, V, 8, 4, draws=20 * IDS))
     return RowMemory(V, slots, 100.0, 4.0, 0, 64, 50, replace(found, ids=IDS), storage)
 
 
@@ -61,16 +61,16 @@ def test_rows_lacked_are_those_of_a_simulated_set(law: str, slots: int) -> None:
 def test_nearer_places_keep_rows_from_farther_ones() -> None:
     host, file = StorageTier("host", 0.0, 0.0, 1e-6, holds_bytes=64 * 300), FILE
     found = memory(100, (host, file))
-    assert [rows for _, rows in found.moved] == [memory(slots, (file,)).moved_rows for slots in (100, 400)]
-    assert found.read_ms == pytest.approx(found.moved[0][1] * 64e-6 + found.moved[1][1] * 0.01)
+    assert [rows for _, rows in found.moved_by_tier] == [memory(slots, (file,)).moved_rows for slots in (100, 400)]
+    assert found.read_ms == pytest.approx(found.moved_by_tier[0][1] * 64e-6 + found.moved_by_tier[1][1] * 0.01)
 
 
 def test_more_memory_takes_less_time_and_the_least_at_speed_is_just_enough() -> None:
     found = memory(100, (FILE,))
     assert found.with_slots(300).read_ms < found.read_ms
-    enough = found.at_speed(0.5)
+    enough = found.for_step(0.5)
     less = enough.with_slots(enough.slots - 2)
     assert enough.read_ms + enough.write_ms <= 0.5 < less.read_ms + less.write_ms
-    assert found.at_speed(1e9).slots == 2 * found.at_once
-    assert found.at_speed(0.0).slots == V
-    assert found.least.slots == found.at_once
+    assert found.for_step(1e9).slots == 2 * found.at_once
+    assert found.for_step(0.0).slots == V
+    assert found.smallest.slots == found.at_once

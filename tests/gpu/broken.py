@@ -62,7 +62,7 @@ def copies_from_one_buffer() -> None:
 def copies_from_new_buffers() -> None:
     streams = Streams(torch.device("cuda", 0))
     torch.cuda._sleep(200_000_000)
-    sent = [streams.up(torch.tensor([number] * 1000)) for number in range(20)]
+    sent = [streams.to_device(torch.tensor([number] * 1000)) for number in range(20)]
     assert [int(each[0]) for each in sent] == list(range(20))
 
 

@@ -7,10 +7,10 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from embrace_fx.runtime.flow.routing import Routing, SplitAhead, membership, routed
+from embrace_fx.runtime.flow.routing import Routing, SplitAhead, membership, route_padded
 from embrace_fx.runtime.kernels import padded_unique_ids
-from embrace_fx.runtime.launch.streams import streams_of
-from embrace_fx.runtime.lower.rnn_loop import Walk
+from embrace_fx.runtime.launch.streams import choose_streams
+from embrace_fx.runtime.lower.rnn_loop import TimeOrder
 from embrace_fx.runtime.ranks.communicator import Communicator
 from embrace_fx.runtime.step.backward_flags import launch_flags
 from embrace_fx.vocabulary.plan import Grid
@@ -34,7 +34,7 @@ def _strict() -> Iterator[None]:
 @pytest.mark.usefixtures("_strict")
 def test_the_next_batch_is_prepared_without_the_host() -> None:
     device = torch.device("cuda", 0)
-    streams = streams_of(device)
+    streams = choose_streams(device)
     assert streams is not None
     there = streams.record("batch ready")
     with streams.on("ids", "unique rows"):
@@ -42,7 +42,7 @@ def test_the_next_batch_is_prepared_without_the_host() -> None:
         ids = torch.arange(40, device=device) % 7
         unique, count, _ = padded_unique_ids([ids], 9, 0)
         packed = torch.cat([count.view(1), unique]).view(1, -1)
-        table = routed(packed, [[unique.numel()]], 0, 9)
+        table = route_padded(packed, [[unique.numel()]], 0, 9)
         current = Routing(torch.arange(5, device=device), (5,), Grid(1, 1), 0)
         split = SplitAhead(current, table, membership(9, device), 9, 3, (0,))
         copy, done = streams.to_host(torch.cat([table.counts, split.sizes])), streams.record("sizes copied")
@@ -53,8 +53,8 @@ def test_the_next_batch_is_prepared_without_the_host() -> None:
 @gpus(1)
 @pytest.mark.usefixtures("_strict")
 def test_sequences_are_turned_without_the_host() -> None:
-    walk, device = Walk([2, 1], reverse=True), torch.device("cuda", 0)
-    found = [walk.mirror(device), *walk.ends(device)]
+    walk, device = TimeOrder([2, 1], reverse=True), torch.device("cuda", 0)
+    found = [walk.reversal(device), *walk.ends(device)]
     set_sync_debug_mode("default")
     assert [each.tolist() for each in found] == [[2, 1, 0], [2, 1], [0, 1]]
 
@@ -63,7 +63,7 @@ def test_sequences_are_turned_without_the_host() -> None:
 @pytest.mark.usefixtures("_strict")
 def test_the_loss_is_checked_without_a_synchronisation() -> None:
     device = torch.device("cuda", 0)
-    streams = streams_of(device)
+    streams = choose_streams(device)
     assert streams is not None
     losses = [torch.full((), value, device=device) for value in (1.0, float("nan"))]
     with pytest.raises(FloatingPointError, match=r"rank\(s\) 0"):

@@ -42,7 +42,7 @@ def test_a_recording_takes_the_devices_time() -> None:
     device = torch.device("cuda", 0)
     recorder = Recorder(Streams(device).clock())
     recorder.start()
-    recorder.window()
+    recorder.begin_window()
     torch.cuda._sleep(CYCLES)
     recorder.mark(compute_id("forward", "slept"))
     recorder.mark(compute_id("forward", "nothing"))

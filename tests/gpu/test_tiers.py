@@ -95,7 +95,7 @@ def steady(rank: int, world_size: int) -> list[int]:
     device, events = torch.device("cuda", rank), list[object]()
     torch.cuda.set_device(device)
     torch.manual_seed(0)
-    model, reach = OneTable(rows=ROWS).to(device), Streams.reach
+    model, reach = OneTable(rows=ROWS).to(device), Streams.wait_on_host
 
     def noted(self: Streams, event: Any) -> None:
         events.extend([event] * (threading.current_thread() is threading.main_thread() and not event.query()))
@@ -108,7 +108,7 @@ def steady(rank: int, world_size: int) -> list[int]:
     loaded = [(ids.to(device),) for (ids,) in batches(rank, LAST + 3, zipf=False, rows=ROWS)]
     before, waits = host_waits(), list[int]()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Streams, "reach", noted)
+        patch.setattr(Streams, "wait_on_host", noted)
         for step, batch in enumerate(compiled.lookahead(loaded, 1 if world_size > 1 else 3)):
             if step == FIRST:
                 set_sync_debug_mode("error")

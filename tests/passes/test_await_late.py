@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from torch import fx
 
-from embrace_fx.passes.node_cost import computes
+from embrace_fx.passes.node_cost import is_heavy
 from embrace_fx.passes.overlap.await_late import AwaitRowsLate
 from embrace_fx.passes.overlap.submit_early import SubmitGradientsEarly
 from embrace_fx.passes.pipeline import run_passes
@@ -27,7 +27,7 @@ def products_before(graph: TrainingGraph, table: str) -> int:
     """How many layers have run when the first rows of a table are awaited."""
     nodes = list(graph.phases["forward"].graph.nodes)
     (first, *_) = (k for k, node in enumerate(nodes) if awaits(node, table))
-    return sum(computes(node) for node in nodes[:first])
+    return sum(is_heavy(node) for node in nodes[:first])
 
 
 def awaits(node: fx.Node, table: str) -> bool:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from embrace_fx.capture import capture
 from embrace_fx.passes.join_tables import JoinTables
-from embrace_fx.passes.pipeline import analyse
+from embrace_fx.passes.pipeline import with_tables
 from embrace_fx.passes.verifier.invariants import verify
 from embrace_fx.vocabulary.graph import Gradient, Parameter, TrainingGraph
 from embrace_fx.vocabulary.row_space import RowSpace
@@ -35,7 +35,7 @@ from tests.support.graphs import (
 )
 from tests.support.table_cases import bag
 
-SPACE = RowSpace.of({"table.weight": V, "other.weight": V + 3})
+SPACE = RowSpace.from_tables({"table.weight": V, "other.weight": V + 3})
 OTHER_IDS = torch.tensor([[12, 0, 5], [5, 1, 12]])
 
 
@@ -122,7 +122,7 @@ def test_values(name: str, shards: bool) -> None:
     assert_equal_outputs(run_graph(after, model, *args), expected)
 
 
-PADDED = RowSpace.of({"table.weight": V, "other.weight": V + 3}, {"table.weight": 2, "other.weight": 5})
+PADDED = RowSpace.from_tables({"table.weight": V, "other.weight": V + 3}, {"table.weight": 2, "other.weight": 5})
 
 
 @pytest.mark.parametrize("name", [name for name in CASES if "bag" not in name])
@@ -140,7 +140,7 @@ def test_padding_rows_get_no_gradient(name: str) -> None:
 def test_values_of_a_batch_of_another_size() -> None:
     model, shorter = model_of(lambda m, x, y: both(m, x, y).sum()), (IDS[:1], OTHER_IDS[:1])
     captured = capture(model, (IDS, OTHER_IDS), {}, train=True, dynamic=frozenset({(0, 0), (1, 0)}))
-    graph = analyse(captured.graph)
+    graph = with_tables(captured.graph)
     joined = JoinTables((SPACE,))(graph)
     verify(joined, after="JoinTables", captured=graph, previous=graph)
     expected = below_each_other(model, run_graph(graph, model, *shorter))

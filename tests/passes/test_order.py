@@ -55,7 +55,7 @@ def overlapped() -> TrainingGraph:
 
 
 def units_of(graph: TrainingGraph) -> BackwardUnits:
-    return BackwardUnits.of(graph.phases["backward"])
+    return BackwardUnits.find(graph.phases["backward"])
 
 
 def test_every_order_of_units_passes_the_verifier(overlapped: TrainingGraph) -> None:
@@ -135,7 +135,7 @@ def test_random_draws_keep_their_order() -> None:
 
 def test_what_a_backward_holds_is_counted_in_the_order_that_is_asked_for(overlapped: TrainingGraph) -> None:
     units, memory = units_of(overlapped), step_memory(overlapped)
-    peaks = {memory.backward_peak(units.ordered(order)) for order in list(permutations(units.units))[::40]}
+    peaks = {memory.backward_peak(units.order_nodes(order)) for order in list(permutations(units.units))[::40]}
     assert len(peaks) > 1
     assert min(peaks) > 0
 

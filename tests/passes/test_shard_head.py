@@ -102,15 +102,15 @@ IN_THE_WAY: dict[str, tuple[Callable[..., Any], str]] = {
     "argmax": (lambda m, x, y: (F.cross_entropy(z := m.logits(x), y), z.argmax(1)), "read by argmax"),
     "smoothing of its own": (
         lambda m, x, y: F.nll_loss(z := m.logits(x).log_softmax(1), y) + (-z.sum(1)).mean(),
-        "the sum of its log-softmax is read by",
+        "the sum of the log-softmax is read by",
     ),
     "smoothing and class weights": (
         lambda m, x, y: F.cross_entropy(m.logits(x), y, m.bias.detach() + 1, label_smoothing=0.1),
-        "its log-softmax is read by",
+        "the log-softmax of the logits is read by",
     ),
     "a tensor on logits": (lambda m, x, y: F.cross_entropy(m.logits(x) * m.bias, y), "read by mul"),
     "rows of logits": (lambda m, x, y: (plain(m, x, y), m.logits(x)[:, :2]), "output layers"),
-    "a part of logits": (lambda m, x, y: m.logits(x)[:2], "a part of its logits"),
+    "a part of logits": (lambda m, x, y: m.logits(x)[:2], "a part of the logits"),
     "a penalty": (lambda m, x, y: plain(m, x, y) + m.words.weight.square().sum(), "read densely by"),
     "no head": (lambda m, x, y: m.words(x).sum(), "no output layer"),
     "another softmax": (lambda m, x, y: F.log_softmax(m.logits(x), 0).sum(), "not over the table's rows"),

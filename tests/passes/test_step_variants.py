@@ -15,7 +15,7 @@ from torch import fx
 from embrace_fx.passes.overlap.launches import Phases
 from embrace_fx.passes.overlap.variants import DerivePhase, splits_rows
 from embrace_fx.passes.verifier.invariants import verify
-from embrace_fx.passes.verifier.under_way import under_way_agrees
+from embrace_fx.passes.verifier.under_way import launches_in_flight_agree
 from embrace_fx.vocabulary.graph import TrainingGraph
 from embrace_fx.vocabulary.operation_id import OperationId
 from embrace_fx.vocabulary.ops import launch_of, op_name
@@ -163,6 +163,6 @@ def test_broken_variants_are_refused(
     graph = graph_of(variant)
     phases = Phases(graph.phases)
     broken(phases[variant.phase])
-    found = list(under_way_agrees(replace(graph, phases={**graph.phases, **phases.copied})))
+    found = list(launches_in_flight_agree(replace(graph, phases={**graph.phases, **phases.copied})))
     assert any(reason in f"{each.expected} {each.found}" for each in found), found
-    assert list(under_way_agrees(graph)) == []
+    assert list(launches_in_flight_agree(graph)) == []

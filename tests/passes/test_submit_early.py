@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from embrace_fx.cost import links as cost
-from embrace_fx.passes.node_cost import estimate
+from embrace_fx.passes.node_cost import node_time_estimator
 from embrace_fx.passes.overlap.submit_early import SubmitGradientsEarly
 from embrace_fx.passes.pipeline import overlap_passes, run_passes, training_passes
 from embrace_fx.passes.planner.grouping import Joinable, plan_spaces
@@ -31,7 +31,9 @@ def overlapped() -> tuple[TrainingGraph, TrainingGraph]:
 
 def share_of_backward(graph: TrainingGraph, table: str) -> float:
     """How much of a backward's compute is over when a table's gradient leaves."""
-    of_backward = [block for block in blocks(graph, estimate(cost.Cluster().compute)) if block.id.kind == "backward"]
+    of_backward = [
+        block for block in blocks(graph, node_time_estimator(cost.Cluster().compute)) if block.id.kind == "backward"
+    ]
     place = [block.id for block in of_backward].index(compute_id("backward", table))
     return sum(block.ms for block in of_backward[: place + 1]) / sum(block.ms for block in of_backward)
 

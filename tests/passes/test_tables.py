@@ -13,7 +13,7 @@ from torch import Tensor, fx, nn
 from embrace_fx.passes.partition import extract_ids
 from embrace_fx.passes.planner.pricing import shard_blocker
 from embrace_fx.vocabulary.graph import Table, TrainingGraph, outputs_of
-from embrace_fx.vocabulary.ops import argument, draws, set_argument
+from embrace_fx.vocabulary.ops import argument, draws_random_numbers, set_argument
 from tests.support.golden import check_golden
 from tests.support.graphs import BAG, IDS, OFFSETS, Tables, analysed, table_of, tables_model, text
 from tests.support.table_cases import ILLEGAL, LEGAL, bag, example
@@ -140,7 +140,7 @@ def test_the_extracted_function_yields_the_ids_of_every_use() -> None:
 )
 def test_whether_ids_are_drawn_at_random(forward: Callable[..., Tensor], expected: bool) -> None:
     graph = analysed(tables_model(forward), IDS)
-    assert any(map(draws, extract_ids(graph, graph.tables).graph.nodes)) == expected
+    assert any(map(draws_random_numbers, extract_ids(graph, graph.tables).graph.nodes)) == expected
 
 
 def lookup_node(graph: TrainingGraph) -> fx.Node:

@@ -18,7 +18,7 @@ from embrace_fx.passes.planner.decide import decide
 from embrace_fx.passes.planner.plan_fit import used_parameters
 from embrace_fx.passes.planner.pricing import Findings
 from embrace_fx.passes.planner.replanning import CONFIRMED_BY, LOOK_EVERY, SparsityMonitor
-from embrace_fx.planning.findings import facts_of
+from embrace_fx.planning.findings import collect_facts
 from embrace_fx.runtime.tables.known_optimizers import KnownOptimizers
 from tests.support.drifting import LINKS, OTHER, ROWS, TABLE, batch, make
 from tests.support.graphs import analysed
@@ -40,7 +40,7 @@ def test_what_was_asked_for_is_not_watched(strategy: Strategy) -> None:
 def _findings() -> Findings:
     """Of the two tables as the first batches of two ranks read them."""
     graph = analysed(make(), *batch(0, 0))
-    facts = facts_of(make(), graph, KnownOptimizers(), "exact", used_parameters(graph), {})
+    facts = collect_facts(make(), graph, KnownOptimizers(), "exact", used_parameters(graph), {})
     legal = tuple(replace(fact, row_update_blocker=None) for fact in facts)
     rows = {TABLE: (8, 8), OTHER: (6, 6)}
     return Findings(graph, legal, rows, 2)

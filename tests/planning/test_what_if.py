@@ -74,7 +74,7 @@ def test_where_little_is_sent_no_link_is_probed() -> None:
 
 def probing_in_vain(rank: int, world_size: int) -> Plan:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(planning, "links_between", lambda *_: SLOW if rank == 0 else Cluster())
+        patch.setattr(planning, "measure_links", lambda *_: SLOW if rank == 0 else Cluster())
         return made_by_ranks(rank, world_size, None)
 
 
@@ -204,15 +204,15 @@ def test_budgets_of_a_table_beyond_memory_on_paper() -> None:
     # 16 of 128 columns of weights and two moments on each device; besides checksum, row and the steps it has taken
     assert of.record_bytes == 3 * 16 * 4 + 3 * 8
     assert 0.98 * 20e9 < of.nbytes <= 20e9 < more.nbytes <= 60e9
-    (host, from_host), (drive, from_drive) = of.moved
+    (host, from_host), (drive, from_drive) = of.moved_by_tier
     assert (host.name, drive.name) == ("host memory", "NVMe drive")
     assert more.moved_rows < from_host
     assert from_drive < from_host < of.draws.rows
     step_ms, faster_ms = (each.schedule.diagnostics().step_ms for each in (little, much))
     assert faster_ms <= step_ms
     assert step_ms == pytest.approx(of.read_ms + of.write_ms)  # the drive sets the pace
-    beside_ms = little.schedule.beside_storage_ms
-    at_speed = on_paper(of.at_speed(beside_ms).nbytes)
+    beside_ms = little.schedule.without_storage_ms
+    at_speed = on_paper(of.for_step(beside_ms).nbytes)
     assert at_speed.schedule.diagnostics().exposed_ms["storage"] <= 0.02 * beside_ms
     told = little.explain()
     assert re.search(

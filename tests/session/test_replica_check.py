@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.optim import Adam
 
 import embrace_fx
-from embrace_fx.runtime.ranks.checksums import checksum, diverged
+from embrace_fx.runtime.ranks.checksums import checksum, describe_divergence
 from tests.support.cases import long_but
 from tests.support.ranks import run_ranks
 from tests.support.words import words_batch, words_model
@@ -79,7 +79,7 @@ def test_what_one_rank_has_otherwise_is_found(change: Callable[[Any, Any], None]
 
 
 def test_the_rank_that_is_alone_is_named() -> None:
-    assert "b on rank 0 differs from rank 1's" in diverged([{"b": 1}, {"b": 2}, {"b": 2}])
+    assert "b on rank 0 differs from rank 1's" in describe_divergence([{"b": 1}, {"b": 2}, {"b": 2}])
 
 
 @pytest.mark.parametrize(

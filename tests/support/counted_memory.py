@@ -15,7 +15,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from embrace_fx.runtime.tables.table_shard import local_part
+from embrace_fx.runtime.tables.table_shard import to_plain
 
 
 class CountedMemory(TorchDispatchMode):
@@ -33,7 +33,7 @@ class CountedMemory(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.peak_bytes = 0
         self.by_op: list[int] = []
-        self._ignored = {local_part(tensor).untyped_storage()._cdata for tensor in ignored}
+        self._ignored = {to_plain(tensor).untyped_storage()._cdata for tensor in ignored}
         self._held: dict[int, tuple[StorageWeakRef, int]] = {}
 
     @property
@@ -62,6 +62,6 @@ class CountedMemory(TorchDispatchMode):
         return results
 
     def _count(self, tensor: Tensor) -> None:
-        storage = local_part(tensor).untyped_storage()
+        storage = to_plain(tensor).untyped_storage()
         if storage._cdata not in self._ignored:
             self._held[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())

@@ -39,6 +39,6 @@ class CountingChannel(Channel):
         self.messages += (self.world_size - 1) * (own.numel() > 0) if len(set(sizes)) == 1 else 0
         return super().all_gather(own, sizes)
 
-    def _messages(self, sent: Sequence[Tensor], received: Sequence[Tensor]) -> Messages:
+    def _exchange_messages(self, sent: Sequence[Tensor], received: Sequence[Tensor]) -> Messages:
         self.messages += sum(part.numel() > 0 for rank, part in enumerate(sent) if rank != self.rank)
-        return super()._messages(sent, received)
+        return super()._exchange_messages(sent, received)

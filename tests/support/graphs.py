@@ -17,9 +17,9 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from embrace_fx.capture import capture
-from embrace_fx.passes.pipeline import Pass, analyse
+from embrace_fx.passes.pipeline import Pass, with_tables
 from embrace_fx.passes.shard import ShardTables
-from embrace_fx.runtime.lower.lower import lower
+from embrace_fx.runtime.lower.lower import lower_phase
 from embrace_fx.runtime.ranks.communicator import Communicator
 from embrace_fx.runtime.ranks.step_handshake import StepHandshake
 from embrace_fx.vocabulary.graph import (
@@ -97,7 +97,7 @@ def classifier() -> Classifier:
 
 def analysed(model: nn.Module, *args: Any, train: bool = True, **kwargs: Any) -> TrainingGraph:
     """The captured graph of a model's call, its tables found."""
-    return analyse(capture(model, args, kwargs, train=train).graph)
+    return with_tables(capture(model, args, kwargs, train=train).graph)
 
 
 def apply(graph: TrainingGraph, *passes: Pass) -> TrainingGraph:
@@ -159,7 +159,7 @@ def run_graph(
                 values[role] if role in values else _input(role, node, model, leaves, communicator)
                 for node, role in inputs_of(module)
             ]
-            outputs = lower(module, by_op({**_launches(communicator, module), **(kernels or {})}))(inputs)
+            outputs = lower_phase(module, by_op({**_launches(communicator, module), **(kernels or {})}))(inputs)
             for (node, role), value in zip(outputs_of(module), outputs, strict=True):
                 if node is not None:
                     (values if isinstance(role, Saved) else found)[role] = value

@@ -32,4 +32,4 @@ def captured_graph_of(planned: Any) -> Any:
 
 def memory_limit_of(model: Any) -> Any:
     """The bytes that a compiled model's step may hold, or None."""
-    return pipeline_of(model)._shown.graph.memory_limit
+    return pipeline_of(model)._shown_step.graph.memory_limit

@@ -104,7 +104,7 @@ def sum_into_adds_in_the_order_of_ranks(put: Put) -> None:
     """As `coalesce`, where the host knows the sums; the last row goes into none."""
     ids, number = torch.tensor([4, 7, 9]), torch.tensor([0, 1, 0, 1, 0, 2, 3])
     rows = torch.tensor([1e8, 1.0, -1e8, 2.0, 3.0, 5.0, 8.0]).unsqueeze(1).repeat(1, 33)
-    found = kernels.sum_into(put(rows.view(-1)), (put(ids), put(number)), 33, 1.0)
+    found = kernels.sum_known_ids(put(rows.view(-1)), (put(ids), put(number)), 33, 1.0)
     assert_same(found[0], ids)
     assert_same(found[1], torch.tensor([3.0, 3.0, 5.0]).unsqueeze(1).repeat(1, 33))
 
@@ -128,10 +128,10 @@ CASES: dict[Callable[[Put], None], str] = {
     pack_columns: "pack_columns",
     unpack_columns: "unpack_columns",
     columns_codec: "pack_columns",
-    coalesce: "segments sum_segments",
-    coalesce_adds_in_the_order_of_ranks: "segments sum_segments",
+    coalesce: "find_segments sum_segments",
+    coalesce_adds_in_the_order_of_ranks: "find_segments sum_segments",
     sum_into_adds_in_the_order_of_ranks: "known_segments sum_segments",
-    coalesce_adds_narrow_values_widely: "segments sum_segments",
+    coalesce_adds_narrow_values_widely: "find_segments sum_segments",
     decay_rows: "decay_rows",
     update_rows: "sgd_rows adagrad_rows adam_rows",
     update_rows_of_bfloat16: "sgd_rows adagrad_rows adam_rows",

@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 import embrace_fx
 from embrace_fx.runtime.ranks.communicator import Communicator
 from embrace_fx.runtime.tables.gradient_storage import GradientStorage
-from embrace_fx.runtime.tables.layouts import mesh_of
+from embrace_fx.runtime.tables.layouts import make_mesh
 from embrace_fx.runtime.tables.local_storage import LocalStorage
 from embrace_fx.runtime.tables.shard_layout import Layout
 from embrace_fx.runtime.tables.table_shard import TableShard
@@ -31,7 +31,7 @@ class Parts:
 
     def __init__(self, grid: Grid | None = None) -> None:
         self.communicator = Communicator(dist.group.WORLD)
-        self._mesh = mesh_of(self.communicator, "cpu", grid)
+        self._mesh = make_mesh(self.communicator, "cpu", grid)
 
     def _of(self, whole: Tensor) -> Layout:
         return Layout.of_table("t.weight", whole.shape, self._mesh, weakref.ref(self.communicator))

@@ -130,7 +130,7 @@ def simulate(steps: StepGraph, launch_order: Sequence[str], windows: int = WINDO
     machine = LinkMachine(steps)
     order = _indices(machine, launch_order)
     run = machine.run(machine.sequence(order), windows)
-    return Simulation(run.step_ms, *machine.picture(run, order))
+    return Simulation(run.step_ms, *machine.make_timeline(run, order))
 
 
 def check_order(steps: StepGraph, launch_order: Sequence[str]) -> None:

@@ -122,16 +122,16 @@ WELL = {"PATH": os.environ["PATH"], "RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR
     ],
 )
 def test_the_doctor_finds_a_planted_fault(fault: dict[str, str], subject: str, state: str, found: str) -> None:
-    before = {finding.subject for finding in examine.examine(WELL) if finding.to_do}
-    (finding,) = [each for each in examine.examine(WELL | fault) if each.to_do and each.subject not in before]
+    before = {finding.subject for finding in examine.run_checks(WELL) if finding.to_do}
+    (finding,) = [each for each in examine.run_checks(WELL | fault) if each.to_do and each.subject not in before]
     assert (finding.subject, finding.state) == (subject, state)
     assert finding.found.startswith(found)
 
 
 def test_the_doctor_finds_half_a_launch_and_an_old_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert examine.launch({"WORLD_SIZE": "2"}).found == "WORLD_SIZE without RANK, MASTER_ADDR, MASTER_PORT"
+    assert examine.launcher_variables({"WORLD_SIZE": "2"}).found == "WORLD_SIZE without RANK, MASTER_ADDR, MASTER_PORT"
     monkeypatch.setattr("torch.__version__", "2.9.1+cpu")
-    assert examine.versions({}).state == "fails"
+    assert examine.software_versions({}).state == "fails"
 
 
 def test_the_doctor_on_one_process(monkeypatch: pytest.MonkeyPatch) -> None:

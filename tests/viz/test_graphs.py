@@ -11,7 +11,7 @@ from torch import nn
 
 import embrace_fx
 from embrace_fx.passes.overlap.order import OrderCompute
-from embrace_fx.passes.pipeline import Compiled, run_passes
+from embrace_fx.passes.pipeline import CompiledGraph, run_passes
 from embrace_fx.viz.drawing import fold
 from embrace_fx.viz.graphs import Graphs
 from embrace_fx.vocabulary.graph import PHASES
@@ -21,12 +21,12 @@ from tests.support.ranks import run_ranks
 
 
 @pytest.fixture(scope="module")
-def compiled() -> Compiled:
+def compiled() -> CompiledGraph:
     return run_passes(captured(), (*passes_of(), OrderCompute(("words.weight",))))
 
 
 @pytest.fixture(scope="module")
-def graphs(compiled: Compiled) -> Graphs:
+def graphs(compiled: CompiledGraph) -> Graphs:
     return Graphs(compiled.graphs, compiled.phases)
 
 
@@ -80,7 +80,7 @@ def test_what_cannot_be_drawn_is_refused(graphs: Graphs, tmp_path: Path) -> None
         graphs.save(tmp_path / "graphs.svg", "nothing")
 
 
-def test_what_each_pass_took_is_known(compiled: Compiled) -> None:
+def test_what_each_pass_took_is_known(compiled: CompiledGraph) -> None:
     assert set(compiled.ms) == set(compiled.graphs) - {"captured", *PHASES}
     assert all(ms >= 0 for ms in compiled.ms.values())
     assert "shard_tables" in compiled.times()

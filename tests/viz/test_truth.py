@@ -15,7 +15,7 @@ from embrace_fx import viz
 from embrace_fx.runtime.memory.resident import bytes_in_use
 from embrace_fx.viz.graphs import Graphs
 from embrace_fx.viz.picture import Picture
-from embrace_fx.vocabulary.picture_facts import PictureFacts, StepOn
+from embrace_fx.vocabulary.picture_facts import PictureFacts, StepEstimate
 from embrace_fx.vocabulary.schedule import Operation, Schedule, Span, StepGraph, Timeline, Wait
 from tests.support.pictures import compute
 from tests.support.ranks import run_ranks
@@ -34,7 +34,7 @@ def test_nothing_is_divided_by_a_prediction_of_nothing() -> None:
     picture = Picture(Schedule("2d", (), steps, predicted), with_wait(1.5))
     assert picture.ratios()["exposed dense"] == ""
     assert picture.ratios()["step"] == "1.00"
-    assert "000000" not in str(viz.DrawnTimeline.of(with_wait(1.5), picture.schedule))
+    assert "000000" not in str(viz.DrawnTimeline.from_timeline(with_wait(1.5), picture.schedule))
 
 
 def with_bucket(ms: float) -> Timeline:
@@ -47,7 +47,7 @@ def test_links_that_are_slower_than_predicted_slow_ddp_too() -> None:
     operations = tuple(span.operation for span in predicted.spans)
     steps = StepGraph(operations, (), tuple(o.name for o in operations))
     picture = Picture(
-        Schedule("2d", (), steps, predicted), with_bucket(100), PictureFacts(0.25, (StepOn(2, 10.0, 0.25),), ())
+        Schedule("2d", (), steps, predicted), with_bucket(100), PictureFacts(0.25, (StepEstimate(2, 10.0, 0.25),), ())
     )
     exposed = {part.label: part.value for part in picture.bars()[-1].parts}["exposed AllReduce"]
     assert exposed == pytest.approx(0.25 * 200)

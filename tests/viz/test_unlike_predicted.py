@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from embrace_fx.viz.why import LEFT, unlike_predicted
+from embrace_fx.viz.why import LEFT, compare_to_prediction
 from embrace_fx.vocabulary.operation_id import compute_id
 from embrace_fx.vocabulary.schedule import Operation, Schedule, ScheduleName, Span, StepGraph, Timeline
 from embrace_fx.vocabulary.step_parts import SHARES, Share
@@ -14,7 +14,7 @@ STEP_MS = 100.0
 
 def schedule(name: ScheduleName) -> Schedule:
     """One whose steps take `STEP_MS`, all of it compute."""
-    operation = Operation.of(compute_id("backward", "a"), STEP_MS)
+    operation = Operation.from_id(compute_id("backward", "a"), STEP_MS)
     spans = tuple(Span(operation, window, 0, window * STEP_MS, (window + 1) * STEP_MS) for window in range(2))
     return Schedule(name, (), StepGraph((operation,), (), ()), Timeline(spans, (), 1))
 
@@ -25,7 +25,7 @@ def shares(**ms: float) -> dict[Share, float]:
 
 @pytest.mark.parametrize("part", [1 - 0.9 * LEFT, 1.0, 1 + 0.9 * LEFT])
 def test_a_step_as_predicted_is_not_told(part: float) -> None:
-    assert unlike_predicted(shares(backward=part * STEP_MS, loader=1000.0), schedule("2d")) == ""
+    assert compare_to_prediction(shares(backward=part * STEP_MS, loader=1000.0), schedule("2d")) == ""
 
 
 @pytest.mark.parametrize(
@@ -42,6 +42,6 @@ def test_a_step_as_predicted_is_not_told(part: float) -> None:
 def test_another_step_is_told_with_an_option(
     name: ScheduleName, measured: dict[str, float], told: tuple[str, str]
 ) -> None:
-    found = unlike_predicted(shares(**measured), schedule(name))
+    found = compare_to_prediction(shares(**measured), schedule(name))
     assert "but 100.0 ms were predicted" in found
     assert all(each in found for each in told), found

@@ -48,7 +48,7 @@ def test_nothing_to_draw_is_an_error(tmp_path: Path, suffix: str) -> None:
 
 
 def test_drawn_data_is_the_same_data(tmp_path: Path, schedule: Schedule, timeline: Timeline) -> None:
-    drawn, measured = viz.DrawnSchedule.of(schedule), viz.DrawnTimeline.of(timeline, schedule)
+    drawn, measured = viz.DrawnSchedule.from_schedule(schedule), viz.DrawnTimeline.from_timeline(timeline, schedule)
     assert isinstance(drawn, Schedule)
     assert isinstance(measured, Timeline)
     assert drawn.digest() == schedule.digest()
@@ -62,7 +62,7 @@ def test_drawn_data_is_the_same_data(tmp_path: Path, schedule: Schedule, timelin
 
 
 def test_printed_are_the_diagnostics(schedule: Schedule, timeline: Timeline) -> None:
-    text = str(viz.DrawnTimeline.of(timeline, schedule))
+    text = str(viz.DrawnTimeline.from_timeline(timeline, schedule))
     rows = {cells[1].strip(): [c.strip() for c in cells[2:-1]] for cells in map(_cells, text.splitlines()) if cells}
     predicted, measured = schedule.diagnostics(), timeline.diagnostics()
     assert rows["step"] == [
@@ -73,7 +73,7 @@ def test_printed_are_the_diagnostics(schedule: Schedule, timeline: Timeline) -> 
     assert rows["exposed dense"][:2] == [f"{d.exposed_ms['dense']:.2f} ms" for d in (predicted, measured)]
     assert rows["overlap ratio"][:2] == [f"{d.overlap_ratio:.3f}" for d in (predicted, measured)]
     assert rows["memory held"][0] == f"{predicted.held_bytes / 2**20:.2f} MiB"
-    assert "measured" not in str(viz.DrawnSchedule.of(schedule))
+    assert "measured" not in str(viz.DrawnSchedule.from_schedule(schedule))
 
 
 def _cells(line: str) -> list[str]:
@@ -84,7 +84,7 @@ def test_still_pictures_show_the_last_two_windows(schedule: Schedule) -> None:
     panel = Picture(None, timelines.timeline(schedule, windows=5)).panels[0]
     assert panel.origin_ms == panel.starts_ms[3]
     shown = [s for s in panel.timeline.spans if s.window >= 3]
-    assert panel.shown == (
+    assert panel.shown_ms == (
         min(s.start_ms for s in shown) - panel.origin_ms,
         max(s.end_ms for s in shown) - panel.origin_ms,
     )

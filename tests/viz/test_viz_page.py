@@ -11,7 +11,7 @@ import pytest
 
 from embrace_fx import viz
 from embrace_fx.vocabulary.operation_id import CLASS_LANES
-from embrace_fx.vocabulary.picture_facts import PictureFacts, StepOn, TablePlace
+from embrace_fx.vocabulary.picture_facts import PictureFacts, StepEstimate, TablePlace
 from embrace_fx.vocabulary.schedule import Operation, Schedule, Span, Timeline
 
 SENT = ("compute", *CLASS_LANES)
@@ -184,7 +184,7 @@ def test_dark_follows_the_system_and_the_button(browser: Any, tmp_path: Path, sc
 
 AROUND = PictureFacts(
     150.0,
-    (StepOn(2, 40.0, 100.0), StepOn(8, 60.0, 200.0)),
+    (StepEstimate(2, 40.0, 100.0), StepEstimate(8, 60.0, 200.0)),
     (TablePlace("users.weight", (90, 8), "alltoall", ("columns 0 to 3", "columns 4 to 7"), 2880, 0.8, 0.25),),
 )
 
@@ -223,7 +223,7 @@ def test_no_word_in_a_bar_is_cut_in_two(
     tab: Any, tmp_path: Path, schedule: Schedule, timeline: Timeline, width: int
 ) -> None:
     tab.set_viewport_size({"width": width, "height": 900})
-    opened(tab, tmp_path, schedule, timeline, PictureFacts(500.0, (StepOn(2, 1.0, 500.0),), ()))
+    opened(tab, tmp_path, schedule, timeline, PictureFacts(500.0, (StepEstimate(2, 1.0, 500.0),), ()))
 
     words = tab.locator("#bars .part span").evaluate_all(
         """all => all.map(word => {

@@ -1,7 +1,7 @@
 """The Triton kernels that `runtime/kernels` and the row updates call for CUDA tensors.
 
 Contract
-    Every function here has an equivalent in torch ops, which is used for CPU tensors and for tensors that `takes`
+    Every function here has an equivalent in torch ops, which is used for CPU tensors and for tensors that `supports`
     rejects. Both are tested against one float64 reference (`tests/support/kernel_cases.py`). Sums are at least float32,
     in the same order as the equivalent, without floating-point atomics, so that equal inputs give equal bits.
 
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from embrace_fx.runtime.kernels.gpu.columns import pack_columns as pack_columns
     from embrace_fx.runtime.kernels.gpu.columns import unpack_columns as unpack_columns
     from embrace_fx.runtime.kernels.gpu.decay import decay_rows as decay_rows
+    from embrace_fx.runtime.kernels.gpu.sums import find_segments as find_segments
     from embrace_fx.runtime.kernels.gpu.sums import known_segments as known_segments
-    from embrace_fx.runtime.kernels.gpu.sums import segments as segments
     from embrace_fx.runtime.kernels.gpu.sums import sum_segments as sum_segments
     from embrace_fx.runtime.kernels.gpu.updates import adagrad_rows as adagrad_rows
     from embrace_fx.runtime.kernels.gpu.updates import adam_rows as adam_rows
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 _FILES = {
     "columns": ("pack_columns", "unpack_columns"),
     "decay": ("decay_rows",),
-    "sums": ("known_segments", "segments", "sum_segments"),
+    "sums": ("find_segments", "known_segments", "sum_segments"),
     "updates": ("adagrad_rows", "adam_rows", "sgd_rows"),
 }
 
@@ -70,7 +70,7 @@ def available() -> bool:
     return find_spec("triton") is not None
 
 
-def takes(values: Tensor) -> bool:
+def supports(values: Tensor) -> bool:
     """Returns whether the kernels support rows of this dtype and layout."""
     return values.dtype in _DTYPES and values.is_contiguous() and available()
 

@@ -16,14 +16,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from embrace_fx.runtime.kernels.gpu.tiles import on_its_device, refuse_strided, tile_of
+from embrace_fx.runtime.kernels.gpu.tiles import choose_tile, on_tensor_device, require_contiguous
 
 
-# In all these files, kernels are compiled for the table's width, because only then its divisors are known,
-# and so how wide an access may be. A count differs from step to step; specialised on, it would be compiled for anew
-# when it is 1 or a multiple of 16.
-# A program takes one rank's columns of some rows (second axis: ranks), so that both its loads and its stores are
-# consecutive; cut by columns of the full row, a tile would straddle two blocks.
+# All kernels in this package are compiled for the table's width, because Triton can use wide accesses only if it knows
+# the width's divisors. They are not specialized on the count of rows, which differs from step to step: Triton would
+# compile them again whenever it is 1 or a multiple of 16.
+# A program handles one rank's columns of some rows (second axis: ranks), so that its loads and its stores are both
+# consecutive. A tile of columns of the full row could lie in two blocks.
 @triton.jit(do_not_specialize=["count"])
 def _move_columns(
     rows, positions, flat, count, width: tl.constexpr, block_width: tl.constexpr,
@@ -59,7 +59,7 @@ def _launch_tiles(
     if count == 0 or width == 0:
         return
     block_width = triton.cdiv(width, group_size)
-    tile = tile_of(block_width, rows.itemsize)
+    tile = choose_tile(block_width, rows.itemsize)
     grid = (triton.cdiv(count, tile.rows), triton.cdiv(width, block_width), triton.cdiv(block_width, tile.columns))
     _move_columns[grid](
         rows, rows if positions is None else positions, flat, count, width, block_width,
@@ -68,7 +68,7 @@ def _launch_tiles(
     )  # fmt: skip
 
 
-@on_its_device
+@on_tensor_device
 def pack_columns(rows: Tensor, group_size: int, positions: Tensor | None = None) -> Tensor:
     """Converts rows, or those at some positions, to blocks of columns by owner, flat (U * D,), in one pass.
 
@@ -80,14 +80,14 @@ def pack_columns(rows: Tensor, group_size: int, positions: Tensor | None = None)
     Raises:
         ValueError: the rows are not contiguous.
     """
-    refuse_strided("pack_columns", rows=rows)
+    require_contiguous("pack_columns", rows=rows)
     count = rows.shape[0] if positions is None else positions.numel()
     flat = rows.new_empty((count * rows.shape[1],))
     _launch_tiles(rows, positions, flat, count, group_size, pack=True)
     return flat
 
 
-@on_its_device
+@on_tensor_device
 def unpack_columns(flat: Tensor, out: Tensor, group_size: int, positions: Tensor | None = None) -> Tensor:
     """Writes the rows of received blocks into `out` in one pass, and returns it: the inverse of `pack_columns`.
 
@@ -100,7 +100,7 @@ def unpack_columns(flat: Tensor, out: Tensor, group_size: int, positions: Tensor
     Raises:
         ValueError: `flat` or `out` is not contiguous.
     """
-    refuse_strided("unpack_columns", flat=flat, out=out)
+    require_contiguous("unpack_columns", flat=flat, out=out)
     count = out.shape[0] if positions is None else positions.numel()
     _launch_tiles(out, positions, flat, count, group_size, pack=False)
     return out

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from embrace_fx.runtime.kernels.decay import COLUMNS as COEFFICIENTS
 from embrace_fx.runtime.kernels.decay import Averages, TakenSteps
-from embrace_fx.runtime.kernels.gpu.tiles import on_its_device, refuse_strided, sum_type, tile_of
+from embrace_fx.runtime.kernels.gpu.tiles import choose_tile, on_tensor_device, require_contiguous, sum_type
 
 
 @triton.jit(do_not_specialize=["until"])
@@ -69,7 +69,7 @@ def _decay(
             tl.store(exp_avg_sq + at, second.to(exp_avg_sq.dtype.element_ty), mask=inside)
 
 
-@on_its_device
+@on_tensor_device
 def decay_rows(shard: Tensor, averages: Averages, ids: Tensor, taken: Tensor, history: TakenSteps) -> None:
     """Runs `embrace_fx.runtime.kernels.decay.decay_rows` as a CUDA kernel.
 
@@ -78,10 +78,10 @@ def decay_rows(shard: Tensor, averages: Averages, ids: Tensor, taken: Tensor, hi
     """
     state = {name: value for name, value in averages._asdict().items() if value is not None}
     coefficients, until, largest, least_eps, ratio, _ = history
-    refuse_strided("decay_rows", shard=shard, ids=ids, taken=taken, coefficients=coefficients, **state)
+    require_contiguous("decay_rows", shard=shard, ids=ids, taken=taken, coefficients=coefficients, **state)
     if ids.numel() == 0:
         return
-    columns = tile_of(max(1, shard.shape[1]), shard.itemsize, tensors=5).columns
+    columns = choose_tile(max(1, shard.shape[1]), shard.itemsize, tensors=5).columns
     first, second, greatest = averages
     _decay[(ids.numel(),)](
         shard, first, second, second if greatest is None else greatest, ids, taken, until, coefficients, shard.shape[1],

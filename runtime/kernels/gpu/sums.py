@@ -1,9 +1,9 @@
 """Sums rows of equal ids.
 
-`segments` sorts the ids. `sum_segments` gives every sum to one program, which adds its rows in the order in which they
-came: rank after rank, so that the bits do not depend on timing. A hash of the ids instead of the sort would have to
-sort the members of each sum all the same to keep that order, and there is little to win: a rank sends no id twice, so
-that of R rows at least R / N are sums, and the rows, not the ids, are the bytes.
+`find_segments` sorts the ids. `sum_segments` gives each sum to one program, which adds its rows in the order in which
+they came: rank after rank, so that the bits do not depend on timing. A hash of the ids instead of the sort would still
+have to sort the rows of each sum to keep that order, and would gain little: a rank sends no id twice, so at least R / N
+of R rows are sums, and most bytes are in the rows, not the ids.
 """
 
 from __future__ import annotations
@@ -15,12 +15,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from embrace_fx.runtime.kernels.gpu.tiles import on_its_device, refuse_strided, sum_type, tile_of
+from embrace_fx.runtime.kernels.gpu.tiles import choose_tile, on_tensor_device, require_contiguous, sum_type
 from embrace_fx.runtime.kernels.membership import isin
 
 
-# One program per tile of sums: no atomics, each sum stored once. Sums of a tile are as long as its longest, at most one
-# row per rank; what a shorter one lacks is masked and costs no traffic.
+# One program computes each tile of sums, without atomics, and stores each sum once. It runs as many rounds as the
+# tile's longest sum has rows, at most one per rank. Shorter sums are masked in the last rounds, which costs no memory
+# traffic.
 @triton.jit(do_not_specialize=["count"])
 def _sum_segments(
     rows, order, starts, ends, out, count, width: tl.constexpr, scale: tl.float64,
@@ -48,7 +49,7 @@ Segments = tuple[Tensor, Tensor, Tensor, Tensor]
 """Ids (K,) of sums, sorted; the order (R,) that sorts the rows; where in it each sum's rows start and end, (K,)."""
 
 
-def segments(ids: Tensor, padding_rows: Sequence[int]) -> Segments:
+def find_segments(ids: Tensor, padding_rows: Sequence[int]) -> Segments:
     """Finds which rows are summed. The host waits once, for the number of sums.
 
     Args:
@@ -71,7 +72,7 @@ def known_segments(ids: Tensor, number: Tensor) -> Segments:
     return ids, order, bounds[:-1], bounds[1:]
 
 
-@on_its_device
+@on_tensor_device
 def sum_segments(flat: Tensor, found: Segments, columns: int, scale: float) -> list[Tensor]:
     """Sums rows, times `scale`. Returns sorted ids (K,) and rows (K, d).
 
@@ -82,11 +83,11 @@ def sum_segments(flat: Tensor, found: Segments, columns: int, scale: float) -> l
     Raises:
         ValueError: `flat` is not contiguous.
     """
-    refuse_strided("sum_segments", flat=flat)
+    require_contiguous("sum_segments", flat=flat)
     unique, order, starts, ends = found
     out = flat.new_empty((unique.numel(), columns))
     if out.numel():
-        tile = tile_of(columns, flat.itemsize)
+        tile = choose_tile(columns, flat.itemsize)
         _sum_segments[tile.grid(*out.shape)](
             flat, order, starts, ends, out, out.shape[0], columns, scale,
             SUM=sum_type(flat.dtype), ROWS=tile.rows, COLUMNS=tile.columns,

@@ -31,7 +31,7 @@ class Tile(NamedTuple):
         return triton.cdiv(rows, self.rows), triton.cdiv(columns, self.columns)
 
 
-def tile_of(columns: int, itemsize: int, tensors: int = 1) -> Tile:
+def choose_tile(columns: int, itemsize: int, tensors: int = 1) -> Tile:
     """Returns the tile for rows with `columns` columns.
 
     Args:
@@ -61,7 +61,7 @@ def sum_type(dtype: torch.dtype) -> Any:
     return tl.float64 if dtype == torch.float64 else tl.float32
 
 
-def on_its_device(launch: Callable[Concatenate[Tensor, P], R]) -> Callable[Concatenate[Tensor, P], R]:
+def on_tensor_device(launch: Callable[Concatenate[Tensor, P], R]) -> Callable[Concatenate[Tensor, P], R]:
     """Wraps a launch to run on the device of its first argument, because Triton takes the current device."""
 
     @wraps(launch)
@@ -73,7 +73,7 @@ def on_its_device(launch: Callable[Concatenate[Tensor, P], R]) -> Callable[Conca
     return on_device
 
 
-def refuse_strided(where: str, **tensors: Tensor) -> None:
+def require_contiguous(where: str, **tensors: Tensor) -> None:
     """Raises if a tensor is not contiguous, because kernels address rows as contiguous memory.
 
     Raises:

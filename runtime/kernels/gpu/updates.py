@@ -21,12 +21,12 @@ from torch import Tensor
 
 from embrace_fx.runtime.kernels.decay import Averages
 from embrace_fx.runtime.kernels.gpu import AdamStep
-from embrace_fx.runtime.kernels.gpu.tiles import offsets, on_its_device, refuse_strided, sum_type, tile_of
+from embrace_fx.runtime.kernels.gpu.tiles import choose_tile, offsets, on_tensor_device, require_contiguous, sum_type
 
-# All three are bound by bandwidth: a row of each of 3 to 9 streams is moved for a handful of operations. Tiles are
-# smaller than a copy's, because the tiles of all tensors are in registers at once. Options are passed as float64, or a
-# learning rate would be rounded to float32 for float64 tables, and the square root and division are those that round
-# correctly: they cost nothing here.
+# Memory bandwidth limits all three kernels: they do few operations on each row of 3 to 9 tensors. Tiles are smaller
+# than for a copy, because the tiles of all tensors are in registers at once. Options are passed as float64, because
+# float32 would round the learning rate of a float64 table. Square root and division are the correctly rounded ones,
+# which cost no time here.
 
 
 @triton.jit
@@ -54,11 +54,11 @@ def _store(values, at, value, inside):
 
 
 @triton.jit
-def _descent(
+def _load_descent(
     rows, shard, source, target, inside, weight_decay,
     DECAY: tl.constexpr, MAXIMIZE: tl.constexpr, SUM: tl.constexpr,
 ):  # fmt: skip
-    """Returns a tile of gradients to minimise (sign and weight decay applied), and the tile of weights."""
+    """Loads a tile. Returns its gradients as a minimizer uses them (sign and weight decay applied), and its weights."""
     gradient = _load(rows, source, inside, SUM)
     weight = _load(shard, target, inside, SUM)
     if MAXIMIZE:
@@ -77,7 +77,7 @@ def _sgd(
 ):  # fmt: skip
     """Triton kernel: applies one SGD step to one tile of rows."""
     source, target, inside = offsets(ids, count, width, ROWS, COLUMNS)
-    gradient, weight = _descent(rows, shard, source, target, inside, weight_decay, DECAY, MAXIMIZE, SUM)
+    gradient, weight = _load_descent(rows, shard, source, target, inside, weight_decay, DECAY, MAXIMIZE, SUM)
     if MOMENTUM:
         factor = tl.full((1, 1), momentum, SUM)
         velocity = factor * _load(buffer, target, inside, SUM) + gradient
@@ -89,7 +89,7 @@ def _sgd(
     _store(shard, target, weight - tl.full((1, 1), lr, SUM) * gradient, inside)
 
 
-@on_its_device
+@on_tensor_device
 def sgd_rows(shard: Tensor, buffer: Tensor | None, ids: Tensor, rows: Tensor, options: Mapping[str, Any]) -> None:
     """Applies SGD without dampening, in place.
 
@@ -104,10 +104,10 @@ def sgd_rows(shard: Tensor, buffer: Tensor | None, ids: Tensor, rows: Tensor, op
         ValueError: an argument is not contiguous.
     """
     state = {} if buffer is None else {"buffer": buffer}
-    refuse_strided("sgd_rows", shard=shard, ids=ids, rows=rows, **state)
+    require_contiguous("sgd_rows", shard=shard, ids=ids, rows=rows, **state)
     if rows.numel() == 0:
         return
-    tile = tile_of(shard.shape[1], shard.itemsize, tensors=2 + len(state))
+    tile = choose_tile(shard.shape[1], shard.itemsize, tensors=2 + len(state))
     _sgd[tile.grid(*rows.shape)](
         shard, shard if buffer is None else buffer, ids, rows, *rows.shape,
         float(options["lr"]), options["momentum"], options["weight_decay"],
@@ -125,14 +125,14 @@ def _adagrad(
 ):  # fmt: skip
     """Triton kernel: applies one Adagrad step to one tile of rows."""
     source, target, inside = offsets(ids, count, width, ROWS, COLUMNS)
-    gradient, weight = _descent(rows, shard, source, target, inside, weight_decay, DECAY, MAXIMIZE, SUM)
+    gradient, weight = _load_descent(rows, shard, source, target, inside, weight_decay, DECAY, MAXIMIZE, SUM)
     total = _load(sums, target, inside, SUM) + gradient * gradient
     _store(sums, target, total, inside)
     step = _quotient(gradient, _root(total) + tl.full((1, 1), eps, SUM))
     _store(shard, target, weight - tl.full((1, 1), step_size, SUM) * step, inside)
 
 
-@on_its_device
+@on_tensor_device
 def adagrad_rows(
     shard: Tensor,
     sums: Tensor,
@@ -154,10 +154,10 @@ def adagrad_rows(
     Raises:
         ValueError: an argument is not contiguous.
     """
-    refuse_strided("adagrad_rows", shard=shard, sums=sums, ids=ids, rows=rows)
+    require_contiguous("adagrad_rows", shard=shard, sums=sums, ids=ids, rows=rows)
     if rows.numel() == 0:
         return
-    tile = tile_of(shard.shape[1], shard.itemsize, tensors=3)
+    tile = choose_tile(shard.shape[1], shard.itemsize, tensors=3)
     _adagrad[tile.grid(*rows.shape)](
         shard, sums, ids, rows, *rows.shape, step_size, options["eps"], options["weight_decay"],
         DECAY=options["weight_decay"] != 0, MAXIMIZE=options.get("maximize", False),
@@ -175,7 +175,7 @@ def _adam(
 ):  # fmt: skip
     """Triton kernel: applies one Adam step to one tile of rows."""
     source, target, inside = offsets(ids, count, width, ROWS, COLUMNS)
-    gradient, weight = _descent(rows, shard, source, target, inside, weight_decay, DECAY, MAXIMIZE, SUM)
+    gradient, weight = _load_descent(rows, shard, source, target, inside, weight_decay, DECAY, MAXIMIZE, SUM)
     if DECOUPLED:
         weight *= tl.full((1, 1), shrink, SUM)
     first = _load(exp_avg, target, inside, SUM)
@@ -191,7 +191,7 @@ def _adam(
     _store(shard, target, weight - tl.full((1, 1), step_size, SUM) * _quotient(first, denominator), inside)
 
 
-@on_its_device
+@on_tensor_device
 def adam_rows(shard: Tensor, averages: Averages, ids: Tensor, rows: Tensor, step: AdamStep) -> None:
     """Applies a step of Adam's kind, in place.
 
@@ -204,10 +204,10 @@ def adam_rows(shard: Tensor, averages: Averages, ids: Tensor, rows: Tensor, step
         ValueError: an argument is not contiguous.
     """
     state = {name: value for name, value in averages._asdict().items() if value is not None}
-    refuse_strided("adam_rows", shard=shard, ids=ids, rows=rows, **state)
+    require_contiguous("adam_rows", shard=shard, ids=ids, rows=rows, **state)
     if rows.numel() == 0:
         return
-    tile = tile_of(shard.shape[1], shard.itemsize, tensors=2 + len(state))
+    tile = choose_tile(shard.shape[1], shard.itemsize, tensors=2 + len(state))
     _adam[tile.grid(*rows.shape)](
         shard, averages.first, averages.second, averages.second if averages.greatest is None else averages.greatest,
         ids, rows, *rows.shape,

@@ -14,11 +14,11 @@ from torch import Tensor, nn
 import embrace_fx
 from embrace_fx.cost.links import CORE
 from embrace_fx.passes.dropout import EagerDropout
-from embrace_fx.passes.memory.budget import Memory, apply
+from embrace_fx.passes.memory.budget import Memory, apply_choice
 from embrace_fx.passes.memory.choose import TimedStep, choices
 from embrace_fx.passes.memory.memory_simulator import MemorySimulator
 from embrace_fx.passes.memory.regions import can_recompute
-from embrace_fx.passes.node_cost import estimate, node_ms
+from embrace_fx.passes.node_cost import node_ms, node_time_estimator
 from embrace_fx.passes.pipeline import run_passes
 from embrace_fx.passes.step_memory import step_memory
 from embrace_fx.runtime.ranks.failure import PeerFailure
@@ -49,12 +49,12 @@ def test_what_is_predicted_is_what_is_held(form: str, blocks: Callable[[], nn.Mo
 def test_what_is_simulated_of_a_choice_is_what_its_graph_holds(blocks: Callable[[], nn.Module]) -> None:
     graph = run_passes(analysed(make(blocks), IDS), (EagerDropout(),)).graph
     before, written = step_memory(graph), written_by(graph.module)
-    step = TimedStep(before, estimate(CORE))
+    step = TimedStep(before, node_time_estimator(CORE))
     simulator = MemorySimulator(step)
     for growing in choices(step, lambda node: can_recompute(node, written)):
         for count in (1, len(growing) // 2, len(growing)):
             choice = growing.first(count)
-            simulated, found = simulator.simulate(choice, 0), step_memory(apply(graph, step, choice, 0))
+            simulated, found = simulator.simulate(choice, 0), step_memory(apply_choice(graph, step, choice, 0))
             assert simulated.peak_bytes == pytest.approx(found.peak_bytes, abs=before.peak_bytes * 0.01 + 12 * 5056)
 
 

@@ -22,12 +22,12 @@ import embrace_fx.passes.memory.budget as budget_pass
 from embrace_fx.cost.links import CORE
 from embrace_fx.passes.dropout import EagerDropout
 from embrace_fx.passes.memory.budget import Memory
-from embrace_fx.passes.memory.copy_placement import CopyRate, PlacedCopy, place
-from embrace_fx.passes.memory.offload import InsertCopies, values_that_leave
+from embrace_fx.passes.memory.copy_placement import CopyRate, PlacedCopy, place_copies
+from embrace_fx.passes.memory.offload import InsertCopies, offloadable_values
 from embrace_fx.passes.partition import Partition
 from embrace_fx.passes.pipeline import run_passes
 from embrace_fx.passes.scheduler.launch_order import schedule
-from embrace_fx.passes.scheduler.step_graph import build_alone
+from embrace_fx.passes.scheduler.step_graph import build_single
 from embrace_fx.passes.step_memory import Storage, step_memory
 from embrace_fx.passes.verifier.invariants import VerificationError, verify
 from embrace_fx.runtime.memory.copies import FileCopies, PinnedCopies
@@ -58,7 +58,7 @@ def names_of(graph: TrainingGraph, op: str) -> list[str]:
 
 def test_copies_are_lanes_of_schedule_and_timeline() -> None:
     graph = run_passes(offloading(), (Partition(),)).graph
-    shown = schedule(build_alone(graph, CORE), "2d")
+    shown = schedule(build_single(graph, CORE), "2d")
 
     values = [name.removesuffix("_offload") for name in names_of(graph, OFFLOAD)]
     assert values
@@ -200,12 +200,12 @@ def test_copies_are_placed_within_the_limit_or_as_near_as_can_be(
     ]
     by_time = [sum(s.nbytes for s in storages if s.born <= k <= s.dies) for k in range(count)]
 
-    found = place(storages, by_time, starts, len(sizes), limit, CopyRate(rate))
+    found = place_copies(storages, by_time, starts, len(sizes), limit, CopyRate(rate))
 
     held_then = list(by_time)
     for copy in found.copies:
         s = copy.storage
-        assert s.last_forward < copy.left <= len(sizes) <= copy.comes <= copy.back == s.first_backward
+        assert s.last_forward < copy.left <= len(sizes) <= copy.comes <= copy.reload_awaited_at == s.first_backward
         for k in range(copy.left, copy.comes):
             held_then[k] -= s.nbytes
     assert max(held_then) == found.peak_bytes
@@ -220,7 +220,7 @@ def test_copies_are_placed_within_the_limit_or_as_near_as_can_be(
 def test_an_offload_that_takes_all_of_the_forward_is_awaited_at_its_end() -> None:
     graph = analysed(make(Block), IDS).edit()
     found = step_memory(graph)
-    storage, value = next(iter(values_that_leave(found).items()))
+    storage, value = next(iter(offloadable_values(found).items()))
     last, first = found.nodes[found.backward - 1], found.nodes[found.backward]
     InsertCopies(graph, found, FAST)([PlacedCopy(storage, found.backward, found.backward)])
     order = [node.name for node in graph.graph.nodes]

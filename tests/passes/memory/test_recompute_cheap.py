@@ -18,7 +18,7 @@ from embrace_fx.cost.links import CORE, Compute
 from embrace_fx.passes.dropout import EagerDropout
 from embrace_fx.passes.memory import recompute_cheap
 from embrace_fx.passes.memory.recompute_cheap import AT_MOST, RecomputeCheap
-from embrace_fx.passes.node_cost import estimate
+from embrace_fx.passes.node_cost import node_time_estimator
 from embrace_fx.passes.pipeline import run_passes
 from embrace_fx.passes.step_memory import step_memory
 from tests.support.checkpointed import FORMS, IDS, Block, Model, assert_equal_gradients, gradients
@@ -104,7 +104,7 @@ def test_nothing_is_read_in_the_backward_that_may_have_been_written_meanwhile() 
 
 def test_no_more_time_than_allowed() -> None:
     plain = run_passes(analysed(FeedForward(F.gelu), WORDS), (EagerDropout(),)).graph
-    node_ms = estimate(CORE)
+    node_ms = node_time_estimator(CORE)
     lean = RecomputeCheap(CORE)(plain)
     step_ms, lean_ms = (sum(map(node_ms, step_memory(each).nodes)) for each in (plain, lean))
     assert lean_ms <= (1 + AT_MOST) * step_ms
@@ -129,7 +129,7 @@ def test_no_other_choice_saves_fewer_bytes(made: list[tuple[int, bool, list[int]
     sizes = [size for size, _, _ in made]
     sources = {k: sorted({s % k for s in of}) for k, (_, is_cheap, of) in enumerate(made) if is_cheap and k and of}
     needed = [k for k in range(len(made)) if read[k]]
-    saved = recompute_cheap.least_saved(sizes, sources, needed)
+    saved = recompute_cheap.cheapest_to_save(sizes, sources, needed)
     assert _can_be_had(needed, saved, sources)
     choices = (set(c) for n in range(len(made) + 1) for c in itertools.combinations(range(len(made)), n))
     least = min(sum(sizes[k] for k in c) for c in choices if _can_be_had(needed, c, sources))

@@ -14,7 +14,7 @@ from embrace_fx.cost.sparsity import Sparsity
 from embrace_fx.cost.wire import Wire
 from embrace_fx.passes.planner.decide import decide
 from embrace_fx.passes.planner.pricing import CLEARLY, INDEX_BYTES, Findings
-from embrace_fx.passes.planner.step_cost import ROUNDS, UPDATE_PASSES, launches_of, shard_exchange, shard_work
+from embrace_fx.passes.planner.step_cost import ROUNDS, UPDATE_PASSES, launches_per_step, shard_exchange, shard_work
 from embrace_fx.vocabulary.plan import CANDIDATES, EXCHANGES, STRATEGIES, Decision, Plan
 from embrace_fx.vocabulary.sizes import RowCounts
 from tests.support.graphs import IDS, analysed, table_of, tables_model
@@ -37,7 +37,7 @@ CHOSEN: dict[str, tuple[dict[str, Any], str, str]] = {
     "few rows of a large table": ({}, "alltoall", "120 of 1000000 rows read (0.01%), 2 columns per rank"),
     "whole as asked for": ({"strategy": "allreduce"}, "allreduce", "asked for"),
     "shards as asked for": ({"num_rows": 200, "strategy": "alltoall"}, "alltoall", "asked for; 120 of 200 rows read"),
-    "updated by rows": ({"num_rows": 200, "moving": "lazy"}, "alltoall", "updated by rows;"),
+    "updated by rows": ({"num_rows": 200, "dense_update_policy": "lazy"}, "alltoall", "updated by rows;"),
     "not to be sharded": ({"row_update_blocker": "Adam moves", "strategy": "alltoall"}, "allreduce", "Adam moves"),
     "shards before exchanges": ({"num_rows": 4_000_000}, "alltoall", "120 of 4000000"),
 }
@@ -89,7 +89,7 @@ def test_a_strategy_may_be_asked_for_by_a_pattern() -> None:
 @pytest.mark.parametrize("name", ["a tied projection", "a max bag", "ids from a parameter", "scaled by frequency"])
 def test_an_illegal_table_stays_whole_whatever_was_asked_for(name: str, strategy: str) -> None:
     case, (_, graph) = ILLEGAL[name], example(name)
-    facts = (replace(FACTS, name=TABLE, shape=(10, 4), moving="lazy"),)
+    facts = (replace(FACTS, name=TABLE, shape=(10, 4), dense_update_policy="lazy"),)
     decision = decide(Findings(graph, facts, {TABLE: (3, 3)}, 2, strategy))[TABLE]
     assert decision.strategy == "allreduce"
     assert str(case.blocker) in decision.reason
@@ -167,7 +167,7 @@ def test_a_sparse_exchange_is_chosen_where_it_takes_less_than_what_others_add_to
     launch_ms = (ranks - 1) * 0.05
     shared_ms = {
         "allreduce": 2 * launch_ms,
-        "alltoall": launches_of("2d") * (launch_ms + ROUNDS * cost.Handling().round_ms),
+        "alltoall": launches_per_step("2d") * (launch_ms + ROUNDS * cost.Handling().round_ms),
     }
     part = {"allreduce": 1.0, "alltoall": CLEARLY}
     limit_ms = min(part[c.strategy] * (c.predicted_ms - shared_ms[c.strategy]) for c in others)

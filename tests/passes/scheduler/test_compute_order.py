@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import fx, nn
 
 from embrace_fx.passes.overlap.order import BackwardUnits
-from embrace_fx.passes.scheduler.compute_order import LEAST_GAIN, Atoms, reordered, search
+from embrace_fx.passes.scheduler.compute_order import LEAST_GAIN, Atoms, reorder_steps, search_order
 from embrace_fx.passes.scheduler.launch_order import schedule
 from embrace_fx.vocabulary.operation_id import OperationId, chunk_id, compute_id, gradients_id
 from embrace_fx.vocabulary.schedule import Dependence, Operation, StepGraph
@@ -49,13 +49,13 @@ def cases(draw: st.DrawFn) -> tuple[StepGraph, Atoms]:
     size = draw(st.integers(count, 6))
     values = [sorted(set(draw(st.lists(st.integers(0, k - 1), max_size=2)))) if k else [] for k in range(size)]
     reads = [draw(st.integers(0, size - 1)) for _ in range(count)]
-    found = BackwardUnits.of(backward(values, sent, reads))
+    found = BackwardUnits.find(backward(values, sent, reads))
     node_ms = {node: draw(lengths) for node in found.needed_by}
-    atoms = Atoms.of(found, node_ms.__getitem__, {})
+    atoms = Atoms.build(found, node_ms.__getitem__, {})
     durations = atoms.durations(found.units)
-    computed = [Operation.of(compute_id("backward", unit), durations[unit]) for unit in found.units]
-    forward = [Operation.of(compute_id("forward", each.what), draw(lengths)) for each in reversed(sent)]
-    launched = [Operation.of(each, draw(lengths), 1000) for each in sent]
+    computed = [Operation.from_id(compute_id("backward", unit), durations[unit]) for unit in found.units]
+    forward = [Operation.from_id(compute_id("forward", each.what), draw(lengths)) for each in reversed(sent)]
+    launched = [Operation.from_id(each, draw(lengths), 1000) for each in sent]
     dependences = [Dependence(str(compute_id("backward", each.what)), str(each)) for each in sent]
     dependences += [Dependence(str(each), str(compute_id("forward", each.what))) for each in sent]
     names = tuple(each.name for each in (*computed, *forward))
@@ -70,10 +70,10 @@ def step_ms(steps: StepGraph) -> float:
 @given(cases())
 def test_never_slower_and_near_the_best_of_all_orders(case: tuple[StepGraph, Atoms]) -> None:
     steps, atoms = case
-    found, order = search(steps, "2d", "profile", atoms, lambda order: 0, 0)
+    found, order = search_order(steps, "2d", "profile", atoms, lambda order: 0, 0)
     assert found.diagnostics().step_ms <= step_ms(steps) * (1 + 1e-9)
-    assert found.steps == reordered(steps, atoms, order)
-    best_ms = min(step_ms(reordered(steps, atoms, each)) for each in permutations(atoms.units))
+    assert found.steps == reorder_steps(steps, atoms, order)
+    best_ms = min(step_ms(reorder_steps(steps, atoms, each)) for each in permutations(atoms.units))
     assert found.diagnostics().step_ms <= best_ms * 1.1 + 1e-9
 
 
@@ -91,16 +91,16 @@ CHAIN = backward([[], [0], [0], [2]], [chunk_id(0, 0), gradients_id("words", "wh
 
 
 def of_chain(weights_ms: float = 6.0) -> tuple[StepGraph, Atoms]:
-    found = BackwardUnits.of(CHAIN)
+    found = BackwardUnits.find(CHAIN)
     by_name = dict(zip(found.needed_by, (1.0, weights_ms, 0.0, 1.0, 1.0, 0.0), strict=True))
-    atoms = Atoms.of(found, by_name.__getitem__, {})
+    atoms = Atoms.build(found, by_name.__getitem__, {})
     durations = atoms.durations(found.units)
     table, bucket = gradients_id("words", "whole"), chunk_id(0, 0)
     operations = (
-        *(Operation.of(compute_id("backward", unit), durations[unit]) for unit in found.units),
-        Operation.of(compute_id("forward", "words"), 1.0),
-        Operation.of(bucket, 1.0, 1000),
-        Operation.of(table, 8.0, 8000),
+        *(Operation.from_id(compute_id("backward", unit), durations[unit]) for unit in found.units),
+        Operation.from_id(compute_id("forward", "words"), 1.0),
+        Operation.from_id(bucket, 1.0, 1000),
+        Operation.from_id(table, 8.0, 8000),
     )
     dependences = tuple(
         Dependence(a, b)
@@ -113,7 +113,7 @@ def of_chain(weights_ms: float = 6.0) -> tuple[StepGraph, Atoms]:
 
 def test_the_table_goes_ahead_where_its_rows_take_longest() -> None:
     steps, atoms = of_chain()
-    found, order = search(steps, "2d", "profile", atoms, lambda order: 0, 0)
+    found, order = search_order(steps, "2d", "profile", atoms, lambda order: 0, 0)
     assert atoms.units == ("bucket 0", "words")
     assert order == ("words", "bucket 0")
     assert atoms.durations(order) == {"words": 3.0, "bucket 0": 6.0}
@@ -123,16 +123,19 @@ def test_the_table_goes_ahead_where_its_rows_take_longest() -> None:
 
 def test_nothing_moves_for_the_naive_schedule() -> None:
     steps, atoms = of_chain()
-    assert search(steps, "none", "profile", atoms, lambda order: 0, 0)[1] == ()
+    assert search_order(steps, "none", "profile", atoms, lambda order: 0, 0)[1] == ()
 
 
 def test_what_is_held_bounds_the_search() -> None:
     steps, atoms = of_chain()
     held: dict[tuple[str, ...], int] = {("bucket 0", "words"): 100, ("words", "bucket 0"): 106}
-    assert search(steps, "2d", "profile", atoms, lambda order: held[tuple(order)], 105)[1] == ()
-    assert search(steps, "2d", "profile", atoms, lambda order: held[tuple(order)], 106)[1] == ("words", "bucket 0")
+    assert search_order(steps, "2d", "profile", atoms, lambda order: held[tuple(order)], 105)[1] == ()
+    assert search_order(steps, "2d", "profile", atoms, lambda order: held[tuple(order)], 106)[1] == (
+        "words",
+        "bucket 0",
+    )
 
 
 def test_a_gain_that_is_none_moves_nothing() -> None:
     steps, atoms = of_chain(weights_ms=LEAST_GAIN)
-    assert search(steps, "2d", "profile", atoms, lambda order: 0, 0)[1] == ()
+    assert search_order(steps, "2d", "profile", atoms, lambda order: 0, 0)[1] == ()

@@ -23,7 +23,7 @@ EXACT = 1e-9
 
 def order(steps: StepGraph, key: Key = readiness_key) -> tuple[str, ...]:
     machine = LinkMachine(steps)
-    return machine.names(launch_order.order(machine, key))
+    return machine.names(launch_order.priority_order(machine, key))
 
 
 def test_the_head_of_the_line_blocks() -> None:

@@ -10,7 +10,7 @@ from torch import nn
 
 import embrace_fx
 from embrace_fx.cost.links import all_reduce
-from embrace_fx.passes.scheduler.schedule_facts import ddp_exposed_ms, on_ranks, places_of
+from embrace_fx.passes.scheduler.schedule_facts import ddp_exposed_ms, rescale_to_ranks, table_places
 from embrace_fx.viz.page import GLOSSARY
 from embrace_fx.viz.picture import Picture
 from embrace_fx.what_if import Forecast
@@ -35,7 +35,7 @@ def planned() -> Forecast:
 
 
 def test_each_rank_holds_its_columns_and_shares_are_of_the_whole(planned: Forecast) -> None:
-    users, shops = places_of(planned)
+    users, shops = table_places(planned)
     assert users.parts == ("columns 0 to 2", "columns 3 to 5", "columns 6 to 8", "columns 9 to 9")
     assert shops.parts == ("all of it",)
     assert users.memory_share == pytest.approx(200_000 / 200_061)
@@ -50,7 +50,7 @@ def test_a_table_on_a_grid_tells_rows_and_columns() -> None:
         world_size=4,
         strategy={"users.weight": embrace_fx.Grid(2, 2)},
     )
-    assert places_of(grid)[0].parts == (
+    assert table_places(grid)[0].parts == (
         "columns 0 to 4, rows 0, 2, ..",
         "columns 5 to 9, rows 0, 2, ..",
         "columns 0 to 4, rows 1, 3, ..",
@@ -69,7 +69,7 @@ def test_other_numbers_of_ranks(planned: Forecast) -> None:
     found = planned.schedule.background
     assert found is not None
     by_ranks = {each.ranks: each for each in found().steps}
-    assert on_ranks(steps, planned, 4) == steps
+    assert rescale_to_ranks(steps, planned, 4) == steps
     assert list(by_ranks) == [2, 4, 8, 64]
     assert by_ranks[4].step_ms == planned.schedule.diagnostics().step_ms
     assert by_ranks[2].step_ms < by_ranks[8].step_ms < by_ranks[64].step_ms

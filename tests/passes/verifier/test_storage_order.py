@@ -8,7 +8,7 @@ import pytest
 
 from embrace_fx.cost.storage import Draws, RowMemory, StorageTier
 from embrace_fx.passes.scheduler.launch_order import schedule
-from embrace_fx.passes.scheduler.storage_lane import at_pace, read_ahead, with_storage
+from embrace_fx.passes.scheduler.storage_lane import with_measured_speed, with_read_ahead, with_storage
 from embrace_fx.passes.verifier.storage_order import check_storage
 from embrace_fx.vocabulary.operation_id import BETWEEN, EARLY, END, START, compute_id, rows_id, storage_id
 from embrace_fx.vocabulary.schedule import Dependence, Operation, StepGraph
@@ -19,7 +19,10 @@ UPDATE, ROWS = compute_id("update", "t"), compute_id("rows", "t")
 SENT = {rows_id("t", "early"): EARLY, rows_id("t", "late"): UPDATE}
 COMPUTE = (EARLY, END, BETWEEN, START, UPDATE, ROWS)
 STEPS = StepGraph(
-    tuple([Operation.of(each, 1.0) for each in COMPUTE] + [Operation.of(each, 0.1, 100, ("t",)) for each in SENT]),
+    tuple(
+        [Operation.from_id(each, 1.0) for each in COMPUTE]
+        + [Operation.from_id(each, 0.1, 100, ("t",)) for each in SENT]
+    ),
     tuple(
         [Dependence(str(block), str(sent)) for sent, block in SENT.items()]
         + [Dependence(str(sent), str(ROWS), int(sent.part == "early")) for sent in SENT]
@@ -36,7 +39,7 @@ def drop(steps: StepGraph, before: str, after: str) -> StepGraph:
 
 
 def planned(batches: int, memory: RowMemory = MEMORY) -> tuple[StepGraph, RowMemory]:
-    of = read_ahead(memory, batches, 2)
+    of = with_read_ahead(memory, batches, 2)
     return with_storage(STEPS, {"t": of}), of
 
 
@@ -64,7 +67,7 @@ def test_a_lane_that_is_slower_than_compute_sets_the_pace() -> None:
 
 
 def test_rows_move_at_the_pace_that_was_measured() -> None:
-    found = at_pace("t", MEMORY, {storage_id("read", "t"): 0.001})
+    found = with_measured_speed("t", MEMORY, {storage_id("read", "t"): 0.001})
     assert found.read_ms == pytest.approx(MEMORY.moved_bytes * 0.001)
     assert found.write_ms == MEMORY.write_ms, "none was written"
 

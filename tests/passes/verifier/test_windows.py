@@ -11,7 +11,7 @@ from torch import fx
 
 from embrace_fx.passes.scheduler.launch_order import schedule
 from embrace_fx.passes.verifier.invariants import VerificationError, verify
-from embrace_fx.passes.verifier.windows import INVARIANTS, blocked, check_launches
+from embrace_fx.passes.verifier.windows import INVARIANTS, check_launches, find_deadlock
 from embrace_fx.vocabulary.graph import TrainingGraph, copy_module
 from embrace_fx.vocabulary.operation_id import IDS, OperationId, chunk_id, gradients_id, rows_id
 from embrace_fx.vocabulary.ops import launch_of, op_name
@@ -41,7 +41,7 @@ def order_of(name: str) -> tuple[OperationId, ...]:
 def test_what_runs_under_each_schedule_is_sound(name: str) -> None:
     graph, _ = translator(name)
     assert violations(graph) == []
-    assert blocked(graph, order_of(name)) is None
+    assert find_deadlock(graph, order_of(name)) is None
     check_launches(graph, order_of(name))
 
 
@@ -259,7 +259,7 @@ def test_an_order_under_which_all_ranks_wait_for_ever_is_refused() -> None:
     prior, rows = gradients_id(FIRST, "prior"), rows_id(FIRST, "late")
     order.remove(rows)
     order.insert(order.index(prior), rows)  # which is looked up after the update that the prior gradients make
-    reason = blocked(graph, order)
+    reason = find_deadlock(graph, order)
     assert reason is not None
     assert "node source_updated waits for 'source.weight prior'" in reason
     assert "cannot leave before 'source.weight rows'" in reason
@@ -271,9 +271,9 @@ def test_an_order_is_of_what_the_graph_submits() -> None:
     graph, _ = translator("2d")
     order = order_of("2d")
     assert "differs from what the graph submits in ids" in str(
-        blocked(graph, [launch for launch in order if launch != IDS])
+        find_deadlock(graph, [launch for launch in order if launch != IDS])
     )
-    assert "one of them twice" in str(blocked(graph, (*order, order[0])))
+    assert "one of them twice" in str(find_deadlock(graph, (*order, order[0])))
 
 
 def test_the_verifier_names_the_invariant() -> None:

@@ -158,7 +158,7 @@ def test_places_in_lanes_tell_the_blocks(data: st.DataObject) -> None:
     """Also where there are fewer blocks than lanes, or ranks; 256 places need more than a byte."""
     world_size, lanes = data.draw(st.integers(1, 5)), data.draw(st.integers(1, 9))
     num_blocks = data.draw(st.integers(1, 40) | st.integers(1, 5000))
-    ranges = omnireduce._Ranges(num_blocks, world_size, lanes, torch.device("cpu"))
+    ranges = omnireduce._BlockLanes(num_blocks, world_size, lanes, torch.device("cpu"))
     starts = [*ranges.starts.view(-1).tolist(), num_blocks]
     blocks = torch.tensor(
         [

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from embrace_fx.cost.blocks import record_bytes
 from embrace_fx.runtime.exchanges.blocks import SHORT_BLOCK, cut_blocks, write_blocks_
-from embrace_fx.runtime.exchanges.gradient import RowSet, accumulate
+from embrace_fx.runtime.exchanges.gradient import RowSet, sum_by_position
 from embrace_fx.runtime.exchanges.hashing import hash_bitmap, ids_of_bitmap, index_sets, murmur, server_of
 from embrace_fx.runtime.exchanges.records import decode_records, encode_records
 
@@ -122,5 +122,5 @@ def test_hash_bitmaps(ids: Tensor, servers: int, seed: int) -> None:
 def test_sums_of_narrow_values_are_wide() -> None:
     """256 + 1 is 256 in bfloat16; 256 ranks that add 1 each to 256 must not be lost."""
     rows = torch.cat([torch.full((1, 1), 256.0), torch.ones(256, 1)]).bfloat16()
-    total = accumulate(torch.zeros(257, dtype=torch.int64), rows, [1] * 257, size=1)
+    total = sum_by_position(torch.zeros(257, dtype=torch.int64), rows, [1] * 257, size=1)
     assert total.item() == 512.0

@@ -84,7 +84,7 @@ def test_no_bucket_takes_over_chunks_of_a_backward_that_was_given_up(monkeypatch
         training.buckets.update_bucket(None, k)
     training.launcher.open_window()
     training.buckets.submit_chunk(chunk_id(0, 0), torch.zeros(2), 0, 2, "")
-    training.buckets.forget_submitted()
+    training.buckets.drop_submitted()
     training.buckets.defer_bucket(torch.zeros(2), 0)
     sent = training.buckets.all[0].sent
     assert sent is not None

@@ -50,7 +50,7 @@ def leaves(*args: Any, **kwargs: Any) -> list[Any]:
 def test_the_same_batches_one_ahead(count: int) -> None:
     loader, ended = Loader(*tensors(count)), []
     lookahead = Lookahead(lambda: ended.append(loader.read))
-    for k, batch in enumerate(lookahead.over(loader)):
+    for k, batch in enumerate(lookahead.read_ahead(loader)):
         assert batch is loader.batches[k]
         assert loader.read == min(k + 2, count)
         assert numbers(lookahead.following([batch])) == ([k + 1] if k + 1 < count else None)
@@ -83,7 +83,7 @@ def test_the_next_call_is_this_one_with_other_tensors(
     current: Any, coming: Any, call: list[Any], expected: list[Any]
 ) -> None:
     lookahead = Lookahead(lambda: None)
-    next(loop := lookahead.over([current, coming]))
+    next(loop := lookahead.read_ahead([current, coming]))
     assert numbers(lookahead.following(call)) == expected
     loop.close()  # type: ignore[attr-defined]
 
@@ -104,7 +104,7 @@ def test_the_next_call_is_this_one_with_other_tensors(
 )
 def test_where_the_next_call_cannot_be_known(current: Any, coming: Any, call: list[Any]) -> None:
     lookahead = Lookahead(lambda: None)
-    for _ in lookahead.over([current, coming]):
+    for _ in lookahead.read_ahead([current, coming]):
         assert lookahead.following(call) is None
 
 
@@ -115,36 +115,36 @@ def test_without_a_loop_nothing_is_known() -> None:
 def test_after_a_break_nothing_is_known_and_another_loop_may_begin() -> None:
     ended: list[None] = []
     lookahead, loader = Lookahead(lambda: ended.append(None)), Loader(A, B, C)
-    for _ in lookahead.over(loader):
+    for _ in lookahead.read_ahead(loader):
         break
     gc.collect()
     assert lookahead.following([A]) is None
     assert not lookahead.active
     assert loader.closed
     assert len(ended) == 1
-    assert list(lookahead.over([C, D])) == [C, D]
+    assert list(lookahead.read_ahead([C, D])) == [C, D]
 
 
 def test_a_closed_loop_makes_room_for_another() -> None:
     lookahead = Lookahead(lambda: None)
-    first = lookahead.over([A, B, C])
+    first = lookahead.read_ahead([A, B, C])
     next(first)
     first.close()  # type: ignore[attr-defined]
     assert not lookahead.active
     assert lookahead.following([A]) is None
-    next(lookahead.over([C, D]))
+    next(lookahead.read_ahead([C, D]))
 
 
 @pytest.mark.parametrize("started", [False, True])
 def test_two_loops_at_once_are_refused(started: bool) -> None:
     lookahead = Lookahead(lambda: None)
-    first = lookahead.over([A, B, C])
+    first = lookahead.read_ahead([A, B, C])
     if started:
         next(first)
     with pytest.raises(RuntimeError, match=r"an earlier one is not exhausted"):
-        lookahead.over([D])
+        lookahead.read_ahead([D])
     assert list(first)[-1] is C  # which goes on undisturbed
-    assert list(lookahead.over([D])) == [D]
+    assert list(lookahead.read_ahead([D])) == [D]
 
 
 def test_a_loader_that_writes_into_its_last_batch_is_refused() -> None:
@@ -154,14 +154,14 @@ def test_a_loader_that_writes_into_its_last_batch_is_refused() -> None:
             yield batch.add_(1)
 
     with pytest.raises(RuntimeError, match="wrote the next batch into the tensors"):
-        next(Lookahead(lambda: None).over(reusing()))
+        next(Lookahead(lambda: None).read_ahead(reusing()))
 
 
 def test_epochs_follow_each_other() -> None:
     loader = Loader(*tensors(3))
     lookahead = Lookahead(lambda: None)
     for _ in range(2):
-        assert [batch.item() for batch in lookahead.over(loader)] == [0, 1, 2]
+        assert [batch.item() for batch in lookahead.read_ahead(loader)] == [0, 1, 2]
 
 
 def test_an_error_of_the_loader_is_the_loops() -> None:
@@ -171,7 +171,7 @@ def test_an_error_of_the_loader_is_the_loops() -> None:
         raise OSError("disk full")
 
     lookahead = Lookahead(lambda: None)
-    loop = lookahead.over(broken())
+    loop = lookahead.read_ahead(broken())
     assert next(loop) is A
     with pytest.raises(OSError, match="disk full"):
         list(loop)

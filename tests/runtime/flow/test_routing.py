@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from embrace_fx.runtime import kernels
-from embrace_fx.runtime.flow.routing import Routing, SplitAhead, cut, membership, routed
-from embrace_fx.runtime.flow.row_gradient import summed
+from embrace_fx.runtime.flow.routing import Routing, SplitAhead, cut_batches, membership, route_padded
+from embrace_fx.runtime.flow.row_gradient import sum_received
 from embrace_fx.runtime.kernels import padded_unique_ids
 from embrace_fx.vocabulary.plan import Grid
 
@@ -65,13 +65,13 @@ def test_batches_are_cut_as_with_sizes_at_hand(ranks: int, data: st.DataObject, 
     current = packed(one)[2]
     gathered, capacities, following = packed(other)
     isin = membership(V, CPU)
-    expected = cut(current, following, isin, chunks)
+    expected = cut_batches(current, following, isin, chunks)
     paddings = (padding_idx,) if padding_idx >= 0 else ()
 
-    ahead = SplitAhead(current, table := routed(gathered, capacities, 0, V), isin, V, chunks, paddings)
+    ahead = SplitAhead(current, table := route_padded(gathered, capacities, 0, V), isin, V, chunks, paddings)
     assert tuple(table.counts.tolist()) == following.counts
     assert torch.equal(table.ids[: sum(following.counts)], following.ids)
-    found = ahead.cut(following.ids, following.counts, ahead.sizes.tolist())
+    found = ahead.cut_batches(following.ids, following.counts, ahead.sizes.tolist())
 
     of_current, of_following = zip(map(_pieces, found), map(_pieces, expected), strict=True)
     for part, each in (*zip(*of_current, strict=True), *zip(*of_following, strict=True)):
@@ -83,7 +83,7 @@ def test_batches_are_cut_as_with_sizes_at_hand(ranks: int, data: st.DataObject, 
     for part in of_current[0]:
         rows = torch.randn(part.ids.numel(), 3, dtype=torch.float64)
         assert part.sums is not None
-        found_sums = summed(part, rows.view(-1), rows.dtype, 3, paddings, 0.5)
+        found_sums = sum_received(part, rows.view(-1), rows.dtype, 3, paddings, 0.5)
         for mine, reference in zip(
             found_sums, kernels.coalesce(part.ids, rows.view(-1), 3, paddings, 0.5), strict=True
         ):

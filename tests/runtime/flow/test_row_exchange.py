@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from embrace_fx.runtime.flow.routing import Routing, chunks_of, membership
+from embrace_fx.runtime.flow.routing import Routing, membership, split_in_chunks
 from embrace_fx.vocabulary.plan import Grid
 
 V = 7
@@ -33,18 +33,18 @@ def test_prior_and_delayed_rows_partition_a_batch(current: list[list[int]], foll
 
     for isin in (unmarked, marked, marked):  # it leaves no marks behind
         mask = isin(routing.ids, other.ids)
-        prior, delayed = routing.where(mask), routing.where(~mask)
+        prior, delayed = routing.select(mask), routing.select(~mask)
 
     read_next = {i for ids in following for i in ids}
     assert mask.tolist() == [i in read_next for ids in current for i in ids]
     assert prior.ids.tolist() == routing.ids[mask].tolist()
     for rank, ids in enumerate(current):
-        own = routing_of(current, rank).where(mask).own_positions
+        own = routing_of(current, rank).select(mask).own_positions
         assert own is not None
         assert [ids[k] for k in own.tolist()] == [i for i in ids if i in read_next]
     assert prior.counts == tuple(sum(i in read_next for i in ids) for ids in current)
     assert tuple(map(sum, zip(prior.counts, delayed.counts, strict=True))) == routing.counts
-    assert routing.where(~mask, but=[prior]).counts == delayed.counts
+    assert routing.select(~mask, but=[prior]).counts == delayed.counts
 
 
 @given(ids_of_ranks, st.data(), st.integers(1, 5))
@@ -52,7 +52,7 @@ def test_chunks_keep_equal_ids_together(by_rank: list[list[int]], data: st.DataO
     ids = routing_of(by_rank).ids
     mask = torch.tensor(data.draw(st.lists(st.booleans(), min_size=len(ids), max_size=len(ids))), dtype=torch.bool)
 
-    found = chunks_of(ids, mask, chunks)
+    found = split_in_chunks(ids, mask, chunks)
 
     assert len(found) == chunks
     assert torch.equal(torch.stack(found).sum(0), mask.long())  # each masked row in one chunk, no other in any
@@ -66,6 +66,6 @@ def test_chunks_keep_equal_ids_together(by_rank: list[list[int]], data: st.DataO
 def test_chunks_are_of_about_equal_size() -> None:
     ids = torch.randperm(1000, generator=torch.Generator().manual_seed(0))
 
-    sizes = [int(chunk.sum()) for chunk in chunks_of(ids, ids % 2 == 0, 4)]
+    sizes = [int(chunk.sum()) for chunk in split_in_chunks(ids, ids % 2 == 0, 4)]
 
     assert max(sizes) - min(sizes) <= 2

@@ -76,7 +76,7 @@ def _draw_ids(data: st.DataObject, num_rows: int, dims: int) -> Tensor:
 )
 def test_an_id_outside_the_table_is_named(ids: list[int], num_rows: int, expected: int | None) -> None:
     inside = torch.tensor([1], dtype=torch.int32)  # of other lookups, which are read with it
-    found = kernels.bad_ids([inside, torch.tensor(ids, dtype=torch.int64), inside], [2, num_rows, 2])
+    found = kernels.find_bad_ids([inside, torch.tensor(ids, dtype=torch.int64), inside], [2, num_rows, 2])
     assert found == [None, expected, None]
 
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from embrace_fx.cost.wire import FORMATS, Format, Wire
-from embrace_fx.runtime.kernels.rounding import Pieces, encode, in_blocks, rounded
+from embrace_fx.runtime.kernels.rounding import Pieces, as_blocks, encode, round_trip
 
 PIECES = st.lists(st.tuples(st.integers(0, 4), st.integers(0, 9)), max_size=5)
 ROUNDED = [each for each in FORMATS if each != "exact"]
@@ -28,7 +28,7 @@ def drawn(pieces: Pieces, seed: int) -> Tensor:
 @given(PIECES, st.integers(0, 2**20))
 def test_numbers_are_off_by_a_share_of_their_piece(form: Format, pieces: Pieces, seed: int) -> None:
     values = drawn(pieces, seed)
-    found = rounded(values, pieces, form)
+    found = round_trip(values, pieces, form)
     at = 0
     for rows, columns in pieces:
         of_piece = slice(at, at := at + rows * columns)
@@ -40,8 +40,8 @@ def test_numbers_are_off_by_a_share_of_their_piece(form: Format, pieces: Pieces,
 @pytest.mark.parametrize("form", ROUNDED)
 @given(PIECES, st.integers(0, 2**20))
 def test_what_is_rounded_stays_as_it_is(form: Format, pieces: Pieces, seed: int) -> None:
-    once = rounded(drawn(pieces, seed), pieces, form)
-    assert torch.equal(rounded(once, pieces, form), once)
+    once = round_trip(drawn(pieces, seed), pieces, form)
+    assert torch.equal(round_trip(once, pieces, form), once)
 
 
 @pytest.mark.parametrize("form", ROUNDED)
@@ -53,20 +53,20 @@ def test_the_wire_takes_the_bytes_that_are_planned(form: Format, pieces: Pieces)
 
 def test_blocks_of_a_dense_tensor_take_the_bytes_that_are_planned() -> None:
     values = drawn([(1, 1000)], 0)
-    assert encode(values, in_blocks(1000), "int8").nbytes == Wire(4, "int8").dense_bytes(1000) == 1004
+    assert encode(values, as_blocks(1000), "int8").nbytes == Wire(4, "int8").dense_bytes(1000) == 1004
 
 
 @pytest.mark.parametrize("form", ROUNDED)
 @pytest.mark.parametrize("bad", [torch.inf, -torch.inf, torch.nan])
 def test_numbers_that_are_not_finite_stay_so(form: Format, bad: float) -> None:
-    found = rounded(torch.tensor([1.0, bad, 2.0, 3.0]), [(2, 2)], form)
+    found = round_trip(torch.tensor([1.0, bad, 2.0, 3.0]), [(2, 2)], form)
     assert found.isfinite().tolist() in ([True, False, True, True], [False, False, True, True])
 
 
 def test_tiny_and_zero_pieces_become_zero() -> None:
-    assert rounded(torch.tensor([0.0, 0.0, 1e-40, 1e-42]), [(2, 2)], "int8").tolist() == [0.0] * 4
+    assert round_trip(torch.tensor([0.0, 0.0, 1e-40, 1e-42]), [(2, 2)], "int8").tolist() == [0.0] * 4
 
 
 def test_narrow_numbers_are_not_rounded() -> None:
-    assert [Wire(2, each).rounds for each in FORMATS] == [False, False, False, True]
+    assert [Wire(2, each).is_narrower for each in FORMATS] == [False, False, False, True]
     assert Wire(2, "bf16").piece_bytes(8) == 16

@@ -67,13 +67,13 @@ def test_the_cases_call_every_kernel() -> None:
 
 def test_what_the_kernels_do_not_take() -> None:
     if gpu.available():
-        assert gpu.takes(torch.ones(2, 3))
+        assert gpu.supports(torch.ones(2, 3))
     for left_to_torch in (
         torch.ones(2, 3, dtype=torch.complex64),
         torch.ones(3, 2).t(),
         torch.ones(3, dtype=torch.int64),
     ):
-        assert not gpu.takes(left_to_torch)
+        assert not gpu.supports(left_to_torch)
     with pytest.raises(AttributeError, match="has no attribute 'no_such_kernel'"):
         _ = gpu.no_such_kernel
     assert kernels.LOCAL["embrace::lookup"] is kernels.lookup

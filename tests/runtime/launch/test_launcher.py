@@ -110,7 +110,7 @@ def test_a_skipped_launch_holds_up_nothing() -> None:
 def test_after_the_backward_only_launches_of_the_forward_are_to_come() -> None:
     launcher, link = make(), Link(instant=True)
     submit(launcher, link, "prior", "bucket 1")
-    launcher.leave_backward()
+    launcher.end_backward()
     link.expect("prior")
     submit(launcher, link, "ids")
     link.expect("prior", "ids", "bucket 1")

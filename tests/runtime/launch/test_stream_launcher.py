@@ -95,7 +95,7 @@ def test_all_that_is_submitted_is_launched_in_order_and_few_are_on_the_way(
         device.launcher.open_window()
 
     assert device.launched == expected
-    assert device.queue.took_turns()
+    assert device.queue.was_in_order()
     assert hazards(device.program()) == []
     assert too_many_in_flight(device.program(), IN_FLIGHT) == []
 
@@ -105,8 +105,8 @@ def test_to_wait_for_what_is_held_back_launches_it_out_of_turn() -> None:
     early, bucket = device.submit("early rows", "bucket 0")
     bucket.wait()
     assert device.launched == ["early rows", "bucket 0"]  # "prior" may still come
-    assert not device.queue.took_turns()
-    assert device.queue.took_turns()  # since it was last asked
+    assert not device.queue.was_in_order()
+    assert device.queue.was_in_order()  # since it was last asked
     early.wait()
 
 
@@ -134,7 +134,7 @@ def test_no_stream_waits_for_a_launch_of_a_later_place() -> None:
         elif isinstance(step, Launch):
             assert all(place[name] < place[step.op] for name in waits), (step.op, waits)
             waits = []
-    assert not device.queue.took_turns()
+    assert not device.queue.was_in_order()
 
 
 def test_what_no_schedule_orders_leaves_between_what_was_issued_and_what_will_be() -> None:
@@ -169,7 +169,7 @@ def test_all_ranks_catch_up_together() -> None:
     device.submit("delayed", "bucket 0")
     device.queue.enqueue_submitted()
     assert device.launched == ["bucket 0", "delayed"]
-    assert device.queue.took_turns()
+    assert device.queue.was_in_order()
 
 
 @pytest.mark.parametrize("first", [["early rows", "bucket 0"], ["early rows", "bucket 0", "delayed"], ["delayed"]])
@@ -178,7 +178,7 @@ def test_what_left_out_of_turn_is_before_all_that_leaves_once_all_ranks_have_cau
     device = Device()
     device.submit(*first)
     device.queue.issue(out_of_turn=True)  # as a wait does
-    assert not device.queue.took_turns()
+    assert not device.queue.was_in_order()
     device.queue.enqueue_submitted()
     device.submit(*(name for name in NAMES if name not in first))
 
@@ -204,15 +204,15 @@ def test_what_one_rank_has_leave_out_of_its_turn_leaves_on_the_others_where_they
 
     ticket.wait()
     for device in (asks, before, there):
-        device.queue.look(store, "name")
+        device.queue.agree_on_order(store, "name")
 
     assert there.left.wait(LONG_S)
     with there.queue.lock:  # until all have left
         assert there.launched == asks.launched == ["bucket 0", "delayed"]
-    assert not there.queue.took_turns()
+    assert not there.queue.was_in_order()
     assert before.launched == []
     before.submit("bucket 0")
-    before.queue.look(store, "name")
+    before.queue.agree_on_order(store, "name")
     assert before.left.wait(LONG_S)
 
 
@@ -220,7 +220,7 @@ def test_however_long_nothing_moves_nothing_leaves_out_of_its_turn_by_itself() -
     """Ranks that stand still do so at different times."""
     device, store = Device(), Store()
     device.submit("delayed")
-    device.queue.look(store, "name")
+    device.queue.agree_on_order(store, "name")
     device.queue.issue()
     assert device.launched == []
     assert device.queue.moved_s == float("inf")

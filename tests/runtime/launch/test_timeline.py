@@ -20,9 +20,9 @@ A, B = compute_id("backward", "a"), compute_id("backward", "b")
 CHUNK = chunk_id(0, 0)
 STEPS = StepGraph(
     (
-        Operation.of(EARLY, 1.0),
-        Operation.of(compute_id("backward", "bucket 0"), 1.0, serves=("bucket 0",)),
-        Operation.of(CHUNK, 1.0, 100, ("bucket 0",), 100),
+        Operation.from_id(EARLY, 1.0),
+        Operation.from_id(compute_id("backward", "bucket 0"), 1.0, serves=("bucket 0",)),
+        Operation.from_id(CHUNK, 1.0, 100, ("bucket 0",), 100),
     ),
     (Dependence("backward bucket 0", "bucket 0 [0]"),),
     (str(EARLY), "backward bucket 0"),

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, fx
 from torch.utils._pytree import tree_leaves
 
-from embrace_fx.runtime.lower.lower import _BOUND, _direct, lower
+from embrace_fx.runtime.lower.lower import _BOUND, _fast_call, lower_phase
 from embrace_fx.runtime.ranks.communicator import Communicator
 from embrace_fx.runtime.ranks.step_handshake import StepHandshake
 from tests.support.golden import check_golden
@@ -32,7 +32,7 @@ def test_golden() -> None:
     module = sharding("words.weight")(analysed(classifier(), IDS)).module
     communicator = Communicator(None)
     announced = {"embrace::all_gather_ids": StepHandshake(communicator).all_gather_ids}
-    phase = lower(module, by_op({**communicator.launches(), **announced}))
+    phase = lower_phase(module, by_op({**communicator.launches(), **announced}))
     check_golden("lowered", phase.__self__.code.strip())  # type: ignore[attr-defined]
 
 
@@ -49,7 +49,7 @@ def test_an_argument_dies_with_its_last_use() -> None:
         doubled = torch.ops.aten.mul.Tensor(a, 2)
         return (torch.ops.aten.neg.default(doubled),)
 
-    phase = lower(graph_of(program), lambda node: probe if "neg" in node.name else None)
+    phase = lower_phase(graph_of(program), lambda node: probe if "neg" in node.name else None)
     arguments = [argument]
     del argument
 
@@ -94,7 +94,7 @@ def test_a_binding_of_torch_takes_what_its_op_takes(name: str) -> None:
     op = getattr(getattr(torch.ops.aten, packet), overload)
     tensors = sum(not argument.kwarg_only for argument in op._schema.arguments)
     arguments = ARGUMENTS.get(name, (X,) * tensors)
-    found, expected = (call(*copy.deepcopy(arguments)) for call in (_direct(op), op))
+    found, expected = (call(*copy.deepcopy(arguments)) for call in (_fast_call(op), op))
     for one, other in zip(tree_leaves(found), tree_leaves(expected), strict=True):
         assert torch.equal(one, other)
         assert one.stride() == other.stride()

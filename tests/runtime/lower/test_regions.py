@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from embrace_fx.runtime.lower.lower import lower
+from embrace_fx.runtime.lower.lower import lower_phase
 from embrace_fx.runtime.lower.regions import SMALLEST, Compiled, Region
 from embrace_fx.vocabulary.graph import BatchInput, Gradient, Parameter, Result, Saved
 from tests.support.graphs import by_op
@@ -66,7 +66,7 @@ def run_lowered(
 ) -> tuple[tuple[Any, ...], Interpreted]:
     LOG.clear()
     compiler = Interpreted()
-    return lower(module, by_op(launches or {}), compiler)(arguments), compiler
+    return lower_phase(module, by_op(launches or {}), compiler)(arguments), compiler
 
 
 def test_what_lies_between_two_regions_happens_between_them() -> None:
@@ -130,7 +130,7 @@ def test_a_run_of_too_few_kernels_stays_as_it_is() -> None:
 
 def test_a_region_that_is_refused_stays_as_it_is() -> None:
     x = torch.randn(3)
-    (found,) = lower(phase_of(lambda x: (four_kernels(x),), x), compile_region=lambda region: None)([x])
+    (found,) = lower_phase(phase_of(lambda x: (four_kernels(x),), x), compile_region=lambda region: None)([x])
     assert torch.equal(found, four_kernels(x))
 
 
@@ -164,7 +164,7 @@ def test_a_value_dies_in_the_region_that_reads_it_last() -> None:
 
         return run
 
-    lower(phase_of(program, torch.ones(3)), compile_region=compile_region)([torch.ones(3)])
+    lower_phase(phase_of(program, torch.ones(3)), compile_region=compile_region)([torch.ones(3)])
 
     assert alive == [False]
 
@@ -181,7 +181,7 @@ def test_what_a_region_returns_is_not_written_into() -> None:
         return lambda arguments: [arguments[0]]
 
     x = torch.zeros(3)
-    lower(phase_of(program, x), compile_region=compile_region)([x])
+    lower_phase(phase_of(program, x), compile_region=compile_region)([x])
 
     assert torch.equal(x, torch.zeros(3))
 

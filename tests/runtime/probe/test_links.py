@@ -13,8 +13,8 @@ import torch.distributed as dist
 
 from embrace_fx.cost.links import Cluster, Collective, launch_ms
 from embrace_fx.runtime.probe import probe as measuring
-from embrace_fx.runtime.probe.disk_cache import VARIABLE, cache_folder, keep, recall
-from embrace_fx.runtime.probe.links import links_between
+from embrace_fx.runtime.probe.disk_cache import VARIABLE, cache_folder, read_cached, write_cached
+from embrace_fx.runtime.probe.links import measure_links
 from embrace_fx.runtime.ranks.communicator import Communicator
 from tests.support.ranks import run_ranks
 
@@ -26,37 +26,37 @@ def test_what_is_kept_is_found_again_under_its_key_and_nothing_else_is(
 ) -> None:
     monkeypatch.setenv(VARIABLE, str(tmp_path / "new"))
     links = Cluster(1234.5, 0.25)
-    assert recall(Cluster, "a") is None
+    assert read_cached(Cluster, "a") is None
 
-    keep(links, "a")
+    write_cached(links, "a")
 
-    assert recall(Cluster, "a") == links
-    assert recall(Cluster, "b") is None
+    assert read_cached(Cluster, "a") == links
+    assert read_cached(Cluster, "b") is None
     (file,) = (tmp_path / "new").iterdir()
     for content in ("", "{", "[]", '{"what": "Cluster", "value": {"bandwidth_bytes_per_ms": "x"}}', "\udcff"):
         file.write_bytes(content.encode("utf-8", "surrogateescape"))
-        assert recall(Cluster, "a") is None, content
+        assert read_cached(Cluster, "a") is None, content
     file.unlink()
-    assert recall(Cluster, "a") is None
+    assert read_cached(Cluster, "a") is None
 
 
 def test_other_versions_and_an_empty_variable_find_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(VARIABLE, str(tmp_path))
-    keep(Cluster(), "a")
+    write_cached(Cluster(), "a")
     with monkeypatch.context() as other:
         other.setattr(torch, "__version__", "99.0")
-        assert recall(Cluster, "a") is None
+        assert read_cached(Cluster, "a") is None
     monkeypatch.setenv(VARIABLE, "")
     assert cache_folder() is None
-    assert recall(Cluster, "a") is None
+    assert read_cached(Cluster, "a") is None
 
 
 def test_what_is_kept_leaves_no_file_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(VARIABLE, str(tmp_path))
-    keep(Cluster(), "a")
+    write_cached(Cluster(), "a")
     before = len([*Path("/proc/self/fd").iterdir()])
     for _ in range(5):
-        keep(Cluster(), "a")
+        write_cached(Cluster(), "a")
     assert len([*Path("/proc/self/fd").iterdir()]) == before
     assert len([*tmp_path.rglob("*.tmp")]) == 0
 
@@ -64,8 +64,8 @@ def test_what_is_kept_leaves_no_file_open(tmp_path: Path, monkeypatch: pytest.Mo
 def test_a_folder_that_cannot_be_written_is_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv(VARIABLE, str(tmp_path / "file" / "folder"))
-    keep(Cluster(), "a")
-    assert recall(Cluster, "a") is None
+    write_cached(Cluster(), "a")
+    assert read_cached(Cluster, "a") is None
 
 
 def _links_thrice(rank: int, world_size: int, folder: str) -> tuple[list[int], bool]:
@@ -80,12 +80,12 @@ def _links_thrice(rank: int, world_size: int, folder: str) -> tuple[list[int], b
     communicator, times, alike = Communicator(dist.group.WORLD), [], []
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(VARIABLE, folder)
-        patch.setattr(measuring, "probe", probe)
+        patch.setattr(measuring, "probe_cluster", probe)
         patch.setattr(measuring, "is_loopback", lambda *_: False)  # ranks of one host would have its usual links
         for holds in (True, True, False):  # the first run finds no file
             patch.setattr(measuring, "still_holds", lambda *_, holds=holds: holds)
             measuring._PROBED.clear()  # as a new process
-            alike.append(links_between(communicator, 2**30, CPU) == real)
+            alike.append(measure_links(communicator, 2**30, CPU) == real)
             times.append(len(probed))
         measuring._PROBED.clear()
     communicator.close()
@@ -103,9 +103,9 @@ def _links_within_a_host(rank: int, world_size: int, folder: str) -> bool:
     communicator = Communicator(dist.group.WORLD)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(VARIABLE, folder)
-        patch.setattr(measuring, "probe", lambda *_: pytest.fail("probes links within a host"))
+        patch.setattr(measuring, "probe_cluster", lambda *_: pytest.fail("probes links within a host"))
         measuring._PROBED.clear()
-        found = links_between(communicator, 2**30, CPU)
+        found = measure_links(communicator, 2**30, CPU)
         measuring._PROBED.clear()
     communicator.close()
     return found == measuring.loopback(world_size)

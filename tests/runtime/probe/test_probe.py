@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from embrace_fx.cost.links import COLLECTIVES, Cluster, Exchange, Link, exchange
 from embrace_fx.runtime.probe import probe as measuring
-from embrace_fx.runtime.probe.probe import Sample, fit, probe
+from embrace_fx.runtime.probe.probe import Sample, fit_link, probe_cluster
 from embrace_fx.runtime.ranks.communicator import Communicator
 from tests.support.ranks import run_ranks
 
@@ -29,12 +29,12 @@ SIZES = (7_000, 57_000, 460_000, 3_670_000)
 
 def test_what_a_token_bucket_lets_pass_at_once_is_no_bandwidth() -> None:
     """300 Mb/s behind buckets of 75 kB at either end, 13 ms to start up."""
-    found = fit([Sample(Exchange(sent, 14), 13 + max(0, sent - 75_000) / 37_500) for sent in SIZES])
+    found = fit_link([Sample(Exchange(sent, 14), 13 + max(0, sent - 75_000) / 37_500) for sent in SIZES])
     assert found.bandwidth_bytes_per_ms == pytest.approx(37_500, rel=0.02)
 
 
 def test_start_up_that_hides_behind_the_bytes_is_no_bandwidth() -> None:
-    found = fit([Sample(Exchange(sent, 14), max(13, sent / 37_500)) for sent in SIZES])
+    found = fit_link([Sample(Exchange(sent, 14), max(13, sent / 37_500)) for sent in SIZES])
     assert found.bandwidth_bytes_per_ms == pytest.approx(37_500, rel=0.02)
     assert found.least_ms == pytest.approx(13 / 14, rel=0.02)
     assert found.latency_ms < 0.1 * found.least_ms
@@ -56,14 +56,14 @@ def test_exact_times_give_the_link(
 ) -> None:
     cluster = Cluster(bandwidth, latency_ms)
     sent = [exchange(collective, 2**size, ranks) for size in sizes]  # type: ignore[arg-type]  # sampled from them
-    found = fit([Sample(each, each.time_ms(cluster)) for each in sent])
+    found = fit_link([Sample(each, each.time_ms(cluster)) for each in sent])
     assert found.bandwidth_bytes_per_ms == pytest.approx(bandwidth, rel=1e-3)
     assert found.latency_ms == pytest.approx(latency_ms, rel=1e-3, abs=1e-4 * sent[-1].sent_bytes / bandwidth)
 
 
 def test_a_link_that_lets_a_first_burst_pass_has_no_negative_latency() -> None:
     samples = [Sample(Exchange(sent, 2), (sent - 2000) / 100) for sent in (4000, 40_000, 400_000)]
-    found = fit(samples)
+    found = fit_link(samples)
     assert found.latency_ms == 0.0
     assert found.bandwidth_bytes_per_ms == pytest.approx(100, rel=0.1)
 
@@ -76,8 +76,8 @@ def test_sizes_grow_until_bytes_tell_from_start_up(monkeypatch: pytest.MonkeyPat
         measuring, "alone_ms", lambda _, own_bytes, *__: 60 + next(noise_ms) + 2 * 7 / 8 * own_bytes / 24e3
     )
     ranks = SimpleNamespace(world_size=8, reduce_scalar=lambda value, _: value)
-    samples = measuring.measure(cast(Communicator, ranks), "all_reduce", 1, measuring.CPU)
-    assert fit(samples).bandwidth_bytes_per_ms == pytest.approx(24e3, rel=0.2)
+    samples = measuring.time_collective(cast(Communicator, ranks), "all_reduce", 1, measuring.CPU)
+    assert fit_link(samples).bandwidth_bytes_per_ms == pytest.approx(24e3, rel=0.2)
 
 
 @pytest.mark.parametrize("start_up_ms", [0.3, 13.0])
@@ -98,16 +98,16 @@ def test_links_are_found_in_little_time(
     monkeypatch.setattr(measuring, "alone_ms", time_ms)
     ranks = SimpleNamespace(world_size=8, reduce_scalar=lambda value, _: value)
 
-    samples = measuring.measure(cast(Communicator, ranks), "all_reduce", 2, measuring.CPU)
+    samples = measuring.time_collective(cast(Communicator, ranks), "all_reduce", 2, measuring.CPU)
 
-    assert fit(samples).bandwidth_bytes_per_ms == pytest.approx(rate, rel=0.15)
+    assert fit_link(samples).bandwidth_bytes_per_ms == pytest.approx(rate, rel=0.15)
     assert sum(spent_ms) < 1500
 
 
 def probed(rank: int, world_size: int) -> tuple[Cluster, float]:
     communicator = Communicator(dist.group.WORLD)
     start_s = time.monotonic()
-    return probe(communicator), time.monotonic() - start_s
+    return probe_cluster(communicator), time.monotonic() - start_s
 
 
 @pytest.mark.long
@@ -127,7 +127,7 @@ def test_two_ranks_get_one_answer() -> None:
 
 def glanced(rank: int, world_size: int) -> tuple[Cluster | None, Cluster | None]:
     communicator = Communicator(dist.group.WORLD)
-    return measuring.glance(communicator, 2**30), measuring.glance(communicator, 1000)
+    return measuring.quick_links(communicator, 2**30), measuring.quick_links(communicator, 1000)
 
 
 def test_a_glance_gives_all_ranks_one_link_and_spares_small_steps() -> None:
@@ -139,4 +139,4 @@ def test_a_glance_gives_all_ranks_one_link_and_spares_small_steps() -> None:
 
 
 def test_a_single_rank_has_no_network() -> None:
-    assert probe(Communicator(None)) == Cluster()
+    assert probe_cluster(Communicator(None)) == Cluster()

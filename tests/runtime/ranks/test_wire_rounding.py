@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from embrace_fx.runtime.kernels.rounding import Pieces, decode_into, in_blocks
+from embrace_fx.runtime.kernels.rounding import Pieces, as_blocks, decode_into
 from embrace_fx.runtime.ranks.wire_rounding import Rounding
 
 
@@ -31,7 +31,7 @@ def test_rows_sent_again_and_again_are_right_in_the_mean() -> None:
 
 
 def test_buckets_are_right_in_the_mean_and_forget_when_they_are_told() -> None:
-    rounding, pieces = Rounding("int8"), in_blocks(300)
+    rounding, pieces = Rounding("int8"), as_blocks(300)
     flat, sent = torch.randn(300, generator=torch.Generator().manual_seed(0)), torch.zeros(300)
     first = _arrived(rounding, flat, pieces)
     for _ in range(63):

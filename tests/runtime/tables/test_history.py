@@ -41,7 +41,7 @@ def _tables(values: list[Tensor], make: Callable[..., Optimizer], *, rests: bool
 
 
 def _space(tables: list[Member]) -> Table:
-    return Table.of(RowSpace.of({table.name: table.shape[0] for table in tables}), tables)
+    return Table.from_space(RowSpace.from_tables({table.name: table.shape[0] for table in tables}), tables)
 
 
 @pytest.mark.parametrize("takes", TAKES)
@@ -60,9 +60,9 @@ def test_rows_of_a_space_end_where_dense_updates_lead(name: str, takes: str) -> 
             parts[k] = ids, torch.randn(3, COLUMNS, generator=random, dtype=torch.float64)
             dense[k].begin_step().finish([parts[k]])
         apart = takes == "apart at times" and step % 20 in (7, 8, 12)
-        if len(parts) == len(tables) and space.can_wait() and not apart:
+        if len(parts) == len(tables) and space.can_defer() and not apart:
             together += isinstance(rule := space.begin_step(), DeferredUpdate)
-            rule.finish([space.join([*parts.values()])])
+            rule.finish([space.join_gradients([*parts.values()])])
         else:
             for k, part in parts.items():
                 tables[k].begin_step().finish([part])
@@ -74,7 +74,7 @@ def test_rows_of_a_space_end_where_dense_updates_lead(name: str, takes: str) -> 
         torch.testing.assert_close(found.local, other.local, rtol=1e-12, atol=1e-12)
         assert found.local.data_ptr() in range(space.local.data_ptr(), space.local.data_ptr() + space.local.nbytes)
     assert together > 15
-    assert not any(table.history.rest for table in tables)
+    assert not any(table.history.has_deferred for table in tables)
 
 
 class Rebinding(Optimizer):
@@ -99,9 +99,9 @@ def test_state_that_a_step_rebinds_is_that_of_the_next_step() -> None:
     tables, dense = (_tables(values, Rebinding, rests=False) for _ in range(2))
     space = _space(tables)
     for _ in range(3):
-        assert space.can_wait()
+        assert space.can_defer()
         parts = [(torch.tensor([1, 3]), torch.randn(2, COLUMNS, generator=random, dtype=torch.float64)) for _ in ROWS]
-        space.begin_step().finish([space.join(parts)])
+        space.begin_step().finish([space.join_gradients(parts)])
         for table, part in zip(dense, parts, strict=True):
             table.begin_step().finish([part])
     for found, other in zip(tables, dense, strict=True):

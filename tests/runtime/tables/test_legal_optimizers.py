@@ -106,7 +106,7 @@ def _table(optimizer: Optimizer, *, can_rest: bool) -> Member:
 
 def test_a_scheduler_changes_the_rule() -> None:
     table = _table(SGD([nn.Parameter(torch.ones(V, D))], lr=0.1), can_rest=False)
-    group = table.holder.param_groups[0]
+    group = table.optimizer_of_members.param_groups[0]
     assert table.rule is SparseUpdate
     group["momentum"] = torch.tensor(0.5)
     assert table.rule is DenseUpdate

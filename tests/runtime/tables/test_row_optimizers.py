@@ -175,18 +175,18 @@ def test_dense_updates_in_parts_equal_torch(definition: Definition, dtype: torch
 def train_rows_in_parts(definition: Definition, table: Tensor, steps: list[Step]) -> tuple[Tensor, State]:
     """Each step's rows applied as the prior ones and the delayed ones, the latter under later options of the group."""
     made = by_rows(definition, table)
-    group = made.holder.param_groups[0]
+    group = made.optimizer_of_members.param_groups[0]
     generator = torch.Generator().manual_seed(3)
     for ids, gradient in steps:
         prior = torch.rand(len(ids), generator=generator) < 0.4
-        initial_lr, in_parts = float(group["lr"]), made.can_wait()
+        initial_lr, in_parts = float(group["lr"]), made.can_defer()
         step = made.begin_step()
         if in_parts:
             step.apply(ids[prior], gradient[prior])
         set_lr(group, 7.0)
         step.finish([(ids[~prior], gradient[~prior])] if in_parts else [(ids, gradient)])
         set_lr(group, initial_lr)
-    assert made.can_wait()
+    assert made.can_defer()
     return made.local, made_state(made)
 
 

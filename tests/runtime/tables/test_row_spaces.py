@@ -12,7 +12,7 @@ from torch.optim import SGD
 
 import embrace_fx
 from embrace_fx.passes.planner.grouping import Joinable, plan_spaces
-from embrace_fx.runtime.flow.routing import routed
+from embrace_fx.runtime.flow.routing import route_padded
 from embrace_fx.runtime.kernels import join_ids
 from embrace_fx.vocabulary.row_space import SPACE_BYTES, RowSpace
 from embrace_fx.vocabulary.schedule import SCHEDULES
@@ -108,7 +108,7 @@ def test_not_across_computation_that_hides_communication() -> None:
 def test_ids_are_told_apart_before_their_sizes_are_known() -> None:
     # Two ranks, three tables with room for 3, 2 and 2 ids.
     packed = torch.tensor([[2, 1, 2, 2, 5, -7, 0, -7, 1, 3], [1, 2, 0, 5, -7, -7, 3, 4, -7, -7]], dtype=torch.int32)
-    found = routed(packed, [[3, 2, 2], [3, 2, 2]], 2, 9)
+    found = route_padded(packed, [[3, 2, 2], [3, 2, 2]], 2, 9)
     assert found.counts.tolist() == [2, 0]
     assert found.ids[:2].tolist() == [1, 3]
     assert found.owner[:2].tolist() == [0, 0]
@@ -133,7 +133,7 @@ def test_an_id_outside_its_table_is_found_again(bad: int) -> None:
     space = RowSpace(("one", "other"), (0, 10, 15))
     (found,) = join_ids([torch.tensor([2, 5]), torch.tensor([bad, 4])], [0, 1], [0, 10], [10, 5], 2)
     assert [row for row in found.tolist() if 0 <= row < 15] == [2, 5, 14]
-    assert space.outside(int(found[2])) == ("other", bad)
+    assert space.decode_invalid_id(int(found[2])) == ("other", bad)
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adagrad, Adam, AdamW, NAdam, Optimizer, RMSprop
 
 from embrace_fx.runtime.kernels import decay
-from embrace_fx.runtime.tables.history import Decaying, History, Linear, form_of
+from embrace_fx.runtime.tables.history import Decaying, History, Linear, deferred_steps_class
 from embrace_fx.runtime.tables.update_rule import DeferredUpdate
 from tests.support.tiers import OPTIMIZERS
 
@@ -70,7 +70,7 @@ class _Table:
         return self.local.shape
 
     @property
-    def holder(self) -> Optimizer:
+    def optimizer_of_members(self) -> Optimizer:
         return self.optimizer
 
     def param_group(self) -> dict[str, Any]:
@@ -123,7 +123,7 @@ def test_rows_take_all_steps_at_once_where_their_root_fades_slowly(name: str, mo
     one_by_one: list[int] = []
     walk = decay._apply_in_order
 
-    def watched(shard: Tensor, averages: decay.Averages, rows: decay._Left, *rest: Any) -> None:
+    def watched(shard: Tensor, averages: decay.Averages, rows: decay._RemainingRows, *rest: Any) -> None:
         one_by_one.append(rows.ids.numel())
         walk(shard, averages, rows, *rest)
 
@@ -177,5 +177,5 @@ def test_what_can_be_skipped(make: Callable[..., Optimizer], form: type | None) 
     optimizer = make([parameter])
     options = optimizer.param_groups[0]
 
-    assert form_of(type(optimizer), options, torch.float32) is form
-    assert form_of(type(optimizer), options, torch.bfloat16) is None
+    assert deferred_steps_class(type(optimizer), options, torch.float32) is form
+    assert deferred_steps_class(type(optimizer), options, torch.bfloat16) is None

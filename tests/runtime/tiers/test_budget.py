@@ -52,7 +52,7 @@ def use(memory: WorkingSet, told: list[Tensor], asked: list[Tensor]) -> Iterator
             assert isinstance(memory.file, RecordFile)
             os.posix_fadvise(memory.file.descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
         yield
-    for _ in memory.moved(range(ROWS)):
+    for _ in memory.changed_rows(range(ROWS)):
         yield
     memory.forget(range(ROWS))
     yield

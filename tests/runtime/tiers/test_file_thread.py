@@ -53,7 +53,7 @@ def thread(rest: Rest) -> FileThread:
 
 def write(thread: FileThread, *rows: int) -> None:
     numbers = torch.tensor(rows)
-    thread.write(numbers, numbers, partial(thread._slots.leave, numbers))
+    thread.write(numbers, numbers, partial(thread._slots.copy_out, numbers))
 
 
 def read(thread: FileThread, rest: Rest, *rows: int) -> list[list[float]]:

@@ -67,11 +67,11 @@ def test_record_of_another_row_is_an_error(tmp_path: Path) -> None:
 
 def test_numbers_are_taken_in_runs_and_blocks_are_taken_again() -> None:
     log = RecordLog(records=100, at_once=8, block=4)
-    assert log.take(torch.arange(6)).tolist() == [*range(6)]
-    assert log.take(torch.arange(7)).tolist() == [*range(6, 13)]
-    log.give_back(torch.tensor([4, 5, 6, 7, 8]))
-    assert log.sparsest() == range(8, 12)
-    assert log.take(torch.arange(5)).tolist() == [*range(13, 16), 4, 5]
+    assert log.take_numbers(torch.arange(6)).tolist() == [*range(6)]
+    assert log.take_numbers(torch.arange(7)).tolist() == [*range(6, 13)]
+    log.free_numbers(torch.tensor([4, 5, 6, 7, 8]))
+    assert log.emptiest_block() == range(8, 12)
+    assert log.take_numbers(torch.arange(5)).tolist() == [*range(13, 16), 4, 5]
 
 
 def test_blocks_are_emptied_before_the_file_is_full() -> None:
@@ -79,13 +79,13 @@ def test_blocks_are_emptied_before_the_file_is_full() -> None:
     generator, log, where = torch.Generator().manual_seed(0), RecordLog(100, 30, 4), dict[int, int]()
     for step in range(400):
         rows = torch.randperm(100 if step < 300 else 9, generator=generator)[: step % 30].tolist()
-        log.give_back(torch.tensor([where.pop(row) for row in rows if row in where], dtype=torch.int32))
-        while log.lacks(len(rows)):
-            sparse = log.sparsest()
+        log.free_numbers(torch.tensor([where.pop(row) for row in rows if row in where], dtype=torch.int32))
+        while log.needs_empty_block(len(rows)):
+            sparse = log.emptiest_block()
             moved = [row for row, number in where.items() if number in sparse]
-            log.give_back(torch.tensor([where[row] for row in moved], dtype=torch.int32))
-            where |= zip(moved, log.take(torch.tensor(moved)).tolist(), strict=True)
-        where |= zip(rows, log.take(torch.tensor(rows)).tolist(), strict=True)
+            log.free_numbers(torch.tensor([where[row] for row in moved], dtype=torch.int32))
+            where |= zip(moved, log.take_numbers(torch.tensor(moved)).tolist(), strict=True)
+        where |= zip(rows, log.take_numbers(torch.tensor(rows)).tolist(), strict=True)
         assert len(set(where.values())) == len(where)
         assert max(where.values(), default=0) < log.size
 

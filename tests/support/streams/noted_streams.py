@@ -47,7 +47,7 @@ class NotedStreams(Streams):
     def keep(self, *tensors: Tensor) -> None:
         """Does nothing: no memory is used again."""
 
-    def up(self, tensor: Tensor) -> Tensor:
+    def to_device(self, tensor: Tensor) -> Tensor:
         return tensor.clone()
 
     def to_host(self, tensor: Tensor) -> Tensor:
@@ -57,11 +57,11 @@ class NotedStreams(Streams):
         """Returns False: a host that asked would find nothing done yet."""
         return False
 
-    def reach(self, event: str) -> None:
+    def wait_on_host(self, event: str) -> None:
         self.steps.append(HostRead(event, ()))
 
     def read(self, event: str, copy: Tensor) -> list[Any]:
-        self.reach(event)
+        self.wait_on_host(event)
         return copy.tolist()
 
     def clock(self) -> Clock:
