@@ -104,7 +104,7 @@ class StepMemory:
         """Returns, for each node, the bytes held while the node runs."""
         return self._held(self.storages)
 
-    def line(self) -> str:
+    def as_line(self) -> str:
         """Draws the bytes held over the step as one line of text."""
         if not self.bytes_at_node or not self.peak_bytes:
             return ""

@@ -17,7 +17,7 @@ _INTEGERS = (torch.int64, torch.int32)
 
 
 def lookup_tables(model: nn.Module, names: Collection[str], *, only_sparse: bool = False) -> list[str]:
-    """Returns the parameters that are weights of lookup layers.
+    """Returns the names of the parameters that are weights of lookup layers.
 
     Args:
         only_sparse: only layers with `sparse=True`.
@@ -28,7 +28,7 @@ def lookup_tables(model: nn.Module, names: Collection[str], *, only_sparse: bool
     return [name for name, parameter in model.named_parameters() if name in names and id(parameter) in weights]
 
 
-def tables_of(model: nn.Module) -> dict[str, nn.Parameter]:
+def possible_tables(model: nn.Module) -> dict[str, nn.Parameter]:
     """Returns the parameters that lookups may read: of lookup layers, unless shared, and of the user's own modules."""
     named = [(f"{name}.", module) for name, module in model.named_modules() if module._parameters]
     shared = Counter(id(parameter) for _, module in named for parameter in module._parameters.values())
@@ -41,7 +41,7 @@ def tables_of(model: nn.Module) -> dict[str, nn.Parameter]:
     return {n: p for n, p in layers if p is not None and p.requires_grad and p.dim() == 2 and shared[id(p)] == 1}
 
 
-def heads_of(model: nn.Module) -> dict[str, nn.Parameter]:
+def possible_heads(model: nn.Module) -> dict[str, nn.Parameter]:
     """Returns the weights of output layers, which are linear layers with a row for each row of a lookup layer."""
     rows = {module.num_embeddings for module in model.modules() if isinstance(module, nn.Embedding)}
     layers = [(name, module) for name, module in model.named_modules() if isinstance(module, nn.Linear)]
@@ -55,12 +55,12 @@ def has_labels(ids: Sequence[Tensor], head: nn.Parameter) -> bool:
     return sum(LEAST_SHARE * len(head) <= most < len(head) for most in largest) > 1
 
 
-def ids_in(leaves: Sequence[Any]) -> list[Tensor]:
+def possible_ids(leaves: Sequence[Any]) -> list[Tensor]:
     """Returns the tensors of a batch that may hold ids."""
     return [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.numel() and leaf.dtype in _INTEGERS]
 
 
-def rows_in(ids: Sequence[Tensor], num_rows: int) -> Tensor:
+def possible_rows(ids: Sequence[Tensor], num_rows: int) -> Tensor:
     """Returns the rows of a table that a batch can read: the numbers of the tensors that fit the table's rows best.
 
     Small numbers may be ids of a sorted or a large table, or counts. They are used only if there are no others.

@@ -210,12 +210,12 @@ class RowMemory:
                 share = min(place.holds_bytes / self.record_bytes / self.num_rows, 1)
                 places[-1] += f", which holds {share:.2%}"
         moved = f"{self.hit_rate:.1%} in memory; MiB read, and as many written, per step: {', '.join(places)}"
-        text = f"predicted, once all rows have moved: {moved};\n    least budget {self.smallest._size()}"
+        text = f"predicted, once all rows have moved: {moved};\n    least budget {self.smallest._describe_size()}"
         if step_ms is None:
             return text
-        return f"{text}; to hide reads behind a step of {step_ms:.1f} ms, {self.for_step(step_ms)._size()}"
+        return f"{text}; to hide reads behind a step of {step_ms:.1f} ms, {self.for_step(step_ms)._describe_size()}"
 
-    def _size(self) -> str:
+    def _describe_size(self) -> str:
         """Describes how many rows are in memory, in bytes and as a share."""
         return f"{self.nbytes / 2**20:,.2f} MiB ({self.slots / self.num_rows:.2%} of its rows)"
 

@@ -52,7 +52,7 @@ def plan_on_links(
     *,
     known: Cluster | None = None,
     roughly: bool = False,
-    besides: int = 0,
+    other_bytes: int = 0,
 ) -> Plan:
     """Decides the plan on rank 0, and returns it on all ranks. Uses the given links, or probes them if a step sends
     enough. Collective.
@@ -62,7 +62,7 @@ def plan_on_links(
         current: the plan in use, if any.
         known: the links, if they have been probed.
         roughly: whether a short measurement of the links is enough.
-        besides: bytes that a step sends for parameters that are not among the findings.
+        other_bytes: bytes that a step sends for parameters that are not among the findings.
     """
     communicator = context.communicator
 
@@ -79,7 +79,7 @@ def plan_on_links(
         plan = decide_for(given, "given") if given is not None else decide_for(known or Cluster(), "probed")
     else:
         plan = decide_for(Cluster(), "assumed")
-        sent_bytes = plan.sent_bytes_per_step + besides if isinstance(plan, Plan) else 0  # no plan, no probe
+        sent_bytes = plan.sent_bytes_per_step + other_bytes if isinstance(plan, Plan) else 0  # no plan, no probe
         with stage("probing links", communicator.rank):
             links_of = quick_links if roughly else measure_links
             probed = links_of(communicator, communicator.gather(sent_bytes, int)[0], context.device)

@@ -30,7 +30,7 @@ from embrace_fx.runtime.tiers.initial import FirstOfTables, FirstValues
 from embrace_fx.runtime.tiers.pace import measure_disk, measure_host
 from embrace_fx.runtime.tiers.record_file import TierError
 from embrace_fx.runtime.tiers.records import TAKEN, WEIGHTS, Column, Records
-from embrace_fx.runtime.tiers.tiered_table import REFUSAL, FileStorage, SlotRows, first_of_rows
+from embrace_fx.runtime.tiers.tiered_table import REFUSAL, FileStorage, SlotRows, first_row_state
 from embrace_fx.runtime.tiers.working_set import ROWS_AT_ONCE, WorkingSet
 from embrace_fx.setup.context import Context
 from embrace_fx.vocabulary.exactness import STILL, semantics
@@ -199,7 +199,7 @@ def _record_columns(context: Context, name: str, shape: tuple[int, ...], rank: i
     width = len(_owned_columns(shape, context.communicator.world_size, rank))
     like = torch.empty((0, width), dtype=parameter.dtype, device="cpu")
     columns = {WEIGHTS: Column((width,), parameter.dtype), TAKEN: Column((), torch.int64)}
-    return columns | first_of_rows(optimizer, group, like)[0]
+    return columns | first_row_state(optimizer, group, like)[0]
 
 
 def _owned_columns(shape: tuple[int, ...], ranks: int, rank: int) -> range:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from embrace_fx.capture.gradient_graph import gradient_graph, wrap_as_captured
-from embrace_fx.capture.module_tables import ids_in, lookup_tables, rows_in, tables_of
+from embrace_fx.capture.module_tables import lookup_tables, possible_ids, possible_rows, possible_tables
 from embrace_fx.passes.join_exchanges import idle_graph
 from embrace_fx.passes.planner.replanning import SAMPLED_EVERY
 from embrace_fx.runtime.exchanges.blocks import block_bitmap
@@ -148,8 +148,10 @@ class EagerCalls:
         """
         tables, rows = entry.analysed.tables, self._rows
         if unknown := [table for table in tables if table.parameter not in rows]:
-            ids, untied = ids_in(leaves), tables_of(self._context.model)
-            rows = rows | {t.parameter: rows_in(ids if t.parameter in untied else (), t.num_rows) for t in unknown}
+            ids, untied = possible_ids(leaves), possible_tables(self._context.model)
+            rows = rows | {
+                t.parameter: possible_rows(ids if t.parameter in untied else (), t.num_rows) for t in unknown
+            }
         return [rows[table.parameter] for table in tables]
 
     def _sample_rows(self, gradients: Mapping[str, Tensor]) -> None:

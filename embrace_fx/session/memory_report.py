@@ -24,7 +24,7 @@ def memory_report(step_memory: StepMemory, model: nn.Module, optimizers: Sequenc
         f"  saved for the backward  {_mib(step_memory.saved_bytes)} in {len(step_memory.saved)} storages"
         + (f"; {again} nodes run again" if again else ""),
         f"  most at a time          {_mib(step_memory.peak_bytes)} in forward and backward",
-        f"  |{step_memory.line()}|  forward to backward",
+        f"  |{step_memory.as_line()}|  forward to backward",
     ]
     return "\n".join(lines)
 

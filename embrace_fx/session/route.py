@@ -15,7 +15,14 @@ from dataclasses import replace
 from typing import Any
 
 from embrace_fx.capture.gradient_graph import gradient_graph, with_assumed_lookups
-from embrace_fx.capture.module_tables import LAYERS, has_labels, heads_of, ids_in, rows_in, tables_of
+from embrace_fx.capture.module_tables import (
+    LAYERS,
+    has_labels,
+    possible_heads,
+    possible_ids,
+    possible_rows,
+    possible_tables,
+)
 from embrace_fx.passes.planner.capture_gain import Capture
 from embrace_fx.planning.findings import gather_findings, plan_on_links
 from embrace_fx.runtime.probe.probe import GLANCE_ERROR
@@ -42,8 +49,8 @@ def runs_as_written(context: Context, programs: Programs, leaves: Sequence[Any])
         return ""
     communicator, model = context.communicator, context.model
     agree_on_first_call(communicator, context.activity(train=True), None)
-    ids = ids_in(leaves)
-    tables, heads = tables_of(model), heads_of(model)
+    ids = possible_ids(leaves)
+    tables, heads = possible_tables(model), possible_heads(model)
     if len(tables) > FEW_TABLES or (tables and not all(communicator.gather(bool(ids), bool))):
         return ""
     if heads and not all(communicator.gather(all(has_labels(ids, head) for head in heads.values()), bool)):
@@ -56,17 +63,17 @@ def runs_as_written(context: Context, programs: Programs, leaves: Sequence[Any])
     weighed = {name: parameter for name, parameter in trained.items() if id(parameter) in either}
     graph = with_assumed_lookups(gradient_graph(weighed, [*tables], {}, frozenset()))
     findings = gather_findings(
-        context, graph, [rows_in(ids, len(each)) for each in tables.values()], frozenset(), schedule="none"
+        context, graph, [possible_rows(ids, len(each)) for each in tables.values()], frozenset(), schedule="none"
     )
     if findings is not None:
         findings = replace(findings, facts=tuple(fact for fact in findings.facts if fact.name in weighed))
     dense = sum(p.numel() for name, p in trained.items() if name not in tables and p.dim() > 1)
     positions = max(communicator.gather(max(each.numel() for each in ids), int))
-    besides = sum(parameter.nbytes for name, parameter in trained.items() if name not in weighed)
-    capture = Capture(len(trained), dense, positions, tuple(heads.values()), besides)
-    plan = plan_on_links(context, findings, None, roughly=True, besides=besides)
+    other_bytes = sum(parameter.nbytes for name, parameter in trained.items() if name not in weighed)
+    capture = Capture(len(trained), dense, positions, tuple(heads.values()), other_bytes)
+    plan = plan_on_links(context, findings, None, roughly=True, other_bytes=other_bytes)
     if plan.links_are == "probed" and capture.pays(plan, GLANCE_ERROR):  # exact links may decide otherwise
-        plan = plan_on_links(context, findings, None, besides=besides)
+        plan = plan_on_links(context, findings, None, other_bytes=other_bytes)
     programs.links = plan.links if plan.links_are == "probed" else None
     if capture.pays(plan):
         return ""

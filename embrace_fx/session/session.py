@@ -21,7 +21,7 @@ from embrace_fx.capture.model_watch import ModelWatch
 from embrace_fx.passes.planner.plan_fit import PlanViolation
 from embrace_fx.planning.placing import gather_buffers
 from embrace_fx.runtime.flow.lookahead import Lookahead
-from embrace_fx.runtime.ranks.checksums import compare
+from embrace_fx.runtime.ranks.checksums import compare_checksums
 from embrace_fx.runtime.ranks.communicator import Communicator
 from embrace_fx.runtime.ranks.default_group import check_call, check_group, default_group, group_of_mesh
 from embrace_fx.runtime.ranks.failure import PlanDoesNotFit
@@ -44,7 +44,7 @@ from embrace_fx.session.shadow_rank import ShadowRank
 from embrace_fx.session.state_hooks import add_state_hooks, release_from_session
 from embrace_fx.session.views import Views
 from embrace_fx.session.whole_tables import whole_tables
-from embrace_fx.setup.agreement import RunsEagerly, agree_on_first_call, agree_on_set_up, give_up, replicas
+from embrace_fx.setup.agreement import RunsEagerly, agree_on_first_call, agree_on_set_up, give_up, replicated_values
 from embrace_fx.setup.context import Context
 from embrace_fx.setup.log import log, stage
 from embrace_fx.setup.options import Options
@@ -326,7 +326,9 @@ class Session:
     def check_replicas(self) -> None:
         """Raises if replicas differ between ranks. Collective."""
         self.programs.synchronize()
-        compare(replicas(self.state, self._context.optimizer_hooks.known_optimizers.optimizers), self.communicator)
+        compare_checksums(
+            replicated_values(self.state, self._context.optimizer_hooks.known_optimizers.optimizers), self.communicator
+        )
 
     def _checkpointed(self) -> tuple[nn.Module, ModelState, Sequence[Optimizer], Communicator]:
         """Returns what a checkpoint saves: the model, its tables' state, the optimizers and the communicator."""

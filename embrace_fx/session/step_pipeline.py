@@ -28,7 +28,7 @@ from embrace_fx.passes.step_graphs import StepGraphs
 from embrace_fx.passes.step_memory import StepMemory, step_memory
 from embrace_fx.planning.findings import scores_nothing
 from embrace_fx.planning.scheduling import decide_order, issued_launches, rows_beyond_memory
-from embrace_fx.runtime.exchanges.in_place import exchanges_of
+from embrace_fx.runtime.exchanges.in_place import create_exchanges
 from embrace_fx.runtime.flow.bucket_updates import Buckets
 from embrace_fx.runtime.flow.comm_pipeline import CommPipeline, within_steps
 from embrace_fx.runtime.flow.device_pipeline import DevicePipeline
@@ -293,7 +293,7 @@ class StepPipeline:
             )
             for name in plan.row_exchanges
         }
-        in_place = exchanges_of(plan, state.parameter, communicator, at_once=on is not None)
+        in_place = create_exchanges(plan, state.parameter, communicator, at_once=on is not None)
         return self._make(
             context.announcements,
             launcher,

@@ -101,7 +101,7 @@ def describe(model: nn.Module, optimizers: Sequence[Optimizer], options: Options
     return found
 
 
-def replicas(state: ModelState, optimizers: Sequence[Optimizer]) -> Iterator[tuple[str, Any]]:
+def replicated_values(state: ModelState, optimizers: Sequence[Optimizer]) -> Iterator[tuple[str, Any]]:
     """Yields, by name, the values that must be equal on all ranks: parameters, param groups and optimizer state.
 
     Elements of a sharded table are on one rank only and cannot be compared, but its counters can. Buffers are left out,

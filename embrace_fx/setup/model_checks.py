@@ -134,7 +134,7 @@ def share_memory(one: Tensor, other: Tensor) -> bool:
 
 
 def _addresses(tensor: Tensor) -> np.ndarray[Any, Any]:
-    """Returns an array at the addresses of a tensor's elements, which nobody reads: they may be a device's."""
+    """Returns an array at the addresses of a tensor's elements. Do not read it: the addresses may be a device's."""
     size, at = tensor.element_size(), (tensor.data_ptr(), True)
     place = {"version": 3, "data": at, "shape": tuple(tensor.shape), "typestr": f"|V{size}"}
     place["strides"] = tuple(size * stride for stride in tensor.stride())

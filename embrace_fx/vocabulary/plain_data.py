@@ -50,7 +50,7 @@ def from_plain(kind: Any, value: Any, where: str = "it") -> Any:
     Raises:
         ValueError: the data has another type.
     """
-    origin, arguments = _form(kind)
+    origin, arguments = _split_hint(kind)
     if origin in (Union, UnionType):
         return _from_union(arguments, value, where)
     if origin is Literal and value in arguments:
@@ -87,9 +87,9 @@ _hints = cache(get_type_hints)
 
 
 @cache
-def _form(kind: Any) -> tuple[Any, tuple[Any, ...]]:
+def _split_hint(hint: Any) -> tuple[Any, tuple[Any, ...]]:
     """Returns the generic type of a hint, None if it has no arguments, and its arguments."""
-    return get_origin(kind), get_args(kind)
+    return get_origin(hint), get_args(hint)
 
 
 @cache

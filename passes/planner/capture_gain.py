@@ -36,7 +36,7 @@ AWAITED = 0.5
 
 @dataclass(frozen=True)
 class Capture:
-    """A capture that has not been made.
+    """A capture of a model that has not been made, and the model's sizes, from which its gain and cost are predicted.
 
     Attributes:
         parameters: count of trained parameters.

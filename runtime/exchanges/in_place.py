@@ -88,7 +88,7 @@ Exchange = Callable[[Tensor, str, Channel], object]
 """(packed gradient, name of its launch, channel) -> exchanges in place and waits for every round."""
 
 
-def exchanges_of(
+def create_exchanges(
     plan: Plan, parameter: Callable[[str], Tensor], communicator: Communicator, *, at_once: bool
 ) -> dict[int, Callable[[Tensor, str], InFlight]]:
     """Makes the functions that start the exchanges of the buckets that are not AllReduced, by bucket. Collective.
@@ -99,7 +99,7 @@ def exchanges_of(
     """
     rounding, found = communicator.rounding, dict[int, Exchange]()
     for k, (name, *_) in enumerate(plan.buckets):
-        if (exchange := _exchange(plan, name, parameter(name), rounding)) is not None:
+        if (exchange := _create_exchange(plan, name, parameter(name), rounding)) is not None:
             found[k] = exchange
     if not found:
         return {}
@@ -111,7 +111,7 @@ def exchanges_of(
     return {k: partial(start, each) for k, each in found.items()}
 
 
-def _exchange(plan: Plan, name: str, first: Tensor, rounding: Rounding) -> Exchange | None:
+def _create_exchange(plan: Plan, name: str, first: Tensor, rounding: Rounding) -> Exchange | None:
     """Makes the exchange of a bucket by its first parameter, or returns None if the bucket is AllReduced."""
     if name in plan.exchanged:
         decision = plan[name]

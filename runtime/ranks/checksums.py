@@ -39,7 +39,7 @@ def checksum_of_text(text: str) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little", signed=True)
 
 
-def compare(values: Iterable[tuple[str, Any]], communicator: Communicator) -> None:
+def compare_checksums(values: Iterable[tuple[str, Any]], communicator: Communicator) -> None:
     """Compares the checksums of named values that should be equal on all ranks. Collective.
 
     Raises:

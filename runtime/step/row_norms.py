@@ -32,7 +32,7 @@ def sum_squares_over_ranks(steps: Sequence[Step], communicator: Communicator, re
     norms = _RowNorms(torch.cat([rows.square().sum(1) for _, (_, rows) in steps]), communicator, recorder)
     first = 0
     for rule, (ids, rows) in steps:
-        rule.wait_for((ids, rows), partial(norms.of, slice(first, first + len(ids)), rows.dtype))
+        rule.add_for_finish((ids, rows), partial(norms.of, slice(first, first + len(ids)), rows.dtype))
         first += len(ids)
 
 

@@ -299,12 +299,12 @@ def _reduce_norms(gradients: Sequence[GradientStorage], order: float) -> list[Te
     own = [held.own_norm(order) for held in gradients]
     if first.layout.is_alone:
         return own
-    power, reduce_op = order_of_sum(order)
+    power, reduce_op = norm_reduction(order)
     totals = _reduce_numbers(first, [norm.pow(power) for norm in own], reduce_op)
     return [total.pow(1.0 / power) for total in totals]
 
 
-def order_of_sum(order: float) -> tuple[float, dist.ReduceOp.RedOpType]:
+def norm_reduction(order: float) -> tuple[float, dist.ReduceOp.RedOpType]:
     """Returns how norms of parts give the norm of the whole: the power that they are raised to, and their reduction."""
     if abs(order) == float("inf"):
         return 1.0, dist.ReduceOp.MAX if order > 0 else dist.ReduceOp.MIN

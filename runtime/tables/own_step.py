@@ -276,11 +276,11 @@ def counters_after(optimizer: Optimizer, options: Mapping[str, Any], local: Tens
 
 
 @cached_by_options
-def state_names(kind: type[Optimizer], options: Mapping[str, Any]) -> frozenset[str]:
+def state_names(optimizer_class: type[Optimizer], options: Mapping[str, Any]) -> frozenset[str]:
     """Returns the names of the state entries that steps of a class need, if `first_state` knows the class."""
-    if kind not in ELEMENT_WISE and kind is not RowWiseAdagrad:
+    if optimizer_class not in ELEMENT_WISE and optimizer_class is not RowWiseAdagrad:
         return frozenset()
-    return frozenset(_state_of_row(kind, options, options, torch.zeros((1, 1), device="cpu")))
+    return frozenset(_state_of_row(optimizer_class, options, options, torch.zeros((1, 1), device="cpu")))
 
 
 def first_state(optimizer: Optimizer, options: Mapping[str, Any], local: Tensor) -> State:
@@ -291,17 +291,17 @@ def first_state(optimizer: Optimizer, options: Mapping[str, Any], local: Tensor)
 
 
 def _state_of_row(
-    kind: type[Optimizer], options: Mapping[str, Any], defaults: Mapping[str, Any], row: Tensor
+    optimizer_class: type[Optimizer], options: Mapping[str, Any], defaults: Mapping[str, Any], row: Tensor
 ) -> Mapping[str, Any]:
     """Returns the state that an optimizer creates for a parameter (1, d) at the beginning of its first step."""
-    if kind is RowWiseAdagrad:
+    if optimizer_class is RowWiseAdagrad:
         return {"sum": new_sums(row, options)}
-    if kind is SGD:  # its first momentum is the gradient, as after a momentum of zero
+    if optimizer_class is SGD:  # its first momentum is the gradient, as after a momentum of zero
         return {"momentum_buffer": row} if options["momentum"] != 0 else {}
-    if kind is SparseAdam:
+    if optimizer_class is SparseAdam:
         return {"step": 0, "exp_avg": row, "exp_avg_sq": row}
     row.grad = torch.zeros_like(row)
-    made: Any = object.__new__(kind)
+    made: Any = object.__new__(optimizer_class)
     made.__dict__.update(state=defaultdict(dict), defaults=defaults)
     lists = [list[Any]() for _ in range(len(signature(made._init_group).parameters) - 1)]
     made._init_group({**options, "params": [row]}, *lists)

@@ -101,7 +101,7 @@ class RowStore:
         """Stores optimizer state that a step has changed."""
         write_state(self.member.optimizer_of_members, self.member.parameter, state)
 
-    def complete(self, first: Mapping[str, Any]) -> None:
+    def add_missing_state(self, first: Mapping[str, Any]) -> None:
         """Adds the entries of a table's first optimizer state that it lacks."""
         known = self.entries
         self.keep({key: value for key, value in first.items() if known.get(key) is None})
@@ -134,7 +134,7 @@ class JoinedRows(RowStore):
         """Returns all tables' parts as one tensor (V', d)."""
         parts = [*map(_LOCAL, self._members)]
         if not self.joined or not all(map(is_, parts, self._views)):  # ten times a step: without a call per table
-            found, self._views = _joined(self._bounds, parts, self._use_joined_memory)
+            found, self._views = _join_rows(self._bounds, parts, self._use_joined_memory)
             self.joined = (found,)
         return self.joined[0]
 
@@ -161,7 +161,7 @@ class JoinedRows(RowStore):
         self._state.keep({key: value for key, value in state.items() if key not in of_rows})
 
 
-def _joined(
+def _join_rows(
     bounds: Sequence[int], parts: Sequence[Tensor], move: Callable[[int, Tensor], None]
 ) -> tuple[Tensor, list[Tensor]]:
     """Copies the rows of `parts` into one tensor (V', d). Returns it and each table's view.
@@ -220,7 +220,7 @@ class JoinedState:
             parts = [each[key] for each in states]
             is_known = key in known and all(map(is_, parts, known[key][1]))
             self._of_rows[key] = (
-                known[key] if is_known else _joined(self._bounds, parts, partial(self._use_joined_memory, key))
+                known[key] if is_known else _join_rows(self._bounds, parts, partial(self._use_joined_memory, key))
             )
             joined[key] = self._of_rows[key][0]
         self._joined, self._is_alike = joined, all(_have_equal_counters(state, states[0]) for state in states)
@@ -263,7 +263,7 @@ class JoinedState:
         return [*map(_VERSION, now)] == [*chain.from_iterable(self._versions.values())]
 
     def keep_rows(self, state: Mapping[str, Tensor]) -> None:
-        """Stores entries with a value per row. Joined ones, which a step has changed in place, are there already."""
+        """Stores entries with a value per row. Skips joined entries, because the step has changed them in place."""
         for key, value in state.items():
             if value is not self._joined.get(key):
                 for k, (first, last) in enumerate(pairwise(self._bounds)):

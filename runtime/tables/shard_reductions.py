@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from embrace_fx.runtime.tables.gradient_storage import order_of_sum
+from embrace_fx.runtime.tables.gradient_storage import norm_reduction
 from embrace_fx.runtime.tables.local_storage import LocalStorage
 from embrace_fx.runtime.tables.shard_layout import NotAView, arguments_by_name, without_axes
 from embrace_fx.runtime.tables.table_shard import Rule, TableShard
@@ -27,7 +27,7 @@ _SUM, _MAX, _MIN = dist.ReduceOp.SUM, dist.ReduceOp.MAX, dist.ReduceOp.MIN
 
 
 @dataclass(frozen=True)
-class _HookReduction:
+class _Reduction:
     """A reduction that was called: its dimensions and options, how many elements each result is of, and its dtype."""
 
     dims: tuple[int, ...]
@@ -37,7 +37,7 @@ class _HookReduction:
     dtype: torch.dtype
 
     @classmethod
-    def of(cls, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> _HookReduction:
+    def from_call(cls, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> _Reduction:
         """Reads a reduction from its arguments. Raises the error that torch raises for them."""
         part, named = args[0], arguments_by_name(func, args[1:], kwargs)
         looks = func(part.spread.meta(part.dtype), *args[1:], **kwargs)
@@ -47,13 +47,13 @@ class _HookReduction:
         count = prod([part.shape[each] if dims else 1 for each in asked])
         return cls(asked, bool(named.get("keepdim")), named, count, looks.dtype)
 
-    def is_of_all(self, part: TableShard) -> bool:
+    def is_over_all(self, part: TableShard) -> bool:
         """Returns whether the reduction is over all dimensions."""
         return len(self.dims) == part.dim()
 
 
 def _reduce_part(
-    part: TableShard, asked: _HookReduction, func: Any, of_part: Callable[..., Tensor], reduce_op: Any
+    part: TableShard, asked: _Reduction, func: Any, of_part: Callable[..., Tensor], reduce_op: Any
 ) -> Tensor:
     """Reduces a part over some dimensions: the values of this rank first, then over ranks if needed.
 
@@ -61,7 +61,7 @@ def _reduce_part(
         of_part: (values, dims) -> the reduction of this rank's values, with dimensions kept.
     """
     layout = part.spread
-    if layout.is_flat and not asked.is_of_all(part):
+    if layout.is_flat and not asked.is_over_all(part):
         raise NotAView  # the view has merged a sharded dimension with others
     axes, dims = layout.axes, tuple(range(len(layout.axes))) if layout.is_flat else asked.dims
     local = part.held.dense()
@@ -132,14 +132,14 @@ def _neutral_value(dtype: torch.dtype, reduce_op: Any) -> Any:
     return torch.iinfo(dtype).min if reduce_op == _MAX else torch.iinfo(dtype).max
 
 
-def _is_of_gradient(part: TableShard, asked: _HookReduction) -> bool:
+def _is_of_gradient(part: TableShard, asked: _Reduction) -> bool:
     """Returns whether the reduction is over all elements of a gradient, which may be kept as rows."""
-    return part.held.of_gradient and asked.is_of_all(part) and not asked.keep
+    return part.held.of_gradient and asked.is_over_all(part) and not asked.keep
 
 
 def _sum(func: Any, args: Any, kwargs: Any) -> Any:
     """Sums the local values and adds up the ranks' sums, in a wider dtype than the result's."""
-    part, asked = args[0], _HookReduction.of(func, args, kwargs)
+    part, asked = args[0], _Reduction.from_call(func, args, kwargs)
     dtype = _transit_dtype(asked.dtype)
     if _is_of_gradient(part, asked):
         found = part.spread.reduce(aten.sum.default(part.held.values(), dtype=dtype), _SUM, _op_text(func))
@@ -156,14 +156,14 @@ def _count_nonzero(func: Any, args: Any, kwargs: Any) -> Any:
 
 def _mean(func: Any, args: Any, kwargs: Any) -> Any:
     """Sums, then divides by the number of whole elements."""
-    asked = _HookReduction.of(func, args, kwargs)
+    asked = _Reduction.from_call(func, args, kwargs)
     total = _sum(aten.sum.dim_IntList, (args[0], list(asked.dims), asked.keep), {"dtype": _transit_dtype(asked.dtype)})
     return (total / max(1, asked.count)).to(asked.dtype)
 
 
 def _variance(func: Any, args: Any, kwargs: Any) -> Any:
     """Sums the squared distances from the mean, then divides by the corrected count."""
-    part, asked = args[0], _HookReduction.of(func, args, kwargs)
+    part, asked = args[0], _Reduction.from_call(func, args, kwargs)
     correction, values = asked.named.get("correction"), part.to(_transit_dtype(part.dtype))
     apart = values - values.mean(list(asked.dims), keepdim=True)
     squares = (apart * apart).sum(list(asked.dims), keepdim=asked.keep)
@@ -173,7 +173,7 @@ def _variance(func: Any, args: Any, kwargs: Any) -> Any:
 
 def _min_or_max(func: Any, args: Any, kwargs: Any) -> Any:
     """Implements `max`, `min`, `amax`, `amin`, `any` and `all` over the values of all ranks."""
-    part, asked, name = args[0], _HookReduction.of(func, args, kwargs), func._schema.name.removeprefix("aten::")
+    part, asked, name = args[0], _Reduction.from_call(func, args, kwargs), func._schema.name.removeprefix("aten::")
     reduce_op = _MAX if name in ("max", "amax", "any") else _MIN
     if name in ("any", "all"):
         return _reduce_part(part, asked, func, lambda v, dims: getattr(v.bool(), name)(dims, keepdim=True), reduce_op)
@@ -188,15 +188,15 @@ def _norm(func: Any, args: Any, kwargs: Any) -> Any:
     if part.held.of_gradient and len(args) < 3 and not kwargs and part.dtype.is_floating_point:
         of_all: Tensor = part.held.norm(float(args[1]) if args[1:] else 2.0).to(part.dtype)
         return of_all
-    asked = _HookReduction.of(func, args, kwargs)
+    asked = _Reduction.from_call(func, args, kwargs)
     order, wide = (
         float(asked.named["ord"]),
         _transit_dtype(asked.dtype),
     )  # the square of 256 overflows in half precision
-    if part.held.of_gradient and asked.is_of_all(part):
+    if part.held.of_gradient and asked.is_over_all(part):
         total: Tensor = part.held.norm(order).to(asked.dtype)
         return total.view([1] * part.dim()) if asked.keep else total
-    power, reduce_op = order_of_sum(order)
+    power, reduce_op = norm_reduction(order)
 
     def of_part(values: Tensor, dims: tuple[int, ...]) -> Tensor:
         """Returns the norm of this rank's values, to the power in which norms add up."""

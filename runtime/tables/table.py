@@ -177,7 +177,7 @@ class Table:
             any_lr = {**options, "lr": 0.0}  # a schedule's rates would each be another key of the cache
             if not known.issuperset(state_names(type(optimizer), any_lr)):
                 for member in self.members:
-                    member.store.complete(first_state(optimizer, options, member.local))
+                    member.store.add_missing_state(first_state(optimizer, options, member.local))
         return rule(self)
 
     def predict_rows(self, ids: Tensor, rows: Tensor) -> tuple[Tensor, Options | None]:

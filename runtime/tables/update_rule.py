@@ -91,7 +91,7 @@ class SparseUpdate:
             self.apply(ids, rows)
         self._advance_counters()
 
-    def wait_for(self, rows: Rows, squares: Callable[[], Tensor]) -> None:
+    def add_for_finish(self, rows: Rows, squares: Callable[[], Tensor]) -> None:
         """Adds rows for `finish`, for RowWiseAdagrad, whose step of a row needs all of its columns.
 
         Args:

@@ -99,7 +99,7 @@ class SlotRows(RowStore):
         """Makes step counters those of the table. Any that are missing are as before its first step."""
         optimizer = self.member.optimizer
         assert optimizer is not None
-        _, first = first_of_rows(optimizer, self.member.param_group(), self.local[:0])
+        _, first = first_row_state(optimizer, self.member.param_group(), self.local[:0])
         optimizer.state[self.member.parameter] = {**first, **counters}
 
     def join(self, members: Sequence[Member], bounds: Sequence[int]) -> RowStore:
@@ -195,13 +195,15 @@ class SlotRows(RowStore):
         else:
             self._joined.keep(state)
 
-    def complete(self, first: Mapping[str, Any]) -> None:
+    def add_missing_state(self, first: Mapping[str, Any]) -> None:
         """Adds the counters of a table's first optimizer state that it lacks.
 
         Raises:
             RuntimeError: rows lack a column, which cannot be added later.
         """
-        super().complete({key: value for key, value in first.items() if not is_of_rows(value, len(self.local))})
+        super().add_missing_state(
+            {key: value for key, value in first.items() if not is_of_rows(value, len(self.local))}
+        )
         if lacking := first.keys() - self.state.keys():
             raise RuntimeError(
                 f"table_memory: the optimizer's options have changed: its steps now need {', '.join(lacking)} of each "
@@ -252,7 +254,7 @@ def beyond_memory(tables: Mapping[str, Table]) -> dict[str, SlotRows]:
     return {name: table.store for name, table in tables.items() if isinstance(table.store, SlotRows)}
 
 
-def first_of_rows(optimizer: Optimizer, group: Mapping[str, Any], like: Tensor) -> tuple[dict[str, Column], State]:
+def first_row_state(optimizer: Optimizer, group: Mapping[str, Any], like: Tensor) -> tuple[dict[str, Column], State]:
     """Returns the columns of a table's optimizer state, and the counters before the first step.
 
     Args:

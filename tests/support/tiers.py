@@ -27,7 +27,7 @@ from embrace_fx.runtime.tables.table_shard import TableShard, become_part
 from embrace_fx.runtime.tiers.initial import FirstOfTables, FirstValues
 from embrace_fx.runtime.tiers.record_file import RecordFile
 from embrace_fx.runtime.tiers.records import TAKEN, WEIGHTS, Column
-from embrace_fx.runtime.tiers.tiered_table import FileStorage, SlotRows, first_of_rows
+from embrace_fx.runtime.tiers.tiered_table import FileStorage, SlotRows, first_row_state
 from embrace_fx.runtime.tiers.working_set import WorkingSet
 from tests.support.inside import session_of
 from tests.support.ranks import RankError, run_ranks
@@ -60,7 +60,7 @@ def beyond_memory(table: Tensor, make: Make, slots: int, directory: str | Path) 
     parameter = nn.Parameter(table.clone())
     optimizer = make([parameter])
     columns = {WEIGHTS: Column((table.shape[1],), table.dtype), TAKEN: Column((), torch.int64)}
-    columns |= first_of_rows(optimizer, optimizer.param_groups[0], table[:0])[0]
+    columns |= first_row_state(optimizer, optimizer.param_groups[0], table[:0])[0]
     initial = FirstOfTables({0: FirstValues(range(table.shape[1]), 0, table.dtype)})
     memory = WorkingSet("t", len(table), slots, columns, initial, directory)
     memory.store(torch.arange(len(table)), {WEIGHTS: table})
