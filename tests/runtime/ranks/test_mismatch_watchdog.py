@@ -57,8 +57,6 @@ DEEDS: dict[str, Callable[[Any], object]] = {
     "call": lambda model: model(ids_of(9, 0)),
     "module": lambda model: model.module(ids_of(9, 0)),
     "save": lambda model: torch.save(model.state_dict(), io.BytesIO()),
-    "median": lambda model: model.module.words.weight.median(),
-    "norm": lambda model: model.module.words.weight.norm(),
     "a table's call": lambda model: model.module.words(ids_of(9, 0)),
     "a method": lambda model: model.module.encode(ids_of(9, 0)),
     "a functional call": lambda model: torch.func.functional_call(
@@ -82,13 +80,6 @@ def test_all_ranks_are_told_what_one_cannot_do_alone(deed: str, ranks: int) -> N
         assert "`with model.whole()" in told
         if deed in ("call", "module"):
             assert "join()" in told
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("deed", DEEDS)
-def test_what_one_rank_is_refused_and_catches_holds_nobody_up(deed: str) -> None:
-    one, other = run_ranks(2, partial(_alone, catches=True), deed, 2)
-    torch.testing.assert_close(one, other)
 
 
 @pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.long)])
