@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain, islice
 
 from embrace_fx.passes.node_cost import NodeMs
 from embrace_fx.passes.overlap.order import BackwardUnits
@@ -34,6 +35,9 @@ TRIED, LOOKED_AT = 2000, 500_000
 
 LEAST_GAIN = 0.002
 """Fraction of the step; a smaller gain is not worth a change."""
+
+BOUNDS = 100
+"""Count of bounds that take as long to compute as one simulation."""
 
 PredictedPeak = Callable[[Sequence[str]], int]
 """Order of units -> peak bytes of a backward in that order."""
@@ -111,16 +115,16 @@ def search_order(
         predicted_peak: a function that predicts a backward's peak in an order.
         limit_bytes: the maximum bytes of that peak.
     """
-    stands = schedule(steps, name, source)
+    best, best_order = schedule(steps, name, source), tuple[str, ...]()
     if name == "none" or len(atoms.units) < 2:
-        return stands, ()
-    order = _Search(steps, atoms, predicted_peak, limit_bytes).best()
-    if not order:
-        return stands, ()
-    found = schedule(reorder_steps(steps, atoms, order), name, source)
-    if found.diagnostics().step_ms < stands.diagnostics().step_ms * (1 - LEAST_GAIN):
-        return found, order
-    return stands, ()
+        return best, ()
+    for order, bound_ms in _Search(steps, atoms, predicted_peak, limit_bytes).find_orders():
+        if best.diagnostics().step_ms <= bound_ms * (1 + LEAST_GAIN):
+            break
+        found = schedule(reorder_steps(steps, atoms, order), name, source)
+        if found.diagnostics().step_ms < best.diagnostics().step_ms * (1 - LEAST_GAIN):
+            best, best_order = found, order
+    return best, best_order
 
 
 class _Search:
@@ -129,11 +133,13 @@ class _Search:
     def __init__(self, steps: StepGraph, atoms: Atoms, predicted_peak: PredictedPeak, held_limit: float) -> None:
         self._steps, self._atoms = steps, atoms
         self._predicted_peak, self._limit = predicted_peak, held_limit
-        self._tried: set[tuple[str, ...]] = set()
+        self._tried: dict[tuple[str, ...], float] = {}  # order -> bound of its step, in milliseconds
         self._most = min(TRIED, max(LOOKED_AT // len(steps.operations), 1))
 
-    def best(self) -> tuple[str, ...]:
-        """Searches and returns the best order found, or an empty one if none is better than the present one."""
+    def find_orders(self) -> list[tuple[tuple[str, ...], float]]:
+        """Searches and returns the orders of the lowest bound, each with its bound: several may have it, and only some of
+        them reach it. There are at most as many as can be simulated in the time of this search.
+        """
         best: tuple[str, ...] = ()
         best_ms = one_link_ms(self._steps)
         for start in (self._atoms.units, *self._starts()):
@@ -146,7 +152,10 @@ class _Search:
                     break
             if best == before:
                 break
-        return best
+        others = (order for order, ms in self._tried.items() if order != best and ms <= best_ms * (1 + LEAST_GAIN))
+        fit = (order for order in others if self._predicted_peak(order) <= self._limit)
+        first = [best] if best else []
+        return [(order, best_ms) for order in islice(chain(first, fit), max(self._most // BOUNDS, 1))]
 
     def _try_order(
         self, order: tuple[str, ...], best: tuple[str, ...], best_ms: float
@@ -156,8 +165,7 @@ class _Search:
         """
         if order in self._tried:
             return best, best_ms
-        self._tried.add(order)
-        ms = one_link_ms(reorder_steps(self._steps, self._atoms, order))
+        ms = self._tried[order] = one_link_ms(reorder_steps(self._steps, self._atoms, order))
         if ms < best_ms * (1 - LEAST_GAIN / 4) and self._predicted_peak(order) <= self._limit:
             return order, ms
         return best, best_ms
