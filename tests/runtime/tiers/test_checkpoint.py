@@ -32,7 +32,6 @@ def test_resumed_training_goes_on_as_if_nothing_had_been(optimizer: str, tmp_pat
     assert [losses[run.steps // 2 :] for losses in expected] == run_ranks(2, train, run)
 
 
-@pytest.mark.long
 def test_other_ranks_load_what_was_saved(tmp_path: Path) -> None:
     """All rows are read after loading on 3 ranks, and on 1; of a table that nobody has ever held."""
     saved = Run(memory=0.2, steps=20, meta=True, folder=str(tmp_path / "saved"))
