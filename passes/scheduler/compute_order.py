@@ -137,8 +137,10 @@ class _Search:
         self._most = min(TRIED, max(LOOKED_AT // len(steps.operations), 1))
 
     def find_orders(self) -> list[tuple[tuple[str, ...], float]]:
-        """Searches and returns the orders of the lowest bound, each with its bound: several may have it, and only some of
-        them reach it. There are at most as many as can be simulated in the time of this search.
+        """Searches and returns the orders of the lowest bound, each with its bound.
+
+        Several orders may have it, and only some of them reach it. At most as many are returned as can be simulated in
+        the time of this search.
         """
         best: tuple[str, ...] = ()
         best_ms = one_link_ms(self._steps)
