@@ -356,7 +356,8 @@ def an_optimizer_that_takes_up_more_state(training: Training) -> None:
             for group in training.optimizer.param_groups:
                 group["amsgrad"] = True
             for state in training.optimizer.state.values():
-                state["max_exp_avg_sq"] = state["exp_avg_sq"].clone()
+                if "exp_avg_sq" in state:  # another way may train with another optimizer
+                    state["max_exp_avg_sq"] = state["exp_avg_sq"].clone()
 
 
 def _removed(training: Training, table: nn.Parameter) -> None:
