@@ -31,7 +31,7 @@ from embrace_fx.runtime.tables.optimizer_state import own_state_of, to_user_stat
 from embrace_fx.runtime.tables.state_dicts import whole_state
 from embrace_fx.runtime.tiers.record_file import TierError
 from embrace_fx.runtime.tiers.records import WEIGHTS, Column, Records
-from embrace_fx.runtime.tiers.slot_history import NO_HISTORIES
+from embrace_fx.runtime.tiers.slot_history import NO_HISTORIES, ClosedHistory, align_parts, read_histories
 from embrace_fx.runtime.tiers.tiered_table import SlotRows, beyond_memory
 from embrace_fx.runtime.tiers.working_set import ROWS_AT_ONCE
 from embrace_fx.vocabulary.ops import own_columns
@@ -85,7 +85,8 @@ def load(
         for name, table in beyond.items():
             if name in rest["tables"]:
                 saved = rest["tables"][name]
-                _load_rows(table, [folder / each for each in saved["files"]], communicator)
+                closed = read_histories(saved["histories"], table.rows, torch.device("cpu"))
+                _load_rows(table, [folder / each for each in saved["files"]], closed, communicator)
                 table.load(saved)
             else:  # the checkpoint is from before the table was placed
                 _load_whole(table, rest["model"].pop(name), _pop_table_state(rest, table, optimizers), communicator)
@@ -209,8 +210,13 @@ def _save_rows(table: SlotRows, path: Path) -> None:
         os.fsync(file.fileno())
 
 
-def _load_rows(table: SlotRows, paths: Sequence[Path], communicator: Communicator) -> None:
+def _load_rows(
+    table: SlotRows, paths: Sequence[Path], closed: Sequence[ClosedHistory], communicator: Communicator
+) -> None:
     """Replaces this rank's columns of all rows of a table with those in the files of the ranks that saved.
+
+    Args:
+        closed: the histories in the checkpoint.
 
     Raises:
         TierError: a file is damaged.
@@ -227,6 +233,7 @@ def _load_rows(table: SlotRows, paths: Sequence[Path], communicator: Communicato
             (rows, *others), parts = zip(*blocks, strict=True)
             if not all(torch.equal(each, rows) for each in others):
                 raise TierError(_BROKEN.format(paths[0].parent, "the files contain different rows"))
+            align_parts(parts, closed)
             of_parts = {key: [part[key] for part in parts] for key in columns}
             values = {k: torch.cat(v, 1) if columns[k].size else v[0] for k, v in of_parts.items()}
             table.memory.store(table.numbers(rows), values)

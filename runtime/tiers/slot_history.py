@@ -94,18 +94,51 @@ class ClosedHistories:
     def load(self, rows: range, saved: Mapping[str, Any]) -> None:
         """Replaces the histories of a table's rows by those that `saved` returned."""
         left = [each._replace(rows=other) for each in self._closed for other in _other_rows(each.rows, rows)]
-        self._closed, device = left, self._memory.columns[TAKEN].device
-        for each in saved["closed"]:
-            if (form := _FORMS.get(each["form"])) is None:
-                raise ValueError(f"another version of embrace_fx wrote its deferred steps ({each['form']})")
-            made = object.__new__(form)
-            vars(made).update({key: _to_device(device, value) for key, value in each["fields"].items()})
-            if form is Decaying and made._moments is not None:
-                moments, made._moments = made._moments, None
-                if device.type == "cpu":
-                    made._moments = object.__new__(Moments)
-                    vars(made._moments).update(moments)
-            self._closed.append(ClosedHistory(each["before"], made, rows))
+        self._closed = [*left, *read_histories(saved, rows, self._memory.columns[TAKEN].device)]
+
+
+def read_histories(saved: Mapping[str, Any], rows: range, device: torch.device) -> list[ClosedHistory]:
+    """Returns the histories of rows that `ClosedHistories.to_checkpoint` has written.
+
+    Raises:
+        ValueError: another version wrote them.
+    """
+    found = []
+    for each in saved["closed"]:
+        if (form := _FORMS.get(each["form"])) is None:
+            raise ValueError(f"another version of embrace_fx wrote its deferred steps ({each['form']})")
+        made = object.__new__(form)
+        vars(made).update({key: _to_device(device, value) for key, value in each["fields"].items()})
+        if form is Decaying and made._moments is not None:
+            moments, made._moments = made._moments, None
+            if device.type == "cpu":
+                made._moments = object.__new__(Moments)
+                vars(made._moments).update(moments)
+        found.append(ClosedHistory(each["before"], made, rows))
+    return found
+
+
+def align_parts(parts: Sequence[dict[str, Tensor]], histories: Sequence[ClosedHistory]) -> None:
+    """Brings the columns of rows that several ranks have saved to the same step.
+
+    Ranks hold different rows in memory at times, and only rows in memory have applied a closed history.
+
+    Args:
+        parts: column -> its values in the same rows (K, ...), for each rank. Parts that are behind are replaced.
+    """
+    latest = torch.stack([part[TAKEN] for part in parts]).amax(0)
+    for part in parts:
+        if torch.equal(part[TAKEN], latest):
+            continue
+        part.update({key: value.contiguous() for key, value in part.items()})
+        columns = {key: value for key, value in part.items() if key not in (WEIGHTS, TAKEN)}
+        for before, steps, _ in histories:
+            until = before + steps.count
+            places = ((part[TAKEN] < until) & (until <= latest)).nonzero().view(-1)
+            if places.numel():
+                since = (part[TAKEN] - before).clamp_(min=0).to(torch.int64)
+                steps.apply_to(part[WEIGHTS], columns, places, since)
+                part[TAKEN].index_fill_(0, places, until)
 
 
 class SlotHistory(History):

@@ -16,7 +16,10 @@ import pytest
 import torch
 
 import embrace_fx
+from embrace_fx.runtime.tables.history import Decaying
 from embrace_fx.runtime.tiers.checkpoint import REST
+from embrace_fx.runtime.tiers.records import TAKEN, WEIGHTS
+from embrace_fx.runtime.tiers.slot_history import ClosedHistory, align_parts
 from tests.support.ranks import fresh_ranks, run_ranks
 from tests.support.tiers import OPTIMIZERS, OneTable, Run, batches, train
 
@@ -107,3 +110,29 @@ def test_checkpoint_survives_whatever_ends_a_process(seed: int, tmp_path: Path) 
     expected = run_ranks(2, train, replace(in_memory, steps=0))
     for ranks in (2, 1):
         assert run_ranks(ranks, train, replace(run, steps=0))[0] == expected[0]
+
+
+def test_columns_of_ranks_that_had_other_rows_in_memory_are_brought_to_one_step() -> None:
+    """Rank 0 had rows 0 to 2 in memory when their history was closed, rank 1 rows 2 to 4."""
+    options = torch.optim.Adam([torch.zeros(1)], lr=0.1).param_groups[0]
+    steps = Decaying(torch.device("cpu"))
+    for count in range(3):
+        steps.record(options, {"step": 5.0 + count})
+    steps.end()
+    rows = {key: torch.rand(5, 6) + 1 for key in (WEIGHTS, "exp_avg", "exp_avg_sq")}
+    expected = {key: value.clone() for key, value in rows.items()}
+
+    def apply(to: dict[str, torch.Tensor], places: torch.Tensor) -> None:
+        steps.apply_to(to[WEIGHTS], to, places, torch.zeros(5, dtype=torch.int64))
+
+    parts = []
+    for own, places in ((slice(0, 3), torch.arange(3)), (slice(3, 6), torch.arange(2, 5))):
+        part = {key: value[:, own].clone() for key, value in rows.items()}
+        apply(part, places)
+        part[TAKEN] = torch.full((5,), 4, dtype=torch.int64).index_fill_(0, places, 7)
+        parts.append(part)
+    apply(expected, torch.arange(5))
+    align_parts(parts, [ClosedHistory(4, steps, range(5))])
+    for key, value in expected.items():
+        assert torch.equal(torch.cat([part[key] for part in parts], 1), value)
+    assert all(bool((part[TAKEN] == 7).all()) for part in parts)
