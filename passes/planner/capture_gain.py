@@ -72,14 +72,14 @@ class Capture:
         hidden_ms = self._hidden_ms(plan)
         hidden = f" and overlap {hidden_ms:.1f}" if hidden_ms >= LEAST_MS else ""
         saved = f"{self._saved_by_shards_ms(plan):.1f} ms{hidden} of a step of about {self.compute_ms(plan):.0f} ms"
-        return f"{saved}, a capture take {self.capture_ms / 1e3:.1f} s"
+        return f"{saved}, and a capture would take {self.capture_ms / 1e3:.1f} s"
 
     def _hidden_ms(self, plan: Plan) -> float:
         """Predicts the milliseconds of the buckets' transfers that the next forward hides per step, because the
         backward is too short to hide them.
         """
         compute_ms = self.compute_ms(plan)
-        others_ms = cost.all_reduce(self.other_bytes, plan.world_size).time_ms(plan.links, "all_reduce")
+        others_ms = cost.all_reduce(self.other_bytes, plan.world_size).time_ms(_flat_links(plan), "all_reduce")
         late_ms = others_ms + sum(bucket_ms(plan, names) for names in plan.buckets) - BACKWARD * compute_ms
         return min(max(late_ms, 0.0), (1 - BACKWARD) * compute_ms)
 
@@ -93,9 +93,14 @@ class Capture:
 
     def _saved_by_head_ms(self, plan: Plan, head: Tensor) -> float:
         """Predicts the milliseconds that a sharded output layer saves per step, 0 for none."""
-        links, ranks = plan.links, plan.world_size
+        links, ranks = _flat_links(plan), plan.world_size
         both_ways = 2 * self.positions * head.shape[1] * head.element_size()
         whole_ms = cost.all_reduce(head.nbytes, ranks).time_ms(links, "all_reduce")
         states = cost.Exchange(both_ways * (ranks - 1), HEAD_EXCHANGES * (ranks - 1))
         exchanges = cost.all_to_all(both_ways, ranks) + states
         return max(0.0, whole_ms - exchanges.time_ms(links, "all_to_all"))
+
+
+def _flat_links(plan: Plan) -> cost.Cluster:
+    """Returns the links of a cluster with one rank per machine that takes as long as the plan's."""
+    return plan.links.flattened(plan.world_size)
