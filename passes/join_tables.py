@@ -33,7 +33,7 @@ from torch import fx
 from embrace_fx.passes.narrow import is_plain_cast
 from embrace_fx.passes.rewriter import Rewriter, move_to_head
 from embrace_fx.passes.tables import LOOKUP_BACKWARDS, SAMPLE_WEIGHTS_BACKWARD, find_tables
-from embrace_fx.vocabulary.graph import Gradient, Parameter, Table, TrainingGraph, parameters_of, set_outputs
+from embrace_fx.vocabulary.graph import Gradient, Parameter, TableSpec, TrainingGraph, parameters_of, set_outputs
 from embrace_fx.vocabulary.ops import argument, set_argument
 from embrace_fx.vocabulary.row_space import RowSpace
 
@@ -75,7 +75,7 @@ class _Lookup:
         is_bag: whether the lookup sums rows. Bags here have no padding row.
     """
 
-    table: Table
+    table: TableSpec
     number: int
     node: fx.Node
     ids: fx.Node

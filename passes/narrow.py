@@ -22,7 +22,7 @@ from torch import fx
 
 from embrace_fx.passes.rewriter import Rewriter
 from embrace_fx.passes.tables import LOOKUP_BACKWARDS, gradient_terms
-from embrace_fx.vocabulary.graph import Table, TrainingGraph
+from embrace_fx.vocabulary.graph import TableSpec, TrainingGraph
 
 aten = torch.ops.aten
 embrace = torch.ops.embrace
@@ -52,7 +52,7 @@ class NarrowExchange:
         return result
 
 
-def exchange_dtype(graph: TrainingGraph, table: Table) -> torch.dtype:
+def exchange_dtype(graph: TrainingGraph, table: TableSpec) -> torch.dtype:
     """Returns the dtype in which rows of `table` are exchanged if it is sharded; `graph` is the captured one."""
     if any(use.kind != "embedding" for use in table.uses):
         return table.dtype

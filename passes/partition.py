@@ -34,7 +34,7 @@ from embrace_fx.vocabulary.graph import (
     OutputRole,
     Result,
     Saved,
-    Table,
+    TableSpec,
     TrainingGraph,
     ancestors,
 )
@@ -131,7 +131,7 @@ def _is_ids_op(node: fx.Node) -> bool:
     return bool(reads_one) and _is_ids_op(node.all_input_nodes[0])
 
 
-def extract_ids(graph: TrainingGraph, tables: Sequence[Table]) -> fx.GraphModule:
+def extract_ids(graph: TrainingGraph, tables: Sequence[TableSpec]) -> fx.GraphModule:
     """Extracts a graph that computes, from the batch, the ids of every lookup of `tables`.
 
     rewrite:  def joint(weight, batch, tangent): ids = batch + 1; e = embedding(weight, ids); ...

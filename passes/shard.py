@@ -47,7 +47,7 @@ from embrace_fx.vocabulary.graph import (
     OutputRole,
     Parameter,
     Shard,
-    Table,
+    TableSpec,
     TrainingGraph,
     parameters_of,
     set_outputs,
@@ -90,7 +90,7 @@ class ShardTables:
         expected = shard_tables(result, self)
         return replace(result, expected=replace(expected, by_symbol={**graph.expected.by_symbol, **expected.by_symbol}))
 
-    def expected_rows(self, table: Table) -> RowCounts:
+    def expected_rows(self, table: TableSpec) -> RowCounts:
         """Returns how many of a table's rows a step is expected to read."""
         return self.rows.get(table.parameter) or RowCounts.unknown(table.num_rows, self.world_size)
 
@@ -130,7 +130,7 @@ def shard_tables(graph: TrainingGraph, options: ShardTables) -> ExpectedSizes:
 
 
 def _exchange_ids(
-    graph: TrainingGraph, rewriter: Rewriter, tables: list[Table], options: ShardTables, sizes: _ExpectedSizes
+    graph: TrainingGraph, rewriter: Rewriter, tables: list[TableSpec], options: ShardTables, sizes: _ExpectedSizes
 ) -> dict[str, _ExchangedIds]:
     """Inserts one exchange of ids for all tables, as early in the graph as the batch allows."""
     id_nodes = {table.parameter: list(dict.fromkeys(graph.node(use.ids) for use in table.uses)) for table in tables}
@@ -172,7 +172,7 @@ def _exchange_ids(
 def _shard_table(
     graph: TrainingGraph,
     rewriter: Rewriter,
-    table: Table,
+    table: TableSpec,
     ids: _ExchangedIds,
     outputs: list[tuple[fx.Node | None, OutputRole]],
     options: ShardTables,
@@ -280,7 +280,7 @@ def _route_ids(rewriter: Rewriter, short: str, ids: _ExchangedIds, grid: Grid, r
     return _Route(own_ids, counts, order, grid, rank)
 
 
-def _read_rows(rewriter: Rewriter, weight: fx.Node, rows: fx.Node, ids: _ExchangedIds, table: Table) -> None:
+def _read_rows(rewriter: Rewriter, weight: fx.Node, rows: fx.Node, ids: _ExchangedIds, table: TableSpec) -> None:
     """Makes every lookup read the exchanged rows instead of the table. Positions in these rows replace the ids."""
     num_rows: fx.Node | None = None
     names = {name for use in table.uses for name in (use.lookup, *use.backward)}
@@ -305,7 +305,7 @@ def _read_rows(rewriter: Rewriter, weight: fx.Node, rows: fx.Node, ids: _Exchang
 def _exchange_gradient(
     graph: TrainingGraph,
     rewriter: Rewriter,
-    table: Table,
+    table: TableSpec,
     route: _Route,
     outputs: list[tuple[fx.Node | None, OutputRole]],
     own: int,
@@ -353,7 +353,7 @@ def _refresh_sum(rewriter: Rewriter, gradient: fx.Node) -> None:
         rewriter.refresh(gradient)
 
 
-def _renorm_everywhere(graph: TrainingGraph, table: Table, ids: _ExchangedIds) -> None:
+def _renorm_everywhere(graph: TrainingGraph, table: TableSpec, ids: _ExchangedIds) -> None:
     """Makes every replica rescale, for `max_norm`, the rows that any rank reads, so that replicas stay equal."""
     weight = parameters_of(graph.module)[table.parameter]
     for node in graph.graph.nodes:

@@ -19,7 +19,7 @@ from embrace_fx.vocabulary.graph import (
     SPARSE_LOOKUP,
     BatchInput,
     Parameter,
-    Table,
+    TableSpec,
     TableUse,
     Tangent,
     TrainingGraph,
@@ -39,10 +39,10 @@ RENORM = aten.embedding_renorm.default
 _BAG_KINDS = {0: "bag:sum", 1: "bag:mean", 2: "bag:max"}
 
 
-def find_tables(graph: TrainingGraph) -> tuple[Table, ...]:
+def find_tables(graph: TrainingGraph) -> tuple[TableSpec, ...]:
     """Returns every table, in the order of the graph's parameters.
 
-    Two lookups of `weight` -> Table("weight", uses=(TableUse(...), TableUse(...)))
+    Two lookups of `weight` -> TableSpec("weight", uses=(TableUse(...), TableUse(...)))
     """
     gradients = gradients_of(graph.module)
     mutated = written_by(graph.module)
@@ -57,7 +57,7 @@ def find_tables(graph: TrainingGraph) -> tuple[Table, ...]:
 
 def _describe_table(
     weight: fx.Node, role: Parameter, gradient: fx.Node | None, mutated: frozenset[Any]
-) -> Table | None:
+) -> TableSpec | None:
     """Returns a parameter as a table, or None if no lookup reads it."""
     readers, copies = _readers(weight)
     lookups = [n for n in readers if n.target in LOOKUPS and argument(n, "weight") in copies]
@@ -74,7 +74,7 @@ def _describe_table(
     dense += [n.name for n in terms if n not in backwards and n.name not in dense]
     value = weight.meta["val"]
     max_norm = len(copies) > 1
-    return Table(role.name, value.shape[0], value.shape[1], value.dtype, uses, tuple(dense), max_norm)
+    return TableSpec(role.name, value.shape[0], value.shape[1], value.dtype, uses, tuple(dense), max_norm)
 
 
 def _readers(weight: fx.Node) -> tuple[list[fx.Node], list[fx.Node]]:

@@ -33,7 +33,7 @@ from embrace_fx.vocabulary.graph import (
     OutputRole,
     Parameter,
     Result,
-    Table,
+    TableSpec,
     TableUse,
     Tangent,
     TrainingGraph,
@@ -96,7 +96,7 @@ def _placeholder(graph: fx.Graph, name: str, role: InputRole, value: Tensor) -> 
     return node
 
 
-def _table_of_gradient(name: str, weight: Tensor, rows: fx.Node, *, sparse: bool) -> Table:
+def _table_of_gradient(name: str, weight: Tensor, rows: fx.Node, *, sparse: bool) -> TableSpec:
     """Describes a table whose lookups are not captured: only its gradient is known."""
     use = TableUse("", (), rows.name, -1, FROM_GRADIENT, False, True, False, "", sparse)
-    return Table(name, weight.shape[0], weight.shape[1], weight.dtype, (use,), (), False)
+    return TableSpec(name, weight.shape[0], weight.shape[1], weight.dtype, (use,), (), False)

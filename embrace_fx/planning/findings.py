@@ -30,7 +30,7 @@ from embrace_fx.setup.context import Context
 from embrace_fx.setup.log import stage
 from embrace_fx.setup.options import Options
 from embrace_fx.vocabulary.exactness import STILL, DenseUpdatePolicy, RowUpdatesOption, needs_whole, semantics
-from embrace_fx.vocabulary.graph import Table, TrainingGraph
+from embrace_fx.vocabulary.graph import TableSpec, TrainingGraph
 from embrace_fx.vocabulary.plan import SHARDED, Grid, LinksAre, Plan
 from embrace_fx.vocabulary.random_state import random_state_kept
 from embrace_fx.vocabulary.row_wise import RowWiseAdagrad
@@ -315,7 +315,7 @@ class RankFacts:
     failure: str | None = None
 
 
-def _sparsity(table: Table, reads_by_rank: Sequence[Read]) -> Sparsity | None:
+def _sparsity(table: TableSpec, reads_by_rank: Sequence[Read]) -> Sparsity | None:
     """Returns the measured sparsity of a table's gradients, or None if a rank did not report its ids."""
     ids = [own.ids.to(torch.int64) for own in reads_by_rank if own.ids is not None]
     if len(ids) < len(reads_by_rank):

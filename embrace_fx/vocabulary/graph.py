@@ -196,7 +196,7 @@ class TableUse:
 
 
 @dataclass(frozen=True)
-class Table:
+class TableSpec:
     """An embedding weight and its uses in the graph.
 
     `use` is "sparse" (only lookups), "dense" (no lookup, only matmuls and the like) or "mixed" (both: a tied softmax).
@@ -241,7 +241,7 @@ class TrainingGraph:
     """
 
     module: fx.GraphModule
-    tables: tuple[Table, ...] = ()
+    tables: tuple[TableSpec, ...] = ()
     phases: dict[str, fx.GraphModule] = field(default_factory=dict)
     results_behind: dict[str, frozenset[int]] = field(default_factory=dict)
     varied: VariedPhase | None = None

@@ -16,7 +16,7 @@ from embrace_fx.passes.planner.asked_strategies import requested_strategies
 from embrace_fx.passes.planner.grouping import Joinable, plan_spaces, with_buckets
 from embrace_fx.passes.planner.pricing import CLEARLY, Findings, ParameterFacts, PricedStrategy, Pricing, free_strategy
 from embrace_fx.passes.planner.step_cost import added_times, cheapest_schedule, explain_choice, has_compute
-from embrace_fx.vocabulary.graph import Table
+from embrace_fx.vocabulary.graph import TableSpec
 from embrace_fx.vocabulary.plan import EXCHANGES, SHARDED, STRATEGIES, Candidate, Decision, Grid, LinksAre, Plan
 from embrace_fx.vocabulary.schedule import AUTO, FULL, SCHEDULES
 from embrace_fx.vocabulary.sizes import RowCounts
@@ -139,7 +139,7 @@ def _is_exchanged(fact: ParameterFacts) -> bool:
 def _choose(
     pricing: Pricing,
     fact: ParameterFacts,
-    table: Table | None,
+    table: TableSpec | None,
     wanted: Mapping[str, str | Grid],
 ) -> _Choice:
     """Chooses a parameter's strategy, independently of other parameters.
@@ -159,7 +159,7 @@ def _choose(
     return _choose_for_table(pricing, table, fact, pricing.findings.rows.get(fact.name, ()), wanted[fact.name])
 
 
-def _record_decision(fact: ParameterFacts, choice: _Choice, table: Table | None, pricing: Pricing) -> Decision:
+def _record_decision(fact: ParameterFacts, choice: _Choice, table: TableSpec | None, pricing: Pricing) -> Decision:
     """Returns the `Decision` that records a choice with its price and its candidates."""
     chosen, world_size, sparsity = choice.chosen, pricing.world_size, pricing.findings.sparsity
     return Decision(
@@ -185,7 +185,7 @@ def _record_decision(fact: ParameterFacts, choice: _Choice, table: Table | None,
     )
 
 
-def _expected_rows(table: Table, findings: Findings) -> RowCounts | None:
+def _expected_rows(table: TableSpec, findings: Findings) -> RowCounts | None:
     """Predicts the count of a table's rows that each step reads, or returns None if no rank knows."""
     by_rank = findings.rows.get(table.parameter, ())
     if not any(by_rank):
@@ -196,7 +196,7 @@ def _expected_rows(table: Table, findings: Findings) -> RowCounts | None:
 
 
 def _sharded_to_share_latency(
-    tables: Mapping[str, Table], choices: Mapping[str, _Choice], pricing: Pricing
+    tables: Mapping[str, TableSpec], choices: Mapping[str, _Choice], pricing: Pricing
 ) -> dict[str, _Choice]:
     """Returns whole tables to shard because tables of a row space share the latency of their exchanges.
 
@@ -240,7 +240,7 @@ def _is_by_columns(choice: _Choice) -> bool:
     return choice.chosen.strategy == "alltoall" and choice.chosen.grid is None
 
 
-def _as_joinable(table: Table, fact: ParameterFacts, world_size: int) -> Joinable:
+def _as_joinable(table: TableSpec, fact: ParameterFacts, world_size: int) -> Joinable:
     """Returns a table as a candidate for a joined table, with the size of this rank's shard."""
     return Joinable(table, fact.param_group, ceil(fact.nbytes / world_size))
 
@@ -265,7 +265,7 @@ def _choose_for_dense(pricing: Pricing, fact: ParameterFacts, requested: str | G
 
 
 def _choose_for_table(
-    pricing: Pricing, table: Table, fact: ParameterFacts, rows: tuple[int, ...], requested: str | Grid
+    pricing: Pricing, table: TableSpec, fact: ParameterFacts, rows: tuple[int, ...], requested: str | Grid
 ) -> _Choice:
     """Chooses a strategy for a table by legality, then by the user's request, then by price."""
     priced = pricing.price_table(table, fact, rows, requested)
@@ -358,7 +358,7 @@ def _whole_because(pricing: Pricing, sharded: PricedStrategy, allreduce: PricedS
     return f"AllReduce adds {allreduce.added_ms:.3f} ms to a step, shards {sharded.added_ms:.3f} ms: {what}"
 
 
-def _depends_on_rows(pricing: Pricing, table: Table, fact: ParameterFacts) -> bool:
+def _depends_on_rows(pricing: Pricing, table: TableSpec, fact: ParameterFacts) -> bool:
     """Returns whether the best strategy, alone or in a row space, depends on the number of rows read."""
     anywhere = replace(pricing, findings=replace(pricing.findings, sparsity={}), in_use={})
     rows = {ceil(table.num_rows * share) for share in SHARES}

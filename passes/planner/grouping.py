@@ -19,7 +19,7 @@ from embrace_fx.cost import links as cost
 from embrace_fx.passes.narrow import exchange_dtype
 from embrace_fx.passes.node_cost import is_heavy
 from embrace_fx.passes.planner.step_cost import one_way_bytes
-from embrace_fx.vocabulary.graph import Table, TableUse, TrainingGraph, gradients_of, parameters_of
+from embrace_fx.vocabulary.graph import TableSpec, TableUse, TrainingGraph, gradients_of, parameters_of
 from embrace_fx.vocabulary.plan import EXCHANGES, Plan
 from embrace_fx.vocabulary.row_space import SPACE_BYTES, RowSpace
 from embrace_fx.vocabulary.schedule import INTO_FORWARD, LOOKS_AHEAD, Cuts
@@ -68,7 +68,7 @@ class Joinable:
         part_bytes: bytes of the largest part on any rank.
     """
 
-    table: Table
+    table: TableSpec
     param_group: int
     part_bytes: int
 
@@ -100,7 +100,7 @@ def plan_spaces(graph: TrainingGraph, tables: Collection[Joinable], *, overlaps:
     return tuple(_make_space([each.table for each in run]) for run in runs if len(run) > 1)
 
 
-def _make_space(tables: list[Table]) -> RowSpace:
+def _make_space(tables: list[TableSpec]) -> RowSpace:
     """Returns the row space of several tables."""
     paddings = {table.parameter: table.uses[0].padding_idx for table in tables}
     return RowSpace.from_tables({table.parameter: table.num_rows for table in tables}, paddings)
@@ -132,11 +132,11 @@ class _GraphOrder:
             before = max((self._had[value] for value in node.all_input_nodes), default=0)
             self._had[node] = k if k in computing else before
 
-    def lookup(self, table: Table) -> int:
+    def lookup(self, table: TableSpec) -> int:
         """Returns the position of a table's first lookup."""
         return min(self._position[use.lookup] for use in table.uses)
 
-    def _gradient(self, table: Table) -> int:
+    def _gradient(self, table: TableSpec) -> int:
         """Returns the position of the last node that computes a table's gradient, or -1 if there is none."""
         nodes = [node for use in table.uses for name in use.backward if (node := self._nodes.get(name)) is not None]
         return max((self._had[node] for node in nodes), default=-1)

@@ -34,7 +34,7 @@ from embrace_fx.passes.planner.step_cost import (
     widest_useful_grid,
 )
 from embrace_fx.vocabulary.exactness import STILL, DenseUpdatePolicy
-from embrace_fx.vocabulary.graph import FROM_GRADIENT, Table, TrainingGraph
+from embrace_fx.vocabulary.graph import FROM_GRADIENT, TableSpec, TrainingGraph
 from embrace_fx.vocabulary.head import HeadPlan
 from embrace_fx.vocabulary.plan import BY_ROWS, CANDIDATES, EXCHANGES, SHARDED, Decision, Grid, check_grid
 from embrace_fx.vocabulary.row_wise import NOT_ON_A_GRID
@@ -202,7 +202,7 @@ class Pricing:
         return forward_nodes(self.findings.graph)
 
     def price_table(
-        self, table: Table, fact: ParameterFacts, rows: tuple[int, ...], wanted: str | Grid = "auto"
+        self, table: TableSpec, fact: ParameterFacts, rows: tuple[int, ...], wanted: str | Grid = "auto"
     ) -> dict[str, PricedStrategy]:
         """Returns the price of each strategy for a table: its candidates, the requested strategy and the one in use."""
         upkeep = upkeep_of_replicas(table, rows, self.world_size)
@@ -232,7 +232,7 @@ class Pricing:
         return priced
 
     def _price_head(
-        self, fact: ParameterFacts, table: Table | None = None, rows: tuple[int, ...] = ()
+        self, fact: ParameterFacts, table: TableSpec | None = None, rows: tuple[int, ...] = ()
     ) -> PricedStrategy:
         """Prices a table whose rows are sharded: lookups, and an output layer over all rows.
 
@@ -343,7 +343,7 @@ class Pricing:
         return priced
 
     def _price_shards(
-        self, table: Table, fact: ParameterFacts, rows: tuple[int, ...], requested: str | Grid
+        self, table: TableSpec, fact: ParameterFacts, rows: tuple[int, ...], requested: str | Grid
     ) -> PricedStrategy:
         """Prices the shards of a table: on the requested grid, else on the present one, else by columns or on a clearly
         faster grid.
@@ -369,7 +369,7 @@ class Pricing:
         return on_grid if on_grid.predicted_ms < CLEARLY * by_columns.predicted_ms else by_columns
 
     def _price_layout(
-        self, table: Table, fact: ParameterFacts, rows: tuple[int, ...], grid: Grid | None
+        self, table: TableSpec, fact: ParameterFacts, rows: tuple[int, ...], grid: Grid | None
     ) -> PricedStrategy:
         """Prices shards on a grid, or by columns if the grid is None or has one row."""
         grid = grid if grid is not None and grid.rows > 1 else None
@@ -399,7 +399,7 @@ class Pricing:
             travels_as=self.findings.travels_as if wire.is_narrower else "exact",
         )
 
-    def _price_norms(self, table: Table, fact: ParameterFacts, rows: tuple[int, ...]) -> cost.Exchange:
+    def _price_norms(self, table: TableSpec, fact: ParameterFacts, rows: tuple[int, ...]) -> cost.Exchange:
         """Prices the AllReduce of one number per row read, which row-wise optimizers need."""
         if not fact.adds_up_norms or not rows or self.world_size == 1:
             return cost.Exchange(0, 0)
@@ -407,7 +407,9 @@ class Pricing:
         together = sum(rows) if found is None else round(found.union)
         return cost.all_reduce(min(together, table.num_rows) * fact.itemsize, self.world_size)
 
-    def _update_rule_cost(self, table: Table, fact: ParameterFacts, rows: tuple[int, ...]) -> tuple[bool, cost.Work]:
+    def _update_rule_cost(
+        self, table: TableSpec, fact: ParameterFacts, rows: tuple[int, ...]
+    ) -> tuple[bool, cost.Work]:
         """Chooses between sweeping all rows and deferring their updates. Returns whether to defer, and the work of the
         choice.
         """
@@ -423,7 +425,7 @@ class Pricing:
         """Returns both times, or zeros on a single rank."""
         return (predicted_ms, sharing_ms) if self.world_size > 1 else (0.0, 0.0)
 
-    def _sparsity_of(self, table: Table, fact: ParameterFacts, rows: tuple[int, ...]) -> Sparsity:
+    def _sparsity_of(self, table: TableSpec, fact: ParameterFacts, rows: tuple[int, ...]) -> Sparsity:
         """Returns the sparsity of a table's gradient, in rows. It is dense if other ops than lookups read the table, or
         the forward computes the ids.
         """
@@ -439,7 +441,7 @@ class Pricing:
         return in_blocks(rows, cheapest_block(rows.width, rows.itemsize, self.links))
 
 
-def shard_blocker(table: Table) -> str | None:
+def shard_blocker(table: TableSpec) -> str | None:
     """Returns the reason why a table cannot be sharded, or None if it can."""
     kinds = {use.kind for use in table.uses}
     paddings = {use.padding_idx for use in table.uses}
@@ -482,7 +484,7 @@ def _all_rows(fact: ParameterFacts, world_size: int) -> Sparsity:
     return independent_ranks(num_rows, prod(fact.shape[1:]), fact.itemsize, (num_rows,) * world_size)
 
 
-def upkeep_of_replicas(table: Table, rows_by_rank: tuple[int, ...], world_size: int) -> cost.Exchange:
+def upkeep_of_replicas(table: TableSpec, rows_by_rank: tuple[int, ...], world_size: int) -> cost.Exchange:
     """Returns what a rank sends per step, besides the gradient, to keep the replicas of a table equal."""
     if world_size == 1 or not rows_by_rank or not table.max_norm:
         return cost.Exchange(0, 0)

@@ -23,7 +23,7 @@ from torch import fx
 from embrace_fx.cost import links as cost
 from embrace_fx.cost.wire import Wire
 from embrace_fx.passes.node_cost import NodeMs, node_time_estimator
-from embrace_fx.vocabulary.graph import Gradient, Table, TrainingGraph, after_tangents, gradients_of
+from embrace_fx.vocabulary.graph import Gradient, TableSpec, TrainingGraph, after_tangents, gradients_of
 from embrace_fx.vocabulary.ops import own_columns
 from embrace_fx.vocabulary.plan import EXCHANGES, SHARDED, Decision, Grid, Plan
 from embrace_fx.vocabulary.schedule import FULL, INTO_FORWARD, LOOKS_AHEAD, SCHEDULES
@@ -56,7 +56,7 @@ LocalRows = Mapping[int, tuple[int, ...]]
 """Number of rows of a grid -> for each rank, the number of rows it reads that are in its own row of the grid."""
 
 
-def widest_useful_grid(table: Table, world_size: int) -> Grid:
+def widest_useful_grid(table: TableSpec, world_size: int) -> Grid:
     """Returns the grid with the most columns whose shards have at least `USEFUL_COLUMNS`, or all of the table's."""
     least = min(USEFUL_COLUMNS, table.embedding_dim)
     divisors = (c for c in range(1, world_size + 1) if world_size % c == 0)
@@ -70,7 +70,7 @@ def launches_per_step(schedule: str) -> int:
 
 
 def shard_exchange(
-    table: Table,
+    table: TableSpec,
     rows_by_rank: tuple[int, ...],
     wire: Wire,
     world_size: int,
@@ -101,7 +101,7 @@ def shard_exchange(
 
 
 def shard_work(
-    table: Table,
+    table: TableSpec,
     rows_by_rank: tuple[int, ...],
     itemsize: int,
     world_size: int,
@@ -133,7 +133,7 @@ def sweep_work(nbytes: int, world_size: int) -> cost.Work:
     return cost.passes_work((2 + UPDATE_PASSES) * nbytes / world_size)
 
 
-def replay_work(table: Table, rows_by_rank: tuple[int, ...], itemsize: int, world_size: int) -> cost.Work:
+def replay_work(table: TableSpec, rows_by_rank: tuple[int, ...], itemsize: int, world_size: int) -> cost.Work:
     """Returns the work per step of a table whose rows apply their deferred steps when they are next read.
 
     Every row defers about one step per step and applies it later. After `LONGEST_TAIL` deferred steps the momentum has

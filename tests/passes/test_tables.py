@@ -12,7 +12,7 @@ from torch import Tensor, fx, nn
 
 from embrace_fx.passes.partition import extract_ids
 from embrace_fx.passes.planner.pricing import shard_blocker
-from embrace_fx.vocabulary.graph import Table, TrainingGraph, outputs_of
+from embrace_fx.vocabulary.graph import TableSpec, TrainingGraph, outputs_of
 from embrace_fx.vocabulary.ops import argument, draws_random_numbers, set_argument
 from tests.support.golden import check_golden
 from tests.support.graphs import BAG, IDS, OFFSETS, Tables, analysed, table_of, tables_model, text
@@ -91,7 +91,7 @@ def story(model: Tables, x: Tensor, offsets: Tensor) -> Tensor:
     return words.sum() + logits.sum()
 
 
-def listing(table: Table) -> str:
+def listing(table: TableSpec) -> str:
     lines = [f"{table.parameter}: {table.num_rows} x {table.embedding_dim} {table.dtype}, {table.use}"]
     for use in table.uses:
         lines.append(f"  {use.kind} {use.lookup}")

@@ -32,7 +32,7 @@ from embrace_fx.vocabulary.graph import (
     Parameter,
     Saved,
     Shard,
-    Table,
+    TableSpec,
     Tangent,
     TrainingGraph,
     inputs_of,
@@ -111,7 +111,7 @@ def sharding(*tables: str, rank: int = 0, world_size: int = 1) -> ShardTables:
     return ShardTables(tables, (), rank, world_size)
 
 
-def table_of(graph: TrainingGraph, parameter: str = "table.weight") -> Table:
+def table_of(graph: TrainingGraph, parameter: str = "table.weight") -> TableSpec:
     (found,) = (table for table in graph.tables if table.parameter == parameter)
     return found
 
