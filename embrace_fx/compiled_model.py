@@ -70,7 +70,7 @@ class CompiledModel(nn.Module, Joinable):
             except AttributeError as error:
                 found = ddp_attributes.read_attribute(self._session, name, error)
         if isinstance(found, nn.Module | nn.Parameter):
-            self._session.programs.parameters_may_change()
+            self._session.programs.apply_pending()
         return found
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -84,7 +84,7 @@ class CompiledModel(nn.Module, Joinable):
     ) -> bool:
         """Returns whether the model was compiled with exactly these options, optimizers and ranks."""
         session = self._session
-        of_group = group is None or group is session.group or group is session.device_mesh
+        of_group = group is None or group is session.communicator.group or group is session.device_mesh
         of_optimizers = all(any(each is own for own in session.optimizers) for each in optimizers)
         return options == session.options and of_group and of_optimizers
 
@@ -97,7 +97,7 @@ class CompiledModel(nn.Module, Joinable):
             TypeError: tables are sharded.
         """
         session = self._session
-        session.programs.parameters_may_change()
+        session.programs.apply_pending()
         if session.shards:
             name, sharded = type(session.model).__name__, ", ".join(session.shards)
             raise TypeError(
@@ -121,7 +121,7 @@ class CompiledModel(nn.Module, Joinable):
         """
         if self._join_config.enable:
             work = Join.notify_join_context(self)
-            self._session.meet_joined()
+            self._session.shadow.gather_activities()
             if work is not None:
                 work.wait()
         return self._session.call(args, kwargs)
@@ -189,7 +189,7 @@ class CompiledModel(nn.Module, Joinable):
             enable: False makes the context do nothing.
             throw_on_early_termination: whether to raise on every rank once one has no more batches.
         """
-        if self._session.group is None:
+        if self._session.communicator.group is None:
             yield
             return
         # Count ranks on the hosts, because on a device the collectives of `Join` would be unordered with the model's.
@@ -203,7 +203,7 @@ class CompiledModel(nn.Module, Joinable):
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
         """Returns the hook that `torch.distributed.algorithms.Join` calls on a rank without batches."""
-        return self._session.join_hook(divides_by_all=kwargs.get("divide_by_initial_world_size", True))
+        return self._session.shadow.begin(divides_by_all=kwargs.get("divide_by_initial_world_size", True))
 
     @property
     def join_device(self) -> torch.device:
@@ -215,7 +215,7 @@ class CompiledModel(nn.Module, Joinable):
     @property
     def join_process_group(self) -> Any:
         """Returns the ranks that train together, for `Join`."""
-        return self._session.communicator.join_group() if self._joins_on_hosts else self._session.group
+        return self._session.communicator.join_group() if self._joins_on_hosts else self._session.communicator.group
 
     @property
     def forward_sync_buffers(self) -> bool:
@@ -225,7 +225,7 @@ class CompiledModel(nn.Module, Joinable):
     @property
     def process_group(self) -> dist.ProcessGroup | None:
         """Returns the ranks that train together, as in DDP, or None for a single process."""
-        return self._session.group
+        return self._session.communicator.group
 
     @property
     def device_mesh(self) -> DeviceMesh | None:
@@ -246,7 +246,7 @@ class CompiledModel(nn.Module, Joinable):
 
     def synchronize(self) -> None:
         """Applies every pending update and waits for it. Reading a parameter does this by itself."""
-        self._session.programs.synchronize()
+        self._session.programs.apply_pending()
 
     def close(self) -> None:
         """Applies every pending update, and ends the model's threads and process groups. Call it on every rank.
@@ -265,12 +265,12 @@ class CompiledModel(nn.Module, Joinable):
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
         """Yields the model's parameters, with pending updates applied, because the caller may change them."""
-        self._session.programs.parameters_may_change()
+        self._session.programs.apply_pending()
         return self._session.model.parameters(recurse)
 
     def named_parameters(self, prefix: str = "", *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         """Yields the model's parameters by their names in the plain model."""
-        self._session.programs.parameters_may_change()
+        self._session.programs.apply_pending()
         return wrap_names(super().named_parameters(prefix, *args, **kwargs), prefix)
 
     def named_buffers(self, prefix: str = "", *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
@@ -279,12 +279,12 @@ class CompiledModel(nn.Module, Joinable):
 
     def named_modules(self, memo: Any = None, prefix: str = "", *args: Any, **kwargs: Any) -> Iterator[tuple[str, Any]]:
         """Yields the model's modules by their names in the plain model."""
-        self._session.programs.parameters_may_change()
+        self._session.programs.apply_pending()
         return wrap_names(super().named_modules(memo, prefix, *args, **kwargs), prefix)
 
     def named_children(self) -> Iterator[tuple[str, nn.Module]]:
         """Yields the model's child modules by name."""
-        self._session.programs.parameters_may_change()
+        self._session.programs.apply_pending()
         return super().named_children()
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
@@ -299,7 +299,7 @@ class CompiledModel(nn.Module, Joinable):
     @property
     def module(self) -> nn.Module:
         """Returns the plain model, like `DDP.module`, after all pending updates."""
-        self._session.programs.parameters_may_change()
+        self._session.programs.apply_pending()
         return self._session.model
 
     @property
@@ -316,7 +316,7 @@ class CompiledModel(nn.Module, Joinable):
         `torch.distributed.checkpoint` saves and re-shards them. `torch.save` refuses shards: use `full_state_dict`.
         Collective if a table is on a grid; its shard is then a copy, by columns.
         """
-        self._session.programs.parameters_may_change()
+        self._session.programs.apply_pending()
         found = self._session.model.state_dict(*args, **kwargs)
         return found if args or kwargs else StateDict.wrap(found)
 

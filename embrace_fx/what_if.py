@@ -197,9 +197,7 @@ def plan(  # noqa: PLR0913
         findings = replace(findings, sparsity=_extrapolate_sparsity(graph, drawn, ranks))
     planned = decide(findings, cluster, links_are="assumed" if cluster == Cluster() else "given")
     context = Context(model, optimizer_hooks, state, announcements, options)
-    if table_memory is not None:
-        planned = add_working_sets(context, planned, findings.sparsity, lambda records: storage)
-    return Forecast.predict(planned, context, graph)
+    return Forecast.predict(add_working_sets(context, planned, findings.sparsity, storage), context, graph)
 
 
 def _batches_of_ranks(batch: Any, world_size: int | None) -> tuple[list[Any], int]:

@@ -187,11 +187,7 @@ def _why_whole(state: ModelState, graph: TrainingGraph) -> dict[str, str]:
 
 
 def make_findings(
-    graph: TrainingGraph,
-    facts: tuple[ParameterFacts, ...],
-    reports: Sequence[RankFacts],
-    ranks: int,
-    options: Options,
+    graph: TrainingGraph, facts: tuple[ParameterFacts, ...], reports: Sequence[RankFacts], ranks: int, options: Options
 ) -> Findings:
     """Makes findings from the rows that batches read.
 

@@ -29,9 +29,7 @@ def place_parameters(context: Context, graph: TrainingGraph, plan: Plan) -> None
     grids = {name: plan[name].grid for name in plan.sharded}
     shapes = {name: parameter.shape for name, parameter in context.model.named_parameters()}
     with context.communicator.watching():
-        beyond = (
-            tiered_tables(context, plan, context.communicator.rank) if context.options.table_memory is not None else {}
-        )
+        beyond = tiered_tables(context, plan, context.communicator.rank)
         lazily = [context.state.parameter(name) for name in beyond if lazily_initialized(context, name) is not None]
         made = initialize_meta(
             context.model, grids, context.optimizer_hooks.known_optimizers.optimizers, context.communicator, lazily

@@ -75,8 +75,9 @@ def decide_order(
     own: _Found | None = None
     if communicator.rank == 0:
         name, steps = name or plan.schedule_name, _step_graph(context, plan, graph, memory, profiled)
+        copies = any(op_name(node) in COPY_OPS for node in graph.phases["backward"].graph.nodes)
         # In another order, regions would have to be compiled, and copies placed, again.
-        if profiled is None or context.options.backend != "eager" or _has_copies(graph):
+        if profiled is None or context.options.backend != "eager" or copies:
             own = schedule(steps, name, "profile" if profiled else "cost model"), ()
         else:
             own = _search_order(context, plan, graph, steps, name, profiled)
@@ -91,11 +92,6 @@ def decide_order(
     node_ms = node_time_estimator(plan.links.flattened(plan.world_size).compute, graph.expected)
     line = memory_line(agreed.predicted, step_memory(graph), node_ms)
     return replace(agreed, predicted=replace(agreed.predicted, memory=line)), memory
-
-
-def _has_copies(graph: TrainingGraph) -> bool:
-    """Returns whether a backward offloads or reloads saved values."""
-    return any(op_name(node) in COPY_OPS for node in graph.phases["backward"].graph.nodes)
 
 
 def _search_order(

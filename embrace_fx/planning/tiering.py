@@ -5,7 +5,7 @@ from __future__ import annotations
 import fnmatch
 import socket
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from zlib import crc32
@@ -39,17 +39,14 @@ from embrace_fx.vocabulary.row_space import RowSpace
 
 
 def add_working_sets(
-    context: Context,
-    plan: Plan,
-    sparsity: Mapping[str, Sparsity],
-    storage: Callable[[Records], tuple[StorageTier, ...]],
+    context: Context, plan: Plan, sparsity: Mapping[str, Sparsity], storage: tuple[StorageTier, ...] | None = None
 ) -> Plan:
     """Returns the plan with working sets for the tables that `table_memory` limits: splits row spaces by them, and adds
     the prediction for their rows. Collective.
 
     Args:
         sparsity: the sparsity of tables, on rank 0.
-        storage: finds the storage of records of this form. Collective.
+        storage: the storage of rows that are not in memory, or None to measure it.
 
     Raises:
         ValueError: a table cannot have a working set, or its batches need more memory; the same on every rank.
@@ -63,7 +60,8 @@ def add_working_sets(
     spaces = [each for space in plan.spaces for each in _split_space(context, plan, space, found)]
     if context.options.spill_to is None:
         _check_host(context, tiered_tables(context, plan, context.communicator.rank), plan)
-    rest = storage(max((Records(tier.columns) for tier in found.values()), key=lambda each: each.nbytes))
+    largest = max((Records(tier.columns) for tier in found.values()), key=lambda each: each.nbytes)
+    rest = _measure_storage(context, largest) if storage is None else storage
     own = {}
     for name, tier in found.items():
         of, lies = plan[name], sparsity.get(name)
@@ -99,7 +97,7 @@ def _split_space(context: Context, plan: Plan, space: RowSpace, beyond: Mapping[
     return [plan.space_of(tables) for tables in sets.values()]
 
 
-def measure_storage(context: Context, records: Records) -> tuple[StorageTier, ...]:
+def _measure_storage(context: Context, records: Records) -> tuple[StorageTier, ...]:
     """Measures the storage of a compiled model's rows, at the speed of the slowest rank. Collective."""
     directory, streams = context.options.spill_to, choose_streams(context.device)
     try:
@@ -143,8 +141,8 @@ def tiered_tables(context: Context, plan: Plan, rank: int) -> dict[str, Tier]:
 
 def _memory_limits(context: Context, plan: Plan) -> dict[str, float]:
     """Returns the memory that `table_memory` allows for each table."""
-    memory = context.options.table_memory
-    assert memory is not None
+    if (memory := context.options.table_memory) is None:
+        return {}
     if not isinstance(memory, Mapping):
         if not plan.sharded:
             raise ValueError(
@@ -228,18 +226,15 @@ def open_working_sets(context: Context, plan: Plan, beyond: Mapping[str, Tier]) 
 
     Returns the working set of each table and the table's first row in it. Collective: fails on all ranks or on none.
     """
-    # The row space's other tables follow the first.
-    joined = {space.tables[0]: space for space in plan.spaces if space.tables[0] in beyond}
-    later_tables = {name for space in joined.values() for name in space.tables[1:]}
     found: dict[str, tuple[WorkingSet, int]] = {}
     told, directory = None, context.options.spill_to
-    for first_table in [name for name in beyond if name not in later_tables]:
-        space = joined.get(first_table) or plan.space_of([first_table])
-        first_rows = {table: space.rows_of(table).start for table in space.tables}
-        initial = FirstOfTables({first: _first_values(context, name, plan[name]) for name, first in first_rows.items()})
-        columns, rows = beyond[first_table].columns, sum(plan[name].shape[0] for name in first_rows)
-        slots = sum(plan.memory[name].slots for name in first_rows)
-        name, device = space.name if first_table in joined else first_table, _device_of(context, first_table)
+    for name, tables in plan.row_exchanges.items():
+        if tables[0] not in beyond:
+            continue
+        space, columns, device = plan.space_of(tables), beyond[tables[0]].columns, _device_of(context, tables[0])
+        first_rows = {table: space.rows_of(table).start for table in tables}
+        initial = FirstOfTables({first: _first_values(context, each, plan[each]) for each, first in first_rows.items()})
+        rows, slots = space.bounds[-1], sum(plan.memory[each].slots for each in tables)
         try:
             memory = WorkingSet(
                 name, rows, slots, columns, initial, directory, lambda: context.optimizer_hooks.recorder, device

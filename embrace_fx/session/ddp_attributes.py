@@ -67,7 +67,7 @@ def _ddp_logging_data(session: Session) -> dict[str, Any]:
     return {
         "world_size": session.communicator.world_size,
         "rank": session.communicator.rank,
-        "backend_name": "" if session.group is None else dist.get_backend(session.group),
+        "backend_name": "" if session.communicator.group is None else dist.get_backend(session.communicator.group),
         "module_name": type(session.model).__name__,
         "num_parameter_tensors": len(parameters),
         "total_parameter_size_bytes": sum(each.numel() * each.element_size() for each in parameters),
@@ -108,7 +108,7 @@ def assign_attribute(session: Session, name: str, value: Any) -> None:
     elif name == "require_forward_param_sync":
         session.programs.buffers.due = bool(value)
     elif name in _GIVEN:
-        of = {"process_group": session.group, "device_mesh": session.device_mesh}
+        of = {"process_group": session.communicator.group, "device_mesh": session.device_mesh}
         present = of.get(name, session.options.shares_buffers)
         if value is not present and value != present:
             raise AttributeError(

@@ -72,8 +72,6 @@ class EagerCalls:
     def call(self, call: Arguments) -> Any:
         """Runs the user's forward on a batch as a step of the model. Collective. A call inside a backward, as from a
         checkpoint that recomputes, is a part of that backward instead.
-
-        Within a backward it is no call of its own: a checkpoint computes again what it has not saved.
         """
         if call.train and self._accumulation.backward is not None:
             return self._context.model(*call.args, **call.kwargs)
@@ -127,7 +125,7 @@ class EagerCalls:
         Collective if ranks share buffers. Otherwise one rank may evaluate while the others wait.
         """
         self._programs.flow.finish_pending()
-        self._programs.synchronize()
+        self._programs.apply_pending()
         if not self._programs.buffers.shared_names():
             return self._context.model(*call.args, **call.kwargs)
         trained = self._trained()
@@ -194,11 +192,6 @@ class EagerCalls:
         whole = {name: table.shape for name, table in self._context.state.tables.items()}
         return gradient_graph(trained, self._tables, whole, self._row_tables)
 
-    def _sparse_tables(self) -> frozenset[str]:
-        """Returns the tables whose gradients stay sparse."""
-        plan, alone = self._programs.in_use.plan, self._context.communicator.world_size == 1
-        return frozenset(name for name in self._row_tables if alone or plan[name].strategy in BY_ROWS)
-
     def remove_hooks(self) -> None:
         """Removes the hooks from the model's parameters."""
         self._accumulation.forget()
@@ -210,7 +203,9 @@ class EagerCalls:
             context.state.hooked = frozenset()  # autograd itself calls the gradient hooks
         program = self._programs.build(entry, accumulates=accumulates)
         rows = self._rows_of(entry, call.leaves) if entry.train else ()
-        step = GradientStep(program, tuple(trained), rows, self._sparse_tables())
+        plan, alone = self._programs.in_use.plan, context.communicator.world_size == 1
+        sparse = frozenset(name for name in self._row_tables if alone or plan[name].strategy in BY_ROWS)
+        step = GradientStep(program, tuple(trained), rows, sparse)
         step.announce()
         tables = [name for name in self._tables if name in trained]
         versions = [trained[name]._version for name in tables]

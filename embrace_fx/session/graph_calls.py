@@ -55,8 +55,7 @@ class GraphCalls:
         entry = self._entry(kind, call)
         programs.counters.ahead = self._lookahead.batches if self._lookahead.active else 0
         if programs.pipeline is None:
-            with pause_garbage_collection():
-                programs.make_first_plan(entry, entry.captured.inputs(leaves))
+            programs.make_first_plan(entry, entry.captured.inputs(leaves))
         if self._context.announcements.asked_to_plan:
             programs.replan(entry, leaves)
         entry, program = self._find_program(entry, kind, call)

@@ -65,10 +65,7 @@ class Entries:
 
     def accepting(self, leaves: Sequence[Any]) -> Entry | None:
         """Returns the capture that is valid for a batch, or None."""
-        for each in self.found:
-            if each.captured.accepts(leaves):
-                return each
-        return None
+        return next((each for each in self.found if each.captured.accepts(leaves)), None)
 
 
 class ProgramCache(dict[Any, Entries]):

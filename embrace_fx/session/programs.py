@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -34,7 +33,7 @@ from embrace_fx.passes.planner.pricing import Findings
 from embrace_fx.passes.planner.replanning import SAMPLED_EVERY, describe_changes, describe_replan
 from embrace_fx.planning.findings import gather_findings, plan_on_links, reuse_plan
 from embrace_fx.planning.placing import gather_tables, move_parameters, place_parameters
-from embrace_fx.planning.tiering import add_working_sets, measure_storage
+from embrace_fx.planning.tiering import add_working_sets
 from embrace_fx.runtime.flow.comm_pipeline import CommPipeline, within_steps
 from embrace_fx.runtime.ranks.failure import PeerFailure
 from embrace_fx.runtime.ranks.step_handshake import HandshakeMessage, activity_code
@@ -148,23 +147,19 @@ class Programs:
         rank = context.communicator.rank
         if given is None:
             with stage("planning", rank):
-                findings = gather_findings(context, analysed, leaves, frozenset())
                 # A forward as written has no schedule to choose, so that a short measurement is enough.
                 roughly = entry.captured.route == EAGER
+                findings = gather_findings(context, analysed, leaves, frozenset(), "none" if roughly else "")
                 plan = plan_on_links(context, findings, None, known=self.links, roughly=roughly)
         else:
             plan = reuse_plan(context, analysed, given)
-        if context.options.table_memory is not None:
-            plan = add_working_sets(
-                context, plan, findings.sparsity if findings else {}, partial(measure_storage, context)
-            )
-        self._adopt(plan, findings)
+        self._adopt(add_working_sets(context, plan, findings.sparsity if findings else {}), findings)
         with stage("placing parameters", rank):
-            place_parameters(context, analysed, plan)
+            place_parameters(context, analysed, self.in_use.plan)
         self._on_placed(True)
         self.build(entry)
         if rank == 0:
-            log("%s", summary(plan))
+            log("%s", summary(self.in_use.plan))
 
     def _adopt(self, plan: Plan, findings: Findings | None) -> None:
         """Makes a plan the one in use, before it has programs. After an error, nothing has changed."""
@@ -348,35 +343,26 @@ class Programs:
             self.flow.apply_buckets()
 
         dense = UpdateGroup(lambda: self.flow.buckets.pending_parameters, apply_dense, lock)
-        return dense, UpdateGroup(tables, self._tables_may_change, lock, joined)
+        return dense, UpdateGroup(tables, self._apply_pending, lock, joined)
 
     def late_optimizers(self) -> list[Optimizer]:
         """Returns the optimizers whose last step has updates that are still pending."""
         found = [table.optimizer for table in self._context.state.tables.values() if table.optimizer is not None]
         return found + self.flow.buckets.optimizers
 
-    def synchronize(self) -> None:
-        """Applies every update that an optimizer has stepped."""
+    def apply_pending(self) -> None:
+        """Applies pending updates and discards prefetched rows, because parameters may be read or written now."""
         self._context.state.pending.close()
-        self._apply()
+        self._apply_pending()
 
-    def _apply(self) -> None:
-        """Applies all pending updates, and makes pending gradients visible in `.grad`."""
+    def _apply_pending(self) -> None:
+        """Applies pending updates, and makes pending gradients visible in `.grad`. Logs a hint, once, if that happens
+        in every step.
+        """
+        state = self._context.state
         self.flow.apply()
         self.flow.before_writes()
-        self._context.state.flush_tables()
-
-    def parameters_may_change(self) -> None:
-        """Applies pending updates and discards prefetched rows, because the caller may now write parameters."""
-        self._context.state.pending.close()
-        self._tables_may_change()
-
-    def _tables_may_change(self) -> None:
-        """Applies pending updates because the user may now write tables. Logs a hint, once, if that happens in every
-        step.
-        """
-        self._apply()
-        state = self._context.state
+        state.flush_tables()
         if state.reads.in_every_step and state.tables and not self._logged_reads:
             self._logged_reads = True
             if self._context.communicator.rank == 0:

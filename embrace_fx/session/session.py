@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import threading
-import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from torch.optim import Optimizer
 
 from embrace_fx.capture.arguments import flatten_arguments
 from embrace_fx.capture.bypasses import close_bypasses
+from embrace_fx.capture.gc_pause import pause_garbage_collection
 from embrace_fx.capture.model_watch import ModelWatch
 from embrace_fx.passes.planner.plan_fit import PlanViolation
 from embrace_fx.planning.placing import gather_buffers
@@ -104,14 +104,7 @@ class Session:
         """Creates the hooks on the optimizers that step the model: the given ones, and any other found at its first
         step.
         """
-        itself = weakref.ref(self)  # optimizers must not keep their session alive
-
-        def unshard(names: Sequence[str], reason: str) -> None:
-            """Makes these tables whole, unless the session no longer exists."""
-            if (session := itself()) is not None:
-                session.programs.unshard(names, reason)
-
-        optimizer_hooks = OptimizerHooks(self.state, self.announcements, unshard)
+        optimizer_hooks = OptimizerHooks(self.state, self.announcements, self._unshard)
         if self.communicator.rank == 0:
             optimizer_hooks.known_optimizers.on_new = _log_empty_groups
         optimizer_hooks.listen()
@@ -119,16 +112,15 @@ class Session:
             optimizer_hooks.adopt(optimizer)
         return optimizer_hooks
 
+    def _unshard(self, names: Sequence[str], reason: str) -> None:
+        """Makes tables whole that an optimizer needs whole. Collective."""
+        self.programs.unshard(names, reason)
+
     @property
     def shards(self) -> tuple[str, ...]:
         """The model's sharded tables by name."""
         plan = self.programs.plan
         return () if plan is None or self.communicator.world_size == 1 else plan.sharded
-
-    @property
-    def group(self) -> dist.ProcessGroup | None:
-        """The process group of the ranks."""
-        return self.communicator.group
 
     @property
     def is_training(self) -> bool:
@@ -182,8 +174,11 @@ class Session:
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Sets the session up at its first call, then runs the call. Runs it again if the route becomes eager."""
         is_first = self.programs.pipeline is None
-        # Report the first step as a whole: its stages may be short one by one, but long together.
-        with stage("preparing the first step", self.communicator.rank) if is_first else contextlib.nullcontext():
+        with contextlib.ExitStack() as first_step:
+            if is_first:
+                # Report the first step as a whole: its stages may be short one by one, but long together.
+                first_step.enter_context(stage("preparing the first step", self.communicator.rank))
+                first_step.enter_context(pause_garbage_collection())
             check_call(self.communicator.group, begun=self._begun)
             if is_first:
                 self.announcements.announce(HandshakeMessage())  # raises if the other ranks do not get here
@@ -242,7 +237,7 @@ class Session:
                 programs.check_fit(PlanViolation(renamed=tuple(names.items())), self._context.activity(train=train))
             self._take_over_renames()
         if self._watch.modules_changed():
-            self.programs.parameters_may_change()
+            self.programs.apply_pending()
             self._record_model()
             programs.cache.clear()
             if programs.pipeline is not None:
@@ -267,25 +262,7 @@ class Session:
     def _end_lookahead(self) -> None:
         """Applies every update, and stops expecting a next batch."""
         self.programs.flow.expect_no_batch()
-        self.programs.synchronize()
-
-    # -- ranks that have run out of batches ----------------------------------------------------------------------------
-
-    def join_hook(self, *, divides_by_all: bool) -> ShadowRank:
-        """Returns the hook that lets a rank without batches take part in the others' steps."""
-        if self.options.table_memory is not None:
-            raise ValueError(
-                "join() does not work with table_memory: once a rank has no batches left, tables become whole on all "
-                "ranks. Give all ranks the same number of batches, or leave out table_memory."
-            )
-        self.shadow.divides_by_all = divides_by_all
-        return self.shadow
-
-    def meet_joined(self) -> None:
-        """Exchanges the ranks' activities before a call under `join`, because some ranks may have no batches.
-        Collective.
-        """
-        self.shadow.gather_activities(self._context.activity(train=torch.is_grad_enabled()))
+        self.programs.apply_pending()
 
     # -- state ---------------------------------------------------------------------------------------------------------
 
@@ -325,7 +302,7 @@ class Session:
 
     def check_replicas(self) -> None:
         """Raises if replicas differ between ranks. Collective."""
-        self.programs.synchronize()
+        self.programs.apply_pending()
         compare_checksums(
             replicated_values(self.state, self._context.optimizer_hooks.known_optimizers.optimizers), self.communicator
         )
@@ -336,7 +313,7 @@ class Session:
 
     def save_checkpoint(self, folder: Path) -> None:
         """Saves a checkpoint into a folder. Collective."""
-        self.programs.synchronize()
+        self.programs.apply_pending()
         checkpoint.save(*self._checkpointed(), folder)
 
     def load_checkpoint(self, folder: Path) -> None:
@@ -344,7 +321,7 @@ class Session:
         if self.programs.pipeline is None:
             self._to_load = folder
             return
-        self.programs.parameters_may_change()
+        self.programs.apply_pending()
         checkpoint.load(*self._checkpointed(), folder)
         self.parameters_were_loaded()
 
@@ -359,7 +336,7 @@ class Session:
 
     def release(self) -> None:
         """Releases the model for another `compile`, with whole tables and every update applied. Collective."""
-        self.programs.synchronize()
+        self.programs.apply_pending()
         self.programs.leave_model()
         gather_buffers(self.model)
         self._outside.stop()

@@ -60,13 +60,27 @@ class ShadowRank(JoinHook):
         self._left: set[str] = set()  # parameters whose gradient sum this rank has left unreduced
         self.divides_by_all = True
 
-    def gather_activities(self, activity: int) -> int:
-        """Gathers all ranks' activities at the head of each call. A rank without batches is `JOINED`. Collective.
+    def begin(self, *, divides_by_all: bool) -> ShadowRank:
+        """Returns this hook, at the begin of a loop under `join`."""
+        if self._context.options.table_memory is not None:
+            raise ValueError(
+                "join() does not work with table_memory: once a rank has no batches left, tables become whole on all "
+                "ranks. Give all ranks the same number of batches, or leave out table_memory."
+            )
+        self.divides_by_all = divides_by_all
+        return self
+
+    def gather_activities(self, activity: int | None = None) -> int:
+        """Gathers all ranks' activities at the head of each call. Collective.
+
+        Args:
+            activity: `JOINED` on a rank without batches, or None for a call of this rank.
 
         Raises:
             RuntimeError: a rank has joined before the first batch or during an accumulation; raised on every rank.
         """
         programs, counters = self._programs, self._programs.counters
+        activity = self._context.activity(train=torch.is_grad_enabled()) if activity is None else activity
         everyone = self._context.announcements.gather_activities(activity)
         active = [rank for rank, each in enumerate(everyone) if each != JOINED]
         joined = [rank for rank, each in enumerate(everyone) if each == JOINED]
@@ -140,7 +154,7 @@ class ShadowRank(JoinHook):
         ranks = [rank for rank, each in enumerate(context.communicator.gather(is_last_joiner, bool)) if each]
         if (plan := self._programs.plan) is None:
             return
-        self._programs.parameters_may_change()
+        self._programs.apply_pending()
         apart, buffers = context.state.ignored.union(plan.sharded), context.options.shares_buffers
         broadcast_state(context.model, apart, context.communicator, buffers=buffers, source=ranks[-1])
         context.communicator.progress.optimizer_steps = 0  # all ranks have the same parameters again

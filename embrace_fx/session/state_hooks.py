@@ -114,7 +114,7 @@ class StateHook:
 def _before_saving(hook: StateHook, *_: Any) -> None:
     """Applies every update before a state dict is taken."""
     if hook.session is not None:
-        hook.session.programs.parameters_may_change()
+        hook.session.programs.apply_pending()
 
 
 def _after_saving(hook: StateHook, module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:

@@ -202,15 +202,15 @@ class StepPipeline:
         """Returns the parameters whose rows or gradients a step exchanges, which are none on a single process."""
         if self._context.communicator.world_size == 1:
             return {}
-        bucketed, sharded = {name for bucket in self.plan.buckets for name in bucket}, set(self.plan.sharded)
-        found = {}
-        for decision in self.plan:
-            name = decision.parameter
-            if name in bucketed or name in sharded:
-                parameter = self._context.state.parameter(name)
-                padding = decision.padding_idx if name in sharded else None
-                found[name] = ExchangedParameter(decision.shape, parameter.dtype, parameter.device, padding)
-        return found
+        sharded = set(self.plan.sharded)
+        exchanged = sharded.union(*self.plan.buckets)
+        return {
+            each.parameter: ExchangedParameter(each.shape, own.dtype, own.device, padding)
+            for each in self.plan
+            if each.parameter in exchanged
+            for own in [self._context.state.parameter(each.parameter)]
+            for padding in [each.padding_idx if each.parameter in sharded else None]
+        }
 
     def _overlap(self, compiled: CompiledGraph, entry: Entry) -> CompiledGraph:
         """Overlaps communication with the next step, as the schedule says.
@@ -335,21 +335,16 @@ class StepPipeline:
         log_graph("order_compute", self._shown_step.graph.phases["backward"])
         return self._shown_step.graph
 
-    def _launches_hash(self, joint: CompiledGraph, flow: CommPipeline) -> int:
-        """Returns a hash of the launches that a program makes in its flow, for ranks to compare; 0 on a single rank."""
-        if self._context.communicator.world_size == 1:
-            return 0
-        launched = sequence_hash(joint.graph, ordered=flow.is_within_steps)
-        return checksum_of_text(f"{launched} {self._context.communicator.gradient_dtype}")
-
     def _make_program(self, joint: CompiledGraph, of_steps: StepGraphs, entry: Entry, *, reduce: bool) -> Program:
         """Creates an entry's program. `joint` is the graph before its communication overlaps the next step."""
         analysed, train = entry.analysed, entry.train
         flow = self.flow if train and (reduce or self.flow.is_within_steps) else self._aside
         announced, share = self._buffers.prepare_forward(analysed, self._assigned_buffers(entry), reduce=reduce)
         check = batch_check(self._context, self.plan, analysed, self._counters, train=train)
-        launched, activity = self._launches_hash(joint, flow), activity_code(train=train, reduces=reduce)
         counters, communicator, regions = self._counters, self._context.communicator, None
+        activity = activity_code(train=train, reduces=reduce)
+        launches = sequence_hash(joint.graph, ordered=flow.is_within_steps)
+        launched = checksum_of_text(f"{launches} {communicator.gradient_dtype}")  # for ranks to compare
         if self._context.options.backend != "eager":
             from embrace_fx.runtime.lower.inductor import RegionCompiler  # noqa: PLC0415  (takes seconds to import)
 

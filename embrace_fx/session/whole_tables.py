@@ -25,7 +25,7 @@ def whole_tables(context: Context, programs: Programs) -> Iterator[None]:
     """Makes sharded tables, their state and gradients whole on every rank within a context, then shards them.
     Collective.
     """
-    programs.parameters_may_change()
+    programs.apply_pending()
     plan = programs.plan
     if plan is None or not plan.sharded or context.communicator.world_size == 1:
         yield
@@ -35,7 +35,7 @@ def whole_tables(context: Context, programs: Programs) -> Iterator[None]:
     try:
         yield
     finally:
-        programs.parameters_may_change()
+        programs.apply_pending()
         programs.use_plan(plan, "the end of whole()")
 
 
@@ -47,7 +47,7 @@ def _check_can_gather(context: Context, names: Sequence[str]) -> None:
     needed = COPIES * sum(_missing_bytes(context, name) for name in names)
     on_device = state.parameter(names[0]).is_cuda
     where = f"{socket.gethostname()} {context.communicator.rank if on_device else 0}"
-    report = own, needed, _free_bytes(on_device), where
+    report = own, needed, int(torch.cuda.mem_get_info()[0]) if on_device else available_bytes(), where
     everyone = context.communicator.gather(report, tuple[str, int, int, str])
     for rank, (refusal, _, free, where) in enumerate(everyone):
         wanted = sum(each for _, each, _, other in everyone if other == where)
@@ -72,8 +72,3 @@ def _missing_bytes(context: Context, name: str) -> int:
     ]
     copies = 1 + sum(torch.is_tensor(v) and v.dim() == 2 for each in held for v in each.values())
     return copies * prod(table.shape) * parameter.element_size()
-
-
-def _free_bytes(on_device: bool) -> int:
-    """Returns the free bytes of the model's device, or of the host."""
-    return int(torch.cuda.mem_get_info()[0]) if on_device else available_bytes()

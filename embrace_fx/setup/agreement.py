@@ -132,10 +132,7 @@ def comparable_options(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def agree_on_first_call(
-    communicator: Communicator,
-    activity: int,
-    failure: Exception | None,
-    route: str | None = "graph",
+    communicator: Communicator, activity: int, failure: Exception | None, route: str | None = "graph"
 ) -> str:
     """Checks, before there is a plan, that all ranks make the same call and none has failed to capture. Collective.
 

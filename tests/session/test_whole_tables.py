@@ -71,7 +71,7 @@ def _too_large(rank: int, world_size: int) -> str:
     compiled = embrace_fx.compile(Classifier(), strategy="alltoall")
     compiled(*labelled(0, rank)).backward()
     compiled.zero_grad()
-    free = mock.patch("embrace_fx.session.whole_tables._free_bytes", return_value=100)
+    free = mock.patch("embrace_fx.session.whole_tables.available_bytes", return_value=100)
     with free, pytest.raises(RuntimeError, match=r"on rank 0: 0 MiB are free") as raised, compiled.whole():
         pass
     return str(raised.value)
