@@ -168,3 +168,41 @@ def test_a_region_is_compiled_as_it_is_under_the_users_autocast(monkeypatch: pyt
 
     assert "mm" in found[0]
     assert "bfloat16" not in found[0]
+
+
+@pytest.mark.parametrize(
+    ("device", "kept", "dynamic", "is_graph"),
+    [
+        ("cuda", False, False, True),
+        ("cuda", True, False, False),
+        ("cuda", False, True, False),
+        ("cpu", False, False, False),
+    ],
+    ids=["fixed sizes", "a result outlives the step", "sizes vary", "CPU"],
+)
+def test_regions_that_become_cuda_graphs(
+    device: str, kept: bool, dynamic: bool, is_graph: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The calls that would capture and replay a graph; Inductor itself is not reached."""
+    generator, asked, begun = _generator(), list[bool](), list[None]()
+
+    def keep(module: Any, *_: Any, cudagraphs: Any, **__: Any) -> Any:
+        asked.append(cudagraphs.value)
+        return module.forward
+
+    monkeypatch.setattr(generator, "compile_fx_inner", keep)
+    monkeypatch.setattr(torch.compiler, "cudagraph_mark_step_begin", lambda: begun.append(None))
+    mode, plain = FakeTensorMode(shape_env=ShapeEnv()), torch.ones(2, 3)
+    with mode:
+        like = mode.from_tensor(plain, static_shapes=not dynamic)
+        x = torch.ones(like.shape, device=device)
+        module = make_fx(lambda x: (torch.tanh(torch.exp(x) + 1),))(x)
+
+    with generator.config.patch({"triton.cudagraphs": True}):
+        compiler = generator.RegionCompiler()
+        compiled = [compiler(Region(module, (x,), fixed=(), kept=kept)) for _ in range(2)]
+        compiler.begin_step()
+
+    assert all(each is not None for each in compiled)
+    assert asked == ([True, True] if is_graph else [False])  # a graph has its own memory, so equal regions get two
+    assert len(begun) == is_graph
