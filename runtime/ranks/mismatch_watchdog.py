@@ -39,8 +39,6 @@ _TOGETHER = {
     "torch/distributed/utils.py": ("_verify_param_shape", "_sync_module_states"),  # DDP's constructor calls it
 }
 """File -> prefixes of its functions that return only after all ranks have called them."""
-_ANNOUNCEMENTS, _READ = "runtime/ranks/step_handshake.py", "_read"
-"""The function in which ranks wait in a handshake, which may be another model's."""
 _WAITS, _RAISES = "/waits", "/raises"
 """Suffixes of the store's keys for a rank that waits, and for one that raises."""
 
@@ -105,6 +103,14 @@ class MismatchWatchdog:
         _c10d_logger.addFilter(explain)  # torch logs a collective's error when it raises it
         weakref.finalize(self, _c10d_logger.removeFilter, explain)
 
+    def wait_for(self, work: Any, group: dist.ProcessGroup) -> None:
+        """Waits for the exchange of a handshake in a group. The watchdogs of this model and of others see the wait."""
+        self.waiting_since_s = time.monotonic()
+        try:
+            work.wait()
+        finally:
+            self.waiting_since_s = None
+
     def check(self, store: Any, name: str, answer: Callable[[str], PeerFailure]) -> None:
         """Records a long wait of this rank; or checks whether this rank is blocked in a collective that cannot
         complete.
@@ -127,8 +133,8 @@ class MismatchWatchdog:
         if frame is None or self._found is not None:
             return
         if self._find_stopped_rank(store, frame, _WAITS, self.announced + 1) is not None:
-            called = frame.f_code.co_name
-            what = "another model's call" if called == _READ else f"torch.distributed.{called}()"
+            waits = frame.f_code is _HANDSHAKE
+            what = "another model's call" if waits else f"torch.distributed.{frame.f_code.co_name}()"
             self._found = frame, answer(_ELSEWHERE.format(what, place_of_main_thread()))
         elif (other := self._find_stopped_rank(store, frame, _RAISES, self.announced)) is not None:
             self._found = frame, PeerFailure({other.rank: other.reason})
@@ -173,6 +179,10 @@ class MismatchWatchdog:
         return other if is_behind and other.announced == announced and other.rank != self._rank else None
 
 
+_HANDSHAKE = MismatchWatchdog.wait_for.__code__
+"""The function in which ranks wait in a handshake, which may be another model's."""
+
+
 def _collectives_begun(group: dist.ProcessGroup) -> int:
     """Returns the number of collectives that this rank has begun in a group; 0 if its back ends do not count them."""
     try:
@@ -188,7 +198,7 @@ def _find_collective(frames: Iterable[tuple[FrameType, int]]) -> FrameType | Non
         for there, names in _TOGETHER.items():  # inlined, because it runs a few times a second
             if file.endswith(there) and name.startswith(names):
                 return frame
-        if file.endswith(_ANNOUNCEMENTS) and name == _READ:
+        if frame.f_code is _HANDSHAKE:
             return frame
     return None
 
@@ -196,9 +206,6 @@ def _find_collective(frames: Iterable[tuple[FrameType, int]]) -> FrameType | Non
 def _group_of(frame: FrameType) -> dist.ProcessGroup:
     """Returns the process group of the collective that `frame` runs."""
     of = frame.f_locals
-    if frame.f_code.co_name == _READ:
-        found = of["self"].communicator.host_group()
-    else:
-        found = of.get("group") or of.get("process_group") or dist.group.WORLD
+    found = of.get("group") or of.get("process_group") or dist.group.WORLD
     assert isinstance(found, dist.ProcessGroup)
     return found

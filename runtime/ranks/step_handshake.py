@@ -10,7 +10,6 @@ Contract
 
 from __future__ import annotations
 
-import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -341,9 +340,8 @@ class StepHandshake:
         """Waits for an exchange started by `launch`. Returns the numbers of each rank."""
         _, everyone, work = launched
         try:
-            self._watchdog.waiting_since_s = time.monotonic()
             try:
-                work.wait()
+                self._watchdog.wait_for(work, self.communicator.host_group())
             except RuntimeError as error:
                 self.communicator.name_ranks(error, ANNOUNCEMENT)
                 raise
@@ -353,8 +351,6 @@ class StepHandshake:
             raise PeerFailure(
                 {self.communicator.rank: _CAUGHT_ALONE.format(self._given_up.removesuffix("."))}
             ) from error
-        finally:
-            self._watchdog.waiting_since_s = None
         found: list[list[int]] = everyone.tolist()
         return found
 

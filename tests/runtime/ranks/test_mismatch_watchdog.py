@@ -89,6 +89,20 @@ def test_a_first_call_of_one_rank_is_refused_on_all(ranks: int) -> None:
         torch.testing.assert_close(one, other)
 
 
+def _other_model(rank: int, world_size: int) -> None:
+    models = [embrace_fx.compile(Words(), strategy="alltoall") for _ in range(2)]
+    for model in models:
+        _step(_adam(model), model(ids_of(rank, 0)).square().mean())
+    models[rank](ids_of(rank, 1))
+
+
+def test_ranks_that_call_different_models_are_refused() -> None:
+    began_s = time.monotonic()
+    errors = run_ranks_expecting_errors(2, _other_model)
+    assert time.monotonic() - began_s < LIMIT_S
+    assert any("is in another model's call" in str(error) for error in errors)
+
+
 class Labelled(nn.Module):
     def __init__(self) -> None:
         super().__init__()
