@@ -1,14 +1,11 @@
-"""Fixtures and options of the whole suite."""
+"""Options of the whole suite. What a process that runs tests needs is in `tests.support.isolation`."""
 
 from __future__ import annotations
 
+import gc
 import os
 
 import pytest
-import torch
-from hypothesis import settings
-
-from tests.support import golden, ranks
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -21,18 +18,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     os.environ["EMBRACE_FX_CACHE"] = ""  # a test starts from nothing, its ranks too
-    golden.options.update = config.getoption("--update-golden")
-    # The same examples in every run, and no limit of time: a busy machine must not fail a property.
-    examples = 25 if "not long" in config.option.markexpr else 60
-    settings.register_profile("suite", max_examples=examples, deadline=None, derandomize=True)
-    settings.load_profile("suite")
-    torch.set_num_threads(1)  # the models are tiny, and the ranks of a test share the cores
-
-
-def pytest_sessionfinish() -> None:
-    ranks.close_pool()
-
-
-@pytest.fixture(autouse=True)
-def _independent_of_earlier_tests() -> None:
-    ranks.reset_torch_state()
+    if config.getoption("dist", "no") != "no":
+        return  # this process distributes tests over others: without torch, it starts them seconds earlier
+    gc.disable()  # until all is imported, of which nothing becomes garbage
+    config.pluginmanager.import_plugin("tests.support.isolation")

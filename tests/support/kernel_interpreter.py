@@ -35,7 +35,7 @@ def _put(tensor: Tensor) -> Tensor:
 
 def main(examples: int) -> dict[str, str]:
     torch.set_num_threads(1)
-    # The same examples in every run, as in `tests/conftest.py`.
+    # The same examples in every run, as in `tests.support.isolation`.
     settings.register_profile(
         "kernels",
         max_examples=examples,

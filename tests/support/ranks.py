@@ -47,13 +47,8 @@ PEER_GRACE_S = 1.0
 EXIT_S = 30.0
 """How long ranks may take to exit by themselves once their work is done."""
 
-PRELOAD = [
-    *("torch.distributed", "torch.distributed.tensor", "torch._dynamo", "torch.profiler"),
-    *("torch._inductor.sizevars", "torch._dynamo.backends.inductor", "torch.distributed.tensor.experimental"),
-    *("torch._dynamo.testing", "torch.export._trace", "sympy.combinatorics"),
-    *("embrace_fx.session.session", "embrace_fx.api", "pytest"),
-]
-"""Modules the fork server imports once for all ranks: those of a first capture, and of the modules of tests."""
+PRELOAD = ["tests.support.preloaded"]
+"""Modules the fork server imports once for all ranks."""
 
 
 class RankDied(Exception):
@@ -305,6 +300,7 @@ def _serve(connection: Connection) -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # the host's own name may resolve to nothing
     torch.set_num_threads(1)
     gc.freeze()  # what is imported stays: a collection need not look at it
+    gc.enable()
     while True:
         try:
             job = connection.recv_bytes()
