@@ -42,7 +42,9 @@ _LIBRARIES = tuple(
 )
 """Folders whose files are not user code."""
 
-_PATIENCE_S = 5.0
+PATIENCE_S = 5.0
+"""How long a check waits for a rank's status before it calls the rank dead."""
+
 _FAREWELL_S = 5.0
 _LISTEN_S = 0.25
 _POLL_S = 0.1
@@ -221,7 +223,7 @@ class LivenessCheck:
         progress = self._progress
         own = RankStatus(progress.launched, progress.launches, place_of_main_thread())
         self._store.set(self._signatures[self.rank], json.dumps(to_plain(own)))
-        self._poll(lambda: self._store.check(self._signatures) or self._store.check([self._verdict]), _PATIENCE_S)
+        self._poll(lambda: self._store.check(self._signatures) or self._store.check([self._verdict]), PATIENCE_S)
         if not self._store.check([self._verdict]):
             silent = [r for r, name in enumerate(self._signatures) if not self._store.check([name])]
             self._store.set(self._verdict, ",".join(map(str, silent)))

@@ -95,16 +95,16 @@ def test_logging_decides_what_is_shown(
 
 def test_stages_that_take_long_are_told_of(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(logging.getLogger(), "handlers", [])
-    monkeypatch.setattr(progress, "LINE_EVERY_S", 0.2)
+    monkeypatch.setattr(progress, "LINE_EVERY_S", 0.1)
     with progress.stage("planning"):
         for _ in range(3):  # each short, together long
             with progress.stage("probing links"):
-                time.sleep(0.15)
-            time.sleep(0.15)
+                time.sleep(0.08)
+            time.sleep(0.08)
     with progress.stage("placing"):
         pass
     with progress.stage("capturing", rank=1):
-        time.sleep(0.5)
+        time.sleep(0.25)
 
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) >= 2

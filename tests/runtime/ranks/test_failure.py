@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import embrace_fx
+from embrace_fx.runtime.ranks import failure
 from embrace_fx.runtime.ranks.failure import DeadRank, LaunchLog, LivenessCheck, PeerFailure, StuckRank
 from embrace_fx.runtime.tables import placement
 from tests.support.ranks import GROUP_TIMEOUT_S, RankDied, fresh_ranks
@@ -73,6 +74,7 @@ def _store(port: int, *, host: bool) -> Any:
 def _train_until_death(
     rank: int, world_size: int, victim: int, die: Callable[[nn.Module, tuple[Tensor, Tensor]], None], port: int | None
 ) -> None:
+    failure.PATIENCE_S = 2.0
     hosts = port is None and rank == 0
     store = _store(port or 0, host=hosts) if port is not None or hosts else None
     ports = [store.port if store is not None else 0]
@@ -143,8 +145,8 @@ def test_the_verdict_outlives_the_process_that_hosts_the_store() -> None:
 
 
 def test_a_peer_failure_reports_every_rank_that_failed() -> None:
-    failure = PeerFailure({2: "expected a, found b.", 0: "expected c, found d"})
-    assert str(failure) == (
+    error = PeerFailure({2: "expected a, found b.", 0: "expected c, found d"})
+    assert str(error) == (
         "rank 0: expected c, found d; rank 2: expected a, found b. Nothing of this step was applied, on any rank."
     )
 

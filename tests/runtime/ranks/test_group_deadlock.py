@@ -48,7 +48,7 @@ def _one_after_the_other(rank: int, world_size: int) -> tuple[int, ...]:
     """Rank 1 comes to the pair of 0 and 1 only once it has been in that of all, and rank 2 is late there."""
     pair = dist.new_group([0, 1])
     if rank == 2:
-        time.sleep(1.2)
+        time.sleep(0.7)  # longer than the first look
     first = _ranks_of(embrace_fx.compile(_model()))
     return (first, _ranks_of(embrace_fx.compile(_model(), process_group=pair))) if rank < 2 else (first,)
 
@@ -61,7 +61,7 @@ def _waits_elsewhere_first(rank: int, world_size: int) -> tuple[int, ...]:
     """Rank 0 waits for 1, who waits for 2 in another group, which is late: nobody waits for each other."""
     pairs = [dist.new_group(ranks) for ranks in ([0, 1], [1, 2])]
     if rank == 2:
-        time.sleep(1.2)
+        time.sleep(0.7)  # longer than the first look
     store = dist.distributed_c10d._get_default_store()
     met_in = []
     for pair in reversed(pairs):

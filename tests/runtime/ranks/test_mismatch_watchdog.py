@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import embrace_fx
+from embrace_fx.runtime.ranks import failure
 from embrace_fx.runtime.ranks.failure import PeerFailure
 from tests.support.ranks import run_ranks, run_ranks_expecting_errors
 from tests.support.scenarios.schemes import Words, ids_of
@@ -114,6 +115,7 @@ class Labelled(nn.Module):
 
 def _catches_alone(rank: int, world_size: int, bad_ids: int, bad_labels: int) -> None:
     """Rank 0 catches the error of its batch, and runs a small one instead."""
+    failure.PATIENCE_S = 1.0  # for the rank that ends
     model = embrace_fx.compile(Labelled(), strategy="alltoall")
     optimizer = _adam(model)
     for k in range(4):
