@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import sys
 
 import pytest
 
@@ -17,6 +18,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    # Each module is compiled once, not by every process of every run, whatever the environment says.
+    sys.dont_write_bytecode = False
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     os.environ["EMBRACE_FX_CACHE"] = ""  # a test starts from nothing, its ranks too
     if config.getoption("dist", "no") != "no":
         return  # this process distributes tests over others: without torch, it starts them seconds earlier
