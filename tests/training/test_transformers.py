@@ -1,4 +1,4 @@
-"""Models of the `transformers` library, built from tiny configurations, train as in the single-process reference.
+"""Models of the `transformers` library, built from tiny configurations, train as under DistributedDataParallel.
 
 They bring what no model of ours does: batches that are dicts, results that are objects with a `.loss`, caches of keys
 and values among the results, masks made of sizes, log messages in the forward. Lengths differ between steps and ranks.
@@ -14,56 +14,50 @@ import transformers
 
 import embrace_fx
 from embrace_fx.integrations.accelerate import EmbraceAccelerator
-from tests.support.hugging_face import LONG, TRAININGS
-from tests.support.inside import entries_of, session_of
-from tests.support.published_models import check
+from tests.support.beside import Case, check
+from tests.support.hugging_face import TRAININGS
+from tests.support.inside import captures_of, entries_of, session_of
 
-T5_BIASES = {f"{part}.block.0.layer.0.SelfAttention.relative_attention_bias.weight" for part in ("encoder", "decoder")}
-"""Tables too, of a row per distance; what they are looked up with follows from the sizes."""
-SHARDED_IN_LONG = {
-    "bert, large table": {f"bert.embeddings.{of}_embeddings.weight" for of in ("word", "position", "token_type")},
+BERT = {f"bert.embeddings.{of}_embeddings.weight" for of in ("word", "position", "token_type")}
+SHARDED = {
+    "bert": BERT,
+    "bert, large table": BERT,
+    "gpt2": {"transformer.wpe.weight"},  # and no tied table
     "gpt2, large untied tables": {"transformer.wte.weight", "transformer.wpe.weight"},
     "gpt2 without cache": {"transformer.wpe.weight"},
-    "t5": T5_BIASES,
+    # Biases are tables, too, of a row per distance; what they are looked up with follows from the sizes.
+    "t5": {f"{part}.block.0.layer.0.SelfAttention.relative_attention_bias.weight" for part in ("encoder", "decoder")},
     "marian": {"model.encoder.embed_tokens.weight", "model.decoder.embed_tokens.weight"},
     "bart": {f"model.{part}.embed_{of}.weight" for part in ("encoder", "decoder") for of in ("tokens", "positions")},
 }
 
 
-@pytest.mark.long
-def test_bert_answers_questions() -> None:
-    trained = check(TRAININGS["bert"])
-    tables = ("word_embeddings", "position_embeddings", "token_type_embeddings")
-    assert trained.sharded == {f"bert.embeddings.{table}.weight" for table in tables}
-    assert trained.captures == 2  # the first length, and all others
-    assert trained.result == ("QuestionAnsweringModelOutput", ("loss", "start_logits", "end_logits"))
+def _case(name: str) -> Case:
+    training = TRAININGS[name]
+
+    def train(model: Any, rank: int) -> list[Any]:
+        optimizer, found = training.optimizer(model.parameters()), []
+        for step in range(training.steps):
+            result = model(**training.batch(step, rank))
+            result.loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            found += [result.loss.detach(), type(result).__name__, *result.keys()]
+        if isinstance(model, embrace_fx.CompiledModel):
+            assert {each.parameter for each in model.plan if each.strategy == "alltoall"} == SHARDED[name]
+            assert captures_of(model) == 2  # the first length, and all others
+        return found
+
+    return training.make_model, train
+
+
+CASES = {name: _case(name) for name in TRAININGS}
 
 
 @pytest.mark.long
-def test_gpt2_keeps_its_tied_table_data_parallel() -> None:
-    trained = check(TRAININGS["gpt2"])
-    assert trained.sharded == {"transformer.wpe.weight"}
-    assert "dense" in trained.plan["transformer.wte.weight"].reason
-    assert trained.captures == 2
-    name, (*keys, cache) = trained.result
-    assert (name, keys) == ("CausalLMOutputWithCrossAttentions", ["loss", "logits"])
-    assert cache in ("past_key_values", "cache")  # the latter since transformers 5.24
-
-
-@pytest.mark.long
-def test_t5_keeps_its_tied_table_data_parallel() -> None:
-    trained = check(TRAININGS["t5"])
-    assert trained.sharded == T5_BIASES
-    assert "dense" in trained.plan["shared.weight"].reason
-    assert trained.captures == 2
-    assert trained.result == ("Seq2SeqLMOutput", ("loss", "logits", "encoder_last_hidden_state"))
-
-
-@pytest.mark.long
-def test_marian_translates_with_untied_tables() -> None:
-    trained = check(TRAININGS["marian"])
-    assert trained.sharded == {"model.encoder.embed_tokens.weight", "model.decoder.embed_tokens.weight"}
-    assert trained.captures == 2
+@pytest.mark.parametrize("name", TRAININGS)
+def test_published_models_end_where_ddp_does(name: str) -> None:
+    check(__name__, name, rtol=1e-9, strategy="alltoall")
 
 
 @pytest.mark.long
@@ -117,14 +111,6 @@ def _assert_same_cache(found: Any, expected: Any) -> None:
         assert expected_layer.keys is not None
         assert found_layer.keys.dtype == expected_layer.keys.dtype
         torch.testing.assert_close(found_layer.keys, expected_layer.keys, rtol=1e-9, atol=1e-12)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("name", LONG)
-def test_further_models_match_the_reference(name: str) -> None:
-    trained = check(LONG[name])
-    assert trained.sharded == SHARDED_IN_LONG.get(name, set())
-    assert trained.captures == 2
 
 
 def test_a_trainer_smooths_shifted_labels_as_of_the_plain_model() -> None:
