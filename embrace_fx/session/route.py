@@ -43,11 +43,13 @@ def runs_as_written(context: Context, programs: Programs, leaves: Sequence[Any])
     Args:
         leaves: the arguments of the first training call, flattened.
     """
-    if (hook := context.communicator.comm_hook) is not None and context.communicator.world_size > 1:
-        return f"the communication hook {hook.name} reduces whole gradients"
-    if context.communicator.world_size == 1 or _requires_graph(context):
-        return ""
     communicator, model = context.communicator, context.model
+    if communicator.world_size == 1:
+        return ""
+    if communicator.comm_hook is not None:
+        return f"the communication hook {communicator.comm_hook.name} reduces whole gradients"
+    if _requires_graph(context):
+        return ""
     agree_on_first_call(communicator, context.activity(train=True), None)
     ids = possible_ids(leaves)
     tables, heads = possible_tables(model), possible_heads(model)

@@ -120,7 +120,7 @@ class Session:
     def shards(self) -> tuple[str, ...]:
         """The model's sharded tables by name."""
         plan = self.programs.plan
-        return () if plan is None or self.communicator.world_size == 1 else plan.sharded
+        return () if plan is None else plan.divided
 
     @property
     def is_training(self) -> bool:

@@ -80,7 +80,7 @@ class Views:
         found = {
             "sent_bytes_predicted": float(plan.sent_bytes_per_step),
             "sent_bytes_ddp": float(sum(d.ddp_bytes_per_step for d in plan)),
-            "tables_sharded": float(len(plan.sharded)) if plan.world_size > 1 else 0.0,
+            "tables_sharded": float(len(plan.divided)),
         }
         if steps:
             parts, sent_bytes = steps[-1]

@@ -27,11 +27,11 @@ def whole_tables(context: Context, programs: Programs) -> Iterator[None]:
     """
     programs.apply_pending()
     plan = programs.plan
-    if plan is None or not plan.sharded or context.communicator.world_size == 1:
+    if plan is None or not plan.divided:
         yield
         return
-    _check_can_gather(context, plan.sharded)
-    programs.use_plan(fit_plan(plan, [PlanViolation((), plan.sharded)], _WHOLE), "whole()")
+    _check_can_gather(context, plan.divided)
+    programs.use_plan(fit_plan(plan, [PlanViolation((), plan.divided)], _WHOLE), "whole()")
     try:
         yield
     finally:

@@ -198,6 +198,11 @@ class Plan:
         return tuple(d.parameter for d in self.decisions if d.strategy in SHARDED)
 
     @property
+    def divided(self) -> tuple[str, ...]:
+        """Returns the tables of which each rank has only a part: the sharded ones, if there are several ranks."""
+        return self.sharded if self.world_size > 1 else ()
+
+    @property
     def heads(self) -> dict[str, HeadPlan]:
         """Maps each sharded table that an output layer reads to that layer's exchanges, which stay within a step."""
         return {d.parameter: d.head or HeadPlan() for d in self.decisions if d.strategy == "vocabulary"}

@@ -295,7 +295,7 @@ def _choose_for_table(
         cheaper = blocker is None and (faster or allreduce.blocker is not None)
     best = _worthwhile_sparse_exchange(pricing, priced) or ("alltoall" if cheaper else "allreduce")
     in_use = pricing.in_use[fact.name].strategy if fact.name in pricing.in_use else best
-    may_travel = what if pricing.world_size > 1 and blocker is None and sharded.grid is None else ""
+    may_travel = what if blocker is None and sharded.grid is None else ""
     if best != in_use and not _worth_a_change(priced[in_use], priced[best]):
         against = f"{in_use} is in use, {best} not clearly faster"
         may_travel = may_travel if in_use == "allreduce" else ""
@@ -303,7 +303,7 @@ def _choose_for_table(
     if best in EXCHANGES:
         return _Choice(priced[best], f"{blocker}; {read}" if blocker else read, priced)
     if best == "alltoall":
-        near = pricing.world_size > 1 and sharded.added_ms > allreduce.added_ms
+        near = sharded.added_ms > allreduce.added_ms
         return _Choice(sharded, f"not clearly faster whole; {what}" if near else what, priced)
     reason = blocker or _whole_because(pricing, sharded, allreduce, what)
     return _Choice(allreduce, reason, priced, "", may_travel, share < DENSELY)
@@ -359,7 +359,7 @@ def _whole_because(pricing: Pricing, sharded: PricedStrategy, allreduce: PricedS
 
 
 def _depends_on_rows(pricing: Pricing, table: TableSpec, fact: ParameterFacts) -> bool:
-    """Returns whether the best strategy, alone or in a row space, depends on the number of rows read."""
+    """Returns whether the best strategy of a table, also within a row space, depends on the number of rows read."""
     anywhere = replace(pricing, findings=replace(pricing.findings, sparsity={}), in_use={})
     rows = {ceil(table.num_rows * share) for share in SHARES}
     choices = [_choose_for_table(anywhere, table, fact, (each,) * pricing.world_size, "auto") for each in rows]
@@ -380,7 +380,7 @@ def _worthwhile_sparse_exchange(pricing: Pricing, priced: Mapping[str, PricedStr
     """
     most = priced["allreduce"].exchange.sent_bytes if priced["allreduce"].blocker is None else inf
     fewer = {name: each for name, each in priced.items() if each.exchange.sent_bytes < most}
-    if pricing.world_size == 1 or (cheapest := _cheapest_exchange(fewer)) is None:
+    if (cheapest := _cheapest_exchange(fewer)) is None:
         return None
     others = [p for p in priced.values() if p.strategy not in EXCHANGES and p.blocker is None]
     limits_ms = (each.sharing_ms * (CLEARLY if each.strategy == "alltoall" else 1.0) for each in others)

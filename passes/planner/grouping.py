@@ -22,7 +22,7 @@ from embrace_fx.passes.planner.step_cost import one_way_bytes
 from embrace_fx.vocabulary.graph import TableSpec, TableUse, TrainingGraph, gradients_of, parameters_of
 from embrace_fx.vocabulary.plan import EXCHANGES, Plan
 from embrace_fx.vocabulary.row_space import SPACE_BYTES, RowSpace
-from embrace_fx.vocabulary.schedule import INTO_FORWARD, LOOKS_AHEAD, Cuts
+from embrace_fx.vocabulary.schedule import INTO_FORWARD, Cuts
 
 
 def with_buckets(plan: Plan, graph: TrainingGraph) -> Plan:
@@ -162,20 +162,18 @@ class _GraphOrder:
 
 
 def cut_communication(plan: Plan, parameter: Callable[[str], Tensor]) -> Cuts:
-    """Chooses the chunks of each bucket and the number of pieces of each table's delayed gradients. A single process
-    has none.
+    """Chooses the chunks of each bucket and the number of pieces of each table's delayed gradients.
 
     Pieces are sized as if all of the first batch's rows were delayed.
 
     Args:
         parameter: returns a parameter by its name.
     """
-    if plan.world_size == 1:
-        return Cuts((), ())
     chunks = tuple(tuple(_chunk_sizes(plan, bucket, [*map(parameter, bucket)])) for bucket in plan.buckets)
+    if not plan.looks_ahead:
+        return Cuts(chunks, ())
     piece_bytes = cost.chunk_bytes(plan.links, plan.world_size, "all_to_all") * (plan.world_size - 1)
-    exchanged = plan.overlapped.items() if plan.schedule_name in LOOKS_AHEAD else ()
-    own = {name: one_way_bytes(plan, tables) * plan.world_size for name, tables in exchanged}
+    own = {name: one_way_bytes(plan, tables) * plan.world_size for name, tables in plan.overlapped.items()}
     return Cuts(chunks, tuple((name, max(1, round(nbytes / piece_bytes))) for name, nbytes in own.items()))
 
 

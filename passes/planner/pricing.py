@@ -205,7 +205,7 @@ class Pricing:
         self, table: TableSpec, fact: ParameterFacts, rows: tuple[int, ...], wanted: str | Grid = "auto"
     ) -> dict[str, PricedStrategy]:
         """Returns the price of each strategy for a table: its candidates, the requested strategy and the one in use."""
-        upkeep = upkeep_of_replicas(table, rows, self.world_size)
+        upkeep = upkeep_of_replicas(table, rows)
         used = self.in_use[fact.name].strategy if fact.name in self.in_use else wanted
         weighed = [each for each in ("allreduce", *EXCHANGES) if each in (*CANDIDATES, wanted, used)]
         sparsity = self._sparsity_of(table, fact, rows)
@@ -243,7 +243,7 @@ class Pricing:
         both_ways, (of_head, head, hidden_ms) = cost.Exchange(0, 0), self._position_exchanges(fact)
         exchanges = HEAD_EXCHANGES + CHUNK_EXCHANGES * head.chunks
         work = sweep_work(fact.nbytes, self.world_size) + cost.Work(rounds=ROUNDS * exchanges)
-        if table is not None and self.world_size > 1:
+        if table is not None:
             wire = Wire(exchange_dtype(self.findings.graph, table).itemsize)
             local = self.findings.local_rows.get(fact.name, {}).get(grid.rows)
             both_ways = shard_exchange(table, rows, wire, self.world_size, grid, local, "none")
@@ -401,7 +401,7 @@ class Pricing:
 
     def _price_norms(self, table: TableSpec, fact: ParameterFacts, rows: tuple[int, ...]) -> cost.Exchange:
         """Prices the AllReduce of one number per row read, which row-wise optimizers need."""
-        if not fact.adds_up_norms or not rows or self.world_size == 1:
+        if not fact.adds_up_norms or not rows:
             return cost.Exchange(0, 0)
         found = self.findings.sparsity.get(table.parameter)
         together = sum(rows) if found is None else round(found.union)
@@ -484,8 +484,8 @@ def _all_rows(fact: ParameterFacts, world_size: int) -> Sparsity:
     return independent_ranks(num_rows, prod(fact.shape[1:]), fact.itemsize, (num_rows,) * world_size)
 
 
-def upkeep_of_replicas(table: TableSpec, rows_by_rank: tuple[int, ...], world_size: int) -> cost.Exchange:
+def upkeep_of_replicas(table: TableSpec, rows_by_rank: tuple[int, ...]) -> cost.Exchange:
     """Returns what a rank sends per step, besides the gradient, to keep the replicas of a table equal."""
-    if world_size == 1 or not rows_by_rank or not table.max_norm:
+    if not rows_by_rank or not table.max_norm:
         return cost.Exchange(0, 0)
     return cost.gather_ids(rows_by_rank, table.num_rows)  # `ShardTables.renormed`

@@ -135,7 +135,7 @@ class GradientStep(Step):
             program.deliver(roles, outputs, program.used.absent(counts), absent_here, ())
             program.flow.mark_end()
         self._results = []  # which have been checked, and may be large
-        if program.deliver.synchronised and self._of_results and program.communicator.world_size > 1:
+        if self._of_results and not program.deliver.own:
             self._reduced.update(gradients)
 
     def _nonfinite_is_harmless(self, tangents: Sequence[Tensor | None]) -> bool:

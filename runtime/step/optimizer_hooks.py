@@ -236,7 +236,7 @@ class OptimizerHooks:
                 if (table := by_id.get(id(parameter))) is not None:
                     held.append(table)
                     gradient = parameter.grad
-                    if type(gradient) is TableShard and gradient.held.unreduced and not table.layout.is_alone:
+                    if type(gradient) is TableShard and gradient.held.unreduced:
                         names.append(table.name)
         if names:
             raise RuntimeError(

@@ -68,7 +68,7 @@ def _reduce_part(
     if local.dim() != len(axes):  # a 0-dim view of an element on another rank, or a flat view
         axes_of = [len(axis.own) for axis in axes]
         local = local.reshape(axes_of) if local.numel() == torch.Size(axes_of).numel() else local
-    if not part.spread.is_alone and (layout.chosen or any(axes[dim].of for dim in dims)):
+    if layout.chosen or any(axes[dim].of for dim in dims):
         own = _reduce_over_ranks(part, local, dims, of_part, reduce_op, _op_text(func))
     else:
         own, result = of_part(local, dims), without_axes(layout, dims, keep=asked.keep)

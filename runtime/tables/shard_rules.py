@@ -82,7 +82,7 @@ def _run_rule(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], parts: S
     """Runs an op on parts by its rule, or raises if there is none."""
     first = parts[0]
     is_alone = first.spread.is_alone
-    summed = not is_alone and True in [part.held.unreduced for part in parts]
+    summed = True in [part.held.unreduced for part in parts]
     # A `_foreach_` op follows the rule of its single-tensor op.
     if summed and func not in _OF_SUMS and not func._schema.name.startswith("aten::_foreach_"):
         raise first.not_reduced(func._schema.name)

@@ -109,7 +109,7 @@ class TableShard(Tensor):
     @torch.no_grad()
     def full_tensor(self) -> Tensor:
         """Returns the whole tensor on every rank. Collective, like DTensor's method."""
-        if self.held.unreduced and not self.spread.is_alone:
+        if self.held.unreduced:
             raise self.not_reduced("full_tensor()")
         return self.spread.whole(self.held.dense())
 
