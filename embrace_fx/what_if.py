@@ -37,7 +37,7 @@ from embrace_fx.planning.findings import (
 )
 from embrace_fx.planning.scheduling import decide_order, rows_beyond_memory
 from embrace_fx.planning.tiering import add_working_sets
-from embrace_fx.runtime.ranks.communicator import Communicator
+from embrace_fx.runtime.ranks.communicator import SingleProcess
 from embrace_fx.runtime.ranks.step_handshake import StepHandshake
 from embrace_fx.runtime.step.optimizer_hooks import OptimizerHooks
 from embrace_fx.runtime.tables.model_state import ModelState
@@ -113,7 +113,7 @@ class Forecast(Plan):
         return DrawnSchedule.from_schedule(schedule, lambda: compute_facts(self, schedule))
 
 
-class _SingleCommunicator(Communicator):
+class _SingleCommunicator(SingleProcess):
     """A communicator that acts as rank 0 of ranks that do not exist."""
 
     def __init__(self, world_size: int) -> None:

@@ -24,7 +24,7 @@ from embrace_fx.runtime.kernels import column_widths
 from embrace_fx.runtime.kernels.rounding import Pieces, decode_into, wire_elements
 from embrace_fx.runtime.ranks.backends import setup_collectives
 from embrace_fx.runtime.ranks.gathering import gather_single
-from embrace_fx.runtime.ranks.groups import CLASSES, LANE_GROUPS, Groups
+from embrace_fx.runtime.ranks.groups import CLASSES, LANE_GROUPS, Groups, T
 from embrace_fx.runtime.ranks.messages import send_parts
 from embrace_fx.runtime.ranks.wire_rounding import Rounding
 from embrace_fx.runtime.ranks.worker import FutureWork
@@ -92,7 +92,7 @@ def counts_as_lists(counts: Tensor) -> Counts:
 class Communicator(Groups):
     """Issues this rank's collectives.
 
-    Without torch.distributed, or in a group of one, launches return their own data.
+    Without torch.distributed, or in a group of one, a communicator is a `SingleProcess`.
 
     Attributes:
         gradient_dtype: the dtype of gradients on the wire, set by the user's hook; None keeps their own.
@@ -106,6 +106,11 @@ class Communicator(Groups):
     gradient_dtype: torch.dtype | None = None
     comm_hook: Any = None
     in_turn: InTurn | None = None
+
+    def __new__(cls, group: dist.ProcessGroup | None, rounding: Rounding | None = None) -> Communicator:
+        """Creates a `SingleProcess` unless there are several ranks."""
+        is_alone = cls is Communicator and (group is None or dist.get_world_size(group) == 1)
+        return super().__new__(SingleProcess if is_alone else cls)
 
     def __init__(self, group: dist.ProcessGroup | None, rounding: Rounding | None = None) -> None:
         super().__init__(group)
@@ -125,7 +130,7 @@ class Communicator(Groups):
     def broadcast(self, tensors: Sequence[Tensor], source: int = 0) -> None:
         """Broadcasts tensors from one rank, in place."""
         self.check_open()
-        if self.world_size == 1 or not tensors:
+        if not tensors:
             return
         assert self.group is not None
         of_job = dist.get_global_rank(self.group, source)
@@ -141,10 +146,9 @@ class Communicator(Groups):
     def reduce_scalar(self, value: Tensor, reduce_op: dist.ReduceOp.RedOpType) -> Tensor:
         """Computes the sum or maximum of a small tensor over ranks, by element."""
         self.check_open()
-        if self.world_size > 1:
-            group, backend = self._sending_group("dense", value)
-            with self.watching(), self._launch_in_order(value, backend) or nullcontext():
-                dist.all_reduce(value, reduce_op, group=group)
+        group, backend = self._sending_group("dense", value)
+        with self.watching(), self._launch_in_order(value, backend) or nullcontext():
+            dist.all_reduce(value, reduce_op, group=group)
         return value
 
     def reduce_for_read(self, value: Tensor, reduce_op: dist.ReduceOp.RedOpType, what: str) -> Tensor:
@@ -204,8 +208,6 @@ class Communicator(Groups):
 
     def gather_equal(self, own: Tensor, group: str) -> InFlight:
         """Launches a gather of the same number of elements (n,) from every rank: (N, n)."""
-        if self.world_size == 1:
-            return InFlight(own.view(1, -1), None)
         packed = own.new_empty((self.world_size, own.numel()))
 
         def gather(carrier: dist.ProcessGroup, _: str, to: Tensor, sent: Tensor) -> Any:
@@ -218,8 +220,6 @@ class Communicator(Groups):
 
     def gather_unequal(self, own: Tensor, sizes: list[int], group: str) -> InFlight:
         """Launches a gather of flat tensors. `sizes`, known on the host, are their sizes by rank."""
-        if self.world_size == 1:
-            return InFlight(own, None)
 
         def exchange(carrier: dist.ProcessGroup, _: str, to: Tensor, sent: Tensor) -> Any:
             """Launches a gather of tensors of different sizes."""
@@ -237,8 +237,6 @@ class Communicator(Groups):
 
     def send_rows(self, columns: Tensor, counts: Counts, embedding_dim: int, group: str) -> InFlight:
         """Launches `all_to_all_rows` with counts on the host."""
-        if self.world_size == 1:
-            return InFlight(columns.view(-1), None)
         of_owners, of_readers = self._piece_shapes(counts, embedding_dim)
         return self._send_pieces(columns.view(-1), of_readers, of_owners, self.rounding.encode_rows, group)
 
@@ -257,8 +255,6 @@ class Communicator(Groups):
 
     def send_gradients(self, flat: Tensor, counts: Counts, embedding_dim: int, group: str) -> InFlight:
         """Launches `all_to_all_gradients` with counts on the host."""
-        if self.world_size == 1:
-            return InFlight(flat, None)
         of_owners, of_readers = self._piece_shapes(counts, embedding_dim)
         # `round_rows` has already rounded them, if they are rounded.
         return self._send_pieces(flat, of_owners, of_readers, self.rounding.encode, group, narrows=True)
@@ -382,3 +378,52 @@ class Communicator(Groups):
             "_c10d_functional::all_reduce_": self.all_reduce_,
             "_c10d_functional::wait_tensor": self.wait,
         }
+
+
+class SingleProcess(Communicator):
+    """The communicator of a single process: exchanges return its own data, until it joins other ranks."""
+
+    def join(self, group: dist.ProcessGroup) -> None:
+        """Makes this process, which has launched nothing yet, one of the ranks of a group. Collective."""
+        if dist.get_world_size(group) == 1:
+            self.group = group
+            return
+        self.__class__ = Communicator  # type: ignore[assignment]
+        self.join(group)
+
+    def broadcast(self, tensors: Sequence[Tensor], source: int = 0) -> None:
+        """Leaves the tensors as they are."""
+        self.check_open()
+
+    def reduce_scalar(self, value: Tensor, reduce_op: dist.ReduceOp.RedOpType) -> Tensor:
+        """Returns the tensor as it is."""
+        self.check_open()
+        return value
+
+    def gather(self, value: T, kind: Any) -> list[T]:
+        """Returns the value."""
+        self.check_open()
+        return [value]
+
+    def gather_equal(self, own: Tensor, group: str) -> InFlight:
+        """Returns the elements (n,) as (1, n)."""
+        return InFlight(own.view(1, -1), None)
+
+    def gather_unequal(self, own: Tensor, sizes: list[int], group: str) -> InFlight:
+        """Returns the tensor."""
+        return InFlight(own, None)
+
+    def send_rows(self, columns: Tensor, counts: Counts, embedding_dim: int, group: str) -> InFlight:
+        """Returns the rows, flat."""
+        return InFlight(columns.view(-1), None)
+
+    def send_gradients(self, flat: Tensor, counts: Counts, embedding_dim: int, group: str) -> InFlight:
+        """Returns the gradients."""
+        return InFlight(flat, None)
+
+    def all_reduce_(self, flat: Tensor, reduce_op: str, group: str) -> InFlight:
+        """Returns the tensor."""
+        return InFlight(flat, None)
+
+    def connect(self, device: torch.device) -> None:
+        """Does nothing, as nothing is connected."""

@@ -64,8 +64,6 @@ _FAREWELL_S = 5.0
 class Groups:
     """The process groups of the ranks that train together.
 
-    Without torch.distributed, or in a group of one, there are none.
-
     Args:
         group: the ranks that train together, or None for a single process, which may `join` a group later.
 
@@ -94,21 +92,20 @@ class Groups:
             self.join(group)
 
     def join(self, group: dist.ProcessGroup) -> None:
-        """Makes a single process, which has launched nothing yet, one of the ranks of a group. Collective."""
+        """Creates the groups of these ranks. Collective."""
         self.group = group
         self.world_size, self.rank = dist.get_world_size(group), dist.get_rank(group)
-        if self.world_size > 1:
-            store = dist.distributed_c10d._get_default_store()
-            restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-            name = f"joining/{restarts}/{dist.distributed_c10d._world.group_count}"
-            joining = LivenessCheck(store, name, self.rank, self.world_size, self.progress)
-            try:
-                with check_group_deadlock(store, group), NamesFailedRanks(joining):
-                    attempt = self._create_groups(group)
-            finally:
-                joining.close()
-            name = f"{self._groups['ids'].group_name}/{attempt}"
-            self._liveness = LivenessCheck(store, name, self.rank, self.world_size, self.progress)
+        store = dist.distributed_c10d._get_default_store()
+        restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        name = f"joining/{restarts}/{dist.distributed_c10d._world.group_count}"
+        joining = LivenessCheck(store, name, self.rank, self.world_size, self.progress)
+        try:
+            with check_group_deadlock(store, group), NamesFailedRanks(joining):
+                attempt = self._create_groups(group)
+        finally:
+            joining.close()
+        name = f"{self._groups['ids'].group_name}/{attempt}"
+        self._liveness = LivenessCheck(store, name, self.rank, self.world_size, self.progress)
         self._end = weakref.finalize(self, end_groups, self._liveness, self._made)
 
     def _create_groups(self, group: dist.ProcessGroup) -> str:
@@ -157,7 +154,7 @@ class Groups:
             raise fork_error()
 
     def open_lanes(self, device: torch.device = CPU, lanes: Collection[Lane] = CLASS_LANES) -> None:
-        """Creates the groups of the launcher. Only one thread launches on a group. Collective.
+        """Creates the groups of the launcher. Only one thread launches on a group. Collective; requires several ranks.
 
         With gloo, each class has its own group. With NCCL, urgent classes share one group and all others another,
         because launches run one after the other in the launcher's order.
@@ -166,8 +163,6 @@ class Groups:
             device: of the tensors to send.
             lanes: the classes with launches.
         """
-        if self.world_size == 1:
-            return
         if self.world_size < dist.get_world_size():
             self._check_group_counts()
         for lane, name in zip(CLASS_LANES, LANE_GROUPS, strict=True):
@@ -184,11 +179,11 @@ class Groups:
 
     def channels(self, device: torch.device) -> Mapping[Lane, str]:
         """Maps each class to the channel of its launches. Launches of a channel have the same order on all ranks."""
-        return _OF_NCCL if self.world_size > 1 and self.uses_nccl(device) else LANE_GROUP
+        return _OF_NCCL if self.uses_nccl(device) else LANE_GROUP
 
     def connect(self, device: torch.device) -> None:
         """Connects the main group before its first use, if it is NCCL's. Collective."""
-        if self.world_size > 1 and not self._connected and self.uses_nccl(device):
+        if not self._connected and self.uses_nccl(device):
             self._connected = True
             self._connect(CLASSES[0], device)
 
@@ -357,8 +352,6 @@ class Groups:
             RuntimeError: a rank sends more than `MOST_BYTES`, raised on every rank; or a value of another type arrived.
         """
         self.check_open()
-        if self.world_size == 1:
-            return [value]
         own = torch.frombuffer(bytearray(json.dumps(to_plain(value)).encode()), dtype=torch.uint8)
         sizes = torch.empty(self.world_size, dtype=torch.int64, device="cpu")
         with self.watching():

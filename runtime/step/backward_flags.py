@@ -113,7 +113,6 @@ def _exchange_flags_on_device(
         flags = streams.to_device(torch.tensor([*own, *used], device="cpu"))
         values = torch.stack(list(scalars))
         torch.sum((values - values).ne(0), dim=0, out=flags[rank])  # inf - inf and nan - nan are nan
-        if size > 1:
-            communicator.wait(communicator.all_reduce_(flags, "sum", "ids"))
+        communicator.wait(communicator.all_reduce_(flags, "sum", "ids"))
         copy, done = streams.to_host(flags), streams.record("backward flags done")
     return lambda: streams.read(done, copy)
