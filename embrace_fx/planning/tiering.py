@@ -169,7 +169,7 @@ def _check_supported(context: Context, name: str, plan: Plan) -> None:
             f"table_memory: {name} is not sharded by columns but {how}. Pass strategy={{{name!r}: 'alltoall'}}, or "
             "leave it out of table_memory."
         )
-    device = parameter.device if parameter.device.type != "meta" else context.device
+    device = _device_of(context, name)
     if device.type not in ("cpu", "cuda"):
         raise ValueError(
             f"table_memory: {name} is on {device}, which is neither the CPU nor a CUDA device. Leave it out of "
@@ -212,7 +212,7 @@ def lazily_initialized(context: Context, name: str) -> nn.Embedding | nn.Embeddi
     Returns None if the table has values, or its module has its own `reset_parameters`.
     """
     parameter = context.state.parameter(name)
-    if parameter.device.type != "meta":
+    if not parameter.is_meta:
         return None
     for module in context.model.modules():
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module._parameters.get("weight") is parameter:
@@ -248,8 +248,8 @@ def open_working_sets(context: Context, plan: Plan, beyond: Mapping[str, Tier]) 
 
 def _device_of(context: Context, name: str) -> torch.device:
     """Returns the device of a parameter, or the session's if the parameter is on meta."""
-    device = context.state.parameter(name).device
-    return device if device.type != "meta" else context.device
+    parameter = context.state.parameter(name)
+    return context.device if parameter.is_meta else parameter.device
 
 
 def _first_values(context: Context, name: str, decision: Decision) -> FirstValues:

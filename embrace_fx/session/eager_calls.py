@@ -98,7 +98,7 @@ class EagerCalls:
         """Runs a forward without gradients before there is a plan, when no table is sharded yet. Collective."""
         context, model = self._context, self._context.model
         agree_on_first_call(context.communicator, EVALUATING, None)
-        if any(parameter.device.type == "meta" for parameter in model.parameters()):
+        if any(parameter.is_meta for parameter in model.parameters()):
             raise RuntimeError(
                 "The model is on the meta device and has no values yet. Call it once with gradients enabled before "
                 "the first evaluation: its tables are placed with the first training batch."

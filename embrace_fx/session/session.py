@@ -96,7 +96,7 @@ class Session:
         layers = [module for module in self.model.modules() if isinstance(module, nn.Embedding | nn.EmbeddingBag)]
         later = {id(parameter) for layer in layers for parameter in layer.parameters()}
         named = (*self.model.named_parameters(), *self.model.named_buffers())
-        apart = {name for name, each in named if id(each) in later or each.device.type == "meta"}
+        apart = {name for name, each in named if id(each) in later or each.is_meta}
         apart |= ignored_names(self.model)
         broadcast_state(self.model, apart, self.communicator, buffers=self.options.broadcast_buffers is not False)
 

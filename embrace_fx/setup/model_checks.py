@@ -109,7 +109,7 @@ def _refuse_shared_memory(model: nn.Module) -> None:
     """
     by_storage: dict[int, list[tuple[str, Tensor]]] = {}
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        if type(tensor) in (nn.Parameter, Tensor) and tensor.layout == torch.strided and tensor.device.type != "meta":
+        if type(tensor) in (nn.Parameter, Tensor) and tensor.layout == torch.strided and not tensor.is_meta:
             by_storage.setdefault(tensor.untyped_storage().data_ptr(), []).append((name, tensor))
     by_storage.pop(0, None)  # address 0 means a tensor without elements
     for tensors in by_storage.values():

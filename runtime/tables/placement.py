@@ -39,11 +39,11 @@ def whole_parameters(model: nn.Module, sharded: Mapping[str, torch.Size]) -> Ite
 
     The replacements are fake tensors: a capture reads no values, and a whole table may exceed the memory.
     """
-    device = next((p.device for p in model.parameters() if p.device.type != "meta"), torch.get_default_device())
+    device = next((p.device for p in model.parameters() if not p.is_meta), torch.get_default_device())
     replaced: list[tuple[nn.Parameter, nn.Parameter]] = []
     names = dict(model.named_parameters())
     for name, parameter in names.items():
-        if name in sharded or parameter.device.type == "meta":
+        if name in sharded or parameter.is_meta:
             with FakeTensorMode():
                 whole = torch.empty(sharded.get(name, parameter.shape), dtype=parameter.dtype, device=device)
             stand_in = nn.Parameter(whole, requires_grad=parameter.requires_grad)
@@ -131,7 +131,7 @@ def initialize_meta(
         ValueError: a module has meta parameters and no `reset_parameters`.
     """
     made: dict[str, DeviceMesh] = {}
-    if not any(t.device.type == "meta" for t in (*model.parameters(), *model.buffers())):
+    if not any(t.is_meta for t in (*model.parameters(), *model.buffers())):
         return made
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     device_type = torch.get_default_device().type
@@ -140,9 +140,9 @@ def initialize_meta(
     with random_state_kept(torch.get_default_device()):
         torch.manual_seed(int(seed))
         for path, module in model.named_modules():
-            own = {key: p for key, p in module._parameters.items() if p is not None and p.device.type == "meta"}
+            own = {key: p for key, p in module._parameters.items() if p is not None and p.is_meta}
             own = {key: p for key, p in own.items() if all(p is not each for each in lazily)}
-            meta_buffers = any(b is not None and b.device.type == "meta" for b in module._buffers.values())
+            meta_buffers = any(b is not None and b.is_meta for b in module._buffers.values())
             if not own and not meta_buffers:
                 continue
             reset = getattr(module, "reset_parameters", None)
@@ -166,7 +166,7 @@ def _initialize_module(module: nn.Module, own: Mapping[str, nn.Parameter], optim
     for parameter in own.values():
         _set_values(optimizers, parameter, torch.empty_like(parameter, device=torch.get_default_device()))
     for key, buffer in module._buffers.items():
-        if buffer is not None and buffer.device.type == "meta":
+        if buffer is not None and buffer.is_meta:
             module._buffers[key] = torch.empty_like(buffer, device=torch.get_default_device())
     module.reset_parameters()  # type: ignore[operator]
 
@@ -209,7 +209,7 @@ def _set_values(optimizers: Sequence[Optimizer], parameter: nn.Parameter, values
     torch.utils.swap_tensors(parameter, nn.Parameter(values, requires_grad=parameter.requires_grad))
     for optimizer in optimizers:
         state = optimizer.state.get(parameter, {})
-        for key in [k for k, value in state.items() if isinstance(value, Tensor) and value.device.type == "meta"]:
+        for key in [k for k, value in state.items() if isinstance(value, Tensor) and value.is_meta]:
             if "initial_accumulator_value" not in optimizer.defaults:
                 raise ValueError(
                     f"compile(): {type(optimizer).__name__} already has state {key!r} of a parameter on the meta "
