@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import socket
+from collections.abc import Callable
+from functools import partial
 
 import torch
 
@@ -25,17 +27,18 @@ def set_up_offloading(context: Context, compute: Compute) -> tuple[Copies | None
     """
     options, devices = context.options, {parameter.device for parameter in context.model.parameters()}
     device = next(iter(devices), torch.device("cpu"))
-    on = choose_streams(device) if len(devices) == 1 else None
-    if options.spill_to is None and on is None:
+    streams = choose_streams(device) if len(devices) == 1 else None
+    make: Callable[[], FileCopies | PinnedCopies]
+    if streams is not None:
+        make = partial(PinnedCopies, streams)
+    elif options.spill_to is not None:
+        make = partial(FileCopies, options.spill_to)
+    else:
         return None, NO_COPIES
     copies: FileCopies | PinnedCopies | None = None
     own, failure = (0.0, 0.0), None
     try:
-        if on is None:
-            assert options.spill_to is not None
-            copies = FileCopies(options.spill_to)
-        else:
-            copies = PinnedCopies(on)
+        copies = make()
         (rate, start_ms), times = copies.measure(device), measure_pace(device, compute, copies.synchronize)
         own = rate / times, start_ms * times
     except (ValueError, RuntimeError, OSError) as error:
@@ -45,5 +48,5 @@ def set_up_offloading(context: Context, compute: Compute) -> tuple[Copies | None
     everyone = context.communicator.gather((own, host, threads), tuple[Measured, str, int])
     rates, starts = zip(*(speed for speed, _, _ in everyone), strict=True)
     computing = sum(each for _, name, each in everyone if name == host)
-    shares = on is None and computing >= len(os.sched_getaffinity(0))
+    shares = isinstance(copies, FileCopies) and computing >= len(os.sched_getaffinity(0))
     return copies, CopyRate(min(rates), max(starts), 1.0 / threads if shares else 0.0)

@@ -31,14 +31,11 @@ from embrace_fx.planning.scheduling import decide_order, issued_launches, rows_b
 from embrace_fx.runtime.exchanges.in_place import create_exchanges
 from embrace_fx.runtime.flow.bucket_updates import Buckets
 from embrace_fx.runtime.flow.comm_pipeline import CommPipeline, within_steps
-from embrace_fx.runtime.flow.device_pipeline import DevicePipeline
+from embrace_fx.runtime.flow.device_pipeline import choose_pipeline
 from embrace_fx.runtime.flow.row_exchange import RowExchange
-from embrace_fx.runtime.launch.launch_queue import LaunchQueue
 from embrace_fx.runtime.launch.launcher import Launcher
 from embrace_fx.runtime.launch.profile import Profile, StepProfiler, agree_on_profile
 from embrace_fx.runtime.launch.recorder import Recorder
-from embrace_fx.runtime.launch.stream_queue import StreamQueue
-from embrace_fx.runtime.launch.streams import choose_streams
 from embrace_fx.runtime.memory.resident import bytes_in_use
 from embrace_fx.runtime.ranks.checksums import checksum_of_text
 from embrace_fx.runtime.ranks.step_handshake import HandshakeMessage, activity_code
@@ -89,8 +86,7 @@ class StepPipeline:
         self.findings = findings and replace(findings, schedule=plan.schedule_name)
         self.monitor: SparsityMonitor | None = None
         self.monitor_rows()
-        self._streams = on = choose_streams(context.device)
-        self._make: Callable[..., CommPipeline] = CommPipeline if on is None else partial(DevicePipeline, streams=on)
+        self._make = choose_pipeline(context.device)
         self._aside = within_steps(context.announcements, self._make)
         self.flow = self._aside
         self.schedule: Schedule | None = None
@@ -260,8 +256,7 @@ class StepPipeline:
         self._order = partial(decide_order, context, plan, name=name, compute_in_order=self._compute_in_order)
         self.schedule, self.memory = self._order(graph, rows_beyond_memory(plan, self._counters.ahead))
         self.decided = self.schedule
-        clock = None if self._streams is None else self._streams.clock()
-        self.recorder = Recorder(clock, partial(bytes_in_use, context.device))
+        self.recorder = Recorder(self._aside.make_clock(), partial(bytes_in_use, context.device))
         self.flow = (
             self._flow_between_steps(graph, self.schedule, self.recorder, as_gradients=as_gradients)
             if several
@@ -274,16 +269,11 @@ class StepPipeline:
     ) -> CommPipeline:
         """Makes the flow that follows a schedule. Collective."""
         context, plan, state = self._context, self.plan, self._context.state
-        communicator, device, on = context.communicator, context.device, self._streams
+        communicator, device = context.communicator, context.device
         launched, pieces = issued_launches(schedule, plan), dict(self._cut_sizes.pieces)
         communicator.connect(device)
         communicator.open_lanes(device, {launch.lane for launch in launched})
-        queue: LaunchQueue
-        if on is None:
-            queue = LaunchQueue(recorder, at_once=len(launched) if as_gradients else IN_FLIGHT)
-        else:
-            queue = StreamQueue(recorder, on, communicator.channels(device))
-            communicator.run_periodically(queue.agree_on_order)
+        queue = self._aside.make_queue(recorder, device, len(launched) if as_gradients else IN_FLIGHT)
         launcher = Launcher(launched, submitted(graph.phases["forward"]), queue, communicator)
         communicator.in_turn = queue.in_turn
         communicator.rounding.forget()  # drops the residuals of other buckets
@@ -293,7 +283,7 @@ class StepPipeline:
             )
             for name in plan.row_exchanges
         }
-        in_place = create_exchanges(plan, state.parameter, communicator, at_once=on is not None)
+        in_place = create_exchanges(plan, state.parameter, communicator, at_once=self._aside.exchanges_at_once)
         return self._make(
             context.announcements,
             launcher,

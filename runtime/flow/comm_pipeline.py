@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
+import torch
 from torch import Tensor, fx
 
 from embrace_fx.cost import links as cost
@@ -23,7 +24,7 @@ from embrace_fx.runtime.flow.owed import PendingUpdate
 from embrace_fx.runtime.flow.row_exchange import RowExchange
 from embrace_fx.runtime.launch.launch_queue import LaunchQueue
 from embrace_fx.runtime.launch.launcher import Launcher
-from embrace_fx.runtime.launch.recorder import Recorder
+from embrace_fx.runtime.launch.recorder import Clock, Recorder
 from embrace_fx.runtime.launch.ticket import Ticket
 from embrace_fx.runtime.ranks.backward_barrier import BackwardBarrier
 from embrace_fx.runtime.ranks.step_handshake import StepHandshake
@@ -64,7 +65,10 @@ class CommPipeline:
         is_within_steps: whether every step awaits its own launches, so that none goes through the launcher.
         shares_failures: whether a rank's failure in the middle of a phase is reported to the others, for which hosts
             must know how far they are.
+        exchanges_at_once: whether sparse exchanges of buckets run to their end where they are launched.
     """
+
+    exchanges_at_once = False
 
     def __init__(
         self,
@@ -98,6 +102,18 @@ class CommPipeline:
         self.is_within_steps = not launcher.order
         self.shares_failures = self.communicator.world_size > 1
         self._forward, self._backward = (WHOLE_FORWARD, WHOLE_BACKWARD) if self.is_within_steps else (START, END)
+
+    def make_clock(self) -> Clock:
+        """Makes a clock for recordings of compute on this pipeline's device."""
+        return Clock()
+
+    def make_queue(self, recorder: Recorder, device: torch.device, at_once: int) -> LaunchQueue:
+        """Makes a queue for launches on this pipeline's device.
+
+        Args:
+            at_once: as for `LaunchQueue`.
+        """
+        return LaunchQueue(recorder, at_once=at_once)
 
     # -- the forward ---------------------------------------------------------------------------------------------------
 

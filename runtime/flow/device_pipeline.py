@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,7 +13,10 @@ from embrace_fx.runtime.flow.comm_pipeline import CommPipeline, Kernels
 from embrace_fx.runtime.flow.next_batch import DeviceBatch, IdsProgram, NextBatch
 from embrace_fx.runtime.flow.single_process import SingleProcessRows, runs_without_counts
 from embrace_fx.runtime.kernels import plan_sums, sum_rows
-from embrace_fx.runtime.launch.streams import Event, Streams
+from embrace_fx.runtime.launch.launch_queue import LaunchQueue
+from embrace_fx.runtime.launch.recorder import Clock, Recorder
+from embrace_fx.runtime.launch.stream_queue import StreamQueue
+from embrace_fx.runtime.launch.streams import Event, Streams, choose_streams
 from embrace_fx.runtime.tables.member import Member
 from embrace_fx.vocabulary.graph import TrainingGraph
 from embrace_fx.vocabulary.ops import op_name
@@ -26,11 +30,23 @@ class DevicePipeline(CommPipeline):
         streams: the streams of the device.
     """
 
+    exchanges_at_once = True
+
     def __init__(self, *arguments: Any, streams: Streams, **options: Any) -> None:
         super().__init__(*arguments, **options)
         self.shares_failures = False  # the hosts do not know how far the devices are
         self._streams = streams
         self._ids_known: Event = None  # the event after the last forward's ids
+
+    def make_clock(self) -> Clock:
+        """Makes a clock that records events on streams."""
+        return self._streams.clock()
+
+    def make_queue(self, recorder: Recorder, device: torch.device, at_once: int) -> LaunchQueue:
+        """Makes a queue that launches on streams, and whose ranks agree on launches out of turn. Collective."""
+        queue = StreamQueue(recorder, self._streams, self.communicator.channels(device))
+        self.communicator.run_periodically(queue.agree_on_order)
+        return queue
 
     def look_ahead(self, program: IdsProgram, leaves: Sequence[Any]) -> NextBatch:
         """Finds the rows of a batch before its turn, on the stream of the ids."""
@@ -76,3 +92,9 @@ class DevicePipeline(CommPipeline):
 
 
 _NO_TABLES = torch.empty(0, device="cpu")
+
+
+def choose_pipeline(device: torch.device) -> Callable[..., CommPipeline]:
+    """Chooses the pipeline of models on a device."""
+    streams = choose_streams(device)
+    return CommPipeline if streams is None else partial(DevicePipeline, streams=streams)

@@ -24,7 +24,6 @@ from torch import Tensor
 
 from embrace_fx.runtime.launch.recorder import RecordedCopy, Recorder
 from embrace_fx.runtime.launch.spans import span
-from embrace_fx.runtime.launch.streams import Streams
 from embrace_fx.runtime.tiers.budget import LEAVING, transfer_rows
 from embrace_fx.runtime.tiers.initial import FirstOfTables
 from embrace_fx.runtime.tiers.record_file import HostRecords, RecordFile
@@ -62,7 +61,6 @@ class FileThread:
         slots: the slots to fill.
         count: the number of slots.
         recorder: returns the recorder of reads, writes and waits.
-        streams: the device's streams, or None if the slots are on the host.
 
     Attributes:
         part: the maximum number of records per read or write.
@@ -78,24 +76,22 @@ class FileThread:
         slots: Slots,
         count: int,
         recorder: Callable[[], Recorder],
-        streams: Streams | None = None,
     ) -> None:
         self._file, self._records, self._slots, self._recorder = file, records, slots, recorder
         self._reading, self._writing = storage_id("read", table), storage_id("write", table)
         self.part = transfer_rows(count)
         self.error: Exception | None = None
         rooms: list[Tensor | None]
-        if streams is None:
-            self._reader = self._writer = ThreadPoolExecutor(1, "embrace_fx rows")
-            self._cached = file.read_cached if isinstance(file, RecordFile) else None
-            self._by_thread = 0.0  # the number of following writes for the thread
+        self._reader = self._writer = ThreadPoolExecutor(1, "embrace_fx rows", slots.use_device)
+        self._cached = file.read_cached if isinstance(file, RecordFile) and not slots.pinned else None
+        self._by_thread = 0.0  # the number of following writes for the thread
+        if slots.pinned:
+            self._writer = ThreadPoolExecutor(1, "embrace_fx rows leave", slots.use_device)
+            self._by_thread = inf
+            rooms = [None] * (max(1, count // (_LEAVING * self.part)) + 2)
+        else:
             size = self.part, records.nbytes
             rooms = [torch.zeros(size, dtype=torch.uint8, device="cpu") for _ in range(LEAVING + 2)]
-        else:
-            self._reader = ThreadPoolExecutor(1, "embrace_fx rows", streams.use_device)
-            self._writer = ThreadPoolExecutor(1, "embrace_fx rows leave", streams.use_device)
-            self._cached, self._by_thread = None, inf
-            rooms = [None] * (max(1, count // (_LEAVING * self.part)) + 2)
         self.nbytes = sum(room.nbytes for room in rooms if room is not None)
         self._to_read, self._to_read_here, *leaving = rooms
         # The last writes, the oldest first, with their record numbers and memory.

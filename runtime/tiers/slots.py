@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from embrace_fx.runtime.launch.streams import Event, Streams
+from embrace_fx.runtime.launch.streams import Event, Streams, choose_streams
 from embrace_fx.runtime.tiers.records import Records
 
 Leaving = Callable[[], Tensor]
@@ -42,7 +42,12 @@ class Slots:
 
     Attributes:
         columns: name -> (S, ...).
+        pinned: whether records are copied from pinned memory.
+        arriving_share: divisor of the slots: the maximum share of rows that arrive at a time.
     """
+
+    pinned = False
+    arriving_share = 4
 
     def __init__(self, count: int, records: Records, device: torch.device | str = "cpu") -> None:
         self._records = records
@@ -77,6 +82,13 @@ class Slots:
         """Returns slots (K,) as an index tensor on the columns' device."""
         return slots
 
+    def use_device(self) -> None:
+        """Makes the slots' device the calling thread's."""
+
+    def map_of_rows(self, rows: int) -> Tensor | None:
+        """Returns zeros (V',) on the columns' device, for a copy of the map from rows to slots, or None on the host."""
+        return None
+
 
 class DeviceSlots(Slots):
     """Slots in device memory. Copies to and from the host run on their own streams.
@@ -85,9 +97,12 @@ class DeviceSlots(Slots):
         streams: the device's streams.
     """
 
+    pinned = True
+    arriving_share = 12  # arriving rows use additional memory until they are in their slots
+
     def __init__(self, count: int, records: Records, device: torch.device, streams: Streams) -> None:
         super().__init__(count, records, device)
-        self._streams = streams
+        self._device, self._streams = device, streams
 
     def copy_out(self, places: Tensor, into: Tensor | None) -> Leaving:
         """Begins to copy slots to the host, and returns a function that waits for the copy."""
@@ -126,3 +141,17 @@ class DeviceSlots(Slots):
     def to_index(self, slots: Tensor) -> Tensor:
         """Returns places as an index on the device."""
         return self._streams.to_device(slots)
+
+    def use_device(self) -> None:
+        """Makes the slots' device the calling thread's."""
+        self._streams.use_device()
+
+    def map_of_rows(self, rows: int) -> Tensor:
+        """Returns zeros (V',) on the device."""
+        return torch.zeros(rows, dtype=torch.int32, device=self._device)
+
+
+def make_slots(count: int, records: Records, device: torch.device) -> Slots:
+    """Makes slots in a device's memory, or on the host."""
+    streams = choose_streams(device)
+    return Slots(count, records) if streams is None else DeviceSlots(count, records, device, streams)

@@ -27,7 +27,6 @@ import torch
 from torch import Tensor
 
 from embrace_fx.runtime.launch.recorder import Recorder
-from embrace_fx.runtime.launch.streams import choose_streams
 from embrace_fx.runtime.tiers.budget import least_bytes, transfer_rows
 from embrace_fx.runtime.tiers.eviction_policy import EvictionPolicy
 from embrace_fx.runtime.tiers.file_thread import FileThread, ReadResult
@@ -36,12 +35,8 @@ from embrace_fx.runtime.tiers.record_file import HostRecords, RecordFile, TierEr
 from embrace_fx.runtime.tiers.record_log import RecordLog, block_size, concatenate_runs
 from embrace_fx.runtime.tiers.records import Column, Records
 from embrace_fx.runtime.tiers.slot_history import ClosedHistories
-from embrace_fx.runtime.tiers.slots import DeviceSlots, Leave, Leaving, Slots
+from embrace_fx.runtime.tiers.slots import Leave, Leaving, make_slots
 
-_AHEAD, _BESIDE = 4, 12
-"""Divisors of the slots: the maximum share of rows that arrive at a time, on the host and on a device, where arriving
-rows
-use additional memory until they are in their slots."""
 ROWS_AT_ONCE = 1 << 13
 """Rows per block in a loop over all rows."""
 
@@ -101,18 +96,14 @@ class WorkingSet:
     ) -> None:
         self._table, self.slots, self.initial, self.failure = table, slots, initial, ""
         self.records = Records(columns)
-        device = torch.device(device)
-        streams = choose_streams(device)
+        self._slots = make_slots(slots, self.records, torch.device(device))
         self.file: RecordFile | HostRecords
         self._log: RecordLog | HostRecords
         if directory is None:
             self._log = self.file = HostRecords(rows, self.records)
         else:
             self._log = RecordLog(rows, transfer_rows(slots), block_size(self.records.nbytes, rows))
-            self.file = RecordFile(directory, table, self._log.size, self.records, pinned=streams is not None)
-        self._slots = (
-            Slots(slots, self.records) if streams is None else DeviceSlots(slots, self.records, device, streams)
-        )
+            self.file = RecordFile(directory, table, self._log.size, self.records, pinned=self._slots.pinned)
         self.columns = self._slots.columns
         self.counts = Counts()
         self.closed = ClosedHistories(self)
@@ -120,16 +111,16 @@ class WorkingSet:
         # Per row: 0 if it has its first values; s + 1 in slot s; -n - 1 at record number n of the file.
         self._where = torch.zeros(rows, dtype=torch.int32, device="cpu")
         # The device's copy, per row: s + 1 in slot s; 0 in none.
-        self._on_device = None if streams is None else torch.zeros(rows, dtype=torch.int32, device=device)
+        self._on_device = self._slots.map_of_rows(rows)
         self._next_use = EvictionPolicy(slots)
         # Per slot, the number of the record it was read from.
         self._number = torch.full((slots,), -1, dtype=torch.int32, device="cpu")
         self._dirty = torch.zeros(slots, dtype=torch.bool, device="cpu")
         self._arriving = torch.zeros(slots, dtype=torch.bool, device="cpu")
-        self._thread = FileThread(table, self.file, self.records, self._slots, slots, recorder, streams)
+        self._thread = FileThread(table, self.file, self.records, self._slots, slots, recorder)
         self.part = self._thread.part  # the number of rows that are moved at once
         self._coming: deque[tuple[Future[ReadResult], Tensor]] = deque()  # reads in flight, with their slots
-        self._at_once = max(1, slots // (_AHEAD if streams is None else _BESIDE))
+        self._at_once = max(1, slots // self._slots.arriving_share)
         self._waiting: list[tuple[Tensor, int]] = []  # rows to read ahead, and the step that needs them
 
     def places(self, ids: Tensor, *, host_ids: Tensor | None = None, to_write: bool = False) -> Tensor:
