@@ -46,7 +46,7 @@ def run_on_gathered(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -
     named = {argument.name: value for argument, value in zip(arguments, args, strict=False)} | dict(kwargs)
     written = [named.get(argument.name) for argument in arguments if argument.is_write]
     if _is_collective(func):
-        raise first.refused("a collective, while ranks have different columns")
+        raise first.refused(f"the collective {func._schema.name.split('::')[-1]}()")
     if any(isinstance(leaf, TableShard) for leaf in pytree.tree_leaves(written)):
         raise first.refused(func._schema.name)
     found = {key: gather_whole(part) for key, part in parts.items()}

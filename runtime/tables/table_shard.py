@@ -84,12 +84,11 @@ class TableShard(Tensor):
 
     def refused(self, asked: str) -> RuntimeError:
         """Returns the error for an operation, named by `asked`, that a part of a table does not support."""
-        asked = f"{asked.rsplit('::', maxsplit=1)[-1]}()" if "::" in asked else asked
         return self.spread.report(
             RuntimeError(
-                f"{asked} is not supported on {self.what}, of which this rank holds only a part: torch's ops can read "
-                "it, and write elements or rows. Call .full_tensor() on every rank, change the result, and copy_() it "
-                "back; or run this code under `with model.whole():`; or keep the table whole: "
+                f"{_without_namespace(asked)} is not supported on {self.what}, of which this rank holds only a part: "
+                "torch's ops can read it, and write elements or rows. Call .full_tensor() on every rank, change the "
+                "result, and copy_() it back; or run this code under `with model.whole():`; or keep the table whole: "
                 f"strategy={{{self.spread.name!r}: 'allreduce'}}."
             )
         )
@@ -101,8 +100,8 @@ class TableShard(Tensor):
     def not_reduced(self, asked: str) -> RuntimeError:
         """Returns the error for reading a gradient that has not been reduced yet, by an operation named `asked`."""
         return RuntimeError(
-            f"{asked} of {self.what}: under no_sync(), each rank has only its own sum until the next backward outside "
-            "of no_sync(). Read the gradient after that backward, or keep the table whole: "
+            f"{_without_namespace(asked)} of {self.what}: under no_sync(), each rank has only its own sum until the "
+            "next backward outside of no_sync(). Read the gradient after that backward, or keep the table whole: "
             f"strategy={{{self.spread.name!r}: 'allreduce'}}."
         )
 
@@ -242,6 +241,11 @@ forward_methods(
     [name for name in READ_MEMORY if name not in ("numpy", "__array__", "tolist", "data_ptr")],
     lambda part, name: part._require_whole(f"{name}()"),
 )
+
+
+def _without_namespace(asked: str) -> str:
+    """Returns the text for an operation in error messages: `mul()` for the op `aten::mul`."""
+    return f"{asked.rsplit('::', maxsplit=1)[-1]}()" if "::" in asked else asked
 
 
 def _is_staged() -> bool:

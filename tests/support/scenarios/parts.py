@@ -99,9 +99,6 @@ def _average_of_models(training: Training) -> None:
 enter_all(
     before_each_step,
     {
-        "the data is broadcast": _weight(lambda w: dist.broadcast(w.data, 0)),
-        "the parameter is broadcast": _weight(lambda w: dist.broadcast(w, 0)),
-        "the data is averaged": _weight(lambda w: _averaged(w.data)),
         "the gradient is averaged": _grad(_averaged),
         "the gradient is gathered": _grad(_gathered),
         "the data is gathered": _weight(lambda w: _gathered(w.data)),
@@ -112,6 +109,15 @@ enter_all(
         "a penalty of rows": lambda training: (0.1 * training.module.words.weight.norm()).backward(),
     },
     refused="words.weight",
+)
+enter_all(
+    before_each_step,
+    {
+        "the data is broadcast": _weight(lambda w: dist.broadcast(w.data, 0)),
+        "the parameter is broadcast": _weight(lambda w: dist.broadcast(w, 0)),
+        "the data is averaged": _weight(lambda w: _averaged(w.data)),
+    },
+    refused="the collective ",
 )
 
 
