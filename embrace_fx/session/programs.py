@@ -35,6 +35,7 @@ from embrace_fx.planning.findings import gather_findings, plan_on_links, reuse_p
 from embrace_fx.planning.placing import gather_tables, move_parameters, place_parameters
 from embrace_fx.planning.tiering import add_working_sets
 from embrace_fx.runtime.flow.comm_pipeline import CommPipeline, within_steps
+from embrace_fx.runtime.launch.streams import choose_streams
 from embrace_fx.runtime.ranks.failure import PeerFailure
 from embrace_fx.runtime.ranks.step_handshake import HandshakeMessage, activity_code
 from embrace_fx.runtime.step.program import Program
@@ -88,6 +89,8 @@ class Programs:
         self._replanned: dict[str, int] = {}  # reason -> the call that last asked for a plan for it
         self._logged_reads = False
         self._no_steps = within_steps(context.announcements)
+        if (streams := choose_streams(context.device)) is not None:
+            streams.models.add(context.communicator)  # before the first call of any model of the loop
 
     @property
     def plan(self) -> Plan | None:

@@ -98,6 +98,7 @@ class CommPipeline:
         self._left = False  # whether delayed gradients of the last backward are still to be applied
         self._valid = True  # whether prefetched rows may be used
         self._handed_out = False  # whether the caller got parameters, which it may have written
+        self._shares_device = False  # whether another model launches on any rank's device
         self.awaits_ids = False
         self.is_within_steps = not launcher.order
         self.shares_failures = self.communicator.world_size > 1
@@ -142,6 +143,7 @@ class CommPipeline:
         everyone = announce_batch(self.announcements, self.launcher, rows, coming, bad, found=found)
         self.announcements.record_rows(program.tables, everyone.rows)
         self.after_announcement()
+        self._shares_device = everyone.shares_device
         if everyone.overtook:
             self.launcher.queue.enqueue_submitted()
         if expected is not None and everyone.found:
@@ -287,7 +289,7 @@ class CommPipeline:
     def end_backward(self) -> None:
         """Ends a backward. From now on, other launches no longer wait for those that it has not submitted."""
         self.mark_end()
-        self.launcher.end_backward()
+        self.launcher.end_backward(holds=not self._shares_device)
 
     def mark_end(self) -> None:
         """Records that the compute since the last mark belongs to the end of the backward."""

@@ -41,7 +41,7 @@ from embrace_fx.vocabulary.version_snapshot import VersionSnapshot
 ANNOUNCEMENT = OperationId("ids", "announcement", "early", lane="ids")
 """What a recording shows of the wait for the slowest rank."""
 
-_FOUND, _OVERTOOK = 1, 2
+_FOUND, _OVERTOOK, _SHARES = 1, 2, 4
 """Bits of the state that a rank announces, as in `HandshakeResult`."""
 
 
@@ -283,12 +283,14 @@ class HandshakeResult:
     Attributes:
         found: whether every rank's batch is the one that the rank has prepared.
         overtook: whether any rank's last window had launches out of turn, for which the next launches must not wait.
+        shares_device: whether another model launches on any rank's device.
         rows: the count of unique rows by rank, by table.
         coming: the same counts for the next batch, or -1 if unknown.
     """
 
     found: bool
     overtook: bool
+    shares_device: bool
     rows: list[tuple[int, ...]]
     coming: list[tuple[int, ...]]
 
@@ -314,15 +316,17 @@ def announce_batch(
         PeerFailure: a rank cannot continue; raised on every rank.
     """
     now = [each.numel() for each in rows]
-    state = found * _FOUND + (not launcher.queue.was_in_order()) * _OVERTOOK
+    queue = launcher.queue
+    state = found * _FOUND + (not queue.was_in_order()) * _OVERTOOK + queue.shares_device * _SHARES
     own = [state, *now, *(coming or [-1] * len(now))]
     everyone = launcher.recorder.timed(ANNOUNCEMENT, announcements.announce_step, own, failure)
-    all_found, overtook, read, coming_rows = True, False, list[tuple[int, ...]](), list[tuple[int, ...]]()
+    all_found, any_state, read, coming_rows = _FOUND, 0, list[tuple[int, ...]](), list[tuple[int, ...]]()
     for row in everyone:
-        all_found, overtook = all_found and bool(row[0] & _FOUND), overtook or bool(row[0] & _OVERTOOK)
+        all_found, any_state = all_found & row[0], any_state | row[0]
         read.append(row[1 : 1 + len(now)])
         coming_rows.append(row[1 + len(now) :])
-    return HandshakeResult(all_found, overtook, read, coming_rows)
+    overtook, shares = bool(any_state & _OVERTOOK), bool(any_state & _SHARES)
+    return HandshakeResult(bool(all_found), overtook, shares, read, coming_rows)
 
 
 def read_batch(announcements: StepHandshake, program: IdsProgram, leaves: Sequence[Any]) -> tuple[Values, str | None]:

@@ -95,6 +95,7 @@ class LaunchQueue:
     Attributes:
         ticket: the class of this queue's tickets.
         flushes: number of hurried waits.
+        shares_device: whether another model launches on this queue's device.
         draining: whether all submitted launches may be made, without regard to those not submitted yet.
         callbacks: references to callbacks of collectives, run and dropped by their threads.
         sleepers: number of threads that wait for `arrived`.
@@ -116,6 +117,7 @@ class LaunchQueue:
         self.issuing = False
         self.wakes_s = -math.inf  # when the waiting thread wakes; -inf while it is awake
         self.flushes = 0
+        self.shares_device = False
         self.draining = False
         self.moved_s = time.perf_counter()
         self.took_s: dict[OperationId, float] = {}  # launch -> its last time alone in flight

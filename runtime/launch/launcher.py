@@ -123,11 +123,17 @@ class Launcher:
         """Returns whether a launch may still be submitted in this window."""
         return launch in self.queue.windows[-1].expected
 
-    def end_backward(self) -> None:
-        """Ends the backward of the current window: its launches that are missing so far will not come."""
+    def end_backward(self, *, holds: bool = True) -> None:
+        """Ends the backward of the current window: its launches that are missing so far will not come.
+
+        Args:
+            holds: whether submitted launches may wait for those of the next forward, equal on all ranks.
+        """
         with self.queue.lock:
             self.queue.windows[-1].expected &= self._of_forward
         self.queue.issue()
+        if not holds:
+            self.queue.enqueue_submitted()
 
     def begin_forward(self) -> None:
         """Ends the backward's part of the window, or opens a window if no backward came before this forward."""

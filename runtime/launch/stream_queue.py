@@ -9,6 +9,8 @@ Contract
     - a launch's inputs live until a stream of their owner has waited for the launch; its results, which its own stream
       allocated, are kept by the allocator for the reader's stream.
     - models that share a device launch in the order of their calls: each behind the last launches of the other one.
+      A backward's end holds nothing back then. Otherwise a rank that alone reads a gradient would launch it before
+      the other model's next launches, and the other ranks after them.
     A wait for a launch that is held back by launches not yet submitted makes it leave out of turn, and writes so into
     the ranks' store: another rank, which may be in a barrier of the user's, then does the same at that place.
 """
@@ -109,6 +111,7 @@ class StreamQueue(LaunchQueue):
         super().__init__(recorder, channel)
         self.moved_s = math.inf  # a standstill never lets classes overtake each other here
         self.streams = streams
+        self.shares_device = streams.are_shared()
         self.overtook = False
         self.tells: Place | None = None
         self.unwaited: dict[tuple[int, int], StreamTicket] = {}
@@ -168,6 +171,7 @@ class StreamQueue(LaunchQueue):
     def open_window(self, order: tuple[OperationId, ...], *, held: bool) -> None:
         """Opens a window, and waits for launches that nothing has awaited in a whole window."""
         super().open_window(order, held=held)
+        self.shares_device = self.streams.are_shared()
         # A launch not awaited in a whole window is never awaited. Its memory may be freed after this stream's wait.
         current = self.windows[-1].number
         for place, ticket in list(self.unwaited.items()):

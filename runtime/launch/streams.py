@@ -11,11 +11,13 @@ import functools
 import time
 from contextlib import AbstractContextManager
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
 
 from embrace_fx.runtime.launch.recorder import Clock
+from embrace_fx.runtime.ranks.communicator import Communicator
 from embrace_fx.vocabulary.operation_id import LANES, URGENT, Lane
 
 Event = Any
@@ -32,14 +34,20 @@ class Streams:
     Attributes:
         last: (id of the launcher of the device's last launch, the event after that launch), or None.
         out_of_turn: id of a launcher -> the event after its last launch that has left out of turn.
+        models: the communicators of all models on the device.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._index = device, device.index
         self.last: tuple[int, Event] | None = None
         self.out_of_turn: dict[int, Event] = {}
+        self.models = WeakSet[Communicator]()
         self._lanes = {lane: torch.cuda.Stream(device, priority=-1 if lane in URGENT else 0) for lane in LANES[1:]}
         self._by_id = _StreamsById()
+
+    def are_shared(self) -> bool:
+        """Returns whether several models launch on the device."""
+        return sum(each.is_open for each in self.models) > 1
 
     def on(self, lane: Lane, what: object) -> AbstractContextManager[None]:
         """Returns a context that enqueues work on the stream of a communication class. `what` names the work in

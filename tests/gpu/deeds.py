@@ -289,7 +289,7 @@ def trains_two_models(rank: int, world_size: int, kind: str, reads: str = "") ->
             second = judging(batch[0], first.detach())
             for loss in (second, first) if number % 2 else (first, second):
                 loss.backward()
-                if reads == "after each":
+                if reads == "after each" or (reads == "after each on one rank" and rank == 1):
                     read()
             if reads == "after both":
                 read()
@@ -331,6 +331,11 @@ def reads_after_each_backward(rank: int, world_size: int, kind: str) -> Found:
     return trains_two_models(rank, world_size, kind, reads="after each")
 
 
+def reads_after_each_backward_on_one_rank(rank: int, world_size: int, kind: str) -> Found:
+    """The other rank enqueues the second model's launches meanwhile."""
+    return trains_two_models(rank, world_size, kind, reads="after each on one rank")
+
+
 def reads_after_both_backwards(rank: int, world_size: int, kind: str) -> Found:
     """What leaves out of turn for the first model has been submitted before what the second one has launched."""
     return trains_two_models(rank, world_size, kind, reads="after both")
@@ -356,5 +361,6 @@ DEEDS: tuple[Callable[[int, int, str], Found], ...] = (
     reads_between_two_calls,
     reads_within_a_backward,
     reads_after_each_backward,
+    reads_after_each_backward_on_one_rank,
     reads_after_both_backwards,
 )

@@ -239,6 +239,30 @@ def test_models_that_share_a_device_launch_in_the_order_of_the_calls() -> None:
     assert other.queue.tells == (0, len(NAMES) - 4)
 
 
+def test_a_backward_holds_nothing_back_if_models_share_a_device() -> None:
+    """Another rank may not wait for the launch here. There it would leave after the other model's launches."""
+    one, ranks = Device(), [Communicator(None) for _ in range(2)]
+    assert not one.queue.shares_device
+    one.streams.models.update(ranks)
+    other = Device(streams=one.streams)
+    one.launcher.open_window()
+    assert one.queue.shares_device
+    assert other.queue.shares_device
+    (ticket,) = one.submit("bucket 1")  # behind the ids, which only the next forward submits
+    one.launcher.end_backward(holds=False)
+    other.submit("early rows")
+
+    ticket.wait()
+
+    assert one.launched == ["bucket 1", "early rows"]
+    assert one.queue.was_in_order()
+    assert hazards(one.program()) == []
+    assert too_many_in_flight(one.program(), IN_FLIGHT) == []
+    ranks[0].close()
+    one.launcher.open_window()
+    assert not one.queue.shares_device
+
+
 def test_what_a_launch_reads_lives_until_its_end_has_been_waited_for() -> None:
     device = Device()
     sent = torch.ones(2)

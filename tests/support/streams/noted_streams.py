@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
+from weakref import WeakSet
 
 from torch import Tensor
 
 from embrace_fx.runtime.launch.recorder import Clock
 from embrace_fx.runtime.launch.streams import Streams
+from embrace_fx.runtime.ranks.communicator import Communicator
 from embrace_fx.vocabulary.operation_id import Lane
 from tests.support.streams.stream_program import HostRead, Record, Step, StreamProgram, WaitEvent
 
@@ -21,6 +23,7 @@ class NotedStreams(Streams):
         self.steps: list[Step] = []
         self.last: tuple[int, str] | None = None
         self.out_of_turn: dict[int, str] = {}
+        self.models = WeakSet[Communicator]()
         self._stream: Lane = "compute"
         self._events = 0
 
