@@ -1,9 +1,11 @@
-"""Imports, once for all ranks, the modules of a first capture and of tests: the fork server's `PRELOAD`."""
+"""Does once for all ranks what takes long: the imports of tests, and a first capture. The fork server's `PRELOAD`."""
 
 from __future__ import annotations
 
 import gc
 import importlib
+
+from tqdm import tqdm
 
 gc.disable()  # a rank enables it: what is imported here stays
 
@@ -11,6 +13,14 @@ for _name in (
     *("torch.distributed", "torch.distributed.tensor", "torch._dynamo", "torch.profiler"),
     *("torch._inductor.sizevars", "torch._dynamo.backends.inductor", "torch.distributed.tensor.experimental"),
     *("torch._dynamo.testing", "torch.export._trace", "sympy.combinatorics"),
-    *("embrace_fx.session.session", "embrace_fx.api", "pytest"),
+    *("embrace_fx.session.session", "embrace_fx.api", "pytest", "hypothesis"),
 ):
     importlib.import_module(_name)
+
+import torch  # noqa: E402  (whose import is slow while the collector runs)
+
+from embrace_fx.capture import capture  # noqa: E402
+
+tqdm.monitor_interval = 0  # no thread: this process forks
+capture(torch.nn.Linear(1, 1), (torch.ones(1, 1),), {}, train=True)
+torch.compiler.reset()

@@ -365,5 +365,7 @@ def _run_as_rank(
 
 def _leave_group() -> None:
     """Ends what the call has left behind, but for what only a later collection finds."""
+    reset_torch_state()
     gc.collect()
+    gc.freeze()  # what is left is kept: later collections need not look at it
     dist.destroy_process_group()
