@@ -17,7 +17,7 @@ import embrace_fx
 from embrace_fx.planning import findings
 from tests.support.ranks import run_ranks
 
-STEPS = 20
+STEPS = 6
 LINEARS = 20
 
 

@@ -1,7 +1,6 @@
 """Every exchange on real ranks: the mean is the dense AllReduce's, the same bits on all ranks.
 
-The ranks are visited once per world size: all cases run there one after the other, and the tests look at what came
-back. Gradients of float64 hold integers, whose sums are exact, so that means must be equal; other types are allowed a
+Gradients of float64 hold integers, whose sums are exact, so that means must be equal; other types are allowed a
 rounding per summand.
 """
 
@@ -11,7 +10,6 @@ import hashlib
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
 from typing import Any, Literal, get_args
 
 import pytest
@@ -27,7 +25,7 @@ from embrace_fx.runtime.exchanges.channel import Channel
 from embrace_fx.runtime.exchanges.in_place import STRATEGY_OF, exchange_gradient_
 from embrace_fx.vocabulary.plan import EXCHANGES
 from tests.support.exchange_cases import DTYPES, PATTERNS, WAYS, D, V, Way, bernoulli
-from tests.support.ranks import RankError, run_ranks
+from tests.support.ranks import run_ranks
 
 Form = Literal["dense", "rows"]
 """A dense tensor, or rows of layout COO."""
@@ -119,22 +117,6 @@ def exchange_all(rank: int, world_size: int, cases: list[Case]) -> Results:
     return results
 
 
-@cache
-def _visit(world_size: int) -> list[Results] | RankError:
-    try:
-        return run_ranks(world_size, exchange_all, QUICK)
-    except RankError as error:
-        return error
-
-
-def visit(world_size: int) -> list[Results]:
-    """What the ranks found, of one visit for all tests, failed or not."""
-    found = _visit(world_size)
-    if isinstance(found, RankError):
-        raise found
-    return found
-
-
 def faults_of(by_rank: list[Results], cases: list[Case]) -> list[str]:
     faults = [
         f"rank {rank}: {case}: {results[case][0]}"
@@ -150,7 +132,8 @@ def faults_of(by_rank: list[Results], cases: list[Case]) -> list[str]:
 @pytest.mark.parametrize("world_size", [2, *(pytest.param(each, marks=pytest.mark.long) for each in (1, 3, 4))])
 def test_the_mean_is_the_dense_all_reduces(world_size: int, way: str) -> None:
     """And has the same bits on all ranks, or replicas would drift apart."""
-    assert not faults_of(visit(world_size), [case for case in QUICK if case.way == way])
+    cases = [case for case in QUICK if case.way == way]
+    assert not faults_of(run_ranks(world_size, exchange_all, cases), cases)
 
 
 @given(st.data())
