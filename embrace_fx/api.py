@@ -127,9 +127,9 @@ def full_state_dict(stateful: HasState | dict[str, Any]) -> dict[str, Any]:
     Save it with `torch.save` on one rank. Takes an optimizer, a module that contains a compiled model, an average of
     its weights, or a state dict.
     """
-    from embrace_fx.runtime.tables.state_dicts import whole_state  # noqa: PLC0415  (DTensor takes a while to import)
+    from embrace_fx.runtime.tables.state_dicts import gather_state_dict  # noqa: PLC0415  (DTensor takes a while to import)
 
-    found: dict[str, Any] = whole_state(stateful if isinstance(stateful, dict) else stateful.state_dict())
+    found: dict[str, Any] = gather_state_dict(stateful if isinstance(stateful, dict) else stateful.state_dict())
     return found
 
 
@@ -139,6 +139,6 @@ def save_full_state_dict(stateful: HasState | dict[str, Any], path: str | Path) 
     Rank 0 writes. If nothing is sharded, every calling rank writes. Load the file with
     `torch.load(path, mmap=True)` and pass it to `load_state_dict`: each rank then reads only its own columns.
     """
-    from embrace_fx.runtime.tables.whole_files import write_whole  # noqa: PLC0415  (DTensor takes a while to import)
+    from embrace_fx.runtime.tables.whole_files import save_gathered  # noqa: PLC0415  (DTensor takes a while to import)
 
-    write_whole(stateful if isinstance(stateful, dict) else stateful.state_dict(), Path(path))
+    save_gathered(stateful if isinstance(stateful, dict) else stateful.state_dict(), Path(path))

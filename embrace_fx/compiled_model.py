@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 def _compile_copy(model: nn.Module, options: Options) -> CompiledModel:
-    """Compiles a copied or unpickled model anew, for a single process."""
+    """Compiles a copied or unpickled model again, for a single process."""
     from embrace_fx.session.session import Session  # noqa: PLC0415  (torch's compiler takes seconds to import)
 
     return CompiledModel(Session(model, (), None, options), single=True)
@@ -133,7 +133,7 @@ class CompiledModel(nn.Module, Joinable):
         batch unchanged: rows of a batch that was moved or changed are not fetched ahead.
 
         Args:
-            batches: number of batches to read ahead; more than one helps tables beyond memory.
+            batches: number of batches to read ahead. More than one helps tables larger than memory.
 
         Raises:
             RuntimeError: another `lookahead` of this model is still in use.
@@ -207,29 +207,29 @@ class CompiledModel(nn.Module, Joinable):
 
     @property
     def join_device(self) -> torch.device:
-        """Returns the device on which `Join` counts ranks."""
+        """The device on which `torch.distributed.algorithms.Join` counts ranks."""
         if self._joins_on_hosts:
             return torch.device("cpu")
         return next(self._session.model.parameters()).device
 
     @property
     def join_process_group(self) -> Any:
-        """Returns the ranks that train together, for `Join`."""
+        """The process group of the ranks that train together, for `torch.distributed.algorithms.Join`."""
         return self._session.communicator.join_group() if self._joins_on_hosts else self._session.communicator.group
 
     @property
     def forward_sync_buffers(self) -> bool:
-        """Returns whether forwards use rank 0's buffers, as in DDP."""
+        """Whether forwards use rank 0's buffers, as in DDP."""
         return self._session.options.shares_buffers
 
     @property
     def process_group(self) -> dist.ProcessGroup | None:
-        """Returns the ranks that train together, as in DDP, or None for a single process."""
+        """The process group of the ranks that train together, as in DDP, or None for a single process."""
         return self._session.communicator.group
 
     @property
     def device_mesh(self) -> DeviceMesh | None:
-        """Returns the mesh passed to `compile`, as in DDP."""
+        """The mesh that was passed to `compile`, as in DDP."""
         return self._session.device_mesh
 
     def check_replicas(self) -> None:
@@ -241,11 +241,11 @@ class CompiledModel(nn.Module, Joinable):
         self._session.check_replicas()
 
     def replan(self) -> None:
-        """Plans again with the next batch, at most once in a hundred calls, and logs the changes. Collective."""
+        """Makes a new plan with the next batch, at most once in 100 calls, and logs what changes. Collective."""
         self._session.replan()
 
     def synchronize(self) -> None:
-        """Applies every pending update and waits for it. Reading a parameter does this by itself."""
+        """Applies every pending update, and waits for it. Reading a parameter does this implicitly."""
         self._session.programs.apply_pending()
 
     def close(self) -> None:
@@ -298,13 +298,13 @@ class CompiledModel(nn.Module, Joinable):
 
     @property
     def module(self) -> nn.Module:
-        """Returns the plain model, like `DDP.module`, after all pending updates."""
+        """The plain model, like `DDP.module`, with all pending updates applied."""
         self._session.programs.apply_pending()
         return self._session.model
 
     @property
     def optimizer(self) -> Any:
-        """Returns the optimizer passed to `compile` (a tuple if several)."""
+        """The optimizer that was passed to `compile`; a tuple of several."""
         optimizers = self._session.optimizers
         if self.__dict__["_single"]:
             return optimizers[0] if optimizers else None
@@ -325,9 +325,9 @@ class CompiledModel(nn.Module, Joinable):
 
         Collective: call it on every rank, then `torch.save` it on one.
         """
-        from embrace_fx.runtime.tables.state_dicts import whole_state  # noqa: PLC0415  (DTensor takes a while to import)
+        from embrace_fx.runtime.tables.state_dicts import gather_state_dict  # noqa: PLC0415  (DTensor takes a while to import)
 
-        found: dict[str, Any] = whole_state(self.state_dict())
+        found: dict[str, Any] = gather_state_dict(self.state_dict())
         return found
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
@@ -343,14 +343,15 @@ class CompiledModel(nn.Module, Joinable):
         return model.load_state_dict(state_dict, strict, assign)
 
     def save_checkpoint(self, folder: str | Path) -> None:
-        """Saves model and optimizers in a shared folder; tables beyond memory row by row. Collective.
+        """Saves model and optimizers in a folder that all ranks share; tables larger than memory row by row.
+        Collective.
 
         The previous checkpoint stays valid until this one is complete. Works without `table_memory` too.
         """
         self._session.save_checkpoint(Path(folder))
 
     def load_checkpoint(self, folder: str | Path) -> None:
-        """Loads a checkpoint of `save_checkpoint`, on any number of ranks. Collective.
+        """Loads a checkpoint that `save_checkpoint` has written, on any number of ranks. Collective.
 
         Before the first call, the checkpoint is loaded during that call.
         """
@@ -373,8 +374,8 @@ class CompiledModel(nn.Module, Joinable):
 
     @property
     def graphs(self) -> Graphs:
-        """Maps the name of each pass to the graph after it. The first is "captured"; "ids", "forward" and "backward"
-        run.
+        """The model's graph after each pass, by the pass's name. The first is "captured"; "ids", "forward" and
+        "backward" run.
 
         `graphs.diff(first, second)` compares two as text; `graphs.save("graphs.svg")` draws the phases that run.
         """
@@ -382,12 +383,12 @@ class CompiledModel(nn.Module, Joinable):
 
     @property
     def plan(self) -> Plan:
-        """Returns the strategy of every parameter, from the first call on."""
+        """The strategy of every parameter, available from the first call on."""
         return self._session.views.plan
 
     @property
     def schedule(self) -> DrawnSchedule:
-        """Returns the launch order and the predicted timeline, from the first step on; `.save(path)` draws it.
+        """The launch order and predicted timeline, available from the first step on. `.save(path)` draws it.
 
         The first prediction uses the cost model, later ones (from the twelfth step on) measured compute. On a single
         process there is compute only.
@@ -397,9 +398,7 @@ class CompiledModel(nn.Module, Joinable):
 
     @property
     def timeline(self) -> DrawnTimeline:
-        """Returns the spans measured on all ranks inside the last `record()`; `.save(path)` also draws the
-        prediction.
-        """
+        """The operations measured on all ranks in the last `record()`. `.save(path)` draws them with the prediction."""
         views = self._session.views
         return DrawnTimeline.from_timeline(views.timeline, views.schedule, views.background)
 
@@ -408,7 +407,9 @@ class CompiledModel(nn.Module, Joinable):
         return self._session.views.record()
 
     def report(self) -> str:
-        """Describes the plan with a reason per table, the parts of the last steps' time, and this rank's memory."""
+        """Describes the plan with a reason for each table, what the last steps' time was spent on, and this rank's
+        memory.
+        """
         return self._session.views.report()
 
     def metrics(self) -> dict[str, float]:

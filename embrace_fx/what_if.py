@@ -49,30 +49,30 @@ from embrace_fx.vocabulary.exactness import RowUpdatesOption
 from embrace_fx.vocabulary.graph import TrainingGraph
 from embrace_fx.vocabulary.plan import Plan
 from embrace_fx.vocabulary.plan_text import readable_bytes
-from embrace_fx.vocabulary.random_state import random_state_kept
+from embrace_fx.vocabulary.random_state import restored_random_state
 from embrace_fx.vocabulary.schedule import ScheduleOption
 
 T = TypeVar("T")
 
 LOADER_AHEAD = 3
-"""Assumed number of batches read ahead if tables are beyond memory."""
+"""Assumed number of batches read ahead if tables are larger than memory."""
 
 
 class Forecast(Plan):
-    """A predicted plan, with the schedule that follows from it."""
+    """The plan predicted for a cluster, with the schedule that follows from it."""
 
     _context: Context
     _graph: TrainingGraph
 
     @classmethod
     def predict(cls, planned: Plan, context: Context, graph: TrainingGraph) -> Forecast:
-        """Completes a plan to a forecast, which can also predict its schedule from the captured graph."""
+        """Turns a plan into a forecast, whose schedule is predicted from the captured graph."""
         found = cls(**vars(planned))
         vars(found).update(_context=context, _graph=graph)
         return found
 
     def save(self, path: str | Path) -> None:
-        """Writes the plan, like a compiled model's plan."""
+        """Saves the plan to a file, for `compile(plan=path)`."""
         Plan(**{field.name: getattr(self, field.name) for field in fields(Plan)}).save(path)
 
     def __eq__(self, other: object) -> bool:
@@ -84,7 +84,7 @@ class Forecast(Plan):
         return super().__hash__()
 
     def explain(self) -> str:
-        """Describes every candidate strategy, and the predicted reads of tables beyond memory."""
+        """Describes every strategy compared, and the predicted reads of tables larger than memory."""
         step_ms = self.schedule.without_storage_ms if self.memory and self.world_size > 1 else None
         lines = (
             f"{name}, {readable_bytes(of.nbytes)} of memory: {of.describe(step_ms)}" for name, of in self.memory.items()
@@ -114,14 +114,14 @@ class Forecast(Plan):
 
 
 class _SingleCommunicator(SingleProcess):
-    """A communicator that acts as rank 0 of ranks that do not exist."""
+    """A communicator for planning in one process: it acts as rank 0, and other ranks do not exist."""
 
     def __init__(self, world_size: int) -> None:
         super().__init__(None)
         self.world_size = world_size
 
     def gather(self, value: T, kind: Any) -> list[T]:
-        """Returns rank 0's value for every rank."""
+        """Returns this process's value for every rank."""
         return [value] * self.world_size
 
 
@@ -201,7 +201,7 @@ def plan(  # noqa: PLR0913
 
 
 def _batches_of_ranks(batch: Any, world_size: int | None) -> tuple[list[Any], int]:
-    """Returns the given batches and the number of ranks.
+    """Returns the given batches as a list, and the number of ranks.
 
     Raises:
         ValueError: there is no batch, or more than ranks.
@@ -217,10 +217,10 @@ def _batches_of_ranks(batch: Any, world_size: int | None) -> tuple[list[Any], in
 
 
 def _capture_batch(model: nn.Module, state: ModelState, batch: Any) -> tuple[TrainingGraph, list[Any]]:
-    """Captures a batch's graph. Returns it with the batch, flattened."""
+    """Captures a batch's graph. Returns the graph, and the flattened batch."""
     args, kwargs = _split_arguments(batch)
     parameter = state.any_parameter()
-    with random_state_kept(torch.device("cpu") if parameter is None else parameter.device):
+    with restored_random_state(torch.device("cpu") if parameter is None else parameter.device):
         if is_on_meta(model):
             with on_fake_cpu(model, (args, kwargs)) as (twin, (fake_args, fake_kwargs)):
                 graph = with_tables(capture(twin, fake_args, fake_kwargs, train=True).graph)
@@ -230,7 +230,7 @@ def _capture_batch(model: nn.Module, state: ModelState, batch: Any) -> tuple[Tra
 
 
 def _split_arguments(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Returns a batch as positional and keyword arguments of the model."""
+    """Splits a batch into positional and keyword arguments of the model."""
     if isinstance(batch, Mapping):
         return (), dict(batch)
     return (batch if isinstance(batch, tuple) else (batch,)), {}
@@ -239,7 +239,9 @@ def _split_arguments(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
 def _extrapolate_sparsity(
     graph: TrainingGraph, by_batch: Sequence[Mapping[str, tuple[Tensor, Tensor]]], ranks: int
 ) -> dict[str, Sparsity]:
-    """Extrapolates each table's sparsity to more ranks than batches, if all batches show its rows."""
+    """Extrapolates each table's sparsity from a few batches to `ranks` ranks, for tables whose rows all batches
+    show.
+    """
     found = {}
     for table in graph.tables:
         drawn = [each[table.parameter][0].cpu() for each in by_batch if table.parameter in each]

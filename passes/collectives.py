@@ -1,4 +1,5 @@
-"""Describes a graph's launches in a form that is equal on all ranks if and only if the launches match.
+"""Describes the collectives that a graph launches. Two ranks' descriptions are equal if and only if their collectives
+match.
 
 Launches that differ between ranks, or have another order, hang or mix up values. Every rank compiles separately, so
 each hashes its launches, and the hashes are compared before the first collective of training.
@@ -31,16 +32,15 @@ _GROUP_ARGUMENTS = frozenset({"group", "group_name"})
 
 @dataclass(frozen=True)
 class Collective:
-    """The description of one launch by everything that must be equal on all ranks.
+    """One launch of a collective, described by everything that must be equal on all ranks.
 
     Attributes:
-        group: the communication class.
+        group: the process group's purpose, such as "embedding" or "dense".
         op: the op, without its overload.
-        id: the launch's id as text, or "" if it has none.
+        id: the id of the launch as text, or "" if it has none.
         serves: the tables or parameters whose ids or gradients are packed into one launch, in order.
-        options: the op's other plain arguments, by name.
-            dtype: the dtype of the transferred tensor.
-            shape: the shape of a tensor that is reduced or exchanged as a whole, or None for other launches.
+        options: other arguments of the op that are not tensors, by name.
+        shape: the shape of a tensor that is reduced or exchanged as a whole, or None if the size depends on the batch.
     """
 
     group: str
@@ -53,7 +53,7 @@ class Collective:
 
 
 def collective_sequence(graph: TrainingGraph) -> tuple[Collective, ...]:
-    """Returns every launch in execution order; phase by phase if the graph is partitioned.
+    """Describes every collective that a graph launches, in execution order.
 
     `graph` must be legal (`embrace_fx.passes.verifier.invariants`).
     """
@@ -63,13 +63,13 @@ def collective_sequence(graph: TrainingGraph) -> tuple[Collective, ...]:
 
 
 def sequence_hash(graph: TrainingGraph, *, ordered: bool = True) -> str:
-    """Returns the hexadecimal SHA-256 of `collective_sequence`.
+    """Returns a SHA-256, in hexadecimal, of `collective_sequence`, for comparison between ranks.
 
     The hash does not depend on node names, the batch's sizes or the process.
 
     Args:
-        ordered: whether launches run in the graph's order. If not, launches with an id are hashed in the order of their
-            ids, because a launcher orders them. Their tables are then left out, because the plan contains them.
+        ordered: whether collectives run in the graph's order. If not, a launcher orders them by the plan, so they are
+            hashed in the order of their ids and without their tables.
     """
     sequence = collective_sequence(graph)
     if not ordered:
@@ -79,7 +79,7 @@ def sequence_hash(graph: TrainingGraph, *, ordered: bool = True) -> str:
 
 
 def _describe_launch(launch: fx.Node) -> Collective:
-    """Describes a launch by everything that must be equal on all ranks."""
+    """Describes the collective that a node launches."""
     options = sorted(launch_options(launch).items())
     value = launch.meta["val"]
     return Collective(
@@ -94,7 +94,7 @@ def _describe_launch(launch: fx.Node) -> Collective:
 
 
 def group_of(launch: fx.Node) -> str:
-    """Returns the communication class of a launch, such as "embedding" or "dense"."""
+    """Returns the purpose of the process group that a collective uses, such as "embedding" or "dense"."""
     return next(str(value) for name, value in launch_options(launch).items() if name in _GROUP_ARGUMENTS)
 
 
@@ -109,17 +109,19 @@ def launch_options(launch: fx.Node) -> dict[str, Any]:
 
 
 def running_modules(graph: TrainingGraph) -> Iterable[fx.GraphModule]:
-    """Returns the modules that run in a step: the phases in order, or the joint module without phases."""
+    """Returns the modules that run in a step: the phases in order, or the joint module if the graph is not
+    partitioned.
+    """
     return graph.phases.values() or (graph.module,)
 
 
 def is_launch(node: Argument) -> bool:
-    """Returns whether a node launches a collective."""
+    """Returns whether a node starts a collective, without waiting for it."""
     return isinstance(node, fx.Node) and op_name(node) in LAUNCHES
 
 
 def is_wait(node: fx.Node) -> bool:
-    """Returns whether a node waits for a launch."""
+    """Returns whether a node waits for a collective that another node has started."""
     return op_name(node) == "_c10d_functional::wait_tensor"
 
 
@@ -151,7 +153,7 @@ def _shared_arguments(op: OpOverload) -> tuple[tuple[int, str], ...]:
 
 
 def _arguments(node: fx.Node) -> dict[str, Any]:
-    """Returns the arguments of a dispatcher op by name, without defaults."""
+    """Returns the arguments of an op's call by name, without those left at their defaults."""
     assert isinstance(node.target, OpOverload)
     names = (argument.name for argument in node.target._schema.arguments)
     return {**dict(zip(names, node.args, strict=False)), **node.kwargs}

@@ -1,4 +1,4 @@
-"""Dropout as eager runs it.
+"""Computes dropout as PyTorch's eager mode does, and removes dropout with p=0.
 
 Contract
     Same distribution, and the same random numbers as the eager model: on one rank, the loss curve is the eager one.
@@ -28,15 +28,17 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class EagerDropout:
-    """Replaces `native_dropout` on the CPU, and removes the copies left by dropout with p=0."""
+    """The pass that replaces `native_dropout` on the CPU by what eager mode computes, and removes the copies that
+    dropout with p=0 leaves.
+    """
 
     def __call__(self, graph: TrainingGraph) -> TrainingGraph:
         return rewrite_each(rewrite_each(graph, _removable_copies, _remove_copy), _dropouts, use_scaled_noise)
 
 
 def _removable_copies(graph: TrainingGraph) -> list[fx.Node]:
-    """Returns the copies of computed values that can be removed: their layout is the same, and they do not leave the
-    graph.
+    """Returns the `clone` nodes that can be removed because they keep the layout and no output of the graph is or views
+    them.
     """
     found = []
     for node in graph.graph.find_nodes(op="call_function", target=aten.clone.default):
@@ -53,20 +55,20 @@ def _is_returned(node: fx.Node) -> bool:
 
 
 def _is_view(node: fx.Node) -> bool:
-    """Returns whether a node only views its input or picks one item of it."""
+    """Returns whether a node is a view of its input or picks one item of it."""
     is_op = isinstance(node.target, torch._ops.OpOverload)
     return node.target is operator.getitem or (is_op and (node.target in SHARES_MEMORY or yields_views(node.target)))
 
 
 def _remove_copy(rewriter: Rewriter, node: fx.Node) -> None:
-    """Makes the users of a copy read its input instead, and erases the copy."""
+    """Makes the readers of a `clone` node read its input instead, and erases the node."""
     (original,) = node.all_input_nodes
     node.replace_all_uses_with(original)
     rewriter.graph.erase_node(node)
 
 
 def _dropouts(graph: TrainingGraph) -> list[fx.Node]:
-    """Returns the dropout nodes of a training graph that can be replaced."""
+    """Returns the dropout nodes of a training graph that `use_scaled_noise` can replace."""
     return [
         node
         for node in graph.graph.find_nodes(op="call_function", target=aten.native_dropout.default)
@@ -84,7 +86,9 @@ def _is_replaceable(node: fx.Node) -> bool:
 
 
 def use_scaled_noise(rewriter: Rewriter, node: fx.Node) -> None:
-    """Replaces a dropout with a product of its input and noise that is already scaled by 1 / (1 - p)."""
+    """Replaces a dropout by a product of its input and noise that is already scaled by 1 / (1 - p), as eager mode
+    does.
+    """
     value, p = node.args[0], node.args[1]
     assert isinstance(p, float)
     with rewriter.before(node):
@@ -102,7 +106,9 @@ def use_scaled_noise(rewriter: Rewriter, node: fx.Node) -> None:
 
 
 def _replace_backwards(rewriter: Rewriter, mask: fx.Node, noise: fx.Node) -> None:
-    """Replaces each backward of a dropout, which reads the mask, with a product of the gradient and the noise."""
+    """Replaces each backward of a dropout, which would read the mask, by a product of the gradient and the scaled
+    noise.
+    """
     for backward in list(mask.users):
         with rewriter.before(backward):
             gradient = rewriter.call(aten.mul.Tensor, backward.args[0], noise, name=f"{backward.name}_scaled")

@@ -1,4 +1,4 @@
-"""Finds the output layer that reads a table densely, from its product with hidden states to the loss.
+"""Finds the output layer (head) over an embedding table: the nodes from its product with hidden states to the loss.
 
 Contract
     Analysis only. A head is a product of hidden states with the whole table, transposed: `mm`, or `addmm` with a bias;
@@ -56,20 +56,20 @@ _BACKWARD = frozenset(
 
 
 class Unmatched(Exception):
-    """Raised if an output layer cannot be sharded; says why in one line."""
+    """Raised if an output layer cannot be sharded. The message is the reason, in one line."""
 
 
 @dataclass(frozen=True)
 class Loss:
-    """A negative log-likelihood of a head's logits.
+    """A negative log-likelihood of an output layer's logits, as nodes of the graph.
 
     Attributes:
         node: the `nll_loss_forward`.
-        steps: the element-wise ops before the log-softmax.
-        shapes: the nodes before the log-softmax that change the leading shape.
+        steps: the element-wise ops between the product and the log-softmax.
+        shapes: the ops between the product and the log-softmax that change the leading shape.
         backward: the `nll_loss_backward` of `node`, or None if no gradient is taken.
         sums: the sum of the log-softmax over the table's rows, if labels are smoothed.
-        of_sums: the gradient (L,) of `sums`.
+        of_sums: the gradient (L,) with respect to `sums`.
     """
 
     node: fx.Node
@@ -82,10 +82,10 @@ class Loss:
 
 @dataclass(frozen=True)
 class ResultLogits:
-    """A result of the model that is an output layer's logits.
+    """A result of the model that consists of an output layer's logits.
 
     Attributes:
-        is_cut: whether the result leaves out some positions.
+        is_cut: whether the result leaves out some positions, such as the last one of each sequence.
     """
 
     index: int
@@ -96,19 +96,19 @@ class ResultLogits:
 
 @dataclass
 class Head:
-    """An output layer over a table.
+    """An output layer whose weight is an embedding table, as nodes of the graph.
 
     Attributes:
-        weight: the table.
-        as_read: the node (V, D) whose transpose the product reads: the table, or a cast of the table.
+        weight: the table's placeholder.
+        as_read: the (V, D) node whose transpose is multiplied with the hidden states: the table or a cast of it.
         product: the `mm` or `addmm`.
         hidden: the hidden states (M, D), which are the other factor.
         bias: the added bias (V,), or None.
-        sizes: the nodes that read a leading size of logits.
+        sizes: nodes that read a leading size of the logits.
         results: the model's results that are logits.
         loss: the loss of the logits, or None if the graph has no loss.
         of_hidden, of_weight, of_bias: the backward's nodes that compute the gradients of hidden states, table and bias.
-        of_table: the head's term of the table's gradient.
+        of_table: the term that the output layer adds to the table's gradient.
     """
 
     weight: fx.Node
@@ -126,7 +126,7 @@ class Head:
 
 
 def forward_nodes(graph: TrainingGraph) -> set[fx.Node]:
-    """Returns the nodes that results and mutations depend on."""
+    """Returns the nodes of the forward: those that the model's results and mutations depend on."""
     return ancestors(v for v, role in graph.outputs() if v is not None and isinstance(role, Result | Mutation))
 
 
@@ -144,8 +144,8 @@ def head_blocker(graph: TrainingGraph, parameter: str, forward: set[fx.Node] | N
 
 
 def head_losses(graph: TrainingGraph) -> dict[str, Loss]:
-    """Maps each table to the loss of its output layer, if the loss is computed in the graph rather than in the training
-    loop.
+    """Maps each table to the loss of its output layer, for losses that are computed in the graph rather than in the
+    training loop.
     """
     if all(node.target is not aten.nll_loss_forward.default for node in graph.graph.nodes):
         return {}
@@ -175,13 +175,13 @@ def mean_loss_labels(graph: TrainingGraph) -> list[tuple[fx.Node, int]]:
 
 
 def find_head(graph: TrainingGraph, parameter: str, forward: set[fx.Node] | None = None) -> Head:
-    """Returns the output layer over a table, given by its name.
+    """Finds the output layer over the table of this name.
 
     Args:
         forward: the result of `forward_nodes`, if known.
 
     Raises:
-        Unmatched: the table has no head, or its head has another form.
+        Unmatched: the table has no output layer, or one of an unsupported form.
     """
     return head_over(
         graph, parameters_of(graph.module)[parameter], forward_nodes(graph) if forward is None else forward
@@ -189,7 +189,7 @@ def find_head(graph: TrainingGraph, parameter: str, forward: set[fx.Node] | None
 
 
 def head_over(graph: TrainingGraph, weight: fx.Node, forward: set[fx.Node]) -> Head:
-    """Returns the output layer over a table, given by its placeholder. Raises like `find_head`."""
+    """Finds the output layer over the table with this placeholder. Raises like `find_head`."""
     product, as_read = _find_product(weight, forward)
     hidden, added = product.args[-2], product.args[0] if product.target is aten.addmm.default else None
     assert isinstance(hidden, fx.Node)
@@ -206,15 +206,13 @@ def head_over(graph: TrainingGraph, weight: fx.Node, forward: set[fx.Node]) -> H
     return head
 
 
-def _last_size(node: fx.Node) -> list[Any]:
-    """Returns the size of the last dimension of a node's value, in a list."""
+def _last_dim_sizes(node: fx.Node) -> list[Any]:
+    """Returns [the size of the last dimension] of a node's value, or [] if the value is no tensor."""
     return [*node.meta["val"].shape[-1:]]
 
 
 def _find_product(weight: fx.Node, forward: set[fx.Node]) -> tuple[fx.Node, fx.Node]:
-    """Returns the matrix product in the forward that reads a table, and the node whose transpose it reads: the table or
-    a cast of it.
-    """
+    """Returns the matrix product that reads a table in the forward, and the (V, D) node whose transpose it reads."""
     found: list[tuple[fx.Node, fx.Node]] = []
     for reader in _dense_readers(weight, forward):
         as_read = weight
@@ -234,7 +232,7 @@ def _find_product(weight: fx.Node, forward: set[fx.Node]) -> tuple[fx.Node, fx.N
 
 
 def _dense_readers(weight: fx.Node, forward: set[fx.Node]) -> Iterator[fx.Node]:
-    """Yields the nodes of the forward that read a table other than by looking up rows or reading its sizes."""
+    """Yields the forward's nodes that read a table in another way than by looking up rows or reading its shape."""
     for user in _forward_users(weight, forward):
         if user.target in LOOKUPS and argument(user, "weight") is weight:
             continue
@@ -248,9 +246,7 @@ def _forward_users(node: fx.Node, forward: set[fx.Node]) -> list[fx.Node]:
 
 
 def _follow_logits(graph: TrainingGraph, head: Head, forward: set[fx.Node]) -> None:
-    """Follows the logits through the forward's nodes to the model's results and to the loss, and stores both in
-    `head`.
-    """
+    """Follows the logits from the product to the model's results and to the loss, and stores both in `head`."""
     results: dict[fx.Node, list[int]] = {}
     for value, role in graph.outputs():
         if value is not None and isinstance(role, Result):
@@ -278,11 +274,11 @@ def _follow_logits(graph: TrainingGraph, head: Head, forward: set[fx.Node]) -> N
 
 
 def _classify_step(node: fx.Node, logits: fx.Node) -> tuple[tuple[Step, ...], bool]:
-    """Classifies a node that reads logits. Returns its element-wise step as a tuple of at most one, and whether it
-    changes the logits' leading shape.
+    """Classifies a node that reads logits. Returns ((step,) if it is a supported element-wise step, else (); whether it
+    changes the logits' leading shape).
     """
     target = node.target
-    keeps = isinstance(node.meta.get("val"), torch.Tensor) and _last_size(node) == _last_size(logits)
+    keeps = isinstance(node.meta.get("val"), torch.Tensor) and _last_dim_sizes(node) == _last_dim_sizes(logits)
     if target in _SAME:
         return (), False
     if keeps and target in VIEWS:
@@ -307,7 +303,8 @@ def _find_loss(
 
     Args:
         softmax: the log-softmax.
-        steps, shapes: the element-wise steps, and the changes of the leading shape, between the product and it.
+        steps, shapes: the element-wise ops, and the changes of the leading shape, between the product and the
+            log-softmax.
     """
     if argument(softmax, "dim") not in (-1, softmax.meta["val"].dim() - 1):
         raise Unmatched(f"the softmax is not over the table's rows ({_describe_node(softmax)})")
@@ -322,7 +319,7 @@ def _find_loss(
                 head.sizes.append(user)
             elif user.target is aten.sum.dim_IntList and reader is softmax:
                 sums.append(user)
-            elif user.target in VIEWS and _last_size(user) == _last_size(softmax):
+            elif user.target in VIEWS and _last_dim_sizes(user) == _last_dim_sizes(softmax):
                 readers.append(user)
                 shapes = (*shapes, user)
             else:
@@ -338,7 +335,7 @@ def _find_loss(
 
 
 def _check_loss(node: fx.Node, forward: set[fx.Node]) -> None:
-    """Raises `Unmatched` if a negative log-likelihood has another form than supported."""
+    """Raises `Unmatched` if a negative log-likelihood has an unsupported form."""
     weight = argument(node, "weight")
     if weight is not None and any(map(draws_random_numbers, _with_ancestors(weight))):
         raise Unmatched("the class weights of the loss are drawn at random")
@@ -351,7 +348,9 @@ def _check_loss(node: fx.Node, forward: set[fx.Node]) -> None:
 
 
 def _check_smoothing(node: fx.Node, likelihood: fx.Node, forward: set[fx.Node]) -> None:
-    """Raises `Unmatched` if the sum of a log-softmax is read in another way than `F.cross_entropy` smooths labels."""
+    """Raises `Unmatched` if the sum of a log-softmax is used for anything but the label smoothing of
+    `F.cross_entropy`.
+    """
     is_plain = node.args[1] in ([1], [-1]) and len(node.args) == 2 and not node.kwargs
     readers = _forward_users(node, forward)
     masked = [user for reader in readers for user in _forward_users(reader, forward)]
@@ -375,7 +374,9 @@ def _check_smoothing(node: fx.Node, likelihood: fx.Node, forward: set[fx.Node]) 
 
 
 def _loss_backward(readers: Sequence[fx.Node]) -> fx.Node | None:
-    """Returns the gradient of the loss that reads a log-softmax, or None if no gradient is taken."""
+    """Returns the backward node among the readers of a log-softmax that computes the loss's gradient, or None if no
+    gradient is taken.
+    """
     found = [user for reader in readers for user in reader.users if user.target is aten.nll_loss_backward.default]
     if len(found) > 1:
         raise Unmatched("the loss has several gradients")
@@ -383,12 +384,14 @@ def _loss_backward(readers: Sequence[fx.Node]) -> fx.Node | None:
 
 
 def _with_ancestors(node: fx.Node) -> set[fx.Node]:
-    """Returns a node and all its ancestors."""
+    """Returns a node and all nodes that it depends on."""
     return reached([node], lambda each: each.all_input_nodes)
 
 
 def labels_from_batch(loss: Loss) -> bool:
-    """Returns whether the labels of a loss depend on the batch alone, so that they are known before the forward."""
+    """Returns whether the labels of a loss are computed from the batch alone, so that they are known before the
+    forward.
+    """
     return _depends_on_batch_only(argument(loss.node, "target"))
 
 
@@ -435,8 +438,10 @@ def _find_gradients(graph: TrainingGraph, head: Head, forward: set[fx.Node]) -> 
 
 
 def _store_smoothing(head: Head, node: fx.Node, others: Sequence[fx.Node]) -> None:
-    """Stores, for a loss with smoothed labels, the node that is the gradient of the log-softmax's sum. `others` are the
-    other terms of the logits' gradient.
+    """Stores, for a loss with smoothed labels, the node that is the gradient of the log-softmax's sum.
+
+    Args:
+        others: the other terms of the logits' gradient.
     """
     loss, (other, *more) = head.loss, others
     narrow = other.all_input_nodes[0] if other.target is aten.expand.default else other
@@ -448,13 +453,14 @@ def _store_smoothing(head: Head, node: fx.Node, others: Sequence[fx.Node]) -> No
 
 
 def _store_gradient(head: Head, end: fx.Node, chain: set[fx.Node]) -> None:
-    """Finds out which gradient `end` computes (of hidden states, table or bias), and stores the node in `head`.
+    """Stores a node in `head` as the gradient that it computes: of hidden states, table or bias.
 
     Args:
-        chain: the nodes that carry the gradient of the logits to `end`.
+        chain: the nodes between the gradient of the logits and `end`.
+        end: the node.
 
     Raises:
-        Unmatched: it is none of these, or a second one of its kind.
+        Unmatched: it computes another gradient, or one that is already stored.
     """
     if end.target is aten.sum.dim_IntList:
         kind = "of_bias" if head.bias is not None and argument(end, "dim") == [0] else ""
@@ -478,7 +484,7 @@ def _is_table(head: Head, node: Any) -> bool:
 
 
 def _describe_node(node: fx.Node) -> str:
-    """Returns a node's name and source line, for an error message."""
+    """Returns a node's name and the user's source line, for an error message."""
     return f"{node.name}, {source_of(node)}"
 
 

@@ -1,4 +1,4 @@
-"""Makes every training graph take part in every exchange of the plan, with no rows or zeros for unused parameters.
+"""Makes every rank take part in every exchange of the plan, even if its batch does not use a table or parameter.
 
 Contract
     A batch may skip a branch on one rank or on all. Its graph still launches all exchanges of the plan, so that ranks
@@ -42,7 +42,7 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class ExchangedParameter:
-    """A parameter whose rows or gradient the ranks exchange.
+    """A parameter whose rows or gradient the ranks exchange in every step.
 
     Attributes:
         padding_idx: the row of a sharded table that gets no gradient, or -1 if there is none. None for a replica.
@@ -56,11 +56,13 @@ class ExchangedParameter:
 
 @dataclass(frozen=True)
 class JoinExchanges:
-    """Adds the plan's exchanges that a training graph lacks, so that every rank takes part in each.
+    """The pass that adds the plan's exchanges that a graph lacks: with no rows for an unused table, with zeros for
+    other parameters.
 
     Attributes:
-        exchanged: name -> parameter, in the order of the plan.
-        renormed: whole tables with `max_norm`. Every graph must read them to rescale the rows that other ranks read.
+        exchanged: the parameters of the plan's exchanges by name, in the order of the plan.
+        renormed: unsharded tables with `max_norm`. Every rank must read them, to rescale the rows that other ranks look
+            up.
     """
 
     exchanged: Mapping[str, ExchangedParameter] = field(default_factory=dict)
@@ -90,7 +92,7 @@ class JoinExchanges:
 
 
 def idle_graph(name: str, parameter: Tensor) -> TrainingGraph:
-    """Builds the training graph of a rank without a batch: it reads one parameter and returns zero.
+    """Builds the training graph of a rank that has no batch: it returns a zero computed from one parameter.
 
     return aten.new_zeros(parameter, [])
     """
@@ -108,7 +110,9 @@ def idle_graph(name: str, parameter: Tensor) -> TrainingGraph:
 
 
 def _add_empty_lookup(graph: TrainingGraph, rewriter: Rewriter, name: str, parameter: ExchangedParameter) -> None:
-    """Adds a lookup of no ids to a graph, and its gradient, so that the rank takes part in the table's exchange."""
+    """Adds a lookup of zero rows and its gradient, so that a rank whose batch does not use the table takes part in its
+    exchange.
+    """
     weight = parameters_of(graph.module)[name]
     lookups = [graph.node(use.lookup) for table in graph.tables if table.parameter == name for use in table.uses]
     padding = argument(lookups[0], "padding_idx") if lookups else parameter.padding_idx

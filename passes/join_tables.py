@@ -1,9 +1,9 @@
-"""Joins the tables of a row space into one table, with one lookup of all ids and one gradient.
+"""Joins several tables into one, with one lookup for all ids and one gradient, so that they share one exchange.
 
 Contract
     Same values. The `embedding` lookups become views of one joint lookup. Bag lookups, and lookups without a gradient,
-    read the row space separately. An id outside its table becomes a number outside the row space. Gradients of padding
-    rows are dropped when gradients are summed.
+    read the joined table separately. An id outside its table becomes a number outside the joined table. Gradients of
+    padding rows are dropped when gradients are summed.
 
     rewrite, two tables of a space, V1 x D and V2 x D, one lookup each:
         e1 = aten.embedding(w1, x1); e2 = aten.embedding(w2, x2)
@@ -43,10 +43,10 @@ embrace = torch.ops.embrace
 
 @dataclass(frozen=True)
 class JoinTables:
-    """The pass that replaces the tables of each row space with one joined table.
+    """The pass that replaces groups of tables by one joined table each.
 
     Attributes:
-        spaces: the plan's row spaces.
+        spaces: the joined tables of the plan.
     """
 
     spaces: tuple[RowSpace, ...]
@@ -58,7 +58,7 @@ class JoinTables:
             return graph
         result = graph.edit()
         for space in spaces:
-            _join_space(result, space)
+            _join_group(result, space)
         result.graph.eliminate_dead_code()
         result = replace(result, spaces={**graph.spaces, **{space.name: space for space in spaces}})
         return replace(result, tables=find_tables(result))
@@ -66,13 +66,13 @@ class JoinTables:
 
 @dataclass(frozen=True)
 class _Lookup:
-    """One lookup of a table of a row space.
+    """One lookup of a table that is joined with others.
 
     Attributes:
-        number: the table's index in the row space.
+        number: the table's index in the joined table.
         backward: the nodes that compute the lookup's share of the gradient.
-        is_joined: whether the lookup is part of the joint lookup.
-        is_bag: whether the lookup sums rows. Bags here have no padding row.
+        is_joined: whether the joint lookup replaces this lookup.
+        is_bag: whether the lookup sums the rows of each bag (`nn.EmbeddingBag`).
     """
 
     table: TableSpec
@@ -84,12 +84,10 @@ class _Lookup:
     is_bag: bool
 
 
-def _join_space(graph: TrainingGraph, space: RowSpace) -> None:
-    """Replaces the tables of a row space with one joined table, and their lookups and gradients with those of the
-    joined one.
-    """
+def _join_group(graph: TrainingGraph, space: RowSpace) -> None:
+    """Replaces some tables, their lookups and their gradients by those of one joined table."""
     rewriter, weights = Rewriter(graph.module), parameters_of(graph.module)
-    lookups = _space_lookups(graph, space)
+    lookups = _lookups_to_join(graph, space)
     first = min(weights[each.table.parameter] for each in lookups)
     like = first.meta["val"]
     with rewriter.before(first):
@@ -111,8 +109,8 @@ def _join_space(graph: TrainingGraph, space: RowSpace) -> None:
         graph.graph.erase_node(weights[name])
 
 
-def _space_lookups(graph: TrainingGraph, space: RowSpace) -> list[_Lookup]:
-    """Returns the lookups of a row space's tables, in the order of its rows."""
+def _lookups_to_join(graph: TrainingGraph, space: RowSpace) -> list[_Lookup]:
+    """Returns the lookups of the tables to join, in the order of their rows in the joined table."""
     by_name = {table.parameter: table for table in graph.tables}
     nodes = {node.name: node for node in graph.graph.nodes}
     is_trained = any(isinstance(role, Gradient) for _, role in graph.outputs())
@@ -129,8 +127,8 @@ def _space_lookups(graph: TrainingGraph, space: RowSpace) -> list[_Lookup]:
 def _join_ids(
     rewriter: Rewriter, space: RowSpace, joined: Sequence[_Lookup], others: Sequence[_Lookup]
 ) -> list[fx.Node]:
-    """Inserts, at the head of the graph, the conversion of ids to row numbers of the space: one tensor for all joined
-    lookups, then one for each other lookup.
+    """Inserts, at the head of the graph, the conversion of ids to row numbers of the joined table. Returns one tensor
+    for all joined lookups, then one for each other lookup.
     """
     lookups = [*joined, *others]
     numbers = [each.number for each in lookups]
@@ -148,7 +146,7 @@ def _join_ids(
 
 
 def _replace_lookups(rewriter: Rewriter, name: str, joined: Sequence[_Lookup], weight: fx.Node, ids: fx.Node) -> None:
-    """Inserts one lookup in the joined table, and replaces the results of the lookups it joins with views of its
+    """Inserts one lookup of the joined table, and replaces the results of the lookups that it joins by views of its
     result.
     """
     narrow = _common_dtype([_cast_dtype(user) for each in joined for user in each.node.users])
@@ -177,7 +175,7 @@ def _replace_lookups(rewriter: Rewriter, name: str, joined: Sequence[_Lookup], w
 
 
 def _sum_gradients(rewriter: Rewriter, space: RowSpace, joined: Sequence[_Lookup], ids: fx.Node) -> list[fx.Node]:
-    """Inserts the joint gradient of the joined lookups after the last of their gradients, if there are any."""
+    """Inserts one gradient of the joined table, for all joined lookups, after the last of their own gradients."""
     if not joined[0].backward:
         return []
     backwards = [node for each in joined for node in each.backward]
@@ -199,23 +197,23 @@ def _sum_gradients(rewriter: Rewriter, space: RowSpace, joined: Sequence[_Lookup
 
 
 def _common_dtype(dtypes: Sequence[torch.dtype | None]) -> torch.dtype | None:
-    """Returns the dtype that all of `dtypes` are, or None if they differ or one is None."""
+    """Returns the dtype that all of `dtypes` are equal to, or None if they differ or one is None."""
     return dtypes[0] if len(set(dtypes)) == 1 else None
 
 
 def _cast_dtype(node: fx.Node) -> torch.dtype | None:
-    """Returns the dtype that a node casts to, or None if the node is not just a cast."""
+    """Returns the dtype to which a node casts, or None if the node is not only a cast."""
     return node.meta["val"].dtype if is_plain_cast(node) else None
 
 
 def _source_dtype(node: fx.Node) -> torch.dtype | None:
-    """Returns the dtype that a node casts from, or None if the node is not just a cast."""
+    """Returns the dtype from which a node casts, or None if the node is not only a cast."""
     found: torch.dtype | None = node.all_input_nodes[0].meta["val"].dtype if is_plain_cast(node) else None
     return found
 
 
 def _shape_of_ids(rewriter: Rewriter, ids: fx.Node) -> list[int | fx.Node]:
-    """Returns the shape of ids. An unknown size is a node that computes it."""
+    """Returns the shape of a tensor of ids. A size that depends on the batch is a node that computes it."""
     return [
         size if isinstance(size, int) else rewriter.call(aten.sym_size.int, ids, dim, name=f"{ids.name}_size_{dim}")
         for dim, size in enumerate(ids.meta["val"].shape)
@@ -223,7 +221,7 @@ def _shape_of_ids(rewriter: Rewriter, ids: fx.Node) -> list[int | fx.Node]:
 
 
 def _multiply_sizes(rewriter: Rewriter, size: Sequence[int | fx.Node]) -> int | fx.Node:
-    """Returns the product of sizes. Inserts nodes to multiply unknown sizes."""
+    """Returns the product of sizes, inserting multiplications for sizes that are nodes."""
     found: int | fx.Node = 1
     for each in size:
         if isinstance(found, int) and isinstance(each, int):
@@ -236,11 +234,11 @@ def _multiply_sizes(rewriter: Rewriter, size: Sequence[int | fx.Node]) -> int | 
 
 
 def _redirect_lookup(rewriter: Rewriter, lookup: _Lookup, before: fx.Node, weight: fx.Node, ids: fx.Node) -> None:
-    """Makes a lookup, and its gradient, read the row space with row numbers instead of a table with ids.
+    """Makes one lookup and its gradient read the joined table by row numbers, instead of its table by ids.
 
     Args:
         before: the node before which new nodes are inserted.
-        weight: the row space's placeholder.
+        weight: the joined table's placeholder.
         ids: the lookup's row numbers.
     """
     readers = [node for node in before.users if node.target is SAMPLE_WEIGHTS_BACKWARD]
@@ -257,7 +255,7 @@ def _redirect_lookup(rewriter: Rewriter, lookup: _Lookup, before: fx.Node, weigh
 def _return_joint_gradient(
     graph: TrainingGraph, rewriter: Rewriter, space: RowSpace, gradients: Sequence[fx.Node]
 ) -> None:
-    """Replaces the gradients of the tables in the graph's outputs with the gradient of the row space."""
+    """Replaces the gradients of the joined tables among the graph's outputs by the one gradient of the joined table."""
     of_tables = {Gradient(Parameter(name)) for name in space.tables}
     outputs = [(value, role) for value, role in graph.outputs() if role not in of_tables]
     total: fx.Node | None = None

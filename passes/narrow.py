@@ -1,4 +1,4 @@
-"""Exchanges rows in the narrow dtype of an autocast region, by moving the exchange past the casts.
+"""Exchanges rows in the dtype to which autocast casts them, by moving the exchange behind the casts.
 
 Contract
     If every lookup of a sharded table is cast to one narrower dtype, and every gradient is cast from it, rows and
@@ -38,7 +38,7 @@ _SUMMED = _EXCHANGED - {torch.float16}
 
 @dataclass(frozen=True)
 class NarrowExchange:
-    """The pass that exchanges rows in the narrower dtype that the graph casts them to."""
+    """The pass that exchanges rows in the narrower dtype to which the forward casts them."""
 
     def __call__(self, graph: TrainingGraph) -> TrainingGraph:
         joins = [node for node in graph.graph.nodes if node.target in JOINS]
@@ -53,7 +53,11 @@ class NarrowExchange:
 
 
 def exchange_dtype(graph: TrainingGraph, table: TableSpec) -> torch.dtype:
-    """Returns the dtype in which rows of `table` are exchanged if it is sharded; `graph` is the captured one."""
+    """Returns the dtype in which the rows of a table are exchanged if it is sharded.
+
+    Args:
+        graph: the captured graph.
+    """
     if any(use.kind != "embedding" for use in table.uses):
         return table.dtype
     lookups = [graph.node(use.lookup) for use in table.uses]
@@ -62,8 +66,8 @@ def exchange_dtype(graph: TrainingGraph, table: TableSpec) -> torch.dtype:
 
 
 def narrow_exchange(graph: TrainingGraph, join: fx.Node) -> bool:
-    """Moves one table's exchange behind the casts to a narrower dtype, in place. Returns False if it must stay in the
-    wide dtype.
+    """Moves the exchange of one table's rows behind the casts to a narrower dtype, in place. Returns False if the
+    exchange must stay in the wide dtype.
 
     Args:
         join: the node that joins the table's received columns to rows.
@@ -104,8 +108,8 @@ def is_plain_cast(node: fx.Node) -> bool:
 
 
 def _gradient_split(graph: TrainingGraph, join: fx.Node) -> fx.Node | None:
-    """Returns the node that splits the gradient of `join`'s rows by columns, or None. It reads the same counts of the
-    id exchange as `join`.
+    """Returns the node that splits the gradient of these rows by columns, or None. It reads the same result of the id
+    exchange as `join`.
     """
     launch = join.all_input_nodes[0].all_input_nodes[0]
     counts = launch.args[1]
@@ -117,7 +121,7 @@ def _gradient_split(graph: TrainingGraph, join: fx.Node) -> fx.Node | None:
 
 
 def _gradient_was_cast_from(backward: fx.Node, dtype: torch.dtype) -> bool:
-    """Returns whether the gradient that a lookup's backward reads has been cast from `dtype`."""
+    """Returns whether the gradient that a lookup's backward reads was cast from `dtype`."""
     gradient = backward.args[0]
     return (
         backward.target in LOOKUP_BACKWARDS
@@ -130,7 +134,12 @@ def _gradient_was_cast_from(backward: fx.Node, dtype: torch.dtype) -> bool:
 def _narrow_forward(
     rewriter: Rewriter, join: fx.Node, lookups: list[fx.Node], casts: list[fx.Node], dtype: torch.dtype
 ) -> None:
-    """Casts looked-up columns to `dtype` before they are sent, and drops the later casts of the received rows."""
+    """Casts looked-up columns to `dtype` before they are sent, and removes the later casts of the received rows.
+
+    Args:
+        join: the node that joins received columns to rows.
+        casts: the casts to remove.
+    """
     wait = join.all_input_nodes[0]
     launch = wait.all_input_nodes[0]
     columns = launch.args[0]
@@ -146,7 +155,11 @@ def _narrow_forward(
 
 
 def _narrow_backward(rewriter: Rewriter, split: fx.Node, dtype: torch.dtype, wide: torch.dtype) -> None:
-    """Casts a row gradient to `dtype` before it is sent, and back to `wide` after it is received."""
+    """Casts a row gradient to `dtype` before it is sent, and back to `wide` after it is received.
+
+    Args:
+        split: the node that splits the gradient by columns.
+    """
     gradient = split.all_input_nodes[0]
     launch = next(iter(split.users))
     wait = next(iter(launch.users))

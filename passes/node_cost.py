@@ -1,4 +1,5 @@
-"""Estimates the compute time of a node, until it has been measured, from its FLOPs and the bytes that it moves.
+"""Estimates the compute time of a node that has not been measured, from its FLOPs and the bytes that it reads and
+writes.
 
 FLOPs come from torch's own counter (`torch.utils.flop_counter`), where a user's op can register a formula
 (`register_flop_formula`). For ops without a formula, only the bytes count. Views cost nothing.
@@ -40,8 +41,8 @@ _LOOKUPS = frozenset(
 
 
 def node_time_estimator(compute: cost.Compute, expected: ExpectedSizes = NOTHING_EXPECTED) -> NodeMs:
-    """Returns a function that estimates a node's milliseconds on a processor of speed `compute`. It estimates each node
-    once.
+    """Returns a function that estimates a node's milliseconds on a processor of speed `compute`, and caches each
+    estimate.
 
     Args:
         expected: the expected values of data-dependent sizes.
@@ -50,7 +51,11 @@ def node_time_estimator(compute: cost.Compute, expected: ExpectedSizes = NOTHING
 
 
 def node_ms(node: fx.Node, compute: cost.Compute, expected: ExpectedSizes = NOTHING_EXPECTED) -> float:
-    """Estimates the milliseconds of one node."""
+    """Estimates the milliseconds of one node.
+
+    Args:
+        expected: expected values of data-dependent sizes.
+    """
     if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload) or _is_view(node.target):
         return 0.0
     inputs = [_expected_shape(n.meta.get("val"), expected) for n in node.all_input_nodes]
@@ -63,12 +68,16 @@ def node_ms(node: fx.Node, compute: cost.Compute, expected: ExpectedSizes = NOTH
 
 
 def _is_view(op: torch._ops.OpOverload) -> bool:
-    """Returns whether an op returns a view or its input itself."""
+    """Returns whether an op returns a view of its input, or the input itself."""
     return op in SHARES_MEMORY or op is torch.ops.embrace.defer_bucket.default or yields_views(op)
 
 
 def flops(node: fx.Node, expected: ExpectedSizes = NOTHING_EXPECTED) -> float:
-    """Returns the count of a node's multiplications and additions, or 0 for ops without a formula."""
+    """Returns a node's FLOPs, or 0 for ops without a formula.
+
+    Args:
+        expected: expected values of data-dependent sizes.
+    """
     assert isinstance(node.target, torch._ops.OpOverload)
     formula = _formula(node)
     if formula is None:
@@ -81,8 +90,7 @@ def flops(node: fx.Node, expected: ExpectedSizes = NOTHING_EXPECTED) -> float:
 
 
 def is_heavy(node: fx.Node) -> bool:
-    """Returns whether a node computes for so long that communication which does not depend on it is launched before
-    it.
+    """Returns whether a node computes long enough that independent communication should be launched before it.
 
     True for ops with a FLOP formula, and for those with a name that contains one of `_COMPUTES`.
     """
@@ -94,45 +102,45 @@ def is_heavy(node: fx.Node) -> bool:
 
 
 def _formula(node: fx.Node) -> Formula | None:
-    """Returns the FLOP formula of a node's op, or None if there is none."""
+    """Returns the function that computes a node's FLOPs, or None if there is none for its op."""
     assert isinstance(node.target, torch._ops.OpOverload)
     packet = node.target.overloadpacket
     return _OWN.get(packet) or flop_registry.get(packet)
 
 
 def _replace_by_sized(argument: Any, expected: ExpectedSizes) -> Any:
-    """Replaces an argument that is a node with a tensor of the node's expected sizes."""
+    """Replaces an argument that is a node by a meta tensor of the node's expected sizes; returns other arguments
+    unchanged.
+    """
     return _with_expected_sizes(argument.meta.get("val"), expected) if isinstance(argument, fx.Node) else argument
 
 
 def _with_expected_sizes(value: Any, expected: ExpectedSizes) -> Any:
-    """Returns a meta tensor of a fake tensor's sizes, with expected numbers for data-dependent sizes."""
+    """Returns a meta tensor with a fake tensor's sizes; data-dependent sizes get their expected values."""
     if isinstance(value, list | tuple):
         return type(value)(_with_expected_sizes(each, expected) for each in value)
     return torch.empty(_expected_shape(value, expected), device="meta") if isinstance(value, Tensor) else value
 
 
 def _attention_flops(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> float:
-    """Returns the FLOPs of an attention."""
+    """Returns the FLOPs of scaled dot-product attention."""
     return float(sdpa_flop_count(query.shape, key.shape, value.shape))
 
 
 def _attention_backward_flops(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> float:
-    """Returns the FLOPs of an attention's backward."""
+    """Returns the FLOPs of the backward of scaled dot-product attention."""
     return float(sdpa_backward_flop_count(grad.shape, query.shape, key.shape, value.shape))
 
 
 def _rnn_layer_flops(
     input: Tensor, h0: Tensor, c0: Tensor | None, weights: Sequence[Tensor], *_: Any, **__: Any
 ) -> float:
-    """Returns the FLOPs of an RNN layer: two for each weight of its matrices, at each position."""
+    """Returns the FLOPs of an RNN layer: two per element of its weight matrices, at each position."""
     return 2.0 * input.shape[:-1].numel() * sum(weight.numel() for weight in weights if weight.dim() > 1)
 
 
 def _rnn_layer_backward_flops(_o: Any, _h: Any, _c: Any, *arguments: Any, **__: Any) -> float:
-    """Returns the FLOPs of an RNN layer's backward: twice the forward's, for the gradients of the data and of the
-    weights.
-    """
+    """Returns the FLOPs of an RNN layer's backward: twice the forward's, for gradients of inputs and weights."""
     return 2.0 * _rnn_layer_flops(*arguments)
 
 

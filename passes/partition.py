@@ -1,4 +1,4 @@
-"""Partitions the joint graph into the four graphs that run: unique, ids, forward, backward.
+"""Partitions the joint graph into the four graphs that run one after another: unique, ids, forward, backward.
 
 Contract
     Same nodes, same values, each node in exactly one phase:
@@ -102,8 +102,8 @@ def partition(graph: TrainingGraph) -> dict[str, fx.GraphModule]:
 
 
 def _move_sizes_and_items(nodes: list[fx.Node], ids: set[fx.Node], forward: set[fx.Node]) -> None:
-    """Moves the reading of a value's sizes and tuple items to the phase of the value, so that the whole value need not
-    be saved for a later phase.
+    """Moves nodes that read a size or a tuple's item to the phase of the value that they read, so that the whole value
+    need not be saved.
     """
     for node in nodes:
         if node in ids or node in forward or not _is_size_or_item(node):
@@ -116,12 +116,12 @@ def _move_sizes_and_items(nodes: list[fx.Node], ids: set[fx.Node], forward: set[
 
 
 def _is_size_or_item(node: fx.Node) -> bool:
-    """Returns whether a node is a size, an item of a tuple or any other call that is not an op."""
+    """Returns whether a node is a size, an item of a tuple, or another call that is not an op."""
     return node.target is torch.ops.aten.sym_size.int or not isinstance(node.target, torch._ops.OpOverload)
 
 
 def _is_ids_op(node: fx.Node) -> bool:
-    """Returns whether a node is an op of the id exchange, its wait, or an item of their results."""
+    """Returns whether a node belongs to the id exchange: one of its ops, its wait, or an item of their results."""
     target = node.target
     if op_name(node) in _IDS:
         return True
@@ -141,7 +141,7 @@ def extract_ids(graph: TrainingGraph, tables: Sequence[TableSpec]) -> fx.GraphMo
 
 
 def extract_values(graph: TrainingGraph, wanted: Sequence[fx.Node]) -> fx.GraphModule:
-    """Extracts a graph that computes the values of the `wanted` nodes."""
+    """Extracts a graph that computes only the values of the `wanted` nodes."""
     needed = ancestors(wanted)
     return _build_phase(graph, [n for n in graph.graph.nodes if n in needed], [(n, Saved(n.name)) for n in wanted], [])
 
@@ -152,8 +152,8 @@ def _build_phase(
     """Builds the graph of one phase: placeholders for its inputs, `nodes` in order, then the outputs.
 
     Args:
-        wanted: outputs of the training step with their roles.
-        saved: values that later phases read.
+        wanted: the phase's values among the outputs of the training step, with their roles.
+        saved: the phase's values that later phases read.
     """
     own = set(nodes)
     read = {source for node in nodes for source in node.all_input_nodes if source not in own}

@@ -37,11 +37,11 @@ Pass = Callable[[TrainingGraph], TrainingGraph]
 
 @dataclass(frozen=True)
 class CompiledGraph:
-    """The graph after the last pass, and a snapshot after each.
+    """The graph after the last pass, with a snapshot of the graph after each pass.
 
     Attributes:
-        phases: pass -> the phases after that pass, if any.
-        ms: pass -> its milliseconds.
+        phases: name of a pass -> the phases after that pass, if the graph is partitioned.
+        ms: name of a pass -> its milliseconds.
     """
 
     graph: TrainingGraph
@@ -49,13 +49,13 @@ class CompiledGraph:
     phases: dict[str, dict[str, fx.GraphModule]] = field(default_factory=dict)
     ms: dict[str, float] = field(default_factory=dict)
 
-    def times(self) -> str:
-        """Returns a text with the milliseconds of each pass, one line per pass."""
+    def describe_times(self) -> str:
+        """Returns the milliseconds of each pass as text, one line per pass."""
         return "\n".join(f"{ms:10.2f} ms  {name}" for name, ms in self.ms.items())
 
 
 def with_tables(graph: TrainingGraph) -> TrainingGraph:
-    """Returns a captured graph with the description of its tables filled in."""
+    """Returns a captured graph with its `tables` filled in."""
     return replace(graph, tables=find_tables(graph), results_behind=results_behind(graph))
 
 
@@ -68,12 +68,12 @@ def training_passes(
     join: JoinExchanges | None = None,
     memory: Memory | None = None,
 ) -> tuple[Pass, ...]:
-    """Returns the passes of the pipeline, in order.
+    """Returns the passes that turn a captured graph into a distributed training step, in order.
 
     Args:
-        present: tables that the graph reads; an evaluation may read fewer than training does.
-        reduce: False for a backward under `no_sync`, and for a forward alone.
-        join: the pass that adds exchanges that the batch does not need, or None for a forward alone.
+        present: names of tables that the graph reads; an evaluation may read fewer than training does.
+        reduce: whether to reduce gradients; False for a backward under `no_sync` and for a forward alone.
+        join: the pass that adds exchanges in which the batch takes no part, or None for a forward alone.
         memory: the pass that keeps the step within a memory budget, or None without a budget.
     """
     joined = join.exchanged if join is not None else ()  # a single process exchanges nothing
@@ -82,7 +82,7 @@ def training_passes(
     renormed = tuple(name for name in plan.renormed if name in present)
     return (
         *((join,) if join is not None else ()),  # adds exchanges of parameters that this batch does not use
-        *((JoinTables(plan.spaces),) if plan.spaces else ()),  # joins the tables of each row space
+        *((JoinTables(plan.spaces),) if plan.spaces else ()),  # joins the tables of each joined table
         ShardHeads(plan.heads, rank, plan.world_size, memory is None),  # shards the output layers over sharded tables
         EagerDropout(),  # on the CPU, draws dropout's noise as eager mode does
         # replaces tables by shards, and lookups by AlltoAlls of rows
@@ -106,11 +106,12 @@ def training_passes(
 
 
 def overlap_passes(plan: Plan, schedule: str, rank: int, cuts: Cuts) -> tuple[Pass, ...]:
-    """Returns the passes after `training_passes` that overlap communication with the next step.
+    """Returns the passes that overlap communication with the next step. They run after `training_passes`.
 
     Args:
-        schedule: one of `embrace_fx.vocabulary.schedule.SCHEDULES`.
+        schedule: name of the schedule, one of `embrace_fx.vocabulary.schedule.SCHEDULES`.
         rank: this rank.
+        cuts: sizes of the chunks of buckets, and numbers of pieces of delayed gradients.
     """
     if schedule == "none":
         return ()
@@ -127,10 +128,10 @@ def overlap_passes(plan: Plan, schedule: str, rank: int, cuts: Cuts) -> tuple[Pa
 
 
 def run_passes(analysed: TrainingGraph, passes: Iterable[Pass], earlier: CompiledGraph | None = None) -> CompiledGraph:
-    """Runs the passes, keeps a snapshot after each, and verifies the last graph, which is the one that runs.
+    """Runs the passes on `graph`, keeps a snapshot after each, and verifies the last graph.
 
     Args:
-        earlier: the result of earlier passes on `analysed`, or None.
+        earlier: the result of earlier passes on `graph`, or None.
 
     Raises:
         VerificationError: a pass broke an invariant; the message names the pass.
@@ -157,7 +158,7 @@ def run_passes(analysed: TrainingGraph, passes: Iterable[Pass], earlier: Compile
 
 
 def _verify(changed: Sequence[tuple[str, TrainingGraph]], captured: TrainingGraph, analysed: TrainingGraph) -> None:
-    """Verifies the last graph. If that fails, verifies each graph to name the pass that broke it.
+    """Verifies the last graph. If it is invalid, verifies each graph in turn to name the pass that broke it.
 
     Verifying every graph in every run took a sixth of all Python calls when planning twelve layers.
     """

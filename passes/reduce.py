@@ -46,10 +46,10 @@ Exchanged = Mapping[str, tuple[str, str]]
 
 @dataclass(frozen=True)
 class ReduceGradients:
-    """The pass that reduces dense gradients in buckets.
+    """The pass that all-reduces dense gradients in buckets.
 
     Attributes:
-        exchanged: parameters with a sparse exchange instead of AllReduce.
+        exchanged: parameters whose gradient has a sparse exchange instead of an AllReduce.
     """
 
     buckets: tuple[tuple[str, ...], ...]
@@ -67,7 +67,9 @@ class ReduceGradients:
 def reduce_gradients(
     graph: TrainingGraph, buckets: tuple[tuple[str, ...], ...], world_size: int, exchanged: Exchanged
 ) -> None:
-    """Replaces the gradients of each bucket with their means over ranks; all launches come before the first wait."""
+    """Replaces the gradients of each bucket by their means over ranks. All collectives are launched before the first
+    wait.
+    """
     rewriter = Rewriter(graph.module)
     parameters, gradients = parameters_of(graph.module), gradients_of(graph.module)
     means: dict[str, fx.Node] = {}
@@ -109,7 +111,7 @@ def reduce_gradients(
 
 
 def _outputs_with_means(graph: TrainingGraph, means: dict[str, fx.Node]) -> list[tuple[fx.Node | None, OutputRole]]:
-    """Returns the outputs of the graph, with each gradient replaced by its mean over ranks."""
+    """Returns the graph's outputs, with each gradient replaced by its mean over ranks."""
     outputs: list[tuple[fx.Node | None, OutputRole]] = []
     waiting = dict(means)
     for value, role in graph.outputs():

@@ -1,4 +1,4 @@
-"""Inserts nodes with fake values, so that `meta["val"]` is correct after every pass."""
+"""Edits graphs, and keeps the fake value of every node (`meta["val"]`) correct."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _CAST = torch.ops.aten._to_copy.default
 
 @dataclass(frozen=True)
 class DerivedValue:
-    """A node's fake value together with what it was computed from: the op and the values of its arguments."""
+    """A node's fake value, with the op and arguments from which it was computed."""
 
     target: Any
     args: tuple[Any, ...]
@@ -46,7 +46,7 @@ def computing_fakes(mode: FakeTensorMode) -> Iterator[None]:
 
 
 class Rewriter:
-    """Edits one graph. Every inserted call gets a readable name and a fake value.
+    """Edits one graph: inserts calls, each with a readable name and a fake value.
 
     The fake mode is the capture's own, found in the graph's values.
     """
@@ -62,14 +62,14 @@ class Rewriter:
 
     @contextlib.contextmanager
     def before(self, node: fx.Node) -> Iterator[None]:
-        """Opens a context in which nodes are inserted before `node`, in its checkpointed regions."""
+        """Opens a context in which nodes are inserted before `node` and belong to its checkpointed regions."""
         around, self._region = self._region, node.meta.get("region")
         with self.graph.inserting_before(node):
             yield
         self._region = around
 
     def call(self, target: Any, *args: Any, name: str, **options: Any) -> fx.Node:
-        """Inserts a call at the current place."""
+        """Inserts a call of an op or function at the current place."""
         node = self.graph.create_node("call_function", target, args, options, name=name)
         self._taken.add(node.name)
         if self._region is not None:
@@ -78,7 +78,9 @@ class Rewriter:
         return node
 
     def launch(self, target: Any, *args: Any, launch: OperationId, name: str) -> fx.Node:
-        """Inserts, at the current place, a node that starts or awaits a launch or a copy, with its id."""
+        """Inserts, at the current place, a node that starts a launch or a copy, or waits for it, with the launch's
+        id.
+        """
         node = self.call(target, *args, str(launch), name=name)
         node.meta["launch"] = launch
         return node
@@ -87,7 +89,7 @@ class Rewriter:
         """Inserts a copy of a node at the current place, for recomputation in the backward.
 
         Args:
-            reads: maps an input of the node to the input of the copy.
+            reads: maps each input of the node to the input that the copy reads.
             name: the copy's name; a number is appended if another node has it.
         """
         copy = self.graph.node_copy(node, reads)
@@ -106,13 +108,13 @@ class Rewriter:
         return self.call(_CAST, node, dtype=dtype, name=name)
 
     def wait(self, launch: fx.Node) -> fx.Node:
-        """Inserts a wait for a launch."""
+        """Inserts a wait for a collective that the node `launch` has started."""
         return self.call(WAIT, launch, name=f"{launch.name}_done")
 
     def placeholder(
         self, name: str, role: Any, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
     ) -> fx.Node:
-        """Inserts a placeholder at the current place."""
+        """Inserts a placeholder with a role and a fake value at the current place."""
         node = self.graph.create_node("placeholder", name, name=name)
         node.target = node.name
         node.meta["role"] = role
@@ -121,14 +123,14 @@ class Rewriter:
         return node
 
     def copy_placeholder(self, placeholder: fx.Node) -> fx.Node:
-        """Inserts, as the first node, a placeholder with the meta of another phase's placeholder."""
+        """Inserts, as the graph's first node, a copy of another phase's placeholder."""
         with self.before(next(iter(self.graph.nodes))):
             found = self.graph.placeholder(placeholder.name)
         found.meta = dict(placeholder.meta)
         return found
 
     def refresh(self, node: fx.Node) -> None:
-        """Recomputes the fake value of a call after its arguments have changed."""
+        """Recomputes a call's fake value after its arguments have changed."""
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
         with computing_fakes(self.fake_mode):
             assert callable(node.target)
@@ -137,7 +139,7 @@ class Rewriter:
         node.meta["derived"] = DerivedValue(node.target, args, kwargs, value)
 
     def retype(self, node: fx.Node, dtype: torch.dtype) -> None:
-        """Sets the dtype of a call's fake value. Keeps the sizes, because later nodes refer to their symbols."""
+        """Changes only the dtype of a call's fake value. Its sizes stay, because later nodes refer to their symbols."""
         with self.fake_mode:
             node.meta["val"] = torch.empty_like(node.meta["val"], dtype=dtype)
 
@@ -149,7 +151,9 @@ def first_after_placeholders(graph: fx.Graph) -> fx.Node:
 
 
 def move_to_head(nodes: Sequence[fx.Node]) -> fx.Node:
-    """Moves `nodes`, and all nodes that they depend on, to the head of the graph. Returns the first node after them."""
+    """Moves `nodes`, and everything that they depend on, to the head of the graph. Returns the first node after
+    them.
+    """
     head = first_after_placeholders(nodes[0].graph)
     for needed in sorted(ancestors(nodes)):
         if needed is head:
@@ -164,7 +168,9 @@ def rewrite_each(
     find: Callable[[TrainingGraph], Sequence[fx.Node]],
     rewrite: Callable[[Rewriter, fx.Node], None],
 ) -> TrainingGraph:
-    """Rewrites each node that `find` yields. Returns the same graph if there is none."""
+    """Calls `rewrite` on each node that `find` returns, in a copy of the graph. Returns the same graph if there is
+    none.
+    """
     if not find(graph):
         return graph
     result = graph.edit()

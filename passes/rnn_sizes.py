@@ -1,4 +1,5 @@
-"""Computes memory of recurrent layers that is not in the graph: oneDNN's workspace, and temporaries of the time loop.
+"""Computes the memory of recurrent layers that the graph does not show: oneDNN's workspace, and temporaries of the loop
+over time.
 
 Legend as in `embrace_fx.vocabulary.rnn_ops`: R rows of all steps, B sequences, I width of the input, H hidden size, P
 width of the state, G gates.
@@ -19,9 +20,7 @@ _PAGE_BYTES = 4096
 
 
 def saved_workspace_bytes(node: fx.Node, expected: ExpectedSizes) -> int | None:
-    """Returns the bytes of the workspace that oneDNN saves as the last result of an RNN layer, or None for other
-    nodes.
-    """
+    """Returns the bytes of the workspace that oneDNN saves with an RNN layer's results, or None for other nodes."""
     if op_name(node) != _LAYER or node.args[-2:] != ("mkldnn", True):
         return None
     input_TBI, output_TBH = node.all_input_nodes[0].meta["val"], node.meta["val"][0]
@@ -29,33 +28,34 @@ def saved_workspace_bytes(node: fx.Node, expected: ExpectedSizes) -> int | None:
     return lstm_workspace_bytes(steps, sequences, width, own, output_TBH.element_size())
 
 
-def lstm_workspace_bytes(steps: int, sequences: int, width: int, own: int, itemsize: int) -> int:
-    """Returns the bytes that oneDNN's LSTM saves for its backward, for one layer and direction.
+def lstm_workspace_bytes(steps: int, sequences: int, width: int, hidden_size: int, itemsize: int) -> int:
+    """Returns the bytes of oneDNN's LSTM workspace, which it saves for the backward, for one layer and direction.
 
     Gates, states by layer and by step with their gradients, and cells each begin at a page. A row fills whole cache
     lines, with one more line if all rows would map to the same cache sets. Found by experiment (torch 2.13, float32).
 
     Args:
-        width, own: the width of the input and of the state.
+        width: the width of the input.
+        hidden_size: the width of the state.
     """
 
     def padded_row(values: int) -> int:
-        """Returns the padded length of a row of `values` values."""
+        """Returns the length to which oneDNN pads a row of `values` values."""
         line = 64 // itemsize
         filled = -(-values // line) * line
         return filled + line if filled % 256 == 0 else filled
 
-    of_steps = [padded_row(4 * own), padded_row(own)]
+    of_steps = [padded_row(4 * hidden_size), padded_row(hidden_size)]
     of_layers = [
-        *[padded_row(max(width, own))] * 3,
-        *[own] * 2,
+        *[padded_row(max(width, hidden_size))] * 3,
+        *[hidden_size] * 2,
     ]  # all sizes are upper bounds, because one step is added
     values = [*(steps * each for each in of_steps), *(2 * (steps + 1) * each for each in of_layers)]
     return sum(-(-sequences * each * itemsize // _PAGE_BYTES) * _PAGE_BYTES for each in values)
 
 
 def scratch_bytes(node: fx.Node, expected: ExpectedSizes) -> int:
-    """Returns the bytes of temporaries that a node's time loop holds. Returns 0 for nodes other than RNN layers."""
+    """Returns the bytes of temporaries that an RNN layer's loop over time holds, or 0 for other nodes."""
     name = op_name(node)
     if name not in (_LAYER, _BACKWARD):
         return 0
@@ -89,7 +89,7 @@ def scratch_bytes(node: fx.Node, expected: ExpectedSizes) -> int:
 
 
 def _fake_tensor(argument: object) -> Tensor:
-    """Returns the traced tensor of a node."""
+    """Returns the fake tensor of a node."""
     assert isinstance(argument, fx.Node)
     value: Tensor = argument.meta["val"]
     return value

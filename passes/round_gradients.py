@@ -1,4 +1,4 @@
-"""Rounds row gradients to their wire format before they are sent.
+"""Rounds row gradients to the dtype in which they are sent, before their exchange.
 
 Contract
     Changes only tables whose rows are sent in fewer bits. The launch that sends the forward's rows rounds them.
@@ -24,10 +24,10 @@ embrace = torch.ops.embrace
 
 @dataclass(frozen=True)
 class RoundRowGradients:
-    """The pass that rounds row gradients to their wire format before they are exchanged.
+    """The pass that rounds row gradients to the dtype in which they are sent, before their exchange.
 
     Attributes:
-        form: the format of rows on the wire.
+        form: the dtype in which rows are sent.
     """
 
     form: Format
@@ -36,12 +36,12 @@ class RoundRowGradients:
         return rewrite_each(graph, self._launches_to_round, self._insert_rounding)
 
     def _launches_to_round(self, graph: TrainingGraph) -> list[fx.Node]:
-        """Returns the all-to-alls of the row gradients to round."""
+        """Returns the nodes that launch the AlltoAll of row gradients."""
         launches = graph.graph.find_nodes(op="call_function", target=embrace.all_to_all_gradients.default)
         return [each for each in launches if Wire(each.meta["val"].element_size(), self.form).is_narrower]
 
     def _insert_rounding(self, rewriter: Rewriter, launch: fx.Node) -> None:
-        """Inserts a rounding of a row gradient before its all-to-all."""
+        """Inserts a node that rounds a row gradient before its AlltoAll."""
         split = launch.all_input_nodes[0]
         gradient, table = split.all_input_nodes[0], launch.meta["launch"].what
         (gather,) = launch.graph.find_nodes(op="call_function", target=embrace.all_gather_ids.default)

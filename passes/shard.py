@@ -63,16 +63,16 @@ embrace = torch.ops.embrace
 
 @dataclass(frozen=True)
 class ShardTables:
-    """The pass that shards tables: replaces each by this rank's part, and its lookups by exchanges of rows.
+    """The pass that shards tables: replaces each by this rank's shard, and its lookups by exchanges of rows.
 
     Attributes:
         tables: parameter names, in the order of their exchange; equal on all ranks.
-        renormed: data-parallel tables with `max_norm`: each rank rescales the rows that any rank reads, so that the
-            replicas stay equal.
-        rank, world_size: this rank and the count of ranks, which determine this rank's columns.
+        renormed: unsharded tables with `max_norm`. Each rank rescales the rows that any rank reads, so that replicas
+            stay equal.
+        rank, world_size: this rank and the number of ranks, which determine this rank's columns.
         grids: table -> its grid, if the grid has more than one row.
         in_order: whether gradients are launched in the order of `tables`, for graphs that no launcher orders.
-        rows: table -> the count of rows that a step is expected to read, if known.
+        rows: table -> how many rows a step is expected to read, if known.
     """
 
     tables: tuple[str, ...]
@@ -91,13 +91,13 @@ class ShardTables:
         return replace(result, expected=replace(expected, by_symbol={**graph.expected.by_symbol, **expected.by_symbol}))
 
     def expected_rows(self, table: TableSpec) -> RowCounts:
-        """Returns how many of a table's rows a step is expected to read."""
+        """Returns how many rows of a table each step is expected to read."""
         return self.rows.get(table.parameter) or RowCounts.unknown(table.num_rows, self.world_size)
 
 
 @dataclass(frozen=True)
 class _ExchangedIds:
-    """The nodes of one table's exchanged ids."""
+    """The nodes that hold the exchanged ids of one table."""
 
     where: dict[fx.Node, fx.Node]
     all_ids: fx.Node
@@ -105,15 +105,15 @@ class _ExchangedIds:
 
 
 class _ExpectedSizes(dict[str, int]):
-    """Expected values of data-dependent sizes, by symbol. Later passes keep the symbols with the fake values."""
+    """Expected values of sizes that depend on data, by symbol."""
 
     def expect(self, node: fx.Node, count: int) -> None:
-        """Records the expected first size of a node's result, which is a new symbol."""
+        """Records that the first size of a node's result is expected to be `count`."""
         self[str(node.meta["val"].shape[0].node.expr)] = count
 
 
 def shard_tables(graph: TrainingGraph, options: ShardTables) -> ExpectedSizes:
-    """Shards tables in place. Returns the expected sizes of the results of exchanges."""
+    """Shards tables, in place. Returns the expected sizes of exchanged rows and gradients."""
     by_name = {table.parameter: table for table in graph.tables}
     rewriter, sizes = Rewriter(graph.module), _ExpectedSizes()
     exchanged = [by_name[name] for name in (*options.tables, *options.renormed)]
@@ -132,7 +132,9 @@ def shard_tables(graph: TrainingGraph, options: ShardTables) -> ExpectedSizes:
 def _exchange_ids(
     graph: TrainingGraph, rewriter: Rewriter, tables: list[TableSpec], options: ShardTables, sizes: _ExpectedSizes
 ) -> dict[str, _ExchangedIds]:
-    """Inserts one exchange of ids for all tables, as early in the graph as the batch allows."""
+    """Inserts one exchange of the ids of all tables, as early in the graph as the batch's inputs allow. Returns the
+    exchanged ids of each table.
+    """
     id_nodes = {table.parameter: list(dict.fromkeys(graph.node(use.ids) for use in table.uses)) for table in tables}
     head, world_size = move_to_head([node for nodes in id_nodes.values() for node in nodes]), options.world_size
     uniques: list[fx.Node] = []
@@ -217,9 +219,7 @@ def _shard_table(
 
 
 def _order_gradient_launches(graph: TrainingGraph, tables: Sequence[str]) -> None:
-    """Makes the gradients of tables launch in the order of `tables`: moves each launch after that of the previous
-    table.
-    """
+    """Moves the launches of tables' gradients, where needed, so that they run in the order of `tables`."""
     gradients = embrace.all_to_all_gradients.default
     launches = {n.meta["launch"].what: n for n in graph.graph.find_nodes(op="call_function", target=gradients)}
     before: fx.Node | None = None
@@ -232,11 +232,11 @@ def _order_gradient_launches(graph: TrainingGraph, tables: Sequence[str]) -> Non
 
 @dataclass(frozen=True)
 class _Route:
-    """The ids that this rank serves for a table: all ranks' ids, or on a grid only those sent to this rank.
+    """The ids whose rows this rank looks up for others: all ranks' ids, or, on a grid, those sent to this rank.
 
     Attributes:
-        ids, counts: results of `unpack_ids` or `route_grid`.
-        order: a result of `route_grid`, or None if the grid has one row.
+        ids, counts: nodes of the ids, and of their number by rank.
+        order: node of the order in which a grid sends the ids, or None if the grid has one row.
     """
 
     ids: fx.Node
@@ -263,13 +263,15 @@ class _Route:
         return embrace.split_grid.default, gradient, self.order, self.counts, self.rank
 
     def own_padding_rows(self, rows: Sequence[int]) -> list[int]:
-        """Returns the padding rows that this rank's shard holds, as row indices in the shard."""
+        """Returns the padding rows that lie in this rank's shard, as row numbers of the shard."""
         of_grid = self.grid.place(self.rank)[0]
         return [row // self.grid.rows for row in rows if row % self.grid.rows == of_grid]
 
 
 def _route_ids(rewriter: Rewriter, short: str, ids: _ExchangedIds, grid: Grid, rank: int) -> _Route:
-    """Returns the route of ids to shards; on a grid of several rows, inserts the op that computes it."""
+    """Returns the ids whose rows this rank looks up for others. On a grid of several rows, inserts the op that
+    exchanges them.
+    """
     if grid.rows == 1:
         return _Route(ids.all_ids, ids.counts, None, grid, rank)
     routed = rewriter.call(
@@ -281,7 +283,7 @@ def _route_ids(rewriter: Rewriter, short: str, ids: _ExchangedIds, grid: Grid, r
 
 
 def _read_rows(rewriter: Rewriter, weight: fx.Node, rows: fx.Node, ids: _ExchangedIds, table: TableSpec) -> None:
-    """Makes every lookup read the exchanged rows instead of the table. Positions in these rows replace the ids."""
+    """Makes each lookup read the exchanged rows, by position, instead of the table by id."""
     num_rows: fx.Node | None = None
     names = {name for use in table.uses for name in (use.lookup, *use.backward)}
     touched = [n for n in weight.graph.nodes if n.name in names]
@@ -316,9 +318,9 @@ def _exchange_gradient(
 
     Args:
         outputs: the graph's outputs so far.
-        own: the count of this rank's columns.
+        own: the number of this rank's columns.
         read: how many rows a step is expected to read.
-        sizes: the expected sizes, to which the gradient's are added.
+        sizes: the expected sizes, to which this adds the gradient's.
     """
     gradient = next((v for v, r in outputs if r == Gradient(Parameter(table.parameter))), None)
     if gradient is None:
@@ -346,7 +348,9 @@ def _exchange_gradient(
 
 
 def _refresh_sum(rewriter: Rewriter, gradient: fx.Node) -> None:
-    """Recomputes the fake values of the sums over a table's lookups, whose shape is now that of the exchanged rows."""
+    """Recomputes the fake values of the sum over a table's lookups, after its terms' shape became that of the exchanged
+    rows.
+    """
     if gradient.target is aten.add.Tensor:
         for term in gradient.all_input_nodes:
             _refresh_sum(rewriter, term)
@@ -354,7 +358,9 @@ def _refresh_sum(rewriter: Rewriter, gradient: fx.Node) -> None:
 
 
 def _renorm_everywhere(graph: TrainingGraph, table: TableSpec, ids: _ExchangedIds) -> None:
-    """Makes every replica rescale, for `max_norm`, the rows that any rank reads, so that replicas stay equal."""
+    """Makes each rank rescale the rows that any rank reads, for a table with `max_norm`, so that replicas stay
+    equal.
+    """
     weight = parameters_of(graph.module)[table.parameter]
     for node in graph.graph.nodes:
         if node.target is RENORM and argument(node, "indices") in ids.where and weight in _renorm_chain(node):
@@ -362,7 +368,7 @@ def _renorm_everywhere(graph: TrainingGraph, table: TableSpec, ids: _ExchangedId
 
 
 def _renorm_chain(node: fx.Node) -> list[fx.Node]:
-    """Returns a `max_norm` rescaling and the chain of copies and earlier rescalings between it and the parameter."""
+    """Returns the nodes from the parameter to a `max_norm` rescaling: copies and earlier rescalings."""
     chain = [node]
     while chain[-1].op == "call_function" and chain[-1].all_input_nodes:
         chain.append(chain[-1].all_input_nodes[0])

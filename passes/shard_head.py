@@ -1,5 +1,5 @@
-"""The output layer over a sharded table: hidden states of scored positions travel, logits and the table's gradient do
-not (Megatron-LM's vocabulary-parallel cross entropy, over data-parallel ranks as in Partial FC, CVPR 2022).
+"""Shards the output layer over a sharded table. Ranks send hidden states of positions with a label, instead of logits
+(Megatron-LM's vocabulary-parallel cross entropy, over data-parallel ranks as in Partial FC, CVPR 2022).
 
 Contract
     For each table of `tables`: its rows are dealt out over the ranks, each of which computes its columns of the logits
@@ -72,12 +72,13 @@ embrace = torch.ops.embrace
 
 @dataclass(frozen=True)
 class ShardHeads:
-    """Shards the output layers over `tables`, whose rows are distributed over the ranks.
+    """The pass that shards output layers: each rank computes the logits of its own rows of the table, for all ranks'
+    positions.
 
     Attributes:
-        tables: parameter name -> its exchanges, in order; equal on all ranks.
-        rank, world_size: this rank and the count of ranks, which determine this rank's rows.
-        keeps_logits: whether losses outside of the model keep logits for the backward; see `PromisedLogits`.
+        tables: parameter name -> how its hidden states are exchanged, in order; equal on all ranks.
+        rank, world_size: this rank and the number of ranks, which determine this rank's rows.
+        keeps_logits: whether a loss outside of the model may keep its logits for the backward (`PromisedLogits`).
     """
 
     tables: Mapping[str, HeadPlan]
@@ -103,14 +104,14 @@ class ShardHeads:
 
 @dataclass(frozen=True)
 class _Scored:
-    """The nodes of the positions that have labels.
+    """The nodes for the positions of this rank that have a label.
 
     Attributes:
-        positions: the positions (S,) as indices into the labels.
-        rows: the positions (S,) as indices into the hidden states.
-        counts: the count of scored positions on each rank (N,).
-        chunks: the chunks of positions, in order.
-        log_sums: the log-sum-exp of the logits at each position (S,).
+        positions: (S,), indices of the positions among the labels.
+        rows: (S,), indices of the positions among the hidden states.
+        counts: (N,), how many such positions each rank has.
+        chunks: the chunks in which positions are exchanged, in order.
+        log_sums: (S,), the log-sum-exp of the logits at each position.
     """
 
     positions: fx.Node
@@ -122,7 +123,7 @@ class _Scored:
 
 @dataclass(frozen=True)
 class _Chunk:
-    """The nodes of a chunk of all ranks' scored positions.
+    """The nodes for one chunk of the labelled positions of all ranks.
 
     Attributes:
         labels: the labels (P,).
@@ -136,7 +137,7 @@ class _Chunk:
 
 
 class _HeadSharding:
-    """The rewriting of one output layer in a graph to use this rank's shard of the table.
+    """Rewrites one output layer to use this rank's shard of the table.
 
     Attributes:
         sizes: symbol of a data-dependent size -> its expected value.
@@ -156,8 +157,8 @@ class _HeadSharding:
         self.sizes: dict[str, int] = {}
 
     def rewrite(self) -> dict[int, PromisedLogits]:
-        """Rewrites the output layer in place. Returns, by index, the results of the model that are now promised
-        logits.
+        """Rewrites the output layer in place. Returns the results of the model that are logits computed only when read,
+        by index.
         """
         head, loss = self._head, self._head.loss
         for size in head.sizes:
@@ -189,11 +190,16 @@ class _HeadSharding:
         return {made.index: self._make_promise(made.steps) for made in head.results}
 
     def _call(self, target: Any, *args: Any, name: str, **options: Any) -> fx.Node:
-        """Inserts a call whose name starts with the head's."""
+        """Inserts a call with a name that begins with the output layer's."""
         return self._rewriter.call(target, *args, name=f"{self._name}_{name}", **options)
 
     def _launch(self, target: Any, *args: Any, part: HeadPart, name: str, chunk: int = 0, chunks: int = 1) -> fx.Node:
-        """Inserts a launch that exchanges rows of all ranks."""
+        """Inserts a launch that exchanges rows between all ranks.
+
+        Args:
+            part: what is exchanged, for the launch's id.
+            chunk, chunks: the chunk's index, and the number of chunks.
+        """
         table, ranks = self._table, self._options.world_size
         launch = self._rewriter.launch(
             target, *args, table, "embedding", ranks, launch=head_id(table, part, chunk), name=f"{self._name}_{name}"
@@ -206,16 +212,16 @@ class _HeadSharding:
         return name if self._chunks == 1 else f"{name}_{chunk}"
 
     def _launch_chunk(self, target: Any, rows: fx.Node, counts: fx.Node, chunk: int, part: HeadPart) -> fx.Node:
-        """Inserts a launch for one chunk of the positions."""
+        """Inserts a launch that exchanges `rows` of one chunk of the positions."""
         name, of = self._numbered(part.replace(" ", "_"), chunk), {"chunk": chunk, "chunks": self._chunks}
         return self._launch(target, rows, counts, chunk, self._chunks, part=part, name=name, **of)
 
     def _launch_whole(self, rows: fx.Node, counts: fx.Node, part: HeadPart) -> fx.Node:
-        """Inserts a gather of all positions, in one launch."""
+        """Inserts one launch that gathers `rows` of all positions."""
         return self._launch(embrace.gather_positions.default, rows, counts, 0, 1, part=part, name=f"all_{part}")
 
     def _take_chunk(self, rows: fx.Node, counts: fx.Node, chunk: int, name: str) -> fx.Node:
-        """Returns one chunk of the gathered rows, or all of them if there is only one chunk."""
+        """Returns one chunk's rows of the gathered ones, or all rows if there is only one chunk."""
         if self._chunks == 1:
             return rows
         target = embrace.chunk_of_positions.default
@@ -229,7 +235,7 @@ class _HeadSharding:
             self.sizes[str(size.node.expr)] = count
 
     def _insert_shard(self) -> fx.Node:
-        """Inserts a placeholder for this rank's shard of the weight."""
+        """Inserts the placeholder of this rank's shard of the weight."""
         options, weight = self._options, self._head.weight
         own = Grid(options.world_size, 1).own_rows(self._weight.shape[0], options.rank)
         shape = (len(range(self._weight.shape[0])[own]), self._weight.shape[1])
@@ -240,7 +246,7 @@ class _HeadSharding:
     # -- the forward ---------------------------------------------------------------------------------------------------
 
     def _insert_loss(self, loss: Loss) -> _Scored:
-        """Inserts the loss of all scored positions."""
+        """Inserts the loss over all positions that have a label."""
         head, node, rewriter, options = self._head, loss.node, self._rewriter, self._options
         labels, reduction = argument(node, "target"), argument(node, "reduction")
         with rewriter.before(move_to_head([labels]) if labels_from_batch(loss) else node):
@@ -286,7 +292,9 @@ class _HeadSharding:
     def _insert_chunk_logits(
         self, chunk_number: int, all_labels: fx.Node, counts: fx.Node, gathering: fx.Node, loss: Loss
     ) -> tuple[_Chunk, fx.Node]:
-        """Inserts the logits of a chunk. Returns the chunk, and the launch of its statistics."""
+        """Inserts a chunk's logits for this rank's rows of the table. Returns the chunk, and the launch that exchanges
+        its maxima and sums.
+        """
         labels = self._take_chunk(all_labels, counts, chunk_number, "chunk_labels")
         hidden = self._rewriter.wait(gathering)
         logits = self._insert_logits(hidden, chunk_number)
@@ -298,7 +306,7 @@ class _HeadSharding:
         return _Chunk(labels, hidden, logits), launch
 
     def _hidden_rows(self, positions: fx.Node, shapes: Sequence[fx.Node]) -> fx.Node:
-        """Returns, for each scored position (an index into the labels), the index of its row of the hidden states."""
+        """Returns, for each position (an index among the labels), the index of its row among the hidden states."""
         if all(shape.target is not aten.slice.Tensor for shape in shapes):
             return positions
         hidden = self._head.hidden
@@ -310,8 +318,8 @@ class _HeadSharding:
         return self._call(aten.index_select.default, every, 0, positions, name="rows_of_positions")
 
     def _reshape_like(self, value: fx.Node, like: fx.Node, last: tuple[int, ...]) -> fx.Node:
-        """Changes the leading shape of hidden states, or of one value per position, in the way `like` changes the
-        logits' shape.
+        """Changes the leading shape of hidden states, or of one value per position, as `like` changes that of
+        logits.
         """
         if like.target is aten.slice.Tensor:
             return self._call(aten.slice.Tensor, value, *like.args[1:], name=f"{like.name}_of_hidden")
@@ -319,7 +327,7 @@ class _HeadSharding:
         return self._call(aten.reshape.default, value, [*size[:-1], *last], name=f"{like.name}_of_hidden")
 
     def _insert_logits(self, hidden: fx.Node, chunk: int) -> fx.Node:
-        """Inserts this rank's columns of logits (P, V'), before the element-wise steps."""
+        """Inserts this rank's columns of the logits (P, V'), before element-wise steps such as a softcap."""
         head, options, name = self._head, self._options, self._numbered("logits", chunk)
         transposed = self._call(aten.t.default, self._read_shard(), name="shard_transposed")
         if head.bias is None:
@@ -329,17 +337,17 @@ class _HeadSharding:
         return self._call(aten.addmm.default, bias, hidden, transposed, name=name)
 
     def _read_shard(self) -> fx.Node:
-        """Returns the shard in the model's dtype for its weight."""
+        """Returns the shard in the dtype in which the model reads its weight."""
         return self._cast_to(self._shard, self._head.as_read.meta["val"].dtype)
 
     def _cast_to(self, node: fx.Node, dtype: torch.dtype) -> fx.Node:
-        """Returns a node in a dtype. Inserts a cast if its dtype differs."""
+        """Returns a node with a dtype, inserting a cast if the node's differs."""
         return node if node.meta["val"].dtype == dtype else self._rewriter.cast(node, dtype, f"{node.name}_cast")
 
     # -- the backward --------------------------------------------------------------------------------------------------
 
     def _insert_gradients(self, loss: Loss, backward: fx.Node, scored: _Scored) -> tuple[list[fx.Node], fx.Node | None]:
-        """Inserts the gradients of the loss. Returns the gradients of hidden states and of the table."""
+        """Inserts the gradients of the loss. Returns those of the hidden states, by chunk, and of the table."""
         head, options, rewriter = self._head, self._options, self._rewriter
         follows = loss.of_sums is not None and backward < loss.of_sums
         with rewriter.before(loss.of_sums.next if follows else backward):  # type: ignore[union-attr]
@@ -386,31 +394,32 @@ class _HeadSharding:
     def _insert_logits_gradient(
         self, number: int, chunk: _Chunk, counts: fx.Node, everyone: fx.Node, loss: Loss
     ) -> fx.Node:
-        """Inserts the gradient of a chunk's logits, for this rank's columns.
+        """Inserts the gradient of a chunk's logits for this rank's rows of the table.
 
         Args:
-            everyone: all ranks' coefficients of their positions' gradients, gathered.
+            everyone: the factor of each position's gradient, gathered from all ranks.
         """
         coefficients = self._take_chunk(everyone, counts, number, "chunk_coefficients")
         how = steps_to_text(loss.steps), self._options.rank, self._options.world_size
         name = self._numbered("logits_gradient", number)
         return self._call(embrace.head_gradient.default, chunk.logits, chunk.labels, coefficients, *how, name=name)
 
-    def _accumulate_table_gradient(self, before: fx.Node | None, gradient: fx.Node, hidden: fx.Node) -> fx.Node:
-        """Adds a chunk's contribution to the gradient of this rank's rows (V', D), the mean over ranks.
+    def _accumulate_table_gradient(self, partial_sum: fx.Node | None, gradient: fx.Node, hidden: fx.Node) -> fx.Node:
+        """Adds a chunk's contribution to the mean gradient of this rank's rows (V', D).
 
         Args:
-            before: the sum of the previous chunks, or None for the first.
-            gradient, hidden: of the chunk's logits; its hidden states.
+            partial_sum: the sum over previous chunks, or None for the first.
+            gradient: the gradient of the chunk's logits.
+            hidden: the chunk's hidden states.
         """
         mean = self._call(aten.mul.Tensor, hidden, 1.0 / self._options.world_size, name="hidden_share")
         turned = self._call(aten.t.default, gradient, name="logits_gradient_transposed")
-        if before is None:
+        if partial_sum is None:
             return self._call(aten.mm.default, turned, mean, name="shard_gradient")
-        return self._call(aten.addmm.default, before, turned, mean, name="shard_gradient")
+        return self._call(aten.addmm.default, partial_sum, turned, mean, name="shard_gradient")
 
     def _replace_bias_gradient(self, node: fx.Node, own: fx.Node) -> None:
-        """Replaces a gradient of the bias with this rank's share of it."""
+        """Replaces the gradient of the bias by one that is zero except for this rank's share `own`."""
         options, every = self._options, self._weight.shape[0]
         share = self._call(
             aten.slice_backward.default, own, [every], 0, options.rank, every, options.world_size, name="bias_gradient"
@@ -421,7 +430,7 @@ class _HeadSharding:
     # -- results -------------------------------------------------------------------------------------------------------
 
     def _flatten_positions(self, node: fx.Node) -> fx.Node:
-        """Reshapes hidden states whose leading shape is that of logits to a matrix (M, D)."""
+        """Reshapes hidden states with the leading shape of the logits to a matrix (M, D)."""
         if node not in self._shown:
             source = self._flatten_positions(node.all_input_nodes[0])
             reshapes = node.target in (*VIEWS, aten.slice.Tensor)
@@ -430,7 +439,9 @@ class _HeadSharding:
         return self._shown[node]
 
     def _replace_tangents(self, hidden: Mapping[int, fx.Node]) -> list[fx.Node]:
-        """Replaces the tangents of logits with tangents of the hidden states, and returns these as (M, D)."""
+        """Replaces the tangents of logits by tangents of their hidden states. Returns the new tangents as matrices (M,
+        D).
+        """
         found = []
         for node, role in list(self._graph.inputs()):
             if not isinstance(role, Tangent) or role.index not in hidden:
@@ -455,7 +466,7 @@ class _HeadSharding:
         before.replace_all_uses_with(first)
 
     def _make_promise(self, steps: Sequence[Step]) -> PromisedLogits:
-        """Returns the description by which the runtime computes logits when they are read."""
+        """Describes how the runtime computes logits when they are read."""
         head = self._head
         narrow = head.as_read.meta["val"].dtype
         bias = parameter_read(head.bias) if head.bias is not None else ""
@@ -468,7 +479,7 @@ class _HeadSharding:
     def _remove_term(
         self, term: fx.Node, outputs: Sequence[tuple[fx.Node | None, OutputRole]]
     ) -> list[tuple[fx.Node | None, OutputRole]]:
-        """Removes the output layer's term from the sum that is the table's gradient. Returns the graph's new
+        """Removes the output layer's term from the sum that forms the table's gradient. Returns the graph's new
         outputs.
         """
         role = Gradient(Parameter(self._table))

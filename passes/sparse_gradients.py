@@ -1,4 +1,4 @@
-"""Keeps gradients of whole tables sparse if all lookups request it, as autograd does.
+"""Keeps the gradients of unsharded tables sparse if all lookups request it, as autograd does.
 
 Contract
     Same values, without rows that no lookup reads. A table that a graph does not use gets a gradient without rows, so
@@ -32,7 +32,7 @@ SPARSE = torch.ops.embrace.sparse_gradient.default
 
 @dataclass(frozen=True)
 class SparseGradients:
-    """Makes the gradients of `tables` (parameter names) sparse.
+    """The pass that makes gradients of `tables` (parameter names) sparse.
 
     Attributes:
         exchanged: parameters that may have a gradient on other ranks but have none in this graph.

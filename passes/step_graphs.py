@@ -1,4 +1,4 @@
-"""Derives the graphs of a training program's step variants from the steady step's graph.
+"""Derives the graphs of a training program's step variants, such as the first step's, from the steady step's graph.
 
 A step is a variant if its batch is the first or last of an epoch, or not the expected one, or if gradients accumulate.
 All ranks choose the same variant by the handshake.
@@ -18,10 +18,11 @@ from embrace_fx.vocabulary.step_variant import VARIANTS, StepVariant
 
 
 class StepGraphs:
-    """Derives the graphs of a program's step variants from its steady step, each once.
+    """Derives the graph of each variant of a step, such as the first step, from the graph of a step between two others.
+    Caches them.
 
     Attributes:
-        steady: the graph of a step between two other steps, with the next batch known.
+        steady: the graph of a step between two others, whose next batch is known.
     """
 
     def __init__(self, steady: CompiledGraph, analysed: TrainingGraph) -> None:
@@ -31,32 +32,32 @@ class StepGraphs:
 
     @property
     def have_variants(self) -> bool:
-        """Returns whether steps have variants, which are needed only if rows are split."""
+        """Whether steps have variants, which is so only if exchanges of rows are split in two."""
         return "backward" in self.steady.graph.phases and splits_rows(self.steady.graph)
 
     def graph(self, variant: StepVariant) -> TrainingGraph:
-        """Returns a graph with the phase of a variant.
+        """Returns the graph for a variant of a step.
 
         Raises:
-            VerificationError: that phase breaks an invariant.
+            VerificationError: the variant's phase breaks an invariant.
         """
         if variant not in self._derived:
             self._derived[variant] = run_passes(self._analysed, [DerivePhase(variant)], self.steady).graph
         return self._derived[variant]
 
     def reorder(self, passes: Sequence[Pass]) -> None:
-        """Runs passes that reorder the steady step, and drops the phases derived from it; they are derived again when
-        they are needed.
+        """Runs passes that reorder the steady step, and drops all derived phases, which are then derived again when
+        needed.
         """
         self.steady = run_passes(self._analysed, passes, self.steady)
         self._derived = {variant: each for variant, each in self._derived.items() if variant.phase == "forward"}
 
     def modules(self) -> Mapping[str, Callable[[], fx.GraphModule]]:
-        """Maps the name of each phase that is not steady to a function that builds it."""
+        """Maps the name of each phase of a variant to a function that builds the phase."""
         if not self.have_variants:
             return {}
         return {str(variant): partial(self._phase_module, variant) for variant in VARIANTS if not variant.is_steady}
 
     def _phase_module(self, variant: StepVariant) -> fx.GraphModule:
-        """Returns the graph module of a variant's own phase, forward or backward."""
+        """Returns the phase, forward or backward, in which a variant differs from the steady step."""
         return self.graph(variant).phases[variant.phase]

@@ -1,4 +1,4 @@
-"""Models the memory of a step: the bytes that its forward and backward hold, node by node.
+"""Models a step's memory: the bytes that its forward and backward hold while each node runs.
 
 The model counts memory that a step allocates: values saved for the backward, intermediate values of a phase, gradients,
 buckets, results. It does not count memory that outlives steps (parameters, optimizer state) or the batch. Views cost
@@ -44,15 +44,15 @@ SAMPLES, _LEVELS = 60, " ▁▂▃▄▅▆▇█"
 
 @dataclass(eq=False)
 class Storage:
-    """The memory that one node allocates, and all values in it.
+    """A block of memory that one node allocates, shared by all values that view it.
 
     Attributes:
-        number: the index among the step's storages.
-        born, dies: the positions, among the step's nodes, of the node that allocates the storage and of its last
-            reader. `dies` is the count of nodes if the storage outlives the step.
-        known: False if the size depends on data, so that `nbytes` is an expected size.
-        last_forward, first_backward: the position of the last reader in the forward, and of the first in the backward
-            or None.
+        number: its index among the step's storages.
+        born, dies: positions, among the step's nodes, of the node that allocates the storage and of its last reader.
+            `dies` is the number of nodes if the storage outlives the step.
+        known: whether its size is fixed; if False, the size depends on data and `nbytes` is an expected size.
+        last_forward, first_backward: positions of the last reader in the forward and of the first in the backward, or
+            None.
     """
 
     number: int
@@ -68,11 +68,11 @@ class Storage:
 
 @dataclass(frozen=True)
 class Reads:
-    """Every read of a storage in a step, as indices of nodes and storages. A node also reads the storages of its
+    """Every read of a storage in a step, as parallel arrays of indices. A node also reads the storages of its own
     result.
 
     Attributes:
-        reader, value, storage: the reading node, the value that it reads, and a storage that contains the value.
+        reader, value, storage: the node that reads, the value that it reads, and a storage in which the value lies.
     """
 
     reader: Numbers
@@ -82,15 +82,14 @@ class Reads:
 
 @dataclass(frozen=True, eq=False)
 class StepMemory:
-    """The memory that a step holds at each node.
+    """The storages that a step allocates, and the bytes that it holds while each node runs.
 
     Attributes:
         nodes: the nodes of forward and backward, in execution order.
         backward: the position of the first node of the backward.
         storages: all storages that the step allocates.
-        memory: node -> the storages of its value.
-        reads: every read of a storage. `backward_peak` and `passes/memory/memory_simulator.py` compute with other
-            positions.
+        memory: node -> the storages in which its value lies.
+        reads: every read of a storage.
     """
 
     nodes: Sequence[fx.Node]
@@ -101,11 +100,11 @@ class StepMemory:
 
     @cached_property
     def bytes_at_node(self) -> list[int]:
-        """Returns, for each node, the bytes held while the node runs."""
+        """The bytes held while each node runs."""
         return self._held(self.storages)
 
     def as_line(self) -> str:
-        """Draws the bytes held over the step as one line of text."""
+        """Draws the bytes held over the step as one line of block characters."""
         if not self.bytes_at_node or not self.peak_bytes:
             return ""
         width = min(SAMPLES, len(self.bytes_at_node))
@@ -115,16 +114,16 @@ class StepMemory:
 
     @property
     def peak_bytes(self) -> int:
-        """Most bytes held at any time."""
+        """The most bytes held at any time."""
         return max(self.bytes_at_node, default=0)
 
     @property
     def known_peak_bytes(self) -> int:
-        """Returns the peak of the storages whose size does not depend on data: a lower bound of the real peak."""
+        """The peak of the storages whose size does not depend on data: a lower bound of the real peak."""
         return max(self._held([s for s in self.storages if s.known]), default=0)
 
     def backward_peak(self, order: Sequence[fx.Node]) -> int:
-        """Returns the most bytes that the backward would hold if its nodes ran in this order."""
+        """Returns the most bytes that the backward would hold if its nodes ran in `order`."""
         count = len(self.nodes)
         stands = np.arange(count)
         stands[[self.position[node] for node in order]] = np.arange(self.backward, count)
@@ -134,7 +133,7 @@ class StepMemory:
 
     @property
     def saved(self) -> list[Storage]:
-        """Returns the storages that the forward saves for the backward, in the forward's order."""
+        """The storages that the forward saves for the backward, in the forward's order."""
         return [s for s in self.storages if s.born < self.backward and s.first_backward is not None]
 
     @property
@@ -149,33 +148,38 @@ class StepMemory:
 
     @cached_property
     def inputs(self) -> list[list[int]]:
-        """Returns, for each node, the positions of the nodes that it reads."""
+        """For each node, the positions of the nodes that it reads."""
         return [[self.position[v] for v in node.all_input_nodes if v in self.position] for node in self.nodes]
 
     @cached_property
     def allocated_at(self) -> Numbers:
-        """Returns, for each storage, the position of the node that allocates it."""
+        """For each storage, the position of the node that allocates it."""
         return np.array([s.born for s in self.storages], dtype=np.int64)
 
     @cached_property
     def nbytes(self) -> Numbers:
-        """Returns the bytes of each storage."""
+        """The bytes of each storage."""
         return np.array([s.nbytes for s in self.storages], dtype=np.int64)
 
     @cached_property
     def outliving(self) -> Numbers:
-        """Returns the indices of the storages that are still in use after the step."""
+        """The indices of the storages that are still in use after the step."""
         return np.array([s.number for s in self.storages if s.dies == len(self.nodes)], dtype=np.int64)
 
     def _held(self, storages: Sequence[Storage]) -> list[int]:
-        """Returns the bytes that storages hold at each node."""
+        """Returns the bytes that some storages hold while each node runs."""
         born, dies, nbytes = np.array([(s.born, s.dies, s.nbytes) for s in storages], dtype=np.int64).reshape(-1, 3).T
         by_time: list[int] = bytes_over_time(born, dies, nbytes, len(self.nodes)).tolist()
         return by_time
 
 
 def bytes_over_time(born: Numbers, dies: Numbers, nbytes: Numbers, count: int) -> Numbers:
-    """Returns the bytes held while each of `count` nodes runs, by storages with these lifetimes."""
+    """Returns the bytes held while each of `count` nodes runs.
+
+    Args:
+        born, dies: positions of the node that allocates each storage, and of its last reader.
+        nbytes: the bytes of each storage.
+    """
     change = np.zeros(count + 1, dtype=np.int64)
     np.add.at(change, born, nbytes)
     np.subtract.at(change, np.minimum(dies + 1, count), nbytes)
@@ -186,7 +190,7 @@ def last_reads(storage: Numbers, position: Numbers, count: int) -> Numbers:
     """Returns the position of the last read of each of `count` storages, or -1 if there is none.
 
     Args:
-        storage, position: the storage and the position of each read.
+        storage, position: parallel arrays: for each read, the storage and the position of the reader.
     """
     last = np.full(count, -1, dtype=np.int64)
     np.maximum.at(last, storage, position)
@@ -194,14 +198,20 @@ def last_reads(storage: Numbers, position: Numbers, count: int) -> Numbers:
 
 
 def first_reads(storage: Numbers, position: Numbers, count: int) -> Numbers:
-    """Returns the position of the first read of each of `count` storages, or `NEVER_READ` if there is none."""
+    """Returns the position of the first read of each of `count` storages, or `NEVER_READ` if there is none.
+
+    Args:
+        storage, position: parallel arrays: for each read, the storage and the position of the reader.
+    """
     first = np.full(count, NEVER_READ, dtype=np.int64)
     np.minimum.at(first, storage, position)
     return first
 
 
 def step_memory(graph: TrainingGraph) -> StepMemory:
-    """Computes the memory of a step from its phases, or from its future phases if the graph is not partitioned yet."""
+    """Computes the memory of a step from its phases. If the graph is not partitioned yet, uses the phases that it will
+    have.
+    """
     in_order, outputs, saved = _order_of_phases(graph) if graph.phases else _order_of_whole_graph(graph)
     nodes = [node for phase in in_order for node in phase]
     return simulate_memory(nodes, len(nodes) - len(in_order[-1]), outputs, saved, graph.expected)
@@ -212,13 +222,17 @@ _Ordered = tuple[list[list[fx.Node]], set[fx.Node], dict[fx.Node, fx.Node]]
 
 
 def _order_of_whole_graph(graph: TrainingGraph) -> _Ordered:
-    """Returns the nodes of the phases that a whole graph will be split into, its outputs, and no saved values."""
+    """Returns, for a graph that is not partitioned yet, the nodes in the order of its future phases, the outputs, and
+    no saved values.
+    """
     in_order = [[node for node in graph.graph.nodes if node in phase] for phase in phase_nodes(graph).values()]
     return in_order, {value for value, _ in graph.outputs() if value is not None}, {}
 
 
 def _order_of_phases(graph: TrainingGraph) -> _Ordered:
-    """Returns the nodes of each phase, their outputs, and the saved value that each placeholder reads."""
+    """Returns, for a partitioned graph, the nodes of all phases in order, the outputs, and the saved value that each
+    placeholder reads.
+    """
     in_order, outputs, saved = [], set(), {}
     made: dict[str, fx.Node] = {}
     for name in PHASES:
@@ -241,14 +255,14 @@ def _order_of_phases(graph: TrainingGraph) -> _Ordered:
 
 
 def nbytes(value: Any, expected: ExpectedSizes = NOTHING_EXPECTED) -> int:
-    """Returns the bytes of a fake tensor, or the sum for several tensors."""
+    """Returns the bytes of a fake tensor, or the sum of the bytes of several."""
     return sum(
         prod(map(expected.number, tuple(t.shape))) * t.element_size() for t in _leaves(value) if isinstance(t, Tensor)
     )
 
 
 def _leaves(value: Any) -> list[Any]:
-    """Returns the leaves of a value."""
+    """Returns the tensors and numbers of a value that may be a tree."""
     return [value] if isinstance(value, Tensor) else pytree.tree_leaves(value)
 
 
@@ -298,7 +312,7 @@ def simulate_memory(
                 places[source] = _result_indices(source, expected)
             of[node] = _item_storage(storages_of(source), node, places[source])
         else:
-            of[node] = add_storages(node, k, _sizes(node, expected))
+            of[node] = add_storages(node, k, _result_bytes(node, expected))
         for storage in of[node]:
             storage.names.append(node)
         for value in (node, *node.all_input_nodes):
@@ -311,7 +325,11 @@ def simulate_memory(
 
 
 def _with_lifetimes(found: StepMemory, outlives: Sequence[int]) -> StepMemory:
-    """Returns the memory with each storage's lifetime set from its reads."""
+    """Returns the memory with each storage's first and last use computed from its reads.
+
+    Args:
+        outlives: indices of the storages that outlive the step.
+    """
     reads, count = found.reads, len(found.storages)
     early = reads.reader < found.backward
     dies = last_reads(reads.storage, reads.reader, count)
@@ -326,8 +344,8 @@ def _with_lifetimes(found: StepMemory, outlives: Sequence[int]) -> StepMemory:
     return found
 
 
-def _sizes(node: fx.Node, expected: ExpectedSizes) -> list[int]:
-    """Returns the bytes of each of a node's results."""
+def _result_bytes(node: fx.Node, expected: ExpectedSizes) -> list[int]:
+    """Returns the bytes of each result of a node."""
     sizes = [nbytes(leaf, expected) for leaf in _leaves(node.meta.get("val"))]
     workspace = saved_workspace_bytes(node, expected)
     return sizes if workspace is None else [*sizes[:-1], workspace]
@@ -362,13 +380,13 @@ def _is_item(node: fx.Node) -> bool:
 
 
 def _result_indices(source: fx.Node, expected: ExpectedSizes) -> dict[int, int]:
-    """Maps the index of each result that has memory to its index among the results that have."""
-    with_memory = (k for k, size in enumerate(_sizes(source, expected)) if size)
+    """Maps the index of each result of a node that has memory to its index among only those results."""
+    with_memory = (k for k, size in enumerate(_result_bytes(source, expected)) if size)
     return {k: place for place, k in enumerate(with_memory)}
 
 
 def _item_storage(storages: Sequence[Storage], node: fx.Node, places: Mapping[int, int]) -> Sequence[Storage]:
-    """Returns the storage of one item of a node with several results."""
+    """Returns the storage of the result that a node picks from a tuple, or none if that result has no memory."""
     source, index = node.all_input_nodes[0], node.args[1]
     values = source.meta.get("val")
     if not isinstance(values, list | tuple) or not isinstance(index, int) or len(places) != len(storages):

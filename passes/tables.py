@@ -1,4 +1,4 @@
-"""Finds the tables of a graph and their uses.
+"""Finds the embedding tables of a graph, and the lookups that read them.
 
 Contract
     Analysis only: the result becomes `TrainingGraph.tables`.
@@ -40,7 +40,7 @@ _BAG_KINDS = {0: "bag:sum", 1: "bag:mean", 2: "bag:max"}
 
 
 def find_tables(graph: TrainingGraph) -> tuple[TableSpec, ...]:
-    """Returns every table, in the order of the graph's parameters.
+    """Returns every embedding table of a graph, in the order of the graph's parameters.
 
     Two lookups of `weight` -> TableSpec("weight", uses=(TableUse(...), TableUse(...)))
     """
@@ -58,8 +58,8 @@ def find_tables(graph: TrainingGraph) -> tuple[TableSpec, ...]:
 def _describe_table(
     weight: fx.Node, role: Parameter, gradient: fx.Node | None, mutated: frozenset[Any]
 ) -> TableSpec | None:
-    """Returns a parameter as a table, or None if no lookup reads it."""
-    readers, copies = _readers(weight)
+    """Describes a parameter as a table, or returns None if no lookup reads it."""
+    readers, copies = _table_readers(weight)
     lookups = [n for n in readers if n.target in LOOKUPS and argument(n, "weight") in copies]
     if not lookups:
         return None
@@ -77,8 +77,8 @@ def _describe_table(
     return TableSpec(role.name, value.shape[0], value.shape[1], value.dtype, uses, tuple(dense), max_norm)
 
 
-def _readers(weight: fx.Node) -> tuple[list[fx.Node], list[fx.Node]]:
-    """Returns the nodes that read a table, or a copy of it made by `max_norm`; and the table with these copies."""
+def _table_readers(weight: fx.Node) -> tuple[list[fx.Node], list[fx.Node]]:
+    """Returns the nodes that read a table, or its copy that `max_norm` made; and the table with these copies."""
     readers: list[fx.Node] = []
     copies = [weight]
     for node in copies:
@@ -93,7 +93,7 @@ def _readers(weight: fx.Node) -> tuple[list[fx.Node], list[fx.Node]]:
 
 
 def _feeds_renorm(node: fx.Node) -> bool:
-    """Returns whether only renormalizations read a node."""
+    """Returns whether a node's only readers are `max_norm` rescalings."""
     return bool(node.users) and all(user.target is RENORM for user in node.users)
 
 
@@ -125,7 +125,12 @@ def _backwards_by_lookup(lookups: list[fx.Node], backwards: list[fx.Node]) -> li
 
 
 def _describe_use(lookup: fx.Node, share: list[fx.Node], mutated: frozenset[Any]) -> TableUse:
-    """Describes a lookup, with the backward nodes that compute its share of the gradient, as a `TableUse`."""
+    """Describes one lookup of a table.
+
+    Args:
+        share: the backward nodes that compute the lookup's share of the table's gradient.
+        mutated: the values that the forward writes.
+    """
     ids = argument(lookup, "indices")
     assert isinstance(ids, fx.Node)
     bag = lookup.target is not aten.embedding.default

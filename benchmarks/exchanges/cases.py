@@ -15,10 +15,10 @@ import torch
 from torch import Tensor, nn
 
 import embrace_fx
-from embrace_fx.cost.blocks import cheapest_block
-from embrace_fx.cost.exchanges import Prediction, Scheme, paired_ranks, predict
+from embrace_fx.cost.blocks import fastest_block_size
+from embrace_fx.cost.exchanges import Prediction, Scheme, power_of_two_below, predict
 from embrace_fx.cost.links import Cluster
-from embrace_fx.cost.sparsity import Sparsity, in_blocks, measure
+from embrace_fx.cost.sparsity import Sparsity, in_blocks, measure_sparsity
 
 Kind = Literal["blocks", "zipf"]
 
@@ -69,7 +69,7 @@ class Case:
         return zipf_ids(self.num_units, self.density, random)
 
     def sparsity(self, ranks: int) -> Sparsity:
-        return measure([self.ids(rank) for rank in range(ranks)], self.num_units, self.width, ITEM_BYTES)
+        return measure_sparsity([self.ids(rank) for rank in range(ranks)], self.num_units, self.width, ITEM_BYTES)
 
 
 CASES = (
@@ -120,7 +120,7 @@ class System:
         scheme: Scheme = "hierarchical" if self.scheme == "hierarchical" else "balanced"
         units = rows
         if self.strategy == "omnireduce":
-            units = in_blocks(rows, cheapest_block(rows.width, rows.itemsize, cluster))
+            units = in_blocks(rows, fastest_block_size(rows.width, rows.itemsize, cluster))
         return predict(self.strategy, units, scheme=scheme, cluster=cluster)
 
 
@@ -153,7 +153,7 @@ def least_bytes(system: str, sparsity: Sparsity) -> float:
     if system == "allgather":
         return (ranks - 1) * sparsity.mean_units * unit_bytes
     if system == "zen_hierarchical":
-        if paired_ranks(ranks) != ranks:
+        if power_of_two_below(ranks) != ranks:
             raise ValueError(f"least_bytes(): {ranks} ranks are not a power of two.")
         return math.fsum(sparsity.unions[2**k - 1] for k in range(ranks.bit_length() - 1)) * unit_bytes
     return (ranks - 1) / ranks * (sparsity.mean_units + sparsity.union) * unit_bytes

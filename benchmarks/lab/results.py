@@ -24,7 +24,7 @@ from benchmarks.lab.settings import LARGER, REPLICAS, SHARDED, Block, Setting
 from benchmarks.models import MODELS
 from benchmarks.models.base import on_meta, sizes
 from benchmarks.peers import SYSTEMS
-from embrace_fx.passes.scheduler.link_bound import one_link_ms
+from embrace_fx.passes.scheduler.link_bound import link_bound_ms
 
 LIMIT_TARGET, ROWS_TARGET = 1.15, 1.05
 REPLICAS_TARGET, SHARDED_TARGET = {"lm": 2.41}, {"lm": 1.5}
@@ -195,13 +195,13 @@ def _floors(
         "compute": compute_ms,
         "wire": cheapest.time_ms(rate_mbit) if rate_mbit else None,
         "dependences": dependences_ms(steps) if steps else None,
-        "one_link": one_link_ms(steps) if steps else None,
+        "one_link": link_bound_ms(steps) if steps else None,
     }
     known = {name: value for name, value in found.items() if value is not None}
     limited_by = max(known, key=known.__getitem__) if known else None
     return {
         **{f"{name}_ms": value for name, value in found.items()},
-        "profiled_ms": one_link_ms(step_graph(figures["steps"])) / block.stretched if figures else None,
+        "profiled_ms": link_bound_ms(step_graph(figures["steps"])) / block.stretched if figures else None,
         **asdict(cheapest),
         "limited_by": limited_by,
         "limit_ms": known[limited_by] if limited_by else None,

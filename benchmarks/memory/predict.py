@@ -19,7 +19,7 @@ from embrace_fx.passes.memory.copy_placement import NO_COPIES, CopyRate
 from embrace_fx.passes.partition import Partition
 from embrace_fx.passes.pipeline import run_passes, with_tables
 from embrace_fx.passes.scheduler.launch_order import schedule
-from embrace_fx.passes.scheduler.step_graph import build_single
+from embrace_fx.passes.scheduler.step_graph import build_single_process
 from embrace_fx.passes.step_memory import step_memory
 from embrace_fx.vocabulary.copy_ops import OFFLOAD
 from embrace_fx.vocabulary.graph import TrainingGraph
@@ -59,7 +59,7 @@ def under(graph: TrainingGraph, budget: float, compute: Compute, copies: CopyRat
 def step_ms(graph: TrainingGraph, compute: Compute) -> float:
     """Of one process: its nodes one after the other, copies beside them."""
     phases = run_passes(graph, (Partition(),)).graph
-    return schedule(build_single(phases, compute), "none").diagnostics().step_ms
+    return schedule(build_single_process(phases, compute), "none").diagnostics().step_ms
 
 
 def predicted(

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.spawn import spawn
 
 import embrace_fx
-from embrace_fx.runtime.probe.handling import NARROW, exchange_work
+from embrace_fx.runtime.probe.handling import NARROW, make_exchange_work
 from embrace_fx.vocabulary.schedule import SCHEDULES
 
 RANKS, ROWS, WIDTH, IDS = 2, 512, 160, 64
@@ -60,7 +60,7 @@ def python_ms() -> float:
 
 def round_ms() -> float:
     """Processor time of a round of handling."""
-    run, times = exchange_work(NARROW, 1, torch.device("cpu")), 300
+    run, times = make_exchange_work(NARROW, 1, torch.device("cpu")), 300
     run()
     began_s = time.thread_time()
     for _ in range(times):

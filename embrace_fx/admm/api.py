@@ -12,7 +12,15 @@ from embrace_fx.admm.consensus import OnIteration, Run, train_synchronously
 from embrace_fx.admm.lagrangian import Penalties
 from embrace_fx.admm.model import write_weights
 from embrace_fx.admm.progress import Stopping
-from embrace_fx.admm.setup import OwnInputs, Parallel, Training, begin, prepare_on_all, read_own, training_group
+from embrace_fx.admm.setup import (
+    OwnInputs,
+    Parallel,
+    Training,
+    initial_state,
+    prepare_on_all,
+    read_inputs,
+    training_group,
+)
 from embrace_fx.admm.state import State
 from embrace_fx.admm.timeline import save_timeline
 from embrace_fx.runtime.launch.recorder import Recorder
@@ -75,9 +83,9 @@ def train(
     communicator = Communicator(training_group(parallel, process_group))
 
     def prepare() -> OwnInputs:
-        """Checks the arguments. Returns this rank's weights and data."""
+        """Checks the arguments of `train`, and returns this rank's weights and data."""
         asked.check(communicator.timeout())
-        own = read_own(rnn, head, data, validation, asked.is_synchronous or communicator.rank != MASTER)
+        own = read_inputs(rnn, head, data, validation, asked.is_synchronous or communicator.rank != MASTER)
         if state is not None:
             state.check_fits(own.weights, own.data if own.trains else None, asked.penalties)
         return own
@@ -85,7 +93,7 @@ def train(
     own = prepare_on_all(
         communicator, prepare, lambda own: asked.shared_values(own, draws=timeline is not None, state=state)
     )
-    state = state if state is not None else begin(communicator, own, asked.penalties, rescale=rescale)
+    state = state if state is not None else initial_state(communicator, own, asked.penalties, rescale=rescale)
     run = Run(iterations, batch_size, asked.stopping, own.monitored, on_iteration, Recorder())
     recording = run.recorder.start() if timeline is not None else None
     _train(state, own, run, communicator, parallel)
@@ -96,7 +104,7 @@ def train(
 
 
 def _train(state: State, inputs: OwnInputs, run: Run, communicator: Communicator, parallel: Parallel) -> None:
-    """Runs the iterations of this rank."""
+    """Runs all iterations on this rank: alone, synchronously, or as master or worker of asynchronous training."""
     if not isinstance(parallel, Asynchronous):
         train_synchronously(state, inputs.data, run, communicator, parallel.strength if parallel is not None else 0.0)
         return

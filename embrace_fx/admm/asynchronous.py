@@ -31,12 +31,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from embrace_fx.admm.consensus import Run, contribution, pull_to_agreed, take_agreed
+from embrace_fx.admm.consensus import Run, contribution, pull_to_agreed, store_agreed
 from embrace_fx.admm.model import Data, require
 from embrace_fx.admm.operations import DUALS, FIGURES, MEAN, TO_MASTER, TO_WORKER
 from embrace_fx.admm.progress import Best, Sums
 from embrace_fx.admm.state import State
-from embrace_fx.admm.update import iterate
+from embrace_fx.admm.update import run_epoch
 from embrace_fx.runtime.launch.recorder import Recorder, Transfer
 from embrace_fx.runtime.ranks.communicator import Communicator
 from embrace_fx.runtime.ranks.failure import DeadRank
@@ -49,12 +49,12 @@ ORDERS: tuple[Order, ...] = ("go on", "end", "dead", "late")
 
 
 class LateRank(RuntimeError):
-    """A worker that the master has to wait for did not arrive in time."""
+    """Raised if a worker that the master must wait for did not arrive in time."""
 
 
 @dataclass(frozen=True)
 class Asynchronous:
-    """A master and workers that do not wait for each other.
+    """Options of asynchronous training: a master averages the weights, and ranks do not wait for each other.
 
     Attributes:
         strength: the strength (g) of the pull to the agreed weights, per sequence of a batch.
@@ -75,8 +75,8 @@ class Asynchronous:
 
 
 class Reply(NamedTuple):
-    """The master's reply to a worker: to continue from these weights, to end with these best ones, or to fail because a
-    rank is dead or late.
+    """The master's reply to a worker: "continue from these weights", "end with these best weights", or "fail, because a
+    rank is dead or late".
     """
 
     order: Order
@@ -87,7 +87,7 @@ class Reply(NamedTuple):
 
 
 class Connection:
-    """A connection to one peer, a rank of the default group, for messages of weights."""
+    """A connection to one other rank, over which numbers and weights are sent."""
 
     def __init__(self, group: dist.ProcessGroup, peer: int, like: Tensor) -> None:
         self._group, self._peer, self._like = group, peer, like
@@ -105,10 +105,11 @@ class Connection:
 
 
 def open_connections(communicator: Communicator, like: Tensor) -> dict[int, Connection]:
-    """Returns this rank's connections by peer. The master has one to every worker, a worker one to the master.
+    """Opens this rank's connections, by the peer's rank. The master connects to every worker, and a worker to the
+    master.
 
     Args:
-        like: a vector of the size and dtype to send.
+        like: a vector with the size and dtype of those to send.
     """
     group = communicator.host_group()
     ranks = dist.get_process_group_ranks(group)
@@ -117,28 +118,28 @@ def open_connections(communicator: Communicator, like: Tensor) -> dict[int, Conn
 
 
 def run_worker(
-    state: State, data: Data, run: Run, communicator: Communicator, line: Connection, strength: float
+    state: State, data: Data, run: Run, communicator: Communicator, master: Connection, strength: float
 ) -> None:
     """Runs a worker's iterations until the master ends them. Raises if a rank is dead or late.
 
     Args:
-        line: the connection to the master, which has the best weights.
+        master: the connection to the master, which has the best weights.
         strength: the strength (g) of the pull to the agreed weights.
     """
     recorder, start_s = run.recorder, time.perf_counter() - state.elapsed_s
     state.stopped = None
     while state.stopped is None:
         recorder.begin_window()
-        splits = iterate(state, data, run.batch_size, pull_to_agreed(state, strength), recorder.mark)
+        splits = run_epoch(state, data, run.batch_size, pull_to_agreed(state, strength), recorder.mark)
         splits, state.iteration = splits + Sums.of_disagreement(state.weights, state.agreed), state.iteration + 1
         own = Sums.of_model(state.agreed, run.monitored) + splits
         state.history.append(own.progress(state.iteration, staleness=0, elapsed_s=time.perf_counter() - start_s))
         run.log(state.history[-1])
         recorder.mark(FIGURES)
         with communicator.watching():
-            reply = _report_to_master(line, splits, contribution(state), recorder)
+            reply = _report_to_master(master, splits, contribution(state), recorder)
         if reply.order == "go on":
-            take_agreed(state, reply.vector)
+            store_agreed(state, reply.vector)
             recorder.mark(DUALS)
         elif reply.order == "end":
             state.best = Best(int(reply.iteration), reply.loss, state.agreed.from_flat(reply.vector))
@@ -147,13 +148,18 @@ def run_worker(
             raise lost_worker_error(reply.order, int(reply.culprit), communicator.rank)
 
 
-def _report_to_master(line: Connection, splits: Sums, vector: Tensor, recorder: Recorder) -> Reply:
-    """Sends this worker's contribution to the master and waits for the reply."""
+def _report_to_master(master: Connection, splits: Sums, vector: Tensor, recorder: Recorder) -> Reply:
+    """Sends this worker's contribution to the master, and returns the master's reply.
+
+    Args:
+        splits: the sums for this worker's metrics.
+        vector: the contribution (`consensus.contribution`).
+    """
     started_s = time.perf_counter()
     with recorder.waiting(TO_WORKER):
-        line.send(astuple(splits), vector)
+        master.send(astuple(splits), vector)
         sent_s = time.perf_counter()
-        (order, culprit, iteration, loss, *_), agreed = line.receive()
+        (order, culprit, iteration, loss, *_), agreed = master.receive()
     if recorder.recording is not None:
         recorder.record_transfer(Transfer(TO_MASTER, recorder.recording.window, 8 * vector.numel(), started_s, sent_s))
     return Reply(ORDERS[int(order)], agreed, culprit, iteration, loss)
@@ -163,7 +169,7 @@ def lost_worker_error(order: Order, culprit: int, rank: int) -> RuntimeError:
     """Returns the error that every rank but the lost one raises if a worker is dead or late.
 
     Args:
-        order: "dead" or "late".
+        order: "dead" or "late", as the master sent it.
         culprit: the rank of the lost worker.
         rank: this rank.
     """
@@ -193,7 +199,7 @@ class MessageThread(threading.Thread):
         self.replies: queue.SimpleQueue[Reply] = queue.SimpleQueue()
 
     def run(self) -> None:
-        """Passes the worker's messages to the master, and the master's replies back, until the master dismisses the
+        """Passes the worker's messages to the master and the master's replies back, until the master dismisses the
         worker.
         """
         try:
@@ -210,7 +216,7 @@ class MessageThread(threading.Thread):
 
 
 class Contributions:
-    """The workers' last contributions, and their age.
+    """The last contribution of each worker, and how many updates ago it arrived.
 
     A worker's contribution is `start` before its first report. If `start` is not known, the first update waits for all
     workers.
@@ -228,31 +234,33 @@ class Contributions:
         self.arrived.add(worker)
 
     def missing(self) -> list[int]:
-        """Returns the workers that the next update still needs."""
+        """Returns the workers whose contributions the next update must wait for."""
         absent = [worker for worker in range(1, len(self._ages) + 1) if worker not in self.arrived]
         stale = [worker for worker in absent if self._ages[worker - 1] >= self._options.staleness]
         return stale or (absent if len(self.arrived) < self._options.arrivals else [])
 
     def update(self) -> tuple[Tensor, set[int], int]:
-        """Averages the weights. Returns them, the arrived workers, and the age of the oldest contribution."""
+        """Averages the contributions. Returns the mean, the workers that arrived since the last update, and the age of
+        the oldest contribution.
+        """
         ages = [0 if k + 1 in self.arrived else age for k, age in enumerate(self._ages)]
         self._ages = [age + 1 for age in ages]
         arrived, self.arrived = self.arrived, set()
         return self._vectors.mean(0), arrived, max(ages)
 
     def sums(self) -> Sums:
-        """Adds the sums of all workers that have reported."""
+        """Returns the sums for the metrics, over all workers that have reported."""
         return reduce(add, self._sums.values())
 
 
 class LostWorker(Exception):
-    """Raised on the master if a worker is dead or late. Holds the order to send to the other workers, and the worker's
+    """Raised on the master if a worker is dead or late, with the order for the other workers and the lost worker's
     rank.
     """
 
 
 class Master:
-    """The master of an asynchronous training, with connections to its workers."""
+    """The master of asynchronous training, which averages its workers' weights."""
 
     def __init__(
         self, state: State, run: Run, communicator: Communicator, lines: Mapping[int, Connection], options: Asynchronous
@@ -262,7 +270,9 @@ class Master:
         self._carriers = {worker: MessageThread(worker, line, self._inbox) for worker, line in lines.items()}
 
     def lead(self) -> None:
-        """Runs iterations, each an update of the agreed weights, until they end or a worker is dead or late."""
+        """Updates the agreed weights until all iterations are done, training stops early, or a worker is dead or
+        late.
+        """
         state = self._state
         for carrier in self._carriers.values():
             carrier.start()
@@ -276,7 +286,7 @@ class Master:
             raise lost_worker_error(order, culprit, self._communicator.rank) from lost.__cause__
 
     def _iterate(self) -> None:
-        """Collects contributions and replies with the new mean, until the iterations end or the training stops."""
+        """Collects contributions and replies with their mean, until all iterations are done or training stops early."""
         state, run, recorder = self._state, self._run, self._run.recorder
         known = state.iteration == 0  # in a resumed training, only the workers know their last contributions
         contributions = Contributions(state.agreed.flat(), len(self._carriers), self._options, known)

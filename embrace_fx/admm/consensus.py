@@ -21,7 +21,7 @@ from embrace_fx.admm.model import Data, require
 from embrace_fx.admm.operations import AGREE, DUALS, FIGURES
 from embrace_fx.admm.progress import Progress, Stopping, Sums
 from embrace_fx.admm.state import State
-from embrace_fx.admm.update import iterate
+from embrace_fx.admm.update import run_epoch
 from embrace_fx.admm.weights import Consensus
 from embrace_fx.runtime.launch.recorder import Recorder, Transfer
 from embrace_fx.runtime.ranks.communicator import Communicator
@@ -31,8 +31,8 @@ OnIteration = Callable[[Progress], object]
 
 @dataclass(frozen=True)
 class Synchronous:
-    """Options of synchronous training: ranks wait for each other after each iteration, and `strength` (g) pulls their
-    weights to the agreed ones.
+    """Options of synchronous training: after each iteration ranks wait for each other and average their weights. //
+    Attributes: /     strength: the strength (g) of the pull to the agreed weights, per sequence of a batch.
 
     The strength is per sequence of a batch, like penalties.
     """
@@ -46,7 +46,9 @@ class Synchronous:
 
 @dataclass(frozen=True)
 class Run:
-    """The length of a training, the `monitored` data to evaluate weights on, and the callback for progress."""
+    """What a training run needs to know: how many iterations, which data to evaluate weights on (`monitored`), and whom
+    to report progress to.
+    """
 
     iterations: int
     batch_size: int
@@ -56,7 +58,7 @@ class Run:
     recorder: Recorder
 
     def log(self, progress: Progress) -> None:
-        """Calls the user's function with the progress of an iteration."""
+        """Calls the user's `on_iteration` with the metrics of an iteration."""
         if self.on_iteration is not None:
             self.on_iteration(progress)
 
@@ -73,7 +75,7 @@ def contribution(state: State) -> torch.Tensor:
     return state.weights.flat() + state.duals.flat()
 
 
-def take_agreed(state: State, z: torch.Tensor) -> None:
+def store_agreed(state: State, z: torch.Tensor) -> None:
     """Stores newly agreed weights and updates the rank's duals: u += theta - z."""
     state.duals = state.duals.from_flat(contribution(state) - z)
     state.agreed = state.agreed.from_flat(z)
@@ -91,7 +93,7 @@ def train_synchronously(state: State, data: Data, run: Run, communicator: Commun
     while state.iteration < run.iterations and state.stopped is None:
         recorder.begin_window()
         pull = pull_to_agreed(state, strength) if communicator.world_size > 1 else None
-        splits = iterate(state, data, run.batch_size, pull, recorder.mark)
+        splits = run_epoch(state, data, run.batch_size, pull, recorder.mark)
         _update_agreed(state, communicator, recorder)
         own = Sums.of_model(state.agreed, run.monitored) + splits + Sums.of_disagreement(state.weights, state.agreed)
         recorder.mark(FIGURES)
@@ -114,5 +116,5 @@ def _update_agreed(state: State, communicator: Communicator, recorder: Recorder)
     if recorder.recording is not None:
         sent = 2 * (world_size - 1) * summed.numel() * summed.element_size() // world_size
         recorder.record_transfer(Transfer(AGREE, recorder.recording.window, sent, started_s, time.perf_counter()))
-    take_agreed(state, summed / world_size)
+    store_agreed(state, summed / world_size)
     recorder.mark(DUALS)

@@ -24,11 +24,11 @@ from embrace_fx.admm.model import PerConstraint, require
 
 @dataclass(frozen=True)
 class Penalties:
-    """Penalties of the residuals. The defaults were chosen on three tasks at once, with seeds that no evaluation uses.
+    """The penalties of the constraints in the augmented Lagrangian.
 
     Attributes:
         p1, p2, p3: the penalties of the residuals of a, s and o, per sequence.
-        damping: the damping of the weights' least squares, relative to the squares of a weight's inputs.
+        damping: the damping of the weights' least squares, relative to the mean square of the weights' inputs.
     """
 
     p1: float = 4.0
@@ -42,7 +42,13 @@ class Penalties:
 
 
 def lagrangian(o_MBC: Tensor, y_MB: Tensor, shifted: PerConstraint, penalties: Penalties) -> Tensor:
-    """Returns L, summed over sequences, of outputs o and shifted residuals r^."""
+    """Returns the augmented Lagrangian L, summed over sequences.
+
+    Args:
+        o_MBC: outputs.
+        y_MB: target classes.
+        shifted: residuals minus scaled multipliers (r^).
+    """
     total = summed_loss(o_MBC, y_MB)
     for r, p in zip(shifted.tensors(), (penalties.p1, penalties.p2, penalties.p3), strict=True):
         total = total + p / 2 * r.square().sum()
@@ -50,5 +56,5 @@ def lagrangian(o_MBC: Tensor, y_MB: Tensor, shifted: PerConstraint, penalties: P
 
 
 def summed_loss(o_MBC: Tensor, y_MB: Tensor) -> Tensor:
-    """Returns the cross entropy, summed over sequences and the steps that the head reads."""
+    """Returns the cross entropy of outputs o (M, B, C) for classes y (M, B), summed over sequences and steps."""
     return cross_entropy(o_MBC.flatten(0, 1), y_MB.flatten(), reduction="sum")

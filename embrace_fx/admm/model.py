@@ -25,7 +25,7 @@ def require(condition: bool, message: str) -> None:
 
 @dataclass(frozen=True)
 class Weights:
-    """The parameters, [U W b] of the cell and [V c] of the head, or tensors of these shapes.
+    """All weights of the RNN and its head as two matrices, [U W b] of the cell and [V c] of the head.
 
     The cell multiplies its inputs [x_n; s_{n-1}; 1], the head [s_m; 1].
     """
@@ -35,12 +35,12 @@ class Weights:
 
     @property
     def W_HH(self) -> Tensor:
-        """Recurrent weights: all columns of the cell's matrix between the inputs' and the bias."""
+        """The recurrent weights W (H, H)."""
         return self.cell_HF[:, -1 - self.cell_HF.shape[0] : -1]
 
     @property
     def V_CH(self) -> Tensor:
-        """Weights of the head without its bias."""
+        """The head's weights V (C, H), without the bias."""
         return self.head_CG[:, :-1]
 
     def tensors(self) -> tuple[Tensor, Tensor]:
@@ -48,19 +48,19 @@ class Weights:
         return self.cell_HF, self.head_CG
 
     def flat(self) -> Tensor:
-        """Returns all weights as one vector, to be sent between ranks."""
+        """Returns all weights as one vector, for sending to other ranks."""
         return torch.cat([tensor.flatten() for tensor in self.tensors()])
 
     def from_flat(self, vector: Tensor) -> Weights:
-        """Splits a vector, as `flat` returns it, into weights of these shapes."""
+        """Returns weights of the same shapes as these, with values from a vector that `flat` returned."""
         pieces = vector.split([tensor.numel() for tensor in self.tensors()])
         return Weights(*(p.view(t.shape).clone() for p, t in zip(pieces, self.tensors(), strict=True)))
 
 
 @dataclass(frozen=True)
 class PerConstraint:
-    """One tensor for each kind of constraint (a_n = ..., s_n = ..., o_m = ...): a residual or a multiplier per sequence
-    and step.
+    """One tensor for each kind of constraint of ADMM (a_n = ..., s_n = ..., o_m = ...), such as its residuals or
+    multipliers.
     """
 
     a_NBH: Tensor
@@ -78,18 +78,18 @@ class PerConstraint:
         return PerConstraint(*(-each for each in self.tensors()))
 
     def at(self, chosen_B: Tensor) -> PerConstraint:
-        """Returns the values of some sequences, given by index."""
+        """Returns the values of the sequences with these indices."""
         return PerConstraint(*(each.index_select(1, chosen_B) for each in self.tensors()))
 
     def set_at(self, chosen_B: Tensor, other: PerConstraint) -> None:
-        """Overwrites the values of some sequences, given by index, with `other`."""
+        """Overwrites the values of the sequences with these indices by those of `other`."""
         for each, new in zip(self.tensors(), other.tensors(), strict=True):
             each.index_copy_(1, chosen_B, new)
 
 
 @dataclass(frozen=True)
 class Data:
-    """Sequences, in the weights' dtype, and their target classes (int64)."""
+    """Training or evaluation data: input sequences, in the weights' dtype, and target classes (int64)."""
 
     x_NBI: Tensor
     y_MB: Tensor
@@ -100,13 +100,15 @@ class Data:
         return self.x_NBI.shape[1]
 
     def at(self, chosen_B: Tensor) -> Data:
-        """Returns some of the sequences, given by index."""
+        """Returns the sequences with these indices, and their targets."""
         return Data(self.x_NBI.index_select(1, chosen_B), self.y_MB.index_select(1, chosen_B))
 
 
 @dataclass(frozen=True)
 class ForwardPass:
-    """A forward pass: the inputs of cell and head, [x_n; s_{n-1}; 1] and [s_m; 1], the states and the outputs."""
+    """All values of a forward pass: the inputs of cell [x_n; s_{n-1}; 1] and head [s_m; 1], the states, and the
+    outputs.
+    """
 
     cell_NBF: Tensor
     s_NBH: Tensor
@@ -117,7 +119,12 @@ class ForwardPass:
 def run_forward(
     weights: Weights, x_NBI: Tensor, head_steps: int, residuals: PerConstraint | None = None
 ) -> ForwardPass:
-    """Runs the modules, with the head on the last `head_steps` steps; or computes a, s, o for given residuals."""
+    """Runs the RNN, and its head on the last `head_steps` steps.
+
+    Args:
+        x_NBI: the inputs.
+        residuals: values to add to a, s and o, or None for a plain forward pass.
+    """
     (N, B, inputs), (H, F) = x_NBI.shape, weights.cell_HF.shape
     read = x_NBI.new_empty(N + 1, B, F)
     read[:N, :, :inputs], read[0, :, inputs:-1], read[..., -1] = x_NBI, 0, 1
@@ -135,7 +142,9 @@ def run_forward(
 
 
 def read_weights(rnn: nn.RNN, head: nn.Linear) -> Weights:
-    """Copies the parameters, with the RNN's two biases as one. Raises `ValueError` for unsupported modules."""
+    """Copies the weights of the user's modules, with the RNN's two biases added up. Raises `ValueError` for unsupported
+    modules.
+    """
     _check_modules(rnn, head)
     with torch.no_grad():
         own = dict(rnn.named_parameters())
@@ -145,7 +154,7 @@ def read_weights(rnn: nn.RNN, head: nn.Linear) -> Weights:
 
 
 def write_weights(weights: Weights, rnn: nn.RNN, head: nn.Linear) -> None:
-    """Writes the weights into the modules, with the RNN's whole bias in `bias_ih_l0`."""
+    """Writes the weights into the user's modules. `bias_ih_l0` gets the RNN's whole bias."""
     own = dict(rnn.named_parameters())
     with torch.no_grad():
         own["weight_ih_l0"].copy_(weights.cell_HF[:, : rnn.input_size])
@@ -157,7 +166,7 @@ def write_weights(weights: Weights, rnn: nn.RNN, head: nn.Linear) -> None:
 
 
 def read_data(data: tuple[Tensor, Tensor], weights: Weights, *, batch_first: bool, name: str = "data") -> Data:
-    """Checks a pair (inputs, targets) against the weights, and puts time first.
+    """Checks that inputs and targets fit the weights, and returns them with time as the first dimension.
 
     Args:
         data: inputs (B, N, I) if `batch_first`, else (N, B, I), and targets: (B,) for one class per sequence, or the

@@ -11,12 +11,12 @@ from embrace_fx.admm.model import Data, Weights, require, run_forward
 
 @dataclass(frozen=True)
 class Progress:
-    """An iteration's metrics, over all ranks.
+    """The metrics of one iteration, over all ranks.
 
     Attributes:
-        iteration: from 1; 0 is the start.
+        iteration: the iteration's number, from 1; 0 is the state before training.
         loss: mean cross entropy of the model, by a plain forward pass over the monitored data.
-        accuracy: share of correct answers there.
+        accuracy: the share of correctly classified targets of the monitored data.
         lagrangian: the augmented Lagrangian per sequence, after the joint updates.
         ra, rs, ro: root mean squares of the residuals after the joint updates.
         disagreement: root mean square of the ranks' weights minus the agreed ones; 0 in a single process.
@@ -38,7 +38,9 @@ class Progress:
 
 @dataclass(frozen=True)
 class Sums:
-    """Sums for the metrics, over targets, sequences, constraints and ranks, each with its count."""
+    """Sums over targets, sequences, constraints and ranks, each with the number of terms, from which the metrics are
+    computed.
+    """
 
     loss: float = 0.0
     correct: float = 0.0
@@ -62,8 +64,8 @@ class Sums:
 
     @classmethod
     def of_disagreement(cls, weights: Weights, agreed: Weights) -> Sums:
-        """Returns the sums that give the disagreement: the mean squared difference of a rank's weights from the agreed
-        ones.
+        """Returns the sums from which the disagreement is computed: the mean squared difference of a rank's weights
+        from the agreed ones.
         """
         return cls(gap=float((weights.flat() - agreed.flat()).square().mean()), ranks=1.0)
 
@@ -71,7 +73,7 @@ class Sums:
         return Sums(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
 
     def progress(self, iteration: int, *, staleness: int, elapsed_s: float) -> Progress:
-        """Returns the means of the sums as the progress of an iteration."""
+        """Computes an iteration's metrics from the sums."""
         loss, accuracy, after = self.loss / self.targets, self.correct / self.targets, self.lagrangian / self.sequences
         squares = self.ra / self.states, self.rs / self.states, self.ro / self.outputs, self.gap / self.ranks
         ra, rs, ro, gap = (square**0.5 for square in squares)
@@ -87,7 +89,9 @@ class Best:
     weights: Weights
 
     def better_of(self, progress: Progress, weights: Weights) -> Best:
-        """Returns the pair with the lower loss: this one, or the given weights. A loss that is nan is never lower."""
+        """Returns the better pair: this one, or the given weights if their loss is lower. A loss of nan is never
+        lower.
+        """
         return Best(progress.iteration, progress.loss, weights) if progress.loss < self.loss else self
 
 
@@ -107,7 +111,7 @@ class Stopping:
         require(fits, f"admm.Stopping(): accuracy is {self.accuracy}. Pass a number above 0 and at most 1.")
 
     def reason(self, progress: Progress, best: Best) -> str | None:
-        """Returns the reason to end training now; None to continue."""
+        """Returns the reason to end training after this iteration, or None to continue."""
         if not (math.isfinite(progress.loss) and math.isfinite(progress.lagrangian)):
             return f"the loss was not finite at iteration {progress.iteration}"
         if self.accuracy is not None and progress.accuracy >= self.accuracy:

@@ -28,7 +28,7 @@ PREACTIVATIONS, OUTPUTS, ROUNDS = 0.5, 0.3, 8
 
 @dataclass(frozen=True)
 class OwnInputs:
-    """This rank's own inputs of a training: its weights, its data, and the data to evaluate weights on."""
+    """This rank's inputs of a training: its weights, its data, and the data to evaluate weights on."""
 
     weights: Weights
     data: Data
@@ -49,14 +49,14 @@ class Training:
 
     @property
     def is_synchronous(self) -> bool:
-        """Returns whether ranks train synchronously."""
+        """Whether ranks wait for each other after each iteration."""
         return not isinstance(self.parallel, Asynchronous)
 
     def check(self, timeout: timedelta | None) -> None:
         """Raises `ValueError` for invalid options.
 
         Args:
-            timeout: of messages. A longer patience would end in an error that names no rank.
+            timeout: the time limit for messages. A longer `patience_s` would end in an error that names no rank.
         """
         require(
             self.iterations >= 0 and self.batch_size >= 1,
@@ -72,7 +72,11 @@ class Training:
             )
 
     def shared_values(self, inputs: OwnInputs, *, draws: bool, state: State | None) -> dict[str, str]:
-        """Returns, by name, the values that must be equal on all ranks: the options, and facts about data and state."""
+        """Returns, by name, the values that must be equal on all ranks: the options, and facts about data and state.
+
+        Args:
+            draws: whether this rank's call asked for a timeline.
+        """
         return {each.name: str(getattr(self, each.name)) for each in fields(self)} | {
             "weights": ", ".join(f"{each.dtype} {tuple(each.shape)}" for each in inputs.weights.tensors()),
             "a class for": "the last step" if len(inputs.data.y_MB) == 1 else "every step",
@@ -82,7 +86,9 @@ class Training:
 
 
 def training_group(parallel: Parallel, process_group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
-    """Returns the ranks that train together, or None for a single process. Raises `ValueError` if they cannot."""
+    """Returns the process group of the ranks that train together, or None for a single process. Raises `ValueError` if
+    the options do not fit the group.
+    """
     ready, call = dist.is_available() and dist.is_initialized(), f"admm.train(parallel={parallel})"
     if parallel is None:
         size = dist.get_world_size(process_group) if ready else 1
@@ -107,10 +113,16 @@ def training_group(parallel: Parallel, process_group: dist.ProcessGroup | None) 
     return group
 
 
-def read_own(
+def read_inputs(
     rnn: nn.RNN, head: nn.Linear, data: tuple[Tensor, Tensor], validation: tuple[Tensor, Tensor] | None, trains: bool
 ) -> OwnInputs:
-    """Copies the modules' weights, and prepares the data. Raises `ValueError` for unsupported input."""
+    """Reads this rank's inputs: copies the modules' weights and converts the data. Raises `ValueError` for unsupported
+    input.
+
+    Args:
+        validation: data to evaluate weights on; `data` if None.
+        trains: whether this rank trains on `data`; an asynchronous master does not.
+    """
     weights = read_weights(rnn, head)
     own = judged = read_data(data, weights, batch_first=rnn.batch_first)
     if validation is not None:
@@ -151,9 +163,9 @@ def prepare_on_all(
     return own
 
 
-def begin(communicator: Communicator, inputs: OwnInputs, penalties: Penalties, *, rescale: bool) -> State:
-    """Returns the state of a new training: rank 0's weights, and an order of batches seeded by torch's global
-    generator.
+def initial_state(communicator: Communicator, inputs: OwnInputs, penalties: Penalties, *, rescale: bool) -> State:
+    """Returns the state of a new training: rank 0's weights, and a seed from torch's global generator for the order of
+    batches. Collective.
     """
     add = partial(add_over_ranks, communicator)
     flat, seed = inputs.weights.flat(), torch.randint(2**31, (1,))
@@ -167,13 +179,14 @@ def begin(communicator: Communicator, inputs: OwnInputs, penalties: Penalties, *
 
 
 def rescale_weights(weights: Weights, data: Data | None, add: Callable[[Sequence[float]], Sequence[float]]) -> Weights:
-    """Scales the cell's weights [U W b] so that preactivations have a root mean square of `PREACTIVATIONS`, then the
-    head's [V c] so that outputs have one of `OUTPUTS`. Collective.
+    """Scales the initial weights so that preactivations and outputs have the root mean squares that suit the method.
+    Collective.
 
-    Starts that differ by a factor become equal.
+    [U W b] is scaled to `PREACTIVATIONS`, then [V c] to `OUTPUTS`. Initial weights that differ by a factor become
+    equal.
 
     Args:
-        data: this rank's data if it trains.
+        data: this rank's data, or None if it does not train.
         add: sums numbers over ranks.
     """
     for rounds in reversed(range(ROUNDS + 1)):

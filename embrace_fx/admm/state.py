@@ -25,12 +25,13 @@ class State:
         weights: this rank's own weights.
         multipliers: the multipliers of this rank's sequences, divided by penalties, or None on an asynchronous master.
         agreed: the weights that all ranks agree on (z); in a single process its own weights.
-        duals: this rank's scaled multipliers of the agreement (u); zero in a single process.
+        duals: the scaled multipliers (u) of the constraint that this rank's weights equal the agreed ones; zero in a
+            single process.
         best: the agreed weights with the lowest loss, which training leaves in the modules.
         seed: the seed of the batches' order.
-        grams: running means that damp the weights' least squares.
-        history: an entry per iteration; equal on all synchronous ranks.
-        stopped: why training ended before all its iterations.
+        grams: running means of the Gram matrices, which damp the least squares for the weights.
+        history: the metrics of each iteration; equal on all synchronous ranks.
+        stopped: the reason why training ended early, or None.
     """
 
     penalties: Penalties
@@ -47,7 +48,7 @@ class State:
 
     @classmethod
     def begin(cls, weights: Weights, data: Data | None, penalties: Penalties, best: Best, seed: int) -> State:
-        """Returns the state before the first iteration, with zero multipliers for the rank's data, if it trains."""
+        """Returns the state before the first iteration, with zero multipliers if the rank has data to train on."""
         zeros = Weights(*map(torch.zeros_like, weights.tensors()))
         multipliers = None
         if data is not None:
@@ -56,24 +57,24 @@ class State:
 
     @property
     def elapsed_s(self) -> float:
-        """Seconds of training so far."""
+        """The seconds of training so far."""
         return self.history[-1].elapsed_s if self.history else 0.0
 
     def advance(self, progress: Progress, stopping: Stopping) -> None:
-        """Records an iteration's metrics, keeps the agreed weights if they are the best, and decides whether to
-        stop.
+        """Records an iteration's metrics, remembers the agreed weights if their loss is the lowest so far, and decides
+        whether to stop.
         """
         self.history.append(progress)
         self.best = self.best.better_of(progress, self.agreed)
         self.stopped = stopping.reason(progress, self.best)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes a file of plain tensors, numbers and strings, which `torch.load(weights_only=True)` reads."""
+        """Saves the state to a file that `torch.load(weights_only=True)` can read."""
         torch.save({"format": FORMAT, **asdict(self)}, path)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], map_location: torch.device | str | None = None) -> State:
-        """Reads a state that `save` wrote. Raises `ValueError` for another file."""
+        """Loads a state that `save` has written. Raises `ValueError` if the file is something else."""
         saved: Any = torch.load(path, weights_only=True, map_location=map_location)
         known = isinstance(saved, dict) and saved.pop("format", None) == FORMAT
         require(
@@ -89,7 +90,7 @@ class State:
         return cls(**saved | {name: Weights(**saved[name]) for name in ("weights", "agreed", "duals")})
 
     def check_fits(self, weights: Weights, data: Data | None, penalties: Penalties) -> None:
-        """Raises `ValueError` if modules, data or penalties differ from those that the state was saved with."""
+        """Raises `ValueError` if weights, data or penalties differ from those that the state was saved with."""
         saved = () if self.multipliers is None else tuple(tuple(each.shape) for each in self.multipliers.tensors())
         found = _fixed_values(self.weights, saved, self.penalties)
         wanted = _fixed_values(weights, multiplier_sizes(weights, data) if data is not None else (), penalties)
@@ -105,13 +106,13 @@ Sizes = tuple[tuple[int, ...], ...]
 
 
 def multiplier_sizes(weights: Weights, data: Data) -> Sizes:
-    """Returns the sizes of the multipliers of a, s and o."""
+    """Returns the shapes of the multipliers of a, s and o for this data."""
     states, outputs = (*data.x_NBI.shape[:2], len(weights.cell_HF)), (*data.y_MB.shape, len(weights.head_CG))
     return states, states, outputs
 
 
 def _fixed_values(weights: Weights, multipliers: Sizes, penalties: Penalties) -> dict[str, str]:
-    """Returns the values that must not change between saving a state and resuming from it."""
+    """Returns, by name, the values that must be the same when a state is saved and when training resumes from it."""
     return {
         "weights": ", ".join(f"{each.dtype} {tuple(each.shape)}" for each in weights.tensors()),
         "multipliers of": str(multipliers),

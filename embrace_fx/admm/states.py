@@ -11,9 +11,9 @@ residuals before the update,
 so y, of the outputs' size, is the loss's gradient at the new outputs, and 1 + S R limits the update by the penalties.
 S R = 0 would give y = g, which is backpropagation.
 
-If the head reads only the last step, y has C numbers per sequence, and the system is C x C (`solve_small`). If it reads
-every step, R is not formed: conjugate gradients multiply by it with one backward and one forward pass
-(`solve_by_passes`).
+If the head reads only the last step, y has C numbers per sequence, and the system is C x C (`solve_last_step`). If it
+reads every step, R is not formed: conjugate gradients multiply by it with one backward and one forward pass
+(`solve_all_steps`).
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ TOLERANCE = 0.01
 
 
 class Jacobian:
-    """The derivative J of a forward pass's outputs by the residuals."""
+    """The Jacobian J of a forward pass's outputs with respect to the residuals of a, s and o."""
 
     def __init__(self, weights: Weights, s_NBH: Tensor) -> None:
         self._W_HH, self._V_CH = weights.W_HH.contiguous(), weights.V_CH.contiguous()
         self._slope_NBH = 1 - s_NBH.square()
 
     def apply(self, r: PerConstraint) -> Tensor:
-        """Returns J r, (M, B, C), by a pass forward in time."""
+        """Returns J r, (M, B, C), computed by one pass forward in time."""
         moved_NBH, W_t = torch.empty_like(self._slope_NBH), self._W_HH.t()
         for n, slope_BH in enumerate(self._slope_NBH):
             a_BH = torch.addmm(r.a_NBH[n], moved_NBH[n - 1], W_t) if n else r.a_NBH[n]
@@ -44,7 +44,8 @@ class Jacobian:
         return torch.matmul(moved_NBH[-len(r.o_MBC) :], self._V_CH.t()).add_(r.o_MBC)
 
     def apply_transposed(self, y: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns the blocks of J' y for a and s, by a pass backward in time. The block for o is y itself.
+        """Returns the blocks of J' y for a and s, computed by one pass backward in time. The block for o is y
+        itself.
 
         Args:
             y: (M, B, C), or (M, K, B, C) for K vectors at once.
@@ -66,24 +67,26 @@ class Jacobian:
 def minimize_jointly(
     jacobian: Jacobian, o_MBC: Tensor, y_MB: Tensor, shifted: PerConstraint, penalties: Penalties
 ) -> PerConstraint:
-    """Returns the shifted residuals that minimize the Lagrangian linearized about a forward pass.
+    """Returns the shifted residuals that minimize the Lagrangian, linearized about a forward pass.
 
     Args:
-        jacobian: of the pass.
-        o_MBC: its outputs.
+        jacobian: the Jacobian of the pass.
+        o_MBC: the outputs of the pass.
         y_MB: target classes.
-        shifted: its shifted residuals.
+        shifted: the residuals before the update, minus scaled multipliers.
     """
     q_MBC = o_MBC.softmax(-1)
     g_MBC = q_MBC.scatter_add(-1, y_MB[..., None], q_MBC.new_full((), -1.0).expand(*y_MB.shape, 1))
-    solve = solve_small if len(o_MBC) == 1 else solve_by_passes
+    solve = solve_last_step if len(o_MBC) == 1 else solve_all_steps
     return solve(jacobian, g_MBC, q_MBC, shifted, penalties)
 
 
-def solve_small(
+def solve_last_step(
     jacobian: Jacobian, g_MBC: Tensor, q_MBC: Tensor, shifted: PerConstraint, penalties: Penalties
 ) -> PerConstraint:
-    """Solves a C x C system for each sequence, for a head that reads only the last step: S = diag(q) - q q'."""
+    """Minimizes for a head that reads only the last step, by solving a C x C system with S = diag(q) - q q' for each
+    sequence.
+    """
     (N, B, H), C = shifted.a_NBH.shape, g_MBC.shape[2]
     unit_CC = torch.eye(C, dtype=g_MBC.dtype, device=g_MBC.device)
     Ja, Js = (
@@ -99,17 +102,18 @@ def solve_small(
     return PerConstraint(a / -penalties.p1, s / -penalties.p2, (y_BC / -penalties.p3)[None])
 
 
-def solve_by_passes(
+def solve_all_steps(
     jacobian: Jacobian, g_MBC: Tensor, q_MBC: Tensor, shifted: PerConstraint, penalties: Penalties
 ) -> PerConstraint:
-    """Solves by conjugate gradients for each sequence: y = g + E v, (1 + E' R E) v = -E' (J r^ + R g), S = E E'.
+    """Minimizes for a head that reads every step, by conjugate gradients for each sequence: y = g + E v, (1 + E' R E) v
+    = -E' (J r^ + R g), S = E E'.
 
     E is diag(root) times a projection, with root = sqrt(q).
     """
     root_MBC = q_MBC.sqrt()
 
     def project(v_MBC: Tensor) -> Tensor:
-        """Removes the components along `root_MBC` from vectors."""
+        """Removes from each vector its component along `root_MBC`."""
         return v_MBC - root_MBC * (root_MBC * v_MBC).sum(-1, keepdim=True)
 
     def residuals(y_MBC: Tensor) -> PerConstraint:
@@ -118,7 +122,7 @@ def solve_by_passes(
         return PerConstraint(a / -penalties.p1, s / -penalties.p2, y_MBC / -penalties.p3)
 
     def dot(v_MBC: Tensor, w_MBC: Tensor) -> Tensor:
-        """Returns the dot products of each sequence's vectors, (1, B, 1)."""
+        """Returns the dot product of two vectors for each sequence, (1, B, 1)."""
         return (v_MBC * w_MBC).sum((0, 2), keepdim=True)
 
     y_MBC = g_MBC

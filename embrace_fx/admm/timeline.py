@@ -23,9 +23,14 @@ STEPS = StepGraph(tuple(Operation.from_id(each, 0.0) for each in COMPUTE), (), t
 def save_timeline(
     path: str | os.PathLike[str], communicator: Communicator, recording: Recording, *, in_step: bool
 ) -> None:
-    """Draws all ranks' recordings to a file of rank 0, in the format of its suffix. Collective.
+    """Draws what all ranks did during training to a file on rank 0. Collective.
 
-    If ranks are not synchronous, windows are as long as the slowest rank's mean iteration.
+    If ranks are not synchronous, the picture's windows are as long as the slowest rank's mean iteration.
+
+    Args:
+        path: the file; its suffix decides the format.
+        recording: this rank's recording.
+        in_step: whether ranks are synchronous, so that windows are iterations.
     """
     if not in_step:
         mean_s = (recording.marks[-1][2] - recording.marks[0][2]) / (recording.window + 1)
@@ -36,7 +41,7 @@ def save_timeline(
 
 
 def cut_by_time(recording: Recording, window_s: float) -> Recording:
-    """Returns the same recording, cut into windows of equal length instead of iterations."""
+    """Returns the recording divided into windows of equal length instead of iterations."""
     start_s, end_s = recording.marks[0][2], recording.marks[-1][2]
 
     def window(at_s: float) -> int:

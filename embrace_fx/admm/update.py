@@ -27,16 +27,17 @@ from embrace_fx.vocabulary.operation_id import OperationId
 Mark = Callable[[OperationId], None]
 
 
-def iterate(
+def run_epoch(
     state: State, data: Data, batch_size: int, consensus: Consensus | None = None, mark: Mark = lambda operation: None
 ) -> Sums:
-    """Runs one epoch on a rank: updates, in place and batch by batch, its weights (starting from the agreed ones), its
-    multipliers and its Gram matrices.
+    """Runs one epoch on a rank, and updates its weights, multipliers and Gram matrices in place.
 
-    Calls `mark` after each part.
+    Args:
+        consensus: the pull to the agreed weights, or None in a single process.
+        mark: called after each part of a batch's update, for a timeline.
 
     Returns:
-        The remaining residuals, summed over the epoch's batches.
+        The residuals after the updates, summed over batches.
     """
     state.weights = state.agreed
     generator = torch.Generator().manual_seed(state.seed + state.iteration)
@@ -51,7 +52,9 @@ def iterate(
 
 
 def _update_on_batch(state: State, data: Data, chosen_B: Tensor, consensus: Consensus | None, mark: Mark) -> Tensor:
-    """Updates by a batch. Returns the Lagrangian after the joint move, and the residuals' squares of a, s and o."""
+    """Updates `state` by one batch, given by the indices of its sequences. Returns the Lagrangian after the joint
+    update, and the sums of squared residuals of a, s and o.
+    """
     assert state.multipliers is not None
     batch, multipliers = data.at(chosen_B), state.multipliers.at(chosen_B)
     heads = len(batch.y_MB)

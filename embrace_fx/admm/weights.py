@@ -25,7 +25,9 @@ FLOOR = 1e-3
 
 @dataclass(frozen=True)
 class Grams:
-    """Running means of the Gram matrices phi phi' of the inputs phi of cell and head; None before the first batch."""
+    """Running means of the Gram matrices phi phi', where phi are the inputs of cell and head. None before the first
+    batch.
+    """
 
     cell_FF: Tensor | None = None
     head_GG: Tensor | None = None
@@ -33,7 +35,9 @@ class Grams:
 
 @dataclass(frozen=True)
 class Consensus:
-    """The pull of a rank's weights to the agreed ones, z - u: g/2 |theta - target|^2 per sequence of a batch."""
+    """The term of the Lagrangian that pulls a rank's weights to `target` = z - u: g/2 |theta - target|^2 per sequence
+    of a batch.
+    """
 
     target: Weights
     strength: float
@@ -47,7 +51,7 @@ def update_weights(
     penalties: Penalties,
     consensus: Consensus | None = None,
 ) -> tuple[Weights, Grams]:
-    """Returns the weights and running means after a batch.
+    """Returns the weights that fit a batch best, and the updated running means.
 
     Args:
         forward: the forward pass on the batch.
@@ -72,10 +76,12 @@ def update_weights(
 def fit_matrix(
     matrix: Tensor, gram: Tensor, phi_RK: Tensor, r: Tensor, damping: float, pull: tuple[Tensor, float] | None
 ) -> Tensor:
-    """Returns the matrix that minimizes the damped least squares for the residuals `r` on the inputs `phi`.
+    """Returns the matrix that minimizes the damped least squares of the residuals `r` for the inputs `phi`.
 
     Args:
-        pull: a target, and g relative to a mean square of 1.
+        matrix: the current matrix, to which the damping pulls.
+        gram: the running mean of phi phi'.
+        pull: (target, strength g) of the pull to the agreed weights, or None.
     """
     slope = phi_RK.t() @ r / len(r)
     diagonal = gram.diagonal()

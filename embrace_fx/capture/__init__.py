@@ -22,7 +22,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental.symbolic_shapes import SYMPY_INTERP
 from torch.utils import _pytree as pytree
 
-from embrace_fx.capture.arguments import check_arguments, flatten_arguments, same_constant, shares_memory
+from embrace_fx.capture.arguments import check_arguments, find_shared_memory, flatten_arguments, same_constant
 from embrace_fx.capture.effects import ReplayedEffects
 from embrace_fx.capture.errors import (
     CaptureError,
@@ -35,30 +35,31 @@ from embrace_fx.capture.guards import Conditions
 from embrace_fx.capture.kept_by_torch import forget_captures
 from embrace_fx.capture.numbers import Symbol, fixed_by_guards
 from embrace_fx.capture.read_values import Changed
-from embrace_fx.capture.roles import with_roles
+from embrace_fx.capture.roles import assign_roles
 from embrace_fx.capture.routes import UNREAD, Traced, copies_to_mark, quiet_dynamo, trace
 from embrace_fx.vocabulary.graph import BatchInput, Mutation, TrainingGraph
 
 
 @dataclass(frozen=True)
 class Captured:
-    """A captured graph and the batches it is valid for.
+    """A captured graph, and what decides for which batches it is valid.
 
     Attributes:
         graph: forward and backward; only the forward if `train` is false.
         result_spec: the tree structure of the model's results.
-        result_constants: index among the flattened results -> a result that is not a tensor.
-        route: "graph" or "eager".
-        replay: runs the forward's side effects, and builds its results from the graph's. Tensors that the forward reads
-            from objects are inputs after the batch's flattened arguments.
-        guard: a Python expression over the batch's tensors, from torch's shape guards; None accepts any shapes.
+        result_constants: index among the flattened results -> a result that is not a tensor and the same for every
+            batch.
+        route: "graph" if the forward is captured, "eager" if only gradients are exchanged by the graph.
+        replay: repeats the forward's side effects, and builds its results from the graph's outputs.
+        guard: torch's shape guards, compiled to a Python expression over the batch's tensors; None accepts any shapes.
         guarded: indices, among the graph's inputs, of the tensors and numbers that `guard` calls t0, t1, ...
-        fakes: the guarded inputs of the trace; empty if nothing is guarded.
-        conditions: the values of the model, of globals and of closures that must be unchanged.
+        fakes: the traced values of the guarded inputs; empty if nothing is guarded.
+        conditions: values of the model, of globals and of closures that must not change while the graph is valid.
         written: indices, among the flattened arguments, of the tensors that the forward writes.
         constants: index among the flattened arguments -> an argument that the forward reads and that is not a tensor.
         names: index among the flattened arguments -> its name as an expression.
-        deciding: names of numbers that should be inputs, but must keep their value for the graph to stay valid.
+        deciding: names of numbers that should become inputs of the graph, but whose value decides what the graph
+            computes.
     """
 
     graph: TrainingGraph
@@ -76,12 +77,14 @@ class Captured:
     deciding: frozenset[str] = frozenset()
 
     def with_new_guards(self) -> Captured:
-        """Returns a copy that also checks the guards that were added since the capture; compiling a graph adds some."""
+        """Returns a copy that also checks guards added since the capture, such as those that compiling the graph
+        adds.
+        """
         return replace(self, guard=_compile_guard(self.fakes)) if self.fakes else self
 
     def changed_constants(self, leaves: Sequence[Any]) -> list[Changed]:
-        """Returns the constants of the graph whose values have changed since the capture, which makes the graph
-        invalid. Returns [] if only the batch's shapes differ.
+        """Returns the constants of the graph whose values differ from those at the capture, so that the graph is
+        invalid. Returns [] if only shapes differ.
 
         Args:
             leaves: flattened arguments of the call.
@@ -92,28 +95,34 @@ class Captured:
 
     @property
     def toggles_state(self) -> bool:
-        """Returns whether the forward assigns an attribute that it also reads, so that the next call needs another
-        graph.
-        """
+        """Whether the forward assigns an attribute that it also reads, so that the next call needs another graph."""
         return self.replay is not None and bool(self.replay.switches)
 
     def inputs(self, leaves: Sequence[Any]) -> Sequence[Any]:
-        """Returns the graph's inputs for a batch: its flattened arguments, and the values read from objects."""
+        """Returns the graph's inputs for a batch.
+
+        Args:
+            leaves: the flattened arguments of the call. Values that the forward reads from objects are added.
+        """
         return leaves if self.replay is None else [*leaves, *self.replay.read_states(leaves)]
 
     def build_result(self, results: Sequence[Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Builds the forward's result from the graph's flattened outputs, and replays the forward's side effects."""
+        """Builds the forward's result from the graph's outputs, and repeats the forward's side effects, such as
+        prints.
+        """
         own = pytree.tree_unflatten(results, self.result_spec)
         return own if self.replay is None else self.replay(own, args, kwargs)
 
     def accepts(self, leaves: Sequence[Any]) -> bool:
-        """Returns whether the graph is valid for flattened arguments whose types and dtypes are already checked."""
+        """Returns whether the graph is valid for a call's flattened arguments, whose types and dtypes are already
+        checked.
+        """
         for k, value in self.constants.items():  # a loop, because this runs at every call and a generator is slower
             if not same_constant(leaves[k], value):
                 return False
         if not self.conditions.are_met():
             return False
-        if self.written and shares_memory(self.written, leaves):
+        if self.written and find_shared_memory(self.written, leaves):
             return False
         if self.guard is None:
             return True
@@ -131,12 +140,12 @@ def capture(
     dynamic: frozenset[tuple[int, int]] = frozenset(),
     values: Collection[str] = (),
 ) -> Captured:
-    """Captures the model's forward, and its backward if `train`.
+    """Captures the model's forward as a graph of ATen ops, with its backward if `train`.
 
     Args:
         args, kwargs: one batch, exactly as the model is called with it.
         dynamic: (index among the flattened arguments, dimension) pairs whose size may vary from batch to batch.
-        values: names of numbers, and of tensors that are not arguments, to make inputs of the graph. All others are
+        values: names of numbers and of tensors of objects that become inputs of the graph. All other values become
             constants.
 
     Raises:
@@ -165,7 +174,7 @@ def capture(
 
 
 def _refuse_backward_hooks(model: nn.Module) -> None:
-    """Raises `RefusedError` if a module has backward hooks, which would run only during the capture."""
+    """Raises `RefusedError` if a module has backward hooks, which a captured graph would not run."""
     for name, module in model.named_modules():
         if module._backward_hooks or module._backward_pre_hooks:
             raise RefusedError(
@@ -176,11 +185,11 @@ def _refuse_backward_hooks(model: nn.Module) -> None:
 
 
 def _build_captured(model: nn.Module, traced: Traced, leaves: Sequence[Any]) -> Captured:
-    """Builds a `Captured` from a trace: gives the graph's inputs and outputs their roles, and compiles the guards."""
+    """Builds a `Captured` from a trace: assigns roles to the graph's inputs and outputs, and compiles the guards."""
     of_arguments = len(leaves)
     if traced.replay is not None:
         leaves = [*leaves, *traced.replay.read_states(leaves)]
-    joint = with_roles(traced.joint, model, traced.constants)
+    joint = assign_roles(traced.joint, model, traced.constants)
     _refuse_fake_constants(joint.module)
     guarded, fakes = _guarded_values(traced.fake_mode, joint.batch, leaves)
     guard = _compile_guard(fakes) if fakes else None
@@ -204,14 +213,14 @@ def _build_captured(model: nn.Module, traced: Traced, leaves: Sequence[Any]) -> 
 
 
 def _refuse_shared_memory(written: Sequence[int], leaves: Sequence[Any], kind: str) -> None:
-    """Raises `RefusedError` if the forward writes an argument that shares memory with another one.
+    """Raises `RefusedError` if the forward writes an argument that shares memory with another argument.
 
     Args:
         written: indices of the flattened arguments that the forward writes.
         leaves: the flattened arguments.
         kind: the model's class name, for the message.
     """
-    if (found := shares_memory(written, leaves)) is not None:
+    if (found := find_shared_memory(written, leaves)) is not None:
         one, other = found
         raise RefusedError(
             f"{kind}: the forward writes argument {one} (flattened) in place, and argument {other} shares its memory. "
@@ -220,8 +229,8 @@ def _refuse_shared_memory(written: Sequence[int], leaves: Sequence[Any], kind: s
 
 
 def _refuse_fake_constants(module: fx.GraphModule) -> None:
-    """Raises `CaptureError` if the traced graph contains a tensor as a constant that is not a real one: the forward
-    reads a parameter of another model, for example from a closure.
+    """Raises `CaptureError` if the graph contains a fake tensor as a constant, because the forward reads a parameter of
+    another model.
     """
     for node in module.graph.find_nodes(op="get_attr"):
         if isinstance(getattr(module, str(node.target), None), FakeTensor):
@@ -234,8 +243,8 @@ def _refuse_fake_constants(module: fx.GraphModule) -> None:
 def _guarded_values(
     fake_mode: Any, placeholders: Mapping[int, fx.Node], leaves: Sequence[Any]
 ) -> tuple[tuple[int, ...], tuple[Tensor | Symbol, ...]]:
-    """Returns the indices of the graph inputs (tensors and numbers) that shape guards may refer to, and the traced
-    values of these inputs.
+    """Returns the indices of the graph inputs to which shape guards may refer, and the traced values of these
+    inputs.
 
     Args:
         placeholders: index of a graph input -> its placeholder.
@@ -252,7 +261,7 @@ def _guarded_values(
 
 
 def _compile_guard(fakes: Sequence[Any]) -> types.CodeType | None:
-    """Compiles torch's shape guards over the batch's tensors to an expression. Returns None if there are none.
+    """Compiles torch's shape guards to an expression over the batch's tensors. Returns None if there are no guards.
 
     Args:
         fakes: the traced values of the guarded inputs.

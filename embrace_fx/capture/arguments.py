@@ -1,4 +1,4 @@
-"""Flattens a model's arguments, including tensors in containers and objects, to a graph's inputs.
+"""Flattens a model's arguments to a graph's inputs, including tensors inside containers and objects.
 
 Pytree handles containers. A class with tensors in its objects' attributes (a dataclass, a Hugging Face `BatchEncoding`)
 is registered with pytree at its first object, so that its tensors become leaves.
@@ -28,7 +28,9 @@ _TAKEN = (
 
 
 def flatten_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], pytree.TreeSpec]:
-    """Returns the flattened arguments of a call and their structure, the same object for calls with equal structure."""
+    """Flattens the arguments of a call. Returns the leaves and their tree structure, which is the same object for equal
+    structures.
+    """
     leaves = [*args, *kwargs.values()]
     if _IN_NO_CONTAINER.issuperset(map(type, leaves)):  # the common case; pytree would make five Python calls each
         names = len(args), *kwargs
@@ -50,12 +52,12 @@ _SPECS: dict[pytree.TreeSpec, pytree.TreeSpec] = {}
 
 
 def _shared_spec(spec: pytree.TreeSpec) -> pytree.TreeSpec:
-    """Returns one shared instance for all equal tree structures, so that later comparisons can use `is`."""
+    """Returns the same object for all equal tree structures, so that they can be compared with `is`."""
     return _SPECS.setdefault(spec, spec)
 
 
 def _register_class(cls_to_register: type) -> None:
-    """Registers a class with pytree, so that tensors in its fields or attributes are found."""
+    """Registers a class with pytree, so that flattening finds tensors in its fields or attributes."""
     if dataclasses.is_dataclass(cls_to_register) and all(field.init for field in dataclasses.fields(cls_to_register)):
         pytree.register_dataclass(cls_to_register)
     else:
@@ -69,10 +71,10 @@ def _register_class(cls_to_register: type) -> None:
 
 
 def check_arguments(leaves: list[Any], kind: str) -> None:
-    """Raises `RefusedError` if a tensor has a layout that cannot be captured.
+    """Raises `RefusedError` if an argument is a tensor with a layout that cannot be captured.
 
     Args:
-        kind: the model's class name.
+        kind: the model's class name, for the message.
     """
     for leaf in leaves:
         if isinstance(leaf, Tensor) and leaf.is_nested:
@@ -92,7 +94,11 @@ def check_arguments(leaves: list[Any], kind: str) -> None:
 
 
 def check_read_arguments(leaves: Sequence[Any], kind: str) -> None:
-    """Raises `RefusedError` if an argument that the forward of class `kind` reads cannot be an input of a graph."""
+    """Raises `RefusedError` if an argument that the forward reads cannot be an input of a graph.
+
+    Args:
+        kind: the model's class name, for the message.
+    """
     for leaf in leaves:
         if not isinstance(leaf, _TAKEN):
             raise RefusedError(
@@ -101,9 +107,9 @@ def check_read_arguments(leaves: Sequence[Any], kind: str) -> None:
             )
 
 
-def shares_memory(written: Collection[int], leaves: Sequence[Any]) -> tuple[int, int] | None:
-    """Finds a written argument that shares memory with another one. Returns (index of the written one, index of the
-    other), or None.
+def find_shared_memory(written: Collection[int], leaves: Sequence[Any]) -> tuple[int, int] | None:
+    """Finds an argument that the forward writes and that shares memory with another one. Returns the indices of both,
+    or None.
 
     Args:
         written: indices among `leaves`, the flattened arguments.
@@ -116,20 +122,20 @@ def shares_memory(written: Collection[int], leaves: Sequence[Any]) -> tuple[int,
 
 
 def _overlap(a: Tensor, b: Tensor) -> bool:
-    """Returns whether the memory ranges of two tensors overlap, each from its first to its last element."""
+    """Returns whether the memory ranges of two tensors overlap."""
     if not a.numel() or not b.numel() or a.device != b.device:
         return False
     return a.data_ptr() < _end_address(b) and b.data_ptr() < _end_address(a)
 
 
 def _end_address(tensor: Tensor) -> int:
-    """Returns the address just after the last element of a tensor."""
+    """Returns the address after the last element of a tensor."""
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return tensor.data_ptr() + (last + 1) * tensor.element_size()
 
 
 def _describe(leaf: Any) -> str:
-    """Describes an argument in an error message by its class."""
+    """Returns the class of an argument as text, for an error message."""
     return f"the class {leaf.__name__}" if isinstance(leaf, type) else f"a {type(leaf).__name__}"
 
 
@@ -162,11 +168,11 @@ def argument_names(function: types.FunctionType, args: tuple[Any, ...], kwargs: 
 
 
 def constants_read(leaves: Sequence[Any], names: Mapping[int, str], guards: Collection[str]) -> dict[int, Any]:
-    """Returns the non-tensor arguments that a forward reads, by index among the flattened arguments.
+    """Returns the arguments that are not tensors and that a forward reads, by index among the flattened arguments.
 
     Args:
-        names: index -> name. An argument without a name counts as read.
-        guards: the names that Dynamo has guarded, which the forward reads. "L[" means that it reads all.
+        names: index -> Dynamo's name. An argument without a name counts as read.
+        guards: names that Dynamo has guarded, because the forward reads them. "L[" stands for all arguments.
     """
     every = {k: leaf for k, leaf in enumerate(leaves) if not isinstance(leaf, Tensor)}
     return {

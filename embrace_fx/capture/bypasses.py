@@ -1,4 +1,5 @@
-"""Applies pending updates of parameters in functions of torch that do not call `__torch_function__`.
+"""Patches the functions of torch that do not call `__torch_function__`, so that they apply pending updates of
+parameters first.
 
     tensor.data = parameter    torch.jit.script(function)(parameter)    torch.func.grad(function)(parameter)
 
@@ -22,8 +23,8 @@ from embrace_fx.runtime.tables.pending_parameters import apply_pending
 
 @cache
 def close_bypasses() -> None:
-    """Patches the torch functions that do not call `__torch_function__`, so that they apply pending updates of their
-    arguments first. Patches once per process.
+    """Patches the functions of torch that do not call `__torch_function__`, so that they apply pending updates of their
+    arguments first. Does so once per process.
     """
     takers = (
         *((Tensor, name) for name in ("_make_subclass", "set_")),
@@ -48,7 +49,7 @@ def _apply_pending_first(
     """Wraps `function` so that it first applies the pending updates of parameters among its arguments.
 
     Args:
-        values: (arguments of a call) -> the values that may contain parameters.
+        values: receives the arguments of a call, and returns the values that may contain parameters.
     """
 
     @functools.wraps(function)

@@ -1,4 +1,4 @@
-"""Activation checkpointing: marks the nodes of a traced graph that the user's code recomputes in the backward.
+"""Activation checkpointing: marks the nodes of a graph that `torch.utils.checkpoint` recomputes in the backward.
 
 While a model is traced, `torch.utils.checkpoint.checkpoint` (in both modes, and as Dynamo's op) marks the nodes of its
 function instead of saving the function's inputs. `passes/memory` reads the marks. Regions can be nested, so a node has
@@ -28,9 +28,7 @@ _SAVING = (torch_checkpoint.CheckpointPolicy.MUST_SAVE, torch_checkpoint.Checkpo
 
 @contextlib.contextmanager
 def record_checkpoint_regions() -> Iterator[None]:
-    """Opens a context in which tracing runs each checkpointed function once, and marks its nodes with the function's
-    region.
-    """
+    """Opens a context in which tracing marks the nodes of each checkpointed function with the number of its region."""
     regions = _Regions()
     generator, function = torch_checkpoint._checkpoint_without_reentrant_generator, torch_checkpoint.CheckpointFunction
     torch_checkpoint._checkpoint_without_reentrant_generator = regions.without_reentrant
@@ -43,7 +41,7 @@ def record_checkpoint_regions() -> Iterator[None]:
 
 
 class _Regions:
-    """Replaces the functions of both modes of torch.utils.checkpoint while a model is traced."""
+    """Replaces the functions of `torch.utils.checkpoint`, in both of its modes, while a model is traced."""
 
     def __init__(self) -> None:
         self._path: tuple[int, ...] = ()
@@ -62,14 +60,14 @@ class _Regions:
         *args: Any,
         **kwargs: Any,
     ) -> Iterator[None]:
-        """Replaces the generator that surrounds the function in the non-reentrant mode with one that opens a region."""
+        """Replaces the generator around the function in the non-reentrant mode by one that opens a region."""
         forward_context, _ = context_fn()
         with self._open_region(forward_context):
             yield
 
     @contextlib.contextmanager
     def _open_region(self, context: Any) -> Iterator[None]:
-        """Opens a region: marks the nodes traced in it, except those that an inner region has marked."""
+        """Opens a region: nodes traced in it are marked with its number, unless an inner region has marked them."""
         mode = get_proxy_mode()
         around, self._path = self._path, (*self._path, next(self._numbers))
         path = self._path
@@ -88,7 +86,7 @@ class _Regions:
 
 
 def mark_backward(graph: fx.Graph) -> None:
-    """Marks each backward node with the region of the forward node whose derivative it computes."""
+    """Marks each backward node with the region of the forward node that it differentiates."""
     if not any(node.meta.get("region") for node in graph.nodes):
         return
     differentiated: dict[int, tuple[int, ...]] = {}

@@ -1,4 +1,4 @@
-"""Detects a forward with its own collectives, which is not captured but runs as written."""
+"""Detects a forward that calls collectives itself. It is not captured, but runs eagerly."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _FUNCTIONS = frozenset(
 
 
 class _RefusedCollective(UserFunctionVariable):
-    """Stands in for a collective while Dynamo traces a forward. A call of it raises `CaptureError`."""
+    """The variable that Dynamo traces in place of a collective. Calling it raises `CaptureError`."""
 
     def call_function(self, *_: Any) -> NoReturn:
         """Raises `CaptureError`: a forward that calls a collective cannot be captured."""
@@ -40,12 +40,12 @@ class _RefusedCollective(UserFunctionVariable):
 
 @contextlib.contextmanager
 def refuse_collectives() -> Iterator[None]:
-    """Opens a context in which tracing a collective in a forward raises `CaptureError`."""
+    """Opens a context in which tracing raises `CaptureError` if the forward calls a collective."""
     kind: Any = CollectiveFunctionRewriteVariable
     can_rewrite, create = kind.__dict__["can_rewrite"], kind.__dict__["create"]
 
     def is_collective(variable: Any) -> bool:
-        """Returns whether a traced variable is a collective of torch.distributed."""
+        """Returns whether a variable of Dynamo is a collective of torch.distributed."""
         return inspect.isfunction(variable) and variable in _FUNCTIONS
 
     def refused(tx: Any, old_fn: Any, source: Any, **options: Any) -> _RefusedCollective:

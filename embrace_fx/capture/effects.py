@@ -1,4 +1,5 @@
-"""Replays a forward's side effects: assigned state, lists it appends to, prints and logs.
+"""Repeats a forward's side effects at each call: attributes that it assigns, lists that it appends to, prints and
+logs.
 
 Dynamo keeps side effects (`self.h = h.detach()`, a queue, an auxiliary loss stored on a module, `print`) out of the
 graph, and generates code that does them from the graph's outputs after the graph has run. The captured graph therefore
@@ -32,14 +33,14 @@ _NO_CONSTANT = object()
 
 @dataclass
 class Effects:
-    """Side effects of a forward that Dynamo has found.
+    """The side effects of a forward that Dynamo has found while tracing.
 
     Attributes:
         objects: Dynamo's names of the objects whose attributes or items the forward writes.
-        attributes: attribute of such an object -> the constant assigned to it: `L['self'].count` -> 1.
+        attributes: name of a written attribute -> the constant assigned to it: `L['self'].count` -> 1.
         prints: whether the forward prints or logs.
-        tensor_hooks: whether it registers hooks on tensors.
-        globals: names of globals that it assigns.
+        tensor_hooks: whether the forward registers hooks on tensors.
+        globals: names of global variables that the forward assigns.
     """
 
     objects: list[str] = field(default_factory=list)
@@ -60,12 +61,12 @@ class Effects:
 
 @contextlib.contextmanager
 def record_effects() -> Iterator[Effects]:
-    """Opens a context that records the side effects of the forward that Dynamo traces in it."""
+    """Opens a context that records the side effects of a forward traced in it."""
     effects = Effects()
     suffix = OutputGraph.codegen_suffix
 
     def recording(self: OutputGraph, tx: Any, *args: Any, **kwargs: Any) -> None:
-        """Records the side effects of a trace before Dynamo generates the code for them."""
+        """Records the side effects of a trace before Dynamo generates their code."""
         _add_effects(effects, self.side_effects, tx)
         suffix(self, tx, *args, **kwargs)
 
@@ -78,7 +79,7 @@ def record_effects() -> Iterator[Effects]:
 
 
 def _add_effects(effects: Effects, found: Any, tx: Any) -> None:
-    """Adds the side effects that Dynamo has found in a forward to `effects`."""
+    """Adds the side effects that Dynamo has found to `effects`."""
     for variable in found._get_modified_vars():
         source = variable.source
         if source is None or isinstance(source, TempLocalSource):
@@ -95,7 +96,7 @@ def _add_effects(effects: Effects, found: Any, tx: Any) -> None:
 
 
 def refuse_effects(effects: Effects, model: nn.Module) -> None:
-    """Raises `RefusedError` if the forward has a side effect that cannot be replayed at each call."""
+    """Raises `RefusedError` if the forward has a side effect that cannot be repeated at each call."""
     kind = type(model).__name__
     if effects.tensor_hooks:
         raise RefusedError(
@@ -112,7 +113,7 @@ def _toggles_state(effects: Effects, guards: Mapping[str, Any]) -> bool:
     """Returns whether a forward assigns a new constant to an attribute that it also reads.
 
     Args:
-        guards: the values that Dynamo guards by value, by name.
+        guards: the guarded values, by Dynamo's name.
     """
     set_to = ((name, value) for name, value in effects.attributes.items() if value is not _NO_CONSTANT)
     return any(name in guards and value != guards[name] for name, value in set_to)
@@ -120,16 +121,16 @@ def _toggles_state(effects: Effects, guards: Mapping[str, Any]) -> bool:
 
 @dataclass(frozen=True)
 class ReplayedEffects:
-    """The side effects of a forward, replayed after its graph has run by the code that Dynamo has generated.
+    """Repeats a captured forward's side effects at each call, with code that Dynamo has generated.
 
     Attributes:
-        run: a function with the forward's arguments, which calls `outputs` instead of the graph.
-        outputs: its last item is the graph's outputs while `run` runs.
+        run: function with the forward's arguments. In place of the graph it calls `outputs`.
+        outputs: a stack whose top is the graph's outputs while `run` runs.
         model: the object whose method the forward is, or None if it is a function.
         objects: expressions over `scope` for the objects whose attributes or items are written.
-        states: tensors and numbers that the graph reads besides the batch's tensors: expressions for those of objects,
-            indices for those among the flattened arguments.
-        switches: whether the forward assigns a constant that it reads.
+        states: where to read tensors and numbers that the graph takes besides the batch's tensors: an expression over
+            `scope`, or an index among the flattened arguments.
+        switches: whether the forward assigns a constant that it also reads.
     """
 
     run: Callable[..., Any]
@@ -159,7 +160,7 @@ class ReplayedEffects:
 
 
 def _evaluated_or_none(name: str, scope: Mapping[str, Any]) -> Any:
-    """Returns the value of an expression, or None if it can no longer be evaluated."""
+    """Evaluates an expression. Returns None if it can no longer be evaluated."""
     try:
         return eval(name, dict(scope))
     except Exception:  # the last call has replaced an object in the path
@@ -167,9 +168,7 @@ def _evaluated_or_none(name: str, scope: Mapping[str, Any]) -> Any:
 
 
 def state_inputs(graph: torch.fx.Graph, model_name: str) -> dict[int, str]:
-    """Returns the placeholders of Dynamo's graph whose tensors are read from objects: position -> expression that reads
-    the tensor.
-    """
+    """Maps the position of each of the graph's inputs that is read from an object to the expression that reads it."""
     sources = [node._dynamo_source.name for node in graph.nodes if node.op == "placeholder"]
     return {
         position: name.replace(model_name, "L['self']")
@@ -181,11 +180,12 @@ def state_inputs(graph: torch.fx.Graph, model_name: str) -> dict[int, str]:
 def build_replay(
     out: Any, model: nn.Module, effects: Effects, states: Sequence[str | int], values: ReadValues
 ) -> ReplayedEffects:
-    """Builds the object that replays a forward's side effects, with the code that Dynamo has generated.
+    """Builds the object that repeats a forward's side effects, from code that Dynamo has generated.
 
     Args:
-        out: Dynamo's capture, with side effects to replay.
-        values: the values that Dynamo has guarded.
+        out: Dynamo's result of tracing the forward.
+        values: the values that Dynamo guards.
+        states: as in `ReplayedEffects`.
     """
     outputs: list[Sequence[Any]] = []
     run = out.forward_callable(

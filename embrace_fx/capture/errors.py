@@ -1,4 +1,4 @@
-"""Explains a failed capture: the user's line, and the reason that Dynamo found there."""
+"""Explains why a capture failed: the user's line, and the reason that Dynamo found there."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from torch.utils._traceback import shorten_filename
 
 
 class CaptureError(RuntimeError):
-    """The model's forward cannot be captured as one graph.
+    """Raised if the model's forward cannot be captured as one graph.
 
     Attributes:
-        raised: the error that a user's line in the forward raises by itself, or None.
-        reason: the user's line and the reason why it cannot be captured, in one line.
-        where: the user's line, as "file:line in function", or "" if it is not known.
-        communicates: whether the forward has its own collective.
+        raised: the error that the forward itself raises on this batch, or None.
+        reason: the user's line, and the reason why it cannot be captured.
+        where: the user's line, as "file:line in function", or "" if unknown.
+        communicates: whether the forward calls a collective.
     """
 
     raised: Exception | None = None
@@ -44,17 +44,17 @@ class CaptureError(RuntimeError):
 
 
 def _first_sentence(message: str) -> str:
-    """Returns the first sentence of an error's message, without the model's class name in front."""
+    """Returns the first sentence of an error's message, without the model's class name before it."""
     sentence = " ".join(message.split()).partition(". ")[0]
     return re.sub(r"^\w+: ", "", sentence)
 
 
 class RefusedError(CaptureError):
-    """The model's forward does something at each call that a graph cannot do."""
+    """Raised if the forward does something at each call that a graph cannot do."""
 
 
 def explain_failed_capture(model: nn.Module, error: Exception, raised: Exception | None) -> CaptureError:
-    """Returns the `CaptureError` that explains to the user why a capture failed.
+    """Returns a `CaptureError` that explains to the user why a capture failed.
 
     Args:
         error: the error that the capture raised.
@@ -91,8 +91,8 @@ def explain_failed_capture(model: nn.Module, error: Exception, raised: Exception
 
 
 def raised_by_forward(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], error: Exception) -> Any:
-    """Runs the forward once to find the error that it raises by itself. Returns None if it raises none, or if the
-    failed capture gives no reason to run it.
+    """Runs the forward once, eagerly, to find an error that it raises by itself. Returns None if it raises none, or if
+    the failed capture gives no reason to run it.
 
     The forward runs once, without gradients. Buffers and random numbers are restored, and nothing is sent.
     """
@@ -119,7 +119,7 @@ def raised_by_forward(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str,
 
 
 def _error_seen_by_dynamo(error: Exception) -> Exception | None:
-    """Rebuilds the built-in exception that Dynamo saw the forward raise, or returns None."""
+    """Rebuilds the built-in exception that the forward raised while Dynamo traced it, or returns None."""
     found = re.search(r"raised exception (\w+)(\(.*\))", str(error))
     kind = getattr(builtins, found[1], None) if found is not None else None
     try:
@@ -130,18 +130,18 @@ def _error_seen_by_dynamo(error: Exception) -> Exception | None:
 
 
 def _comes_from_user_code(model: nn.Module, raised: Exception) -> bool:
-    """Returns whether the error comes from the user's own code, so that the training loop may expect it."""
+    """Returns whether the error was raised by the user's own code, so that the training loop may expect it."""
     frames = traceback.extract_tb(raised.__traceback__)
     own = getattr(sys.modules.get(type(model).__module__), "__file__", None)
-    return not frames or frames[-1].filename == own or _is_of_user(frames[-1].filename)
+    return not frames or frames[-1].filename == own or _is_user_code(frames[-1].filename)
 
 
 class _CollectiveCalled(Exception):
-    """Raised at a collective of a forward that runs on one rank alone, where the collective would hang."""
+    """Raised when a forward that runs on one rank alone reaches a collective, which would hang."""
 
 
 class _StopAtCollectives(TorchDispatchMode):
-    """A mode that raises `_CollectiveCalled` at a forward's first collective."""
+    """A dispatch mode that raises `_CollectiveCalled` at a forward's first collective."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -152,13 +152,13 @@ class _StopAtCollectives(TorchDispatchMode):
 
 
 def _untraceable_call(error: Exception) -> str:
-    """Returns the name of a called function that Dynamo does not trace, or "" if the error has another reason."""
+    """Returns the name of the function that Dynamo refuses to trace, or "" if the error has another reason."""
     found = re.search(r"marked that the function `(\w+)`", str(error))
     return "" if found is None else found[1]
 
 
 def _short_reason(error: Exception) -> str:
-    """Returns the reason of a failed capture in one line: the call that Dynamo does not trace, or the error's first
+    """Returns the reason of a failed capture in one line: the function that Dynamo does not trace, or the error's first
     line.
     """
     if skipped := _untraceable_call(error):
@@ -168,7 +168,7 @@ def _short_reason(error: Exception) -> str:
 
 
 def _called_collective(error: Exception) -> str | None:
-    """Returns the name of the torch.distributed function whose call raised the error, or None."""
+    """Returns the name of the function of torch.distributed that raised the error, or None."""
     files = (dist.distributed_c10d.__file__, dist.nn.functional.__file__)
     refused = re.match(r"torch\.distributed\.(\w+) ", str(error))
     names = [name for file, _, name in _frames(error) if file in files] if refused is None else [refused[1]]
@@ -176,15 +176,15 @@ def _called_collective(error: Exception) -> str | None:
 
 
 def _user_line(error: Exception) -> str | None:
-    """Returns the last line of user code in an error's traceback."""
+    """Returns the innermost line of user code in an error's traceback, or None."""
     if isinstance(error, CaptureError) and error.where:
         return error.where
-    own = [frame for frame in _frames(error) if _is_of_user(frame[0])]
+    own = [frame for frame in _frames(error) if _is_user_code(frame[0])]
     return "{}:{} in {}".format(*own[-1]) if own else None
 
 
 def _frames(error: Exception) -> list[tuple[str, str, str]]:
-    """Returns (file, line, function) of an error's frames, from Dynamo's text or the traceback."""
+    """Returns (file, line, function) of each frame of an error, from Dynamo's message or the traceback."""
     if printed := re.findall(r'File "([^"]+)", line (\d+), in (\S+)', str(error).partition("from user code")[2]):
         return printed
     found = []
@@ -198,8 +198,7 @@ def _frames(error: Exception) -> list[tuple[str, str, str]]:
 
 
 def line_of_branch(conditions: Sequence[str]) -> str:
-    """Returns the user's line at which the last condition branches. torch writes a condition as `if x.item() > 0:  #
-    dir/file.py:29 in f`.
+    """Returns the user's line that branches on the last of these conditions.
 
     torch cuts off what the path has in common with torch's own. The whole path is that of the loaded file that torch
     would shorten in the same way.
@@ -214,8 +213,8 @@ def line_of_branch(conditions: Sequence[str]) -> str:
     return f"{file}:{line} in {name}"
 
 
-def _is_of_user(file: str) -> bool:
-    """Returns whether a source file is the user's: not of torch, Python's inspect or this package."""
+def _is_user_code(file: str) -> bool:
+    """Returns whether a source file belongs to the user, rather than to torch, Python's inspect or this package."""
     library = __file__.rsplit("/", 2)[0]
     return not file.startswith((torch.__file__.rpartition("/")[0], library, inspect.__file__, "<"))
 

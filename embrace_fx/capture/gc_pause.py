@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def pause_garbage_collection() -> Iterator[None]:
-    """Opens a context without cyclic garbage collection.
+    """Opens a context in which Python's cyclic garbage collector does not run.
 
     A capture creates millions of objects that live until its end, so collections would find nothing and take a sixth of
     the time.

@@ -1,4 +1,4 @@
-"""Builds the graph that exchanges a model's gradients on the eager route, without the forward.
+"""Builds the graph that exchanges gradients when the forward is not captured (the eager route).
 
 Passes, planner, scheduler and runtime treat it like any training graph. Its backward begins with the gradients that
 autograd has accumulated, and its forward computes nothing.
@@ -48,13 +48,13 @@ def gradient_graph(
     whole: Mapping[str, torch.Size],
     in_rows: Collection[str],
 ) -> TrainingGraph:
-    """Builds a graph that only exchanges gradients. Its input k is the gradient of parameter k.
+    """Builds a graph that only exchanges gradients. Its k-th input is the gradient of the k-th parameter.
 
     Args:
-        parameters: name -> trained parameter, in the assumed order of the forward.
-        tables: parameters that lookups read; the k-th one's rows are the batch input with index k.
-        whole: sharded table -> its whole shape.
-        in_rows: tables with sparse gradients.
+        parameters: name -> trained parameter, in the order in which the forward probably reads them.
+        tables: names of the parameters that lookups read. The rows of the k-th one are the batch input with index k.
+        whole: name of a sharded table -> the shape of the whole table.
+        in_rows: names of the tables whose gradients are sparse.
     """
     graph = fx.Graph()
     with FakeTensorMode(shape_env=ShapeEnv()):
@@ -77,15 +77,15 @@ def gradient_graph(
 
 
 def with_assumed_lookups(graph: TrainingGraph) -> TrainingGraph:
-    """Returns a copy of a graph of gradients in which each table has an assumed bag lookup, because a capture of the
-    forward would most likely contain one.
+    """Returns a copy of a gradient graph in which each table has an assumed bag lookup, as a capture would most likely
+    find.
     """
     tables = (replace(t, uses=tuple(replace(use, kind="bag:sum") for use in t.uses)) for t in graph.tables)
     return replace(graph, tables=tuple(tables))
 
 
 def wrap_as_captured(graph: TrainingGraph) -> Captured:
-    """Wraps a graph of gradients as a `Captured` that is valid for every batch."""
+    """Returns a gradient graph as a `Captured` that is valid for every batch."""
     return Captured(graph, pytree.tree_structure(()), {}, ROUTE, None, (), (), Conditions(NO_VALUES))
 
 
@@ -97,6 +97,6 @@ def _placeholder(graph: fx.Graph, name: str, role: InputRole, value: Tensor) -> 
 
 
 def _table_of_gradient(name: str, weight: Tensor, rows: fx.Node, *, sparse: bool) -> TableSpec:
-    """Describes a table whose lookups are not captured: only its gradient is known."""
+    """Describes a table whose lookups are not captured, so that only its gradient is known."""
     use = TableUse("", (), rows.name, -1, FROM_GRADIENT, False, True, False, "", sparse)
     return TableSpec(name, weight.shape[0], weight.shape[1], weight.dtype, (use,), (), False)

@@ -1,4 +1,4 @@
-"""Checks at each call, with Dynamo's guards, that a captured graph is still valid.
+"""Checks at each call that a captured graph is still valid, with Dynamo's guards on everything but the batch.
 
 Dynamo guards everything that the forward has read from the model, globals and closures: numbers, functions, objects,
 lengths of lists, hooks, patched methods. Its guard manager, a tree of checks in C++, verifies in microseconds that it
@@ -35,17 +35,18 @@ _VALUE_GUARDS = ("CONSTANT_MATCH", "EQUALS_MATCH", "TENSOR_MATCH")
 
 @dataclass(frozen=True)
 class Conditions:
-    """The conditions for a captured graph to stay valid: Dynamo's guards except those on the batch.
+    """The conditions under which a captured graph stays valid: Dynamo's guards, except those on the batch.
 
     Attributes:
-        values: replaces the guards if these do not hold right after the capture.
-        manager: torch's guard manager over a frame's locals; None to compare `values`.
-        frame: the locals that do not change: the model.
-        cells: the forward's closure, name -> cell.
-        kept: the objects guarded by identity, kept alive so that no other object gets their address.
-        tensors: tensors that are constants of the graph, compared by identity, and NumPy numbers, compared by value.
-        numbers: tensors whose numbers the forward has read (`.item()` of an attribute, for example) and its graph
-            contains; not parameters and buffers, whose numbers graphs read at each call.
+        values: recorded values to compare, used if the guards do not even hold right after the capture.
+        manager: torch's guard manager over a frame's locals, or None to compare `values` instead.
+        frame: the locals that the guards refer to: the model.
+        cells: closure variable of the forward -> its cell.
+        kept: objects that are guarded by identity, kept alive so that no other object gets their address.
+        tensors: constants of the graph that must not change: tensors, compared by identity, and NumPy numbers, compared
+            by value.
+        numbers: tensors whose values the forward has read as Python numbers (such as `.item()` of an attribute), which
+            are constants of the graph. Parameters and buffers are excluded, because graphs read these at each call.
     """
 
     values: ReadValues
@@ -67,8 +68,8 @@ class Conditions:
             frame = {**frame, **{name: cell.cell_contents for name, cell in self.cells.items()}}
         return bool(self.manager.check(frame)) and self.tensors.are_unchanged()
 
-    def to_scope(self, name: str, model_name: str) -> str:
-        """Converts Dynamo's name of a value to the expression that reads it in the scope of `values`.
+    def to_scope_name(self, name: str, model_name: str) -> str:
+        """Converts Dynamo's name of a value to the expression that reads the value in the scope of `values`.
 
         Args:
             model_name: Dynamo's name for the model.
@@ -79,13 +80,13 @@ class Conditions:
         return name if root is None or not cell else f"C[{root[1]!r}].cell_contents{name[root.end() :]}"
 
     def without(self, tensors: Collection[str | int]) -> Conditions:
-        """Returns a copy without the conditions on some tensors, because those are no longer constants of the graph."""
+        """Returns a copy without the conditions on tensors of these names, because they are no longer constants of the
+        graph.
+        """
         return replace(self, tensors=self.tensors.without(tensors), values=self.values.without(tensors))
 
     def without_broken(self) -> Conditions:
-        """Returns a copy without the conditions that the capture itself has broken, because tracing or running the
-        forward changed their values.
-        """
+        """Returns a copy without the conditions that the capture itself has broken by running the forward."""
         written = {id(each) for each in self.numbers.written()}
         own = replace(
             self, numbers=VersionSnapshot.of_tensors(each for each in self.numbers.tensors if id(each) not in written)
@@ -93,26 +94,26 @@ class Conditions:
         return own if own.are_met() else replace(own, manager=None, values=self.values.without_changed())
 
 
-def name_in_frame(name: str, model_name: str) -> str:
-    """Converts an expression over the scope of `values` to Dynamo's name of the value: the inverse of `to_scope`."""
+def to_dynamo_name(name: str, model_name: str) -> str:
+    """Converts an expression that reads a value to Dynamo's name of it: the inverse of `Conditions.to_scope_name`."""
     return re.sub(r"C\['(\w+)'\]\.cell_contents", r"L['\1']", name.replace("L['self']", model_name))
 
 
 def name_of_model(model: nn.Module) -> str:
-    """Returns Dynamo's name for the model, among the locals of its forward."""
+    """Returns Dynamo's name for the model among the locals of its forward."""
     code = traced_function(model).__code__
     # A decorated forward has the model as the first of `*args`.
     return f"L[{code.co_varnames[0]!r}]" if code.co_argcount else "L['args'][0]"
 
 
 def traced_function(model: nn.Module) -> types.FunctionType:
-    """Returns the unbound function that Dynamo traces."""
+    """Returns the unbound function of the model that Dynamo traces."""
     found: types.FunctionType = torch._dynamo.convert_frame.get_traced_fn(model)[0]
     return found
 
 
-def dynamo_guards(gm: fx.GraphModule, model: nn.Module) -> Conditions:
-    """Collects Dynamo's guards of a traced model, without those of arguments, parameters, buffers and modes."""
+def collect_guards(gm: fx.GraphModule, model: nn.Module) -> Conditions:
+    """Collects Dynamo's guards of a traced model, except those on arguments, parameters, buffers and training modes."""
     flatten: Any = gm._dynamo_bytecode_flatten
     output = flatten.out.graph_capture_output.output_graph
     function, itself = traced_function(model), name_of_model(model)
@@ -122,7 +123,7 @@ def dynamo_guards(gm: fx.GraphModule, model: nn.Module) -> Conditions:
     cells = dict(zip(code.co_freevars, function.__closure__ or (), strict=True))
 
     def is_checked(name: str) -> bool:
-        """Returns whether a guard is to be checked at each call."""
+        """Returns whether the guard on the value of this name is checked at each call."""
         root = re.search(r"\b([LG])\['(\w+)'\]", name)
         if root is None or OF_PROGRAMS.search(name):
             return False
@@ -138,14 +139,14 @@ def dynamo_guards(gm: fx.GraphModule, model: nn.Module) -> Conditions:
 
 
 class _Guards(CheckFunctionManager):
-    """Torch's guards, without the hooks that make guarded objects keep them alive.
+    """Torch's guards, which keep references to the guarded objects instead of registering with them.
 
     Torch's guards register with each guarded object to learn of its end, which keeps guards on a library's class or
     module alive forever. These guards hold references to the guarded objects instead.
 
     Args:
-        is_kept: name of a guarded value -> whether to guard it. Torch's own filter, `guard_filter_fn`, would first
-            build all guards, even on a thousand parameters, and then build the remaining ones again.
+        is_kept: returns, for the name of a value, whether to guard it. Torch's own `guard_filter_fn` would build all
+            guards first, and then the selected ones again.
     """
 
     def __init__(self, is_kept: Callable[[str], bool], *args: Any, **kwargs: Any) -> None:
@@ -168,7 +169,7 @@ class _Guards(CheckFunctionManager):
 
 
 def _guarded_value(builder: Any, guard: Any) -> object:
-    """Returns the value that a guard checks, or None if the guard checks that it does not exist."""
+    """Returns the value that a guard checks, or None if it checks that the value does not exist."""
     try:
         found: object = builder.get(guard.originating_source)
     except Exception:  # reading an absent value may raise anything
@@ -179,7 +180,7 @@ def _guarded_value(builder: Any, guard: Any) -> object:
 def _read_guarded_values(
     output: Any, function: types.FunctionType, model: nn.Module, model_name: str, cells: Mapping[str, Any]
 ) -> ReadValues:
-    """Collects the guarded values for comparison: numbers and strings by value, tensors by identity."""
+    """Records the guarded values for comparison: numbers and strings by value, tensors by identity."""
     names = []
     for guard in output.guards:
         name = _OF_NUMPY.sub(r"\1", guard.name.replace(model_name, "L['self']"))

@@ -1,4 +1,4 @@
-"""Frees memory of captures that torch would keep until the process ends."""
+"""Frees memory of captures that torch would otherwise keep until the process ends."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MOST_RESULTS = 4_000
 
 @contextlib.contextmanager
 def capture_metrics() -> Iterator[None]:
-    """Opens Dynamo's metrics context, which tracing requires, and discards its record at the end.
+    """Opens Dynamo's metrics context, which tracing requires, and discards the record that it would keep.
 
     Torch keeps the last 64 records, each with its whole configuration as text, and torch 2.11 logs an error if the
     configuration contains functions.
@@ -33,13 +33,13 @@ def capture_metrics() -> Iterator[None]:
 
 
 def forget_captures() -> None:
-    """Clears the entries of earlier captures from torch's caches."""
+    """Clears entries of earlier captures from torch's caches."""
     _clear_shape_caches()
     _clear_generated_code()
 
 
 def _clear_shape_caches() -> None:
-    """Clears torch's caches over symbolic sizes.
+    """Clears torch's caches of symbolic sizes, which would keep every capture's fake tensors.
 
     These caches are class attributes and keep the sizes of every capture, with their fake tensors, forever. Up to
     `MOST_RESULTS` results of operations are kept, because the next capture of a model finds most of its own there.
@@ -52,7 +52,7 @@ def _clear_shape_caches() -> None:
 
 
 def _clear_generated_code() -> None:
-    """Removes the generated code of graph modules that no longer exist.
+    """Removes the generated code of graph modules that no longer exist from Python's line cache.
 
     Torch keeps the code of every graph module forever, for tracebacks. Each module has its own class, whose forward has
     the name of the code.
@@ -64,7 +64,7 @@ def _clear_generated_code() -> None:
 
 
 def _code_names(base: type) -> Iterator[str]:
-    """Yields the names of the generated code of all graph modules that exist."""
+    """Yields the names of the generated code of all graph modules that still exist."""
     classes: list[type] = base.__subclasses__()
     for each in classes:
         code: CodeType | None = getattr(vars(each).get("forward"), "__code__", None)

@@ -1,4 +1,4 @@
-"""Captures models on the meta device as if they were on the CPU.
+"""Captures a model on the meta device as if it were on the CPU.
 
 A large model may not fit into the memory of the machine that plans for it. On the meta device it uses no memory, but
 many operations have no meta kernel (recurrent layers under autocast), and the batch is on another device. Fake tensors
@@ -27,7 +27,8 @@ def is_on_meta(model: nn.Module) -> bool:
 
 @contextlib.contextmanager
 def on_fake_cpu(model: nn.Module, batch: Any) -> Iterator[tuple[nn.Module, Any]]:
-    """Yields a copy of `model` with fake CPU tensors as parameters and buffers, and a batch to capture it with.
+    """Opens a context with a copy of the model that has fake CPU tensors as parameters and buffers, and a batch to
+    capture it with.
 
     Tied parameters stay tied. The copy is valid inside the context.
     """
@@ -36,7 +37,7 @@ def on_fake_cpu(model: nn.Module, batch: Any) -> Iterator[tuple[nn.Module, Any]]
     made: dict[int, Tensor] = {}
 
     def fake(tensor: Tensor) -> Tensor:
-        """Returns a fake CPU tensor in place of a tensor: the same one each time for the same tensor."""
+        """Returns a fake CPU tensor for a tensor, always the same one for the same tensor."""
         if id(tensor) not in made:
             with fake_mode, torch.no_grad():
                 own = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")

@@ -1,4 +1,4 @@
-"""Wraps Dynamo's graph of a forward so that its results are trees of tensors, as tracing needs them."""
+"""Wraps Dynamo's graph of a forward as a module that AOTAutograd can trace: its results are trees of tensors."""
 
 from __future__ import annotations
 
@@ -16,12 +16,13 @@ STATES = "__states"
 
 
 class TreeResults(nn.Module):
-    """A module with the parameter names of Dynamo's graph, whose results are trees of tensors with separate memory.
+    """Wraps Dynamo's graph as a module with the same parameter names, whose results are trees of tensors with separate
+    memory.
 
     Args:
-        states: positions, among the inputs of Dynamo's graph, of the values passed as `STATES`; an item is None for a
-            value that the graph does not read. Results are then the graph's own, not the forward's. None if the forward
-            has no side effects to replay.
+        states: for each value passed as `STATES`, its position among the inputs of Dynamo's graph, or None if the graph
+            does not read it. Results are then the graph's own, not the forward's. None if the forward has no side
+            effects to repeat.
     """
 
     def __init__(self, graph: Any, states: tuple[int | None, ...] | None = None) -> None:
@@ -35,14 +36,16 @@ class TreeResults(nn.Module):
     def named_modules(
         self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Module]]:
-        """Yields each module once. Tracing replaces parameters by tensors, by name, and then restores them. With a
-        second name it would save the tensors as parameters and leave them there.
+        """Yields each module once, under one name.
+
+        Tracing replaces parameters by tensors, by name, and then restores them. With a second name it would save the
+        tensors as parameters and leave them there.
         """
         found: Iterator[tuple[str, nn.Module]] = super().named_modules(memo, prefix)
         return found
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs the graph node by node, so that ATen nodes inherit the user's lines."""
+        """Runs Dynamo's graph node by node, so that ATen nodes inherit the user's source lines."""
         given, graph, effects = kwargs.pop(STATES, ()), self._graph[0], self._states is not None
         arguments = inspect.signature(graph.forward).bind(*args, **kwargs).arguments.values()
         inputs = [*graph._dynamo_bytecode_flatten(*arguments)] if effects else [*arguments]

@@ -1,4 +1,4 @@
-"""Detects changes of a model's modules and parameters since its programs were built.
+"""Detects changes of a model's modules and parameters after its graphs were compiled.
 
 Modules and their methods determine the forward; parameters and their dtypes determine the exchanges. Captures guard
 everything else that the forward reads.
@@ -26,7 +26,7 @@ CONVERTED = (
 
 
 class ModelWatch:
-    """Checks at each call whether a model is still the one its programs were built for.
+    """Checks at each call whether the model is still as it was when its graphs were compiled.
 
     Args:
         model: the user's model.
@@ -37,7 +37,7 @@ class ModelWatch:
         self.record()
 
     def record(self) -> None:
-        """Records the current modules and methods."""
+        """Records the model's current modules and methods, to compare with later."""
         self._modules = list(self._model.modules())
         self._children = [module._modules for module in self._modules]
         self._parameters = [module._parameters for module in self._modules]
@@ -52,13 +52,14 @@ class ModelWatch:
         self._record_gradient_settings(self._gradient_settings())
 
     def record_parameters(self) -> None:
-        """Records the current parameters, after tables have been placed or loaded."""
+        """Records the model's current parameters, to compare with later."""
         self._held = [*chain.from_iterable(map(_values, self._parameters))]  # references, so that no id is reused
         self._ids, self._keys = [*map(id, self._held)], self._parameter_keys()
         self._names = self._ids_by_name()
 
     def all_replaced(self, *, buffers: bool) -> bool:
-        """Returns whether all parameters are replaced by plain tensors, as during a `functional_call`.
+        """Returns whether all parameters are currently replaced by plain tensors, as during
+        `torch.func.functional_call`.
 
         Args:
             buffers: whether all buffers must be replaced too.
@@ -72,7 +73,7 @@ class ModelWatch:
 
     @property
     def trains(self) -> bool:
-        """Returns whether any parameter takes gradients."""
+        """Whether any parameter requires a gradient."""
         return any(self._trains)
 
     def modes(self) -> tuple[bool, ...]:
@@ -80,17 +81,21 @@ class ModelWatch:
         return (*[module.training for module in self._modules], *self._trains)
 
     def modules_changed(self) -> bool:
-        """Returns whether modules, methods of their classes, or the model's own forward or hooks have changed."""
+        """Returns whether modules, their forward methods, or the model's own forward or hooks have changed since
+        `record`.
+        """
         return self._module_state() != self._were or self._root_state() != self._root_was
 
     def refusal(self) -> RuntimeError | None:
-        """Returns the error for a parameter that was replaced or converted since the programs were built, or None."""
+        """Returns the error to raise if a parameter was replaced or converted since `record_parameters`, or None."""
         if (name := self._replaced_parameter()) is not None:
             return RuntimeError(OTHER_PARAMETERS.format(name))
         return None if (name := self._converted_parameter()) is None else RuntimeError(CONVERTED.format(name))
 
     def renamed(self) -> dict[str, str]:
-        """Maps old parameter names to new ones; empty if the parameters themselves have changed, or nothing has."""
+        """Maps old parameter names to new ones. Empty if nothing was renamed, or if the parameters themselves have
+        changed.
+        """
         now = self._ids_by_name()
         old, new = ({number: name for name, number in reversed(names.items())} for names in (self._names, now))
         return {} if old.keys() != new.keys() else {old[i]: new[i] for i in old if old[i] != new[i]}
@@ -114,23 +119,23 @@ class ModelWatch:
         return next((name for name, was, (_, dtype, _) in found if dtype != was), None)
 
     def _gradient_settings(self) -> list[tuple[bool, torch.dtype, bool]]:
-        """Returns, for each parameter, whether it is trained, its dtype, and whether it has hooks."""
+        """Returns, for each parameter, (whether it requires a gradient, its dtype, whether it has hooks)."""
         found = self._state.parameters()
         hooked = [*map(any, map(_HOOKS, found))]  # inlines `is_hooked` to save a Python call each
         return [(each.requires_grad, each.dtype, has) for each, has in zip(found, hooked, strict=True)]
 
-    def _record_gradient_settings(self, now: list[tuple[bool, torch.dtype, bool]]) -> None:
-        """Stores which parameters are trained, and which have hooks."""
-        self._gradients_were = now
-        self._trains = tuple(trains for trains, _, _ in now)
-        self._state.hooked = frozenset(n for n, (*_, hooked) in zip(self._state.names, now, strict=True) if hooked)
+    def _record_gradient_settings(self, settings: list[tuple[bool, torch.dtype, bool]]) -> None:
+        """Stores the result of `_gradient_settings` to compare with later."""
+        self._gradients_were = settings
+        self._trains = tuple(trains for trains, _, _ in settings)
+        self._state.hooked = frozenset(n for n, (*_, hooked) in zip(self._state.names, settings, strict=True) if hooked)
 
     def _module_state(self) -> tuple[list[Any], list[Any]]:
-        """Returns the values of the modules and their classes' forwards, for comparison."""
+        """Returns the modules, and the forward methods of their classes, for comparison."""
         return [*map(tuple, map(_values, self._children))], [kind.forward for kind in self._kinds]
 
     def _root_state(self) -> tuple[Any, ...]:
-        """Returns the model's own forward and hooks, for comparison. Captures guard those of its submodules."""
+        """Returns the model's own forward and hooks, for comparison. Graphs guard those of its submodules."""
         root = self._model
         hooks = root._forward_pre_hooks, root._forward_hooks, root._backward_pre_hooks, root._backward_hooks
         return root.forward, *map(tuple, hooks)
@@ -140,7 +145,7 @@ class ModelWatch:
         return [*chain.from_iterable(map(_keys, self._parameters))]
 
     def _ids_by_name(self) -> dict[str, int]:
-        """Returns the ids of the model's parameters by name."""
+        """Returns the `id()` of each parameter by name."""
         return {name: id(each) for name, each in self._model.named_parameters(remove_duplicate=False)}
 
 

@@ -1,4 +1,4 @@
-"""Finds the tables of a model, and what a batch reads of them, without a capture of the forward."""
+"""Finds a model's tables, and which rows a batch reads, from its modules, without capturing the forward."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ _INTEGERS = (torch.int64, torch.int32)
 
 
 def lookup_tables(model: nn.Module, names: Collection[str], *, only_sparse: bool = False) -> list[str]:
-    """Returns the names of the parameters that are weights of lookup layers.
+    """Returns those of `names` that are weights of embedding layers.
 
     Args:
-        only_sparse: only layers with `sparse=True`.
+        only_sparse: whether to consider only layers with `sparse=True`.
     """
     layers = [each for each in model.modules() if isinstance(each, LAYERS)]
     # Read `_parameters`, because reading the weight of a parametrized layer may change buffers.
@@ -29,7 +29,9 @@ def lookup_tables(model: nn.Module, names: Collection[str], *, only_sparse: bool
 
 
 def possible_tables(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Returns the parameters that lookups may read: of lookup layers, unless shared, and of the user's own modules."""
+    """Returns the parameters that may be embedding tables: unshared weights of embedding layers, and parameters of the
+    user's own modules.
+    """
     named = [(f"{name}.", module) for name, module in model.named_modules() if module._parameters]
     shared = Counter(id(parameter) for _, module in named for parameter in module._parameters.values())
     layers = [
@@ -42,7 +44,9 @@ def possible_tables(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def possible_heads(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Returns the weights of output layers, which are linear layers with a row for each row of a lookup layer."""
+    """Returns the parameters that may be weights of output layers: those of linear layers with as many rows as an
+    embedding.
+    """
     rows = {module.num_embeddings for module in model.modules() if isinstance(module, nn.Embedding)}
     layers = [(name, module) for name, module in model.named_modules() if isinstance(module, nn.Linear)]
     found = {id(layer.weight): f"{name}.weight" for name, layer in layers if layer.out_features in rows}
@@ -50,7 +54,9 @@ def possible_heads(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def has_labels(ids: Sequence[Tensor], head: nn.Parameter) -> bool:
-    """Returns whether a batch has ids and labels: two or more tensors whose largest numbers fit a head's rows."""
+    """Returns whether a batch probably has both ids and labels: at least two tensors of integers whose largest values
+    fit the output layer's rows.
+    """
     largest = [int(each.max()) for each in ids]
     return sum(LEAST_SHARE * len(head) <= most < len(head) for most in largest) > 1
 
@@ -61,7 +67,8 @@ def possible_ids(leaves: Sequence[Any]) -> list[Tensor]:
 
 
 def possible_rows(ids: Sequence[Tensor], num_rows: int) -> Tensor:
-    """Returns the rows of a table that a batch can read: the numbers of the tensors that fit the table's rows best.
+    """Returns the rows of a table that a batch probably reads: the values of the tensors that fit its number of rows
+    best.
 
     Small numbers may be ids of a sorted or a large table, or counts. They are used only if there are no others.
     """

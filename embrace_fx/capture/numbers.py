@@ -1,4 +1,4 @@
-"""Makes numbers that a forward reads inputs of its graph, such as an annealed temperature or a step count.
+"""Makes Python numbers that a forward reads inputs of its graph, such as an annealed temperature or a step count.
 
 Dynamo makes Python numbers constants of the graph. Here, named numbers get a symbol instead, like sizes: conditions on
 them are guarded, and each call passes their values to the graph.
@@ -26,7 +26,7 @@ def numbers_as_inputs(names: Collection[str]) -> Iterator[None]:
     wrap, config = VariableBuilder.wrap_symfloat, cast(Any, torch.compiler.config)
 
     def wrap_float(self: VariableBuilder, value: float) -> Any:
-        """Wraps a float as a graph input if its name is among `names`, or else as a constant."""
+        """Traces a float as a graph input if its name is in `names`, otherwise as a constant."""
         assert self.source is not None
         with torch._dynamo.config.patch(assume_static_by_default=self.source.name not in names):
             return wrap(self, value)
@@ -43,16 +43,16 @@ def numbers_as_inputs(names: Collection[str]) -> Iterator[None]:
 
 
 def symbols_of(sizes: ShapeEnv, names: Collection[str]) -> dict[str, Symbol]:
-    """Returns the symbol that Dynamo has created for each named number. Leaves out numbers whose value the trace
-    needed.
+    """Returns the symbol that Dynamo has created for each of these numbers. Leaves out numbers whose value decided what
+    was traced.
     """
     tracked = {each.source.name: each.fake for each in sizes.tracked_fakes or () if isinstance(each.fake, Symbol)}
     return {name: symbol for name, symbol in tracked.items() if name in names}
 
 
 def number_inputs(graph: fx.Graph, symbols: Mapping[str, Symbol]) -> dict[str, int]:
-    """Returns the position of each number among the inputs of Dynamo's graph, and replaces the tensors that Dynamo
-    makes of floats by floats.
+    """Returns the position of each number among the inputs of Dynamo's graph. Makes the graph take floats instead of
+    the tensors that Dynamo wraps them in.
     """
     found = {}
     for position, node in enumerate(graph.find_nodes(op="placeholder")):
@@ -67,6 +67,6 @@ def number_inputs(graph: fx.Graph, symbols: Mapping[str, Symbol]) -> dict[str, i
 
 
 def fixed_by_guards(symbols: Mapping[str, Symbol]) -> frozenset[str]:
-    """Returns the names of the numbers whose value the guards fix, so that the graph is valid for that value only."""
+    """Returns the names of numbers whose value is fixed by a guard, so that the graph is valid for that value only."""
     values = {name: symbol.node.shape_env.replace(symbol.node._expr) for name, symbol in symbols.items()}
     return frozenset(name for name, value in values.items() if value.is_number)

@@ -1,4 +1,4 @@
-"""Replays a forward's prints and logs at each call, after the graph has run.
+"""Repeats a forward's prints and logs at each call, after its graph has run.
 
 Dynamo defers `print` of tensors, constants and formatted strings until the graph has run. This module also defers
 prints of containers and of `.item()` results, including those in called functions; and calls of loggers' methods,
@@ -40,11 +40,11 @@ _AS_THEY_ARE = (
 
 @contextlib.contextmanager
 def defer_prints() -> Iterator[None]:
-    """Opens a context in which Dynamo defers the forward's prints and logs."""
+    """Opens a context in which Dynamo records the forward's prints and logs instead of stopping at them."""
     call, log = DebuggingVariable.call_function, LoggingLoggerVariable.call_method
 
     def call_print(self: Any, tx: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
-        """Records a print or warning of the forward, to be repeated after the graph has run."""
+        """Records a call of `print` or `warnings.warn`, to be repeated after the graph has run."""
         category = [kwargs["category"]] if "category" in kwargs else []
         args = [_formatted(each) for each in (*args, *category)]
         # A value of a checkpointed region is not known outside of it.
@@ -75,7 +75,7 @@ def defer_prints() -> Iterator[None]:
 
 
 def _break_graph(function: Any) -> NoReturn:
-    """Stops the capture at a call that cannot be deferred."""
+    """Stops the capture at a call that cannot be repeated later."""
     torch._dynamo.exc.unimplemented(
         gb_type="cannot be deferred",
         context="",
@@ -85,7 +85,7 @@ def _break_graph(function: Any) -> NoReturn:
 
 
 def _formatted(value: Any) -> Any:
-    """Formats a list immediately, because the forward may change it before it is printed."""
+    """Formats a list at once, because the forward may change it before it is printed."""
     if isinstance(value, _AS_THEY_ARE):
         return value
     if isinstance(value, variables.ListVariable) and all(isinstance(each, _AS_THEY_ARE) for each in value.items):

@@ -1,4 +1,5 @@
-"""Records the constants of a captured graph: values that it reads besides the batch, parameters and buffers.
+"""Records the constants of a captured graph: values that the forward reads besides the batch, parameters and
+buffers.
 
 Examples are `self.temperature`, the `p` of a Dropout, and a number in a global dict. The graph contains their values at
 the capture. Each call compares them with the current values. If one has changed, the forward is captured again.
@@ -26,11 +27,11 @@ _OF_CLASS = re.compile(r"dict\(type\((L\['self'\].*)\)\.__dict__\)\['(\w+)'\]")
 
 @dataclass(frozen=True)
 class Changed:
-    """A value that has changed since a capture.
+    """A constant of a captured graph whose value has changed since the capture.
 
     Attributes:
-        name: an expression, `L['self'].scale`, or `L['weight']` for an argument.
-        before, now: the value at the capture, and the current one.
+        name: the expression that reads it: `L['self'].scale`, or `L['weight']` for an argument.
+        before, now: its value at the capture, and its current value.
     """
 
     name: str
@@ -39,26 +40,26 @@ class Changed:
 
     @property
     def can_be_input(self) -> bool:
-        """Returns whether the value can be an input of the graph: a number, or a tensor of an object."""
+        """Whether the value can become an input of the graph: a number, or a tensor of an object."""
         kind = type(self.now)
         is_tensor = isinstance(self.before, Tensor) and isinstance(self.now, Tensor)
         return is_tensor or (kind is type(self.before) and kind in (int, float))
 
     def __str__(self) -> str:
         values = "" if isinstance(self.now, Tensor | np.ndarray) else f" ({self.before!r}, {self.now!r})"
-        return f"the forward reads {as_users_write(self.name)}, which keeps changing{values}"
+        return f"the forward reads {to_user_expression(self.name)}, which keeps changing{values}"
 
 
 @dataclass(frozen=True)
 class ReadValues:
-    """Python expressions that a forward reads, and their values at the capture.
+    """Expressions that a forward reads, with their values at the capture.
 
     Attributes:
         names: the expressions, as source text.
-        code: code that evaluates all expressions to a tuple.
-        scope: the values of the names in the expressions.
-        values: the value of each expression. Numbers and texts are compared by value, tuples by item, others by
-            identity.
+        code: compiled code that evaluates all expressions to a tuple.
+        scope: the variables that the expressions refer to.
+        values: the value of each expression at the capture. Numbers and strings are compared by value, tuples by item,
+            others by identity.
     """
 
     names: tuple[str, ...]
@@ -68,41 +69,39 @@ class ReadValues:
 
     @staticmethod
     def evaluate(names: Iterable[str], scope: Mapping[str, Any]) -> ReadValues:
-        """Evaluates the expressions, and keeps those whose values can be compared."""
+        """Evaluates expressions, and keeps those whose values can be compared."""
         own = dict(scope)
         return ReadValues._compile({name: v for name, v in _evaluate(names, own).items() if _comparable(v)}, own)
 
     @staticmethod
     def _compile(values: Mapping[str, Any], scope: dict[str, Any]) -> ReadValues:
-        """Returns `values`, keyed by their expressions, as `ReadValues` with compiled code."""
+        """Compiles expressions to one piece of code, and returns them with their values as `ReadValues`."""
         code = compile("(" + "".join(f"{name}, " for name in values) + ")", "<values read>", "eval")
         return ReadValues(tuple(values), code, scope, tuple(values.values()))
 
     def without(self, names: Collection[str | int]) -> ReadValues:
-        """Returns a copy without the values of these names."""
+        """Returns a copy without the expressions of these names."""
         return ReadValues.evaluate([name for name in self.names if name not in names], self.scope)
 
     def only_arrays(self) -> ReadValues:
-        """Returns a copy with only the tensors and NumPy values: those for which Dynamo guards the type, not the
-        content.
-        """
+        """Returns a copy with only tensors and NumPy values, for which Dynamo guards the type but not the content."""
         kinds = (Tensor, np.generic, np.ndarray)
         names = [n for n, value in zip(self.names, self.values, strict=True) if isinstance(value, kinds)]
         return ReadValues.evaluate(names, self.scope)
 
     def without_changed(self) -> ReadValues:
-        """Returns a copy without values that tracing or running the forward has changed."""
+        """Returns a copy without the values that running the forward during the capture has changed."""
         now = _evaluate(self.names, self.scope)
         same = {n: v for n, v in zip(self.names, self.values, strict=True) if n in now and _same(v, now[n])}
         return ReadValues._compile(same, self.scope)
 
     def changed(self) -> list[Changed]:
-        """Returns the values that have changed."""
+        """Returns the values that differ from those at the capture."""
         now, before = _evaluate(self.names, self.scope), zip(self.names, self.values, strict=True)
         return [Changed(n, v, now[n]) for n, v in before if n in now and not _same(v, now[n])]
 
     def are_unchanged(self) -> bool:
-        """Returns whether all values are unchanged."""
+        """Returns whether all values are those at the capture."""
         try:
             now = eval(self.code, self.scope)
         except Exception:  # an attribute was removed, or a list became shorter
@@ -114,7 +113,7 @@ _AS_NUMBERS = ("item", "tolist", "__bool__", "__int__", "__float__", "__index__"
 
 
 def tensors_read_as_numbers(graph: fx.Graph, constants: Mapping[fx.Node, Tensor]) -> VersionSnapshot:
-    """Finds the tensors whose numbers Dynamo's graph reads by calls such as `.item()`.
+    """Returns a snapshot of the tensors from which the graph reads Python numbers, by calls such as `.item()`.
 
     Args:
         constants: input of the graph -> its tensor.
@@ -130,8 +129,10 @@ def tensors_read_as_numbers(graph: fx.Graph, constants: Mapping[fx.Node, Tensor]
     return VersionSnapshot.of_tensors({id(constants[node]): constants[node] for node in read}.values())
 
 
-def _read_from_instance(match: re.Match[str], scope: dict[str, Any]) -> str:
-    """Rewrites an expression for a class attribute to read the instance's attribute, which may shadow it."""
+def _read_through_instance(match: re.Match[str], scope: dict[str, Any]) -> str:
+    """Rewrites an expression that reads a class attribute to read it through the instance, whose own attribute may
+    shadow it.
+    """
     whole, instance, name = match[0], match[1], match[2]
     try:
         found = inspect.getattr_static(eval(f"type({instance})", scope), name)
@@ -140,23 +141,23 @@ def _read_from_instance(match: re.Match[str], scope: dict[str, Any]) -> str:
     return whole if hasattr(type(found), "__set__") else f"{instance}.{name}"
 
 
-def as_users_write(name: str) -> str:
-    """Returns an expression as users write it: `L['self'].scale` -> `self.scale`."""
+def to_user_expression(name: str) -> str:
+    """Converts an expression of Dynamo to what users write: `L['self'].scale` -> `self.scale`."""
     name = re.sub(r"^L\['(\w+)'\]|^[GC]\['(\w+)'\](\.cell_contents)?", r"\1\2", name)
     return re.sub(r"\._modules\['(.*?)'\]", r".\1", name)
 
 
 def _evaluate(names: Iterable[str], scope: dict[str, Any]) -> dict[str, Any]:
-    """Evaluates the expressions. Skips those that refer to objects of the trace that no longer exist."""
+    """Evaluates expressions, skipping those that refer to temporary objects of the trace."""
     found = {}
-    for name in (_OF_CLASS.sub(lambda match: _read_from_instance(match, scope), each) for each in names):
+    for name in (_OF_CLASS.sub(lambda match: _read_through_instance(match, scope), each) for each in names):
         with contextlib.suppress(Exception):
             found[name] = eval(name, scope)
     return found
 
 
 def _comparable(value: Any) -> bool:
-    """Returns whether a value can be compared by content: a plain value, an array or a tensor."""
+    """Returns whether a value can be compared by content: plain values, arrays and tensors."""
     return isinstance(value, (*_PLAIN, np.ndarray)) or (
         isinstance(value, Tensor) and not isinstance(value, nn.Parameter)
     )

@@ -1,4 +1,4 @@
-"""Flattens a model's results into a graph's outputs.
+"""Flattens a model's results to a graph's outputs, including tensors inside objects.
 
 A model may return tensors in objects that pytree does not know, such as a key-value cache.
 
@@ -30,7 +30,7 @@ _CONSTANTS = (torch.dtype, torch.device, torch.layout, type, enum.Enum, types.Fu
 
 @dataclass(frozen=True)
 class _FlattenedObject:
-    """An object of a forward's result, as its class and its attribute values."""
+    """An object among a forward's results, as its class and the values of its attributes."""
 
     kind: type
     attributes: dict[str, Any]
@@ -38,7 +38,7 @@ class _FlattenedObject:
 
 @dataclass(frozen=True, eq=False)
 class _Constant:
-    """A part of a result that is the same for every batch."""
+    """A part of a result that is the same for every batch, so that the graph need not output it."""
 
     value: Any
 
@@ -56,7 +56,7 @@ def flatten_result(result: Any, inputs: Iterable[Any] = (), *, every: bool = Fal
     Args:
         inputs: the forward's arguments and parameters. A result that needs a gradient and shares memory with one of
             them, or with another result, is copied.
-        every: whether to copy results that need no gradient, too.
+        every: whether to copy results that need no gradient, too, if they share memory.
     """
     return _flatten_objects(
         result, _ids_to_copy(pytree.tree_leaves(_flatten_objects(result, frozenset())), inputs, every)
@@ -64,12 +64,14 @@ def flatten_result(result: Any, inputs: Iterable[Any] = (), *, every: bool = Fal
 
 
 def _flatten_objects(result: Any, copied: frozenset[int]) -> Any:
-    """Flattens the objects of a tree, and copies the tensors whose ids are in `copied`."""
+    """Replaces the objects in a tree by `_FlattenedObject`, and copies the tensors whose ids are in `copied`."""
     return pytree.tree_map(lambda leaf: _flatten_leaf(leaf, copied), result)
 
 
 def _flatten_leaf(leaf: Any, copied: frozenset[int]) -> Any:
-    """Returns a leaf that the graph can output: a tensor (copied if its id is in `copied`), a number or a constant."""
+    """Returns a leaf in a form that the graph can output: a tensor (copied if its id is in `copied`), a number or a
+    constant.
+    """
     if isinstance(leaf, _CONSTANTS):
         return _Constant(leaf)
     if id(leaf) in copied:
@@ -82,7 +84,7 @@ def _flatten_leaf(leaf: Any, copied: frozenset[int]) -> Any:
 
 
 def _ids_to_copy(leaves: Iterable[Any], inputs: Iterable[Any], every: bool) -> frozenset[int]:
-    """Returns the ids of the results that share memory with an input or another result, and so must be copied."""
+    """Returns the `id()` of each result that shares memory with an input or another result and so must be copied."""
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     others = [_memory_address(each) for each in inputs if isinstance(each, Tensor) and (every or each.requires_grad)]
     count = Counter([*map(_memory_address, tensors), *set(others)])
@@ -90,12 +92,16 @@ def _ids_to_copy(leaves: Iterable[Any], inputs: Iterable[Any], every: bool) -> f
 
 
 def _memory_address(tensor: Tensor) -> int:
-    """Returns the address of a tensor's memory, which is equal for tensors that share it."""
+    """Returns the address of a tensor's storage, which is equal for tensors that share it."""
     return int(tensor.untyped_storage()._cdata)
 
 
 def holds_tensors(value: Any, seen: set[int]) -> bool:
-    """Returns whether a value is a tensor or has one in its attributes."""
+    """Returns whether a value is a tensor or an object with a tensor among its attributes.
+
+    Args:
+        seen: ids of the objects visited so far.
+    """
     if isinstance(value, Tensor):
         return True
     if isinstance(value, _CONSTANTS) or not is_plain_object(value) or id(value) in seen:
@@ -105,12 +111,12 @@ def holds_tensors(value: Any, seen: set[int]) -> bool:
 
 
 def flatten_attributes(object_class: type, attributes: Mapping[str, Any]) -> tuple[list[Any], Any]:
-    """Returns (an object's attribute values, the context with which `rebuild_object` builds it again)."""
+    """Returns (the values of an object's attributes, the context from which `rebuild_object` rebuilds it)."""
     return list(attributes.values()), (object_class, tuple(attributes))
 
 
 def rebuild_object(values: Any, context: Any) -> Any:
-    """Makes an object from `flatten_attributes`'s values and context, without calling its constructor."""
+    """Rebuilds an object from the result of `flatten_attributes`, without calling its constructor."""
     kind, names = context
     made = kind.__new__(kind)
     vars(made).update(zip(names, values, strict=True))

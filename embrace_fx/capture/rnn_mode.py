@@ -1,4 +1,4 @@
-"""Keeps recurrent layers whole while a model is traced to ATen, where torch would unroll them over time.
+"""Keeps recurrent layers as single ops while a model is traced. Torch would unroll them over time steps.
 
 Under `KeepRnnWhole()` a call of `torch.lstm`, `gru`, `rnn_tanh` or `rnn_relu` (what `torch.nn.LSTM`, `GRU` and `RNN`
 call, in plain Python and in a Dynamo graph) becomes one `embrace::rnn_layer` per layer and direction, with torch's own
@@ -32,12 +32,12 @@ CELLS: dict[Callable[..., Any], str] = {
 
 
 class KeepRnnWhole(TorchFunctionMode):
-    """A mode that makes every recurrent network one op per layer and direction. Other calls pass unchanged.
+    """A torch function mode that turns every recurrent network into one op per layer and direction.
 
     Args:
-        kernel: the kernel of every layer; None chooses the fastest for each (`choose_kernel`). "loop" supports any
-            layer. Use it if only shapes matter: Dynamo runs each call on fake tensors and cannot handle values of
-            unknown size in it (a fused kernel's workspace), and would unroll the call without this mode.
+        kernel: the kernel of every layer, or None to choose the fastest for each (`choose_kernel`). "loop" supports any
+            layer. Use it if only shapes matter: Dynamo runs each call on fake tensors, and cannot handle a fused
+            kernel's workspace of unknown size.
     """
 
     def __init__(self, kernel: str | None = None) -> None:
@@ -52,23 +52,26 @@ class KeepRnnWhole(TorchFunctionMode):
         return func(*args, **kwargs) if cell is None else rnn_as_ops(cell, *args, kernel=self._kernel, **kwargs)
 
 
-def rnn_as_ops(cell: str, *args: Any, kernel: str | None = None, **kwargs: Any) -> Any:
+def rnn_as_ops(kind: str, *args: Any, kernel: str | None = None, **kwargs: Any) -> Any:
     """Computes `torch.lstm`, `torch.gru` or `torch.rnn_tanh` with one op per layer and direction.
 
     A graph calls this instead of torch's functions, so that tracing the graph needs no mode, which would intercept
     every function and every tensor access.
+
+    Args:
+        kind: the kind of network: "lstm", "gru" or "rnn_tanh".
     """
     # The op for packed sequences takes batch sizes after the data, and no `batch_first`.
     if len(args) > 3 and isinstance(args[3], list | tuple):
         args, kwargs = (args[0], *args[2:]), {**kwargs, "batch_sizes": args[1]}
     if "data" in kwargs:
         kwargs["input"] = kwargs.pop("data")
-    return _run_network(cell, kernel, *args, **kwargs)
+    return _run_network(kind, kernel, *args, **kwargs)
 
 
 @dataclass(frozen=True)
 class _RnnOptions:
-    """The options of a recurrent network that all of its layers share."""
+    """The options that all layers of a recurrent network share."""
 
     cell: str
     kernel: str | None
@@ -92,7 +95,7 @@ def _run_network(
     batch_first: bool = False,
     batch_sizes: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
-    """Calls one `rnn_layer` for each layer and direction of a recurrent network."""
+    """Runs a recurrent network, as one op for each layer and direction."""
     stack = _RnnOptions(cell, kernel, num_layers, 1 + bidirectional, dropout if train else 0.0, batch_sizes)
     # Kernels need contiguous memory, time first. Copying here lets the backward read the same copy.
     input_TBI = input.transpose(0, 1).contiguous() if batch_first else input
@@ -103,7 +106,7 @@ def _run_network(
 def _run_layers(
     stack: _RnnOptions, input: Tensor, hx: Tensor | Sequence[Tensor], params: Sequence[Tensor]
 ) -> tuple[Tensor, ...]:
-    """Computes output, h_n and, for an LSTM, c_n of all layers."""
+    """Runs all layers. Returns the output, h_n and, for an LSTM, c_n."""
     is_lstm = stack.cell == "lstm"
     h0 = (hx[0] if is_lstm else hx).unbind(0)  # type: ignore[union-attr]
     c0 = hx[1].unbind(0) if is_lstm else [None] * len(h0)
@@ -126,7 +129,7 @@ def _run_layers(
 def _run_layer(
     stack: _RnnOptions, input: Tensor, h0: Tensor, c0: Tensor | None, weights: list[Tensor], reverse: bool
 ) -> list[Tensor]:
-    """Computes output, h_n and, for an LSTM, c_n of one layer and direction."""
+    """Runs one layer in one direction. Returns its output, h_n and, for an LSTM, c_n."""
     projected = len(weights) in (3, 5)
     kernel = stack.kernel or choose_kernel(
         stack.cell, _cast_for_autocast(input), projected, stack.batch_sizes is not None
@@ -160,7 +163,7 @@ def choose_kernel(cell: str, input: Tensor, projected: bool, packed: bool) -> st
 
 
 def _cast_for_autocast(tensor: Tensor) -> Tensor:
-    """Casts a tensor as the active autocast would cast the inputs of a matrix product. float64 stays."""
+    """Casts a tensor to the active autocast dtype, as autocast does for matrix products. float64 tensors stay."""
     device = tensor.device.type
     if not torch.is_autocast_enabled(device) or not tensor.is_floating_point() or tensor.dtype == torch.float64:
         return tensor

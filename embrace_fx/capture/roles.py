@@ -1,4 +1,4 @@
-"""Converts AOTAutograd's trace to a module whose inputs and outputs have roles, without nodes only for autograd."""
+"""Assigns roles to the inputs and outputs of AOTAutograd's graph, and removes nodes that matter only to autograd."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ _IDENTITIES = (torch.ops.aten.detach.default, torch.ops.aten.alias.default)
 
 @dataclass(frozen=True)
 class GraphWithRoles:
-    """A traced graph whose inputs and outputs have roles.
+    """A traced graph with a role (parameter, batch input, gradient, ..) for each input and output.
 
     Attributes:
-        constants: results that are not tensors, by their index among the flattened results.
+        constants: results that are not tensors, by index among the flattened results.
         batch: index among the flattened arguments -> the placeholder of that tensor or number.
     """
 
@@ -45,11 +45,11 @@ class GraphWithRoles:
     batch: Mapping[int, fx.Node]
 
 
-def with_roles(joint: fx.GraphModule, model: nn.Module, constants: Collection[int] = ()) -> GraphWithRoles:
-    """Gives the inputs and outputs of a traced graph their roles and readable names, and removes unused nodes.
+def assign_roles(joint: fx.GraphModule, model: nn.Module, constants: Collection[int] = ()) -> GraphWithRoles:
+    """Assigns roles and readable names to the inputs and outputs of a traced graph, and removes unused nodes.
 
     Args:
-        constants: indices of flattened arguments that are constants of the graph.
+        constants: indices of the flattened arguments that are constants of the graph.
 
     Raises:
         CaptureError: an input or output has no role, because of views of each other, or mutated parameters that the
@@ -85,7 +85,7 @@ def with_roles(joint: fx.GraphModule, model: nn.Module, constants: Collection[in
 
 
 def _drop_zero_tangent(module: fx.GraphModule, tangent: fx.Node) -> None:
-    """Removes the gradient of the value that `max_norm` writes into a parameter, which is always zero."""
+    """Removes the gradient of the value that `max_norm` writes into a parameter, because it is always zero."""
     for user in list(tangent.users):
         if user.target is torch.ops.aten.add.Tensor and not user.kwargs:
             other = user.args[1] if user.args[0] is tangent else user.args[0]
@@ -101,7 +101,7 @@ def _drop_zero_tangent(module: fx.GraphModule, tangent: fx.Node) -> None:
 
 
 def _first_names(model: nn.Module) -> dict[str, str]:
-    """Maps every name of a parameter or buffer to its first name. Tied ones have several names."""
+    """Maps every name of a parameter or buffer to its first name. They differ for tied parameters."""
     first: dict[int, str] = {}
     names: dict[str, str] = {}
     for named in (model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False)):
@@ -111,7 +111,7 @@ def _first_names(model: nn.Module) -> dict[str, str]:
 
 
 def _flat_module(joint: fx.GraphModule) -> fx.GraphModule:
-    """Copies a graph with plain placeholders and one tuple of outputs, instead of (primals, tangents)."""
+    """Copies a graph so that it has plain placeholders and one tuple of outputs, instead of (primals, tangents)."""
     graph = fx.Graph()
     env: dict[fx.Node, fx.Node] = {}
     for node in joint.graph.nodes:
@@ -128,7 +128,7 @@ def _flat_module(joint: fx.GraphModule) -> fx.GraphModule:
 
 
 def _input_role(desc: Any, first_names: Mapping[str, str]) -> InputRole:
-    """Returns the role of a graph's input from the description of torch's tracer."""
+    """Returns the role of a graph's input, from the tracer's description of it."""
     match desc:
         case aot.ParamAOTInput(target=target):
             return Parameter(first_names[target])
@@ -145,7 +145,7 @@ def _input_role(desc: Any, first_names: Mapping[str, str]) -> InputRole:
 
 
 def _set_output_roles(module: fx.GraphModule, first_names: Mapping[str, str]) -> dict[int, Any]:
-    """Sets the roles of a graph's outputs, and returns the constants among the results by index."""
+    """Sets the roles of a graph's outputs. Returns the results that are constants, by index."""
     output = module.graph.output_node()
     values: list[fx.Node] = []
     roles: list[OutputRole] = []
@@ -183,7 +183,7 @@ def _set_output_roles(module: fx.GraphModule, first_names: Mapping[str, str]) ->
 
 
 def _drop_identities(module: fx.GraphModule) -> None:
-    """Removes nodes such as `detach`, which return their input and matter only to autograd."""
+    """Removes nodes that return their input, such as `detach`, which matter only to autograd."""
     for node in list(module.graph.nodes):
         if node.target in _IDENTITIES:
             node.replace_all_uses_with(node.args[0])
@@ -191,7 +191,7 @@ def _drop_identities(module: fx.GraphModule) -> None:
 
 
 def _drop_unread_state(module: fx.GraphModule) -> None:
-    """Removes parameters and buffers that nothing reads or writes: unused ones, and further names of tied ones."""
+    """Removes the inputs for parameters and buffers that the graph neither reads nor writes."""
     kept = {value for value, _ in outputs_of(module)}
     written = {role.of for _, role in outputs_of(module) if isinstance(role, Mutation)}
     for node, role in list(inputs_of(module)):
@@ -200,7 +200,7 @@ def _drop_unread_state(module: fx.GraphModule) -> None:
 
 
 def _name_placeholders(module: fx.GraphModule) -> None:
-    """Names placeholders after their roles to make printed graphs readable."""
+    """Names placeholders after their roles, to make printed graphs readable."""
     for node in module.graph.nodes:
         if node.op != "placeholder":
             continue

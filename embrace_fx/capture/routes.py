@@ -1,4 +1,4 @@
-"""Traces a model with a batch of fake tensors into one ATen graph of forward and backward.
+"""Traces a model with a batch of fake tensors to one ATen graph of forward and backward.
 
 Dynamo traces the forward's bytecode to a torch-level graph, which AOTAutograd traces with its backward to one ATen
 graph. Tied parameters stay tied.
@@ -36,9 +36,9 @@ from embrace_fx.capture.effects import (
 )
 from embrace_fx.capture.guards import (
     Conditions,
-    dynamo_guards,
-    name_in_frame,
+    collect_guards,
     name_of_model,
+    to_dynamo_name,
     traced_function,
 )
 from embrace_fx.capture.kept_by_torch import capture_metrics
@@ -52,16 +52,16 @@ from embrace_fx.vocabulary.version_snapshot import VersionSnapshot
 
 @dataclass(frozen=True)
 class Traced:
-    """A traced model: its graph, and everything else that a call needs.
+    """A traced model: its graph, and what is needed to call it.
 
     Attributes:
-        joint: forward and backward, or only the forward, from AOTAutograd: inputs and outputs have descriptors, and
-            constants of the batch are inputs too.
+        joint: AOTAutograd's graph of forward and backward, or only of the forward. Inputs and outputs have
+            descriptions, and constants of the batch are still inputs.
         out_spec: the tree structure of the model's results.
-        replay: runs the forward's side effects from the graph's results, or None if there are none.
-        constants: index among the flattened arguments -> an argument that the forward reads and that is not a tensor.
-        names: index -> Dynamo's name of a flattened argument.
-        symbols: name of a number that is an input -> its symbol.
+        replay: repeats the forward's side effects from the graph's results, or None if there are none.
+        constants: index among the flattened arguments -> an argument that is not a tensor and that the forward reads.
+        names: index among the flattened arguments -> Dynamo's name of the argument.
+        symbols: name of a number that is an input of the graph -> its symbol.
     """
 
     joint: fx.GraphModule
@@ -77,8 +77,8 @@ class Traced:
 def copies_to_mark(
     args: tuple[Any, ...], kwargs: dict[str, Any], dynamic: frozenset[tuple[int, int]]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Returns the arguments with tensors replaced by uninitialized copies, because the capture marks dimensions on
-    them.
+    """Returns the arguments with tensors replaced by uninitialized copies, on which the capture can mark dynamic
+    dimensions.
 
     Each copy begins at the start of its own storage, because batches sliced from one long tensor have varying offsets.
     """
@@ -122,7 +122,7 @@ _SPARSE = {torch.nn.functional.embedding: 6, torch.nn.functional.embedding_bag: 
 
 
 def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Computes `linear` as one product, with the bias in it, of a sequence in any memory format too.
+    """Computes `linear` as a single product that includes the bias, for inputs of any memory format.
 
     torch would add the bias to the result where the input is not contiguous, such as an RNN's with `batch_first`.
     """
@@ -131,8 +131,8 @@ def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor
 
 
 def _replace_untraceable_calls(read: fx.GraphModule) -> None:
-    """Replaces calls in Dynamo's graph and nested graphs: RNNs by `rnn_as_ops`, `linear` by `_linear`, and lookups with
-    sparse gradients by dense ones.
+    """Replaces calls that cannot be traced to ATen in Dynamo's graph and nested graphs: RNNs, `linear`, and lookups
+    with sparse gradients.
 
     ATen graphs do not support the layout of sparse gradients. `meta["custom"]` marks the lookups that requested one.
     """
@@ -169,16 +169,16 @@ def trace(
     values: Collection[str] = (),
     reads_all: bool = False,
 ) -> Traced:
-    """Traces a forward, and its backward.
+    """Traces a model's forward and backward.
 
     Args:
-        values: names of the values that become inputs.
-        reads_all: whether all arguments count as read, including those that Dynamo has not guarded.
+        values: names of numbers and of tensors of objects that become inputs of the graph.
+        reads_all: whether to treat all arguments as read, even those that Dynamo has not guarded.
     """
     itself = name_of_model(model)
-    names = {name_in_frame(name, itself): name for name in values}
+    names = {to_dynamo_name(name, itself): name for name in values}
     with numbers_as_inputs(names):
-        read = _read_forward(model, args, kwargs, reads_all)
+        read = _trace_with_dynamo(model, args, kwargs, reads_all)
     symbols = symbols_of(read.out.graph_capture_output.output_graph.shape_env, names)
     _replace_untraceable_calls(read.gm)
     context = read.gm.meta.get("tracing_context") or TracingContext(read.gm.meta["fake_mode"])
@@ -187,7 +187,9 @@ def trace(
     sizes: Any = context.fake_mode and context.fake_mode.shape_env
     if sizes is not None:
         sizes.tracked_fakes = []
-    conditions = replace(read.conditions, numbers=_numbers_read(read.gm.graph, itself, read.conditions.values))
+    conditions = replace(
+        read.conditions, numbers=_tensors_read_as_numbers(read.gm.graph, itself, read.conditions.values)
+    )
     module, keywords = TreeResults(read.gm), read.kwargs
     replay: ReplayedEffects | None = None
     if read.effects or values:
@@ -209,8 +211,10 @@ def trace(
 def _without_unread(
     args: tuple[Any, ...], kwargs: dict[str, Any], read: Mapping[int, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Returns the arguments with a placeholder for every leaf that the forward does not read. `read` holds the leaves
-    that it reads, by index.
+    """Returns the arguments with a placeholder in place of each one that the forward does not read.
+
+    Args:
+        read: the arguments that it reads, by index among the flattened arguments.
     """
     leaves, spec = pytree.tree_flatten((args, kwargs))
     kept = [leaf if isinstance(leaf, Tensor) or k in read else UNREAD for k, leaf in enumerate(leaves)]
@@ -221,7 +225,7 @@ def _without_unread(
 def _make_states_inputs(
     model: nn.Module, read: _Read, symbols: Mapping[str, Symbol], model_name: str
 ) -> tuple[TreeResults, list[Any], ReplayedEffects]:
-    """Makes the values that a forward reads from objects inputs of the graph.
+    """Makes the values that a forward reads from objects inputs of the graph, besides the batch.
 
     Args:
         symbols: Dynamo's name of a number that is an input -> its symbol.
@@ -241,15 +245,15 @@ def _make_states_inputs(
 
 
 def _where_read(read: _Read, symbols: Mapping[str, Symbol], model_name: str) -> list[str | int]:
-    """Returns where each number that is an input is read at a call: an index among the flattened arguments, or an
+    """Returns where to read each number that is an input at a call: an index among the flattened arguments, or an
     expression.
     """
     of_arguments = {name: k for k, name in read.names.items()}
-    return [of_arguments.get(name, read.conditions.to_scope(name, model_name)) for name in symbols]
+    return [of_arguments.get(name, read.conditions.to_scope_name(name, model_name)) for name in symbols]
 
 
-def _numbers_read(graph: fx.Graph, model_name: str, values: ReadValues) -> VersionSnapshot:
-    """Returns the tensors of the model and of globals whose numbers Dynamo's graph reads."""
+def _tensors_read_as_numbers(graph: fx.Graph, model_name: str, values: ReadValues) -> VersionSnapshot:
+    """Returns a snapshot of the model's and global tensors from which Dynamo's graph reads Python numbers."""
     inputs, found = graph.find_nodes(op="placeholder"), dict(zip(values.names, values.values, strict=True))
     tensors = {inputs[k]: found.get(name) for k, name in state_inputs(graph, model_name).items()}
     return tensors_read_as_numbers(graph, {node: each for node, each in tensors.items() if isinstance(each, Tensor)})
@@ -257,13 +261,13 @@ def _numbers_read(graph: fx.Graph, model_name: str, values: ReadValues) -> Versi
 
 @dataclass
 class _Read:
-    """A forward traced by Dynamo.
+    """A forward traced by Dynamo, before it is traced to ATen.
 
     Attributes:
         gm: Dynamo's graph.
         args, kwargs: the batch, with `UNREAD` for arguments that the forward does not read.
-        constants: index among the flattened arguments -> an argument that the forward reads and that is not a tensor.
-        names: index -> Dynamo's name of a flattened argument.
+        constants: index among the flattened arguments -> an argument that is not a tensor and that the forward reads.
+        names: index among the flattened arguments -> Dynamo's name of the argument.
     """
 
     gm: fx.GraphModule
@@ -276,29 +280,32 @@ class _Read:
     names: Mapping[int, str]
 
 
-def _read_forward(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], reads_all: bool) -> _Read:
+def _trace_with_dynamo(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], reads_all: bool) -> _Read:
     """Traces a forward with Dynamo.
 
     Dynamo runs every call on fake tensors to find shapes, and an unrolled RNN would fix its number of steps. The mode
     that prevents it takes half of Dynamo's time on top, so it is used only for models that call an RNN.
+
+    Args:
+        reads_all: whether to treat all arguments as read, even those that Dynamo has not guarded.
     """
     has_rnns = any(isinstance(each, nn.RNNBase) for each in model.modules())
     if not has_rnns:
-        found = _read_by_dynamo(model, args, kwargs, reads_all)
+        found = _export_with_dynamo(model, args, kwargs, reads_all)
         if not _calls_rnns(found.gm):  # a model may call an RNN function without a module
             return found
     with KeepRnnWhole(kernel="loop"):
-        return _read_by_dynamo(model, args, kwargs, reads_all)
+        return _export_with_dynamo(model, args, kwargs, reads_all)
 
 
 def _calls_rnns(module: fx.GraphModule) -> bool:
-    """Returns whether a graph calls a recurrent network."""
+    """Returns whether a graph calls a recurrent network of torch."""
     graphs = (each.graph for each in module.modules() if isinstance(each, fx.GraphModule))
     return any(node.op == "call_function" and node.target in CELLS for graph in graphs for node in graph.nodes)
 
 
-def _read_by_dynamo(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], reads_all: bool) -> _Read:
-    """Captures like `dynamo_graph_capture_for_export`, with side effects to replay."""
+def _export_with_dynamo(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], reads_all: bool) -> _Read:
+    """Traces like `dynamo_graph_capture_for_export`, but keeps side effects that can be repeated."""
     with (
         refuse_collectives(),
         record_effects() as effects,
@@ -317,13 +324,15 @@ def _read_by_dynamo(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, A
     check_read_arguments([*constants.values()], type(model).__name__)
     args, kwargs = _without_unread(args, kwargs, constants)
     gm = create_fx_graph_from_captured_output(out, model, args, kwargs)
-    return _Read(gm, out, dynamo_guards(gm, model), effects, args, kwargs, constants, names)
+    return _Read(gm, out, collect_guards(gm, model), effects, args, kwargs, constants, names)
 
 
 def _trace_joint(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], context: TracingContext
 ) -> tuple[fx.GraphModule, pytree.TreeSpec]:
-    """Returns AOTAutograd's graph of a module and a batch, and the tree structure of the module's results."""
+    """Traces a module with AOTAutograd. Returns its graph of forward and backward, and the tree structure of the
+    results.
+    """
     with contextlib.ExitStack() as stack:
         stack.enter_context(tracing(context))
         stack.enter_context(record_checkpoint_regions())

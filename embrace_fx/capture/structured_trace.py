@@ -1,4 +1,4 @@
-"""Writes graphs and reports to torch's structured trace, for `tlparse`."""
+"""Writes graphs and reports to torch's structured trace, which `tlparse` reads."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from torch._logging._internal import trace_log, trace_structured
 
 
 def log_graph(name: str, module: fx.GraphModule) -> None:
-    """Writes a graph's text to torch's structured trace."""
+    """Writes a graph as text to torch's structured trace."""
     log_text(name, lambda: module.print_readable(print_output=False, include_stride=False, include_device=False))
 
 
 def log_text(name: str, text: Callable[[], str]) -> None:
-    """Writes a report to torch's structured trace, building its text only if the trace is enabled.
+    """Writes a report to torch's structured trace. `text` builds it, only if the trace is enabled.
 
     Before the first report, torch's handler has no folder, and would build the text only to drop it.
     """

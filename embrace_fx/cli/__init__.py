@@ -88,12 +88,16 @@ def plan(
 
 
 def forecast_text(forecast: Forecast) -> str:
-    """Returns a forecast's report, with the schedule's metrics if it has a schedule."""
+    """Returns a forecast's report as text, with the schedule's metrics if there is a schedule."""
     return str(forecast) if forecast.world_size == 1 else f"{forecast}\n{forecast.schedule}"
 
 
 def write_forecast(forecast: Forecast, text: str, path: Path) -> None:
-    """Writes a forecast to a file, in the format of the path's suffix."""
+    """Writes a forecast to a file, in the format of the file's suffix.
+
+    Args:
+        text: the forecast's report, for .txt.
+    """
     if path.suffix == ".txt":
         path.write_text(text, encoding="utf-8")
     elif path.suffix == ".json":
@@ -103,7 +107,9 @@ def write_forecast(forecast: Forecast, text: str, path: Path) -> None:
 
 
 def _write_json(forecast: Forecast, path: Path) -> None:
-    """Writes the schedule as a trace, for `show` and Perfetto, with the plan in it; of one rank, only the plan."""
+    """Writes the schedule as a trace, for `show` and Perfetto, with the plan in it. For one rank, writes only the
+    plan.
+    """
     if forecast.world_size == 1:
         forecast.save(path)
         return
@@ -134,7 +140,7 @@ def show(saved: str, output: str | None) -> None:
         if (planned := read_plan(source)) is not None:
             click.echo(str(planned))
             return
-        schedule, timeline = trace.read(source)
+        schedule, timeline = trace.read_trace(source)
         # Do not write beside the file: a page saved there may have more facts than one made from a .json.
         target = Path(output or Path(tempfile.mkdtemp(prefix="embrace-fx-"), f"{source.stem}.html"))
         save(target, schedule=schedule, timeline=timeline)
@@ -144,7 +150,9 @@ def show(saved: str, output: str | None) -> None:
 
 
 def read_plan(path: Path) -> Plan | None:
-    """Reads the plan in a .json written by `plan.save(path)` or `plan --output`, or None if the file contains none."""
+    """Reads the plan from a .json file that `plan.save(path)` or `plan --output` has written, or returns None if it has
+    none.
+    """
     from embrace_fx.vocabulary.plan import Plan  # noqa: PLC0415
 
     try:
@@ -154,7 +162,7 @@ def read_plan(path: Path) -> Plan | None:
 
 
 def _open_page(page: Path) -> None:
-    """Opens a page in a browser, or says that there is none."""
+    """Opens a page in a browser, or prints that there is no browser."""
     if not webbrowser.open(page.resolve().as_uri()):
         click.echo(f"No browser was found. Open {page.resolve()} in a browser", err=True)
 
@@ -234,7 +242,7 @@ _RATE = re.compile(r"(\d+(?:\.\d+)?) *([KMGT])(b|bit|B)(?:/s|ps)", re.IGNORECASE
 
 
 def make_cluster(bandwidth: str | None, device: str | None) -> Cluster:
-    """Returns a cluster for a bandwidth and a device given by name. Without both, returns `Cluster`'s default.
+    """Returns a cluster with the given link bandwidth and device, or `Cluster()` if neither is given.
 
     >>> cluster_named("25Gb/s", None) == Cluster()
     True
@@ -274,7 +282,7 @@ def read_cluster(path: Path) -> Cluster:
 
 @contextmanager
 def usage_errors() -> Iterator[None]:
-    """Opens a context that shows an error of the user in one line, without a traceback."""
+    """Opens a context that prints an error of the user in one line, without a traceback."""
     try:
         yield
     except (ValueError, RuntimeError) as error:

@@ -29,10 +29,10 @@ class Finding:
     """The result of one check of `embrace-fx doctor`.
 
     Attributes:
-        subject: the checked thing.
-        state: "fails" if nothing trains; "limits" if something is slower or an option cannot be used.
+        subject: what was checked.
+        state: "fails" if training is impossible; "limits" if something is slower or an option is unavailable.
         found: the result, in a few words.
-        to_do: the fix, or "" if none is needed.
+        to_do: how to fix it, or "" if nothing needs to be done.
     """
 
     subject: str
@@ -42,7 +42,7 @@ class Finding:
 
 
 def software_versions(_: Environment) -> Finding:
-    """Checks that Python and torch are not too old."""
+    """Checks that Python and torch are recent enough."""
     found = (
         f"Python {platform.python_version()}, torch {torch.__version__}, embrace-fx {metadata.version('embrace-fx')}"
     )
@@ -138,7 +138,7 @@ def network_interface(environment: Environment) -> Finding:
 
 
 def thread_count(environment: Environment) -> Finding:
-    """Checks that CPU ranks do not start more threads than their machine has cores."""
+    """Checks that all ranks of a machine together do not start more threads than it has cores."""
     ranks, cores = int(environment.get("LOCAL_WORLD_SIZE", "1")), os.cpu_count() or 1
     each = int(environment.get("OMP_NUM_THREADS") or cores)
     found = f"{ranks} rank(s) of {each} thread(s) on {cores} core(s)"

@@ -23,7 +23,7 @@ STEPS_PER_TURN = 5
 
 
 class Contender:
-    """One of the two compared systems: a model that trains on one batch repeatedly, with the times of its steps."""
+    """One of the two systems to compare: a model that trains repeatedly on one batch, with the times of its steps."""
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, batch: Any) -> None:
         self.model, self.optimizer = model, optimizer
@@ -34,14 +34,14 @@ class Contender:
         self.step_bytes: list[float] = []
 
     def train(self, steps: int) -> None:
-        """Trains for some steps on one batch."""
+        """Runs some training steps on the batch."""
         for _ in range(steps):
-            loss_of(self.model(*self.args, **self.kwargs)).backward()
+            find_loss(self.model(*self.args, **self.kwargs)).backward()
             self.optimizer.step()
             self.optimizer.zero_grad()
 
     def turn(self, steps: int) -> None:
-        """Trains `steps` steps between two barriers, and stores their times."""
+        """Runs `steps` training steps between two barriers, and stores their times."""
         dist.barrier()
         began_s, before = time.perf_counter(), sent_by_connection()
         self.train(steps)
@@ -57,8 +57,8 @@ def compare(make: Callable[[], tuple[nn.Module, Any, torch.optim.Optimizer | Non
     starts and ends the process group.
 
     Args:
-        make: returns a new (model, batch, optimizer) at each call; None as the optimizer means SGD.
-        steps: steps of each system after warming up.
+        make: function that returns a new (model, batch, optimizer) at each call; None as the optimizer means SGD.
+        steps: the number of measured steps of each system, after warm-up.
     """
     dist.init_process_group()
     try:
@@ -90,8 +90,8 @@ def _print_progress(text: str) -> None:
         print(f"bench: {text}", file=sys.stderr, flush=True)
 
 
-def loss_of(results: Any) -> Tensor:
-    """Returns the loss in a model's results: the result itself, its `loss`, or the first scalar in it."""
+def find_loss(results: Any) -> Tensor:
+    """Returns the loss among a model's results: the result itself, its `loss`, or the first scalar in it."""
     if isinstance(found := getattr(results, "loss", None), Tensor):
         return found
     scalars = [leaf for leaf in pytree.tree_leaves(results) if isinstance(leaf, Tensor) and leaf.dim() == 0]
@@ -104,7 +104,7 @@ def loss_of(results: Any) -> Tensor:
 
 
 def _default_optimizer(model: nn.Module) -> torch.optim.Optimizer:
-    """Returns the optimizer for a factory that returns none: SGD."""
+    """Returns SGD, for a factory that returns no optimizer."""
     return torch.optim.SGD(model.parameters(), 0.01)
 
 

@@ -28,16 +28,18 @@ BLOCK_SIZES = (8, 16, 32, 64, 128, 256, 512, 1024)
 
 
 def index_bytes(limit: int) -> int:
-    """Returns the bytes of an index from 0 to `limit` on the wire."""
+    """Returns the number of bytes that an index from 0 to `limit` takes in a message."""
     return 4 if limit < 2**31 else 8
 
 
 def record_bytes(limit: int, width: int, itemsize: int) -> int:
-    """Returns the bytes of a record: an index up to `limit` and `width` values of `itemsize` bytes."""
+    """Returns the number of bytes that a record takes in a message: an index up to `limit`, and `width` values of
+    `itemsize` bytes.
+    """
     return index_bytes(limit) + width * itemsize
 
 
-def cheapest_block(run: int, itemsize: int, cluster: Cluster) -> int:
+def fastest_block_size(run_length: int, itemsize: int, cluster: Cluster) -> int:
     """Returns the block size, in elements, that sends a typical sparse gradient (of density `TYPICAL_DENSITY`) in the
     least time.
 
@@ -45,30 +47,30 @@ def cheapest_block(run: int, itemsize: int, cluster: Cluster) -> int:
     index takes at most an eighth of its block, because a gradient may be denser than assumed.
 
     Args:
-        run: number of consecutive elements that are non-zero together: a row's width.
+        run_length: the number of consecutive elements that are zero or non-zero together, such as a row's width.
         itemsize: bytes of an element.
         cluster: gives the links' bandwidth, and the speed of handling blocks.
     """
 
     def time_ms_per_element(size: int) -> float:
-        """Returns the time that blocks of a size take per element of the tensor."""
-        density = 1 - (1 - TYPICAL_DENSITY) ** math.ceil(size / run)
+        """Returns the time to send blocks of `size` elements, per element of the tensor."""
+        density = 1 - (1 - TYPICAL_DENSITY) ** math.ceil(size / run_length)
         bytes_per_block = record_bytes(0, size, itemsize)
         handled = Work(passed_bytes=PASSES_PER_BLOCK * bytes_per_block, units=1)
         return density * (handled.time_ms(cluster) + bytes_per_block / cluster.bandwidth_bytes_per_ms) / size
 
-    candidates = (size for size in sorted({run, *BLOCK_SIZES}) if size * itemsize >= 8 * index_bytes(0))
+    candidates = (size for size in sorted({run_length, *BLOCK_SIZES}) if size * itemsize >= 8 * index_bytes(0))
     return min(candidates, key=time_ms_per_element)
 
 
 @dataclass(frozen=True)
 class Streaming:
-    """The parameters of `omnireduce`'s streaming: each aggregator processes `lanes` blocks at a time, grouped into
-    messages.
+    """How "omnireduce" divides blocks of a gradient among the streams of an aggregator, the rank that sums one range of
+    the tensor.
 
     Attributes:
-        lanes: lanes of an aggregator, each of which processes one block at a time.
-        slots: lanes of a stream, whose blocks share a message.
+        lanes: how many blocks an aggregator processes at a time, one per lane.
+        slots: how many lanes share a stream, which sends their blocks in one message.
     """
 
     lanes: int
@@ -78,27 +80,29 @@ class Streaming:
         """Returns the expected number of an aggregator's lanes that have a block to process.
 
         Args:
-            present: the number of blocks with values in the aggregator's range, at random places.
+            present: how many blocks with non-zero values lie, at random places, in the aggregator's range.
         """
         return self.lanes * -math.expm1(-present / self.lanes)
 
     def busy_streams(self, busy_lanes: float) -> int:
-        """Returns the expected number of an aggregator's streams that have a block to process.
+        """Returns the expected number of an aggregator's streams with at least one busy lane.
 
         Args:
-            busy_lanes: the number of lanes that have one, from `busy_lanes`.
+            busy_lanes: the number of lanes that have a block to process.
         """
         return max(1, math.ceil(busy_lanes / self.slots))
 
 
-def streaming_of(num_blocks: int, width: int, itemsize: int, world_size: int, cluster: Cluster) -> Streaming:
-    """Chooses how "omnireduce" streams a tensor of `num_blocks` blocks: the lanes and slots with the least time.
+def choose_streaming(num_blocks: int, width: int, itemsize: int, world_size: int, cluster: Cluster) -> Streaming:
+    """Chooses the numbers of lanes and slots with which "omnireduce" exchanges a tensor in the least time.
 
     Many lanes need many bytes to send the first block of each; few lanes need many rounds. It chooses the cheapest
     number of lanes for gradients of `TYPICAL_DENSITY`, and so many slots that a round's bytes outweigh its start-ups.
 
     Args:
-        num_blocks, width, itemsize: of the tensor.
+        num_blocks: the number of blocks of the tensor.
+        width: the elements of a block.
+        itemsize: the bytes of an element.
     """
     of_aggregator = math.ceil(num_blocks / world_size)
     link = cluster.link("messages")
@@ -107,32 +111,34 @@ def streaming_of(num_blocks: int, width: int, itemsize: int, world_size: int, cl
     present = of_aggregator * (1 - (1 - TYPICAL_DENSITY) ** world_size)
 
     def time_ms(lanes: int) -> float:
-        """Returns the time that start-ups and the first block of each lane take with this many lanes."""
+        """Returns the fixed time of all rounds plus the time to send the first block of each lane."""
         streaming = Streaming(lanes, slots)
         rounds = expected_rounds(num_blocks, world_size, streaming, present)
-        first_bytes = lanes * place_bytes(places_of_lane(num_blocks, world_size, lanes))
+        first_bytes = lanes * position_bytes(blocks_per_lane(num_blocks, world_size, lanes))
         return rounds * link.start_up_ms + first_bytes / link.bandwidth_bytes_per_ms
 
     halvings = range(max(1, of_aggregator).bit_length())
     return Streaming(min((max(1, of_aggregator >> k) for k in halvings), key=time_ms), slots)
 
 
-def places_of_lane(num_blocks: int, world_size: int, lanes: int) -> int:
-    """Returns the number of blocks, with or without values, that the longest lane processes."""
+def blocks_per_lane(num_blocks: int, world_size: int, lanes: int) -> int:
+    """Returns how many blocks, zero or not, belong to the lane with the most."""
     return math.ceil(math.ceil(num_blocks / world_size) / lanes)
 
 
-def place_bytes(places: int) -> int:
-    """Returns the bytes that encode a position in a lane of `places` positions."""
-    return 1 if places < 2**8 else 4
+def position_bytes(num_blocks: int) -> int:
+    """Returns the number of bytes that encode a block's position in a lane of `num_blocks` blocks."""
+    return 1 if num_blocks < 2**8 else 4
 
 
 def expected_rounds(num_blocks: int, world_size: int, streaming: Streaming, present: float) -> float:
-    """Returns the expected rounds of all streams, for `present` blocks at random places of an aggregator's range.
+    """Returns the expected number of rounds of all streams of an aggregator. A stream has as many rounds as its longest
+    lane has blocks.
 
-    A stream has as many rounds as its longest lane has blocks.
+    Args:
+        present: how many blocks with non-zero values lie, at random places, in the aggregator's range.
     """
     per_lane = present / streaming.lanes
     longest = per_lane + math.sqrt(2 * per_lane * math.log(world_size * streaming.lanes))
-    places = places_of_lane(num_blocks, world_size, streaming.lanes)
+    places = blocks_per_lane(num_blocks, world_size, streaming.lanes)
     return streaming.busy_streams(streaming.busy_lanes(present)) * math.ceil(min(longest, places))

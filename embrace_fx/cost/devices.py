@@ -1,4 +1,4 @@
-"""Data sheets of devices: memory, matrix products, links to other devices of the machine, to the host and drives.
+"""Data sheets of accelerators: memory, speed, and the links to other devices, to the host and to drives.
 
 Used for predictions without a measurement, such as plans for clusters that are not available. Rates are those of the
 data sheets, in float32, times `ATTAINED`.
@@ -35,14 +35,14 @@ BYTES_OF_UNIT = 128
 
 @dataclass(frozen=True)
 class Device:
-    """An accelerator.
+    """The data sheet of an accelerator.
 
     Attributes:
-        memory_bytes_per_ms: the bandwidth of its own memory.
-        flops_per_ms: floating-point operations of matrix products in float32.
+        memory_bytes_per_ms: bandwidth of its memory.
+        flops_per_ms: floating-point operations per ms of float32 matrix products.
         memory_bytes: the size of its memory.
-        inside: the link between two devices of one machine.
-        to_host: the link to the machine's memory.
+        inside: link to another device of the same machine.
+        to_host: link to the machine's host memory.
     """
 
     name: str
@@ -54,24 +54,25 @@ class Device:
 
     @property
     def compute(self) -> Compute:
-        """Returns the rates at which the device computes a model."""
+        """The speed at which the device computes a model's forward and backward."""
         return Compute(ATTAINED * self.flops_per_ms, ATTAINED * self.memory_bytes_per_ms, LAUNCH_MS)
 
     @property
     def handling(self) -> Handling:
-        """Returns the rates at which the device handles gradients."""
+        """The speed at which the device gathers, sums and writes gradients."""
         passed = ATTAINED * self.memory_bytes_per_ms
         return Handling(passed, passed, float("inf"), BYTES_OF_UNIT / passed, KERNELS_OF_ROUND * LAUNCH_MS)
 
     def storage(self, host_bytes: float, cores: int = 8) -> tuple[StorageTier, ...]:
-        """Returns the storage tiers for rows of tables beyond its memory: host memory, and its own drive.
+        """Returns the storage tiers for rows of tables larger than the device's memory: host memory, and then the
+        machine's drive.
 
         The host gathers rows into pinned memory while the device copies previous rows. The slower of both determines
         the rate.
 
         Args:
-            host_bytes: bytes of host memory for this device's rows.
-            cores: host cores that gather them.
+            host_bytes: bytes of host memory available for this device's rows.
+            cores: how many host cores gather the rows.
         """
         byte_ms = max(1 / self.to_host.bandwidth_bytes_per_ms, 2 / (cores * CORE.moved_bytes_per_ms))
         return (StorageTier("host memory", FIRST_BYTE_MS / cores, FIRST_BYTE_MS / cores, byte_ms, host_bytes), NVME)
@@ -82,7 +83,7 @@ class Device:
         """Returns a cluster of machines with these devices.
 
         Args:
-            bandwidth_bytes_per_ms: the bandwidth from a machine to the others.
+            bandwidth_bytes_per_ms: the bandwidth from one machine to the others.
             latency_ms: latency of a message between machines.
             devices_per_machine: consecutive ranks that share a machine and its link to the others.
         """

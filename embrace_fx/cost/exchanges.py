@@ -1,4 +1,4 @@
-"""Predicts the bytes and time of exchanges of replicas' gradients from their sparsity.
+"""Predicts the bytes and time of exchanging gradients of replicated parameters, from the gradients' sparsity.
 
 Legend of the formulas: N ranks, V units in the tensor (rows, elements or blocks) of s bytes, u units on a rank, U in
 the union of all ranks, i bytes of an index (4, or 8 from 2^31 on), r = i + s bytes of a unit with its index.
@@ -36,13 +36,13 @@ from typing import Literal
 from embrace_fx.cost.blocks import (
     COUNT_BYTES,
     Streaming,
+    blocks_per_lane,
+    choose_streaming,
     expected_rounds,
-    place_bytes,
-    places_of_lane,
+    position_bytes,
     record_bytes,
-    streaming_of,
 )
-from embrace_fx.cost.links import Cluster, Collective, Exchange, Work, all_reduce, claim_work, passes_work
+from embrace_fx.cost.links import Cluster, Collective, Exchange, Work, all_reduce, new_memory_work, passes_work
 from embrace_fx.cost.sparsity import Sparsity
 
 Scheme = Literal["balanced", "hierarchical"]
@@ -54,13 +54,13 @@ UNITS_PER_LANE = 3
 
 @dataclass(frozen=True)
 class Prediction:
-    """The predicted bytes of one exchange, and the work of the ranks' processors.
+    """Predicted bytes and processor work of exchanging one tensor's gradient.
 
     Attributes:
-        mean: the exchange of a rank, the mean over ranks.
-        critical: its chain of rounds, each with the bytes of the rank that sends or receives the most.
-        work: the work before, between and after the rounds, of the rank with the most; in place, on a dense gradient.
-        collective: the collective whose link it uses.
+        mean: the bytes and messages that a rank sends, the mean over ranks.
+        critical: each round of the exchange, with the bytes of the rank that sends or receives the most in it.
+        work: the processor work of the rank with the most, if the result is written to a dense gradient in place.
+        collective: the collective whose link the exchange uses.
     """
 
     mean: Exchange
@@ -80,28 +80,29 @@ def predict(
     scheme: Scheme = "balanced",
     cluster: Cluster = Cluster(),
 ) -> Prediction:
-    """Predicts the bytes and the work of a strategy of replicas.
+    """Predicts the bytes and processor work of exchanging one tensor's gradient with a strategy for replicas.
 
     Args:
-        sparsity: in the strategy's units; for `omnireduce` in blocks (`embrace_fx.cost.sparsity.in_blocks`).
+        sparsity: the sparsity of the tensor's rows or elements; for `omnireduce` of its blocks
+            (`embrace_fx.cost.sparsity.in_blocks`).
         scheme: the scheme of "zen".
-        cluster: lanes and slots are chosen for this cluster.
+        cluster: the cluster for which `omnireduce` chooses lanes and slots.
 
     Raises:
-        ValueError: the strategy does not exchange gradients of replicas.
+        ValueError: the strategy does not replicate the tensor.
     """
     if strategy == "allreduce":
         cost = all_reduce(sparsity.tensor_bytes, sparsity.world_size)
         return Prediction(cost, cost, passes_work(sparsity.tensor_bytes), "all_reduce")
     if strategy == "allgather":
-        return _all_gather(sparsity)
+        return _predict_all_gather(sparsity)
     if strategy == "ps":
-        return _parameter_server(sparsity)
+        return _predict_parameter_server(sparsity)
     if strategy == "zen":
-        return _balanced(sparsity) if scheme == "balanced" else _hierarchical(sparsity)
+        return _predict_balanced(sparsity) if scheme == "balanced" else _predict_hierarchical(sparsity)
     if strategy == "omnireduce":
         shape = sparsity.num_units, sparsity.width, sparsity.itemsize
-        return _omnireduce(sparsity, streaming_of(*shape, sparsity.world_size, cluster))
+        return _predict_omnireduce(sparsity, choose_streaming(*shape, sparsity.world_size, cluster))
     raise ValueError(
         f"predict(): {strategy!r} does not exchange gradients of replicas. Pass one of the strategies in the table of "
         "embrace_fx/cost/exchanges.py."
@@ -109,72 +110,72 @@ def predict(
 
 
 def cheaper_scheme(sparsity: Sparsity, cluster: Cluster) -> Scheme:
-    """Returns the scheme of "zen" with less predicted time. The paper measures a few steps instead."""
+    """Returns the scheme of "zen" with the lower predicted time. The paper measures a few steps to choose."""
     balanced, hierarchical = (
         predict("zen", sparsity, scheme=scheme).time_ms(cluster) for scheme in ("balanced", "hierarchical")
     )
     return "hierarchical" if hierarchical < balanced else "balanced"
 
 
-def paired_ranks(world_size: int) -> int:
-    """Returns the number of ranks that take part in recursive doubling: the largest power of two up to `world_size`."""
+def power_of_two_below(world_size: int) -> int:
+    """Returns the largest power of two that is at most `world_size`: how many ranks take part in recursive doubling."""
     return 1 << (world_size.bit_length() - 1)
 
 
-def _all_gather(sparsity: Sparsity) -> Prediction:
-    """Predicts the bytes and work of strategy "allgather". The slowest rank is the one with the most units."""
+def _predict_all_gather(sparsity: Sparsity) -> Prediction:
+    """Predicts strategy "allgather". The slowest rank is the one with the most units (rows or elements) to send."""
     others, record = sparsity.world_size - 1, _record_bytes(sparsity)
     most, everyone = max(sparsity.units_by_rank), sparsity.world_size * sparsity.mean_units
-    work = _find_work(sparsity, most, times=3) + _add_work(sparsity, everyone, sparsity.union) + _write_work(sparsity)
-    return _one_round(
+    work = _find_work(sparsity, most, copies=3) + _add_work(sparsity, everyone, sparsity.union) + _write_work(sparsity)
+    return _predict_one_round(
         others * (COUNT_BYTES + sparsity.mean_units * record),
         others * (COUNT_BYTES + most * record),
         2 * others,
-        work + claim_work(everyone * record) + Work(rounds=2),
+        work + new_memory_work(everyone * record) + Work(rounds=2),
     )
 
 
-def _parameter_server(sparsity: Sparsity) -> Prediction:
-    """Predicts the bytes and work of strategy "ps". The slowest rank is the server of the fullest range."""
+def _predict_parameter_server(sparsity: Sparsity) -> Prediction:
+    """Predicts strategy "ps". The slowest rank is the server whose range of units has the most values."""
     others, record = sparsity.world_size - 1, _record_bytes(sparsity)
     pushed, push_critical = _push_bytes(sparsity, record, sparsity.push_imbalance)
     pulled, pull_critical = _pull_bytes(sparsity, record, sparsity.pull_imbalance)
     counts = 2 * others * COUNT_BYTES
-    work = _server_work(sparsity, 2, sparsity.push_imbalance, sparsity.pull_imbalance, given_out=2)
-    return _one_round(
+    work = _server_work(sparsity, 2, sparsity.push_imbalance, sparsity.pull_imbalance, passes_before_pull=2)
+    return _predict_one_round(
         counts + pushed + pulled,
         counts + push_critical + pull_critical,
         4 * others,
-        work + claim_work(sparsity.union * record) + Work(rounds=4),
+        work + new_memory_work(sparsity.union * record) + Work(rounds=4),
     )
 
 
-def _balanced(sparsity: Sparsity) -> Prediction:
-    """Predicts the bytes and work of strategy "zen" in the balanced scheme: hashing fills all servers equally, and each
-    returns its means with a bitmap instead of indices.
+def _predict_balanced(sparsity: Sparsity) -> Prediction:
+    """Predicts strategy "zen" in the balanced scheme: hashing gives all servers equally many units, and each returns
+    its means with a bitmap instead of indices.
     """
     others, values = sparsity.world_size - 1, _value_bytes(sparsity)
     pushed, push_critical = _push_bytes(sparsity, _record_bytes(sparsity), imbalance=1.0)
     pulled, pull_critical = _pull_bytes(sparsity, values, imbalance=1.0)
     fixed = others * (COUNT_BYTES + sparsity.num_units / sparsity.world_size / 8)
     hashed = Work(units=max(sparsity.units_by_rank), rounds=2)
-    return _one_round(
+    return _predict_one_round(
         fixed + pushed + pulled,
         fixed + push_critical + pull_critical,
         4 * others,
-        _server_work(sparsity, 3, 1.0, 1.0, given_out=1)
+        _server_work(sparsity, 3, 1.0, 1.0, passes_before_pull=1)
         + hashed
-        + claim_work(sparsity.union * values)
+        + new_memory_work(sparsity.union * values)
         + Work(rounds=4),
     )
 
 
-def _hierarchical(sparsity: Sparsity) -> Prediction:
-    """Predicts the bytes and work of strategy "zen" in the hierarchical scheme: recursive doubling among the largest
-    power of two of ranks. The other ranks send their units to a partner first.
+def _predict_hierarchical(sparsity: Sparsity) -> Prediction:
+    """Predicts strategy "zen" in the hierarchical scheme: recursive doubling among a power of two of ranks, to which
+    the other ranks first send their units.
     """
     world_size = sparsity.world_size
-    paired = paired_ranks(world_size)
+    paired = power_of_two_below(world_size)
     extra = world_size - paired
     record, values = _record_bytes(sparsity), _value_bytes(sparsity)
 
@@ -183,22 +184,20 @@ def _hierarchical(sparsity: Sparsity) -> Prediction:
         return COUNT_BYTES + units * record
 
     def largest_union(ranks: int) -> float:
-        """Estimates the largest union of units in any group of `ranks` ranks: the mean union, scaled by how far the
-        fullest ranks exceed the mean, and at most the union of all ranks.
+        """Estimates how many distinct units the fullest group of `ranks` ranks has: the mean group's, scaled by how far
+        the fullest ranks exceed the mean, and at most that of all ranks.
         """
         most = sorted(sparsity.units_by_rank)[-ranks:]
         grown = sparsity.unions[ranks - 1] * fmean(most) / max(sparsity.mean_units, 1.0)
         return min(sparsity.union, max(grown, most[-1]))
 
     def round_work(units: float, union: float) -> Work:
-        """Returns the work of one round, in which two ranks exchange `units` units each, and join and sum them to
-        `union` units.
-        """
-        received, joined = claim_work(units * record), claim_work(2 * units * values)
+        """Returns the work of a round: two ranks exchange `units` units each and sum them to `union` distinct units."""
+        received, joined = new_memory_work(units * record), new_memory_work(2 * units * values)
         return passes_work(3 * units * values) + received + joined + _add_work(sparsity, 2 * units, union)
 
     mean = critical = 0.0
-    work = _find_work(sparsity, max(sparsity.units_by_rank), times=1)
+    work = _find_work(sparsity, max(sparsity.units_by_rank), copies=1)
     distance = 1
     while distance < paired:
         # At this point, groups of this many neighbours have the same union.
@@ -215,13 +214,14 @@ def _hierarchical(sparsity: Sparsity) -> Prediction:
         critical += sent_bytes(largest_union(1)) + result
         work += round_work(largest_union(1), largest_union(2)) + passes_work(sparsity.union * values)
         rounds += 2
-    divided = passes_work(sparsity.union * values) + claim_work(sparsity.union * values)
-    return _one_round(mean, critical, 2 * rounds, work + divided + _write_work(sparsity) + Work(rounds=2 * rounds))
+    divided = passes_work(sparsity.union * values) + new_memory_work(sparsity.union * values)
+    return _predict_one_round(
+        mean, critical, 2 * rounds, work + divided + _write_work(sparsity) + Work(rounds=2 * rounds)
+    )
 
 
-def _omnireduce(blocks: Sparsity, streaming: Streaming) -> Prediction:
-    """Predicts the bytes and work of strategy "omnireduce". The slowest rank is the aggregator of the fullest range, in
-    sending or in receiving.
+def _predict_omnireduce(blocks: Sparsity, streaming: Streaming) -> Prediction:
+    """Predicts strategy "omnireduce". The slowest rank is the aggregator whose range has the most blocks.
 
     With more than one stream, blocks arrive while means are sent. A single stream sums before it replies. Means are
     kept until the last one has arrived.
@@ -230,8 +230,8 @@ def _omnireduce(blocks: Sparsity, streaming: Streaming) -> Prediction:
     others = world_size - 1
     pushed, push_critical = _push_bytes(blocks, record, blocks.push_imbalance)
     pulled, pull_critical = _pull_bytes(blocks, record, blocks.pull_imbalance)
-    places = places_of_lane(blocks.num_units, world_size, streaming.lanes)
-    first = 2 * others * streaming.lanes * place_bytes(places)
+    places = blocks_per_lane(blocks.num_units, world_size, streaming.lanes)
+    first = 2 * others * streaming.lanes * position_bytes(places)
     present = blocks.pull_imbalance * blocks.union / world_size
     rounds = expected_rounds(blocks.num_units, world_size, streaming, present)
     critical = push_critical + pull_critical
@@ -240,70 +240,81 @@ def _omnireduce(blocks: Sparsity, streaming: Streaming) -> Prediction:
         means_of_others = record * (blocks.union - min(present, blocks.union))
         critical = max(own_blocks + pull_critical, push_critical + means_of_others)
     lanes = Work(units=UNITS_PER_LANE * world_size * streaming.lanes, rounds=2 * 2 * (1 + rounds))
-    return _one_round(
+    return _predict_one_round(
         first + pushed + pulled,
         first + critical,
         round(2 * others * (1 + rounds)),
-        _server_work(blocks, 3, blocks.push_imbalance, blocks.pull_imbalance, given_out=1)
+        _server_work(blocks, 3, blocks.push_imbalance, blocks.pull_imbalance, passes_before_pull=1)
         + lanes
-        + claim_work(blocks.union * record),
+        + new_memory_work(blocks.union * record),
     )
 
 
-def _find_work(sparsity: Sparsity, units: float, times: float) -> Work:
-    """Returns the work to search a tensor for units that are not zero, and to gather and encode them `times` times."""
-    return Work(scanned_bytes=sparsity.tensor_bytes) + passes_work(units * _value_bytes(sparsity), times)
+def _find_work(sparsity: Sparsity, units: float, copies: float) -> Work:
+    """Returns the work to search a tensor for `units` non-zero units, and to gather and encode them `copies` times."""
+    return Work(scanned_bytes=sparsity.tensor_bytes) + passes_work(units * _value_bytes(sparsity), copies)
 
 
 def _add_work(sparsity: Sparsity, units: float, union: float) -> Work:
-    """Returns the work to sum `units` received units into a cleared tensor of their `union` units, and to divide it by
-    the number of ranks.
+    """Returns the work to sum `units` received units into a zeroed tensor, where they are `union` distinct units, and
+    to divide the sums by the number of ranks.
     """
     added, total = units * _value_bytes(sparsity), union * _value_bytes(sparsity)
-    return Work(units=units) + passes_work(2 * added + 2 * total) + claim_work(total)
+    return Work(units=units) + passes_work(2 * added + 2 * total) + new_memory_work(total)
 
 
 def _write_work(sparsity: Sparsity) -> Work:
-    """Returns the work to write the mean into the gradient."""
+    """Returns the work to write the mean into the dense gradient."""
     return passes_work(sparsity.union * _value_bytes(sparsity))
 
 
-def _server_work(sparsity: Sparsity, to_send: float, push: float, pull: float, given_out: float) -> Work:
-    """Returns the work of the server with the most units, in an exchange through servers.
+def _server_work(
+    sparsity: Sparsity,
+    passes_before_push: float,
+    push_imbalance: float,
+    pull_imbalance: float,
+    passes_before_pull: float,
+) -> Work:
+    """Returns the work of the server with the most units, where each rank is a server for one range.
 
     Args:
-        to_send: passes over a rank's units before they are sent.
-        push, pull: imbalance of the servers.
-        given_out: passes over a server's means before they are sent.
+        passes_before_push: how often a rank reads its units before it sends them to servers.
+        push_imbalance, pull_imbalance: units of the fullest server, divided by the mean of the servers.
+        passes_before_pull: how often a server reads its means before it returns them.
     """
-    union = min(pull * sparsity.union / sparsity.world_size, sparsity.union)
+    union = min(pull_imbalance * sparsity.union / sparsity.world_size, sparsity.union)
     return (
-        _find_work(sparsity, max(sparsity.units_by_rank), to_send)
-        + _add_work(sparsity, push * sparsity.mean_units, union)
-        + passes_work(union * _value_bytes(sparsity), given_out)
+        _find_work(sparsity, max(sparsity.units_by_rank), passes_before_push)
+        + _add_work(sparsity, push_imbalance * sparsity.mean_units, union)
+        + passes_work(union * _value_bytes(sparsity), passes_before_pull)
         + _write_work(sparsity)
     )
 
 
 def _value_bytes(sparsity: Sparsity) -> int:
-    """Returns the bytes of the values of one unit."""
+    """Returns the bytes of one unit's values, without its index."""
     return sparsity.width * sparsity.itemsize
 
 
 def _record_bytes(sparsity: Sparsity) -> int:
-    """Returns the bytes of one unit's values and its index."""
+    """Returns the bytes of one unit in a message: its index and its values."""
     return record_bytes(sparsity.num_units, sparsity.width, sparsity.itemsize)
 
 
-def _one_round(mean_bytes: float, critical_bytes: float, messages: int, work: Work) -> Prediction:
-    """Returns the prediction for an exchange of a single round."""
+def _predict_one_round(mean_bytes: float, critical_bytes: float, messages: int, work: Work) -> Prediction:
+    """Builds the prediction for an exchange that takes a single round."""
     return Prediction(Exchange(round(mean_bytes), messages), Exchange(round(critical_bytes), messages), work)
 
 
 def _push_bytes(sparsity: Sparsity, record: int, imbalance: float) -> tuple[float, float]:
-    """Returns the bytes (of the mean rank, of the slowest rank) when all ranks send their units to N servers.
+    """Returns the bytes (of the mean rank, of the slowest rank) that all ranks send when each sends its units to N
+    servers.
 
     The slowest is the rank with the most units to send, or the server of the fullest range.
+
+    Args:
+        record: bytes of one unit.
+        imbalance: units of the fullest server, divided by the mean of the servers.
     """
     to_others = (sparsity.world_size - 1) / sparsity.world_size * record
     return (
@@ -313,8 +324,12 @@ def _push_bytes(sparsity: Sparsity, record: int, imbalance: float) -> tuple[floa
 
 
 def _pull_bytes(sparsity: Sparsity, record: int, imbalance: float) -> tuple[float, float]:
-    """Returns the bytes (of the mean rank, of the slowest rank) when every server sends its part of the union to all
-    ranks.
+    """Returns the bytes (of the mean rank, of the slowest rank) that servers send when each returns its part of the
+    union to all ranks.
+
+    Args:
+        record: bytes of one unit.
+        imbalance: units of the fullest server, divided by the mean of the servers.
     """
     to_others = (sparsity.world_size - 1) / sparsity.world_size * record * sparsity.union
     return to_others, to_others * imbalance

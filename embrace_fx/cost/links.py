@@ -57,27 +57,27 @@ class Link:
 
     @property
     def start_up_ms(self) -> float:
-        """Returns the milliseconds of an empty message."""
+        """The time of an empty message, in milliseconds."""
         return max(self.latency_ms, self.least_ms)
 
     def transfer_ms(self, sent_bytes: float, messages: int) -> float:
-        """Predicts the time to send `sent_bytes` in `messages` consecutive messages."""
+        """Predicts the time in ms to send `sent_bytes` in `messages` messages, one after another."""
         return max(messages * self.least_ms, sent_bytes / self.bandwidth_bytes_per_ms + messages * self.latency_ms)
 
 
 @dataclass(frozen=True)
 class Handling:
-    """The speed of a rank's processor in handling gradients while all ranks do, possibly on shared cores.
+    """The rates at which a rank's processor handles gradients while all ranks do the same, possibly on shared cores.
 
     Defaults are for a rank with its own core of a server CPU (`python -m benchmarks.exchanges.handling`). The
     processor's work for the network is part of the rate that a collective reaches.
 
     Attributes:
-        scan_bytes_per_ms: searching a dense tensor for non-zero values.
-        pass_bytes_per_ms: gathering, copying, adding or writing rows once.
-        claim_bytes_per_ms: first writes to new memory in blocks of at least `LARGE_BLOCK_BYTES`.
-        unit_ms: encoding and decoding a row, block or element of any size, and finding its place in the union.
-        round_ms: preparing and receiving a round of communication of any size.
+        scan_bytes_per_ms: rate of searching a dense tensor for non-zero values.
+        pass_bytes_per_ms: rate of gathering, copying, adding or writing rows once.
+        claim_bytes_per_ms: rate of first writes to newly allocated memory, in blocks of at least `LARGE_BLOCK_BYTES`.
+        unit_ms: time to encode and decode a row, block or element of any size, and to find its place in the union.
+        round_ms: time to prepare and receive a round of communication of any size.
     """
 
     scan_bytes_per_ms: float = 1e7
@@ -94,12 +94,12 @@ class Handling:
 
 @dataclass(frozen=True)
 class Compute:
-    """The assumed speed of a rank's model compute, until it is measured.
+    """The speed at which a rank computes the model, assumed until it is measured.
 
     Attributes:
-        flops_per_ms: floating-point operations of matrix products.
-        moved_bytes_per_ms: bytes that all other operations read and write.
-        launch_ms: fixed time of an operation.
+        flops_per_ms: floating-point operations per ms of matrix products.
+        moved_bytes_per_ms: bytes per ms that all other operations read and write.
+        launch_ms: fixed time of one operation.
     """
 
     flops_per_ms: float
@@ -107,7 +107,7 @@ class Compute:
     launch_ms: float = 0.0
 
     def time_ms(self, flops: float, moved_bytes: float) -> float:
-        """Predicts the milliseconds of one operation."""
+        """Predicts the time in ms of one operation from its FLOPs and the bytes it reads and writes."""
         return self.launch_ms + flops / self.flops_per_ms + moved_bytes / self.moved_bytes_per_ms
 
 
@@ -119,11 +119,11 @@ until then only their ratio matters."""
 
 @dataclass(frozen=True)
 class Work:
-    """The sequential work of a rank's processor in an exchange, without transfers.
+    """Processor work of a rank in an exchange, without the transfers, as counts for the rates of `Handling`.
 
     Attributes:
-        scanned_bytes, passed_bytes, claimed_bytes, units, rounds: counts for the rates of `Handling`; n passes over the
-            same bytes count n times.
+        scanned_bytes, passed_bytes, claimed_bytes, units, rounds: how often each kind of work is done; n passes over
+            the same bytes count n times.
     """
 
     scanned_bytes: float = 0.0
@@ -133,7 +133,7 @@ class Work:
     rounds: float = 0.0
 
     def time_ms(self, cluster: Cluster) -> float:
-        """Returns the time of the work on a cluster."""
+        """Returns the time in ms that a rank of this cluster takes for the work."""
         rates = cluster.handling
         return (
             self.scanned_bytes / rates.scan_bytes_per_ms
@@ -154,12 +154,12 @@ class Work:
 
 
 def passes_work(nbytes: float, times: float = 1.0) -> Work:
-    """Returns the work to read or write `nbytes` bytes `times` times."""
+    """Returns the work to read or write the same `nbytes` bytes `times` times."""
     return Work(passed_bytes=times * nbytes)
 
 
-def claim_work(nbytes: float) -> Work:
-    """Returns the work to write `nbytes` bytes of newly allocated memory."""
+def new_memory_work(nbytes: float) -> Work:
+    """Returns the work to write `nbytes` bytes of newly allocated memory for the first time."""
     return Work(claimed_bytes=nbytes if nbytes >= LARGE_BLOCK_BYTES else 0.0)
 
 
@@ -171,15 +171,16 @@ class Cluster:
     us. They determine only which strategy is *relatively* cheaper.
 
     Attributes:
-        bandwidth_bytes_per_ms: bytes that one machine, with all of its ranks, can send to others per millisecond.
+        bandwidth_bytes_per_ms: bytes per ms that one machine, with all of its ranks, can send to others.
         latency_ms: the latency of one message.
-        links: (collective, its link) if it differs: pairwise messages may be slower than a ring.
+        links: pairs (collective, link) for collectives that reach another speed: pairwise messages may be slower than a
+            ring.
         ranks_per_machine: number of consecutive ranks that share a machine.
         inside: the link between two ranks of one machine, or None if each rank has its own machine.
         handling: the speed at which a rank's processor gathers, sums and writes.
         compute: the speed of a rank's model compute, for schedules before measurement.
-        pace: the milliseconds of `compute` that a rank computes in one, while all ranks do.
-        busy: the share of a transfer's time by which it delays concurrent compute on shared processors.
+        pace: how many milliseconds of `compute` a rank completes in one millisecond while all ranks compute.
+        busy: the delay of concurrent compute on shared processors, as a share of a transfer's time.
     """
 
     bandwidth_bytes_per_ms: float = 25e9 / 8 / 1e3
@@ -209,9 +210,7 @@ class Cluster:
                 raise ValueError(f"Cluster: bandwidth must be positive and latency not negative. Got {link}.")
 
     def link(self, collective: Collective | None = None) -> Link:
-        """Returns a collective's link. None, and collectives that are not listed, get the cluster's own bandwidth and
-        latency; "messages" get the link of AlltoAll unless listed.
-        """
+        """Returns the link that a collective uses."""
         listed = dict(self.links)
         if collective == "messages" and "messages" not in listed:
             collective = "all_to_all"
@@ -259,7 +258,9 @@ class Cluster:
         return replace(self, links=tuple(links), ranks_per_machine=1, inside=None)
 
     def transfer_ms(self, sent_bytes: float, messages: int, collective: Collective | None = None) -> float:
-        """Predicts the time to send `sent_bytes` in `messages` consecutive messages."""
+        """Predicts the time in ms to send `sent_bytes` in `messages` messages, one after another, over a collective's
+        link.
+        """
         return self.link(collective).transfer_ms(sent_bytes, messages)
 
 
@@ -271,7 +272,7 @@ class Exchange:
     messages: int
 
     def time_ms(self, cluster: Cluster, collective: Collective | None = None) -> float:
-        """Returns the time of the exchange on a cluster."""
+        """Returns the time in ms of the exchange on an idle cluster, over a collective's link."""
         return cluster.transfer_ms(self.sent_bytes, self.messages, collective)
 
     def __add__(self, other: Exchange) -> Exchange:
@@ -291,8 +292,9 @@ def all_gather(own_bytes: int, world_size: int) -> Exchange:
     return Exchange((world_size - 1) * own_bytes, world_size - 1)
 
 
-def gather_ids(rows_by_rank: tuple[int, ...], num_rows: int) -> Exchange:
-    """Returns one table's share of the id exchange, which is two AllGathers at the start of a step.
+def predict_id_exchange(rows_by_rank: tuple[int, ...], num_rows: int) -> Exchange:
+    """Returns the bytes and messages of one table in the exchange of ids at the start of a step, which is two
+    AllGathers for all tables.
 
     The first announces each table's number of ids as an int64 (`StepHandshake.announce`; the state before it is the
     step's own). The second has that number again and the ids (`Communicator.all_gather_ids`), int32 if they fit, padded
@@ -303,37 +305,42 @@ def gather_ids(rows_by_rank: tuple[int, ...], num_rows: int) -> Exchange:
 
 
 def all_to_all(own_bytes: int, world_size: int) -> Exchange:
-    """Returns the bytes and messages of an AlltoAll of `own_bytes` per rank. A rank keeps 1/N of them."""
+    """Returns the bytes and messages of an AlltoAll of `own_bytes` per rank. A rank keeps 1/N of its bytes and sends
+    the rest.
+    """
     return Exchange(round((world_size - 1) * own_bytes / world_size), world_size - 1)
 
 
 def exchange(collective: Collective, own_bytes: int, world_size: int) -> Exchange:
-    """Returns the bytes and messages of one launch of a collective on a tensor of `own_bytes` on each rank."""
+    """Returns the bytes and messages of launching a collective once, on a tensor of `own_bytes` on each rank."""
     counted = {"all_reduce": all_reduce, "all_to_all": all_to_all, "all_gather": all_gather, "messages": all_to_all}
     return counted[collective](own_bytes, world_size)
 
 
 def launch_ms(cluster: Cluster, collective: Collective, own_bytes: int, world_size: int) -> float:
-    """Predicts the time of one launch of a tensor (chunk, bucket) of `own_bytes` on each rank, on an idle link."""
+    """Predicts the time in ms of launching a collective once, on a chunk or bucket of `own_bytes` on each rank, over an
+    idle link.
+    """
     return exchange(collective, own_bytes, world_size).time_ms(cluster.flattened(world_size), collective)
 
 
-def chunk_bytes(cluster: Cluster, world_size: int, collective: Collective = "all_reduce") -> int:
-    """Returns a chunk size small enough that an urgent transfer waits only briefly for a chunk ahead of it.
+def choose_chunk_bytes(cluster: Cluster, world_size: int, collective: Collective = "all_reduce") -> int:
+    """Chooses the bytes of a chunk: large transfers are launched in chunks so that an urgent transfer waits only
+    briefly.
 
-    This is the smallest size of which the fixed start-up time is at most `START_UP_SHARE` of the launch's time, and at
-    least `MIN_CHUNK_BYTES`. For one rank, it is the size for two.
+    This is the smallest size for which the fixed time is at most `START_UP_SHARE` of a launch's time, and at least
+    `MIN_CHUNK_BYTES`. A single rank gets the size for two ranks.
 
     Returns:
-        Bytes of the whole tensor on each rank, including a part that the rank keeps.
+        Bytes of the whole tensor on each rank, including the part that the rank keeps.
     """
     alone = replace(cluster, links=())
     start_up_ms, ms_per_byte = _cost_per_launch_and_byte(alone, max(world_size, 2), collective)
     return max(MIN_CHUNK_BYTES, ceil((1 / START_UP_SHARE - 1) * start_up_ms / ms_per_byte))
 
 
-def bucket_bytes(cluster: Cluster, world_size: int, total_bytes: int, *, read_later: bool = True) -> int:
-    """Chooses the size of the buckets of dense gradients, `total_bytes` in all.
+def choose_bucket_bytes(cluster: Cluster, world_size: int, total_bytes: int, *, read_later: bool = True) -> int:
+    """Chooses the bytes of a bucket, for dense gradients of `total_bytes` in all.
 
     If a forward waits for each bucket separately, that is the size of a chunk. Smaller buckets would pay more latency.
     Larger ones would be launched later, and the first parameter to be read would wait for its whole bucket. If the
@@ -342,10 +349,11 @@ def bucket_bytes(cluster: Cluster, world_size: int, total_bytes: int, *, read_la
     buckets.
 
     Args:
-        read_later: whether a forward waits for each bucket separately.
+        read_later: whether the next forward waits for each bucket separately, rather than the backward for all at its
+            end.
     """
     if read_later:
-        return max(1, min(total_bytes, chunk_bytes(cluster, world_size)))
+        return max(1, min(total_bytes, choose_chunk_bytes(cluster, world_size)))
     start_up_ms, ms_per_byte = _cost_per_launch_and_byte(replace(cluster, links=()), max(world_size, 2), "all_reduce")
     own_ms = start_up_ms + BUCKET_ROUNDS * cluster.handling.round_ms
     least_bytes = max(sqrt(total_bytes * own_ms / ms_per_byte), MIN_CHUNK_BYTES)

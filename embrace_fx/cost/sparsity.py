@@ -1,4 +1,5 @@
-"""Describes the sparsity of a tensor's gradients on all ranks: measured, extrapolated, or assumed.
+"""Describes the sparsity of a tensor's gradients on all ranks: measured, extrapolated, or assumed. It is counted in
+units: rows, elements or blocks.
 
 Contract
     A `Sparsity` is in units of one size: rows, elements or blocks, each with its own index on the wire. It determines
@@ -26,17 +27,20 @@ NEIGHBOURHOODS = 8
 
 @dataclass(frozen=True)
 class Sparsity:
-    """The sparsity of one tensor's gradients on all ranks, in units of one size.
+    """The sparsity of one tensor's gradients on all ranks, counted in units: rows, elements or blocks that are zero or
+    present.
 
     Attributes:
-        num_units: V, present or not.
+        num_units: V, the number of units of the tensor.
         width: values per unit.
         itemsize: bytes of a value.
-        units_by_rank: u_r, units present on each rank.
-        unions: units present on any of 1, 2, .. N neighbouring ranks, the mean over neighbourhoods; the last is U.
-        push_imbalance: all ranks' units in the fullest of N even ranges, divided by the mean of the ranges.
-        pull_imbalance: the same for the union (both are Zen's imbalance ratio, OSDI 2025).
-        draws_per_unit: ids in a batch per unique id.
+        units_by_rank: u_r, the number of units present on each rank.
+        unions: the number of units present on any of 1, 2, .. N neighbouring ranks, averaged over neighbourhoods; the
+            last is U.
+        push_imbalance: if the tensor is divided into N even ranges, the units of all ranks in the fullest range,
+            divided by the mean range's.
+        pull_imbalance: the same for the units of the union. Both are Zen's imbalance ratio (OSDI 2025).
+        draws_per_unit: the number of ids in a batch, divided by the number of unique ids.
     """
 
     num_units: int
@@ -50,27 +54,27 @@ class Sparsity:
 
     @property
     def world_size(self) -> int:
-        """Returns the number of ranks."""
+        """The number of ranks."""
         return len(self.units_by_rank)
 
     @property
     def mean_units(self) -> float:
-        """Returns the number of units present on one rank, the mean over ranks."""
+        """The number of units present on one rank, averaged over ranks."""
         return fmean(self.units_by_rank)
 
     @property
     def union(self) -> float:
-        """Returns the number of units present on at least one rank."""
+        """The number of units present on at least one rank."""
         return self.unions[-1]
 
     @property
     def tensor_bytes(self) -> int:
-        """Returns the bytes of the dense tensor."""
+        """The bytes of the tensor when sent densely."""
         return self.num_units * self.width * self.itemsize
 
     @property
     def density(self) -> float:
-        """Returns the share of units present in a rank's gradient, the mean over ranks."""
+        """The share of the tensor's units that are present on one rank, averaged over ranks."""
         return self.mean_units / max(self.num_units, 1)
 
     def densification(self, ranks: int) -> float:
@@ -90,18 +94,21 @@ class Sparsity:
         return f"{', '.join(parts)}, skew {self.push_imbalance:.1f} (of the union {self.pull_imbalance:.1f})"
 
 
-def measure(
-    ids_by_rank: Sequence[Tensor], num_units: int, width: int, itemsize: int, draws: int | None = None
+def measure_sparsity(
+    ids_by_rank: Sequence[Tensor], num_units: int, width: int, itemsize: int, total_ids: int | None = None
 ) -> Sparsity:
-    """Measures the sparsity of gradients from all ranks' units.
+    """Measures the sparsity of a tensor's gradients from the units (rows, for a table) that each rank's gradient has.
 
     Args:
-        ids_by_rank: (K,) unique int64 ids from 0 to num_units - 1 of each rank.
-        draws: the number of all ranks' ids with duplicates, or None without duplicates.
+        ids_by_rank: for each rank, unique int64 ids (K,) from 0 to num_units - 1.
+        num_units: the number of units of the tensor.
+        width: the values of a unit.
+        itemsize: the bytes of a value.
+        total_ids: the number of ids of all ranks before deduplication, or None if no id repeats.
     """
     world_size = len(ids_by_rank)
     first_ranks = range(0, world_size, math.ceil(world_size / NEIGHBOURHOODS))
-    grown = [_unions([*ids_by_rank[first:], *ids_by_rank[:first]], num_units) for first in first_ranks]
+    grown = [_union_sizes([*ids_by_rank[first:], *ids_by_rank[:first]], num_units) for first in first_ranks]
     everyone = torch.cat(list(ids_by_rank))
     return Sparsity(
         num_units,
@@ -111,12 +118,12 @@ def measure(
         unions=tuple(fmean(of_size) for of_size in zip(*grown, strict=True)),
         push_imbalance=imbalance(everyone, num_units, world_size),
         pull_imbalance=imbalance(everyone.unique(), num_units, world_size),
-        draws_per_unit=draws / everyone.numel() if draws and everyone.numel() else 1.0,
+        draws_per_unit=total_ids / everyone.numel() if total_ids and everyone.numel() else 1.0,
     )
 
 
-def _unions(ids_by_rank: Sequence[Tensor], num_units: int) -> list[int]:
-    """Returns the number of distinct units on the first rank, on the first two ranks, .. on all ranks."""
+def _union_sizes(ids_by_rank: Sequence[Tensor], num_units: int) -> list[int]:
+    """Returns how many distinct units the first rank has, the first two ranks together, .. all ranks together."""
     seen = torch.zeros(num_units, dtype=torch.bool, device=ids_by_rank[0].device)
     sizes, size = [], 0
     for ids in ids_by_rank:
@@ -127,14 +134,15 @@ def _unions(ids_by_rank: Sequence[Tensor], num_units: int) -> list[int]:
 
 
 def extrapolate(ids_by_batch: Sequence[Tensor], num_units: int, width: int, itemsize: int, world_size: int) -> Sparsity:
-    """Estimates the sparsity of N ranks whose batches draw ids independently, with the measured batches' frequencies.
+    """Estimates the sparsity of `world_size` ranks from a few measured batches, if all ranks draw ids independently
+    with the frequencies of these batches.
 
     Ids missing from the measured batches are drawn with the total probability of ids that occur once (Good and Turing),
     equally distributed. A union is a batch's own units times the expected ratio of the union to one rank.
 
     Args:
         ids_by_batch: (T,) int64 ids from 0 to num_units - 1 of each measured batch, with duplicates.
-        world_size: N.
+        world_size: the number of ranks N.
     """
     ids = torch.cat(list(ids_by_batch))
     on_a_rank = fmean(own.unique().numel() for own in ids_by_batch)
@@ -146,20 +154,20 @@ def extrapolate(ids_by_batch: Sequence[Tensor], num_units: int, width: int, item
     often = times.double() * (1 - new) / ids.numel()
     draws = ids.numel() / len(ids_by_batch)
 
-    def presence(ranks: int) -> tuple[Tensor, float]:
-        """Returns two probabilities that at least one of `ranks` ranks has a unit: that of each known unit, and that of
-        any one unseen unit.
+    def presence_probabilities(ranks: int) -> tuple[Tensor, float]:
+        """Returns the probabilities that at least one of `ranks` ranks has a unit: for each unit that was measured, and
+        for any one unit that was not.
         """
         return 1 - (1 - often) ** (draws * ranks), 1 - math.pow(1 - new / max(lacking, 1), draws * ranks)
 
     def union(ranks: int) -> float:
         """Returns the expected number of units present on at least one of `ranks` ranks."""
-        known, other = presence(ranks)
+        known, other = presence_probabilities(ranks)
         return float(known.sum() + lacking * other)
 
-    known, other = presence(world_size)
+    known, other = presence_probabilities(world_size)
     ranges = range_index(units, num_units, world_size)
-    starts = torch.tensor([*even_ranges(num_units, world_size), num_units], device="cpu")
+    starts = torch.tensor([*range_starts(num_units, world_size), num_units], device="cpu")
     lacking_by_range = starts.diff() - torch.bincount(ranges, minlength=world_size)
 
     filled = torch.bincount(ranges, weights=known, minlength=world_size) + other * lacking_by_range
@@ -177,17 +185,20 @@ def extrapolate(ids_by_batch: Sequence[Tensor], num_units: int, width: int, item
 
 
 def independent_ranks(num_units: int, width: int, itemsize: int, units_by_rank: tuple[int, ...]) -> Sparsity:
-    """Returns the sparsity of ranks that draw their units uniformly and independently."""
+    """Returns the sparsity if each rank draws its units uniformly and independently of the others.
+
+    Args:
+        units_by_rank: the number of units present on each rank.
+    """
     absent = accumulate((1.0 - units / max(num_units, 1) for units in units_by_rank), operator.mul)
     unions = tuple(num_units * (1.0 - probability) for probability in absent)
     return Sparsity(num_units, width, itemsize, units_by_rank, unions)
 
 
-def with_units(sparsity: Sparsity, units_by_rank: tuple[int, ...]) -> Sparsity:
-    """Returns a copy for other numbers of units per rank.
+def with_units_by_rank(sparsity: Sparsity, units_by_rank: tuple[int, ...]) -> Sparsity:
+    """Returns a copy in which each rank has another number of units, and ranks overlap to the same degree.
 
-    The overlap between ranks keeps its degree: the position of its unions between those of equal ranks and those of
-    independent ranks.
+    The degree is the position of the union between the unions of equal ranks and of independent ranks.
     """
     drawn = independent_ranks(sparsity.num_units, sparsity.width, sparsity.itemsize, units_by_rank)
     once = independent_ranks(sparsity.num_units, sparsity.width, sparsity.itemsize, sparsity.units_by_rank)
@@ -219,8 +230,8 @@ def in_blocks(sparsity: Sparsity, block_size: int) -> Sparsity:
     per_unit = max(1.0, sparsity.width / block_size)
     units_per_block = max(1.0, block_size / sparsity.width)
 
-    def blocks(units: float) -> float:
-        """Returns the expected count of blocks that hold some units."""
+    def expected_blocks(units: float) -> float:
+        """Returns the expected number of blocks that contain at least one of `units` randomly placed units."""
         absent = 1 - units / max(sparsity.num_units, 1)
         return min(units * per_unit, num_blocks * (1 - math.pow(absent, units_per_block)))
 
@@ -228,25 +239,25 @@ def in_blocks(sparsity: Sparsity, block_size: int) -> Sparsity:
         sparsity,
         num_units=num_blocks,
         width=block_size,
-        units_by_rank=tuple(round(blocks(units)) for units in sparsity.units_by_rank),
-        unions=tuple(blocks(units) for units in sparsity.unions),
+        units_by_rank=tuple(round(expected_blocks(units)) for units in sparsity.units_by_rank),
+        unions=tuple(expected_blocks(units) for units in sparsity.unions),
     )
 
 
-def even_ranges(num_units: int, ranges: int) -> list[int]:
-    """Returns the first unit of each of `ranges` even ranges of consecutive units."""
+def range_starts(num_units: int, ranges: int) -> list[int]:
+    """Divides the units into `ranges` even ranges of consecutive units, and returns the first unit of each."""
     return [index * num_units // ranges for index in range(ranges)]
 
 
 def range_index(ids: Tensor, num_units: int, ranges: int) -> Tensor:
-    """Returns, for each id, the index of its range when the units are divided into even ranges."""
-    starts = torch.tensor(even_ranges(num_units, ranges)[1:], dtype=torch.int64, device=ids.device)
+    """Returns, for each id, the index of its range when the units are divided into `ranges` even ranges."""
+    starts = torch.tensor(range_starts(num_units, ranges)[1:], dtype=torch.int64, device=ids.device)
     return torch.bucketize(ids, starts, right=True)
 
 
 def imbalance(ids: Tensor, num_units: int, ranges: int) -> float:
-    """Returns the number of ids in the fullest of `ranges` even ranges of units, divided by the mean over the
-    ranges.
+    """Divides the units into `ranges` even ranges, and returns the number of ids in the fullest one divided by the
+    mean.
     """
     if ids.numel() == 0:
         return 1.0

@@ -1,4 +1,5 @@
-"""Predicts, for tables beyond memory, the number of a step's rows missing in a working set, and the time to move them.
+"""Predicts, for tables larger than memory, how many of a step's rows must be read from storage, and the time that
+takes.
 
 Each step draws rows independently of earlier steps, by Zipf's law with an exponent fitted to a batch's distinct rows. A
 working set contains the rows of the last T steps, where T steps draw as many distinct rows as it has slots (Che, Tung
@@ -27,13 +28,13 @@ _BUCKETS, _CERTAIN = 200, 1e-12
 
 @dataclass(frozen=True)
 class StorageTier:
-    """A storage for rows, with one rank's speed of reads and writes with a full queue.
+    """A kind of storage for rows (host memory or a drive), with the speed at which one rank reads and writes it.
 
     Attributes:
-        name: its name in reports.
-        read_ms, write_ms: the fixed time of one row.
-        byte_ms: the additional time per byte, in one direction.
-        holds_bytes: a rank's share of its size, or None for no limit.
+        name: the name shown in reports.
+        read_ms, write_ms: the fixed time to read or write one row.
+        byte_ms: the additional time per byte.
+        holds_bytes: how many bytes one rank can store in it, or None for no limit.
     """
 
     name: str
@@ -45,11 +46,11 @@ class StorageTier:
 
 @dataclass(frozen=True)
 class Draws:
-    """The ids that all ranks together look up in a step, modeled by Zipf's law: row k of V is drawn in proportion to k
-    ** -`exponent`.
+    """How often each row of a table is looked up, modeled by Zipf's law: row k of V is drawn in proportion to k **
+    -`exponent`.
 
     Attributes:
-        ids: number of ids of a step; 0: unknown.
+        ids: the number of ids that all ranks look up in a step; 0 if unknown.
     """
 
     num_rows: int
@@ -58,8 +59,8 @@ class Draws:
 
     @classmethod
     def fit(cls, sparsity: Sparsity) -> Draws:
-        """Fits the exponent to a measured sparsity, so that the expected distinct rows of a rank equal the measured
-        ones.
+        """Fits the exponent to a measured sparsity: the expected number of distinct rows of a rank equals the measured
+        one.
         """
         drawn = sparsity.draws_per_unit * sparsity.mean_units
 
@@ -67,12 +68,12 @@ class Draws:
             """Returns whether this exponent yields at most as many distinct rows as were measured."""
             return cls(sparsity.num_units, exponent, drawn).rows <= sparsity.mean_units
 
-        return cls(sparsity.num_units, _smallest(draws_too_few, _STEEPEST), drawn * sparsity.world_size)
+        return cls(sparsity.num_units, _smallest_number(draws_too_few, _STEEPEST), drawn * sparsity.world_size)
 
     @cached_property
     def _spectrum(self) -> tuple[Tensor, Tensor]:
-        """Returns, for B groups of rows: (logarithms (B,) of the probability that a step does not read a row of the
-        group, numbers (B,) of its rows).
+        """Divides the rows into groups of similar frequency. Returns (logarithms (G,) of the probability that a step
+        does not read a row of the group, numbers (G,) of rows in the group).
         """
         edges = torch.logspace(0, math.log10(self.num_rows), _BUCKETS, dtype=torch.float64, device="cpu").round()
         edges = torch.cat([edges, edges[-1:] + 1]).unique()
@@ -81,49 +82,48 @@ class Draws:
 
     @property
     def rows(self) -> float:
-        """Returns the expected number of distinct rows that a step reads."""
+        """The expected number of distinct rows that a step reads."""
         absent, rows = self._spectrum
         return -float((rows * absent.expm1()).sum())
 
     def missing_rows(self, slots: int) -> float:
-        """Predicts how many of a step's rows are not in memory, if memory holds the `slots` rows that were read
-        last.
-        """
+        """Predicts how many of a step's rows are not in memory, if memory has the `slots` rows that were read last."""
         if slots >= self.num_rows or not self.ids:
             return 0.0
         absent, rows = self._spectrum
-        steps = _smallest(lambda steps: -float((rows * (steps * absent).expm1()).sum()) >= slots, _LONGEST)
+        steps = _smallest_number(lambda steps: -float((rows * (steps * absent).expm1()).sum()) >= slots, _LONGEST)
         return -float((rows * absent.expm1() * (steps * absent).exp()).sum())
 
 
 @dataclass(frozen=True)
 class _CombinedDraws(Draws):
-    """The combined ids of several tables."""
+    """How often the rows of several tables that share memory are looked up."""
 
     tables: tuple[Draws, ...] = ()
 
     @cached_property
     def _spectrum(self) -> tuple[Tensor, Tensor]:
-        """Absence probabilities and row counts of all tables."""
+        """Returns the groups of all tables, as `Draws._spectrum` does for one."""
         absent, rows = zip(*(each._spectrum for each in self.tables), strict=True)
         return torch.cat(absent), torch.cat(rows)
 
 
 @dataclass(frozen=True)
 class RowMemory:
-    """Predicts the steady state of a sharded table that keeps only some rows in a rank's memory.
+    """Predicts how many rows a table larger than memory moves per step, if a rank keeps only some of its rows in
+    memory.
 
     Attributes:
-        num_rows: rows of the table.
-        slots: rows in memory.
-        slot_bytes: bytes of a row in memory, with its optimizer state and its share of buffers in flight.
-        row_bytes: bytes of bookkeeping in memory for each row of the table.
-        own_bytes: other bytes of memory.
+        num_rows: the number of rows of the table.
+        slots: the number of rows in memory.
+        slot_bytes: bytes of one row in memory, with its optimizer state and its share of transfer buffers.
+        row_bytes: bytes of memory for bookkeeping, for each row of the table.
+        own_bytes: other bytes of memory that the table needs.
         record_bytes: bytes of a row in storage.
-        storage: the storage tiers of the other rows, nearest first. Each contains the most recently drawn of the rows
-            that nearer tiers do not.
-        at_once: rows that the known batches of all ranks read in a step.
-        ahead: number of steps that rows are read early, with room beside the current step's rows.
+        storage: the storage tiers for the other rows, fastest first. Each has the most recently read rows that faster
+            tiers do not have.
+        at_once: how many rows a step reads for the known batches of all ranks; all must be in memory at once.
+        ahead: how many steps early rows are read; they need memory besides the current step's rows.
     """
 
     num_rows: int
@@ -139,12 +139,12 @@ class RowMemory:
 
     @property
     def nbytes(self) -> int:
-        """Returns the maximum bytes of memory of the table."""
+        """The maximum bytes of memory that the table needs."""
         return math.ceil(self.num_rows * self.row_bytes + self.slots * self.slot_bytes) + self.own_bytes
 
     @cached_property
     def moved_by_tier(self) -> tuple[tuple[StorageTier, float], ...]:
-        """Returns, for each storage tier, the number of rows that a step reads from it; as many are written back."""
+        """For each storage tier, how many rows a step reads from it. As many are written back."""
         found, held = [], self.slots
         for place in self.storage:
             found.append((place, self.draws.missing_rows(held)))
@@ -153,27 +153,27 @@ class RowMemory:
 
     @property
     def moved_rows(self) -> float:
-        """Returns the number of rows that a step reads from storage, which is also the number it writes."""
+        """How many rows a step reads from storage. It writes as many."""
         return self.moved_by_tier[0][1]
 
     @property
     def moved_bytes(self) -> float:
-        """Returns the bytes that a step reads from storage, which are also the bytes it writes."""
+        """How many bytes a step reads from storage. It writes as many."""
         return self.moved_rows * self.record_bytes
 
     @property
     def hit_rate(self) -> float:
-        """Returns the hit rate: the share of a step's distinct rows that are already in memory."""
+        """The share of a step's distinct rows that are already in memory."""
         return 1 - self.moved_rows / max(self.draws.rows, 1e-9)
 
     @property
     def read_ms(self) -> float:
-        """Returns the time to read a step's rows."""
+        """The time to read a step's rows from storage, in ms."""
         return sum(rows * (each.read_ms + self.record_bytes * each.byte_ms) for each, rows in self.moved_by_tier)
 
     @property
     def write_ms(self) -> float:
-        """Returns the time to write a step's rows."""
+        """The time to write a step's rows to storage, in ms."""
         return sum(rows * (each.write_ms + self.record_bytes * each.byte_ms) for each, rows in self.moved_by_tier)
 
     def with_slots(self, slots: int) -> RowMemory:
@@ -182,24 +182,27 @@ class RowMemory:
 
     @property
     def smallest(self) -> RowMemory:
-        """Returns a copy with the fewest rows in memory that still hold a known batch."""
+        """A copy with the fewest rows in memory that still fit a known batch."""
         return self.with_slots(max(self.at_once, 1))
 
     def for_step(self, step_ms: float, ahead: int = 1) -> RowMemory:
-        """Returns a copy with the fewest rows in memory for which a step of `step_ms` hides all reads and writes."""
+        """Returns a copy with the fewest rows in memory for which all reads and writes fit within a step of `step_ms`,
+        with rows read `ahead` steps early.
+        """
 
         def is_hidden(slots: float) -> bool:
-            """Returns whether a step hides its reads and writes with this many rows in memory."""
+            """Returns whether reads and writes fit within a step, with `slots` rows in memory."""
             found = self.with_slots(math.ceil(slots))
             return found.read_ms + found.write_ms <= step_ms
 
-        return self.with_slots(max((1 + ahead) * self.at_once, math.ceil(_smallest(is_hidden, self.num_rows))))
+        return self.with_slots(max((1 + ahead) * self.at_once, math.ceil(_smallest_number(is_hidden, self.num_rows))))
 
     def describe(self, step_ms: float | None) -> str:
-        """Returns lines about the table: the prediction, and the least `table_memory`.
+        """Returns lines of a report on the table: the predicted reads and writes, and the smallest useful
+        `table_memory`.
 
         Args:
-            step_ms: the time of a step without its waits for these rows, or None if unknown.
+            step_ms: the time of a step without waits for this table's rows, or None if unknown.
         """
         if not self.draws.ids:
             return ""
@@ -220,8 +223,8 @@ class RowMemory:
         return f"{self.nbytes / 2**20:,.2f} MiB ({self.slots / self.num_rows:.2%} of its rows)"
 
 
-def combine(memories: Sequence[RowMemory]) -> RowMemory:
-    """Combines tables with equal records that share a working set."""
+def combine_memories(memories: Sequence[RowMemory]) -> RowMemory:
+    """Returns the prediction for several tables with rows of equal size that share their memory."""
     first, *others = memories
     if not others:
         return first
@@ -231,8 +234,8 @@ def combine(memories: Sequence[RowMemory]) -> RowMemory:
     return replace(first, num_rows=rows, slots=slots, at_once=at_once, draws=draws)
 
 
-def _smallest(holds: Callable[[float], bool], most: float) -> float:
-    """Finds, by bisection, the smallest number up to `most` for which `holds` is true."""
+def _smallest_number(holds: Callable[[float], bool], most: float) -> float:
+    """Returns, by bisection, the smallest number up to `most` for which `holds` returns true."""
     low, high = 0.0, float(most)
     for _ in range(_HALVINGS):
         middle = (low + high) / 2

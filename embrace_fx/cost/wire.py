@@ -17,11 +17,11 @@ BLOCK = 256
 
 @dataclass(frozen=True)
 class Wire:
-    """The format of numbers on the wire, and the bytes that they take there.
+    """The dtype in which numbers are sent, and the number of bytes that they take in a message.
 
     Attributes:
         itemsize: bytes of a number in memory.
-        form: the format on the wire, used if it is narrower.
+        form: the dtype in which to send numbers, used if it is narrower than theirs.
     """
 
     itemsize: int
@@ -29,17 +29,17 @@ class Wire:
 
     @property
     def is_narrower(self) -> bool:
-        """Returns whether numbers are sent in fewer bytes than they have in memory."""
+        """Whether numbers take fewer bytes in a message than in memory."""
         return self.form != "exact" and self.itemsize > (1 if self.form == "int8" else 2)
 
-    def piece_bytes(self, columns: int) -> int:
-        """Returns the bytes of one row's piece of `columns` columns."""
+    def row_bytes(self, columns: int) -> int:
+        """Returns the bytes that `columns` columns of a row take in a message."""
         if not self.is_narrower or not columns:
             return columns * self.itemsize
         return columns + 1 if self.form == "int8" else 2 * columns
 
     def dense_bytes(self, elements: int) -> int:
-        """Returns the bytes of a dense gradient."""
+        """Returns the bytes that a dense gradient takes in a message."""
         if not self.is_narrower:
             return elements * self.itemsize
         return elements + ceil(elements / BLOCK) if self.form == "int8" else 2 * elements

@@ -50,25 +50,25 @@ class EmbraceAccelerator(Accelerator):  # type: ignore[misc]  # accelerate has n
         return compiled
 
     def prepare_optimizer(self, optimizer: Optimizer, device_placement: bool | None = None) -> AcceleratedOptimizer:
-        """Prepares an optimizer whose state dict holds whole tensors."""
+        """Prepares an optimizer so that its state dict contains whole tensors."""
         prepared = super().prepare_optimizer(optimizer, device_placement)
         prepared.__class__ = _WholeStateOptimizer
         return prepared
 
     def unwrap_model(self, model: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
-        """Returns the plain model. `Trainer` looks at its class to decide how to shift labels."""
+        """Returns the plain model, whose class `transformers.Trainer` reads to decide how to shift labels."""
         plain = model.module if isinstance(model, embrace_fx.CompiledModel) else model
         found: nn.Module = super().unwrap_model(plain, *args, **kwargs)
         return found
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
-        """Returns the state with whole tensors. Collective."""
+        """Returns the model's state dict with whole tensors. Collective."""
         return embrace_fx.full_state_dict(model)
 
 
 class _WholeStateOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
-    """An accelerated optimizer whose state dict holds whole tensors."""
+    """An accelerated optimizer whose state dict contains whole tensors."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the state with whole tensors. Collective."""
+        """Returns the optimizer's state dict with whole tensors. Collective."""
         return embrace_fx.full_state_dict(self.optimizer)

@@ -35,7 +35,7 @@ class EmbraceStrategy(DDPStrategy):
         self._calls = 0
 
     def setup(self, trainer: Trainer) -> None:
-        """Sets the trainer up. An evaluation after fit() uses the network that fit() compiled."""
+        """Sets up the trainer. An evaluation after `fit()` uses the network that `fit()` has compiled."""
         if self.compiled is None or trainer.state.fn == TrainerFn.FITTING:
             super().setup(trainer)
             return
@@ -73,7 +73,7 @@ class EmbraceStrategy(DDPStrategy):
         return embrace_fx.compile(network, **self._compile_options)
 
     def _call_compiled(self, *args: Any, **kwargs: Any) -> Any:
-        """Calls the compiled module. Replaces the module's `forward`."""
+        """Calls the compiled network. Installed as the module's `forward`."""
         assert self.compiled is not None
         assert self.model is not None
         self._calls += 1
@@ -81,7 +81,7 @@ class EmbraceStrategy(DDPStrategy):
         return self.compiled(*args, **kwargs)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs the module's step.
+        """Runs the module's `training_step`, and checks that it has called the compiled forward.
 
         Raises:
             RuntimeError: the step has not called the compiled forward, so that gradients would not be reduced.
@@ -98,23 +98,25 @@ class EmbraceStrategy(DDPStrategy):
 
     @contextlib.contextmanager
     def block_backward_sync(self) -> Iterator[None]:
-        """Opens a context in which backwards accumulate gradients without exchanging them."""
+        """Opens a context in which backwards accumulate gradients without reducing them."""
         assert self.compiled is not None
         with self.compiled.no_sync():
             yield
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Returns the state with whole tensors. Collective."""
+        """Returns the module's state dict with whole tensors. Collective."""
         assert self.lightning_module is not None
         return embrace_fx.full_state_dict(self.lightning_module)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Returns the state with whole tensors. Collective."""
+        """Returns an optimizer's state dict with whole tensors. Collective."""
         return embrace_fx.full_state_dict(optimizer)
 
 
 class EmbraceMetrics(Callback):
-    """Logs `CompiledModel.metrics()` of the last step, as often as the trainer logs: `Trainer(callbacks=[...])`."""
+    """A callback that logs `CompiledModel.metrics()` of the last step, as often as the trainer logs:
+    `Trainer(callbacks=[...])`.
+    """
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
         """Logs the compiled model's metrics."""
@@ -130,6 +132,6 @@ StrategyRegistry.register("embrace_fx", EmbraceStrategy, description="tables in 
 
 
 def _trained_children(module: nn.Module) -> list[str]:
-    """Returns the names of the module's children, and of its own parameters, that have trainable parameters."""
+    """Returns the names of the module's children and own parameters that are, or contain, trainable parameters."""
     trainable = [name for name, parameter in module.named_parameters() if parameter.requires_grad]
     return sorted({name.split(".")[0] for name in trainable})

@@ -18,18 +18,18 @@ class EmbraceTrainer(Trainer):
     It saves whole tensors under any plan. Evaluation runs on the compiled model, on all ranks.
 
     Attributes:
-        logs_metrics: whether to log `CompiledModel.metrics()` of the last step with the loss; may be set.
+        logs_metrics: whether to log `CompiledModel.metrics()` of the last step together with the loss.
     """
 
     logs_metrics = False
 
     def create_accelerator_and_postprocess(self) -> None:
-        """Makes the trainer's accelerator an `EmbraceAccelerator`."""
+        """Creates the trainer's accelerator, as an `EmbraceAccelerator`."""
         super().create_accelerator_and_postprocess()
         self.accelerator.__class__ = EmbraceAccelerator  # `super()` has made an Accelerator from the arguments
 
     def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: Any = None) -> nn.Module:
-        """Returns the compiled model for an evaluation, or else wraps the model as Transformers does."""
+        """Returns the compiled model for an evaluation; for training, wraps the model as Transformers does."""
         compiled = getattr(self, "model_wrapped", None)
         if not training and isinstance(compiled, embrace_fx.CompiledModel):
             return compiled
@@ -37,7 +37,7 @@ class EmbraceTrainer(Trainer):
         return wrapped
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        """Logs the compiled model's metrics with the loss."""
+        """Logs `logs`, and with the loss also the compiled model's metrics."""
         compiled = getattr(self, "model_wrapped", None)
         if self.logs_metrics and "loss" in logs and isinstance(compiled, embrace_fx.CompiledModel):
             logs = logs | {f"embrace_fx/{name}": value for name, value in compiled.metrics().items()}
@@ -49,7 +49,7 @@ class EmbraceTrainer(Trainer):
         super()._save(output_dir, embrace_fx.full_state_dict(self.model) if state_dict is None else state_dict)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        """Saves the state of the optimizer, gathered on all ranks, and of the scheduler."""
+        """Saves the optimizer's state, gathered from all ranks, and the scheduler's."""
         optimizer: Any = self.optimizer
         state = optimizer.state_dict()  # collective: every rank builds the state dict, and one writes it
         saved: Any = SimpleNamespace(state_dict=lambda: state)

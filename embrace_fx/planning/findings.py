@@ -11,28 +11,34 @@ from torch import Tensor, fx, nn
 from torch.optim import Optimizer
 
 from embrace_fx.cost.links import Cluster
-from embrace_fx.cost.sparsity import Sparsity, measure
+from embrace_fx.cost.sparsity import Sparsity, measure_sparsity
 from embrace_fx.passes.heads import labels_in_batch, mean_loss_labels
 from embrace_fx.passes.partition import extract_ids, extract_values
 from embrace_fx.passes.planner.decide import decide
 from embrace_fx.passes.planner.plan_fit import WHOLE, unshardable_tables, used_parameters
-from embrace_fx.passes.planner.pricing import Findings, ParameterFacts, shard_blocker, vocabulary_blocker
+from embrace_fx.passes.planner.pricing import Findings, ParameterFacts, head_sharding_blocker, shard_blocker
 from embrace_fx.runtime.kernels import unique_ids
 from embrace_fx.runtime.probe.links import measure_links
-from embrace_fx.runtime.probe.probe import quick_links
+from embrace_fx.runtime.probe.probe import estimate_links
 from embrace_fx.runtime.ranks.failure import PeerFailure, failure_text
 from embrace_fx.runtime.step.runnable_phase import make_reader
 from embrace_fx.runtime.tables.known_optimizers import KnownOptimizers
 from embrace_fx.runtime.tables.model_state import ModelState
-from embrace_fx.runtime.tables.pending_parameters import is_held_by_torch, share_memory
+from embrace_fx.runtime.tables.pending_parameters import is_held_by_torch, memory_is_shared
 from embrace_fx.runtime.tables.table_shard import TableShard
 from embrace_fx.setup.context import Context
 from embrace_fx.setup.log import stage
 from embrace_fx.setup.options import Options
-from embrace_fx.vocabulary.exactness import STILL, DenseUpdatePolicy, RowUpdatesOption, needs_whole, semantics
+from embrace_fx.vocabulary.exactness import (
+    STILL,
+    DenseUpdatePolicy,
+    RowUpdatesOption,
+    row_update_semantics,
+    whole_table_reason,
+)
 from embrace_fx.vocabulary.graph import TableSpec, TrainingGraph
 from embrace_fx.vocabulary.plan import SHARDED, Grid, LinksAre, Plan
-from embrace_fx.vocabulary.random_state import random_state_kept
+from embrace_fx.vocabulary.random_state import restored_random_state
 from embrace_fx.vocabulary.row_wise import RowWiseAdagrad
 from embrace_fx.vocabulary.schedule import AUTO
 
@@ -81,7 +87,7 @@ def plan_on_links(
         plan = decide_for(Cluster(), "assumed")
         sent_bytes = plan.sent_bytes_per_step + other_bytes if isinstance(plan, Plan) else 0  # no plan, no probe
         with stage("probing links", communicator.rank):
-            links_of = quick_links if roughly else measure_links
+            links_of = estimate_links if roughly else measure_links
             probed = links_of(communicator, communicator.gather(sent_bytes, int)[0], context.device)
         plan = plan if probed is None else decide_for(probed, "probed")
     plan = communicator.gather(plan, Plan | str | None)[0]
@@ -131,7 +137,7 @@ def _disagreements(context: Context, graph: TrainingGraph, plan: Plan) -> Iterat
         if decision.strategy not in SHARDED:
             continue
         if decision.strategy == "vocabulary":
-            blocker = vocabulary_blocker(graph, fact.name)
+            blocker = head_sharding_blocker(graph, fact.name)
         else:
             blocker = shard_blocker(tables[fact.name]) if fact.name in tables else "no lookup reads it"
         if blocker or fact.row_update_blocker:
@@ -181,7 +187,7 @@ def _why_whole(state: ModelState, graph: TrainingGraph) -> dict[str, str]:
     whole = dict.fromkeys((*unshardable_tables(graph), *state.hooked), WHOLE)
     for table in graph.tables:
         weight = state.parameter(table.parameter)
-        if not isinstance(weight, TableShard) and (share_memory([weight]) or is_held_by_torch(weight)):
+        if not isinstance(weight, TableShard) and (memory_is_shared([weight]) or is_held_by_torch(weight)):
             whole[table.parameter] = SHARED
     return dict(sorted(whole.items()))
 
@@ -254,7 +260,7 @@ def collect_facts(
             parameter.element_size(),
             parameter.requires_grad,
             name in used,
-            next(filter(None, (needs_whole(kind) for kind, _ in of)), None),
+            next(filter(None, (whole_table_reason(kind) for kind, _ in of)), None),
             of[-1][1] if of else -1,
             _update_of_unread_rows(known_optimizers, parameter, row_updates) if name in tables else "",
             adds_up_norms=any(kind is RowWiseAdagrad for kind, _ in of),
@@ -271,7 +277,7 @@ def _update_of_unread_rows(
     """Returns how an optimizer updates rows without a gradient. A parameter without an optimizer yet counts as
     Adam's.
     """
-    way = known_optimizers.dense_update_policy(parameter, semantics(row_updates))
+    way = known_optimizers.dense_update_policy(parameter, row_update_semantics(row_updates))
     return row_updates if way not in STILL and row_updates in ("sweep", "replay") else way
 
 
@@ -319,7 +325,7 @@ def _sparsity(table: TableSpec, reads_by_rank: Sequence[Read]) -> Sparsity | Non
     # Ignore ids outside of the table, which the step itself reports.
     inside = [own[(own >= 0) & (own < table.num_rows)] for own in ids]
     draws = sum(own.draws for own in reads_by_rank)
-    return measure(inside, table.num_rows, table.embedding_dim, table.dtype.itemsize, draws)
+    return measure_sparsity(inside, table.num_rows, table.embedding_dim, table.dtype.itemsize, draws)
 
 
 def grid_rows(ranks: int) -> list[int]:
@@ -380,5 +386,5 @@ def _run(state: ModelState, module: fx.GraphModule, leaves: Sequence[Any]) -> tu
     """
     parameter = state.any_parameter()
     device = torch.device("cpu") if parameter is None else parameter.device
-    with random_state_kept(device), torch.no_grad():
+    with restored_random_state(device), torch.no_grad():
         return make_reader(module, state)(leaves)

@@ -11,15 +11,15 @@ from torch.distributed.device_mesh import DeviceMesh
 from embrace_fx.planning.tiering import lazily_initialized, open_working_sets, place_tiered, tiered_tables
 from embrace_fx.runtime.ranks.step_handshake import MessageFormat
 from embrace_fx.runtime.tables.member import Member
-from embrace_fx.runtime.tables.optimizer_state import own_state
+from embrace_fx.runtime.tables.optimizer_state import cut_own_state
 from embrace_fx.runtime.tables.placement import broadcast_state, initialize_meta, shard_parameter, unshard_parameter
 from embrace_fx.runtime.tables.shard_layout import Layout
 from embrace_fx.runtime.tables.table import Table
 from embrace_fx.runtime.tables.table_shard import TableShard
 from embrace_fx.runtime.tiers.rows_ahead import RowsAhead
-from embrace_fx.runtime.tiers.tiered_table import REFUSAL, SlotRows, beyond_memory
+from embrace_fx.runtime.tiers.tiered_table import REFUSAL, SlotRows, tables_larger_than_memory
 from embrace_fx.setup.context import Context
-from embrace_fx.vocabulary.exactness import semantics
+from embrace_fx.vocabulary.exactness import row_update_semantics
 from embrace_fx.vocabulary.graph import TrainingGraph
 from embrace_fx.vocabulary.plan import Plan
 
@@ -101,7 +101,7 @@ def _shard_table(context: Context, name: str, plan: Plan, shape: torch.Size, mes
     table = Member(
         parameter,
         layout,
-        semantics(context.options.row_updates),
+        row_update_semantics(context.options.row_updates),
         may_defer=(lambda: always or not reads.in_every_step) if plan[name].defers_rows else (lambda: False),
         gradients=context.state.gradients_reader(),
     )
@@ -109,16 +109,16 @@ def _shard_table(context: Context, name: str, plan: Plan, shape: torch.Size, mes
         if any(p is parameter for group in optimizer.param_groups for p in group["params"]):
             table.optimizer = optimizer
         if state := optimizer.state.get(parameter):
-            optimizer.state[parameter] = own_state(parameter, layout, state)
+            optimizer.state[parameter] = cut_own_state(parameter, layout, state)
     table.has_sparse_gradient = plan[name].sparse
     context.state.tables[name] = table
 
 
 def _register_tables(context: Context, graph: TrainingGraph, plan: Plan) -> None:
-    """Registers the placed tables where steps look them up: in the optimizers' hooks, in row spaces, and in the
+    """Registers the placed tables where steps look them up: in the optimizers' hooks, in joined tables, and in the
     announcements.
     """
-    row_updates, optimizer_hooks = semantics(context.options.row_updates), context.optimizer_hooks
+    row_updates, optimizer_hooks = row_update_semantics(context.options.row_updates), context.optimizer_hooks
     optimizer_hooks.replicas = []
     optimizer_hooks.of_any_layout |= any(use.sparse for table in graph.tables for use in table.uses)
     for found in graph.tables:
@@ -132,10 +132,10 @@ def _register_tables(context: Context, graph: TrainingGraph, plan: Plan) -> None
             optimizer_hooks.replicas.append(table)
     exchanged = (*plan.sharded, *plan.renormed)
     tables = context.state.tables
-    beyond = [rows.memory for rows in beyond_memory(tables).values()]
+    beyond = [rows.memory for rows in tables_larger_than_memory(tables).values()]
     context.announcements.trouble = lambda: next((each.failure for each in beyond if each.failure), None)
     context.state.spaces = {
-        space.name: Table.from_space(space, [tables[n] for n in space.tables]) for space in plan.spaces
+        space.name: Table.from_members(space, [tables[n] for n in space.tables]) for space in plan.spaces
     }
     watched = tuple(name for name in plan.watched if name not in exchanged)
     context.announcements.form = MessageFormat(len(plan.row_exchanges) + len(plan.renormed), watched)

@@ -9,15 +9,15 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
-from embrace_fx.cost.storage import RowMemory, combine
+from embrace_fx.cost.storage import RowMemory, combine_memories
 from embrace_fx.passes.memory.memory_timeline import memory_line
 from embrace_fx.passes.node_cost import node_time_estimator
 from embrace_fx.passes.overlap.order import BackwardUnits
 from embrace_fx.passes.planner.step_cost import ids_exchange, one_way_bytes
 from embrace_fx.passes.scheduler.compute_order import Atoms, search_order
 from embrace_fx.passes.scheduler.launch_order import schedule
-from embrace_fx.passes.scheduler.step_graph import Sizes, build, build_single
-from embrace_fx.passes.scheduler.storage_lane import with_measured_speed, with_read_ahead, with_storage
+from embrace_fx.passes.scheduler.step_graph import Sizes, build_single_process, build_step_graph
+from embrace_fx.passes.scheduler.storage_lane import add_storage_operations, set_read_ahead, with_measured_speed
 from embrace_fx.passes.step_memory import step_memory
 from embrace_fx.passes.verifier.storage_order import check_storage
 from embrace_fx.passes.verifier.windows import check_launches
@@ -38,9 +38,9 @@ _Found = tuple[Schedule, tuple[str, ...]]
 
 
 def rows_beyond_memory(plan: Plan, ahead: int) -> dict[str, RowMemory]:
-    """Predicts the reads of rows beyond memory, by row exchange, for a loader that is `ahead` batches ahead."""
+    """Predicts the reads of rows in storage, by row exchange, for a loader that is `ahead` batches ahead."""
     return {
-        name: with_read_ahead(combine(beyond), ahead, plan.world_size)
+        name: set_read_ahead(combine_memories(beyond), ahead, plan.world_size)
         for name, tables in plan.row_exchanges.items()
         if (beyond := [plan.memory[table] for table in tables if table in plan.memory])
     }
@@ -56,7 +56,7 @@ def decide_order(
     name: str = "",
     compute_in_order: Callable[[tuple[str, ...]], TrainingGraph] | None = None,
 ) -> tuple[Schedule, Mapping[str, RowMemory]]:
-    """Returns the schedule that rank 0 computes, and the prediction for tables beyond memory by row exchange; both
+    """Returns the schedule that rank 0 computes, and the prediction for tables larger than memory by row exchange; both
     equal on every rank. Collective.
 
     The prediction is by row exchange, at the measured speed if there is a profile.
@@ -117,7 +117,7 @@ def _step_graph(
     """Builds the step graph of a window."""
     cluster = plan.links.flattened(plan.world_size)
     if plan.world_size == 1:
-        return with_storage(build_single(graph, cluster.compute), memory)
+        return add_storage_operations(build_single_process(graph, cluster.compute), memory)
     sparse = {k: bucket[0] for k, bucket in enumerate(plan.buckets) if bucket[0] in plan.exchanged}
     expected = {chunk_id(k, 0): plan[name].sent_bytes_per_step for k, name in sparse.items()}
     sizes = Sizes(
@@ -127,8 +127,8 @@ def _step_graph(
         {name: sum(plan[table].norm_bytes for table in tables) for name, tables in plan.row_exchanges.items()},
         context.options.rows,
     )
-    steps = build(graph, sizes, profiled.compute_ms if profiled else None, cluster, plan.world_size)
-    return with_storage(steps, memory)
+    steps = build_step_graph(graph, sizes, profiled.compute_ms if profiled else None, cluster, plan.world_size)
+    return add_storage_operations(steps, memory)
 
 
 def issued_launches(schedule: Schedule, plan: Plan) -> tuple[OperationId, ...]:

@@ -19,21 +19,21 @@ from embrace_fx.cost.storage import Draws, RowMemory, StorageTier
 from embrace_fx.runtime.launch.streams import choose_streams
 from embrace_fx.runtime.memory.copies import PinnedCopies
 from embrace_fx.runtime.memory.resident import available_bytes
-from embrace_fx.runtime.tables.layouts import make_mesh, owned_part
+from embrace_fx.runtime.tables.layouts import make_mesh, owned_slices
 from embrace_fx.runtime.tables.member import Member
 from embrace_fx.runtime.tables.placement import shard_parameter
 from embrace_fx.runtime.tables.shard_layout import Layout
-from embrace_fx.runtime.tables.table_shard import TableShard, become_part, cut_own_part, to_plain
-from embrace_fx.runtime.tables.update_rule import not_deferrable
+from embrace_fx.runtime.tables.table_shard import TableShard, become_shard, cut_own_shard, to_plain
+from embrace_fx.runtime.tables.update_rule import not_deferrable_error
 from embrace_fx.runtime.tiers.budget import Tier
-from embrace_fx.runtime.tiers.initial import FirstOfTables, FirstValues
+from embrace_fx.runtime.tiers.initial import InitialValues, InitialValuesOfTables
 from embrace_fx.runtime.tiers.pace import measure_disk, measure_host
 from embrace_fx.runtime.tiers.record_file import TierError
 from embrace_fx.runtime.tiers.records import TAKEN, WEIGHTS, Column, Records
 from embrace_fx.runtime.tiers.tiered_table import REFUSAL, FileStorage, SlotRows, first_row_state
 from embrace_fx.runtime.tiers.working_set import ROWS_AT_ONCE, WorkingSet
 from embrace_fx.setup.context import Context
-from embrace_fx.vocabulary.exactness import STILL, semantics
+from embrace_fx.vocabulary.exactness import STILL, row_update_semantics
 from embrace_fx.vocabulary.plan import Decision, Grid, Plan
 from embrace_fx.vocabulary.row_space import RowSpace
 
@@ -41,8 +41,8 @@ from embrace_fx.vocabulary.row_space import RowSpace
 def add_working_sets(
     context: Context, plan: Plan, sparsity: Mapping[str, Sparsity], storage: tuple[StorageTier, ...] | None = None
 ) -> Plan:
-    """Returns the plan with working sets for the tables that `table_memory` limits: splits row spaces by them, and adds
-    the prediction for their rows. Collective.
+    """Returns the plan with working sets (limits on rows in memory) for the tables that `table_memory` selects.
+    Collective.
 
     Args:
         sparsity: the sparsity of tables, on rank 0.
@@ -84,7 +84,7 @@ def add_working_sets(
 
 
 def _split_space(context: Context, plan: Plan, space: RowSpace, beyond: Mapping[str, Tier]) -> list[RowSpace]:
-    """Splits a row space so that all tables of each part share one working set.
+    """Splits a joined table so that all tables of each part share one working set.
 
     Tables in memory stay together, and so do tables beyond the host's memory with equal columns. Each table beyond a
     device's memory is alone.
@@ -94,7 +94,7 @@ def _split_space(context: Context, plan: Plan, space: RowSpace, beyond: Mapping[
     for name in space.tables:
         columns = tuple(beyond[name].columns.items()) if name in beyond else ()
         sets.setdefault(columns if on_host or not columns else name, []).append(name)
-    return [plan.space_of(tables) for tables in sets.values()]
+    return [plan.join_tables(tables) for tables in sets.values()]
 
 
 def _measure_storage(context: Context, records: Records) -> tuple[StorageTier, ...]:
@@ -185,9 +185,9 @@ def _check_supported(context: Context, name: str, plan: Plan) -> None:
             f"table_memory: {name} has {len(held)} optimizers in compile(), and needs exactly one, whose state is "
             "stored beside each row. Pass it: compile(model, optimizer=optimizer, ...)."
         )
-    how = known_optimizers.dense_update_policy(parameter, semantics(context.options.row_updates))
+    how = known_optimizers.dense_update_policy(parameter, row_update_semantics(context.options.row_updates))
     if how == "sweep" or (how not in STILL and context.options.row_updates == "sweep"):
-        raise ValueError(not_deferrable(name, type(held[0][0])))
+        raise ValueError(not_deferrable_error(name, type(held[0][0])))
 
 
 def _record_columns(context: Context, name: str, shape: tuple[int, ...], rank: int) -> dict[str, Column]:
@@ -202,7 +202,7 @@ def _record_columns(context: Context, name: str, shape: tuple[int, ...], rank: i
 
 def _owned_columns(shape: tuple[int, ...], ranks: int, rank: int) -> range:
     """Returns the columns of a table of this shape that one of `ranks` ranks owns."""
-    return range(shape[1])[owned_part(shape, Grid(1, ranks), rank)[1]]
+    return range(shape[1])[owned_slices(shape, Grid(1, ranks), rank)[1]]
 
 
 def lazily_initialized(context: Context, name: str) -> nn.Embedding | nn.EmbeddingBag | None:
@@ -222,7 +222,7 @@ def lazily_initialized(context: Context, name: str) -> nn.Embedding | nn.Embeddi
 
 
 def open_working_sets(context: Context, plan: Plan, beyond: Mapping[str, Tier]) -> dict[str, tuple[WorkingSet, int]]:
-    """Makes the working sets of tables beyond memory, one for all tables of a row space.
+    """Makes the working sets of tables larger than memory, one for all tables of a joined table.
 
     Returns the working set of each table and the table's first row in it. Collective: fails on all ranks or on none.
     """
@@ -231,9 +231,11 @@ def open_working_sets(context: Context, plan: Plan, beyond: Mapping[str, Tier]) 
     for name, tables in plan.row_exchanges.items():
         if tables[0] not in beyond:
             continue
-        space, columns, device = plan.space_of(tables), beyond[tables[0]].columns, _device_of(context, tables[0])
+        space, columns, device = plan.join_tables(tables), beyond[tables[0]].columns, _device_of(context, tables[0])
         first_rows = {table: space.rows_of(table).start for table in tables}
-        initial = FirstOfTables({first: _first_values(context, each, plan[each]) for each, first in first_rows.items()})
+        initial = InitialValuesOfTables(
+            {first: _first_values(context, each, plan[each]) for each, first in first_rows.items()}
+        )
         rows, slots = space.bounds[-1], sum(plan.memory[each].slots for each in tables)
         try:
             memory = WorkingSet(
@@ -252,13 +254,13 @@ def _device_of(context: Context, name: str) -> torch.device:
     return context.device if parameter.is_meta else parameter.device
 
 
-def _first_values(context: Context, name: str, decision: Decision) -> FirstValues:
+def _first_values(context: Context, name: str, decision: Decision) -> InitialValues:
     """Returns the first values of a table's rows on this rank. Collective."""
     communicator, module = context.communicator, lazily_initialized(context, name)
     seed = communicator.gather(torch.initial_seed() % 2**62, int)[0] ^ crc32(name.encode())
     own = _owned_columns(decision.shape, communicator.world_size, communicator.rank)
     dtype, padding = context.state.parameter(name).dtype, getattr(module, "padding_idx", None)
-    return FirstValues(own, decision.shape[1], dtype, seed, padding)
+    return InitialValues(own, decision.shape[1], dtype, seed, padding)
 
 
 def place_tiered(
@@ -278,7 +280,7 @@ def place_tiered(
     state, values = optimizer.state.get(parameter) or {}, dict[str, Tensor]()
     if lazily_initialized(context, name) is None:
         layout = shard_parameter(name, parameter, shape, communicator, None, mesh)
-        parts = {key: cut_own_part(value, layout) for key, value in state.items() if key in columns}
+        parts = {key: cut_own_shard(value, layout) for key, value in state.items() if key in columns}
         values = {WEIGHTS: to_plain(parameter), **{key: to_plain(part) for key, part in parts.items()}}
     else:
         communicator.connect(device)
@@ -288,13 +290,13 @@ def place_tiered(
     # A placeholder that takes the memory of one element.
     like = torch.empty_strided((shape[0], width), (0, 0), dtype=parameter.dtype, device=device)
     if not isinstance(parameter, TableShard):
-        become_part(parameter, like, layout)
+        become_shard(parameter, like, layout)
     assert isinstance(parameter, TableShard)
     parameter.held = FileStorage(like, REFUSAL.format(name=name, asked="an op"))
     return Member(
         parameter,
         layout,
-        semantics(context.options.row_updates),
+        row_update_semantics(context.options.row_updates),
         optimizer,
         may_defer=lambda: True,
         gradients=context.state.gradients_reader(),

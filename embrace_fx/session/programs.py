@@ -48,7 +48,7 @@ from embrace_fx.setup.log import log, stage
 from embrace_fx.vocabulary.graph import TrainingGraph
 from embrace_fx.vocabulary.modes import outside_of_modes
 from embrace_fx.vocabulary.plan import Plan
-from embrace_fx.vocabulary.plan_summary import summary
+from embrace_fx.vocabulary.plan_summary import summarize
 
 ONCE_IN = 100
 """Calls within which no plan is made twice for the same reason."""
@@ -162,7 +162,7 @@ class Programs:
         self._on_placed(True)
         self.build(entry)
         if rank == 0:
-            log("%s", summary(self.in_use.plan))
+            log("%s", summarize(self.in_use.plan))
 
     def _adopt(self, plan: Plan, findings: Findings | None) -> None:
         """Makes a plan the one in use, before it has programs. After an error, nothing has changed."""
@@ -338,7 +338,7 @@ class Programs:
             return state.table_parameters()
 
         def joined() -> list[Tensor]:
-            """Returns the joined memory of all row spaces."""
+            """Returns the joined memory of all joined tables."""
             return [memory for space in state.spaces.values() for memory in space.store.joined]
 
         def apply_dense() -> None:

@@ -29,7 +29,7 @@ from embrace_fx.runtime.probe.probe import GLANCE_ERROR
 from embrace_fx.session.programs import Programs
 from embrace_fx.setup.agreement import agree_on_first_call
 from embrace_fx.setup.context import Context
-from embrace_fx.vocabulary.exactness import semantics
+from embrace_fx.vocabulary.exactness import row_update_semantics
 from embrace_fx.vocabulary.schedule import AUTO
 
 FEW_TABLES = 8
@@ -91,7 +91,7 @@ def _requires_graph(context: Context) -> bool:
     if any(each is not None for each in asked) or not usual or state.hooked or state.ignored:
         return True
     layers = [module for module in context.model.modules() if isinstance(module, LAYERS)]
-    known_optimizers, updates = context.optimizer_hooks.known_optimizers, semantics(options.row_updates)
+    known_optimizers, updates = context.optimizer_hooks.known_optimizers, row_update_semantics(options.row_updates)
     apart = any(m.max_norm is not None or m.sparse for m in layers)
     return apart or any(
         known_optimizers.dense_update_policy(p, updates) == "lazy" for m in layers for p in m.parameters()

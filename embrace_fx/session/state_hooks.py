@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from embrace_fx.runtime.tables.shard_layout import Layout
-from embrace_fx.runtime.tables.state_dicts import check_names, convert_to_own, insert_parts
+from embrace_fx.runtime.tables.state_dicts import check_names, convert_state_dict, insert_shards
 from embrace_fx.runtime.tables.table_shard import REFUSAL
 from embrace_fx.setup.log import log
 
@@ -120,7 +120,7 @@ def _before_saving(hook: StateHook, *_: Any) -> None:
 def _after_saving(hook: StateHook, module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
     """Replaces sharded tables in a state dict by the form that `torch.distributed.checkpoint` expects."""
     with hook.naming_dead_ranks():
-        insert_parts(state_dict, hook.layouts, prefix=prefix)
+        insert_shards(state_dict, hook.layouts, prefix=prefix)
 
 
 def _before_loading(hook: StateHook, module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
@@ -128,7 +128,7 @@ def _before_loading(hook: StateHook, module: nn.Module, state_dict: dict[str, An
     check_names(module, state_dict, prefix)
     _before_saving(hook)
     with hook.naming_dead_ranks():
-        convert_to_own(state_dict, hook.layouts, module.get_parameter, prefix=prefix)
+        convert_state_dict(state_dict, hook.layouts, module.get_parameter, prefix=prefix)
 
 
 def _after_loading(hook: StateHook, *_: Any) -> None:

@@ -69,7 +69,7 @@ class StepPipeline:
         schedule: the schedule of the steps, or None before the first training program, and if nothing is scheduled.
         decided: the schedule as the cost model has predicted it.
         recorder: measures the steps, or None if `schedule` is None.
-        memory: the prediction for tables beyond memory, by row exchange.
+        memory: the prediction for tables larger than memory, by row exchange.
         built: whether a training program is built.
     """
 
@@ -139,7 +139,7 @@ class StepPipeline:
         of_steps = StepGraphs(compiled, entry.analysed)
         if reduce:
             self._decide_schedule(compiled.graph, as_gradients=entry.captured.route == EAGER)
-            log_text("pass_times", compiled.times)
+            log_text("pass_times", compiled.describe_times)
             for name, module in compiled.graphs.items():
                 log_graph(name, module)
         program = entry.programs[accumulates] = self._make_program(joint, of_steps, entry, reduce=reduce)

@@ -19,11 +19,11 @@ from embrace_fx.session.eager_calls import EagerCalls
 from embrace_fx.session.programs import Programs
 from embrace_fx.setup.context import Context
 from embrace_fx.viz.graphs import Graphs
-from embrace_fx.viz.why import compare_to_prediction, why
+from embrace_fx.viz.why import compare_to_prediction, explain_step
 from embrace_fx.vocabulary.operation_id import LANES
 from embrace_fx.vocabulary.picture_facts import PictureFacts
 from embrace_fx.vocabulary.plan import Plan
-from embrace_fx.vocabulary.plan_summary import advice
+from embrace_fx.vocabulary.plan_summary import give_advice
 from embrace_fx.vocabulary.plan_text import preformatted, render, terminal_width
 from embrace_fx.vocabulary.schedule import Schedule, Timeline
 from embrace_fx.vocabulary.step_parts import SHARES, Share
@@ -46,21 +46,21 @@ class Views:
     @property
     def graphs(self) -> Graphs:
         """Returns the graphs of the last training program."""
-        return self._programs.in_use.graphs.without_forward(self._eager.reason)
+        return self._programs.in_use.graphs.set_eager_reason(self._eager.reason)
 
     def report(self) -> Report:
         """The plan with its reasons, the measured step and advice, as a text."""
         context, pipeline, plan = self._context, self._programs.in_use, self.plan
         shares_ms, schedule = context.optimizer_hooks.recorder.step_times.shares_ms(), pipeline.schedule
         parts = [render(plan, folded=True) + context.communicator.rounding_report()]
-        if shares_ms is not None and (found := why(shares_ms, "A step of this rank takes")) is not None:
+        if shares_ms is not None and (found := explain_step(shares_ms, "A step of this rank takes")) is not None:
             # There is no prediction for a forward as written, nor a useful one for assumed links.
             predicts = not self._eager.reason and plan.links_are != "assumed"
             unlike = (
                 compare_to_prediction(shares_ms, pipeline.decided) if predicts and pipeline.decided is not None else ""
             )
             parts.append(textwrap.fill(f"{found} {unlike}".rstrip(), terminal_width()))
-        text = "\n".join(filter(None, (*parts, advice(plan))))
+        text = "\n".join(filter(None, (*parts, give_advice(plan))))
         if reason := self._eager.reason:
             text += f"\n\nroute: eager; tables are whole, and updates do not overlap the next forward: {reason}"
         if tables := context.state.tables:
@@ -156,7 +156,7 @@ def tables_report(tables: Mapping[str, Member], ranks: int, beyond: Mapping[str,
     """Returns lines with the bytes of each sharded table: predicted for any rank, and measured on this one.
 
     Args:
-        beyond: table beyond memory -> its prediction as text.
+        beyond: table larger than memory -> its prediction as text.
     """
     rows: list[tuple[str, ...]] = [("", "parameters", "gradient", "state", "parameters", "gradient", "state")]
     for name, table in tables.items():

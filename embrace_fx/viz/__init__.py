@@ -41,7 +41,7 @@ def save(
     Creates missing folders of `path`.
 
     Args:
-        background: facts shown on a page: table placements, DDP's step, steps on other numbers of ranks.
+        background: facts shown beside the picture: where tables are, DDP's step, steps on other numbers of ranks.
 
     Raises:
         ValueError: the suffix is unknown, there is nothing to draw, a timeline has no spans, or a `.dot` has no
@@ -69,21 +69,21 @@ def save(
 
 @dataclass(frozen=True)
 class DrawnSchedule(Schedule):
-    """A schedule that prints its metrics and saves pictures of itself.
+    """A schedule that prints as its metrics and can be saved as a picture.
 
     Attributes:
-        background: computes the facts shown with it, or None if they are not known.
+        background: function that computes the facts shown beside the picture, or None.
     """
 
     background: Callable[[], PictureFacts] | None = field(default=None, compare=False, repr=False)
 
     @classmethod
     def from_schedule(cls, schedule: Schedule, background: Callable[[], PictureFacts] | None = None) -> DrawnSchedule:
-        """Returns a schedule that can be drawn."""
+        """Makes a schedule drawable."""
         return cls(**vars(schedule), background=background)
 
     def save(self, path: str | os.PathLike[str], *, timeline: Timeline | None = None) -> None:
-        """Draws the prediction, and `timeline` below it if given. See `embrace_fx.viz.save`."""
+        """Draws the schedule to a file, with `timeline`, if given, below it. See `embrace_fx.viz.save`."""
         save(path, schedule=self, timeline=timeline, background=self.background() if self.background else None)
 
     def __str__(self) -> str:
@@ -96,11 +96,11 @@ class DrawnSchedule(Schedule):
 
 @dataclass(frozen=True)
 class DrawnTimeline(Timeline):
-    """A timeline that prints its metrics and saves pictures of itself.
+    """A timeline that prints as its metrics and can be saved as a picture.
 
     Attributes:
         schedule: the prediction, drawn above it.
-        background: computes the facts shown with it, or None if they are not known.
+        background: function that computes the facts shown beside the picture, or None.
     """
 
     schedule: Schedule | None = None
@@ -110,11 +110,11 @@ class DrawnTimeline(Timeline):
     def from_timeline(
         cls, timeline: Timeline, schedule: Schedule | None, background: Callable[[], PictureFacts] | None = None
     ) -> DrawnTimeline:
-        """Returns a timeline that can be drawn."""
+        """Makes a timeline drawable."""
         return cls(**vars(timeline), schedule=schedule, background=background)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Draws the measurement, below the prediction if there is one. See `embrace_fx.viz.save`."""
+        """Draws the timeline to a file, below the prediction if there is one. See `embrace_fx.viz.save`."""
         background = self.background() if self.background else None
         save(path, schedule=self.schedule, timeline=self, background=background)
 
@@ -127,7 +127,7 @@ class DrawnTimeline(Timeline):
 
 
 def _metrics_table(picture: Picture) -> str:
-    """Returns the metrics of a picture as a text table, one column for each of prediction and measurement."""
+    """Returns the metrics of a picture as a text table, with one column each for the prediction and the measurement."""
     text = Table()
     text.add_column("per step")
     for panel in picture.panels:

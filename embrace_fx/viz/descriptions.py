@@ -13,7 +13,7 @@ Item = Span | Wait | Gap
 
 
 class HoverTexts:
-    """Describes the operations, waits and gaps of a picture in words, for hover texts."""
+    """Describes operations, waits and gaps of a picture in words, for texts shown on hover."""
 
     def __init__(self, picture: Picture) -> None:
         self._picture = picture
@@ -60,7 +60,7 @@ class HoverTexts:
                 yield f"{term}: {', '.join(names[operation.name])}"
 
     def _times(self, panel: Panel, item: Span) -> Iterator[str]:
-        """Yields the predicted and the measured time of an operation. Both panels' windows are matched by position."""
+        """Yields lines with the predicted and the measured time of an operation."""
         times: list[float] = []
         for other in self._picture.panels:
             window = (
@@ -81,19 +81,19 @@ class HoverTexts:
             yield f"ratio: {times[1] / times[0]:.2f} measured / predicted"
 
     def _time_in_window(self, panel: Panel, window: int, time_ms: float) -> str:
-        """Describes a time by its distance from the start of its window."""
+        """Describes a time by its distance from the start of its window (a backward and the next forward)."""
         if window not in panel.windows:
             return "outside of the windows"
         return f"{_format_ms(time_ms - panel.starts_ms[window])} into its window"
 
 
 def name(item: Item) -> str:
-    """Returns the name of an item, which is the same in every window."""
+    """Returns the name of an operation, wait or gap, which is the same in every window."""
     if isinstance(item, Span):
         return item.operation.name
     return f"waits for {item.launch}" if isinstance(item, Wait) else "between operations"
 
 
 def _format_ms(time_ms: float) -> str:
-    """Returns a time as a text."""
+    """Formats a time in milliseconds as text."""
     return f"{time_ms:.{3 if abs(time_ms) < 10 else 2}f} ms"

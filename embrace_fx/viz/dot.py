@@ -15,7 +15,7 @@ from embrace_fx.vocabulary.schedule import Operation, Schedule
 
 
 def render(schedule: Schedule) -> str:
-    """Returns the step graph of a schedule in the DOT language. Launches show their place in the launch order."""
+    """Returns the step graph of a schedule in the DOT language. Collectives show their position in the launch order."""
     return "\n".join(("digraph step {", *(f"  {line}" for line in _lines(schedule)), "}", ""))
 
 
@@ -24,7 +24,7 @@ def _lines(schedule: Schedule) -> Iterator[str]:
     steps = schedule.steps
     critical = {name for _, name in schedule.critical_path}
     place = {name: number for number, name in enumerate(schedule.launch_order, start=1)}
-    yield f"label={quoted(f'Step graph, schedule {schedule.name}')};"
+    yield f"label={quote(f'Step graph, schedule {schedule.name}')};"
     yield 'labelloc=t; rankdir=TB; nodesep=0.25; ranksep=0.3; bgcolor="white"; fontname="Helvetica";'
     yield f'node [style=filled, fontname="Helvetica", fontsize=10, penwidth=0.6, color="{LIGHT.critical}"];'
     yield f'edge [color="{LIGHT.faint}", arrowsize=0.6];'
@@ -43,11 +43,13 @@ def _lines(schedule: Schedule) -> Iterator[str]:
 
 def _edge(before: str, after: str, attributes: str = "") -> str:
     """Returns an edge in the DOT language."""
-    return f"{quoted(before)} -> {quoted(after)}{f' [{attributes}]' if attributes else ''};"
+    return f"{quote(before)} -> {quote(after)}{f' [{attributes}]' if attributes else ''};"
 
 
 def _node(operation: Operation, place: int | None, is_critical: bool) -> str:
-    """Returns an operation as a node in the DOT language, with its place in the launch order if it is a launch."""
+    """Returns an operation as a node in the DOT language, with its position in the launch order if it is a
+    collective.
+    """
     lines = [operation.name, f"{operation.duration_ms:.2f} ms"]
     if not operation.is_compute:
         lines[1] += f", {operation.sent_bytes / MIB:.2f} MiB"
@@ -64,10 +66,10 @@ def _node(operation: Operation, place: int | None, is_critical: bool) -> str:
         attributes["group"] = "compute"
     if is_critical:
         attributes["penwidth"] = "2.5"
-    return f"{quoted(operation.name)} [{', '.join(f'{k}={quoted(v)}' for k, v in attributes.items())}];"
+    return f"{quote(operation.name)} [{', '.join(f'{k}={quote(v)}' for k, v in attributes.items())}];"
 
 
-def quoted(text: str) -> str:
-    """Quotes a string for the DOT language, in which a backslash begins an escape except before a quote."""
+def quote(text: str) -> str:
+    """Quotes a string for the DOT language, where a backslash begins an escape except before a quote."""
     escaped = text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
     return f'"{escaped}"'

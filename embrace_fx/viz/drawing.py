@@ -1,4 +1,4 @@
-"""Draws graphs as `.dot` and `.svg`, with the compute between two communications as one block.
+"""Draws graphs as `.dot` and `.svg`, with all compute between two collectives folded into one block.
 
 Compute is a column of boxes, from top to bottom in program order. Communication is beside it in its class's colour.
 Arrows lead from the block that computes the sent value to the communication, and on to the block that waits for it.
@@ -17,9 +17,9 @@ from html import escape
 
 from torch import fx
 
-from embrace_fx.viz.dot import quoted
+from embrace_fx.viz.dot import quote
 from embrace_fx.viz.palette import DARK, LIGHT, PAINTS
-from embrace_fx.viz.svg import document
+from embrace_fx.viz.svg import svg_document
 from embrace_fx.vocabulary.operation_id import LANES, Lane
 from embrace_fx.vocabulary.ops import AWAITS, LAUNCHES, SUBMISSIONS, launch_of, op_name
 
@@ -29,12 +29,12 @@ _NAMED_OPS = 3
 
 @dataclass
 class Cell:
-    """A block of compute, or a communication.
+    """A block of the drawing: a collective, or all compute between two collectives.
 
     Attributes:
-        lane: the lane of a communication; "compute" for a block.
-        nodes: its nodes.
-        after: the indices of the cells that it depends on.
+        lane: "compute", or the lane of the collective.
+        nodes: the graph nodes that it stands for.
+        after: indices of the cells that it depends on.
     """
 
     phase: str
@@ -44,7 +44,7 @@ class Cell:
 
     @property
     def label(self) -> str:
-        """Returns the text in the cell: the launch, or the block's most frequent ops."""
+        """The text in the cell: the collective, or the compute's most frequent ops."""
         if self.lane != "compute":
             launch = launch_of(self.nodes[0])
             return str(launch) if launch is not None else self.nodes[0].name
@@ -55,18 +55,18 @@ class Cell:
 
     @property
     def hover_text(self) -> str:
-        """Returns the label and the names of all nodes."""
+        """The label and the names of all nodes, shown on hover."""
         return f"{self.label}: {', '.join(node.name for node in self.nodes)}"
 
     @property
     def paint(self) -> str:
-        """Returns the key of the cell's colour in `palette.PAINTS`."""
+        """The key of the cell's colour in `palette.PAINTS`."""
         return self.lane if self.lane != "compute" else "backward" if self.phase == "backward" else "forward"
 
 
-def fold(modules: Mapping[str, fx.GraphModule]) -> list[Cell]:
-    """Folds the graphs' nodes into cells: one for each communication, one for all compute between two
-    communications.
+def fold_nodes(modules: Mapping[str, fx.GraphModule]) -> list[Cell]:
+    """Folds the nodes of graphs into cells: one for each collective, and one for all compute between two
+    collectives.
     """
     cells: list[Cell] = []
     sent: dict[object, int] = {}  # launch (its node if it has no id) -> its cell
@@ -97,7 +97,7 @@ def fold(modules: Mapping[str, fx.GraphModule]) -> list[Cell]:
 
 
 def _waited_for(node: fx.Node) -> object | None:
-    """Returns the launch (its node if it has no id) that a node waits for, or None if it does not wait."""
+    """Returns what a node waits for, the id of a collective or its node, or None if it does not wait."""
     if op_name(node) != "_c10d_functional::wait_tensor":
         return None
     source = node.all_input_nodes[0]
@@ -105,7 +105,7 @@ def _waited_for(node: fx.Node) -> object | None:
 
 
 def _lane_of(node: fx.Node) -> Lane:
-    """Returns the lane of a launch or of its process group."""
+    """Returns the lane on which a node's collective runs."""
     launch = launch_of(node)
     if launch is not None:
         return launch.lane
@@ -113,19 +113,19 @@ def _lane_of(node: fx.Node) -> Lane:
 
 
 def dot(modules: Mapping[str, fx.GraphModule], title: str) -> str:
-    """Returns graph modules as text in the DOT language of Graphviz."""
+    """Returns graphs as text in the DOT language of Graphviz."""
     lines = [
-        f"  label={quoted(title)}; labelloc=t; rankdir=TB; nodesep=0.2; ranksep=0.25;",
+        f"  label={quote(title)}; labelloc=t; rankdir=TB; nodesep=0.2; ranksep=0.25;",
         '  node [style=filled, fontname="Helvetica", fontsize=10, height=0.3, penwidth=0.6];',
         "  edge [arrowsize=0.6];",
     ]
-    cells = fold(modules)
+    cells = fold_nodes(modules)
     for k, cell in enumerate(cells):
         shape = "box" if cell.lane == "compute" else "ellipse"
         fill, ink = LIGHT.fill[cell.paint], LIGHT.ink[cell.paint]
         more = ', group="compute"' if cell.lane == "compute" else ""
         lines.append(
-            f"  c{k} [label={quoted(cell.label)}, tooltip={quoted(cell.hover_text)}, class={quoted(cell.paint)}, "
+            f"  c{k} [label={quote(cell.label)}, tooltip={quote(cell.hover_text)}, class={quote(cell.paint)}, "
             f'shape={shape}, fillcolor="{fill}", fontcolor="{ink}"{more}];'
         )
         lines += [
@@ -140,9 +140,9 @@ LAYOUT_S = 60.0
 
 
 def svg(modules: Mapping[str, fx.GraphModule], title: str) -> str:
-    """Returns modules as an SVG file, in the reader's light or dark scheme."""
+    """Returns graphs as an SVG file that follows the reader's light or dark scheme."""
     laid_out = _graphviz_svg(dot(modules, title))
-    return _boxes_svg(fold(modules), title) if laid_out is None else laid_out
+    return _boxes_svg(fold_nodes(modules), title) if laid_out is None else laid_out
 
 
 def _graphviz_svg(text: str) -> str | None:
@@ -163,7 +163,7 @@ def _graphviz_svg(text: str) -> str | None:
 
 
 def _style_of_layout() -> str:
-    """Returns the style sheet that replaces Graphviz's light colours in dark mode."""
+    """Returns the style sheet that replaces Graphviz's colours in dark mode."""
     whole = ".embrace-graphs"
     rules = [f"{whole}{{background:{DARK.page}}}{whole} .graph>polygon{{fill:{DARK.page};stroke:none}}"]
     rules.append(f"{whole} .graph>text{{fill:{DARK.text}}}{whole} .edge path{{stroke:{DARK.faint}}}")
@@ -199,4 +199,4 @@ def _boxes_svg(cells: Sequence[Cell], title: str) -> str:
             f'<text x="{wide + 8:.0f}" y="{top + 11}">{needed}</text></g>'
         )
     heading = f'<text class="title" x="8" y="20">{escape(title)}</text>'
-    return document(title, width, height, (), (heading, *lines))
+    return svg_document(title, width, height, (), (heading, *lines))

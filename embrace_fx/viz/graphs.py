@@ -1,4 +1,4 @@
-"""Shows graphs as text for comparison, and as drawings: compute folded into blocks, communication in colours.
+"""Shows a model's graphs as text, as differences between passes, and as drawings.
 
 graphs["shard_tables"]                          a `torch.fx.GraphModule`
 graphs.diff("shard_tables", "reduce_gradients") a pass's changes, as a unified diff
@@ -20,16 +20,17 @@ from embrace_fx.vocabulary.graph import PHASES
 
 
 class Graphs(Mapping[str, fx.GraphModule]):
-    """The graphs of a training program by name: as captured, after each pass, and the phases that run.
+    """The graphs of a compiled model by name: as captured, after each pass, and the phases that run.
 
     Args:
         modules: name -> graph, in order.
-        phases: pass -> the phases after it, for passes after the partition.
-        variants: name -> function that builds a phase of a non-steady step.
-        sources: returns phase name -> function that returns the source that runs, for phases that are built.
+        phases: pass -> the phases after it, for passes after the graph was partitioned.
+        variants: name -> function that builds a phase of a variant of the step, such as the first step's.
+        sources: function that returns phase name -> function that returns the source code that runs.
 
     Attributes:
-        reason: why these graphs contain only gradients (calls run eagerly), or "" if they contain the forward.
+        reason: why the graphs only exchange gradients while the forward runs eagerly, or "" if they contain the
+            forward.
     """
 
     reason = ""
@@ -58,7 +59,7 @@ class Graphs(Mapping[str, fx.GraphModule]):
     def __repr__(self) -> str:
         return f"Graphs({', '.join(self)}{f'; no graph of the forward: {self.reason}' if self.reason else ''})"
 
-    def without_forward(self, reason: str) -> Graphs:
+    def set_eager_reason(self, reason: str) -> Graphs:
         """Records the reason why these graphs do not contain the forward. Returns the graphs."""
         self.reason = reason
         return self
@@ -68,11 +69,11 @@ class Graphs(Mapping[str, fx.GraphModule]):
         return drawing.svg(self._final_graphs(), _WHAT_RUNS) if self else "no graph yet"
 
     def text(self, name: str) -> str:
-        """Returns a graph as text; after a pass over phases, all phases."""
+        """Returns the graph after a pass as text, or all of its phases if it is partitioned."""
         return "\n".join(f"# {phase}\n{_readable(module)}" for phase, module in self._phases_of(name).items())
 
     def source(self, name: str = "backward") -> str:
-        """Returns a phase as the Python code that runs, with each line's launch or await as a comment.
+        """Returns the Python code of a phase that runs. Comments name the collective that a line launches or awaits.
 
         Args:
             name: "unique", "ids", "forward" or "backward", or a variant of these that has run.
@@ -86,7 +87,7 @@ class Graphs(Mapping[str, fx.GraphModule]):
         return found()
 
     def diff(self, first: str, second: str) -> str:
-        """Compares two graphs as a unified diff, which is empty if they are equal.
+        """Returns the differences between two graphs as a unified diff, or "" if they are equal.
 
         Raises:
             KeyError: there is no graph of that name.
@@ -95,7 +96,8 @@ class Graphs(Mapping[str, fx.GraphModule]):
         return "".join(difflib.unified_diff(before, after, fromfile=first, tofile=second))
 
     def save(self, path: str | os.PathLike[str], name: str | None = None) -> None:
-        """Draws a graph: compute as blocks in program order, communication in its class's colour.
+        """Draws a graph to a file: compute as blocks in program order, collectives in the colours of their process
+        groups.
 
         Creates missing folders of `path`.
 
@@ -121,11 +123,11 @@ class Graphs(Mapping[str, fx.GraphModule]):
         target.write_text(text, encoding="utf-8")
 
     def _phases_of(self, name: str) -> Mapping[str, fx.GraphModule]:
-        """Returns the phases of a graph by name, or the graph alone if it is not split."""
+        """Returns the phases of the graph after a pass, or the graph alone if it is not partitioned."""
         return self._phases.get(name) or {name: self[name]}
 
     def _final_graphs(self) -> Mapping[str, fx.GraphModule]:
-        """Returns the phases that run in a step, or else the last graph."""
+        """Returns the phases that run in a step, or the last graph if it is not partitioned."""
         ran = {phase: self._modules[phase] for phase in PHASES if phase in self._modules}
         return ran or self._phases_of(list(self._modules)[-1])
 

@@ -1,4 +1,4 @@
-"""`.html`: an interactive page for schedules, in one file that works offline.
+"""Draws a picture as `.html`: an interactive page in one file that works offline.
 
 `page.html` is filled with `page.css`, the scripts, the colours of `palette`, the strips of `svg`, and facts as JSON.
 Its content security policy forbids loading anything.
@@ -38,7 +38,7 @@ GLOSSARY: Mapping[str, str] = {
     "embedding": "rows of sharded tables, and their gradients, on their way between ranks",
     "dense": "gradients of all other parameters, reduced in buckets",
     "delayed": "gradients of rows that the next batch does not read: they are sent when nothing else is",
-    "storage": "rows of tables beyond memory, read from their storage and written back",
+    "storage": "rows of tables larger than memory, read from their storage and written back",
     "prior": "gradients of rows that the next batch reads: they are sent first",
     "early rows": "rows of the next batch that this step does not change: they are fetched before it ends",
     "wait": "compute waits for communication; its color is that of the communication",
@@ -65,7 +65,7 @@ def render(picture: Picture) -> str:
         title=escape(picture.title),
         subtitle=escape(picture.subtitle),
         colours=_colour_rules(),
-        style=svg.style(_NAMED) + files.joinpath("page.css").read_text(encoding="utf-8"),
+        style=svg.style_sheet(_NAMED) + files.joinpath("page.css").read_text(encoding="utf-8"),
         definitions=svg.svg_definitions(picture),
         panels="\n".join(_section(picture, panel) for panel in picture.panels),
         data=data,
@@ -82,7 +82,7 @@ _NAMED = Theme(
 
 
 def _section(picture: Picture, panel: Panel) -> str:
-    """Returns a panel as an HTML section."""
+    """Returns one panel (the prediction or the measurement) as an HTML section."""
     status = panel.status
     return "\n".join(
         (
@@ -115,7 +115,7 @@ def _colour_variables(theme: Theme) -> str:
 
 
 def _script_data(picture: Picture) -> dict[str, Any]:
-    """Returns the values that the page's script reads."""
+    """Returns the plain values that the page's script reads."""
     schedule = picture.schedule
     return {
         "left": svg.LEFT,
@@ -138,7 +138,7 @@ def _script_data(picture: Picture) -> dict[str, Any]:
 
 
 def _panel_data(panel: Panel) -> dict[str, Any]:
-    """Converts a panel to the values that the page's script reads."""
+    """Converts a panel to the plain values that the page's script reads."""
     return {
         "status": panel.status,
         "ranks": panel.ranks,
@@ -149,8 +149,8 @@ def _panel_data(panel: Panel) -> dict[str, Any]:
 
 
 def _operation_data(picture: Picture) -> Iterator[dict[str, Any]]:
-    """Yields each operation of one window for the page's script, with its median time in each panel over windows and
-    ranks.
+    """Yields, for the page's script, each operation of one window, with its median time over windows and ranks in each
+    panel.
     """
     operations: dict[str, Operation] = {}
     taken: list[dict[str, list[float]]] = []
@@ -171,5 +171,5 @@ def _operation_data(picture: Picture) -> Iterator[dict[str, Any]]:
 
 
 def _metric_data(figure: Metric) -> dict[str, Any]:
-    """Converts a metric to the values that the page's script reads."""
+    """Converts a metric to the plain values that the page's script reads."""
     return {**asdict(figure), "text": str(figure)}

@@ -1,4 +1,4 @@
-"""The colours of every picture: one per kind of compute, one per communication class, in light and in dark.
+"""The colours of every picture, in light and in dark: one for each category of compute, and one for each lane.
 
 The communication classes differ in hue, close to Okabe and Ito (Color Universal Design, 2008), and the bluish ones also
 in lightness, so that they are distinguishable with any colour blindness. The model's compute is grey, in clearly
@@ -18,7 +18,7 @@ from embrace_fx.vocabulary.step_parts import Share
 
 @dataclass(frozen=True)
 class Theme:
-    """CSS colours of the page, and of operations by `paint`, each with a legible text colour."""
+    """The CSS colours of one theme: of the page, and, by key, of operations and of the text on them."""
 
     page: str
     strip: str
@@ -109,9 +109,7 @@ OF_SHARE: Mapping[Share, str] = {
 
 
 def paint(operation: Operation) -> str:
-    """Returns the key in `PAINTS` of an operation's colour. Compute is coloured by its part of a step, communication by
-    its lane.
-    """
+    """Returns the key of an operation's colour in `PAINTS`: by category for compute, by lane for communication."""
     return OF_SHARE.get(operation.share, operation.lane)
 
 

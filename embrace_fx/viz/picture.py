@@ -1,4 +1,4 @@
-"""Computes the contents of a picture for all formats: panels, ranks, lanes, phases and metrics.
+"""Computes what a picture shows, for all formats: panels, ranks, lanes, phases and metrics.
 
 A picture has a panel for the prediction, one for the measurement, or both.
 """
@@ -13,7 +13,7 @@ from functools import cached_property
 from typing import Literal
 
 from embrace_fx.viz.palette import OF_SHARE, PAINTS, paint
-from embrace_fx.viz.why import Why, why
+from embrace_fx.viz.why import Why, explain_step
 from embrace_fx.vocabulary.operation_id import CLASS_LANES, COPIES, LANES, Lane
 from embrace_fx.vocabulary.picture_facts import PictureFacts
 from embrace_fx.vocabulary.schedule import Diagnostics, Operation, Schedule, Span, Timeline, Wait
@@ -25,10 +25,10 @@ _LEAST_GAP_MS = 0.001
 
 @dataclass(frozen=True)
 class Phase:
-    """A part of a window on one rank: the backward of a step, the optimizer's step, or the next forward.
+    """A part of a window on one rank: the backward, the optimizer's step, or the next forward.
 
     Attributes:
-        step: the number of the training step, 0 for the first backward shown.
+        step: the number of the training step; 0 for the first backward shown.
     """
 
     name: Literal["backward", "step", "forward"]
@@ -40,13 +40,13 @@ class Phase:
 
     @property
     def label(self) -> str:
-        """Returns the name with the number of the training step, as in "backward t+1"."""
+        """The phase's name with its training step, such as "backward t+1"."""
         return f"{self.name} t" + (f"{self.step:+d}" if self.step else "")
 
 
 @dataclass(frozen=True)
 class Gap:
-    """A time span when a rank's processor neither runs nor waits for an operation."""
+    """A time during which a rank neither runs an operation nor waits for one."""
 
     window: int
     rank: int
@@ -56,12 +56,12 @@ class Gap:
 
 @dataclass(frozen=True)
 class Metric:
-    """One metric of a panel: its name, value and colour.
+    """One metric shown for a panel: its name, value and colour.
 
     Attributes:
-        lane: its lane, or None.
-        is_wait: whether it is a wait time, hatched in pictures.
-        paint: the key in `palette.PAINTS` of a part of a step, or None.
+        lane: the lane that it is about, or None.
+        is_wait: whether it is a time of waiting, which pictures hatch.
+        paint: the key of its colour in `palette.PAINTS`, or None.
     """
 
     label: str
@@ -73,7 +73,7 @@ class Metric:
 
     @property
     def digits(self) -> int:
-        """Returns the number of decimals to show."""
+        """The number of decimals to show."""
         return 3 if self.unit == "" else 2
 
     def __str__(self) -> str:
@@ -82,11 +82,11 @@ class Metric:
 
 @dataclass(frozen=True)
 class Panel:
-    """A predicted or measured timeline, prepared for drawing.
+    """One of a picture's timelines, the predicted or the measured one, prepared for drawing.
 
     Attributes:
-        status: the origin of its times.
-        critical_path: (window, name) of operations, in order; empty if unknown.
+        status: where its times come from, in words.
+        critical_path: (window, name) of the operations that determine the step's length, in order; empty if unknown.
     """
 
     status: Literal["predicted", "measured"]
@@ -101,20 +101,18 @@ class Panel:
 
     @cached_property
     def windows(self) -> tuple[int, ...]:
-        """Returns the windows whose compute is shown. Of other windows, only launches in flight at the edges are
-        shown.
-        """
+        """The windows (a backward and the next forward each) whose compute is shown."""
         return tuple(sorted({phase.window for phase in self.phases}))
 
     @cached_property
     def lanes(self) -> tuple[Lane, ...]:
-        """Returns the lanes that any rank uses."""
+        """The lanes that any rank uses."""
         used = {span.operation.lane for span in self.timeline.spans}
         return tuple(lane for lane in LANES if lane in used)
 
     @cached_property
     def phases(self) -> tuple[Phase, ...]:
-        """Returns the phases of every rank, ordered by rank, then by time."""
+        """The phases of all ranks, ordered by rank, then by time."""
         by_window: defaultdict[tuple[int, int], list[Span]] = defaultdict(list)
         for span in self.timeline.spans:
             if span.operation.is_compute:
@@ -123,27 +121,29 @@ class Panel:
         return tuple(
             phase
             for (rank, window), spans in sorted(by_window.items())
-            for phase in _phases(spans, rank, window, starts.get((rank, window + 1), max(s.end_ms for s in spans)))
+            for phase in _phases_of_window(
+                spans, rank, window, starts.get((rank, window + 1), max(s.end_ms for s in spans))
+            )
         )
 
     @cached_property
     def starts_ms(self) -> dict[int, float]:
-        """Maps each window to the time when the first rank enters it."""
+        """Maps each window to the time when the first rank begins it."""
         return {w: min(phase.start_ms for phase in self.phases if phase.window == w) for w in self.windows}
 
     @property
     def shown_windows(self) -> tuple[int, ...]:
-        """Returns the windows shown at first: the last two, or the only one."""
+        """The windows shown before the reader scrolls: the last two, or the only one."""
         return self.windows[-SHOWN_WINDOWS:]
 
     @property
     def origin_ms(self) -> float:
-        """Returns the start of the first window in `shown_windows`, which is 0 on the picture's axis."""
+        """The start of the first window in `shown_windows`, which is 0 on the time axis."""
         return self.starts_ms[self.shown_windows[0]]
 
     @cached_property
     def shown_ms(self) -> tuple[float, float]:
-        """Returns the time shown: (first start, last end) in the windows of `shown_windows`, in ms since `origin_ms`.
+        """The times (first start, last end) of everything in `shown_windows`, in ms since `origin_ms`.
 
         Communication may start before its window does.
         """
@@ -153,7 +153,7 @@ class Panel:
 
     @cached_property
     def rows(self) -> dict[tuple[int, Lane], list[list[Span]]]:
-        """Maps (rank, lane) to its spans, in as few rows without overlap as possible."""
+        """Maps (rank, lane) to its spans, distributed over as few rows as possible so that none overlap."""
         by_lane: defaultdict[tuple[int, Lane], list[Span]] = defaultdict(list)
         for span in self.timeline.spans:
             by_lane[span.rank, span.operation.lane].append(span)
@@ -161,16 +161,16 @@ class Panel:
 
     @cached_property
     def critical_spans(self) -> tuple[Span, ...]:
-        """Returns the spans of the critical path, on the first rank."""
+        """The spans of the critical path, on the first rank."""
         found = {(s.window, s.operation.name): s for s in self.timeline.spans if s.rank == self.ranks[0]}
         return tuple(found[key] for key in self.critical_path if key in found)
 
     def waits_of(self, rank: int) -> Iterator[Wait]:
-        """Returns the waits of a rank."""
+        """Yields the waits of a rank."""
         return (wait for wait in self.timeline.waits if wait.rank == rank)
 
     def gaps_of(self, rank: int) -> Iterator[Gap]:
-        """Yields the gaps between a rank's operations and waits."""
+        """Yields the times during which a rank neither runs an operation nor waits."""
         computed = (s for s in self.timeline.spans if s.rank == rank and s.operation.is_compute)
         items: list[Span | Wait] = [*computed, *self.waits_of(rank)]
         busy = sorted(items, key=lambda item: item.start_ms)
@@ -181,7 +181,7 @@ class Panel:
             end_ms = max(end_ms, item.end_ms)
 
     def _compute_metrics(self) -> Iterator[Metric]:
-        """Yields a metric for each part of a step that takes compute time, in execution order."""
+        """Yields a metric for each category of compute in a step, in execution order."""
         for share in ("backward", "your code", "optimizer", "loader", "forward"):
             if ms := self.diagnostics.shares_ms.get(share, 0.0):
                 yield Metric(share, ms, "ms", "compute", paint=OF_SHARE[share])
@@ -189,10 +189,12 @@ class Panel:
     def why(self) -> Why | None:
         """Explains the time of a step in words, or returns None if a step takes no time."""
         is_measured = self.status == "measured"
-        return why(self.diagnostics.shares_ms, "A step takes" if is_measured else "A step is predicted to take")
+        return explain_step(
+            self.diagnostics.shares_ms, "A step takes" if is_measured else "A step is predicted to take"
+        )
 
     def figures(self) -> tuple[Metric, ...]:
-        """Returns the metrics of a panel, in display order."""
+        """Returns the metrics of the panel, in the order in which they are shown."""
         d = self.diagnostics
         # Most steps have no offloads, which are left out then.
         copies = tuple(lane for lane in COPIES if d.communication_ms.get(lane))
@@ -213,7 +215,7 @@ class Panel:
 
 @dataclass(frozen=True)
 class Bar:
-    """One step of one system, drawn as a bar of its parts."""
+    """A bar that shows one system's step time, divided by category."""
 
     name: str
     parts: tuple[Metric, ...]
@@ -222,10 +224,10 @@ class Bar:
 
 @dataclass(frozen=True)
 class Picture:
-    """The contents of a picture: a prediction, a measurement, or both.
+    """What a picture shows: a prediction, a measurement, or both.
 
     Attributes:
-        background: facts to show with them, or None.
+        background: facts to show beside them, or None.
 
     Raises:
         ValueError: there is neither, or one has no compute.
@@ -247,7 +249,7 @@ class Picture:
 
     @cached_property
     def panels(self) -> tuple[Panel, ...]:
-        """Returns the panels of the prediction and of the measurement, as far as they exist."""
+        """The panels of the prediction and of the measurement, if they exist."""
         found = []
         if (schedule := self.schedule) is not None:
             found.append(Panel("predicted", schedule.predicted, schedule.diagnostics(), schedule.critical_path))
@@ -257,7 +259,8 @@ class Picture:
 
     @property
     def why(self) -> Why | None:
-        """Explains the time of a step: from the measurement, else from a prediction by a profile; else None.
+        """Explanation of a step's time: of the measured one, or else of a prediction from measured compute; otherwise
+        None.
 
         A prediction by the cost model alone lacks the optimizer's and the loader's time.
         """
@@ -265,14 +268,16 @@ class Picture:
         return self.panels[-1].why() if is_told else None
 
     def ratios(self) -> dict[str, str]:
-        """Maps the label of each metric to measured / predicted, or "" if either is shown as 0."""
+        """Maps the name of each metric to its measured value divided by the predicted one, as text; "" if either is 0
+        as shown.
+        """
         if len(self.panels) < 2:
             return {}
         predicted, measured = ({figure.label: figure for figure in panel.figures()} for panel in self.panels)
-        return {label: _ratio(measured.get(label), predicted.get(label)) for label in {**predicted, **measured}}
+        return {label: _format_ratio(measured.get(label), predicted.get(label)) for label in {**predicted, **measured}}
 
     def bars(self) -> tuple[Bar, ...]:
-        """Returns the bars that compare a step: predicted, measured, and under DDP with the same compute."""
+        """Returns bars to compare step times: predicted, measured, and estimated for DDP with the same compute."""
         found = []
         for panel in self.panels:
             parts = tuple(f for f in panel.figures() if f.paint or f.label == "between operations")
@@ -286,15 +291,15 @@ class Picture:
         return tuple(found)
 
     def _link_slowdown(self) -> float:
-        """Returns the measured time of dense gradients divided by the predicted one; DDP's estimated time is scaled by
-        it.
+        """Returns the measured time of dense gradients divided by the predicted one, by which DDP's estimate is
+        scaled.
         """
         predicted, *measured = (panel.diagnostics.communication_ms.get("dense", 0.0) for panel in self.panels)
         return measured[0] / predicted if measured and measured[0] and predicted else 1.0
 
     @property
     def lanes(self) -> tuple[Lane, ...]:
-        """Returns the lanes that any panel shows."""
+        """The lanes that any panel shows."""
         return tuple(lane for lane in LANES if any(lane in panel.lanes for panel in self.panels))
 
     def legend(self) -> Iterator[tuple[Literal["paint", "wait", "gap", "path"], str, str]]:
@@ -310,13 +315,13 @@ class Picture:
 
     @property
     def title(self) -> str:
-        """Returns the title of the picture."""
+        """The title of the picture."""
         of = f"Schedule {self.schedule.name}" if self.schedule else "Timeline"
         return f"{of}, {' and '.join(panel.status for panel in self.panels)}"
 
     @property
     def subtitle(self) -> str:
-        """Returns the source of the prediction, and the number of measured ranks."""
+        """Where the prediction comes from, and how many ranks were measured."""
         parts = []
         if self.schedule:
             parts.append(f"prediction from the {self.schedule.source}")
@@ -326,8 +331,9 @@ class Picture:
         return ", ".join(parts)
 
 
-def _ratio(measured: Metric | None, predicted: Metric | None) -> str:
-    """Formats measured / predicted, or "" if 0.00 was predicted, because the quotient would be noise.
+def _format_ratio(measured: Metric | None, predicted: Metric | None) -> str:
+    """Formats a measured value divided by the predicted one; "" if the prediction is 0.00, because the quotient would
+    be noise.
 
     From 100 on it has no decimals, to fit a phone's width.
     """
@@ -338,13 +344,13 @@ def _ratio(measured: Metric | None, predicted: Metric | None) -> str:
 
 
 def labels(operation: Operation) -> tuple[str, ...]:
-    """Returns possible labels of an operation, longest first: its name, or its table or bucket."""
+    """Returns labels for an operation, longest first: its name, and its table's or bucket's name."""
     served = ", ".join(_short_name(name) for name in operation.serves)
     return (operation.name, served, re.split(r"[. ](?!\+)", served)[-1])
 
 
 def _short_name(name: str) -> str:
-    """Shortens the name of a table, or of a row space, which becomes its first table and the number of the others.
+    """Shortens a table's name. A joined table gets its first table's name and the number of the others.
 
     >>> _short_name("user.weight and 2 more")
     'user +2'
@@ -354,8 +360,8 @@ def _short_name(name: str) -> str:
     return f"{table} +{others.removesuffix(' more')}" if others else table
 
 
-def _phases(spans: Sequence[Span], rank: int, window: int, end_ms: float) -> Iterator[Phase]:
-    """Yields the backward, the optimizer's step and the forward of a window."""
+def _phases_of_window(spans: Sequence[Span], rank: int, window: int, end_ms: float) -> Iterator[Phase]:
+    """Yields the backward, the optimizer's step and the forward of a window on one rank."""
     start_ms = min(span.start_ms for span in spans)
     backward_start_ms = min((s.start_ms for s in spans if s.operation.kind == "backward"), default=start_ms)
     forward_ends_ms = [s.end_ms for s in spans if s.operation.kind == "forward"]
@@ -376,7 +382,7 @@ def _phases(spans: Sequence[Span], rank: int, window: int, end_ms: float) -> Ite
 
 
 def _pack_rows(spans: Sequence[Span]) -> list[list[Span]]:
-    """Packs spans into rows without overlap: in order of time, each into the first free row."""
+    """Distributes spans over rows without overlap: in order of time, each into the first free row."""
     rows: list[list[Span]] = [[]]
     for span in sorted(spans, key=lambda s: (s.start_ms, s.end_ms)):
         free = next((row for row in rows if not row or row[-1].end_ms <= span.start_ms + 1e-6), None)

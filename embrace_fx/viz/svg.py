@@ -1,4 +1,4 @@
-"""Draws a picture as `.svg`, for papers, READMEs and notebooks, and the strips of a page.
+"""Draws a picture as `.svg`, for papers, READMEs and notebooks, and the ranks' lanes for the HTML page.
 
 An `.svg` file is 900 px wide and self-contained. It shows the last two windows: a prediction's rank, or as many of a
 measurement's first ranks as are legible. Colours follow the reader's light or dark scheme, on the picture's own
@@ -39,17 +39,19 @@ _LINE = 150
 def render(picture: Picture) -> str:
     """Returns a picture as an SVG file."""
     body = list(_sections(picture))
-    description = f'<desc id="desc">{escape("; ".join(_summary(panel) for panel in picture.panels))}</desc>'
+    description = f'<desc id="desc">{escape("; ".join(_metrics_line(panel) for panel in picture.panels))}</desc>'
     lines = [line for part in body for line in part.lines]
-    return document(picture.title, WIDTH, math.ceil(body[-1].bottom), [description, svg_definitions(picture)], lines)
+    return svg_document(
+        picture.title, WIDTH, math.ceil(body[-1].bottom), [description, svg_definitions(picture)], lines
+    )
 
 
-def document(title: str, width: int, height: int, head: Sequence[str], lines: Sequence[str]) -> str:
-    """Returns an SVG file in the reader's light or dark scheme.
+def svg_document(title: str, width: int, height: int, head: Sequence[str], lines: Sequence[str]) -> str:
+    """Returns an SVG file that follows the reader's light or dark scheme.
 
     Args:
-        head: lines before the background.
-        lines: lines on the background.
+        head: lines of SVG before the background.
+        lines: lines of SVG on the background.
     """
     labels = "title desc" if head else "title"
     return "\n".join(
@@ -58,7 +60,7 @@ def document(title: str, width: int, height: int, head: Sequence[str], lines: Se
             f'style="max-width:100%;height:auto" '  # lets the picture shrink on a narrow screen
             f'viewBox="0 0 {width} {height}" role="img" aria-labelledby="{labels}">',
             f'<title id="title">{escape(title)}</title>',
-            f"<style>{style(LIGHT)}@media (prefers-color-scheme:dark){{{_colours(DARK)}}}</style>",
+            f"<style>{style_sheet(LIGHT)}@media (prefers-color-scheme:dark){{{_colour_rules(DARK)}}}</style>",
             *head,
             f'<rect class="page" width="{width}" height="{height}"/>',
             *lines,
@@ -69,13 +71,15 @@ def document(title: str, width: int, height: int, head: Sequence[str], lines: Se
 
 
 def rank_strips(picture: Picture, panel: Panel) -> Iterator[str]:
-    """Yields one SVG element for each rank of a panel. The page's script moves its items when the reader zooms."""
+    """Yields one SVG element for each rank of a panel, for the HTML page. The page's script moves its items when the
+    reader zooms.
+    """
     low, high = (
         edge(getattr(s, at) for s in panel.timeline.spans) for edge, at in ((min, "start_ms"), (max, "end_ms"))
     )
     axis, facts = _Axis(panel.origin_ms, low - panel.origin_ms, high - panel.origin_ms, live=True), HoverTexts(picture)
     for rank in panel.ranks:
-        strip = _strip(panel, rank, axis, 2, facts)
+        strip = _rank_section(panel, rank, axis, 2, facts)
         yield "\n".join(
             (
                 f'<svg class="strip-of" data-rank="{rank}" height="{math.ceil(strip.bottom + _RANK_GAP)}">',
@@ -87,7 +91,7 @@ def rank_strips(picture: Picture, panel: Panel) -> Iterator[str]:
 
 @dataclass(frozen=True)
 class _Section:
-    """A section of the picture: its SVG lines, and the y coordinate of its bottom edge."""
+    """A section of the picture: its lines of SVG, and the y coordinate of its bottom edge."""
 
     lines: list[str]
     bottom: float
@@ -95,10 +99,10 @@ class _Section:
 
 @dataclass(frozen=True)
 class _Axis:
-    """The time axis: maps a time in ms to an x in the picture. Times outside map to the border.
+    """The time axis: converts times in ms to x coordinates of the picture.
 
     Attributes:
-        live: whether a script moves elements, by the times in their attributes.
+        live: whether a script moves elements later, by times in their attributes.
     """
 
     origin_ms: float
@@ -111,38 +115,36 @@ class _Axis:
         return round(LEFT + (WIDTH - LEFT - RIGHT) * min(max(share, 0.0), 1.0), 2)
 
     def shows(self, item: Span | Wait | Gap | Phase) -> bool:
-        """Returns whether an item is visible."""
+        """Returns whether any part of an item is in the shown time."""
         return self.live or (self(item.end_ms) > LEFT and self(item.start_ms) < WIDTH - RIGHT)
 
     def rectangle(self, item: Span | Wait | Gap) -> str:
-        """Returns the SVG attributes x and width of an item's rectangle, which is visible even if the item is very
-        short.
-        """
+        """Returns the SVG attributes x and width for an item, wide enough to be visible even if it is very short."""
         left = self(item.start_ms)
         return f'x="{left}" width="{max(self(item.end_ms) - left - 0.5, 0.5):.2f}"'
 
     def data_times(self, start_ms: float, end_ms: float, **more: object) -> str:
-        """Returns the attributes that hold an element's times for the page's script, or "" in a static picture."""
+        """Returns SVG attributes with an element's times, for the page's script, or "" in a static picture."""
         values = {"s": f"{start_ms:.4f}", "e": f"{end_ms:.4f}", **more} if self.live else {}
         return "".join(f' data-{key}="{escape(str(value))}"' for key, value in values.items())
 
 
 def _sections(picture: Picture) -> Iterator[_Section]:
-    """Yields the parts of the picture from top to bottom."""
+    """Yields the sections of the picture from top to bottom."""
     yield _Section([_svg_text(14, 26, picture.title, "title"), _svg_text(14, 43, picture.subtitle, "faint")], 43)
-    legend = _legend(picture, 62)
+    legend = _legend_section(picture, 62)
     yield legend
     top, facts = legend.bottom + 14, HoverTexts(picture)
     # Panels have the same origin and scale, for comparison.
     starts, ends = zip(*(panel.shown_ms for panel in picture.panels), strict=True)
     for panel in picture.panels:
-        part = _panel(panel, _Axis(panel.origin_ms, min(starts), max(ends)), top, facts)
+        part = _panel_section(panel, _Axis(panel.origin_ms, min(starts), max(ends)), top, facts)
         yield part
         top = part.bottom + 12
     yield _Section([], top - 10)
 
 
-def _legend(picture: Picture, top: float) -> _Section:
+def _legend_section(picture: Picture, top: float) -> _Section:
     """Returns the legend, wrapped into lines."""
     lines: list[str] = []
     x = 14.0
@@ -162,31 +164,33 @@ def _legend(picture: Picture, top: float) -> _Section:
     return _Section(lines, top)
 
 
-def _panel(panel: Panel, axis: _Axis, top: float, facts: HoverTexts) -> _Section:
-    """Returns a panel: heading, figures, a strip per rank, and ticks."""
+def _panel_section(panel: Panel, axis: _Axis, top: float, facts: HoverTexts) -> _Section:
+    """Returns a panel's section: heading, metrics, the lanes of each rank, and the time axis."""
     ranks = panel.ranks[:MOST_RANKS]
     some = f", first {len(ranks)} ranks" if len(ranks) < len(panel.ranks) else ""
-    summary = textwrap.wrap(_summary(panel), _LINE)
+    summary = textwrap.wrap(_metrics_line(panel), _LINE)
     lines = [
         _svg_text(14, top + 12, f"{panel.status.capitalize()}{some}", "heading"),
         *(_svg_text(14, top + 28 + 13 * k, line, "faint") for k, line in enumerate(summary)),
     ]
     y = top + 25 + 13 * len(summary)
     for rank in ranks:
-        strip = _strip(panel, rank, axis, y, facts)
+        strip = _rank_section(panel, rank, axis, y, facts)
         lines += strip.lines
         y = strip.bottom + _RANK_GAP
     lines += _ticks(axis, y - _RANK_GAP + 5)
     return _Section(lines, y - _RANK_GAP + 22)
 
 
-def _strip(panel: Panel, rank: int, axis: _Axis, top: float, facts: HoverTexts) -> _Section:
-    """Draws the lanes of a rank; for the first rank also memory, phase names and the critical path."""
+def _rank_section(panel: Panel, rank: int, axis: _Axis, top: float, facts: HoverTexts) -> _Section:
+    """Returns the section of one rank's lanes. The first rank also shows memory, names of phases and the critical
+    path.
+    """
     is_first = rank == panel.ranks[0]
     phases = [phase for phase in panel.phases if phase.rank == rank and axis.shows(phase)]
     lines: list[str] = []
     if is_first:
-        line = _memory(panel, rank, axis, top)
+        line = _memory_section(panel, rank, axis, top)
         top = line.bottom + _PHASES
         lines += [*line.lines, *_phase_names(phases, axis, top - 6)]
     lines.append(_svg_text(14, top + 11, f"rank {rank}", "rank"))
@@ -220,8 +224,8 @@ def _strip(panel: Panel, rank: int, axis: _Axis, top: float, facts: HoverTexts) 
     return _Section(lines, bottom)
 
 
-def _memory(panel: Panel, rank: int, axis: _Axis, top: float) -> _Section:
-    """Draws the memory of a rank as a line above its lanes, if it is known."""
+def _memory_section(panel: Panel, rank: int, axis: _Axis, top: float) -> _Section:
+    """Returns the section with a rank's memory as a line over time, empty if it is not known."""
     points = [p for p in panel.timeline.memory if p.rank == rank]
     if not points:
         return _Section([], top)
@@ -249,7 +253,7 @@ def _memory(panel: Panel, rank: int, axis: _Axis, top: float) -> _Section:
 def _with_hover_text(
     item: Span | Wait | Gap, drawn: str, y: float, panel: Panel, axis: _Axis, facts: HoverTexts
 ) -> str:
-    """Wraps a drawing in an element that shows the item's facts on hover."""
+    """Wraps a drawn item in an element that shows its facts on hover."""
     more = {"of": name(item), "w": item.window, "y": y}
     if isinstance(item, Span):
         more["l"] = "\n".join(labels(item.operation))
@@ -258,7 +262,7 @@ def _with_hover_text(
 
 
 def _span_bar(span: Span, axis: _Axis, y: float, *, framed: bool) -> str:
-    """Returns a span as a bar, with its label if there is room."""
+    """Returns the bar of a span, with its label if there is room."""
     of_paint, extent = paint(span.operation), axis.rectangle(span)
     left, right = axis(span.start_ms), axis(span.end_ms)
     label = next((each for each in labels(span.operation) if len(each) <= (right - left - 4) / CHARACTER), "")
@@ -268,7 +272,7 @@ def _span_bar(span: Span, axis: _Axis, y: float, *, framed: bool) -> str:
 
 
 def _wait_bar(item: Wait | Gap, axis: _Axis, y: float) -> str:
-    """Returns a wait as a hatched bar, or a gap as a thin line."""
+    """Returns a hatched bar for a wait, or a thin line for a gap."""
     extent = axis.rectangle(item)
     if isinstance(item, Gap):
         hit = f'<rect {extent} y="{y}" height="{ROW}" fill="transparent"/>'
@@ -280,7 +284,7 @@ def _wait_bar(item: Wait | Gap, axis: _Axis, y: float) -> str:
 
 
 def _phase_names(phases: list[Phase], axis: _Axis, y: float) -> Iterator[str]:
-    """Yields the names of phases that have room for them."""
+    """Yields the names of the phases that are wide enough for them."""
     for phase in phases:
         left, right = axis(phase.start_ms), axis(phase.end_ms)
         if axis.live or CHARACTER * len(phase.label) <= right - left - 4:
@@ -296,7 +300,9 @@ def _boundaries(phases: list[Phase], axis: _Axis, top: float, bottom: float) -> 
 
 
 def _arrows(path: Sequence[Span], axis: _Axis, place: Mapping[int, float]) -> Iterator[str]:
-    """Draws an arrow from the end of each operation of the critical path to the start of the next in another row."""
+    """Yields an arrow from the end of each operation on the critical path to the start of the next one, if they are in
+    different rows.
+    """
     for before, after in pairwise(path):
         y1, y2 = place[id(before)], place[id(after)]
         if y1 != y2:
@@ -306,7 +312,7 @@ def _arrows(path: Sequence[Span], axis: _Axis, place: Mapping[int, float]) -> It
 
 
 def _svg_line(axis: _Axis, from_ms: float, to_ms: float, y1: float, y2: float, css_class: str) -> str:
-    """Returns a line between two times and two heights."""
+    """Returns a line between two points, given by time and y coordinate."""
     times = axis.data_times(from_ms, to_ms)
     return f'<line x1="{axis(from_ms)}" x2="{axis(to_ms)}" y1="{y1}" y2="{y2}" {css_class}{times}/>'
 
@@ -326,7 +332,7 @@ def _ticks(axis: _Axis, y: float) -> Iterator[str]:
     yield _svg_text(LEFT - 18, y + 14, "ms", "lane")
 
 
-def _summary(panel: Panel) -> str:
+def _metrics_line(panel: Panel) -> str:
     """Returns a panel's metrics in one line."""
     figures = panel.figures()
     shown = [f for f in figures if not f.label.endswith("busy") and not (f.is_wait and f.value == 0)]
@@ -348,14 +354,14 @@ def svg_definitions(picture: Picture) -> str:
 
 
 def _hatch(lane: Lane) -> str:
-    """Returns the hatching pattern of waits for a lane."""
+    """Returns the hatching pattern for waits for a lane."""
     return (
         f'<pattern id="h-{lane}" width="5" height="5" patternUnits="userSpaceOnUse" patternTransform="rotate(45)">'
         f'<rect width="2" height="5" class="f-{lane}"/></pattern>'
     )
 
 
-def style(theme: Theme) -> str:
+def style_sheet(theme: Theme) -> str:
     """Returns the style sheet of a picture in one theme."""
     fixed = (
         "text{font:10px Helvetica,Arial,'DejaVu Sans',sans-serif}"
@@ -364,11 +370,11 @@ def style(theme: Theme) -> str:
         ".critical,.arrow,.memory{fill:none;stroke-width:1.5;stroke-linejoin:round}.phase{stroke-dasharray:3 3}"
         ".window{stroke-width:1.5}.gap{fill:none;stroke-dasharray:2 2}"
     )
-    return fixed + _colours(theme)
+    return fixed + _colour_rules(theme)
 
 
-def _colours(theme: Theme) -> str:
-    """Returns the style rules of a theme."""
+def _colour_rules(theme: Theme) -> str:
+    """Returns the style rules for the colours of a theme."""
     rules = [
         f"text{{fill:{theme.text}}}.faint,.tick,.lane{{fill:{theme.faint}}}",
         f".page{{fill:{theme.page}}}.strip{{fill:{theme.strip}}}.axis,.phase,.gap,.memory{{stroke:{theme.faint}}}",

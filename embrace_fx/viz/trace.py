@@ -1,8 +1,8 @@
-"""`.json`: the Chrome trace event format, for Perfetto and chrome://tracing.
+"""Saves a picture as `.json` in the Chrome trace event format, for Perfetto and chrome://tracing.
 
 There is a process per rank, predicted before measured; a thread per lane; a complete event per span and per wait, in
 microseconds; and flow arrows along the critical path, if it is known. `otherData` has the metrics, and schedule and
-timeline as plain data, which `read` restores to draw them in another format.
+timeline as plain data, which `read_trace` restores to draw them in another format.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ def render(picture: Picture) -> str:
     return json.dumps({"traceEvents": events, "displayTimeUnit": "ms", "otherData": other}, allow_nan=False)
 
 
-def read(path: str | os.PathLike[str]) -> tuple[Schedule | None, Timeline | None]:
-    """Reads the prediction and the measurement, None if missing, from a file that `render` wrote.
+def read_trace(path: str | os.PathLike[str]) -> tuple[Schedule | None, Timeline | None]:
+    """Reads the prediction and the measurement from a trace that `render` has written; None for a missing one.
 
     Raises:
         ValueError: the file is missing or not a trace of embrace_fx.
@@ -113,7 +113,7 @@ def _arrows(panel: Panel, pid: int) -> Iterator[Event]:
 
 
 def _thread_id(panel: Panel, lane: Lane, row: int) -> int:
-    """Returns the trace's thread number for a row of a lane; viewers sort rows by it."""
+    """Returns the thread number in the trace for a row of a lane. Viewers sort rows by it."""
     most = max(len(rows) for rows in panel.rows.values())
     return LANES.index(lane) * most + row + 1
 

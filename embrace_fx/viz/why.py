@@ -1,4 +1,4 @@
-"""Explains the time of a step in words: its parts by share, and the change that would help most."""
+"""Explains a step's time in words: what it is spent on, and which change would help most."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ NAMES: Mapping[Share, str] = {
     "delayed": "waiting for the link: delayed gradients of tables",
     "offload": "waiting for saved values to leave memory",
     "reload": "waiting for saved values to come back",
-    "storage": "waiting for rows of tables beyond memory",
+    "storage": "waiting for rows of tables larger than memory",
     "between": "Python and autograd between operations",
 }
 """Part of a step -> its name in a sentence."""
@@ -69,12 +69,12 @@ LEAST = 0.02
 
 @dataclass(frozen=True)
 class Why:
-    """The explanation of a step's time: its parts, the largest first, and the change that would help most.
+    """The explanation of a step's time.
 
     Attributes:
-        headline: the largest parts, in a sentence.
-        change: the change that would help most, in a sentence.
-        parts: (name, share of the step, ms) of all parts of at least `LEAST`.
+        headline: a sentence with the categories that take the most time.
+        change: a sentence with the change that would help most.
+        parts: (category, share of the step, ms) of each category that takes at least a share `LEAST`.
     """
 
     headline: str
@@ -86,12 +86,12 @@ class Why:
         return f"{self.headline}{f' Then: {rest}.' if rest else ''} {self.change}"
 
 
-def why(shares_ms: Mapping[Share, float], step: str = "A step takes") -> Why | None:
-    """Explains the time of a step. Returns None if it takes none.
+def explain_step(shares_ms: Mapping[Share, float], step: str = "A step takes") -> Why | None:
+    """Explains a step's time in words. Returns None if it takes no time.
 
     Args:
-        shares_ms: part -> milliseconds.
-        step: the start of the sentence; "A step is predicted to take" for a prediction.
+        shares_ms: category -> milliseconds.
+        step: the beginning of the sentence: "A step is predicted to take" for a prediction.
     """
     whole_ms = sum(shares_ms.values())
     if whole_ms <= 0:
@@ -111,11 +111,11 @@ def why(shares_ms: Mapping[Share, float], step: str = "A step takes") -> Why | N
 
 
 def compare_to_prediction(shares_ms: Mapping[Share, float], schedule: Schedule) -> str:
-    """Returns a sentence about a step that takes longer or shorter than predicted, with the option to try. Returns ""
-    if it takes as long as predicted.
+    """Returns a sentence about a step that is slower or faster than predicted, with an option to try, or "" if it takes
+    as long as predicted.
 
     Args:
-        shares_ms: part of the measured step -> milliseconds.
+        shares_ms: category -> milliseconds of the measured step.
         schedule: the schedule in use.
     """
     figures = schedule.diagnostics()

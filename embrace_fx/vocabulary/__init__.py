@@ -1,1 +1,1 @@
-"""Data that all rooms share: graphs, ops, plans, schedules. It makes no decisions."""
+"""Data types that all packages share: graphs, ops, plans, schedules. Makes no decisions."""

@@ -1,4 +1,5 @@
-"""Ops for recomputation: they repeat the forward's random draws, and copy state that the forward overwrites.
+"""Ops for recomputation in the backward: they repeat the forward's random draws, and copy state that the forward
+overwrites.
 
 Random draws are repeated between `begin_replay` and `end_replay`, from the generator state that `random_state` saved in
 the forward. The three ops are tagged as random, so that no pass moves them past a draw.
@@ -25,18 +26,16 @@ def random_state(device: torch.device) -> Tensor:
 
 @op("begin_replay", "(Tensor state, Device device) -> Tensor", tags=_RANDOM)
 def begin_replay(state: Tensor, device: torch.device) -> Tensor:
-    """Sets a device's generator to `state`. Returns its previous state, for `end_replay`."""
+    """Sets a device's random generator to `state`. Returns its previous state, for `end_replay`."""
     return torch.empty_like(state)
 
 
 @op("end_replay", "(Tensor state, Device device) -> ()", tags=_RANDOM)
 def end_replay(state: Tensor, device: torch.device) -> None:
-    """Sets a device's generator back to its state before `begin_replay`."""
+    """Sets a device's random generator back to its state before `begin_replay`."""
 
 
 @op("copy_unwritten", "(Tensor state) -> Tensor")
 def copy_unwritten(state: Tensor) -> Tensor:
-    """Copies state before the forward overwrites it (a buffer, a tensor of the batch), for recomputation in the
-    backward.
-    """
+    """Copies a buffer or batch tensor before the forward overwrites it, for recomputation in the backward."""
     return torch.empty_like(state)

@@ -25,14 +25,16 @@ COPY_OPS: frozenset[str] = frozenset({OFFLOAD, AWAIT_OFFLOAD, RELOAD, AWAIT_RELO
 
 @op("offload", "(Tensor value, str launch) -> Tensor")
 def offload(value: Tensor, launch: str) -> Tensor:
-    """Starts copying a value out of memory. Its memory stays allocated until the copy has ended."""
+    """Starts copying a value from the device to the host, or from the CPU to a file. The value's memory stays allocated
+    until the copy has ended.
+    """
     return torch.empty_like(value)
 
 
 @op("await_offload", "(Tensor leaving, str launch) -> Tensor")
 def await_offload(leaving: Tensor, launch: str) -> Tensor:
-    """Waits until a value is copied out, and frees its memory. Returns a placeholder tensor without memory, which
-    `reload` takes.
+    """Waits for an offload, and frees the value's memory. Returns a placeholder tensor without memory, which `reload`
+    takes.
     """
     return torch.empty_like(leaving)
 
@@ -45,7 +47,7 @@ def reload(stored: Tensor, launch: str) -> Tensor:
 
 @op("await_reload", "(Tensor coming, str launch) -> Tensor")
 def await_reload(coming: Tensor, launch: str) -> Tensor:
-    """Waits until a value is copied back, and returns the value."""
+    """Waits for a reload, and returns the value."""
     return torch.empty_like(coming)
 
 

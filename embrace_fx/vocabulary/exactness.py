@@ -1,4 +1,4 @@
-"""Decides which optimizers may update sharded tables, and how a step treats rows without a gradient.
+"""Decides which optimizers may update sharded tables, and how their steps treat rows without a gradient.
 
 Rules
     A table can be sharded under every *element-wise* optimizer, whose update of an element depends only on that
@@ -47,8 +47,8 @@ each step ("sweep"); each when it is next read ("replay"); or the faster of thes
 STILL = ("", "lazy")
 
 
-def semantics(option: RowUpdatesOption) -> RowUpdates:
-    """Returns the semantics of row updates that the option `row_updates` selects."""
+def row_update_semantics(option: RowUpdatesOption) -> RowUpdates:
+    """Returns how rows without a gradient are updated under the option `row_updates` of `compile`."""
     return "lazy" if option == "lazy" else "exact"
 
 
@@ -58,8 +58,8 @@ ELEMENT_WISE: frozenset[type[Optimizer]] = frozenset(
 """torch's optimizers that are element-wise under all options."""
 
 
-def needs_whole(optimizer_class: type[Optimizer]) -> str:
-    """Returns the reason why tables stay whole under an optimizer class, or "" if they can be sharded.
+def whole_table_reason(optimizer_class: type[Optimizer]) -> str:
+    """Returns the reason why an optimizer class needs whole tables, or "" if they can be sharded.
 
     A user's class is element-wise if it has its own attribute `element_wise = True`. Subclasses do not inherit it.
     """

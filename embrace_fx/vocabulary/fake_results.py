@@ -1,4 +1,4 @@
-"""Declares custom ops with fake kernels, whose results may have data-dependent sizes."""
+"""Declares custom ops with fake kernels, which compute the shapes of results, including shapes that depend on data."""
 
 from __future__ import annotations
 
@@ -13,17 +13,19 @@ Fake = Callable[..., Any]
 
 
 def op(name: str, schema: str, *, tags: Sequence[torch.Tag] = ()) -> Callable[[Fake], Fake]:
-    """Declares the op `embrace::name`. Decorates the fake kernel, whose docstring documents the op."""
+    """Decorator that declares the op `embrace::name`. It decorates the fake kernel, whose docstring documents the
+    op.
+    """
     define(f"embrace::{name}", schema, tags=tags)
     declare: Callable[[Fake], Fake] = register_fake(f"embrace::{name}")
     return declare
 
 
 def unknown_size() -> torch.SymInt:
-    """Returns a new symbol for a data-dependent size."""
+    """Returns a new symbol for a size that depends on data."""
     return torch.library.get_ctx().new_dynamic_size()
 
 
 def empty_as(like: Tensor, shape: Sequence[int | torch.SymInt], dtype: torch.dtype | None = None) -> Tensor:
-    """Returns a fake tensor of this shape, in half the time of `like.new_empty` for unknown sizes."""
+    """Returns a fake tensor of this shape, in half the time of `like.new_empty` for symbolic sizes."""
     return torch.empty(shape, dtype=dtype or like.dtype, device=like.device)

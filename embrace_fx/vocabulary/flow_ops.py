@@ -1,4 +1,4 @@
-"""The `embrace::` ops of communication that overlaps the next step: submissions, awaits, updates.
+"""Declares the `embrace::` ops for communication that overlaps the next step: submissions, waits and updates.
 
 `launch` is a launch's id (`embrace_fx.vocabulary.operation_id.OperationId`) as text, for readers of the graph; the id
 itself is `node.meta["launch"]`.
@@ -18,8 +18,9 @@ from embrace_fx.vocabulary.fake_results import empty_as, op, unknown_size
 
 @op("submit_ids", "(Tensor[] ids, str launch) -> Tensor")
 def submit_ids(ids: Sequence[Tensor], launch: str) -> Tensor:
-    """Submits the AllGather of the next batch's ids. `ids` are this batch's, for each table (R,), which `await_ids`
-    needs to split rows.
+    """Submits the AllGather of the next batch's ids to the launcher.
+
+    `ids` (R,) for each table are this batch's, which `await_ids` needs to split rows.
     """
     return empty_as(ids[0], (0,))
 
@@ -38,7 +39,7 @@ def await_ids(ids: Sequence[Tensor], launch: str) -> Tensor:
 
 @op("submit_rows", "(Tensor shard, Tensor ids, Tensor counts, str table, ScalarType dtype, str launch) -> Tensor")
 def submit_rows(shard: Tensor, ids: Tensor, counts: Tensor, table: str, dtype: torch.dtype, launch: str) -> Tensor:
-    """Looks up rows of a batch in this rank's columns, and submits their AlltoAll in `dtype`.
+    """Looks up this rank's columns of a batch's rows, and submits their AlltoAll, in `dtype`, to the launcher.
 
     `ids` (R,) and `counts` (N,) are results of `unpack_ids` for the forward's batch; for early rows, which a backward
     submits, for the backward's batch. The result is an empty tensor.
@@ -48,15 +49,13 @@ def submit_rows(shard: Tensor, ids: Tensor, counts: Tensor, table: str, dtype: t
 
 @op("await_rows", "(Tensor ids, Tensor counts, str table, ScalarType dtype, str launch) -> Tensor")
 def await_rows(ids: Tensor, counts: Tensor, table: str, dtype: torch.dtype, launch: str) -> Tensor:
-    """Waits for rows that `submit_rows` has sent. Returns them as received: flat (k * D,), in blocks by the sending
-    rank.
-    """
+    """Waits for the rows of `submit_rows`. Returns them as received: flat (k * D,), in blocks by the sending rank."""
     return empty_as(ids, (unknown_size(),), dtype=dtype)
 
 
 @op("join_rows", "(Tensor[] parts, Tensor ids, Tensor counts, str table) -> Tensor")
 def join_rows(parts: Sequence[Tensor], ids: Tensor, counts: Tensor, table: str) -> Tensor:
-    """Joins the received early and late rows into all rows that this rank reads, flat (U * D,), row after row."""
+    """Joins received early and late rows into all rows that this rank reads, flat (U * D,), row after row."""
     return empty_as(parts[0], (unknown_size(),))
 
 
@@ -73,8 +72,8 @@ def submit_gradients(
     scale: float,
     launch: str,
 ) -> Tensor:
-    """Submits gradients (U, D) of rows to the ranks that own their columns: of all rows that this rank reads, or of its
-    prior or delayed rows only.
+    """Submits gradients (U, D) of rows to the launcher, which sends them to the ranks that own their columns. They are
+    of all rows that this rank reads, or of its prior or delayed rows only (see `await_ids`).
 
     `ids` (R,) and `counts` (N,) are results of `unpack_ids`; `padding_rows` and `scale` are as for `coalesce`. The
     result is an empty tensor that represents the gradient in flight among the backward's outputs.
@@ -84,28 +83,31 @@ def submit_gradients(
 
 @op("update_rows", "(Tensor(a) shard, str table, str launch) -> Tensor(a)")
 def update_rows(shard: Tensor, table: str, launch: str) -> Tensor:
-    """Waits for row gradients of the last step, updates the shard with them, and returns the shard."""
+    """Waits for the last step's row gradients, updates the shard with them in place, and returns the shard."""
     return shard.view(shard.shape)
 
 
 @op("submit_chunk", "(Tensor(a!) flat, int start, int length, str launch) -> Tensor(a!)")
 def submit_chunk(flat: Tensor, start: int, length: int, launch: str) -> Tensor:
     """Submits the in-place AllReduce of elements `start` to `start + length` of a packed bucket, or the sparse exchange
-    of a whole bucket if the plan has one. The result shares the bucket's memory."""
+    of the whole bucket if the plan has one. The result shares the bucket's memory.
+    """
     return flat
 
 
 @op("await_chunk", "(Tensor(a) value, str launch) -> Tensor(a)")
 def await_chunk(value: Tensor, launch: str) -> Tensor:
-    """Waits for a chunk and returns `value`: the bucket, or a parameter that the chunk updates."""
+    """Waits for a chunk, and returns `value` unchanged: the bucket, or a parameter that the chunk's gradients
+    update.
+    """
     same: Tensor = torch.ops.aten.alias.default(value)
     return same
 
 
 @op("defer_bucket", "(Tensor flat, int bucket) -> Tensor")
 def defer_bucket(flat: Tensor, bucket: int) -> Tensor:
-    """Ends a backward's work on a bucket whose reduction is still in flight. The optimizer and the next forward wait
-    for it.
+    """Marks the end of a backward's work on a bucket that is still being reduced. The optimizer and the next forward
+    wait for it.
 
     The result is an empty tensor that represents the gradients among the backward's outputs.
     """

@@ -1,4 +1,4 @@
-"""The training graph: one FX graph of a model's forward and backward, with the meaning of every input and output.
+"""The training graph: one FX graph of a model's forward and backward, with a role for each input and output.
 
 Contract
     Each placeholder and output has a *role*: plain data that says what the value is in the user's model. Passes read
@@ -39,42 +39,42 @@ LateModule = _LazyGraphModule
 
 @dataclass(frozen=True)
 class Parameter:
-    """A trainable or frozen parameter, by its fully qualified name in the user's model (the first name when tied)."""
+    """The role of a parameter, by its fully qualified name in the user's model (the first name if tied)."""
 
     name: str
 
 
 @dataclass(frozen=True)
 class Buffer:
-    """A buffer, by its fully qualified name."""
+    """The role of a buffer, by its fully qualified name in the user's model."""
 
     name: str
 
 
 @dataclass(frozen=True)
 class BatchInput:
-    """Tensor number `index` among the flattened arguments of the model's call."""
+    """The role of a batch tensor, by its index among the flattened arguments of the model's call."""
 
     index: int
 
 
 @dataclass(frozen=True)
 class Tangent:
-    """The gradient that reaches the model's output number `index`."""
+    """The role of the gradient of a model's result, by the result's index."""
 
     index: int
 
 
 @dataclass(frozen=True)
 class Saved:
-    """A value that one phase computes and a later phase reads, in a partitioned graph."""
+    """The role of a value that one phase of a partitioned graph computes and a later phase reads."""
 
     name: str
 
 
 @dataclass(frozen=True)
 class Shard:
-    """The columns of table `table` that this rank owns: V x d."""
+    """The role of this rank's shard of a table."""
 
     table: str
 
@@ -84,34 +84,34 @@ InputRole = Parameter | Buffer | BatchInput | Tangent | Saved | Shard
 
 @dataclass(frozen=True)
 class Result:
-    """Tensor number `index` among the flattened results of the model's call."""
+    """The role of a result of the model's call, by its index among the flattened results."""
 
     index: int
 
 
 @dataclass(frozen=True)
 class Mutation:
-    """The new value of state that the forward writes: a running mean of BatchNorm, or a batch tensor written in
-    place.
-    """
+    """The role of the new value of something that the forward writes, such as BatchNorm's running mean."""
 
     of: Parameter | Buffer | BatchInput
 
 
 @dataclass(frozen=True)
 class Gradient:
-    """The dense gradient of a parameter or of a batch tensor; averaged over ranks once communication is inserted."""
+    """The role of the dense gradient of a parameter or batch tensor. It is the mean over ranks once communication is
+    inserted.
+    """
 
     of: Parameter | BatchInput
 
 
 @dataclass(frozen=True)
 class GradientOfRows:
-    """One part of a coalesced row gradient: `ids` (K,) int64, sorted and unique, or `rows` (K, d).
+    """The role of one half of a table's row gradient: `ids` (K,) int64, sorted and unique, or `rows` (K, d).
 
     Attributes:
-        table: a table, or a row space.
-        members: the tables of a space.
+        table: the name of a table, or of a joined table.
+        members: for a joined table, the names of its tables.
     """
 
     table: str
@@ -120,13 +120,14 @@ class GradientOfRows:
 
     @property
     def tables(self) -> tuple[str, ...]:
-        """Returns the tables whose gradient this is: the members of a row space, or the one table."""
+        """The tables whose gradient this is: one, or those of a joined table."""
         return self.members or (self.table,)
 
 
 @dataclass(frozen=True)
 class GradientOfShard:
-    """The dense gradient (V', D) from an output layer of the table rows that this rank owns: the mean over ranks.
+    """The role of the dense gradient (V', D) of this rank's rows of a table from an output layer, the mean over
+    ranks.
 
     The gradient from lookups is a separate `GradientOfRows`.
     """
@@ -136,7 +137,7 @@ class GradientOfShard:
 
 @dataclass(frozen=True)
 class PendingGradients:
-    """The reduction of a bucket's gradients, in flight at the end of a backward."""
+    """The role of a bucket whose gradients are still being reduced at the end of a backward."""
 
     bucket: int
     parameters: tuple[str, ...]
@@ -144,14 +145,14 @@ class PendingGradients:
 
 @dataclass(frozen=True)
 class PendingRows:
-    """The exchange of a row gradient, in flight at the end of a backward."""
+    """The role of a row gradient that is still being exchanged at the end of a backward."""
 
     table: str
     members: tuple[str, ...] = ()
 
     @property
     def tables(self) -> tuple[str, ...]:
-        """Returns the tables whose gradient is in flight: the members of a row space, or the one table."""
+        """The tables whose gradient is being exchanged: one, or those of a joined table."""
         return self.members or (self.table,)
 
 
@@ -174,9 +175,9 @@ class TableUse:
         lookup: name of the lookup node (`embedding`, `_embedding_bag`).
         backward: names of the nodes that compute this lookup's share of the table's gradient.
         ids: name of the node that computes the ids.
-        padding_idx: the row without a gradient, -1 for none.
+        padding_idx: the row that gets no gradient, or -1.
         kind: "embedding", "bag:sum" / "bag:mean" / "bag:max", or `FROM_GRADIENT`.
-        constant_ids: whether the ids do not depend on the batch (position and type tables).
+        constant_ids: whether the ids are the same for every batch (position and type tables).
         ids_from_batch: whether the ids depend only on the batch and random draws, not on parameters or other ranks.
         scale_grad_by_freq: whether gradients are divided by the id's count in the batch.
         source: the user's line, `file:line in function`, for messages.
@@ -197,7 +198,7 @@ class TableUse:
 
 @dataclass(frozen=True)
 class TableSpec:
-    """An embedding weight and its uses in the graph.
+    """An embedding table in the graph, and how the forward reads it.
 
     `use` is "sparse" (only lookups), "dense" (no lookup, only matmuls and the like) or "mixed" (both: a tied softmax).
     A table's gradient has few rows only if its use is sparse.
@@ -213,14 +214,14 @@ class TableSpec:
 
     @property
     def use(self) -> str:
-        """Whether lookups alone read the table ("sparse"), other ops too ("mixed"), or only other ops ("dense")."""
+        """ "sparse" if only lookups read the table, "dense" if only other ops do, "mixed" if both do."""
         if not self.dense_users:
             return "sparse"
         return "mixed" if self.uses else "dense"
 
     @property
     def has_sparse_gradient(self) -> bool:
-        """Returns whether autograd makes the gradient sparse (COO): all uses are lookups that request it."""
+        """Whether autograd would make a sparse (COO) gradient: all uses are lookups with `sparse=True`."""
         return self.use == "sparse" and all(use.sparse and not use.scale_grad_by_freq for use in self.uses)
 
 
@@ -229,15 +230,15 @@ class TrainingGraph:
     """A graph of a model's forward and backward, with a role for each placeholder and output.
 
     Attributes:
-        module: the joint forward and backward. After `Partition` it is only for reading.
-        phases: the graphs that run after `Partition`: "unique" (batch -> rows read), "ids" (their exchange -> routing),
-            "forward" (-> results, mutations, saved), "backward" (tangents, saved -> gradients).
-        results_behind: parameter -> the results that its gradient depends on.
-        varied: the phase of a non-steady variant, or None if there is none.
+        module: the joint graph of forward and backward. After the pass `Partition` only for reading.
+        phases: the graphs that run after the pass `Partition`: "unique" (batch -> rows read), "ids" (exchange of their
+            ids), "forward" (-> results, mutations, saved values), "backward" (tangents, saved values -> gradients).
+        results_behind: parameter -> indices of the results through which it gets a gradient.
+        varied: the phase in which this variant of a step differs from the steady step, or None.
         memory_limit: maximum bytes that a step may hold, or None for no limit.
-        expected: numbers to use for data-dependent sizes, equal on all ranks.
-        spaces: parameter name -> the row space that joins its tables.
-        promised: index of a result that is hidden states -> the logits computed from them when they are read.
+        expected: numbers to assume for sizes that depend on data, equal on all ranks.
+        spaces: name of a joined table -> its tables.
+        promised: index of a result that is hidden states -> the logits to compute from them when they are read.
     """
 
     module: fx.GraphModule
@@ -251,23 +252,23 @@ class TrainingGraph:
     promised: Mapping[int, PromisedLogits] = field(default_factory=dict)
 
     def members(self, parameter: str) -> tuple[str, ...]:
-        """Returns the tables of a row space, or () for any other parameter."""
+        """Returns the tables of a joined table, or () for any other parameter."""
         space = self.spaces.get(parameter)
         return () if space is None else space.tables
 
     @property
     def graph(self) -> fx.Graph:
-        """The FX graph of the module."""
+        """The FX graph of the joint module."""
         return self.module.graph
 
     def edit(self) -> TrainingGraph:
-        """Returns a copy of the graph that can be rewritten in place. Node names and meta are kept; fake values are
+        """Returns a copy of the graph that can be rewritten in place. Node names and metadata are kept, fake values are
         shared.
         """
         return replace(self, module=copy_module(self.module))
 
     def node(self, name: str) -> fx.Node:
-        """Returns the node of this name. Raises `KeyError` if there is none."""
+        """Returns the node with this name. Raises `KeyError` if there is none."""
         found: fx.Node
         for found in self.graph.nodes:
             if found.name == name:
@@ -275,16 +276,16 @@ class TrainingGraph:
         raise KeyError(f"the graph has no node named {name!r}")
 
     def inputs(self) -> Iterator[tuple[fx.Node, InputRole]]:
-        """Yields the graph's inputs with their roles."""
+        """Yields (placeholder, role) for each input of the joint graph."""
         return inputs_of(self.module)
 
     def outputs(self) -> Iterator[tuple[fx.Node | None, OutputRole]]:
-        """Yields the graph's outputs with their roles."""
+        """Yields (node, role) for each output of the joint graph."""
         return outputs_of(self.module)
 
 
 def copy_module(module: fx.GraphModule) -> fx.GraphModule:
-    """Copies a module's graph and node meta. The copy shares the module's attributes (constants) and fake values.
+    """Copies a module's graph and its nodes' metadata. Constants and fake values are shared.
 
     The copy generates its Python code when it is first called or read, because most graphs never run.
     """
@@ -299,14 +300,14 @@ def copy_module(module: fx.GraphModule) -> fx.GraphModule:
 
 
 def inputs_of(module: fx.GraphModule) -> Iterator[tuple[fx.Node, InputRole]]:
-    """Yields a module's placeholders with their roles."""
+    """Yields (placeholder, role) for each input of a module."""
     for node in module.graph.nodes:
         if node.op == "placeholder":
             yield node, node.meta["role"]
 
 
 def outputs_of(module: fx.GraphModule) -> Iterator[tuple[fx.Node | None, OutputRole]]:
-    """Yields a module's outputs with their roles."""
+    """Yields (node, role) for each output of a module."""
     output = module.graph.output_node()
     values = output.args[0]
     assert isinstance(values, list | tuple)
@@ -314,12 +315,12 @@ def outputs_of(module: fx.GraphModule) -> Iterator[tuple[fx.Node | None, OutputR
 
 
 def parameters_of(module: fx.GraphModule) -> dict[str, fx.Node]:
-    """Maps each parameter that a module reads to its placeholder."""
+    """Maps the name of each parameter that a module reads to its placeholder."""
     return {role.name: node for node, role in inputs_of(module) if isinstance(role, Parameter)}
 
 
 def gradients_of(module: fx.GraphModule) -> dict[str, fx.Node | None]:
-    """Maps each parameter to its dense gradient, if the module returns one."""
+    """Maps the name of each parameter to its dense gradient, for those that the module returns."""
     found = ((role.of, node) for node, role in outputs_of(module) if isinstance(role, Gradient))
     return {of.name: node for of, node in found if isinstance(of, Parameter)}
 
@@ -338,7 +339,8 @@ def reached(
 
     Args:
         successors: returns the nodes that directly follow a node.
-        may_visit: (node, nodes found so far) -> whether to visit the node; called again for each predecessor.
+        may_visit: receives a node and the nodes found so far, and returns whether to visit the node. Called again for
+            each predecessor.
     """
     found = set(starts)
     waiting = list(found)
@@ -351,13 +353,13 @@ def reached(
 
 
 def ancestors(nodes: Iterable[fx.Node]) -> set[fx.Node]:
-    """Returns the nodes and all nodes that they depend on, without placeholders."""
+    """Returns these nodes and all nodes that they depend on, except placeholders."""
     found = reached(nodes, lambda node: node.all_input_nodes)
     return {node for node in found if node.op != "placeholder"}
 
 
 def after_tangents(module: fx.GraphModule) -> set[fx.Node]:
-    """Returns the tangents and all nodes that depend on them: the backward."""
+    """Returns the nodes of the backward: tangents, and all nodes that depend on them."""
     tangents = (node for node, role in inputs_of(module) if isinstance(role, Tangent))
     return reached(tangents, lambda node: node.users)
 
@@ -370,8 +372,8 @@ def set_outputs(module: fx.GraphModule, outputs: list[tuple[fx.Node | None, Outp
 
 
 def results_behind(graph: TrainingGraph) -> dict[str, frozenset[int]]:
-    """Maps each parameter of a captured graph to the indices of the results that its gradient depends on; to all
-    results if the graph does not show which.
+    """Maps each parameter to the indices of the results through which it gets a gradient; to all results if the graph
+    does not show which.
     """
     tangents = {node: frozenset({role.index}) for node, role in graph.inputs() if isinstance(role, Tangent)}
     every = frozenset[int]().union(*tangents.values())
@@ -386,7 +388,7 @@ _OWN = f"{Path(__file__).parents[1]}{os.sep}"
 
 
 def source_of(node: fx.Node) -> str:
-    """Returns a node's line in the user's source, `file:line in function`; its name if the capture recorded none."""
+    """Returns the user's source line of a node, `file:line in function`, or the node's name if it is not known."""
     trace = node.meta.get("stack_trace") or ""
     frames = [line.strip() for line in trace.splitlines() if line.strip().startswith("File ")]
     for frame in reversed(frames):

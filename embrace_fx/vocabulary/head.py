@@ -1,4 +1,5 @@
-"""What a graph's output layer over a table does with the product of hidden states and table.
+"""Describes how an output layer over a sharded table is computed: its steps, its exchanges, and logits computed on
+demand.
 
 `Step`s are the element-wise ops between the product and the softmax, in order: ("div", 30.0, None), ...
 """
@@ -16,7 +17,8 @@ Step = tuple[str, float, torch.dtype | None]
 
 
 def steps_to_text(steps: Sequence[Step]) -> str:
-    """Formats the element-wise steps between an output layer's product and its logits as text, for graphs.
+    """Formats the element-wise ops between an output layer's product and its logits as text, to be stored in a
+    graph.
 
     >>> steps_to_text([("div", 30.0, None), ("tanh", 0.0, None), ("to", 0.0, torch.float32)])
     'div 30.0, tanh, to float32'
@@ -25,7 +27,7 @@ def steps_to_text(steps: Sequence[Step]) -> str:
 
 
 def _operand_text(name: str, operand: float, dtype: torch.dtype | None) -> tuple[str, ...]:
-    """Returns the text of a step's operand: a number, or a dtype for "to"; empty for a step without one."""
+    """Returns a step's operand as text: a number, a dtype for "to", or nothing."""
     if name == "tanh":
         return ()
     return (str(operand) if dtype is None else str(dtype).removeprefix("torch."),)
@@ -38,18 +40,20 @@ def steps_from_text(steps: str) -> tuple[Step, ...]:
 
 
 def _parse_step(name: str, operand: str = "") -> Step:
-    """Parses one element-wise step from its name and its operand's text."""
+    """Parses one element-wise step."""
     return (name, 0.0, getattr(torch, operand)) if name == "to" else (name, float(operand or 0), None)
 
 
 def last_dtype(steps: str) -> torch.dtype | None:
-    """Returns the dtype of the last cast among the steps, or None if they cast nothing."""
+    """Returns the dtype of the last cast among the steps, or None if there is no cast."""
     return next((dtype for _, _, dtype in reversed(steps_from_text(steps)) if dtype is not None), None)
 
 
 def softmax_dtype(steps: str, dtype: torch.dtype) -> torch.dtype:
-    """Returns the dtype in which to compute a softmax after `steps`: never half precision. `dtype` is that of the
-    product.
+    """Returns the dtype in which to compute a softmax after `steps`. It is never half precision.
+
+    Args:
+        dtype: the dtype of the product.
     """
     last = last_dtype(steps) or dtype
     return last if last.itemsize >= 4 else torch.float32
@@ -57,11 +61,11 @@ def softmax_dtype(steps: str, dtype: torch.dtype) -> torch.dtype:
 
 @dataclass(frozen=True)
 class HeadPlan:
-    """The plan for an output layer over a sharded table: how the hidden states of a batch's positions are exchanged.
+    """The plan for an output layer over a sharded table: how hidden states are exchanged.
 
     Attributes:
-        chunks: the count of chunks in which positions are sent.
-        scored: the share of positions that have a label, from 0 to 1, in the first batch.
+        chunks: the number of chunks in which positions are exchanged.
+        scored: the share of the first batch's positions that have a label, from 0 to 1.
         sent_bytes: predicted bytes that one rank sends per step.
     """
 
@@ -72,16 +76,16 @@ class HeadPlan:
 
 @dataclass(frozen=True)
 class PromisedLogits:
-    """Logits (.., V) of a sharded output layer that are computed only when the caller reads them. The model's graph
-    returns hidden states (.., D) instead.
+    """Logits of a sharded output layer, (.., V), that are computed only when the caller reads them. The graph returns
+    their hidden states (.., D) instead.
 
     Attributes:
-        table: the parameter whose rows the logits are products with.
-        bias: the added parameter, or "" for none.
+        table: name of the output layer's weight.
+        bias: name of the output layer's bias, or "".
         steps: the ops after the product, as text made by `steps_to_text`.
-        narrow: the dtype of the product, or None for the table's.
-        chunks: the count of chunks of scored positions in which a loss outside of the model is computed.
-        keeps_logits: whether such a loss keeps the logits of all chunks for its backward instead of recomputing them.
+        narrow: the dtype of the product, or None for the table's own.
+        chunks: the number of chunks in which a loss outside of the model is computed.
+        keeps_logits: whether such a loss keeps all logits for its backward instead of recomputing them.
     """
 
     table: str

@@ -1,4 +1,4 @@
-"""The `embrace::` ops of a vocabulary head: an output layer and its loss over a table whose rows are spread over ranks.
+"""Declares the `embrace::` ops of an output layer and its loss over a table whose rows are sharded over ranks.
 
 Shape legend, beside that of `embrace_fx/vocabulary/ops.py`
     M positions of this rank, of which S are scored: their label is not `ignore_index`; L labels; P = sum of S over
@@ -37,7 +37,7 @@ def scored_positions(labels: Tensor, ignore_index: int, num_rows: int) -> list[T
 
 @op("gather_counts", "(Tensor labels, str table, str group, int group_size, str launch) -> Tensor")
 def gather_counts(labels: Tensor, table: str, group: str, group_size: int, launch: str) -> Tensor:
-    """Launches the AllGather of the number of scored labels. Returns each rank's number, (N,), on the host."""
+    """Launches an AllGather of how many labels each rank scores. Returns each rank's number, (N,), on the host."""
     return torch.empty((group_size,), dtype=torch.int64, device="cpu")
 
 
@@ -70,7 +70,7 @@ def scatter_positions(
 
 @op("chunk_of_positions", "(Tensor rows, Tensor counts, int chunk, int chunks) -> Tensor")
 def chunk_of_positions(rows: Tensor, counts: Tensor, chunk: int, chunks: int) -> Tensor:
-    """Returns the rows of one chunk from the rows of all scored positions of all ranks, (P, ..)."""
+    """Returns one chunk's rows of the rows (P, ..) of all scored positions of all ranks."""
     return empty_as(rows, (unknown_size(), *rows.shape[1:]))
 
 
@@ -162,8 +162,9 @@ def head_gradient(
 
 @op("spread_positions", "(Tensor[] parts, Tensor rows, Tensor like, int group_size) -> Tensor")
 def spread_positions(parts: list[Tensor], rows: Tensor, like: Tensor, group_size: int) -> Tensor:
-    """Sums the parts of all ranks by position, (N * S, D) for each chunk, and puts them at `rows` (S,) of zeros of the
-    shape of `like` (M, D)."""
+    """Sums the `parts` of all ranks, (N * S, D) for each chunk, by position, and returns zeros shaped like `like` (M,
+    D) with the sums at `rows` (S,).
+    """
     return empty_as(parts[0], like.shape)
 
 

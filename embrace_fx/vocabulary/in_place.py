@@ -1,4 +1,4 @@
-"""Finds ops of a functional graph that may write their result into an input, as eager in-place code would.
+"""Finds ops of a functional graph that may overwrite an input with their result, as eager in-place code would.
 
 A pointwise op may write into its first input if no other node reads that memory: an op of this phase allocated it, this
 op is its only user, and the result has the same shape, dtype and strides.
@@ -47,7 +47,7 @@ def yields_views(op: OpOverload) -> bool:
 
 
 def _is_only_read_by(source: fx.Node, user: fx.Node) -> bool:
-    """Returns whether `user` is the only node that reads `source`, and no other value shares memory with `source`."""
+    """Returns whether only `user` reads `source`, and no other value shares its memory."""
     return len(source.users) == 1 and user.all_input_nodes.count(source) == 1 and _owns_memory(source)
 
 

@@ -1,4 +1,4 @@
-"""Runs code without the torch modes of its caller."""
+"""Runs code without the torch modes that are active in the caller."""
 
 from __future__ import annotations
 

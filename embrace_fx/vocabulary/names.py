@@ -1,4 +1,4 @@
-"""Names that a compiled model hands out, and habits of DDP's prefix "module." that they refuse.
+"""Names and state dicts of a compiled model, which detect code that expects DDP's prefix "module.".
 
 Names are the plain model's, so that `name.startswith("module.emb")` or `name[7:]`, written for DistributedDataParallel,
 would do nothing or cut into the name, without a word. Both raise here. Where the prefix is only looked for
@@ -25,7 +25,9 @@ T = TypeVar("T")
 
 
 class Name(str):
-    """A parameter's, buffer's or module's name: equal to the plain string, hashed alike, and pickled as one."""
+    """The name of a parameter, buffer or module. It equals the plain string, but detects code that looks for DDP's
+    prefix "module.".
+    """
 
     __slots__ = ()
 
@@ -38,9 +40,7 @@ class Name(str):
         return super().__hash__()
 
     def startswith(self, prefix: Any, *bounds: Any) -> bool:
-        """Returns whether the name starts with a prefix. Raises if it would do so only with DDP's prefix "module." in
-        front.
-        """
+        """Returns whether the name starts with a prefix. Raises if only the name with DDP's prefix "module." would."""
         found = super().startswith(prefix, *bounds)
         if not found:
             for each in prefix if isinstance(prefix, tuple) else (prefix,):
@@ -73,8 +73,11 @@ class Name(str):
         return codecs.encode, (codecs.encode(str(self), "rot13"), "rot13")
 
     def _refuse_if_prefixed(self, prefix: object, matches: Any) -> None:
-        """Raises if code that filters by `prefix` would match this name only with DDP's prefix "module.", and so select
+        """Raises if a filter by `prefix` would match this name only with DDP's prefix "module.", and so selects
         nothing.
+
+        Args:
+            matches: returns whether a name matches the prefix.
         """
         if isinstance(prefix, str) and len(prefix) > len(PREFIX) and prefix.startswith(PREFIX):
             rest = prefix[len(PREFIX) :]
@@ -90,8 +93,8 @@ _LOOKUPS = (dis.opmap["CONTAINS_OP"], dis.opmap["CALL"])
 
 
 def _searched_container(frame: FrameType) -> Mapping[Any, Any]:
-    """Returns the set or dict that the code of a frame is looking a name up in, as a mapping. Returns an empty one if
-    the code does not show it.
+    """Returns the set or dict in which the code of a frame looks up a name, as a mapping. Returns an empty one if the
+    code does not show it.
     """
     found: Any = None
     for kind, what in _loads_of_container(frame.f_code, frame.f_lasti):
@@ -108,8 +111,8 @@ def _searched_container(frame: FrameType) -> Mapping[Any, Any]:
 
 @cache
 def _loads_of_container(code: CodeType, last: int) -> tuple[tuple[str, Any], ...]:
-    """Returns the instructions, with the names or constants they load, that load the container of `name in container`
-    or `container.get(name)`. Returns () for other code.
+    """Returns the instructions that load the container of `name in container` or `container.get(name)`, or () for other
+    code.
 
     Empty if the code at `last` is of another form.
 
@@ -137,23 +140,20 @@ _LOADS = ("LOAD_CONST", "LOAD_ATTR", "LOAD_FAST", "LOAD_DEREF", "LOAD_GLOBAL", "
 
 
 def wrap_names(named_values: Iterator[tuple[str, T]], prefix: str) -> Iterator[tuple[str, T]]:
-    """Yields the pairs (name, value) with each name as a `Name`. With a prefix from an enclosing module, yields them
-    unchanged.
-    """
+    """Yields (name, value) with each name as a `Name`. With a prefix from an enclosing module, yields plain strings."""
     return named_values if prefix else ((Name(name), value) for name, value in named_values)
 
 
 class StateDict(OrderedDict[str, Any]):
-    """A state dict of a compiled model: it yields each key as a `Name`, and answers keys with DDP's prefix.
+    """A state dict of a compiled model. It yields each key as a `Name`, and detects look-ups with DDP's prefix
+    "module.".
 
     Saved, it is a plain `OrderedDict` of plain strings.
     """
 
     @classmethod
     def wrap(cls, state: Any) -> Any:
-        """Returns a model's state dict as a `StateDict`. Returns it unchanged if the model's own `state_dict` made
-        another class.
-        """
+        """Returns a state dict as a `StateDict`, or unchanged if the model's own `state_dict` made another class."""
         if type(state) is not OrderedDict:
             return state
         found = cls(state)

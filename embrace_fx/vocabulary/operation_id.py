@@ -1,4 +1,4 @@
-"""Typed ids of operations, shared by graphs, schedules, launchers and recordings, and equal on all ranks."""
+"""Ids of operations (collectives, copies, compute), shared by graphs, schedules, launchers and recordings."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ Kind = Literal[
     "delayed",  # AlltoAll of a piece of a table's delayed row gradients
     "offload",  # a saved value is copied out of memory
     "reload",  # a saved value is copied back
-    "read",  # rows of a table beyond memory are read
-    "write",  # rows of a table beyond memory are written
+    "read",  # rows of a table larger than memory are read
+    "write",  # rows of a table larger than memory are written
 ]
 
 HeadPart = Literal["counts", "labels", "hidden states", "statistics", "coefficients", "hidden gradients"]
@@ -67,16 +67,16 @@ _SPELLED: dict[Kind, dict[LaunchPart, str]] = {
 
 
 class OperationId(NamedTuple):
-    """The id of an operation in graphs, schedules, launchers and recordings; equal on all ranks.
+    """The id of a collective, a copy or a piece of compute; equal on all ranks.
 
     A tuple, because its hash runs no Python code: launchers and recorders look ids up a hundred times per step.
 
     Attributes:
         kind: the kind of operation.
-        what: the table, row space or bucket.
-        part: the part of `what`.
+        what: name of the table, joined table or bucket.
+        part: which part of it is sent, such as "early" rows or "delayed" gradients.
         number: the number of a chunk or piece, from 0.
-        lane: where it runs.
+        lane: where it runs: compute, a process group, or a direction of copies.
     """
 
     kind: Kind
@@ -91,8 +91,8 @@ class OperationId(NamedTuple):
 
     @property
     def needs_lookahead(self) -> bool:
-        """Returns whether the operation requires a known next batch: it exchanges that batch's ids, sends early rows,
-        or sends delayed gradients.
+        """Whether the operation requires that the next batch is known: it exchanges that batch's ids, or sends early
+        rows or delayed gradients.
         """
         return self.part in ("early", "delayed") or self.kind == "ids"
 
@@ -118,13 +118,17 @@ def chunk_id(bucket: int, number: int) -> OperationId:
 
 @cache
 def rows_id(table: str, part: LaunchPart) -> OperationId:
-    """Returns the id of the AlltoAll of a table's rows: "whole", "early" or "late"."""
+    """Returns the id of the AlltoAll that exchanges a table's rows: all of them ("whole"), or the "early" or "late"
+    ones.
+    """
     return OperationId("lookups", table, part, lane="embedding")
 
 
 @cache
 def gradients_id(table: str, part: LaunchPart, number: int = 0) -> OperationId:
-    """Returns the id of the AlltoAll of a table's row gradients: "whole", "prior", or a piece of the "delayed" ones."""
+    """Returns the id of the AlltoAll that exchanges a table's row gradients: all of them ("whole"), the "prior" ones,
+    or a piece of the "delayed" ones.
+    """
     if part == "delayed":
         return OperationId("delayed", table, part, number, "delayed")
     return OperationId("gradients", table, part, number, "embedding")
@@ -137,13 +141,13 @@ def head_id(table: str, part: HeadPart, chunk: int = 0) -> OperationId:
 
 
 def storage_id(kind: Literal["read", "write"], table: str) -> OperationId:
-    """Returns the id of reading or writing rows of a table beyond memory."""
+    """Returns the id of reading or writing rows of a table larger than memory."""
     return OperationId(kind, table, lane="storage")
 
 
 @cache
 def compute_id(kind: Kind, subject: str) -> OperationId:
-    """Returns the id of a compute operation, such as an update, of a table or bucket."""
+    """Returns the id of a piece of compute for a table or bucket, such as its update."""
     return OperationId(kind, subject)
 
 

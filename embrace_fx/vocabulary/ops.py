@@ -1,4 +1,4 @@
-"""Declares every `embrace::` op: its schema, its fake kernel and a worked two-rank example.
+"""Declares every `embrace::` op that exchanges data within a step: its schema, its fake kernel and a worked example.
 
 Passes insert these ops, and `embrace_fx.runtime` implements them; neither imports the other. Standard collectives are
 `torch.ops._c10d_functional.*`. `_c10d_functional.wait_tensor` waits for every launch, including those of `embrace::`.
@@ -66,12 +66,12 @@ def op_name(node: fx.Node) -> str:
 
 @functools.cache
 def _full_name(op: OpOverload) -> str:
-    """Returns an op's name as "namespace::name". Cached, because torch builds the text at each read."""
+    """Returns an op's name as "namespace::name"."""
     return str(op._schema.name)
 
 
 def argument(node: fx.Node, name: str) -> Any:
-    """Returns argument `name` of an ATen call, or the default of its schema."""
+    """Returns an argument of an ATen op's call by its name in the schema, or the schema's default."""
     assert isinstance(node.target, OpOverload)
     for position, parameter in enumerate(node.target._schema.arguments):
         if parameter.name == name:
@@ -82,7 +82,7 @@ def argument(node: fx.Node, name: str) -> Any:
 
 
 def set_argument(node: fx.Node, name: str, value: Any) -> None:
-    """Sets an argument of an ATen call by its name in the schema."""
+    """Sets an argument of an ATen op's call by its name in the schema."""
     assert isinstance(node.target, OpOverload)
     parameters = node.target._schema.arguments
     position = next(k for k, p in enumerate(parameters) if p.name == name)
@@ -98,28 +98,28 @@ def draws_random_numbers(node: fx.Node) -> bool:
 
 
 def device_of(node: fx.Node) -> torch.device:
-    """Returns the device of a node's result, or of its first result."""
+    """Returns the device of a node's result (the first one, if it has several)."""
     results = node.meta["val"]
     first: Tensor = results[0] if isinstance(results, list | tuple) else results
     return first.device
 
 
 def launch_of(node: fx.Node) -> OperationId | None:
-    """Returns the id of the launch that a node submits or awaits, or None if it does neither."""
+    """Returns the id of the collective or copy that a node starts or awaits, or None if it does neither."""
     found = node.meta.get("launch")
     assert found is None or isinstance(found, OperationId)
     return found
 
 
 def id_of(node: fx.Node) -> OperationId:
-    """Returns the id of the launch that a node submits or awaits. Raises if the node does neither."""
+    """Returns the id of the collective or copy that a node starts or awaits. Raises if it does neither."""
     found = launch_of(node)
     assert found is not None
     return found
 
 
 def own_columns(embedding_dim: int, world_size: int, rank: int) -> tuple[int, int]:
-    """Returns the range [first, end) of columns that `rank` owns, in torch.chunk layout.
+    """Returns the range [first, end) of a table's columns that `rank` owns, divided as `torch.chunk` does.
 
     >>> [own_columns(10, 4, r) for r in range(4)]
     [(0, 3), (3, 6), (6, 9), (9, 10)]
@@ -134,12 +134,12 @@ def own_columns(embedding_dim: int, world_size: int, rank: int) -> tuple[int, in
 def join_ids(
     ids: Sequence[Tensor], tables: Sequence[int], first_rows: Sequence[int], num_rows: Sequence[int], joined: int
 ) -> list[Tensor]:
-    """Converts ids of several tables to row numbers of their row space (`embrace_fx.plan.RowSpace`), int64.
+    """Converts ids of several tables to row numbers of their joined table (`embrace_fx.plan.RowSpace`), int64.
 
-    Takes, for each of `ids`, the index of its table in the row space, the table's first row there and its number of
+    Takes, for each of `ids`, the index of its table in the joined table, the table's first row there and its number of
     rows. Returns the rows of the first `joined` ids as one tensor (N,), if `joined` > 0, and those of each other one in
-    the shape of its ids. An id outside its table becomes a number outside the row space, which encodes table and id for
-    `RowSpace.decode_invalid_id`.
+    the shape of its ids. An id outside its table becomes a number outside the joined table, which encodes table and id
+    for `RowSpace.decode_invalid_id`.
 
     Example: ids [2, 5] of a table of 10 rows, [[0], [3]] of the next table of 5 rows, joined 2 -> [2, 5, 10, 13];
     joined 1 -> [2, 5], [[10], [13]].
@@ -149,7 +149,10 @@ def join_ids(
     if joined == len(ids):
         return [rows]
     flat, *apart = rows.split_with_sizes([sum(sizes[:joined]), *sizes[joined:]])
-    return [*([flat] if joined else []), *(part.view(i.shape) for part, i in zip(apart, ids[joined:], strict=True))]
+    return [
+        *([flat] if joined else []),
+        *(part.view(i.shape) for part, i in zip(apart, ids[joined:], strict=True)),
+    ]
 
 
 @op("unique_ids", "(Tensor[] ids, int num_rows, int padding_idx) -> Tensor[]")
@@ -169,7 +172,7 @@ def unique_ids(ids: Sequence[Tensor], num_rows: int, padding_idx: int) -> list[T
 
 @op("all_gather_ids", "(Tensor[] unique, int[] num_rows, str group, int group_size) -> Tensor")
 def all_gather_ids(unique: Sequence[Tensor], num_rows: Sequence[int], group: str, group_size: int) -> Tensor:
-    """Launch: AllGathers the ids of the rows of each table that every rank reads.
+    """Launches an AllGather of the ids of the rows that each rank reads, for all tables at once.
 
     The ranks first exchange sizes and state, so that an id outside a table, or any failure of a rank, raises on *every*
     rank and no collective is left waiting.
@@ -319,13 +322,13 @@ def sparse_gradient(gradient: Tensor, ids: Sequence[Tensor], paddings: Sequence[
 
 @op("pack_bucket", "(Tensor[] gradients, float scale) -> Tensor")
 def pack_bucket(gradients: Sequence[Tensor], scale: float) -> Tensor:
-    """Concatenates gradients, each times `scale`, into one flat tensor."""
+    """Concatenates gradients, each multiplied by `scale`, into one flat tensor."""
     return empty_as(gradients[0], (sum(g.numel() for g in gradients),))
 
 
 @op("unpack_bucket", "(Tensor(a -> *) flat, Tensor[] like) -> Tensor(a)[]")
 def unpack_bucket(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
-    """Returns views into the flat tensor with the shapes of `like` (the parameters)."""
+    """Returns views into a flat tensor, with the shapes of `like` (the parameters)."""
     begin, starts = flat.storage_offset(), accumulate((t.numel() for t in like), initial=0)
     # Twice as fast as a fake `view`, which uses torch's Python decomposition.
     return [flat.as_strided(t.shape, _strides(t.shape), begin + start) for t, start in zip(like, starts, strict=False)]

@@ -1,4 +1,4 @@
-"""Facts shown with a schedule's picture: table placements, DDP's estimated step, other numbers of ranks."""
+"""Facts shown with a schedule's picture: where tables are, DDP's estimated step, steps on other numbers of ranks."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class TablePlace:
-    """The distribution of a table over ranks, and its share of memory and of sent bytes.
+    """How a table is distributed over ranks, and its shares of memory and communication.
 
     Attributes:
-        parts: each rank's part, in words; a single entry if all ranks have the same.
+        parts: what each rank has, in words; a single entry if all ranks have the same.
         table_bytes: bytes of the whole table.
-        memory_share: its share of all parameters' bytes, from 0 to 1.
-        sent_share: its share of the bytes that a rank sends in a step, from 0 to 1.
+        memory_share: the table's share of the bytes of all parameters, from 0 to 1.
+        sent_share: the table's share of the bytes that a rank sends per step, from 0 to 1.
     """
 
     name: str
@@ -27,7 +27,7 @@ class TablePlace:
 
 @dataclass(frozen=True)
 class StepEstimate:
-    """The estimated step on a number of ranks, with the same plan and a batch of the same size on each rank."""
+    """The estimated time of a step on some number of ranks, with the same plan and the same batch size per rank."""
 
     ranks: int
     step_ms: float
@@ -36,12 +36,12 @@ class StepEstimate:
 
 @dataclass(frozen=True)
 class PictureFacts:
-    """Facts shown with one schedule.
+    """Facts shown beside the picture of one schedule.
 
     Attributes:
-        ddp_exposed_ms: estimated time that DDP's AllReduces add to the same compute. Those of tables come after the
-            backward, because their gradients come last. The backward hides the others as far as it lasts.
-        steps: steps estimated by the cost model, in ascending number of ranks, including the plan's own number.
+        ddp_exposed_ms: estimated time that DDP would wait for AllReduces that its backward cannot hide. Tables'
+            gradients come last, so nothing hides theirs.
+        steps: estimated step times on increasing numbers of ranks, including the plan's own.
     """
 
     ddp_exposed_ms: float

@@ -1,4 +1,4 @@
-"""Converts values to plain data, for files and messages between ranks, and back, guided by type hints.
+"""Converts values to and from plain data (JSON types), for files and for messages between ranks.
 
 Contract
     Reading accepts only data of the expected type: text, numbers, integer tensors, tuples, lists and mappings of these,
@@ -25,7 +25,7 @@ _INTEGERS = {"int32": torch.int32, "int64": torch.int64}
 
 
 def to_plain(value: Any) -> Any:
-    """Converts a value to JSON types. A mapping becomes a list of pairs, because its keys need not be text."""
+    """Converts a value to JSON types. A mapping becomes a list of pairs, because its keys need not be strings."""
     kind: Any = type(value)
     if (names := _field_names(kind)) is not None:
         return {name: to_plain(getattr(value, name)) for name in names}
@@ -39,13 +39,14 @@ def to_plain(value: Any) -> Any:
 
 
 def from_plain(kind: Any, value: Any, where: str = "it") -> Any:
-    """Converts the result of `to_plain` back to a value of a type hint.
+    """Converts the result of `to_plain` back to a value.
 
     >>> from_plain(tuple[int, ...], [1, 2], "shape")
     (1, 2)
 
     Args:
-        where: names the value in errors.
+        where: the value's name, for errors.
+        kind: the type of the value, as a type hint.
 
     Raises:
         ValueError: the data has another type.
@@ -88,7 +89,7 @@ _hints = cache(get_type_hints)
 
 @cache
 def _split_hint(hint: Any) -> tuple[Any, tuple[Any, ...]]:
-    """Returns the generic type of a hint, None if it has no arguments, and its arguments."""
+    """Splits a type hint into its generic type, or None if it has no arguments, and its arguments."""
     return get_origin(hint), get_args(hint)
 
 
@@ -101,7 +102,11 @@ def _field_names(hint: Any) -> tuple[str, ...] | None:
 
 
 def _from_union(kinds: tuple[Any, ...], value: Any, where: str) -> Any:
-    """Converts plain data to the first type of a union that accepts it. `where` names the value in errors."""
+    """Converts plain data to the first type of a union that accepts it.
+
+    Args:
+        where: the value's name, for errors.
+    """
     if value is None and NoneType in kinds:
         return None
     *others, last = (kind for kind in kinds if kind is not NoneType)
@@ -114,9 +119,7 @@ def _from_union(kinds: tuple[Any, ...], value: Any, where: str) -> Any:
 
 
 def _integer_tensor(value: list[Any], where: str) -> Tensor:
-    """Converts a list to a tensor of integers. Raises `ValueError`, which names the value by `where`, if it has
-    anything else.
-    """
+    """Converts a list of integers to a tensor. Raises `ValueError` if it has anything else."""
     try:
         dtype, data = value
         content = bytearray(base64.b64decode(data, validate=True))
@@ -130,14 +133,12 @@ def _integer_tensor(value: list[Any], where: str) -> Tensor:
 
 
 def write_json(value: Any, path: str | Path) -> None:
-    """Writes a value to a JSON file, with the name of its class. It may consist of dataclasses, tuples, numbers and
-    text.
-    """
+    """Writes a value made of dataclasses, tuples, numbers and strings to a JSON file, with the name of its class."""
     Path(path).write_text(json.dumps({"what": type(value).__name__, "value": to_plain(value)}, indent=1) + "\n")
 
 
 def read_json(kind: type[T], path: str | Path) -> T:
-    """Reads a value of class `kind` that `write_json` has written.
+    """Reads a value of class `kind` from a file that `write_json` has written.
 
     Raises:
         OSError: the file cannot be read.

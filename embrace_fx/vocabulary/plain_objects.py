@@ -1,4 +1,4 @@
-"""Detects objects whose state is only their attributes."""
+"""Detects objects whose whole state is their attributes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ from torch import Tensor
 
 
 def is_plain_object(value: Any) -> bool:
-    """Returns whether an object's state is only its attributes: not a tensor, number, container or class with slots."""
+    """Returns whether an object's whole state is its attributes: it is no tensor, number, container or class with
+    slots.
+    """
     builtin = isinstance(value, Tensor | torch.SymInt | torch.SymFloat | torch.SymBool)
     makes_itself: Any = type(value).__new__
     return not builtin and makes_itself is object.__new__ and hasattr(value, "__dict__")

@@ -1,4 +1,4 @@
-"""The plan: the strategy of every parameter, with reason and predicted cost. Plain data, equal on all ranks."""
+"""The plan: how each parameter is distributed (its strategy), with reason and predicted cost. Equal on all ranks."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ LinksAre = Literal["assumed", "given", "probed"]
 
 @dataclass(frozen=True)
 class Grid:
-    """A grid of N = `rows` x `columns` ranks over one sharded table.
+    """A grid of ranks, `rows` x `columns`, over which one table is sharded by rows and by columns.
 
     Rank r * columns + c owns rows r, r + rows, r + 2 rows, .. and of these the columns in chunk c of `columns`
     (torch.chunk layout). A grid of one row is the plain layout of column shards. Rows are interleaved rather than in
@@ -53,15 +53,17 @@ class Grid:
     columns: int
 
     def place(self, rank: int) -> tuple[int, int]:
-        """Returns a rank's row and column in the grid."""
+        """Returns (row, column) of a rank in the grid."""
         return divmod(rank, self.columns)
 
     def own_rows(self, num_rows: int, rank: int) -> slice:
-        """Returns the rows of a table of `num_rows` that a rank owns; row `id` is row `id // rows` of its shard."""
+        """Returns which rows of a table of `num_rows` rows a rank owns, as a slice. Row `id` of the table is row `id //
+        rows` of the shard.
+        """
         return slice(self.place(rank)[0], num_rows, self.rows)
 
     def takes(self, num_rows: int) -> bool:
-        """Returns whether torch's placements can express this grid for a table of `num_rows` rows.
+        """Returns whether torch's DTensor placements can express this grid for a table of `num_rows` rows.
 
         They cannot for a few tables of up to rows * (rows - 1) rows, whose equal chunks are smaller than that.
         """
@@ -73,15 +75,15 @@ class Grid:
 
 @dataclass(frozen=True)
 class Candidate:
-    """One strategy that was compared for one parameter.
+    """A strategy that was compared for one parameter.
 
     Attributes:
         strategy: one of `STRATEGIES`.
         scheme: for "zen": "balanced" or "hierarchical"; else "".
         sent_bytes_per_step: as in `Decision`.
-        predicted_ms: as in `Decision`; candidates are compared by it.
-        memory_bytes: of parameter, gradient and the exchange's buffers, on one rank; without the optimizer's state.
-        rejected: why it was not chosen, in a few words, or "" for the chosen one.
+        predicted_ms: as in `Decision`. The comparison is by this time.
+        memory_bytes: bytes of parameter, gradient and exchange buffers on one rank, without optimizer state.
+        rejected: the reason in a few words why it was not chosen, or "" for the chosen one.
         grid: as in `Decision`.
     """
 
@@ -95,30 +97,30 @@ class Candidate:
 
     @property
     def name(self) -> str:
-        """Returns the strategy with its scheme or grid."""
+        """The strategy's name with its scheme or grid."""
         return _strategy_name(self.strategy, self.scheme, self.grid)
 
 
 def _strategy_name(strategy: str, scheme: str, grid: Grid | None) -> str:
-    """Formats a strategy with its scheme or grid, as in "zen balanced"."""
+    """Returns a strategy's name with its scheme or grid, such as "zen balanced"."""
     kind = scheme or str(grid or "")
     return f"{strategy}, {kind}" if kind else strategy
 
 
 @dataclass(frozen=True)
 class Decision:
-    """The strategy of one parameter.
+    """The strategy decided for one parameter, with its reason and predicted cost.
 
     Attributes:
-        parameter: its name in the user's model.
-        shape: its whole shape.
-        is_table: whether a lookup reads it.
+        parameter: the parameter's name in the user's model.
+        shape: the shape of the whole parameter.
+        is_table: whether a lookup reads the parameter.
         strategy: one of `STRATEGIES`, "frozen" (no gradient), "unused" (no rank's forward reads it) or "local"
             (each rank has its own).
-        reason: why, in one line.
+        reason: why this strategy was chosen, in one line.
         sent_bytes_per_step: predicted payload that one rank sends per step, the mean over ranks, without framing by
             the transport (gloo adds 144 bytes per message, TCP and Ethernet 66 per packet).
-        ddp_bytes_per_step: the bytes that DDP's dense AllReduce sends for it.
+        ddp_bytes_per_step: the bytes per step that DDP's AllReduce would send for the parameter.
         predicted_ms: time of the exchange alone on an idle link; for a table, including a rank's compute in a step for
             lookups and updates of its rows.
         scheme: for "zen": "balanced" or "hierarchical"; else "".
@@ -126,12 +128,12 @@ class Decision:
         candidates: the compared strategies: `CANDIDATES` and the requested one; empty if there was no choice.
         measured: the measured sparsity of a table's gradients on all ranks, in one line, or "" if unknown.
         defers_rows: for shards, whether updates of rows without a gradient are deferred until the rows are next read.
-        padding_idx: a table's row without a gradient, -1 for none.
+        padding_idx: the row of a table that gets no gradient, or -1.
         rows: the number of table rows that a step is expected to read, or None if unknown.
-        head: the exchanges of the output layer, for a table of strategy "vocabulary".
-        norm_bytes: the part of the sent bytes for squares of rows, if the optimizer is row-wise.
-        travels_as: the format of its rows or its gradient on the wire.
-        memory: for a table beyond memory: its rows in memory, and the prediction for the others.
+        head: how the output layer exchanges hidden states, for a table of strategy "vocabulary".
+        norm_bytes: how many of the sent bytes are squares of rows, for row-wise optimizers.
+        travels_as: the dtype in which rows or gradients are sent.
+        memory: for a table larger than memory: how many rows are in memory, and how many move per step.
         sparse: whether a table's gradient is sparse (COO), as its lookups request.
     """
 
@@ -164,19 +166,19 @@ class Decision:
 
 @dataclass(frozen=True)
 class Plan:
-    """The decisions and buckets for a model.
+    """How a model is trained on several ranks: a strategy for each parameter, buckets, and a schedule.
 
     Attributes:
         world_size: number of ranks.
         decisions: one per parameter, in the model's order.
         buckets: parameters whose gradients are reduced together, in launch order; each of `exchanged` has its own.
-        renormed: data-parallel tables with `max_norm`, whose replicas must rescale the same rows.
-        links: the links for which strategies are compared, and buckets and blocks sized.
-        links_are: the origin of the links.
-        watched: tables whose strategy depends on the rows that ranks read, and may be planned again.
-        history: why earlier plans were replaced, one line each.
-        spaces: row spaces of tables in `sharded`.
-        schedule_name: the schedule of the steps, one of `SCHEDULES`.
+        renormed: unsharded tables with `max_norm`, whose replicas must rescale the same rows.
+        links: the cluster for which strategies were compared and sizes of buckets and blocks chosen.
+        links_are: whether the links were measured, given by the user, or assumed.
+        watched: tables whose best strategy depends on how many rows ranks read, so that they may be planned again.
+        history: why each earlier plan was replaced, one line each.
+        spaces: groups of tables in `sharded` that are joined to one table.
+        schedule_name: the name of the schedule, one of `SCHEDULES`.
         chosen_because: why the schedule was chosen, in one line, or "" if schedules were not compared.
     """
 
@@ -194,7 +196,7 @@ class Plan:
 
     @property
     def sharded(self) -> tuple[str, ...]:
-        """Returns the sharded tables, by columns or on a grid."""
+        """Names of the tables that are sharded, by columns or on a grid."""
         return tuple(d.parameter for d in self.decisions if d.strategy in SHARDED)
 
     @property
@@ -204,27 +206,27 @@ class Plan:
 
     @property
     def heads(self) -> dict[str, HeadPlan]:
-        """Maps each sharded table that an output layer reads to that layer's exchanges, which stay within a step."""
+        """Maps each sharded table that an output layer reads to how that layer's hidden states are exchanged."""
         return {d.parameter: d.head or HeadPlan() for d in self.decisions if d.strategy == "vocabulary"}
 
     @property
     def overlapped(self) -> dict[str, tuple[str, ...]]:
-        """Maps each row exchange that may overlap the next step to its tables."""
+        """Maps each table or joined table whose exchanges may overlap the next step to its member tables."""
         return {name: tables for name, tables in self.row_exchanges.items() if name not in self.heads}
 
     @property
     def looks_ahead(self) -> bool:
-        """Returns whether rows of the next batch are sent during a step."""
+        """Whether a step sends rows for the next batch."""
         return self.world_size > 1 and self.schedule_name in LOOKS_AHEAD and bool(self.overlapped)
 
     @property
     def grids(self) -> dict[str, Grid]:
-        """Maps each sharded table to its grid, if that has more than one row."""
+        """Maps each sharded table to its grid, for grids of more than one row."""
         return {d.parameter: d.grid for d in self.decisions if d.grid is not None}
 
     @property
     def rows(self) -> dict[str, RowCounts]:
-        """Maps each table or row space to the number of rows that a step is expected to read, if known."""
+        """Maps each table or joined table to how many rows a step is expected to read, if known."""
         found = {d.parameter: d.rows for d in self.decisions if d.rows is not None}
         for space in self.spaces:
             if all(table in found for table in space.tables):
@@ -233,19 +235,19 @@ class Plan:
 
     @property
     def memory(self) -> dict[str, RowMemory]:
-        """Maps each table beyond memory to its rows in memory and the prediction for the others."""
+        """Maps each table larger than memory to how many rows are in memory and how many move per step."""
         return {d.parameter: d.memory for d in self.decisions if d.memory is not None}
 
     @property
     def rows_as(self) -> Format:
-        """Returns the wire format of sharded tables' rows; "exact" if they are not rounded."""
+        """The dtype in which rows of sharded tables are sent; "exact" if they are not rounded."""
         return next(
             (d.travels_as for d in self.decisions if d.strategy in SHARDED and d.travels_as != "exact"), "exact"
         )
 
     @property
     def row_exchanges(self) -> dict[str, tuple[str, ...]]:
-        """Maps each row exchange (a table or a row space) that lookups read to its tables."""
+        """Maps each table or joined table whose rows are exchanged to its member tables."""
         of = {table: space for space in self.spaces for table in space.tables}
         found: dict[str, tuple[str, ...]] = {}
         for table in filter(lambda name: self[name].is_table, self.sharded):
@@ -255,18 +257,18 @@ class Plan:
 
     @property
     def exchanged(self) -> tuple[str, ...]:
-        """Returns the replicas whose gradients are exchanged sparsely."""
+        """Names of the replicated parameters whose gradients have a sparse exchange."""
         return tuple(d.parameter for d in self.decisions if d.strategy in EXCHANGES)
 
     @property
     def sparse(self) -> tuple[str, ...]:
-        """Returns the whole tables whose gradients stay sparse (COO)."""
+        """Names of the unsharded tables whose gradients stay sparse (COO)."""
         kept = (*BY_ROWS, "local", *(("allreduce",) if self.world_size == 1 else ()))
         return tuple(d.parameter for d in self.decisions if d.sparse and d.strategy in kept)
 
     @property
     def sent_bytes_per_step(self) -> int:
-        """Returns the predicted payload that one rank sends per step, the mean over ranks."""
+        """The predicted bytes that one rank sends per step, averaged over ranks."""
         return sum(d.sent_bytes_per_step for d in self.decisions)
 
     def __getitem__(self, parameter: str) -> Decision:
@@ -278,8 +280,8 @@ class Plan:
     def __iter__(self) -> Iterator[Decision]:
         return iter(self.decisions)
 
-    def space_of(self, tables: Sequence[str]) -> RowSpace:
-        """Makes a row space of these tables, in this order."""
+    def join_tables(self, tables: Sequence[str]) -> RowSpace:
+        """Describes the joined table of these tables, with rows in this order."""
         decisions = {name: self[name] for name in tables}
         return RowSpace.from_tables(
             {name: each.shape[0] for name, each in decisions.items()},
@@ -287,13 +289,13 @@ class Plan:
         )
 
     def digest(self) -> str:
-        """Returns a hash of everything that ranks must agree on."""
+        """Returns a hash of everything in the plan that ranks must agree on."""
         agreed = [(d.parameter, d.shape, d.strategy, d.scheme, d.grid, d.travels_as) for d in self.decisions]
         everything = (self.world_size, agreed, self.buckets, self.renormed, self.links, self.spaces, self.schedule_name)
         return hashlib.sha256(repr(everything).encode()).hexdigest()
 
     def explain(self) -> str:
-        """Returns a text with all strategies compared for each parameter: predicted cost, and why not chosen."""
+        """Returns a text that lists, for each parameter, all strategies compared, with predicted cost and reason."""
         return explain(self)
 
     def to_dict(self) -> dict[str, object]:
@@ -306,7 +308,7 @@ class Plan:
 
     @classmethod
     def load(cls, path: str | Path) -> Plan:
-        """Reads a plan from a file.
+        """Loads a plan that `save` has written.
 
         Raises:
             ValueError: the file is missing or contains no plan.
@@ -328,7 +330,7 @@ class Plan:
 
 
 def check_grid(grid: Grid, parameter: str, shape: tuple[int, ...], world_size: int) -> None:
-    """Raises `ValueError` if a table cannot be placed on the requested grid."""
+    """Raises `ValueError` if a table of this shape cannot be sharded on the grid that the user requested."""
     num_rows, columns = shape
     if grid.rows < 1 or grid.rows * grid.columns != world_size or grid.columns > columns or not grid.takes(num_rows):
         raise ValueError(

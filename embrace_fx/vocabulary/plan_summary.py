@@ -1,4 +1,4 @@
-"""Formats a plan as one line, and a report's advice on sharding tables and saving the plan."""
+"""Summarizes a plan in one line, and gives a report's advice on sharding tables and saving the plan."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ LONGEST = 120 - len("embrace_fx: ")
 """Maximum characters of the line, without its prefix."""
 
 
-def summary(plan: Plan) -> str:
+def summarize(plan: Plan) -> str:
     """Returns the decisions, without predicted times, as one line that names as many tables as fit.
 
     >>> from embrace_fx.cost.links import Cluster
@@ -23,7 +23,7 @@ def summary(plan: Plan) -> str:
     model.report() says why
     """
     if plan.world_size == 1:
-        count = _tables(sum(d.is_table for d in plan))
+        count = _count_tables(sum(d.is_table for d in plan))
         return f"1 rank, {count}: nothing is sent. Start more with torchrun, or plan for them with embrace_fx.plan()"
     sharded, whole = (
         [d.parameter for d in plan if d.is_table and (d.strategy in SHARDED) is shards and d.strategy != "frozen"]
@@ -31,29 +31,29 @@ def summary(plan: Plan) -> str:
     )
     sent, ddp = readable_bytes(plan.sent_bytes_per_step), readable_bytes(sum(d.ddp_bytes_per_step for d in plan))
     rest = f"; a rank sends {sent} per step, DDP {ddp}; model.report() says why"
-    for names in (_names(sharded), ""):
-        for others in (_names(whole), ""):
-            line = f"{_tables(len(sharded))} sharded{names}, {len(whole)} whole{others}{rest}"
+    for names in (_list_names(sharded), ""):
+        for others in (_list_names(whole), ""):
+            line = f"{_count_tables(len(sharded))} sharded{names}, {len(whole)} whole{others}{rest}"
             if len(line) <= LONGEST:
                 return line
     return line
 
 
-def _tables(count: int) -> str:
-    """Formats a number of tables: "1 table", "2 tables"."""
+def _count_tables(count: int) -> str:
+    """Returns a number of tables as text: "1 table", "2 tables"."""
     return f"{count} table" if count == 1 else f"{count} tables"
 
 
-def _names(names: list[str]) -> str:
-    """Lists the first names, and counts the others."""
+def _list_names(names: list[str]) -> str:
+    """Returns the first names as a list in text, with the number of the others."""
     if not names:
         return ""
     more = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
     return f": {', '.join(names[:MOST_NAMED])}{more}"
 
 
-def advice(plan: Plan) -> str:
-    """Returns advice for a report: the whole table that would cost the least to shard, and how to save and reuse the
+def give_advice(plan: Plan) -> str:
+    """Returns advice for a report: which unsharded table would cost the least to shard, and how to save and reuse the
     plan.
     """
     whole = [d for d in plan if d.is_table and d.strategy not in (*SHARDED, "frozen")]
@@ -67,7 +67,7 @@ def advice(plan: Plan) -> str:
 
 
 def _cheapest_to_shard(whole: list[Decision]) -> tuple[str, float] | None:
-    """Returns the whole table that would be cheapest to shard, and the ms per step that shards would add, or None."""
+    """Returns (name, added ms per step) of the unsharded table that would cost the least to shard, or None."""
     costs_ms = {
         decision.parameter: candidate.predicted_ms - decision.predicted_ms
         for decision in whole

@@ -1,4 +1,4 @@
-"""Formats plans: the table of a report, and the compared strategies."""
+"""Formats plans as text: the table of a report, and the strategies compared for each parameter."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ LEAST_FOLDED = 3
 
 
 def render(plan: Plan, *, folded: bool = False) -> str:
-    """Returns the plan as a table: tables first, then other parameters, and the totals against DDP.
+    """Returns the plan as a text table: embedding tables first, then other parameters, then the totals against DDP.
 
     Args:
         folded: whether dense parameters with the same strategy and reason share a row.
@@ -60,7 +60,7 @@ def render(plan: Plan, *, folded: bool = False) -> str:
         "",
         f"{len(plan.buckets)} bucket(s)",
     )
-    notes = [f"one row space: {', '.join(space.tables)}" for space in plan.spaces]
+    notes = [f"one joined table: {', '.join(space.tables)}" for space in plan.spaces]
     notes += [f"schedule {plan.chosen_because}"] if plan.chosen_because else []
     notes += _formats(plan)
     if not any(d.is_table for d in plan.decisions):
@@ -72,7 +72,7 @@ def render(plan: Plan, *, folded: bool = False) -> str:
 
 
 def _formats(plan: Plan) -> list[str]:
-    """Returns lines that list the parameters rounded on the wire, and those sent exactly."""
+    """Returns lines that list which parameters are sent rounded and which exactly."""
     rounded: dict[str, list[str]] = {}
     for decision in plan.decisions:
         if decision.travels_as != "exact":
@@ -85,7 +85,7 @@ def _formats(plan: Plan) -> list[str]:
 
 
 def _cells(decision: Decision) -> tuple[str, ...]:
-    """Returns the cells of a decision's row in the table."""
+    """Returns the cells of one decision's row in the table."""
     return (
         decision.parameter,
         " x ".join(map(str, decision.shape)) or "scalar",
@@ -98,7 +98,7 @@ def _cells(decision: Decision) -> tuple[str, ...]:
 
 
 def _folded_cells(decisions: Sequence[Decision]) -> tuple[str, ...]:
-    """Returns the cells of one row for several parameters with the same strategy and reason."""
+    """Returns the cells of a row for several parameters with the same strategy and reason."""
     return (
         f"{len(decisions)} others",
         f"{sum(prod(d.shape) for d in decisions):,} in all",
@@ -111,7 +111,8 @@ def _folded_cells(decisions: Sequence[Decision]) -> tuple[str, ...]:
 
 
 def explain(plan: Plan) -> str:
-    """Returns each parameter's candidates as a table: the chosen one is marked, and the others have a reason.
+    """Returns a text table of the strategies compared for each parameter, with the chosen one marked and the reason
+    against each other one.
 
     The measured sparsity of a table's gradients (`embrace_fx.cost.sparsity.Sparsity`) is below its candidates.
     Parameters without a choice are left out.
@@ -145,7 +146,7 @@ def explain(plan: Plan) -> str:
 
 
 def _links_text(plan: Plan) -> str:
-    """Returns a line about the links of the predicted times."""
+    """Returns a line about the links that the predicted times assume."""
     reached = []
     for name in (None, *COLLECTIVES):
         link = plan.links.link(name)
@@ -174,7 +175,7 @@ NARROWEST, WIDEST, NO_TERMINAL = 80, 200, 160
 
 
 def terminal_width() -> int:
-    """Returns the width of the terminal, within bounds; `NO_TERMINAL` without a terminal."""
+    """Returns the width of the terminal, limited to a range, or `NO_TERMINAL` if there is none."""
     try:
         columns = os.get_terminal_size(sys.stdout.fileno()).columns
     except (AttributeError, OSError, ValueError):  # standard output is closed, not a file, or not a terminal
@@ -183,7 +184,7 @@ def terminal_width() -> int:
 
 
 def fit_to_terminal(*parts: str | TextTable, widest: int = WIDEST) -> str:
-    """Joins texts and tables to one text that fits the width of the terminal, up to `widest` columns."""
+    """Joins texts and text tables to one text that fits the width of the terminal, up to `widest` columns."""
     out = io.StringIO()
     console = Console(file=out, width=min(widest, terminal_width()), no_color=True)
     for part in parts:
@@ -192,7 +193,7 @@ def fit_to_terminal(*parts: str | TextTable, widest: int = WIDEST) -> str:
 
 
 def readable_bytes(count: float) -> str:
-    """Formats bytes with a binary unit.
+    """Formats a number of bytes with a binary unit.
 
     >>> readable_bytes(1536)
     '1.5 KiB'
@@ -205,5 +206,5 @@ def readable_bytes(count: float) -> str:
 
 
 def preformatted(text: str) -> str:
-    """Returns HTML for a notebook that keeps the text's lines."""
+    """Returns text as HTML that keeps its lines, for a notebook."""
     return f'<pre style="line-height:1.2;overflow-x:auto">{escape(text)}</pre>'

@@ -26,7 +26,7 @@ def forward_methods(proxy_class: type, names: Iterable[str], find: Callable[[Any
     """Adds methods to a proxy class. Each calls the method of the same name on the object that the proxy represents.
 
     Args:
-        find: (proxy, method name) -> the represented object.
+        find: function of (proxy, method name) that returns the represented object.
     """
     for name in names:
         setattr(proxy_class, name, _forwarding_method(name, find))
@@ -43,7 +43,7 @@ def _forwarding_method(name: str, find: Callable[[Any, str], Any]) -> Callable[.
 
 
 class NoStorage(torch._C.StorageBase):
-    """Storage class of a tensor without memory of its own, so that no other tensor can use that storage.
+    """The storage class of a tensor without memory of its own. No other tensor can use such a storage.
 
     `Tensor.untyped_storage(part)` does not dispatch to the class. Functions that take a storage reject this one by its
     name.
@@ -61,14 +61,14 @@ NoStorage.__name__ = (
 )
 
 
-def share_memory(proxy_class: type[Tensor], find: Callable[[Any, int], Tensor]) -> None:
-    """Makes `tensor.data = proxy`, for proxies of this class, share the memory that the proxy represents.
+def share_memory_on_assignment(proxy_class: type[Tensor], find: Callable[[Any, int], Tensor]) -> None:
+    """Makes `tensor.data = proxy` share the memory that the proxy represents, for proxies of this class.
 
     The setter does not dispatch: it copies the proxy's own fields, which have no memory, and the next read would abort
     the process. Before that it calls one op that does dispatch, whose kernel here sets the proxy's memory.
 
     Args:
-        find: (proxy, reference count during the call, from Python and C++) -> a tensor with the memory.
+        find: function of (proxy, its reference count during the call) that returns a tensor with the memory.
     """
     _MEMORY_OF[proxy_class] = find
 
@@ -77,7 +77,7 @@ _MEMORY_OF: dict[type[Tensor], Callable[[Any, int], Tensor]] = {}
 
 
 def _may_share(tensor: Tensor, data: Tensor) -> bool:
-    """Returns whether `tensor.data = data` may share memory: torch's check, extended to the proxy classes."""
+    """Returns whether `tensor.data = data` may share memory: torch's own check, extended to proxy classes."""
     find = _MEMORY_OF.get(type(data)) if type(tensor) not in _MEMORY_OF else None
     memory = None if find is None else find(data, sys.getrefcount(data) + data._use_count())  # type: ignore[attr-defined]
     with torch._C._DisableTorchDispatch():

@@ -9,7 +9,7 @@ import torch
 
 
 @contextmanager
-def random_state_kept(device: torch.device) -> Iterator[None]:
+def restored_random_state(device: torch.device) -> Iterator[None]:
     """Opens a context that restores the random state of the host and of one device at its end.
 
     torch's own context handles every GPU of the machine by default, which would create a CUDA context on each.

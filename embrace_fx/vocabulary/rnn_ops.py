@@ -29,7 +29,9 @@ GATES: dict[str, int] = {"lstm": 4, "gru": 3, "rnn_tanh": 1, "rnn_relu": 1}
 
 
 class LayerWeights(NamedTuple):
-    """The weights of one layer and direction: (G*H, I), (G*H, P), two biases (G*H,) or None, (P, H) or None."""
+    """The weights of one layer in one direction: (G*H, I), (G*H, P), two biases (G*H,) or None, a projection (P, H) or
+    None.
+    """
 
     ih: Tensor
     hh: Tensor
@@ -39,7 +41,9 @@ class LayerWeights(NamedTuple):
 
     @classmethod
     def from_list(cls, weights: Sequence[Tensor]) -> LayerWeights:
-        """Makes weights from torch's flat order: ih, hh, both biases if there are four or five, then the projection."""
+        """Makes weights from torch's flat list: input weight, hidden weight, both biases if there are four or five
+        entries, then the projection.
+        """
         has_biases = len(weights) >= 4
         bias_ih, bias_hh = (weights[2], weights[3]) if has_biases else (None, None)
         projection = weights[-1] if len(weights) in (3, 5) else None
@@ -47,7 +51,9 @@ class LayerWeights(NamedTuple):
 
 
 def compute_dtype(input: Tensor) -> torch.dtype:
-    """Returns the dtype the "loop" kernel computes in: at least float32, for a state carried over many steps."""
+    """Returns the dtype in which the "loop" kernel computes: at least float32, because the state is carried over many
+    steps.
+    """
     return torch.promote_types(input.dtype, torch.float32)
 
 

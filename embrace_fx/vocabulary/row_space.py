@@ -1,4 +1,4 @@
-"""Row spaces: tables stacked as one matrix of rows, which are exchanged, updated and stored as one table."""
+"""Joined tables: several tables stacked as one matrix of rows, which is exchanged, updated and stored as one table."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from itertools import accumulate
 from types import MappingProxyType
 
 SPACE_BYTES = 2**32
-"""Maximum bytes of a rank's part of a row space. The rank briefly holds twice as many when its tables are joined."""
+"""Maximum bytes of a rank's part of a joined table. The rank briefly holds twice as many when its tables are joined."""
 
 OUTSIDE = 2**48
 """Unit of the offsets that `embrace::join_ids` adds to ids outside of their table; above twice any table's rows."""
@@ -16,12 +16,13 @@ OUTSIDE = 2**48
 
 @dataclass(frozen=True)
 class RowSpace:
-    """Several sharded tables as one: row i of a table is row `first row of the table + i` of the space.
+    """Several sharded tables joined to one: row i of a table is row `first row of the table + i` of the joined
+    table.
 
     Attributes:
         tables: parameter names, in the order of their rows.
         bounds: the first row of each table, and the total number of rows.
-        padding_rows: rows without a gradient.
+        padding_rows: rows that get no gradient.
     """
 
     tables: tuple[str, ...]
@@ -30,10 +31,10 @@ class RowSpace:
 
     @staticmethod
     def from_tables(rows: Mapping[str, int], paddings: Mapping[str, int] = MappingProxyType({})) -> RowSpace:
-        """Creates a row space from tables in this order: parameter name -> number of rows.
+        """Joins tables in this order: parameter name -> number of rows.
 
         Args:
-            paddings: parameter name -> the row without a gradient; negative for none.
+            paddings: parameter name -> the row that gets no gradient, or a negative number.
 
         >>> RowSpace.from_tables({"user.weight": 10, "item.weight": 20}, {"item.weight": 3})
         RowSpace(tables=('user.weight', 'item.weight'), bounds=(0, 10, 30), padding_rows=(13,))
@@ -44,7 +45,7 @@ class RowSpace:
 
     @property
     def name(self) -> str:
-        """Returns the name of the row space in launches and updates.
+        """The name of the joined table in launches and updates.
 
         >>> RowSpace(("user.weight", "item.weight", "shop.weight"), (0, 10, 30, 35)).name
         'user.weight and 2 more'
@@ -52,7 +53,8 @@ class RowSpace:
         return f"{self.tables[0]} and {len(self.tables) - 1} more"
 
     def decode_invalid_id(self, value: int) -> tuple[str, int]:
-        """Decodes the number with which `embrace::join_ids` replaces an invalid id. Returns the table and the id.
+        """Decodes the number with which the op `embrace::join_ids` replaces an id outside its table. Returns (table,
+        id).
 
         >>> RowSpace(("user.weight", "item.weight"), (0, 10, 30)).outside(25 - 2 * 2**48)
         ('item.weight', 25)
@@ -63,7 +65,7 @@ class RowSpace:
         return self.tables[number - 1], value + number * OUTSIDE
 
     def rows_of(self, table: str) -> range:
-        """Returns the range of a table's rows in the space.
+        """Returns the range of a table's rows in the joined table.
 
         >>> RowSpace(("user.weight", "item.weight"), (0, 10, 30)).rows_of("item.weight")
         range(10, 30)

@@ -26,8 +26,8 @@ class RowWiseAdagrad(Optimizer):
     Args:
         params: parameters, or param groups.
         lr: the learning rate.
-        eps: added to the root.
-        initial_accumulator_value: the start value of every sum.
+        eps: added to the square root.
+        initial_accumulator_value: the initial value of every sum.
 
     Raises:
         ValueError: a negative option.
@@ -48,7 +48,7 @@ class RowWiseAdagrad(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Takes one step. Returns the loss of the closure.
+        """Performs one optimizer step. Returns the closure's loss, if given.
 
         Raises:
             RuntimeError: a sparse gradient.

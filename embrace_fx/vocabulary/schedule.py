@@ -1,4 +1,5 @@
-"""Schedules as plain data: the operations of a step, the launch order, and all times.
+"""Schedules as plain data: the operations of a step, the order of launches, and all times. A window is a backward and
+the next forward.
 
 A *window* lasts from the start of one backward to the start of the next: the backward of step t, the optimizer's step,
 and the forward of step t + 1. The scheduler orders windows, because the gradients of step t are reduced, applied and
@@ -22,7 +23,7 @@ from statistics import median
 from typing import Literal, get_args
 
 from embrace_fx.vocabulary.operation_id import CLASS_LANES, COPIES, Kind, Lane, OperationId
-from embrace_fx.vocabulary.step_parts import SHARES, Share, share_of
+from embrace_fx.vocabulary.step_parts import SHARES, Share, time_category
 
 IN_FLIGHT = 1
 """Launches in flight at once. Two would share the link and delay the one needed first. Hiding the second one's latency
@@ -43,12 +44,11 @@ INTO_FORWARD: frozenset[str] = frozenset({"horizontal", "2d"})
 
 @dataclass(frozen=True)
 class Cuts:
-    """The sizes of chunks, into which buckets are cut, and the number of pieces, into which delayed gradients are
-    cut.
+    """Into which chunks buckets are cut, and into how many pieces delayed gradients.
 
     Attributes:
-        chunks: for each bucket, the elements of each chunk.
-        pieces: (table or row space, number of pieces of its delayed gradients).
+        chunks: for each bucket, the number of elements in each chunk.
+        pieces: (table or joined table, number of pieces of its delayed gradients).
     """
 
     chunks: tuple[tuple[int, ...], ...]
@@ -57,18 +57,18 @@ class Cuts:
 
 @dataclass(frozen=True)
 class Operation:
-    """An operation that runs on one lane.
+    """An operation of a step (compute, collective or copy), which runs on one lane.
 
     Attributes:
         name: unique within a window and equal on every rank: "backward encoder.0", "embedding prior", "bucket 2 [0]".
             The text of the id, if there is one.
         kind: the kind of operation.
-        lane: where it runs.
+        lane: where it runs: compute, a process group, or a direction of copies.
         duration_ms: its time on an idle processor or link.
-        sent_bytes: bytes that one rank sends, the mean over ranks, or 0 for compute.
-        serves: its parameters, tables or blocks.
-        held_bytes: memory held from its end until its last successor has ended (a bucket, received rows).
-        id: its id in a program; None outside of programs.
+        sent_bytes: bytes that one rank sends, averaged over ranks, or 0 for compute.
+        serves: names of the parameters, tables or blocks that it is for.
+        held_bytes: bytes of memory held from its end until the last operation that depends on it has ended.
+        id: its id in a compiled graph, or None.
     """
 
     name: str
@@ -88,7 +88,7 @@ class Operation:
         serves: tuple[str, ...] = (),
         held_bytes: int = 0,
     ) -> Operation:
-        """Creates an operation from its id in a program; the id gives its name, kind and lane."""
+        """Creates an operation from its id, which gives its name, kind and lane."""
         return Operation(
             str(operation_id),
             operation_id.kind,
@@ -102,25 +102,23 @@ class Operation:
 
     @property
     def is_compute(self) -> bool:
-        """Returns whether the operation is compute."""
+        """Whether the operation is compute."""
         return self.lane == "compute"
 
     @property
     def share(self) -> Share:
-        """Returns the part of a step that reports this operation's time: for compute its own time, for communication
-        the time spent waiting for it.
-        """
-        return share_of(self.id or OperationId(self.kind, self.name, lane=self.lane))
+        """The category of a step's time under which the operation is reported."""
+        return time_category(self.id or OperationId(self.kind, self.name, lane=self.lane))
 
     @property
     def is_communication(self) -> bool:
-        """Returns whether the operation is communication."""
+        """Whether the operation is a collective."""
         return self.lane in CLASS_LANES
 
 
 @dataclass(frozen=True)
 class Dependence:
-    """A dependence between two operations: `after` in window w starts once `before` in window w - `distance` has
+    """A dependence between two operations: `after` in window w starts only once `before` in window w - `distance` has
     ended.
     """
 
@@ -131,7 +129,7 @@ class Dependence:
 
 @dataclass(frozen=True)
 class StepGraph:
-    """The operations of a window and their true dependences.
+    """The operations of a window (a backward and the next forward), and which must end before which.
 
     Attributes:
         operations: in any order.
@@ -156,13 +154,13 @@ class StepGraph:
 
     @property
     def communications(self) -> tuple[Operation, ...]:
-        """The communications of a window."""
+        """The collectives of a window."""
         return tuple(o for o in self.operations if o.is_communication)
 
 
 @dataclass(frozen=True)
 class Span:
-    """A run of an operation on a rank, predicted or measured.
+    """One run of an operation on a rank, predicted or measured.
 
     `window` counts from the first one shown. Times are milliseconds since its start, on clocks aligned over ranks.
     """
@@ -176,11 +174,11 @@ class Span:
 
 @dataclass(frozen=True)
 class Wait:
-    """A time span in which a rank's compute lane waits for exposed communication.
+    """A time during which a rank's compute waits for communication.
 
     Attributes:
-        launch: name of the awaited communication.
-        lane: its communication class.
+        launch: name of the operation that compute waits for.
+        lane: the lane of that operation.
     """
 
     launch: str
@@ -193,16 +191,16 @@ class Wait:
 
 @dataclass(frozen=True)
 class Diagnostics:
-    """The metrics of a predicted or measured timeline.
+    """Metrics of a predicted or measured timeline.
 
     Attributes:
         step_ms: time from one window to the next.
-        compute_ms: the step's time in compute.
-        exposed_ms: lane -> the step's time waiting for it; every lane but compute has an entry.
-        communication_ms: lane -> its busy time; every lane but compute.
+        compute_ms: the part of a step's time spent in compute.
+        exposed_ms: lane -> the part of a step's time spent waiting for it; an entry for every lane but compute.
+        communication_ms: lane -> the time that it is busy; an entry for every lane but compute.
         overlap_ratio: share of the time of communication and copies that compute hides, from 0 to 1; 1 if there is
             none.
-        shares_ms: the step's time by part (`embrace_fx.vocabulary.step_parts`); the parts add up to a step.
+        shares_ms: a step's time by category (`embrace_fx.vocabulary.step_parts`). The categories add up to the step.
         held_bytes: the maximum sum of `Operation.held_bytes` at any time, on any rank.
     """
 
@@ -217,7 +215,7 @@ class Diagnostics:
 
 @dataclass(frozen=True)
 class MemoryAt:
-    """The bytes that a rank holds from a point in time until the next one.
+    """The bytes that a rank holds from one point in time until the next.
 
     Predicted: the bytes that forward and backward have allocated. Measured: the growth, which may be negative, of the
     memory in use (of a device's allocator, or of the process) since the first time shown.
@@ -230,13 +228,14 @@ class MemoryAt:
 
 @dataclass(frozen=True)
 class Timeline:
-    """Spans of time on each rank: measured under `record()`, or predicted.
+    """When operations ran on each rank: measured under `record()`, or predicted.
 
     Attributes:
         spans: in any order.
         waits: in any order.
         world_size: number of ranks that took part, shown or not.
-        dependences: the step's dependences, which determine how long memory is held. Without them, `held_bytes` is 0.
+        dependences: which operations must end before which; they determine how long memory is held. Without them,
+            `held_bytes` is 0.
         memory: the bytes that ranks hold over time, if known.
     """
 
@@ -247,21 +246,21 @@ class Timeline:
     memory: tuple[MemoryAt, ...] = ()
 
     def diagnostics(self) -> Diagnostics:
-        """Computes the timeline's metrics, medians over windows and ranks."""
+        """Computes the timeline's metrics: medians over windows and ranks."""
         return diagnose(self)
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """The launch order of a window, equal on all ranks, and the predicted timeline.
+    """The order in which all ranks launch collectives in a window, with a predicted timeline.
 
     Attributes:
         name: one of `SCHEDULES`.
-        launch_order: names of communication operations.
-        steps: the ordered operations.
+        launch_order: names of the collectives, in order.
+        steps: the operations that are ordered, with their dependences.
         predicted: two windows of the steady state, as on one rank.
         critical_path: (window, name) of the operations of `predicted` that determine its length, in order.
-        source: the origin of durations: "cost model" or "profile".
+        source: where durations come from: "cost model" or "profile".
     """
 
     name: str
@@ -273,13 +272,13 @@ class Schedule:
 
     @property
     def without_storage_ms(self) -> float:
-        """Returns the predicted step time without waits for rows of tables beyond memory."""
+        """The predicted step time, without waits for rows of tables larger than memory."""
         figures = self.diagnostics()
         return figures.step_ms - figures.exposed_ms.get("storage", 0.0)
 
     @property
     def launches(self) -> tuple[OperationId, ...]:
-        """Returns the launch order as ids of a program."""
+        """The launch order as operation ids."""
         ids = {operation.name: operation.id for operation in self.steps.communications}
         return tuple(each for name in self.launch_order if (each := ids[name]) is not None)
 
@@ -288,12 +287,12 @@ class Schedule:
         return diagnose(self.predicted)
 
     def digest(self) -> str:
-        """Returns the hexadecimal SHA-256 of the name and the launch order, which must be equal on all ranks."""
+        """Returns a hash of the name and the launch order, which must be equal on all ranks."""
         return hashlib.sha256("\n".join((self.name, *self.launch_order)).encode()).hexdigest()
 
 
 def diagnose(timeline: Timeline) -> Diagnostics:
-    """Computes the metrics of a timeline: medians over the windows and ranks shown; for memory, the maximum.
+    """Computes the metrics of a timeline: medians over its windows and ranks, but the maximum for memory.
 
     A step lasts from the first compute operation of a window to the first of the next; in a single window, to the end
     of its last one. Windows without compute are not counted.
@@ -321,22 +320,22 @@ def diagnose(timeline: Timeline) -> Diagnostics:
         communication_ms=busy,
         overlap_ratio=min(max(1.0 - all_exposed / all_busy, 0.0), 1.0) if all_busy else 1.0,
         held_bytes=max((_peak_held_bytes(timeline, rank) for rank in {s.rank for s in timeline.spans}), default=0),
-        shares_ms=_shares(lengths, spans, waits),
+        shares_ms=_category_times(lengths, spans, waits),
     )
 
 
 _Window = tuple[int, int]  # rank, window
 
 
-def _shares(
+def _category_times(
     lengths: Mapping[_Window, float], spans: Mapping[_Window, list[Span]], waits: Mapping[_Window, list[Wait]]
 ) -> dict[Share, float]:
-    """Returns the milliseconds of each part of a step, averaged over ranks. Each rank is represented by its window of
-    median length.
+    """Returns the milliseconds of each category of a step's time, averaged over ranks. Each rank is represented by its
+    window of median length.
 
     Args:
-        lengths: (rank, window) -> its length.
-        spans, waits: those of each (rank, window).
+        lengths: (rank, window) -> its length in milliseconds.
+        spans, waits: the spans and waits of each (rank, window).
     """
     found: dict[Share, float] = dict.fromkeys(SHARES, 0.0)
     by_rank: dict[int, list[_Window]] = defaultdict(list)
@@ -352,7 +351,7 @@ def _shares(
 
 
 def _median(values: Sequence[float]) -> float:
-    """Returns the median of values, or 0 without any."""
+    """Returns the median, or 0 for no values."""
     return median(values) if values else 0.0
 
 
@@ -363,9 +362,7 @@ def _total_on_lane(intervals: Iterable[Span | Wait], lane: Lane) -> float:
 
 
 def _step_lengths(windows: dict[_Window, list[Span]]) -> dict[_Window, float]:
-    """Returns the length of each window in milliseconds. Leaves out windows without a following one, unless no window
-    has one.
-    """
+    """Returns the length of each window in milliseconds. The last window has none, unless it is the only one."""
     compute = {key: [s for s in found if s.operation.lane == "compute"] for key, found in windows.items()}
     starts = {key: min(s.start_ms for s in found) for key, found in compute.items()}
     following = {
@@ -377,9 +374,7 @@ def _step_lengths(windows: dict[_Window, list[Span]]) -> dict[_Window, float]:
 
 
 def _peak_held_bytes(timeline: Timeline, rank: int) -> int:
-    """Returns the most bytes that a rank's operations hold at any time. Memory that a window after those shown needs
-    counts as held to the end.
-    """
+    """Returns the most bytes that a rank's operations hold at any time."""
     ends = {(s.window, s.operation.name): s.end_ms for s in timeline.spans if s.rank == rank}
     last = max(ends.values())
     readers: dict[str, list[Dependence]] = defaultdict(list)

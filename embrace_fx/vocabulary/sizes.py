@@ -1,4 +1,4 @@
-"""Numbers for symbolic sizes: from the capture, expected by a plan, or else a constant."""
+"""Numbers for symbolic sizes: known from the capture, expected by a plan, or else a constant."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ UNKNOWN_SIZE = 64
 
 @dataclass(frozen=True)
 class RowCounts:
-    """The number of a table's rows that a step is expected to read; equal on all ranks.
+    """How many rows of a table a step is expected to read; equal on all ranks.
 
     Attributes:
-        own: unique rows of the rank that reads the most.
-        all: the sum of all ranks' unique rows.
-        together: unique rows that any rank reads.
+        own: the number of unique rows of the rank that reads the most.
+        all: the sum of the ranks' numbers of unique rows.
+        together: the number of unique rows that at least one rank reads.
     """
 
     own: int
@@ -27,28 +27,28 @@ class RowCounts:
 
     @classmethod
     def unknown(cls, num_rows: int, world_size: int) -> RowCounts:
-        """Returns counts for a table that is not in the plan."""
+        """Returns assumed counts for a table that is not in the plan."""
         own = min(UNKNOWN_SIZE, num_rows)
         return cls(own, world_size * own, min(world_size * own, num_rows))
 
     @classmethod
     def total(cls, tables: Sequence[RowCounts]) -> RowCounts:
-        """Returns the counts of several tables together."""
+        """Returns the sum of several tables' counts."""
         return cls(*(sum(counts) for counts in zip(*((t.own, t.all, t.together) for t in tables), strict=True)))
 
 
 @dataclass(frozen=True)
 class ExpectedSizes:
-    """The numbers that estimates use for symbolic sizes of a graph.
+    """Numbers to assume for the symbolic sizes of a graph.
 
     Attributes:
-        by_symbol: symbol of a data-dependent size -> the expected number.
+        by_symbol: symbol of a size that depends on data -> the expected number.
     """
 
     by_symbol: Mapping[str, int] = field(default_factory=dict)
 
     def number(self, size: int | torch.SymInt) -> int:
-        """Returns a number for a size: its hint at capture, else the expected number, else `UNKNOWN_SIZE`."""
+        """Returns a number for a size: the one at the capture, else the expected one, else `UNKNOWN_SIZE`."""
         if isinstance(size, int):
             return size
         if is_known(size):
@@ -62,5 +62,5 @@ NOTHING_EXPECTED = ExpectedSizes()
 
 
 def is_known(size: int | torch.SymInt) -> bool:
-    """Returns whether a size is known at capture, not data-dependent."""
+    """Returns whether a size was known at the capture, rather than depending on data."""
     return isinstance(size, int) or getattr(size.node, "hint", None) is not None

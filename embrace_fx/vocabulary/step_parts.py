@@ -1,4 +1,4 @@
-"""The parts of a step in reports, pictures and metrics: the calling thread's time by purpose."""
+"""The categories of a step's time in reports, pictures and metrics: what the training thread spends it on."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Share = Literal[
     "delayed",  # waits for gradients of rows that the next batch does not read
     "offload",  # waits for a saved value to be copied out
     "reload",  # waits for a saved value to be copied back
-    "storage",  # waits for rows of tables beyond memory
+    "storage",  # waits for rows of tables larger than memory
     "between",  # time in which no operation of the schedule runs
 ]
 SHARES: tuple[Share, ...] = get_args(Share)
@@ -36,9 +36,9 @@ _OF_KIND: Mapping[Kind, Share] = {
 
 
 @cache
-def share_of(operation: OperationId) -> Share:
-    """Returns the part of a step that reports an operation's time: for compute its own time, for communication the time
-    spent waiting for it.
+def time_category(operation: OperationId) -> Share:
+    """Returns the category under which an operation's time is reported: its own time if it is compute, or else the time
+    that compute waits for it.
     """
     if operation.lane != "compute":
         return operation.lane

@@ -1,4 +1,4 @@
-"""Variants of a step, by whether the previous step knew its batch and whether the next batch is known.
+"""Variants of a step: whether the previous step knew this batch, and whether the next batch is known.
 
 Each variant of a forward or backward has its own graph. Variants differ only in what is submitted, awaited and updated.
 """
@@ -16,13 +16,12 @@ ARRIVALS: tuple[Arrival, ...] = get_args(Arrival)
 
 @dataclass(frozen=True)
 class ForwardVariant:
-    """The communication that a forward takes part in: rows sent early by the previous backward, and ids of the next
-    batch.
+    """What a forward communicates, depending on what the previous backward sent and whether the next batch is known.
 
     Attributes:
         arrives: "cut" if the previous backward has split its gradients and sent early rows for this batch; "whole" if
-            it has split nothing, or there was none; "other" if it has split for another batch.
-        coming: whether the next batch is known on all ranks and its ids are sent.
+            it has not, or there was none; "other" if it has done so for another batch.
+        coming: whether the next batch is known on all ranks, so that its ids are sent.
     """
 
     arrives: Arrival = "cut"
@@ -31,7 +30,7 @@ class ForwardVariant:
 
     @property
     def is_steady(self) -> bool:
-        """Returns whether this is the forward of a steady loop."""
+        """Whether this is the forward of a step between two others, all with known batches."""
         return self.arrives == "cut" and self.coming
 
     def __str__(self) -> str:
@@ -42,13 +41,12 @@ class ForwardVariant:
 
 @dataclass(frozen=True)
 class BackwardVariant:
-    """The communication that a backward takes part in: delayed gradients of the previous backward, and rows of the next
-    batch.
+    """What a backward communicates, depending on the previous backward and whether the next batch is known.
 
     Attributes:
-        left: whether the previous backward has left delayed gradients that are still to be applied.
-        coming: whether the ids of the next batch are in flight.
-        cut: whether row gradients are split into prior and delayed ones, and early rows of the next batch are sent.
+        left: whether the previous backward has left delayed gradients to be applied.
+        coming: whether the ids of the next batch are being exchanged.
+        cut: whether row gradients are split into prior and delayed ones, and early rows of the next batch sent.
     """
 
     left: bool = True
@@ -58,7 +56,7 @@ class BackwardVariant:
 
     @property
     def is_steady(self) -> bool:
-        """Returns whether this is the backward of a steady loop."""
+        """Whether this is the backward of a step between two others, all with known batches."""
         return self.left and self.coming and self.cut
 
     def __str__(self) -> str:
@@ -73,12 +71,12 @@ StepVariant = ForwardVariant | BackwardVariant
 
 @dataclass(frozen=True)
 class VariedPhase:
-    """One phase of a graph that differs from the steady step, and how it differs.
+    """A phase (forward or backward) that differs from that of the steady step.
 
     Attributes:
         variant: the variant of that phase.
-        steady: all launches that a steady step submits, in both phases.
-        into_forward: whether chunks of buckets are awaited in the forward instead of the backward.
+        steady: ids of all collectives that a steady step submits.
+        into_forward: whether chunks of buckets are awaited in the next forward instead of the backward.
     """
 
     variant: StepVariant

@@ -1,4 +1,4 @@
-"""Finds the launches that a graph's nodes submit, begin or await."""
+"""Finds which collectives and copies the nodes of a graph submit, begin or await."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ _FORWARD = ("offload", "counts", "labels", "hidden states", "statistics")
 
 
 def is_submission(node: fx.Node) -> bool:
-    """Returns whether a node submits a launch to the launcher."""
+    """Returns whether a node submits a collective to the launcher."""
     return launch_of(node) is not None and op_name(node) in _SUBMITTED
 
 
 def submitted(*modules: fx.GraphModule) -> Iterator[OperationId]:
-    """Yields the launches that modules submit, in order."""
+    """Yields the ids of the collectives that modules submit, in order."""
     for module in modules:
         for node in module.graph.nodes:
             launch = launch_of(node)
@@ -32,7 +32,7 @@ def submitted(*modules: fx.GraphModule) -> Iterator[OperationId]:
 
 
 def awaited(node: fx.Node) -> OperationId | None:
-    """Returns the submitted launch that a node waits for, or None if it waits for none."""
+    """Returns the id of the submitted collective that a node waits for, or None."""
     if op_name(node) in AWAITS:
         return launch_of(node)
     source = node.all_input_nodes[0] if op_name(node) == _WAIT else None
@@ -40,7 +40,7 @@ def awaited(node: fx.Node) -> OperationId | None:
 
 
 def begun_or_awaited(node: fx.Node) -> tuple[OperationId, bool] | None:
-    """Returns (id, whether the node awaits it) of the copy or output-layer exchange that a node begins or awaits, or
+    """Returns (id, whether the node awaits it) of the copy or output layer's exchange that a node begins or awaits, or
     None.
     """
     if op_name(node) in COPY_OPS:
@@ -50,8 +50,8 @@ def begun_or_awaited(node: fx.Node) -> tuple[OperationId, bool] | None:
 
 
 def compute_up_to(node: fx.Node) -> OperationId:
-    """Returns the id of the stretch of compute that ends at this node, which begins or awaits a copy or an output
-    layer's exchange.
+    """Returns the id of the piece of compute that ends at this node, which begins or awaits a copy or an output layer's
+    exchange.
 
     Raises:
         ValueError: the node does neither.

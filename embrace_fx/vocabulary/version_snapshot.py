@@ -13,16 +13,14 @@ _VERSION = attrgetter("_version")
 
 @dataclass(frozen=True)
 class VersionSnapshot:
-    """A snapshot of tensors and their version counters, to detect later writes."""
+    """Tensors and their version counters at some time, to detect later writes."""
 
     tensors: tuple[Tensor, ...] = ()
     writes: tuple[int, ...] = ()
 
     @staticmethod
     def of_tensors_in(values: Iterable[object]) -> VersionSnapshot:
-        """Takes a snapshot of the tensors among `values`. Leaves out inference tensors, which have no version
-        counter.
-        """
+        """Takes a snapshot of the tensors among `values`, except inference tensors, which have no version counter."""
         found = tuple([each for each in values if isinstance(each, Tensor) and not each.is_inference()])
         return VersionSnapshot(found, tuple(map(_VERSION, found)))
 
@@ -37,14 +35,14 @@ class VersionSnapshot:
         return VersionSnapshot(found, tuple(map(_VERSION, found)))
 
     def written(self) -> list[Tensor]:
-        """Returns the tensors that have been written since the snapshot."""
+        """Returns the tensors that were written since the snapshot."""
         now = tuple(map(_VERSION, self.tensors))
         if now == self.writes:
             return []
         return [each for each, one, other in zip(self.tensors, self.writes, now, strict=True) if one != other]
 
     def is_current_for(self, values: Iterable[object]) -> bool:
-        """Returns whether `values` contain exactly the tensors of the snapshot, and none has been written since."""
+        """Returns whether `values` contain exactly the snapshot's tensors, and none was written since."""
         now = [each for each in values if isinstance(each, Tensor) and not each.is_inference()]
         return [*map(id, now)] == [*map(id, self.tensors)] and tuple(map(_VERSION, self.tensors)) == self.writes
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from math import inf
 
 from embrace_fx.cost import links as cost
-from embrace_fx.passes.memory.choose import NEVER, Choice, EvictionSequence, TimedStep, choices
+from embrace_fx.passes.memory.choose import NEVER, Choice, EvictionSequence, TimedStep, eviction_sequences
 from embrace_fx.passes.memory.copy_placement import NO_COPIES, CopyRate, place_copies
 from embrace_fx.passes.memory.memory_simulator import MemorySimulator, SimulatedMemory
 from embrace_fx.passes.memory.offload import InsertCopies, offloadable_values
@@ -39,13 +39,14 @@ MOST_TAKEN_BACK = 100
 
 @dataclass(frozen=True)
 class Memory:
-    """The pass that keeps a step's memory within a budget, by recomputing and offloading values.
+    """The pass that keeps a step's memory within a budget, by recomputing or offloading values that the forward would
+    save.
 
     Attributes:
-        budget: bytes; below 1, a fraction of the bytes that the step holds if everything is saved.
-        compute: the speed of nodes.
-        copies: the speed of offloads and reloads; by default nothing is copied.
-        on_relaxed: called with (requested bytes, minimum bytes) if a fraction is too small.
+        budget: bytes; if below 1, a fraction of the bytes that the step holds when everything is saved.
+        compute: the device's speed, for the estimates of nodes not yet measured.
+        copies: the speed of copies between the device and the host, or to a file; by default nothing is offloaded.
+        on_relaxed: called with (requested bytes, minimum bytes) if no choice meets a budget given as a fraction.
     """
 
     budget: float
@@ -76,9 +77,16 @@ class Memory:
 
 
 def _fit_limit(graph: TrainingGraph, recomputed: TrainingGraph, step: TimedStep, limit: int) -> TrainingGraph:
-    """Returns the fastest graph found that stays within the limit, or else the one with the lowest peak."""
+    """Returns the fastest graph found whose memory is within the limit, or the one with the lowest peak if none is.
+
+    Args:
+        recomputed: `graph` with the user's checkpointed regions recomputed.
+    """
     written = written_by(graph.module)
-    simulator, sequences = MemorySimulator(step), list(choices(step, lambda node: can_recompute(node, written)))
+    simulator, sequences = (
+        MemorySimulator(step),
+        list(eviction_sequences(step, lambda node: can_recompute(node, written))),
+    )
     aim = limit
     for _ in range(AIMS):
         best = _Search(simulator, aim).best(sequences)
@@ -101,7 +109,7 @@ def _fit_limit(graph: TrainingGraph, recomputed: TrainingGraph, step: TimedStep,
 
 
 def _eviction_counts(sequence: EvictionSequence) -> list[int]:
-    """Returns up to nine numbers of storages to evict, from none to all.
+    """Returns up to nine numbers of storages to evict (recompute or offload), evenly spaced from one to all.
 
     Evicting more storages may hold more bytes, because the backward holds recomputed values.
     """
@@ -111,7 +119,7 @@ def _eviction_counts(sequence: EvictionSequence) -> list[int]:
 def _lowest_peaks(
     simulator: MemorySimulator, sequences: Sequence[EvictionSequence], limit: int
 ) -> list[SimulatedMemory]:
-    """Returns, for each sequence, its choice with the lowest predicted peak, sorted by peak."""
+    """Returns, for each sequence of choices, the choice with the lowest predicted peak, sorted by peak."""
     simulated = (
         [simulator.simulate(sequence.first(n), limit) for n in _eviction_counts(sequence)] for sequence in sequences
     )
@@ -119,7 +127,7 @@ def _lowest_peaks(
 
 
 class _Search:
-    """Searches for the fastest choice within a limit, simulating as few choices as possible."""
+    """Searches for the fastest choice of values to evict within a memory limit, with few simulations."""
 
     def __init__(self, simulator: MemorySimulator, limit: int) -> None:
         self._simulator = simulator
@@ -127,13 +135,15 @@ class _Search:
         self._best_ms = inf
 
     def best(self, sequences: Sequence[EvictionSequence]) -> SimulatedMemory | None:
-        """Returns the choice within the limit that adds the least time, or None if there is none."""
+        """Returns the choice that fits the limit and adds the least time to a step, or None if none fits."""
         found = [each for sequence in sequences for each in self._fitting_choices(sequence)]
         better = [self._save_again(*each) for each in sorted(found, key=lambda each: each[0].added_ms)[:BETTERED]]
         return min(better, key=lambda simulated: simulated.added_ms, default=None)
 
     def _fitting_choices(self, sequence: EvictionSequence) -> Iterator[tuple[SimulatedMemory, EvictionSequence, int]]:
-        """Yields the choices of a sequence that fit, from the fewest evicted storages on, with that number."""
+        """Yields the choices of a sequence that fit the limit, the ones that evict least first, with the sequence and
+        the number of evicted storages.
+        """
         tried: dict[int, SimulatedMemory] = {}
 
         def fits(count: int) -> bool:
@@ -161,7 +171,9 @@ class _Search:
         yield tried[high], sequence, high
 
     def _save_again(self, simulated: SimulatedMemory, sequence: EvictionSequence, count: int) -> SimulatedMemory:
-        """Saves storages again, the last evicted first, as long as the choice still fits and gets faster."""
+        """Stops evicting storages, the last evicted first, as long as the choice still fits and gets faster. Returns
+        the result.
+        """
         evicted = list(sequence.evicted[:count])
         for each in evicted[-MOST_TAKEN_BACK:][::-1]:
             fewer = [other for other in evicted if other is not each]
@@ -172,10 +184,10 @@ class _Search:
 
 
 def apply_choice(graph: TrainingGraph, step: TimedStep, choice: Choice, limit_bytes: int) -> TrainingGraph:
-    """Builds the graph whose backward recomputes and reloads according to the choice.
+    """Builds the graph whose backward recomputes and reloads values as the choice says.
 
     Args:
-        step: the step of `graph`.
+        step: the nodes, memory and times of `graph`.
         limit_bytes: maximum bytes that the step may hold, used to place copies.
     """
     nodes = step.memory.nodes
@@ -188,7 +200,7 @@ def apply_choice(graph: TrainingGraph, step: TimedStep, choice: Choice, limit_by
 
 
 def _offload(graph: TrainingGraph, values: set[str], limit: int, step: TimedStep) -> None:
-    """Inserts offloads and reloads of the named values, in place."""
+    """Inserts the offloads and reloads of the named values, in place."""
     found = step_memory(graph)
     output = graph.graph.output_node()
     for node in found.nodes:  # nodes of the forward come before those of the backward

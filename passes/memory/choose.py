@@ -35,10 +35,10 @@ NEVER = -1
 
 @dataclass(frozen=True)
 class TimedStep:
-    """The memory of a step, and the time of its nodes and copies.
+    """A step's memory at each node, with the time that each node takes.
 
     Attributes:
-        node_ms: returns the milliseconds of a node.
+        node_ms: function that returns the milliseconds of a node.
         copies: the speed of offloads and reloads.
     """
 
@@ -48,29 +48,29 @@ class TimedStep:
 
     @cached_property
     def ms(self) -> list[float]:
-        """The time of each node in milliseconds."""
+        """The milliseconds of each node."""
         return [self.node_ms(node) for node in self.memory.nodes]
 
     @cached_property
     def starts_ms(self) -> list[float]:
-        """Returns the start time of each node, and the end of the last."""
+        """The start time of each node, followed by the end of the last node."""
         return list(accumulate(self.ms, initial=0.0))
 
     def unread_ms(self, storage: Storage) -> float:
-        """Returns how long a storage is unread: from its last read in the forward to its first in the backward."""
+        """Returns how long nothing reads a storage: from its last read in the forward to its first in the backward."""
         return self.starts_ms[storage.first_backward or 0] - self.starts_ms[storage.last_forward + 1]
 
     def nodes_of_storage(self, storage: Storage) -> list[int]:
-        """Returns the positions, in the step, of the nodes whose values share a storage."""
+        """Returns the positions, in the step, of the nodes whose values lie in a storage."""
         return [self.memory.position[node] for node in storage.names]
 
 
 @dataclass(frozen=True)
 class Choice:
-    """A decision for each saved value of a step: save, offload or recompute it.
+    """The decision whether each value is saved, offloaded or recomputed in the backward.
 
     Attributes:
-        segment: for each node of the forward, the segment that recomputes it, or `NEVER`.
+        segment: for each node of the forward, the number of the segment that is recomputed with it, or `NEVER`.
         kept: positions of nodes that are saved although their segment is recomputed.
         offloaded: storages that are copied to the host or a file until the backward.
     """
@@ -82,10 +82,10 @@ class Choice:
 
 @dataclass(frozen=True)
 class Evicted:
-    """A storage that is offloaded or recomputed.
+    """A storage that the step does not keep between forward and backward, because it is offloaded or recomputed.
 
     Attributes:
-        names: positions of the nodes that recomputing it runs, or None if the storage is offloaded.
+        names: positions of the nodes that run again to recompute the storage, or None if it is offloaded.
     """
 
     storage: Storage
@@ -94,7 +94,7 @@ class Evicted:
 
 @dataclass(frozen=True)
 class EvictionSequence:
-    """A sequence of choices, each of which evicts one more storage than the previous one.
+    """A sequence of choices: each evicts (offloads or recomputes) one more storage than the previous one.
 
     Attributes:
         kept: positions of the nodes that are saved if nothing is evicted.
@@ -117,8 +117,12 @@ class EvictionSequence:
         return Choice(self.segment, self.kept - again, tuple(each.storage for each in evicted if each.names is None))
 
 
-def choices(step: TimedStep, can_recompute: Callable[[fx.Node], bool]) -> Iterator[EvictionSequence]:
-    """Yields sequences of choices to compare: one for each number of recomputed segments and each order of storages."""
+def eviction_sequences(step: TimedStep, can_recompute: Callable[[fx.Node], bool]) -> Iterator[EvictionSequence]:
+    """Yields sequences of choices to compare: one for each number of segments to recompute and each order of eviction.
+
+    Args:
+        can_recompute: returns whether a node may run again in the backward.
+    """
     held = step.memory
     candidates = _worth_deciding(held)
     if not candidates:
@@ -141,7 +145,9 @@ def _in_both_orders(
     cutter: _SegmentCutter,
     counts: Sequence[int],
 ) -> Iterator[EvictionSequence]:
-    """Yields the sequences of choices for two orders of eviction, each with several numbers of segments."""
+    """Yields the sequences that evict storages in DELTA's filter order and in knapsack order, each for several numbers
+    of segments.
+    """
     found = [s for s in candidates if recomputable[s.born] or s in copied]
     orders = _filter_order(step, found), _knapsack_order(step, found, recomputable, copied)
     for count in counts:
@@ -151,14 +157,14 @@ def _in_both_orders(
 
 
 def _worth_deciding(memory: StepMemory) -> list[Storage]:
-    """Returns the saved storages that are worth a decision: at least 1 % of the mean size."""
+    """Returns the saved storages large enough to decide about: at least 1 % of the mean size."""
     saved = memory.saved
     mean = memory.saved_bytes / max(len(saved), 1)
     return [storage for storage in saved if storage.nbytes >= 0.01 * mean]
 
 
 class _SegmentCutter:
-    """Cuts a forward into segments that save about the same bytes, at places that few bytes cross."""
+    """Cuts a forward into segments that save about the same number of bytes, at positions that few live bytes cross."""
 
     def __init__(self, held: StepMemory, able: Sequence[bool]) -> None:
         self._able = able
@@ -173,7 +179,7 @@ class _SegmentCutter:
         self._saved = list(accumulate(saved, initial=0))
 
     def segments(self, count: int) -> list[int]:
-        """Returns the segment of each node of the forward."""
+        """Cuts the forward into `count` segments. Returns the segment number of each node."""
         cuts = [self._best_position(k / count, 0.5 / count) for k in range(1, count)]
         number, found = 0, []
         for position, able in enumerate(self._able):
@@ -182,10 +188,11 @@ class _SegmentCutter:
         return found
 
     def _best_position(self, share: float, tolerance: float) -> int:
-        """Returns a position that few bytes cross, and before which about `share` of all saved bytes are saved.
+        """Returns the best position for a cut: few live bytes cross it, and about `share` of all saved bytes are saved
+        before it.
 
         Args:
-            tolerance: how far from `share` to look, as a share of all saved bytes.
+            tolerance: how far the saved bytes may be from `share`, as a share of all saved bytes.
         """
         total = self._saved[-1]
         first = bisect_left(self._saved, (share - tolerance) * total)
@@ -195,8 +202,8 @@ class _SegmentCutter:
 
 
 def _filter_order(step: TimedStep, candidates: Sequence[Storage]) -> list[Storage]:
-    """Sorts storages by DELTA's filter. It repeatedly takes the storage with the largest product of bytes and unread
-    time among those held at the peak.
+    """Sorts storages by DELTA's filter: repeatedly takes, of those held at the peak, the one with the largest product
+    of bytes and unread time.
     """
     held = np.array(step.memory.bytes_at_node, dtype=np.int64)
     begin = np.array([s.last_forward for s in candidates], dtype=np.int64)
@@ -217,7 +224,7 @@ def _filter_order(step: TimedStep, candidates: Sequence[Storage]) -> list[Storag
 def _knapsack_order(
     step: TimedStep, candidates: Sequence[Storage], recomputable: Sequence[bool], copied: Set[Storage]
 ) -> list[Storage]:
-    """Sorts storages by the time that evicting them costs per byte, cheapest first."""
+    """Sorts storages by how much time evicting them costs per byte, cheapest first."""
     segment = [0 if each else NEVER for each in recomputable]
     saved = {name for storage in step.memory.saved for name in step.nodes_of_storage(storage)}
 
@@ -230,13 +237,17 @@ def _knapsack_order(
 
 
 def _offload_ms(step: TimedStep, storage: Storage, idle_ms: float) -> float:
-    """Returns the cost of offloading and reloading a storage, when compute can hide `idle_ms` of the copies."""
+    """Returns the time that offloading and reloading a storage adds to a step, if compute can hide `idle_ms` of the
+    copies.
+    """
     both_ms = 2 * step.copies.ms(storage.nbytes)
     return max(0.0, both_ms - idle_ms) + step.copies.share * both_ms
 
 
 def _recompute_ms(step: TimedStep, storage: Storage, saved: Set[int], segment: Sequence[int], most_ms: float) -> float:
-    """Returns the time to recompute a storage from the other saved ones, counted up to `most_ms`."""
+    """Returns the time to recompute a storage from the saved ones, or a time above `most_ms` if it takes longer than
+    that.
+    """
     total, seen, waiting = 0.0, set(), [storage.born]
     if segment[waiting[0]] == NEVER:
         return inf
@@ -252,8 +263,8 @@ def _recompute_ms(step: TimedStep, storage: Storage, saved: Set[int], segment: S
 def _build_sequence(
     step: TimedStep, segment: Sequence[int], order: Sequence[Storage], copied: Set[Storage]
 ) -> EvictionSequence:
-    """Decides for each storage, in this order, whether to evict it by recomputation or, if it is in `copied`, by
-    offloading.
+    """Builds the sequence that evicts storages in this order: those in `copied` by offloading, the others by
+    recomputation.
     """
     across = _read_from_other_segments(step, segment)
     saved = {name for storage in step.memory.saved for name in step.nodes_of_storage(storage)}
@@ -276,7 +287,9 @@ def _build_sequence(
 
 
 def _read_from_other_segments(step: TimedStep, segment: Sequence[int]) -> set[int]:
-    """Returns the values that a segment reads from other segments, from which its recomputation starts."""
+    """Returns the positions of values that are read by another segment than their own. They are saved, as recomputation
+    starts from them.
+    """
     return {
         value
         for node, own in enumerate(segment)

@@ -1,4 +1,5 @@
-"""Places offloads and reloads in a step: where compute hides them, or nearer to their readers if the limit requires it.
+"""Places offloads and reloads in a step: where compute hides them, or closer together if the memory limit requires
+it.
 
 An offload starts after the node that computes its value. It is awaited where it should have ended; if that would hold
 too much, earlier, down to the value's last reader. A reload starts early enough to end before its reader; if that would
@@ -19,12 +20,12 @@ from embrace_fx.passes.step_memory import Storage
 
 @dataclass(frozen=True)
 class CopyRate:
-    """The speed of copies.
+    """The speed of copies between the device and the host, or a file.
 
     Attributes:
-        bytes_per_ms: the speed in one direction; 0 means that nothing is copied.
+        bytes_per_ms: the speed in each direction; 0 if nothing can be copied.
         start_ms: the fixed time of a copy.
-        share: the fraction of a copy's time that compute loses if both use the same cores.
+        share: the fraction of a copy's time that compute loses, if both use the same cores.
     """
 
     bytes_per_ms: float = 0.0
@@ -32,7 +33,7 @@ class CopyRate:
     share: float = 0.0
 
     def ms(self, nbytes: int) -> float:
-        """Returns the milliseconds of a copy in one direction."""
+        """Returns the milliseconds of copying `nbytes` in one direction."""
         return self.start_ms + nbytes / self.bytes_per_ms
 
 
@@ -42,10 +43,11 @@ NO_COPIES = CopyRate()
 
 @dataclass
 class PlacedCopy:
-    """The placement of one storage's copies: positions of the nodes before which they are inserted.
+    """Where one storage is offloaded and reloaded, as positions of the nodes before which the copies are inserted.
 
     Attributes:
-        left: the position where the offload is awaited; the position of the backward means the forward's end.
+        left: the position where the step waits for the end of the offload; the backward's first position means the end
+            of the forward.
         comes: the position where the reload starts.
     """
 
@@ -55,14 +57,14 @@ class PlacedCopy:
 
     @property
     def reload_awaited_at(self) -> int:
-        """Returns the position of the node before which the reload is awaited."""
+        """The position of the node before which the step waits for the reload."""
         assert self.storage.first_backward is not None
         return self.storage.first_backward
 
 
 @dataclass(frozen=True)
 class Placement:
-    """The placed copies of a step, with the step's peak memory and the time that the copies add."""
+    """Where all copies of a step are placed, with the resulting peak memory and the time that they add."""
 
     copies: tuple[PlacedCopy, ...]
     peak_bytes: int
@@ -77,10 +79,10 @@ def place_copies(
     limit: int,
     rate: CopyRate,
 ) -> Placement:
-    """Places the copies of saved storages.
+    """Places the offloads and reloads of saved storages so that the step holds at most `limit` bytes.
 
     Args:
-        by_time: bytes held while each node runs without offloads.
+        by_time: the bytes held while each node runs, if nothing is offloaded.
         starts_ms: the start of each node, and the end of the last.
         backward: the position of the first node of the backward.
     """
@@ -98,9 +100,7 @@ def place_copies(
 def _place_hidden(
     storages: Sequence[Storage], starts_ms: Sequence[float], backward: int, rate: CopyRate
 ) -> list[PlacedCopy]:
-    """Places the await of each offload as early, and the start of each reload as late, as compute can hide the
-    copies.
-    """
+    """Places each offload's wait as early, and each reload's start as late, as compute can hide the copies."""
     lane_ms = 0.0
     copies = []
     for storage in sorted(storages, key=lambda s: s.born):
@@ -117,11 +117,12 @@ def _place_hidden(
 def _move_copy_closer(
     copies: Sequence[PlacedCopy], held: np.ndarray[tuple[int], np.dtype[np.int64]], peak: int, backward: int
 ) -> bool:
-    """Moves one copy nearer to its readers to reduce the peak. Returns False if no move reduces it.
+    """Moves the end of one offload earlier or the start of one reload later, to reduce the peak. Returns False if no
+    move reduces it.
 
     Args:
         held: the bytes held at each node, with the copies as placed now.
-        peak: the position of the node with the most.
+        peak: the position of the node at which most bytes are held.
         backward: the position of the backward's first node.
     """
     if peak < backward:
@@ -140,7 +141,9 @@ def _move_copy_closer(
 
 
 def _added_ms(copies: Sequence[PlacedCopy], starts_ms: Sequence[float], rate: CopyRate) -> float:
-    """Returns the time that copies add to a step: waits for them, and the compute time that they take."""
+    """Returns the time that copies add to a step: waits for them, and the compute time that they take on shared
+    cores.
+    """
     events: list[tuple[int, int, int]] = []  # events as (position, kind of event, copy)
     for k, copy in enumerate(copies):
         events += [(copy.storage.born + 1, 0, k), (copy.left, 1, k), (copy.comes, 2, k), (copy.reload_awaited_at, 3, k)]

@@ -1,4 +1,4 @@
-"""Predicts a choice's memory and time without rewriting the graph, to compare hundreds of choices.
+"""Predicts the memory and time of a choice without rewriting the graph, so that hundreds of choices can be compared.
 
 The forward's nodes keep their positions, and the backward's keep their order. Reads in the backward
 (`StepMemory.reads`) are redirected to recomputed values, and each recomputed node reads the inputs of its original.
@@ -18,7 +18,7 @@ from embrace_fx.passes.step_memory import NEVER_READ, Numbers, bytes_over_time, 
 
 @dataclass(frozen=True)
 class SimulatedMemory:
-    """A choice with its predicted peak memory and the time that it adds to a step."""
+    """A choice of values to evict, with the predicted peak memory and the time that it adds to a step."""
 
     choice: Choice
     peak_bytes: int
@@ -27,12 +27,12 @@ class SimulatedMemory:
 
 @dataclass(frozen=True)
 class _Positions:
-    """The positions of all nodes when a choice's recomputed nodes are inserted.
+    """Where all nodes of a step stand once the recomputed nodes of a choice are inserted.
 
     Attributes:
-        own: the positions of the step's own nodes, and the end.
-        again: the recomputed nodes, in execution order.
-        copies: node -> the position of its recomputed copy; only for nodes in `again`.
+        own: the positions of the step's original nodes, and the end.
+        again: the nodes that run again, in execution order.
+        copies: node in `again` -> the position at which it runs again.
     """
 
     own: Numbers
@@ -41,7 +41,7 @@ class _Positions:
 
 
 class MemorySimulator:
-    """Simulates choices for one step.
+    """Simulates which bytes a step holds, and how long it takes, for choices of values to evict.
 
     Saved random states are ignored, so that `step_memory` may give slightly more bytes.
     """
@@ -56,7 +56,7 @@ class MemorySimulator:
         self._read_late = np.flatnonzero(self._first_read != NEVER_READ).tolist()
 
     def simulate(self, choice: Choice, limit: int) -> SimulatedMemory:
-        """Simulates a choice.
+        """Predicts the peak memory and the added time of a choice.
 
         Args:
             limit: maximum bytes that the step may hold, used to place offloads and reloads.
@@ -86,11 +86,11 @@ class MemorySimulator:
         return SimulatedMemory(choice, placed.peak_bytes, added_ms + placed.added_ms)
 
     def recomputed_ms(self, choice: Choice) -> float:
-        """Returns the recomputation time of a choice, without a simulation."""
+        """Returns the time to recompute what a choice evicts, without simulating its memory."""
         return sum(self._step.ms[node] for node in self._recomputed_nodes(choice))
 
     def _recomputed_nodes(self, choice: Choice) -> set[int]:
-        """Returns the nodes that the backward recomputes."""
+        """Returns the positions of the nodes that the backward runs again under a choice."""
         segment, kept, inputs = choice.segment, choice.kept, self._memory.inputs
         found = {node for node in self._read_late if segment[node] >= 0 and node not in kept}
         waiting = list(found)
@@ -103,8 +103,11 @@ class MemorySimulator:
         return found
 
     def _positions(self, choice: Choice, again: set[int]) -> _Positions:
-        """Returns the positions of all nodes. A segment's copies come before the first node of the backward that reads
-        one of them.
+        """Returns the positions of all nodes. The recomputed nodes of a segment come before the backward's first node
+        that reads one of them.
+
+        Args:
+            again: the nodes that the backward runs again.
         """
         nodes = np.array(sorted(again), dtype=np.int64)
         segment = np.array(choice.segment, dtype=np.int64)[nodes]
@@ -117,8 +120,8 @@ class MemorySimulator:
         return _Positions(own + np.searchsorted(before, own, side="right"), nodes, copies)
 
     def _reads(self, choice: Choice, positions: _Positions) -> tuple[Numbers, Numbers]:
-        """Returns the storage and the position of each read. A recomputed storage s has the number s + count of
-        storages.
+        """Returns the storage and the position of every read under a choice. The recomputed storage s has the number s
+        + number of storages.
         """
         reads, count, backward = self._memory.reads, len(self._memory.storages), self._memory.backward
         again = np.zeros(self._count, dtype=bool)
@@ -135,7 +138,7 @@ class MemorySimulator:
         return storage, np.concatenate([positions.own[reads.reader], positions.copies[reads.reader[by_copy]]])
 
     def _starts_ms(self, positions: _Positions) -> list[float]:
-        """Returns the start time of each node, copies included, and the end of the last node."""
+        """Returns the start time of each node, recomputed ones included, followed by the end of the last."""
         of_nodes, ms = np.array(self._step.ms), np.zeros(positions.own[-1])
         ms[positions.own[:-1]] = of_nodes
         ms[positions.copies[positions.again]] = of_nodes[positions.again]

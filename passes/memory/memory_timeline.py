@@ -12,10 +12,10 @@ from embrace_fx.vocabulary.schedule import MemoryAt, Span, Timeline
 
 
 def memory_line(predicted: Timeline, memory: StepMemory, node_ms: NodeMs) -> tuple[MemoryAt, ...]:
-    """Returns the bytes that a rank holds over the time of a predicted timeline.
+    """Predicts the bytes that a rank holds over the time of a predicted timeline.
 
-    The nodes of a backward or forward are spread over its compute spans, one after the other, each for its share of the
-    time. The held bytes do not change while compute waits.
+    The nodes of a phase are spread over the phase's compute spans, one after the other, each for its share of the time.
+    The held bytes do not change while compute waits.
     """
     backward, forward = slice(memory.backward, None), slice(0, memory.backward)
     points: list[MemoryAt] = []

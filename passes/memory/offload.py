@@ -1,4 +1,5 @@
-"""Offloads saved values after their last reader in the forward, and reloads them before their first in the backward.
+"""Offloads saved values after their last read in the forward, and reloads them before their first read in the
+backward.
 
 Contract
     Same values, bit for bit. A storage is offloaded as a whole. The backward recreates other views of it from the
@@ -33,7 +34,7 @@ embrace = torch.ops.embrace
 
 
 def offloadable_values(memory: StepMemory) -> dict[Storage, fx.Node]:
-    """Maps each storage that can be offloaded to the value that covers all of it.
+    """Maps each storage that can be offloaded to the value that covers all of its memory.
 
     The storage of a result or a launch stays in memory.
     """
@@ -47,7 +48,7 @@ def offloadable_values(memory: StepMemory) -> dict[Storage, fx.Node]:
 
 
 def _value_of(storage: Storage, backward: set[fx.Node]) -> fx.Node | None:
-    """Returns the node whose value holds a whole storage, or None if the storage cannot be offloaded."""
+    """Returns the node whose value covers all of a storage, or None if the storage cannot be offloaded."""
     if not _is_made_by_compute(storage.node):
         return None
     names = set(storage.names)
@@ -59,7 +60,7 @@ def _value_of(storage: Storage, backward: set[fx.Node]) -> fx.Node | None:
 
 
 def view_of(node: fx.Node) -> fx.Node | None:
-    """Returns the node that a node is a view of, or None if it is not a view."""
+    """Returns the node of which this node is a view, or None if it is not a view."""
     if node.op != "call_function":
         return None
     if node.target in SHARES_MEMORY:
@@ -74,14 +75,16 @@ def view_of(node: fx.Node) -> fx.Node | None:
 
 
 def _is_view_chain_of(node: fx.Node | None, value: fx.Node) -> bool:
-    """Returns whether a node is `value` or a chain of views of it."""
+    """Returns whether a node is `value`, a view of it, or a view of such a view."""
     while node is not None and node is not value:
         node = view_of(node)
     return node is value
 
 
 def _is_made_by_compute(node: fx.Node) -> bool:
-    """Returns whether compute makes a node's value. Of this package's own ops, only RNN layers count."""
+    """Returns whether a node computes its value, rather than receiving it. Of this package's own ops, only RNN layers
+    compute.
+    """
     while node.op == "call_function" and not isinstance(node.target, OpOverload):
         node = node.all_input_nodes[0]
     if not isinstance(node.target, OpOverload) or node.target.namespace == "_c10d_functional":
@@ -90,12 +93,14 @@ def _is_made_by_compute(node: fx.Node) -> bool:
 
 
 def _is_tensor(node: fx.Node) -> bool:
-    """Returns whether a node's value is one tensor."""
+    """Returns whether a node's value is a single tensor."""
     return isinstance(node.meta.get("val"), torch.Tensor)
 
 
 def _is_dense(node: fx.Node) -> bool:
-    """Returns whether `empty_like` gives a node's value the same strides. Compares them as text to avoid new guards."""
+    """Returns whether a node's value has the strides that `empty_like` would give it. Strides are compared as text, to
+    avoid new guards.
+    """
     value = node.meta["val"]
     return value.layout == torch.strided and str(torch.empty_like(value).stride()) == str(value.stride())
 
@@ -134,7 +139,13 @@ class InsertCopies:
             self._use_reloaded(copy.storage, self._values[copy.storage], back)
 
     def _insert(self, storage: Storage, op: torch._ops.OpOverloadPacket, value: fx.Node, before: fx.Node) -> fx.Node:
-        """Inserts a node that starts or awaits a copy, before the node `before`."""
+        """Inserts a node that starts a storage's copy or waits for it.
+
+        Args:
+            op: the op to call.
+            value: the value to copy.
+            before: the node before which the call is inserted.
+        """
         name = self._values[storage].name
         leaves = op in (embrace.offload, embrace.await_offload)
         launch = copy_ops.offload_id(name) if leaves else copy_ops.reload_id(name)
@@ -145,7 +156,11 @@ class InsertCopies:
         return node
 
     def _use_reloaded(self, storage: Storage, value: fx.Node, back: fx.Node) -> None:
-        """Makes the backward read the reloaded value and views of it."""
+        """Makes the backward read the reloaded value, or views of it, instead of the original.
+
+        Args:
+            back: the node of the reloaded value.
+        """
         for name in storage.names:
             readers = [user for user in name.users if self._held.position.get(user, -1) >= self._held.backward]
             if self._held.position[name] >= self._held.backward or not readers:
@@ -155,7 +170,7 @@ class InsertCopies:
                 reader.replace_input_with(name, made)
 
     def _view_again(self, name: fx.Node, value: fx.Node, back: fx.Node, before: fx.Node) -> fx.Node:
-        """Inserts a view of the reloaded value that equals a view of the original value."""
+        """Inserts the view of the reloaded value that corresponds to the view `name` of the original value."""
         source = view_of(name)
         if name is value:
             return back
@@ -166,7 +181,7 @@ class InsertCopies:
 
 
 def _skip_placeholders(node: fx.Node) -> fx.Node:
-    """Returns the first node from this one on that is not a placeholder."""
+    """Returns this node, or the first one after it that is not a placeholder."""
     following = node.next
     while following.op == "placeholder":
         following = following.next

@@ -56,10 +56,10 @@ TIMES: dict[str, float] = (
 
 @dataclass(frozen=True)
 class RecomputeCheap:
-    """The pass that recomputes values in the backward if that is cheaper than saving them.
+    """The pass that recomputes values in the backward where that is cheaper than saving them.
 
     Attributes:
-        compute: how fast nodes run.
+        compute: the device's speed, for estimates of a node's time.
     """
 
     compute: cost.Compute
@@ -80,11 +80,11 @@ class RecomputeCheap:
 
 @dataclass(frozen=True)
 class _RecomputedPiece:
-    """Storages to recompute together, as one minimum cut has chosen them.
+    """Storages that are recomputed together, found by one minimum cut.
 
     Attributes:
-        again: storages that are recomputed instead of saved.
-        bytes: reduction of the saved bytes.
+        again: the storages that are recomputed instead of saved.
+        bytes: how many fewer bytes are saved.
         ms: the recomputation time.
     """
 
@@ -94,7 +94,7 @@ class _RecomputedPiece:
 
 
 class _MinimumCuts:
-    """Finds the storages to recompute, by a minimum cut of each connected part of a graph."""
+    """Finds the storages to recompute by a minimum cut of each connected part of the forward."""
 
     def __init__(self, graph: TrainingGraph, found: StepMemory, node_ms: NodeMs) -> None:
         self._held = found
@@ -112,7 +112,7 @@ class _MinimumCuts:
         self._makers = {s: self._nodes_that_make(s) for s in self._storages}
 
     def nodes_to_recompute(self) -> list[list[fx.Node]]:
-        """Returns the nodes to recompute, one list per piece."""
+        """Returns lists of nodes to recompute, one list for each minimum cut that is worth it."""
         allowed_ms = AT_MOST * sum(map(self._node_ms, self._held.nodes))
         regions = []
         for piece in sorted(self._pieces(), key=lambda p: p.ms / p.bytes):
@@ -128,7 +128,7 @@ class _MinimumCuts:
 
     @cached_property
     def _sources(self) -> dict[Storage, list[Storage]]:
-        """Maps each storage that may be recomputed to the storages that recomputing it reads."""
+        """Maps each storage that is cheap to recompute to the storages that its recomputation reads."""
         found: dict[Storage, list[Storage]] = {}
         depth: dict[Storage, int] = {}
         for storage in self._storages:
@@ -141,7 +141,7 @@ class _MinimumCuts:
         return found
 
     def _storages_read_to_make(self, storage: Storage) -> list[Storage] | None:
-        """Returns the storages that computing a storage reads, or None if it is not cheap to compute."""
+        """Returns the storages that the nodes which compute a storage read, or None if they are not cheap."""
         if storage.dies == len(self._held.nodes):
             return None
         nodes = [storage.node, *(n for n in storage.names if n in self._forward)]
@@ -159,7 +159,7 @@ class _MinimumCuts:
         return list(read)
 
     def _pieces(self) -> Iterator[_RecomputedPiece]:
-        """Yields the minimum cut of each connected part of the storages, if it saves bytes."""
+        """Yields the recomputation found by a minimum cut of each connected part, if it saves bytes."""
         reads: nx.Graph[Storage] = nx.Graph()
         reads.add_nodes_from(self._storages)
         reads.add_edges_from((source, storage) for storage, sources in self._sources.items() for source in sources)
@@ -170,7 +170,9 @@ class _MinimumCuts:
                     yield piece
 
     def _cut(self, storages: Sequence[Storage]) -> _RecomputedPiece | None:
-        """Returns the recomputation of these storages that saves most bytes, or None if it saves too few per kernel."""
+        """Returns the recomputation of these storages that saves most bytes, or None if it saves too few bytes for the
+        kernels that it runs.
+        """
         position = {s: k for k, s in enumerate(storages)}
         outlives = [s.dies == len(self._held.nodes) for s in storages]
         sizes = [0 if stays else s.nbytes for s, stays in zip(storages, outlives, strict=True)]
@@ -187,17 +189,19 @@ class _MinimumCuts:
         return _RecomputedPiece(tuple(again), less, sum(self._node_ms(n) * TIMES.get(op_name(n), 0.0) for n in nodes))
 
     def _to_recompute(self, needed: Iterable[Storage], saved: set[Storage]) -> list[Storage]:
-        """Returns the storages to recompute so that all of `needed` exist, given the saved ones."""
+        """Returns the storages that must be recomputed to get all of `needed` from the `saved` ones."""
         found = reached(needed, lambda storage: () if storage in saved else self._sources[storage])
         return sorted(found - saved, key=lambda s: s.number)
 
 
 def cheapest_to_save(sizes: Sequence[int], sources: Mapping[int, Sequence[int]], needed: Iterable[int]) -> set[int]:
-    """Returns, by a minimum cut, the storages with the fewest bytes from which all needed ones can be computed.
+    """Returns the set of storages with the fewest bytes from which all needed ones can be computed, found by a minimum
+    cut.
 
     Args:
         sizes: bytes of each storage.
-        sources: a storage that may be recomputed -> the storages that its recomputation reads.
+        sources: maps a storage that may be recomputed to the storages that its recomputation reads.
+        needed: the storages that the backward reads.
     """
     # (storage, False) is the input side of a storage, (storage, True) its output side.
     flow: nx.DiGraph[tuple[int, bool]] = nx.DiGraph()

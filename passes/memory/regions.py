@@ -40,7 +40,9 @@ Path = tuple[int, ...]
 
 @dataclass(frozen=True)
 class RecomputeRegions:
-    """The pass that recomputes the checkpointed nodes of a joint graph in its backward."""
+    """The pass that recomputes, in the backward, the nodes that the user has checkpointed with
+    `torch.utils.checkpoint`.
+    """
 
     def __call__(self, graph: TrainingGraph) -> TrainingGraph:
         if not any(node.meta.get("region") for node in graph.graph.nodes):
@@ -53,8 +55,8 @@ def with_recomputed(graph: TrainingGraph, regions: Mapping[str, int], kept: Coll
     """Returns the graph whose backward recomputes the nodes of the given regions.
 
     Args:
-        regions: node name -> the number of its region, which is recomputed as one piece.
-        kept: names of nodes in regions that are saved nevertheless.
+        regions: maps a node's name to the number of its region; the nodes of a region are recomputed together.
+        kept: names of nodes in regions whose values are saved nevertheless.
     """
     result = graph.edit()
     for node in result.graph.nodes:
@@ -65,8 +67,8 @@ def with_recomputed(graph: TrainingGraph, regions: Mapping[str, int], kept: Coll
 
 
 def insert_copies(graph: TrainingGraph) -> list[fx.Node]:
-    """Inserts copies of the nodes in regions into the backward, in place, and removes the regions. Returns the
-    copies.
+    """Inserts recomputed copies of all nodes in checkpointed regions into the backward, in place, and clears the
+    regions' marks. Returns the copies.
     """
     copies = _RecomputedCopies(graph).insert()
     for node in graph.graph.nodes:
@@ -76,7 +78,7 @@ def insert_copies(graph: TrainingGraph) -> list[fx.Node]:
 
 
 def can_recompute(node: fx.Node, written: frozenset[object]) -> bool:
-    """Returns whether a node may be recomputed: its only effect is its value, which is a tensor.
+    """Returns whether a node may run again in the backward: it returns one tensor and has no other effect.
 
     Sizes are saved. A reader of a parameter that the forward writes (`max_norm`) would read another value.
 
@@ -97,8 +99,8 @@ def can_recompute(node: fx.Node, written: frozenset[object]) -> bool:
 
 
 class _RecomputedCopies:
-    """Inserts recomputed copies of a graph's forward nodes, level by level: level k has the copies that readers in k
-    regions read.
+    """Inserts copies of forward nodes into the backward. Regions may be nested: copies on level k are read by nodes
+    inside k regions.
     """
 
     def __init__(self, graph: TrainingGraph) -> None:
@@ -117,7 +119,7 @@ class _RecomputedCopies:
         self._unwritten: dict[fx.Node, fx.Node] = {}
 
     def insert(self) -> list[fx.Node]:
-        """Inserts the copies, and returns them."""
+        """Inserts and returns the copies."""
         for node in self._backward:
             for value in node.all_input_nodes:
                 self._request(value, self._level(value, node.meta.get("region")))
@@ -133,7 +135,7 @@ class _RecomputedCopies:
     # -- the nodes to recompute ---------------------------------------------------------------------------------------
 
     def _paths_of(self, forward: set[fx.Node]) -> dict[fx.Node, Path]:
-        """Maps the forward nodes that can be recomputed to the regions that contain them."""
+        """Maps each forward node that may run again to the nested regions around it."""
         paths: dict[fx.Node, Path] = {}
         for node in self._graph.nodes:
             path = _computing_op(node).meta.get("region", ())
@@ -142,7 +144,9 @@ class _RecomputedCopies:
         return paths
 
     def _level(self, value: fx.Node, reader: Path | None) -> int:
-        """Returns the level of the copy of `value` that a reader in the regions `reader` must read."""
+        """Returns the level whose copy of `value` a reader inside the regions `reader` must read; 0 for the
+        original.
+        """
         path = self._paths.get(value, ())
         shared = len(path)
         if reader is not None:
@@ -151,7 +155,7 @@ class _RecomputedCopies:
         return min(shared, len(path) - 1) if value in self._kept else shared
 
     def _request(self, value: fx.Node, level: int) -> None:
-        """Records that a copy of `value` is needed on a level, and all copies that this copy reads."""
+        """Records that a copy of `value` is needed on a level, and every copy that it reads in turn."""
         waiting = [(value, level)]
         while waiting:
             value, level = waiting.pop()
@@ -164,7 +168,9 @@ class _RecomputedCopies:
             waiting += [(each, level) for each in chain[: chain.index(value)]] if chain else []
 
     def _draw_chains(self, forward: set[fx.Node]) -> dict[fx.Node, list[fx.Node]]:
-        """Maps each random draw to its chain: consecutive draws of one generator in the same regions."""
+        """Maps each node that draws random numbers to its chain: consecutive draws of one generator in the same
+        regions.
+        """
         chains: dict[fx.Node, list[fx.Node]] = {}
         last: dict[torch.device, fx.Node] = {}
         for node in self._graph.nodes:
@@ -183,7 +189,7 @@ class _RecomputedCopies:
     # -- inserting copies ----------------------------------------------------------------------------------------------
 
     def _place(self, region: Path, before: fx.Node) -> None:
-        """Places a region's copies before a node, and also the copies of outer regions that they read."""
+        """Inserts a region's copies before a node, after the copies of outer regions that they read."""
         nodes = sorted(self._wanted.pop(region, ()), key=self._position.__getitem__)
         for node in nodes:
             for value in node.all_input_nodes:
@@ -201,7 +207,9 @@ class _RecomputedCopies:
                     self._rewriter.call(embrace.end_replay.default, now, device_of(node), name=f"{node.name}_replayed")
 
     def _copy(self, node: fx.Node, region: Path) -> None:
-        """Inserts a copy of a node into a recomputed region. It reads the region's copies of the node's inputs."""
+        """Inserts the copy of a node for a recomputed region. The copy reads the region's copies of the node's
+        inputs.
+        """
         inputs = {value: self._level(value, region) for value in node.all_input_nodes}
         name = f"{node.name}_again" + (f"_{len(region)}" if len(region) > 1 else "")
         copy = self._rewriter.copy(node, lambda n: self._copies[n, inputs[n]] if inputs[n] else n, name)
@@ -209,7 +217,7 @@ class _RecomputedCopies:
         self._copies[node, len(region)] = copy
 
     def _replayed(self, nodes: list[fx.Node]) -> list[list[fx.Node]]:
-        """Groups the random draws among `nodes` by their chains."""
+        """Groups the nodes that draw random numbers by their chains."""
         found: dict[int, list[fx.Node]] = {}
         for node in nodes:
             if node in self._chains:
@@ -217,7 +225,9 @@ class _RecomputedCopies:
         return list(found.values())
 
     def _begin_replay(self, first: fx.Node) -> fx.Node:
-        """Inserts the start of a replay of random draws, and saves the random state before the first draw."""
+        """Inserts the node that restores the random state from before the first draw of a chain, and the node that
+        saves this state in the forward.
+        """
         device = device_of(first)
         if first not in self._states:
             with self._rewriter.before(first):
@@ -228,7 +238,7 @@ class _RecomputedCopies:
         return self._rewriter.call(embrace.begin_replay.default, state, device, name=f"{first.name}_replay")
 
     def _read_unwritten(self) -> None:
-        """Makes copies read buffers that the forward overwrites as they were before the forward."""
+        """Makes copies read buffers as they were before the forward, for buffers that the forward overwrites."""
         first = next(node for node in self._graph.nodes if node.op != "placeholder")
         for copy in self._copies.values():
             for value in copy.all_input_nodes:
@@ -242,9 +252,7 @@ class _RecomputedCopies:
 
 
 def _computing_op(node: fx.Node) -> fx.Node:
-    """Returns the op that computes a node's value: of a tuple's item the op that returns the tuple, else the node
-    itself.
-    """
+    """Returns the node that calls the op computing a value: for an item of a tuple, the op that returns the tuple."""
     while node.op == "call_function" and not isinstance(node.target, OpOverload) and len(node.all_input_nodes) == 1:
         node = node.all_input_nodes[0]
     return node

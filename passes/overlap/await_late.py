@@ -1,4 +1,4 @@
-"""Awaits a table's rows where the forward first computes with them, instead of at the lookup.
+"""Waits for a table's rows where the forward first computes with them, instead of at the lookup.
 
 A model may look up all tables at the start of its forward, and use some of them next to the loss. Without this pass,
 the first layer would wait for the softmax's rows, which could arrive while it runs.
@@ -28,7 +28,7 @@ from embrace_fx.vocabulary.ops import op_name
 
 @dataclass(frozen=True)
 class AwaitRowsLate:
-    """The pass that moves each await of rows down to the first reader of the rows."""
+    """The pass that moves each wait for rows down to the first node that computes with the rows."""
 
     def __call__(self, graph: TrainingGraph) -> TrainingGraph:
         if "forward" not in graph.phases or not any(_awaits_to_move(graph.phases["forward"])):
@@ -38,22 +38,24 @@ class AwaitRowsLate:
 
 @dataclass(frozen=True)
 class _MovedAwait:
-    """The nodes of a table that move down, in order, and the reader before which they are inserted."""
+    """The nodes of one table's wait for rows that move down, in order, and the node before which they are inserted."""
 
     nodes: list[fx.Node]
     reader: fx.Node
 
 
 def _rewrite(phases: Phases) -> None:
-    """Moves each await of rows, with the light nodes made from the rows, to the first reader."""
+    """Moves each wait for rows, and the cheap nodes that only depend on it, down to the first node that computes with
+    the rows.
+    """
     for each in list(_awaits_to_move(phases["forward"])):
         for node in each.nodes:
             each.reader.prepend(node)
 
 
 def _awaits_to_move(forward: fx.GraphModule) -> Iterator[_MovedAwait]:
-    """Yields the awaits of rows with compute between them and the rows' first reader; moving these hides the
-    exchange.
+    """Yields the waits for rows worth moving: there is compute between the wait and the rows' first reader, which can
+    hide the exchange.
     """
     computing = [node for node in forward.graph.nodes if is_heavy(node)]
     for awaits in calls_by_table(forward, torch.ops.embrace.await_rows.default).values():
@@ -66,20 +68,21 @@ def _awaits_to_move(forward: fx.GraphModule) -> Iterator[_MovedAwait]:
 
 
 def _movable(awaits: list[fx.Node]) -> set[fx.Node]:
-    """Returns a table's awaits, and the light nodes that read only these, each other and saved values.
+    """Returns the nodes that may move down with a table's waits: cheap nodes that read only the waits, each other and
+    saved values.
 
     No node writes into a saved value, so a node that moves down reads the same value.
     """
 
     def may_move(node: fx.Node, found: set[fx.Node]) -> bool:
-        """Returns whether a node is light and reads only found or saved nodes."""
-        return _is_light(node) and all(n in found or _is_saved(n) for n in node.all_input_nodes)
+        """Returns whether a node is cheap and reads only nodes that move, or saved values."""
+        return _is_cheap(node) and all(n in found or _is_saved(n) for n in node.all_input_nodes)
 
     return reached(awaits, lambda node: node.users, may_move)
 
 
-def _is_light(node: fx.Node) -> bool:
-    """Returns whether a node may move and takes little time. A user's own op may not."""
+def _is_cheap(node: fx.Node) -> bool:
+    """Returns whether a node has no effect but its value and takes little time. User-defined ops do not count."""
     if op_name(node) == "embrace::join_rows":
         return True
     own = not isinstance(node.target, torch._ops.OpOverload) or node.target.namespace in ("aten", "embrace")
@@ -87,5 +90,5 @@ def _is_light(node: fx.Node) -> bool:
 
 
 def _is_saved(node: fx.Node) -> bool:
-    """Returns whether a node is a placeholder of a saved value."""
+    """Returns whether a node is a placeholder for a value that an earlier phase saved."""
     return node.op == "placeholder" and isinstance(node.meta["role"], Saved)

@@ -45,10 +45,11 @@ embrace = torch.ops.embrace
 
 @dataclass(frozen=True)
 class ChunkBuckets:
-    """The pass that splits each bucket's AllReduce into chunks.
+    """The pass that splits the AllReduce of each bucket of dense gradients into chunks, so that urgent launches wait
+    only for a chunk.
 
     Attributes:
-        chunks: for each bucket, in launch order, the elements of each chunk.
+        chunks: for each bucket, in launch order, the number of elements in each chunk.
     """
 
     chunks: tuple[tuple[int, ...], ...]
@@ -57,7 +58,7 @@ class ChunkBuckets:
         return rewrite_phases(graph, self._rewrite)
 
     def _rewrite(self, phases: Phases) -> None:
-        """Splits each bucket's reduction into chunks."""
+        """Splits the AllReduce of each bucket into chunks."""
         backward = phases["backward"]
         launches = [
             node
@@ -70,7 +71,11 @@ class ChunkBuckets:
 
 
 def _await_chunks(rewriter: Rewriter, flat: fx.Node, bucket: int, count: int) -> list[fx.Node]:
-    """Inserts the awaits of a bucket's chunks, in order. Returns them, last first, followed by `flat`."""
+    """Inserts nodes that wait for a bucket's chunks, in order. Returns them, last first, followed by `flat`.
+
+    Args:
+        flat: the bucket's tensor.
+    """
     awaits = [flat]
     for k in range(count):
         launch, name = chunk_id(bucket, k), f"bucket_{bucket}_there_{k}"
@@ -79,7 +84,7 @@ def _await_chunks(rewriter: Rewriter, flat: fx.Node, bucket: int, count: int) ->
 
 
 def _split_reduction(rewriter: Rewriter, launch: fx.Node, bucket: int, chunks: Sequence[int]) -> None:
-    """Replaces the launch of a bucket with submissions of its chunks, and its wait with awaits of them."""
+    """Replaces the AllReduce of a bucket by one submission per chunk, and its wait by one wait per chunk."""
     (wait,) = launch.users
     flat = launch.all_input_nodes[0]
     starts = accumulate(chunks, initial=0)
@@ -102,11 +107,12 @@ def _split_reduction(rewriter: Rewriter, launch: fx.Node, bucket: int, chunks: S
 
 @dataclass(frozen=True)
 class UpdateBeforeRead:
-    """The pass that moves the updates of dense parameters into the next forward, before the first read of each.
+    """The pass that moves the optimizer's updates of dense parameters into the next forward, before each parameter's
+    first read.
 
     Attributes:
-        buckets: parameters of each bucket, in launch order.
-        chunks: for each bucket, the elements of each chunk.
+        buckets: names of each bucket's parameters, in launch order.
+        chunks: for each bucket, the number of elements in each chunk.
     """
 
     buckets: tuple[tuple[str, ...], ...]
@@ -116,13 +122,15 @@ class UpdateBeforeRead:
         return rewrite_phases(graph, self._rewrite)
 
     def _rewrite(self, phases: Phases) -> None:
-        """Moves the update of each bucket from the end of the backward into the next forward."""
+        """Moves the updates of each bucket's parameters from the end of the backward into the next forward."""
         _defer_buckets(phases["backward"], self.buckets)
         _await_updates(phases, self.buckets, self.chunks)
 
 
 def _defer_buckets(backward: fx.GraphModule, buckets: Sequence[tuple[str, ...]]) -> None:
-    """Ends the backward with buckets in flight, and drops the gradients unpacked from them."""
+    """Makes the backward end while its buckets are still being reduced, and removes the gradients unpacked from
+    them.
+    """
     rewriter = Rewriter(backward)
     outputs = list(outputs_of(backward))
     handed_over: list[tuple[fx.Node | None, OutputRole]] = []
@@ -153,7 +161,7 @@ def _defer_buckets(backward: fx.GraphModule, buckets: Sequence[tuple[str, ...]])
 
 
 def _await_updates(phases: Phases, buckets: Sequence[tuple[str, ...]], chunks: Sequence[Sequence[int]]) -> None:
-    """Inserts an await and an update of each bucket before the forward's first read of its parameters."""
+    """Inserts, before the forward's first read of a bucket's parameters, a wait for the bucket and their updates."""
     forward = phases["forward"]
     rewriter = Rewriter(forward)
     elsewhere, parameters = parameters_of(phases["backward"]), parameters_of(forward)
@@ -173,5 +181,5 @@ def _await_updates(phases: Phases, buckets: Sequence[tuple[str, ...]], chunks: S
 
 
 def _is_not_inserted(inserted: set[fx.Node], user: fx.Node) -> bool:
-    """Returns whether a user is not one of the inserted nodes."""
+    """Returns whether a user of a node is not one of the inserted nodes."""
     return user not in inserted

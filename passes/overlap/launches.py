@@ -1,4 +1,4 @@
-"""Helpers of these passes to insert and find nodes with launch ids."""
+"""Helpers for the passes of this folder, to insert and find nodes with launch ids."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from embrace_fx.vocabulary.ops import id_of
 
 
 class Phases:
-    """The phases of a graph, by name. A phase is copied when it is first read, so that unread phases need no new
-    verification.
+    """The phases (forward, backward, ..) of a graph by name. Copies a phase when it is first read, so that other phases
+    need no new verification.
     """
 
     def __init__(self, phases: Mapping[str, fx.GraphModule]) -> None:
@@ -29,7 +29,7 @@ class Phases:
 
 
 def rewrite_phases(graph: TrainingGraph, rewrite: Callable[[Phases], None]) -> TrainingGraph:
-    """Returns a copy whose phases `rewrite` has changed in place, or the same graph if it has no backward."""
+    """Returns a copy of the graph whose phases `rewrite` has changed, or the same graph if it has no backward."""
     if "backward" not in graph.phases:
         return graph
     phases = Phases(graph.phases)
@@ -40,23 +40,23 @@ def rewrite_phases(graph: TrainingGraph, rewrite: Callable[[Phases], None]) -> T
 
 
 def set_launch(node: fx.Node, launch: OperationId) -> None:
-    """Replaces the launch id of a node."""
+    """Replaces the launch id among a node's arguments."""
     node.args = (*node.args[:-1], str(launch))
     node.meta["launch"] = launch
 
 
 def calls_of(module: fx.GraphModule, op: OpOverload) -> list[fx.Node]:
-    """Returns the calls of an op, in program order."""
+    """Returns the nodes that call an op, in program order."""
     return list(module.graph.find_nodes(op="call_function", target=op))
 
 
 def call_by_table(module: fx.GraphModule, op: OpOverload) -> dict[str, fx.Node]:
-    """Maps each table or row space to the node that calls an op for it."""
+    """Maps each table to the one node that calls an op for it."""
     return {table: nodes[-1] for table, nodes in calls_by_table(module, op).items()}
 
 
 def calls_by_table(module: fx.GraphModule, op: OpOverload) -> dict[str, list[fx.Node]]:
-    """Maps each table or row space to the nodes that call an op for it."""
+    """Maps each table to the nodes that call an op for it, in program order."""
     found: dict[str, list[fx.Node]] = {}
     for node in calls_of(module, op):
         found.setdefault(id_of(node).what, []).append(node)
@@ -64,7 +64,7 @@ def calls_by_table(module: fx.GraphModule, op: OpOverload) -> dict[str, list[fx.
 
 
 def erase_chain(graph: fx.Graph, node: fx.Node, keep: set[fx.Node]) -> None:
-    """Erases a node without readers, and the nodes that only it has read, except those in `keep`."""
+    """Erases a node that nothing reads, and every node that only it has read. Nodes in `keep` stay."""
     if node.users or node.op == "placeholder" or node in keep:
         return
     inputs = node.all_input_nodes

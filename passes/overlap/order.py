@@ -1,10 +1,10 @@
-"""Reorders the backward's compute by units, each the compute for one submission of gradients.
+"""Reorders the backward's compute so that the gradients needed first are ready to send first.
 
 Autograd uses one order of the backward, but the dependences allow many. A weight's gradient is read only by its
 AllReduce, so it can be computed before or after the nodes that a table's gradient depends on.
 
 Contract
-    Same nodes, same values, bit for bit. A unit is all submissions of one table, row space or bucket. The units'
+    Same nodes, same values, bit for bit. A unit is all submissions of one table, joined table or bucket. The units'
     submissions have the given order. Each compute node is placed with the first unit that needs it, and keeps its order
     within the unit. Nodes with effects (random draws, awaits, updates, recomputed nodes, ops that write into their
     arguments) keep their order.
@@ -34,11 +34,11 @@ from embrace_fx.vocabulary.submissions import is_submission
 
 @dataclass(frozen=True)
 class OrderCompute:
-    """The pass that reorders the backward's compute by units. A unit is the compute that one submission of gradients
-    needs.
+    """The pass that reorders the backward's compute. It moves units: the compute that is needed before one bucket's or
+    table's gradients can be sent.
 
     Attributes:
-        units: names of tables, row spaces and buckets, in the new order. Other units follow in their old order.
+        units: names of tables and buckets, in the new order. Other units follow in their old order.
     """
 
     units: tuple[str, ...]
@@ -52,7 +52,7 @@ class OrderCompute:
         return rewrite_phases(graph, self._rewrite)
 
     def _rewrite(self, phases: Phases) -> None:
-        """Sorts the nodes of the backward by the order of the units."""
+        """Sorts the nodes of the backward by the order of units."""
         backward = phases["backward"]
         found = BackwardUnits.find(backward)
         place = first_after_placeholders(backward.graph).prev
@@ -63,12 +63,12 @@ class OrderCompute:
 
 @dataclass(frozen=True)
 class BackwardUnits:
-    """The units of a backward, and the units that need each of its nodes.
+    """The units of a backward. A unit is the compute needed before one bucket's or table's gradients can be sent.
 
     Attributes:
-        units: in submission order.
-        needed_by: node, in program order -> a bit mask of the units that need its value, by index in `units`. Excludes
-            placeholders and the output.
+        units: names of tables and buckets, in the order in which their gradients are sent.
+        needed_by: maps each node, in program order, to a bit mask of the units that need its value, by index in
+            `units`. Excludes placeholders and the output.
     """
 
     units: tuple[str, ...]
@@ -76,7 +76,7 @@ class BackwardUnits:
 
     @classmethod
     def find(cls, backward: fx.GraphModule) -> BackwardUnits:
-        """Finds the units of a backward and the units that need each node."""
+        """Finds the units of a backward, and the units that need each of its nodes."""
         nodes = [node for node in backward.graph.nodes if node.op not in ("placeholder", "output")]
         member = {node: what for node in nodes if (what := _submitted_unit(node)) is not None}
         units = tuple(dict.fromkeys(member.values()))
@@ -90,7 +90,9 @@ class BackwardUnits:
         return cls(units, needed)
 
     def unit_of_node(self) -> dict[fx.Node, str]:
-        """Maps each node to the unit of the next submission after it. Leaves out the nodes after all submissions."""
+        """Maps each node to the unit of the next submission of gradients after it. Nodes after the last submission are
+        left out.
+        """
         found: dict[fx.Node, str] = {}
         pending: list[fx.Node] = []
         last = None
@@ -104,12 +106,12 @@ class BackwardUnits:
         return found
 
     def with_all_units(self, order: Sequence[str]) -> tuple[str, ...]:
-        """Returns all units: first those in `order`, then the others."""
+        """Returns the units in `order`, followed by all other units."""
         known = [unit for unit in order if unit in self.units]
         return (*known, *(unit for unit in self.units if unit not in known))
 
     def order_nodes(self, order: Sequence[str]) -> list[fx.Node]:
-        """Returns the nodes in the order of the units: each with the first unit that needs it, and the nodes without a
+        """Returns all nodes sorted by the order of units: each with the first unit that needs it, and nodes without a
         unit last.
         """
         groups: dict[int, list[fx.Node]] = {k: [] for k in range(len(self.units) + 1)}
@@ -119,9 +121,8 @@ class BackwardUnits:
         return [node for k in sorted(groups) for node in groups[k]]
 
     def first_unit_of(self, order: Sequence[str]) -> Callable[[int], int]:
-        """Returns a function that maps a bit mask of units to the index of its first unit in `order`.
-
-        The function maps an empty mask to the count of units.
+        """Returns a function that maps a bit mask of units to the index, in `order`, of the first of them, or to the
+        number of units for an empty mask.
         """
         place = {unit: k for k, unit in enumerate(self.with_all_units(order))}
         places = [place[unit] for unit in self.units]
@@ -137,7 +138,7 @@ def _set_bits(mask: int) -> Iterator[int]:
 
 
 def _submitted_unit(node: fx.Node) -> str | None:
-    """Returns the unit whose gradients a node submits: a table, row space or bucket; None for other nodes."""
+    """Returns the table or bucket whose gradients a node submits, or None if it submits none."""
     launch = launch_of(node)
     if op_name(node) == "embrace::defer_bucket":
         launch = launch_of(node.all_input_nodes[0])
@@ -146,14 +147,17 @@ def _submitted_unit(node: fx.Node) -> str | None:
     return launch.what if launch is not None else None
 
 
-def _fixed_before(nodes: Sequence[fx.Node], member: Mapping[fx.Node, str]) -> dict[fx.Node, list[fx.Node]]:
-    """Maps each node to the nodes that must stay before it although it does not read their values.
+def _fixed_before(nodes: Sequence[fx.Node], unit_of: Mapping[fx.Node, str]) -> dict[fx.Node, list[fx.Node]]:
+    """Maps each node to the nodes that must run before it although it does not read their values.
 
     Nodes with effects keep their order. The head, up to its last submission of rows, stays first, because it finishes
     the previous step.
+
+    Args:
+        unit_of: maps each node to its unit.
     """
     before: dict[fx.Node, list[fx.Node]] = {}
-    fixed = [node for node in nodes if node not in member and not may_move(node)]
+    fixed = [node for node in nodes if node not in unit_of and not may_move(node)]
     for previous, node in pairwise(fixed):
         before[node] = [previous]
     head = [node for node in fixed if op_name(node) in HEAD]

@@ -1,4 +1,5 @@
-"""Submits and awaits a table's rows and gradients, and updates the table before the next lookup.
+"""Splits each exchange of a sharded table's rows and gradients into a submission and a wait, so that it overlaps
+compute.
 
 rewrite:
     forward    flat = wait(all_to_all_rows(lookup(shard, ids), counts, D, ...)); rows = join_columns(flat, D, N)
@@ -40,11 +41,11 @@ embrace = torch.ops.embrace
 
 @dataclass(frozen=True)
 class SubmitRows:
-    """The pass that lets the row gradients and updates of sharded tables overlap the next step.
+    """The pass that lets exchanges of row gradients, and updates of sharded tables, overlap the next step.
 
     Attributes:
-        within_step: tables whose rows and gradients are awaited in their step, because the update also needs the
-            gradient of an output layer, and the next forward reads every row.
+        within_step: names of tables that are exchanged and updated within their own step: an output layer reads all of
+            their rows.
     """
 
     within_step: tuple[str, ...] = ()
@@ -55,7 +56,7 @@ class SubmitRows:
 
 @dataclass(frozen=True)
 class _GridRoute:
-    """The inputs and results of a `route_grid` node in the forward."""
+    """The inputs and results of a `route_grid` node, which sends ids to the ranks that hold their rows."""
 
     ids: fx.Node
     counts: fx.Node
@@ -63,7 +64,7 @@ class _GridRoute:
 
 
 def _split_exchanges(phases: Phases, within_step: Collection[str]) -> None:
-    """Splits the row exchanges of all tables except `within_step` into submissions and awaits."""
+    """Splits the exchanges of all tables, except those in `within_step`, into submissions and waits."""
     forward, backward = phases["forward"], phases["backward"]
     routes: dict[str, _GridRoute] = {}  # name of the ids that `coalesce` reads -> route
     head = first_after_placeholders(forward.graph).prev  # updates and submissions are inserted after this node
@@ -83,26 +84,28 @@ def _split_exchanges(phases: Phases, within_step: Collection[str]) -> None:
 
 
 def _lookup_of(join: fx.Node) -> fx.Node:
-    """Returns the lookup of the rows whose columns a node joins."""
+    """Returns the node that looks up the columns that `join` joins to rows."""
     columns: Any = join.all_input_nodes[0].all_input_nodes[0].args[0]
     found: fx.Node = columns if columns.target is embrace.lookup.default else columns.all_input_nodes[0]
     return found
 
 
 def _table_of(join: fx.Node) -> str:
-    """Returns the table or row space whose received columns a node joins."""
+    """Returns the table whose received columns a node joins to rows."""
     return str(_lookup_of(join).all_input_nodes[0].meta["role"].table)
 
 
 def _role_of_gradient(coalesce: fx.Node, outputs: Sequence[tuple[fx.Node | None, OutputRole]]) -> GradientOfRows:
-    """Returns the role of the output that a `coalesce` computes."""
+    """Returns the role of the output that a `coalesce` node computes."""
     return next(role for value, role in outputs if value in coalesce.users and isinstance(role, GradientOfRows))
 
 
 def _await_rows(
     forward: fx.GraphModule, join: fx.Node, head: fx.Node, routes: dict[str, _GridRoute], trained: set[str]
 ) -> fx.Node:
-    """Rewrites a table's lookup. Returns the node after which the next table's nodes are inserted."""
+    """Replaces a table's lookup by a submission at the head of the forward and a wait. Returns the node after which the
+    next table's nodes belong.
+    """
     rewriter = Rewriter(forward)
     wait = join.all_input_nodes[0]
     launch = wait.all_input_nodes[0]
@@ -130,11 +133,10 @@ def _await_rows(
 def submit_rows(
     rewriter: Rewriter, table: str, inputs: tuple[Any, Any, Any], dtype: torch.dtype, *, trained: bool
 ) -> fx.Node:
-    """Inserts the update of a table or row space, if it is trained, and the submission of its rows. Returns the
-    submission.
+    """Inserts the update of a table, if it is trained, and the submission of its rows. Returns the submission.
 
     Args:
-        inputs: the shard, the ids and the counts.
+        inputs: the nodes of the shard, the ids and the counts.
     """
     name, (shard, *read) = table.removesuffix(".weight"), inputs
     if trained:
@@ -145,10 +147,10 @@ def submit_rows(
 
 
 def await_rows(rewriter: Rewriter, table: str, ids_and_counts: tuple[Any, Any], dtype: torch.dtype) -> fx.Node:
-    """Inserts the await of the rows of a table or row space, and the join of their columns.
+    """Inserts the wait for a table's rows, and the node that joins their columns.
 
     Args:
-        ids_and_counts: the ids and counts of the rows.
+        ids_and_counts: the nodes of the rows' ids and counts.
     """
     name, launch = table.removesuffix(".weight"), rows_id(table, "whole")
     part = rewriter.launch(
@@ -160,10 +162,10 @@ def await_rows(rewriter: Rewriter, table: str, ids_and_counts: tuple[Any, Any], 
 def submit_gradients(
     rewriter: Rewriter, table: str, inputs: tuple[Any, Any, Any], padding_rows: Any, scale: Any
 ) -> fx.Node:
-    """Inserts the submission of the row gradients of a table or row space.
+    """Inserts the submission of a table's row gradients.
 
     Args:
-        inputs: the gradients, ids and counts.
+        inputs: the nodes of the gradients, ids and counts.
         padding_rows, scale: the arguments of `coalesce`.
     """
     name, launch = f"{table.removesuffix('.weight')}_submitted", gradients_id(table, "whole")
@@ -172,7 +174,9 @@ def submit_gradients(
 
 
 def _drop_routes(forward: fx.GraphModule, backward: fx.GraphModule, saved: list[str]) -> None:
-    """Erases the `route_grid` nodes and their saved results, because the runtime's exchange computes them."""
+    """Erases the `route_grid` nodes and their saved results, because the runtime routes the ids when it exchanges
+    rows.
+    """
     for node, role in list(inputs_of(backward)):
         if isinstance(role, Saved) and role.name in saved:
             backward.graph.erase_node(node)

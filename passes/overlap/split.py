@@ -1,4 +1,4 @@
-"""Splits the exchange of rows (vertical scheduling): early and late rows, prior and delayed gradients.
+"""Splits each exchange of rows in two (EmbRace's vertical scheduling): what the next step needs first is sent first.
 
     rewrite:
         forward    updated = update_rows(shard, table, "table gradients"); submit_rows(updated, ..., "table rows")
@@ -37,11 +37,11 @@ embrace = torch.ops.embrace
 
 @dataclass(frozen=True)
 class SplitRows:
-    """The pass that splits each exchange of rows: rows into early and late, gradients into prior and delayed in
-    pieces.
+    """The pass that splits exchanges of rows in two. Early rows were not changed by the last step and are sent at once;
+    late rows after their update. Prior gradients, of rows that the next batch reads, are sent before the delayed ones.
 
     Attributes:
-        pieces: (table or row space, count of the pieces of its delayed gradients).
+        pieces: (table, number of pieces of its delayed gradients).
     """
 
     pieces: tuple[tuple[str, int], ...]
@@ -50,7 +50,7 @@ class SplitRows:
         return rewrite_phases(graph, self._rewrite)
 
     def _rewrite(self, phases: Phases) -> None:
-        """Splits each submission of rows and of gradients in the two phases into an early and a late one."""
+        """Splits each submission of rows, and each of gradients, in two."""
         forward, backward = phases["forward"], phases["backward"]
         submitted = call_by_table(forward, embrace.submit_rows.default)
         if not submitted:
@@ -62,7 +62,7 @@ class SplitRows:
 
 
 def _split_forward(forward: fx.GraphModule) -> None:
-    """Splits the forward: submits the next ids, and awaits rows in an early and a late part."""
+    """Splits the forward's exchanges: submits the next batch's ids, and waits for early and late rows separately."""
     rewriter = Rewriter(forward)
     submitted = call_by_table(forward, embrace.submit_rows.default)
     with rewriter.before(first_after_placeholders(forward.graph)):
@@ -88,7 +88,13 @@ def _split_forward(forward: fx.GraphModule) -> None:
 
 
 def _split_backward(backward: fx.GraphModule, submitted: dict[str, fx.Node], pieces: dict[str, int]) -> None:
-    """Splits the backward: submits prior and delayed gradients, and looks up early rows."""
+    """Splits the backward's exchanges: submits prior and delayed gradients separately, and the next batch's early rows
+    at its start.
+
+    Args:
+        submitted: table -> the forward's submission of its rows.
+        pieces: table -> number of pieces of its delayed gradients.
+    """
     rewriter = Rewriter(backward)
     gradients = call_by_table(backward, embrace.submit_gradients.default)
     for table, prior in gradients.items():
@@ -102,12 +108,12 @@ def _split_backward(backward: fx.GraphModule, submitted: dict[str, fx.Node], pie
                     launch=gradients_id(table, "delayed", k),
                     name=f"{prior.name}_delayed_{k}",
                 )
-    _early_rows(rewriter, submitted, pieces)
+    _submit_early_rows(rewriter, submitted, pieces)
 
 
-def _early_rows(rewriter: Rewriter, submitted: dict[str, fx.Node], pieces: dict[str, int]) -> None:
-    """Inserts, at the start of a backward, the updates by the previous step's delayed gradients and the submission of
-    the next batch's early rows.
+def _submit_early_rows(rewriter: Rewriter, submitted: dict[str, fx.Node], pieces: dict[str, int]) -> None:
+    """Inserts, at the start of the backward, the updates by the previous step's delayed gradients, and the submission
+    of the next batch's early rows.
     """
     shards = {table: _placeholder_in_backward(rewriter, _submitted_shard(node)) for table, node in submitted.items()}
     routes = {
@@ -141,9 +147,7 @@ def _early_rows(rewriter: Rewriter, submitted: dict[str, fx.Node], pieces: dict[
 
 
 def _placeholder_in_backward(rewriter: Rewriter, value: Argument) -> fx.Node:
-    """Returns the backward's placeholder for a value that the forward reads too. Inserts the placeholder if it is
-    missing.
-    """
+    """Returns the backward's placeholder for a value that the forward reads too, inserting it if it is missing."""
     assert isinstance(value, fx.Node)
     role = value.meta["role"]
     found = (node for node in rewriter.graph.nodes if node.op == "placeholder" and node.meta["role"] == role)
@@ -151,7 +155,7 @@ def _placeholder_in_backward(rewriter: Rewriter, value: Argument) -> fx.Node:
 
 
 def _submitted_shard(submitted: fx.Node) -> fx.Node:
-    """Returns the placeholder of the shard that a submission of rows reads."""
+    """Returns the placeholder of the table shard from which a node submits rows."""
     found = submitted.all_input_nodes[0]
     while found.op != "placeholder":
         found = found.all_input_nodes[0]

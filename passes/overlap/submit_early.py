@@ -29,7 +29,7 @@ from embrace_fx.vocabulary.ops import AWAITS, LAUNCHES, LOCAL_OF_FLOW, SUBMISSIO
 
 @dataclass(frozen=True)
 class SubmitGradientsEarly:
-    """The pass that moves the submissions of row gradients up to right after the last of their inputs."""
+    """The pass that moves each submission of row gradients up, to right after the last of its inputs."""
 
     def __call__(self, graph: TrainingGraph) -> TrainingGraph:
         moved_up = rewrite_phases(graph, _rewrite)
@@ -38,14 +38,14 @@ class SubmitGradientsEarly:
 
 
 def _rewrite(phases: Phases) -> None:
-    """Moves the submission of each table's gradients to where their inputs are computed."""
+    """Moves the submissions of each table's gradients up to where their inputs are computed."""
     backward = phases["backward"]
     for submissions in calls_by_table(backward, torch.ops.embrace.submit_gradients.default).values():
         _move_up(backward.graph, submissions)
 
 
 def _move_up(graph: fx.Graph, submissions: list[fx.Node]) -> None:
-    """Moves the submissions of one gradient, and the nodes that only they need, to right after their inputs."""
+    """Moves the submissions of one table's gradient, and the nodes that only they need, to right after their inputs."""
     moved = needed_only_by(submissions)
     inputs = [value for node in moved for value in node.all_input_nodes if value not in moved]
     place = max(*inputs, _end_of_head(graph))
@@ -65,14 +65,14 @@ HEAD = ("embrace::update_rows", "embrace::await_ids", "embrace::submit_rows")
 
 
 def needed_only_by(readers: list[fx.Node]) -> set[fx.Node]:
-    """Returns the readers, and all nodes whose values only they use."""
+    """Returns the given nodes, and all nodes whose values nothing else reads."""
     return reached(
         readers, lambda node: node.all_input_nodes, lambda node, found: may_move(node) and found.issuperset(node.users)
     )
 
 
 def may_move(node: fx.Node) -> bool:
-    """Returns whether a node may move anywhere after its inputs, because it computes and has no other effect.
+    """Returns whether a node may move to any place after its inputs, because it has no effect but its value.
 
     A user's op may move unless its schema says that it writes, or its tags that it draws random numbers.
     """

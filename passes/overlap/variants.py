@@ -1,4 +1,5 @@
-"""Derives the graphs of steps whose own or next batch is not known in advance from the steady step's graph.
+"""Derives, from the graph of a step between two others, the graphs of steps without a predecessor or without a known
+next batch.
 
     rewrite of a forward:
         arrives whole     early = await_rows(..., "table early rows"); late = await_rows(..., "table rows")
@@ -46,7 +47,9 @@ embrace = torch.ops.embrace
 
 @dataclass(frozen=True)
 class DerivePhase:
-    """The pass that derives the forward or backward of another step variant from the steady step's."""
+    """The pass that derives a variant of the forward or backward, such as that of the first step, from the steady
+    step's.
+    """
 
     variant: StepVariant
 
@@ -61,7 +64,7 @@ class DerivePhase:
         return replace(rewrite_phases(graph, partial(self._rewrite, delayed=delayed)), varied=varied)
 
     def _rewrite(self, phases: Phases, delayed: Sequence[OperationId]) -> None:
-        """Removes from a phase what the variant does not run."""
+        """Removes what the variant does not run from a phase."""
         module = phases[self.variant.phase]
         if isinstance(self.variant, ForwardVariant):
             _derive_forward(module, self.variant, delayed)
@@ -71,7 +74,7 @@ class DerivePhase:
 
 
 def _derive_forward(module: fx.GraphModule, variant: ForwardVariant, delayed: Sequence[OperationId]) -> None:
-    """Removes from a forward what its variant does not run: early rows, delayed updates, ids of the next batch."""
+    """Removes from a forward what its variant does not run: early rows, delayed updates, the next batch's ids."""
     if variant.arrives != "cut":
         for early in [n for n in calls_of(module, embrace.await_rows.default) if id_of(n).part == "early"]:
             (join,) = early.users
@@ -86,8 +89,8 @@ def _derive_forward(module: fx.GraphModule, variant: ForwardVariant, delayed: Se
 
 
 def _update_delayed(rewriter: Rewriter, update: fx.Node, delayed: list[OperationId]) -> None:
-    """Inserts updates by all delayed pieces between the prior update and the lookup of the rows. `delayed` are the
-    pieces' launches.
+    """Inserts updates by all delayed pieces of a gradient, after the prior update and before the rows' lookup.
+    `delayed` are the pieces' launch ids.
     """
     readers, last = list(update.users), update
     for k, launch in enumerate(delayed):
@@ -98,7 +101,7 @@ def _update_delayed(rewriter: Rewriter, update: fx.Node, delayed: list[Operation
 
 
 def _derive_backward(module: fx.GraphModule, variant: BackwardVariant) -> None:
-    """Removes from a backward what its variant does not run: updates, awaits and submissions."""
+    """Removes from a backward what its variant does not run: updates, waits and submissions."""
     if not variant.left:
         for update in calls_of(module, embrace.update_rows.default):
             update.replace_all_uses_with(update.all_input_nodes[0])
@@ -118,5 +121,5 @@ def _erase_in_order(module: fx.GraphModule, nodes: list[fx.Node]) -> None:
 
 
 def splits_rows(graph: TrainingGraph) -> bool:
-    """Returns whether a graph splits rows, so that it has variants."""
+    """Returns whether a graph splits exchanges of rows in two, so that its steps have variants."""
     return any(launch_of(node) == IDS for node in calls_of(graph.phases["forward"], embrace.submit_ids.default))

@@ -1,1 +1,1 @@
-"""Decides the strategy of every parameter and the buckets; rewrites no graph."""
+"""Decides how each parameter is distributed (its strategy), and which gradients share a bucket. Rewrites no graph."""

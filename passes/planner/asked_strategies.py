@@ -12,10 +12,10 @@ Strategy = str | Grid | Mapping[str, str | Grid]
 
 
 def check_strategy(strategy: Strategy, where: str = "the plan") -> None:
-    """Raises `ValueError` if a strategy is neither a known name nor a mapping to known names.
+    """Raises `ValueError` unless a strategy is a known name or maps patterns to known names.
 
     Args:
-        where: the call that the error message names.
+        where: the call to name in the error message.
     """
     if not isinstance(strategy, str | Grid | Mapping):
         raise ValueError(
@@ -31,7 +31,9 @@ def check_strategy(strategy: Strategy, where: str = "the plan") -> None:
 
 
 def _as_patterns(strategy: Strategy) -> Mapping[str, str | Grid]:
-    """Returns a strategy as a mapping from patterns of parameter names to strategies."""
+    """Returns a strategy as a mapping from patterns of parameter names to strategies. A single one gets a pattern that
+    matches all.
+    """
     return {"*": strategy} if isinstance(strategy, str | Grid) else strategy
 
 
@@ -47,7 +49,7 @@ def requested_strategies(
     or a grid may match only tables.
 
     Args:
-        tied: further names of a parameter, as "lm_head.weight" -> its name.
+        tied: other names of tied parameters, such as "lm_head.weight" -> the parameter's first name.
 
     Raises:
         ValueError: a strategy does not exist, or a pattern matches nothing.

@@ -1,4 +1,4 @@
-"""Prices what a capture gives: the waits that a graph saves per step, beside the time that the capture takes.
+"""Decides whether capturing the forward pays: whether the waits saved per step outweigh the time of the capture.
 
 Contract
     A pure function of a plan and of a few counts, because it is asked before there is a graph. Whole tables are waited
@@ -36,14 +36,14 @@ AWAITED = 0.5
 
 @dataclass(frozen=True)
 class Capture:
-    """A capture of a model that has not been made, and the model's sizes, from which its gain and cost are predicted.
+    """A possible capture of a model's forward, with the sizes from which its cost and gain are predicted.
 
     Attributes:
-        parameters: count of trained parameters.
-        elements: elements of those that are multiplied with every position of a batch.
-        positions: positions of the largest batch.
-        heads: weights of output layers, of which every position counts as scored.
-        other_bytes: bytes of the parameters that the plan lacks, which are neither tables nor output layers.
+        parameters: the number of trained parameters.
+        elements: the elements of parameters that are multiplied with every position of a batch.
+        positions: the number of positions (tokens) of the largest batch.
+        heads: the weights of output layers. Every position is assumed to have a label.
+        other_bytes: bytes of the parameters that are not in the plan and are neither tables nor output layers.
     """
 
     parameters: int
@@ -54,28 +54,34 @@ class Capture:
 
     @property
     def capture_ms(self) -> float:
-        """The time of the capture."""
+        """The predicted time of the capture, in milliseconds."""
         return CAPTURE_MS * self.parameters
 
     def compute_ms(self, plan: Plan) -> float:
-        """Estimates the compute of a step. Ranks that share a core take longer."""
+        """Estimates the compute time of a step, in milliseconds. Ranks that share a core take longer."""
         alone_ms = FLOPS * self.elements * self.positions / CORE.flops_per_ms + PARAMETER_MS * self.parameters
         return alone_ms / min(plan.links.pace, 1.0)
 
     def pays(self, plan: Plan, error: float = 1.0) -> bool:
-        """Returns whether a graph saves enough, or would if it saved `error` times as much."""
+        """Returns whether the graph saves enough time to be worth its capture.
+
+        Args:
+            error: a factor on the predicted savings, for an optimistic estimate.
+        """
         saved_ms = error * (self._saved_by_shards_ms(plan) + self._hidden_ms(plan))
         return saved_ms > max(WORTH * self.compute_ms(plan), self.capture_ms / REPAID_IN)
 
     def describe_savings(self, plan: Plan) -> str:
-        """Returns the milliseconds that shards save, those of a step, and the seconds of a capture, as text."""
+        """Returns a text with the milliseconds that sharding saves per step, the step's milliseconds, and the seconds
+        of a capture.
+        """
         hidden_ms = self._hidden_ms(plan)
         hidden = f" and overlap {hidden_ms:.1f}" if hidden_ms >= LEAST_MS else ""
         saved = f"{self._saved_by_shards_ms(plan):.1f} ms{hidden} of a step of about {self.compute_ms(plan):.0f} ms"
         return f"{saved}, and a capture would take {self.capture_ms / 1e3:.1f} s"
 
     def _hidden_ms(self, plan: Plan) -> float:
-        """Predicts the milliseconds of the buckets' transfers that the next forward hides per step, because the
+        """Predicts how many milliseconds of buckets' transfers the next forward would hide per step, because the
         backward is too short to hide them.
         """
         compute_ms = self.compute_ms(plan)
@@ -84,7 +90,9 @@ class Capture:
         return min(max(late_ms, 0.0), (1 - BACKWARD) * compute_ms)
 
     def _saved_by_shards_ms(self, plan: Plan) -> float:
-        """Predicts the waits that shards save per step, compared with the cheapest exchanges of whole tables."""
+        """Predicts how many milliseconds of waiting sharded tables save per step, compared with the cheapest exchange
+        of whole tables.
+        """
         whole = {
             name: [c.predicted_ms for c in plan[name].candidates if c.strategy not in SHARDED] for name in plan.sharded
         }
@@ -92,7 +100,7 @@ class Capture:
         return of_tables + sum(self._saved_by_head_ms(plan, head) for head in self.heads)
 
     def _saved_by_head_ms(self, plan: Plan, head: Tensor) -> float:
-        """Predicts the milliseconds that a sharded output layer saves per step, 0 for none."""
+        """Predicts how many milliseconds a sharded output layer saves per step; 0 if it saves none."""
         links, ranks = _flat_links(plan), plan.world_size
         both_ways = 2 * self.positions * head.shape[1] * head.element_size()
         whole_ms = cost.all_reduce(head.nbytes, ranks).time_ms(links, "all_reduce")
@@ -102,5 +110,5 @@ class Capture:
 
 
 def _flat_links(plan: Plan) -> cost.Cluster:
-    """Returns the links of a cluster with one rank per machine that takes as long as the plan's."""
+    """Returns an equivalent of the plan's cluster with one rank per machine."""
     return plan.links.flattened(plan.world_size)

@@ -1,4 +1,4 @@
-"""Decides the strategy of every parameter and the buckets; the passes apply the plan.
+"""Decides each parameter's strategy (how it is distributed) and the buckets. Passes then apply the plan.
 
 Contract
     A pure function of the captured graph, the rows of all ranks' first batches, the optimizer's blockers and the
@@ -13,9 +13,9 @@ from math import ceil, inf
 
 from embrace_fx.cost import links as cost
 from embrace_fx.passes.planner.asked_strategies import requested_strategies
-from embrace_fx.passes.planner.grouping import Joinable, plan_spaces, with_buckets
+from embrace_fx.passes.planner.grouping import Joinable, plan_joined_tables, with_buckets
 from embrace_fx.passes.planner.pricing import CLEARLY, Findings, ParameterFacts, PricedStrategy, Pricing, free_strategy
-from embrace_fx.passes.planner.step_cost import added_times, cheapest_schedule, explain_choice, has_compute
+from embrace_fx.passes.planner.step_cost import cheapest_schedule, explain_choice, has_compute, step_times
 from embrace_fx.vocabulary.graph import TableSpec
 from embrace_fx.vocabulary.plan import EXCHANGES, SHARDED, STRATEGIES, Candidate, Decision, Grid, LinksAre, Plan
 from embrace_fx.vocabulary.schedule import AUTO, FULL, SCHEDULES
@@ -37,11 +37,11 @@ class _Choice:
     """The strategy chosen for a parameter, with the reason in one line.
 
     Attributes:
-        priced: strategy -> price, for all compared strategies; empty if there was nothing to choose.
-        against: the reason against the other strategies, if the reason is not their time.
-        may_travel: the reason to give if a whole table is sharded to share latency with other tables; "" if something
-            other than latency keeps it whole.
-        sparsely_read: whether each rank reads less than `DENSELY` of the table's rows.
+        priced: the price of each compared strategy by name; empty if only one was possible.
+        against: the reason against all other strategies, if it is not their time.
+        may_travel: the reason to give if this table is sharded after all, to share latency with other tables; "" if it
+            is kept whole for a reason other than latency.
+        sparsely_read: whether each rank reads less than a share `DENSELY` of the table's rows.
     """
 
     chosen: PricedStrategy
@@ -52,7 +52,7 @@ class _Choice:
     sparsely_read: bool = False
 
     def candidates(self) -> tuple[Candidate, ...]:
-        """Returns the compared strategies, each with the reason against it."""
+        """Returns the compared strategies, each with the reason why it was not chosen."""
         return tuple(
             Candidate(
                 each.strategy,
@@ -78,9 +78,10 @@ def decide(
     Chooses "2d" if there is nothing to compare: one rank, unknown links, or no compute to hide behind.
 
     Args:
-        links: the links, for which strategies are compared and buckets and blocks are sized.
+        links: the cluster for which strategies are compared and sizes of buckets and blocks are chosen.
         current: the plan in use. A table's strategy stays unless the best one takes less than `CLEARLY` of its time,
             and shards keep their grid.
+        links_are: whether the links were measured, given by the user, or assumed.
 
     Raises:
         ValueError: a strategy does not exist, a pattern matches nothing, or a grid does not fit the ranks.
@@ -93,13 +94,13 @@ def decide(
         name: _decide_for_schedule(replace(findings, schedule=name), links, current, links_are)
         for name in reversed(SCHEDULES)
     }
-    price = added_times(findings.graph, weighed)
+    price = step_times(findings.graph, weighed)
     best = cheapest_schedule(price, None if current is None else current.schedule_name)
     return replace(weighed[best], chosen_because=explain_choice(price, best))
 
 
 def _decide_for_schedule(findings: Findings, links: cost.Cluster, current: Plan | None, links_are: LinksAre) -> Plan:
-    """Decides the plan under the one schedule that `findings` name."""
+    """Decides the plan for the schedule that `findings` names."""
     graph, facts, world_size = findings.graph, findings.facts, findings.world_size
     exchanged = (d for d in current if d.strategy in STRATEGIES) if current is not None else ()
     in_use = {decision.parameter: decision for decision in exchanged}
@@ -108,7 +109,7 @@ def _decide_for_schedule(findings: Findings, links: cost.Cluster, current: Plan 
     trainable = tuple(fact.name for fact in facts if fact.trainable)
     tied = {other: fact.name for fact in facts for other in fact.tied}
     wanted = requested_strategies(findings.strategy, tuple(tables), trainable, tied)
-    choices = {fact.name: _choose(pricing, fact, tables.get(fact.name), wanted) for fact in facts}
+    choices = {fact.name: _choose_strategy(pricing, fact, tables.get(fact.name), wanted) for fact in facts}
     watched = tuple(
         fact.name
         for fact in facts
@@ -126,17 +127,17 @@ def _decide_for_schedule(findings: Findings, links: cost.Cluster, current: Plan 
     )
     sharded = [fact for fact in facts if world_size > 1 and _is_by_columns(choices[fact.name])]
     fit = [_as_joinable(tables[fact.name], fact, world_size) for fact in sharded]
-    spaces = plan_spaces(graph, fit, overlaps=findings.schedule != "none")
+    spaces = plan_joined_tables(graph, fit, overlaps=findings.schedule != "none")
     plan = Plan(world_size, decisions, (), renormed, links, links_are, watched=watched, spaces=spaces)
     return with_buckets(replace(plan, schedule_name=findings.schedule), graph)
 
 
 def _is_exchanged(fact: ParameterFacts) -> bool:
-    """Returns whether ranks exchange a parameter's gradient."""
+    """Returns whether ranks exchange this parameter's gradient."""
     return fact.trainable and not fact.local and fact.used
 
 
-def _choose(
+def _choose_strategy(
     pricing: Pricing,
     fact: ParameterFacts,
     table: TableSpec | None,
@@ -146,7 +147,7 @@ def _choose(
 
     Args:
         table: the parameter as a table, or None if no lookup reads it.
-        wanted: parameter -> requested strategy or grid.
+        wanted: maps each parameter to the strategy or grid that the user requested.
     """
     if not fact.trainable:
         return _Choice(free_strategy("frozen"), "takes no gradient")
@@ -160,7 +161,7 @@ def _choose(
 
 
 def _record_decision(fact: ParameterFacts, choice: _Choice, table: TableSpec | None, pricing: Pricing) -> Decision:
-    """Returns the `Decision` that records a choice with its price and its candidates."""
+    """Makes the plan's record of a choice, with its price and the other candidates."""
     chosen, world_size, sparsity = choice.chosen, pricing.world_size, pricing.findings.sparsity
     return Decision(
         fact.name,
@@ -186,7 +187,7 @@ def _record_decision(fact: ParameterFacts, choice: _Choice, table: TableSpec | N
 
 
 def _expected_rows(table: TableSpec, findings: Findings) -> RowCounts | None:
-    """Predicts the count of a table's rows that each step reads, or returns None if no rank knows."""
+    """Predicts how many of a table's rows each step reads, or returns None if no rank knows."""
     by_rank = findings.rows.get(table.parameter, ())
     if not any(by_rank):
         return None
@@ -198,10 +199,11 @@ def _expected_rows(table: TableSpec, findings: Findings) -> RowCounts | None:
 def _sharded_to_share_latency(
     tables: Mapping[str, TableSpec], choices: Mapping[str, _Choice], pricing: Pricing
 ) -> dict[str, _Choice]:
-    """Returns whole tables to shard because tables of a row space share the latency of their exchanges.
+    """Finds whole tables that should be sharded after all, because tables joined with others share the latency of an
+    exchange. Returns their new choices.
 
-    Without latency, their AlltoAll adds less to a step than their AllReduce. They are sharded if their row space has a
-    table that is sharded anyway, or if together they save more than the latency of one table.
+    Without latency, their AlltoAll adds less to a step than their AllReduce. They are sharded if their joined table has
+    a table that is sharded anyway, or if together they save more than the latency of one table.
     """
     facts = pricing.findings.facts
     whole = {fact.name: choices[fact.name] for fact in facts if choices[fact.name].may_travel}
@@ -211,7 +213,7 @@ def _sharded_to_share_latency(
     travelling = {}
     joinable = [_as_joinable(tables[fact.name], fact, pricing.world_size) for fact in fit]
     overlaps = pricing.findings.schedule != "none"
-    for space in plan_spaces(pricing.findings.graph, joinable, overlaps=overlaps):
+    for space in plan_joined_tables(pricing.findings.graph, joinable, overlaps=overlaps):
         joining = better.intersection(space.tables)
         start_ups_ms = max((whole[name].priced["alltoall"].start_ups_ms for name in joining), default=0.0)
         if len(joining) < len(space.tables) or sum(gains_ms[name] for name in joining) > start_ups_ms:
@@ -223,7 +225,9 @@ def _sharded_to_share_latency(
 
 
 def _gain_ms(choice: _Choice, in_use: Decision | None) -> float:
-    """Predicts the time saved per step by shards that share latency. Near ties favour the strategy in use."""
+    """Predicts the time per step that sharding a table saves if it shares latency. Near ties keep the strategy in
+    use.
+    """
     whole_ms, sharded_ms = choice.chosen.sharing_ms, choice.priced["alltoall"].sharing_ms
     if in_use is None:
         return whole_ms - _tie_factor(choice.sparsely_read) * sharded_ms
@@ -231,23 +235,23 @@ def _gain_ms(choice: _Choice, in_use: Decision | None) -> float:
 
 
 def _tie_factor(sparsely_read: bool) -> float:
-    """Returns the factor of the shards' time below which a whole table must stay to be chosen."""
+    """Returns the factor by which an unsharded table must be faster than a sharded one to be chosen."""
     return CLEARLY if sparsely_read else 1.0
 
 
 def _is_by_columns(choice: _Choice) -> bool:
-    """Returns whether a choice shards a table by columns alone."""
+    """Returns whether a choice shards a table by columns only."""
     return choice.chosen.strategy == "alltoall" and choice.chosen.grid is None
 
 
 def _as_joinable(table: TableSpec, fact: ParameterFacts, world_size: int) -> Joinable:
-    """Returns a table as a candidate for a joined table, with the size of this rank's shard."""
+    """Describes a table as a candidate to be joined with others, with the size of its largest shard."""
     return Joinable(table, fact.param_group, ceil(fact.nbytes / world_size))
 
 
 def _choose_for_dense(pricing: Pricing, fact: ParameterFacts, requested: str | Grid) -> _Choice:
-    """Chooses a strategy for a parameter that no lookup reads. The default is AllReduce, as only the user may know of
-    zeros.
+    """Chooses a strategy for a parameter that no lookup reads: AllReduce unless the user requests another, because only
+    the user may know of zeros in its gradient.
     """
     weighed = ("vocabulary",) if fact.name in pricing.losses else ()
     asked = () if requested == "auto" else ("vocabulary", *EXCHANGES)
@@ -267,7 +271,11 @@ def _choose_for_dense(pricing: Pricing, fact: ParameterFacts, requested: str | G
 def _choose_for_table(
     pricing: Pricing, table: TableSpec, fact: ParameterFacts, rows: tuple[int, ...], requested: str | Grid
 ) -> _Choice:
-    """Chooses a strategy for a table by legality, then by the user's request, then by price."""
+    """Chooses a table's strategy: the legal one that the user requested, or else the fastest.
+
+    Args:
+        rows: how many rows each rank reads in a step.
+    """
     priced = pricing.price_table(table, fact, rows, requested)
     sharded, allreduce = priced["alltoall"], priced["allreduce"]
     requested = "alltoall" if isinstance(requested, Grid) else requested
@@ -312,8 +320,11 @@ def _choose_for_table(
 def _choose_for_head(
     pricing: Pricing, fact: ParameterFacts, priced: Mapping[str, PricedStrategy], read: str
 ) -> _Choice | None:
-    """Chooses to shard the rows of a table whose output layer has its loss in the graph, if that is clearly faster.
-    Else returns None.
+    """Chooses to shard the rows of a table that an output layer reads, if the loss is in the graph and sharding is
+    clearly faster; otherwise returns None.
+
+    Args:
+        read: the part of the reason that says how many rows are read.
     """
     head = priced.get("vocabulary")
     if head is None or head.blocker is not None or fact.name not in pricing.losses:
@@ -326,13 +337,13 @@ def _choose_for_head(
 
 
 def _choose_requested(priced: Mapping[str, PricedStrategy], requested: str, read: str, what: str) -> _Choice | None:
-    """Returns the choice of the requested strategy, or None if there is no request or no legal strategy for a whole
-    table.
+    """Returns the choice that follows the user's request as far as it is legal, or None without a request or if an
+    unsharded table is not legal either.
 
     Args:
         priced: strategy -> price.
-        read: the reason's part about the rows that ranks read.
-        what: the parameter's kind in words, for the reason.
+        read: the part of the reason that says how many rows are read.
+        what: the kind of parameter in words, for the reason.
     """
     if requested == "auto":
         return None
@@ -352,14 +363,14 @@ def _choose_requested(priced: Mapping[str, PricedStrategy], requested: str, read
 
 
 def _whole_because(pricing: Pricing, sharded: PricedStrategy, allreduce: PricedStrategy, what: str) -> str:
-    """Returns the reason why a table is whole although it could be sharded."""
+    """Returns the reason why a table is kept whole although it could be sharded."""
     if pricing.world_size == 1:
         return f"densely read: {what}"
     return f"AllReduce adds {allreduce.added_ms:.3f} ms to a step, shards {sharded.added_ms:.3f} ms: {what}"
 
 
 def _depends_on_rows(pricing: Pricing, table: TableSpec, fact: ParameterFacts) -> bool:
-    """Returns whether the best strategy of a table, also within a row space, depends on the number of rows read."""
+    """Returns whether the fastest strategy of a table depends on how many rows ranks read."""
     anywhere = replace(pricing, findings=replace(pricing.findings, sparsity={}), in_use={})
     rows = {ceil(table.num_rows * share) for share in SHARES}
     choices = [_choose_for_table(anywhere, table, fact, (each,) * pricing.world_size, "auto") for each in rows]
@@ -368,13 +379,14 @@ def _depends_on_rows(pricing: Pricing, table: TableSpec, fact: ParameterFacts) -
 
 
 def _worth_a_change(in_use: PricedStrategy, best: PricedStrategy) -> bool:
-    """Returns whether the best strategy is enough faster than the one in use, or the one in use is now blocked."""
+    """Returns whether to replace the strategy in use by the best one: it is clearly faster, or the one in use is no
+    longer legal.
+    """
     return in_use.blocker is not None or best.added_ms < CLEARLY * in_use.added_ms
 
 
 def _worthwhile_sparse_exchange(pricing: Pricing, priced: Mapping[str, PricedStrategy]) -> str | None:
-    """Returns the cheapest sparse exchange if it clearly beats AllReduce and any legal AlltoAll in a step, else
-    None.
+    """Returns the fastest sparse exchange if it is clearly faster than AllReduce and AlltoAll, or else None.
 
     An exchange that sends as much as AllReduce can be faster only through an error in the measured links.
     """
@@ -388,7 +400,7 @@ def _worthwhile_sparse_exchange(pricing: Pricing, priced: Mapping[str, PricedStr
 
 
 def _cheapest_exchange(priced: Mapping[str, PricedStrategy]) -> PricedStrategy | None:
-    """Returns the cheapest sparse exchange that is legal, or None if there is none."""
+    """Returns the fastest legal sparse exchange, or None if there is none."""
     legal = (each for name, each in priced.items() if name in EXCHANGES and each.blocker is None)
     return min(legal, key=lambda each: each.predicted_ms, default=None)
 

@@ -1,10 +1,10 @@
-"""Groups what is sent together: dense parameters in buckets, sharded tables in row spaces; and cuts both into pieces.
+"""Groups what is sent together: dense gradients in buckets, sharded tables in joined tables. Cuts both into pieces.
 
 Contract
-    Tables of a row space are sharded by columns, have the same width, dtype and param group, and get gradients from the
-    same results. A table with a padding row has no bag lookups. If communication overlaps compute, no node computes
-    between their lookups, nor between the places where their gradients are complete
-    (`passes/overlap/submit_early.py`), so that none waits longer for another than packing takes.
+    Tables of a joined table are sharded by columns, have the same width, dtype and param group, and get gradients from
+    the same results. A table with a padding row has no bag lookups. If communication overlaps compute, no node computes
+    between their lookups, nor between the places where their gradients are complete (`passes/overlap/submit_early.py`),
+    so that none waits longer for another than packing takes.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from embrace_fx.vocabulary.schedule import INTO_FORWARD, Cuts
 
 
 def with_buckets(plan: Plan, graph: TrainingGraph) -> Plan:
-    """Returns the plan with its replicas' gradients in buckets, in launch order: about their order in the backward.
+    """Returns the plan with the replicas' gradients grouped in buckets, in launch order: about the backward's order.
 
     Parameters are grouped in the forward's order, so that the forward needs at the same time what is reduced together.
     Parameters that the forward does not read keep their order. A bucket has one dtype and a size chosen by the cost
@@ -44,7 +44,7 @@ def with_buckets(plan: Plan, graph: TrainingGraph) -> Plan:
     together = sum(sizes[name] for name in produced if name not in alone)
     given = all(node.op == "placeholder" for node in produced.values())  # true for a graph of gradients alone
     read_later = plan.schedule_name in INTO_FORWARD and not given
-    limit = cost.bucket_bytes(plan.links, plan.world_size, together, read_later=read_later)
+    limit = cost.choose_bucket_bytes(plan.links, plan.world_size, together, read_later=read_later)
     buckets: list[list[str]] = []
     filled, dtype = 0, None
     for name in sorted(produced, key=lambda n: (read[n], n if read[n] < len(position) else "")):
@@ -61,11 +61,11 @@ def with_buckets(plan: Plan, graph: TrainingGraph) -> Plan:
 
 @dataclass(frozen=True)
 class Joinable:
-    """A sharded table, with the properties that all tables of a row space must share.
+    """A sharded table that may be joined with others, and the properties in which they must agree.
 
     Attributes:
         param_group: the index of the table's param group.
-        part_bytes: bytes of the largest part on any rank.
+        part_bytes: bytes of the largest shard on any rank.
     """
 
     table: TableSpec
@@ -73,15 +73,15 @@ class Joinable:
     part_bytes: int
 
 
-def plan_spaces(graph: TrainingGraph, tables: Collection[Joinable], *, overlaps: bool) -> tuple[RowSpace, ...]:
-    """Finds the row spaces of two or more tables, in the order of their lookups.
+def plan_joined_tables(graph: TrainingGraph, tables: Collection[Joinable], *, overlaps: bool) -> tuple[RowSpace, ...]:
+    """Finds groups of two or more tables to join, in the order of their lookups.
 
     Args:
         graph: the captured graph.
         tables: the tables sharded by columns.
         overlaps: whether communication overlaps compute.
     """
-    fit = [each for each in tables if all(_is_joined(use) for use in each.table.uses)]
+    fit = [each for each in tables if all(_can_be_joined(use) for use in each.table.uses)]
     if len(fit) < 2:
         return ()
     order = _GraphOrder(graph)
@@ -97,16 +97,16 @@ def plan_spaces(graph: TrainingGraph, tables: Collection[Joinable], *, overlaps:
             runs.append([each])
         else:
             run.append(each)
-    return tuple(_make_space([each.table for each in run]) for run in runs if len(run) > 1)
+    return tuple(_make_joined_table([each.table for each in run]) for run in runs if len(run) > 1)
 
 
-def _make_space(tables: list[TableSpec]) -> RowSpace:
-    """Returns the row space of several tables."""
+def _make_joined_table(tables: list[TableSpec]) -> RowSpace:
+    """Describes the joined table of several tables."""
     paddings = {table.parameter: table.uses[0].padding_idx for table in tables}
     return RowSpace.from_tables({table.parameter: table.num_rows for table in tables}, paddings)
 
 
-def _is_joined(use: TableUse) -> bool:
+def _can_be_joined(use: TableUse) -> bool:
     """Returns whether a lookup can read a joined table."""
     if not use.lookup:  # a graph of gradients contains no lookups
         return False
@@ -114,12 +114,12 @@ def _is_joined(use: TableUse) -> bool:
 
 
 def _can_join(run: list[Joinable], table: Joinable) -> bool:
-    """Returns whether a table can be added to the row space of the tables in `run`."""
+    """Returns whether a table can be joined with the tables in `run`."""
     return sum(each.part_bytes for each in run) + table.part_bytes <= SPACE_BYTES
 
 
 class _GraphOrder:
-    """The order of lookups, table gradients and compute in a captured graph."""
+    """Where lookups, table gradients and compute stand in a captured graph."""
 
     def __init__(self, graph: TrainingGraph) -> None:
         self._graph = graph
@@ -137,19 +137,19 @@ class _GraphOrder:
         return min(self._position[use.lookup] for use in table.uses)
 
     def _gradient(self, table: TableSpec) -> int:
-        """Returns the position of the last node that computes a table's gradient, or -1 if there is none."""
+        """Returns the position of the last node that computes a table's gradient, or -1 if it has none."""
         nodes = [node for use in table.uses for name in use.backward if (node := self._nodes.get(name)) is not None]
         return max((self._had[node] for node in nodes), default=-1)
 
     def are_neighbours(self, one: Joinable, other: Joinable) -> bool:
-        """Returns whether two tables are neighbours: no compute lies between their lookups, nor between their
-        gradients.
+        """Returns whether two tables can share an exchange without delay: no compute lies between their lookups or
+        between their gradients.
         """
         between = [sorted(map(where, (one.table, other.table))) for where in (self.lookup, self._gradient)]
         return not any(first < 0 or any(first < at < last for at in self._computes) for first, last in between)
 
     def shared_properties(self, each: Joinable) -> tuple[object, ...]:
-        """Returns the properties of a table that must be equal for all tables of one row space."""
+        """Returns the properties in which all tables of a joined table must agree."""
         table = each.table
         behind: Mapping[str, frozenset[int]] = self._graph.results_behind
         return (
@@ -162,24 +162,24 @@ class _GraphOrder:
 
 
 def cut_communication(plan: Plan, parameter: Callable[[str], Tensor]) -> Cuts:
-    """Chooses the chunks of each bucket and the number of pieces of each table's delayed gradients.
+    """Chooses the chunk sizes of each bucket, and the number of pieces of each table's delayed gradients.
 
     Pieces are sized as if all of the first batch's rows were delayed.
 
     Args:
-        parameter: returns a parameter by its name.
+        parameter: function that returns a parameter by its name.
     """
     chunks = tuple(tuple(_chunk_sizes(plan, bucket, [*map(parameter, bucket)])) for bucket in plan.buckets)
     if not plan.looks_ahead:
         return Cuts(chunks, ())
-    piece_bytes = cost.chunk_bytes(plan.links, plan.world_size, "all_to_all") * (plan.world_size - 1)
+    piece_bytes = cost.choose_chunk_bytes(plan.links, plan.world_size, "all_to_all") * (plan.world_size - 1)
     own = {name: one_way_bytes(plan, tables) * plan.world_size for name, tables in plan.overlapped.items()}
     return Cuts(chunks, tuple((name, max(1, round(nbytes / piece_bytes))) for name, nbytes in own.items()))
 
 
 def _chunk_sizes(plan: Plan, bucket: tuple[str, ...], parameters: list[Tensor]) -> list[int]:
-    """Returns the count of elements of each chunk of a bucket's AllReduce, with equal chunks of about the cost model's
-    size.
+    """Returns the number of elements of each chunk of a bucket's AllReduce: equal chunks of about the size that the
+    cost model chooses.
 
     Schedule "none" reduces whole buckets, because no launch overtakes another. A sparse exchange, which sends in
     rounds, takes a whole gradient.
@@ -187,6 +187,6 @@ def _chunk_sizes(plan: Plan, bucket: tuple[str, ...], parameters: list[Tensor]) 
     elements = sum(parameter.numel() for parameter in parameters)
     if plan.schedule_name == "none" or bucket[0] in plan.exchanged:
         return [elements]
-    wanted = cost.chunk_bytes(plan.links, plan.world_size) / parameters[0].element_size()
+    wanted = cost.choose_chunk_bytes(plan.links, plan.world_size) / parameters[0].element_size()
     size = ceil(elements / max(1, round(elements / wanted)))
     return [min(size, elements - start) for start in range(0, elements, size)]

@@ -1,4 +1,4 @@
-"""Fits plans to batches and models: the needs of later batches, and renamed parameters.
+"""Adapts plans to batches and models: to what later batches need, and to renamed parameters.
 
 A plan is made for the first batch. The needs of later ones are added to it on all ranks, without probing or pricing:
 DDP with `find_unused_parameters` trains such models, and so does embrace_fx.
@@ -26,12 +26,13 @@ NO_MOMENT = (
 
 @dataclass(frozen=True)
 class PlanViolation:
-    """The needs of a batch that a plan does not meet.
+    """What a batch needs that the current plan does not provide.
 
     Attributes:
-        late: parameters that get a gradient although the plan counts them as unused or frozen.
-        whole: tables that the plan shards but that the batch's forward reads in a way that shards cannot be read.
-        eager: the reason, in one line, why no graph holds the batch's forward, or "" if a graph does.
+        late: names of parameters that get a gradient although the plan counts them as unused or frozen.
+        whole: names of tables that the plan shards, but that the batch's forward reads in a way that requires the whole
+            table.
+        eager: the reason, in one line, why the batch's forward cannot be captured as a graph, or "" if it can.
         sparse: the tables of `late` whose gradients are sparse.
         renamed: (old, new) names of parameters that the model has renamed since.
     """
@@ -43,7 +44,7 @@ class PlanViolation:
     renamed: tuple[tuple[str, str], ...] = ()
 
     def names(self) -> tuple[str, ...]:
-        """Returns the names of all parameters in the violation."""
+        """Returns the names of all parameters whose treatment must change."""
         return (*self.late, *self.whole, *(old for old, _ in self.renamed))
 
     def __bool__(self) -> bool:
@@ -51,12 +52,12 @@ class PlanViolation:
 
 
 def used_parameters(graph: TrainingGraph) -> frozenset[str]:
-    """Returns the names of the parameters that get a gradient from the graph."""
+    """Returns the names of the parameters for which the graph computes a gradient."""
     return frozenset(gradients_of(graph.module))
 
 
 def unshardable_tables(graph: TrainingGraph) -> Iterator[str]:
-    """Yields the names of matrices that are read in a way that prevents sharding."""
+    """Yields the names of matrices that the graph reads in a way that prevents sharding."""
     tables = {table.parameter: table for table in graph.tables}
     forward = forward_nodes(graph)
     for name, node in parameters_of(graph.module).items():
@@ -75,7 +76,8 @@ def unshardable_tables(graph: TrainingGraph) -> Iterator[str]:
 def find_violation(
     plan: Plan, graph: TrainingGraph, hooked: Collection[str] = (), ignored: Collection[str] = ()
 ) -> PlanViolation:
-    """Compares a plan with a captured graph (tables found) of a training or evaluation batch.
+    """Compares a plan with the captured graph of a training or evaluation batch. The graph's tables must be filled
+    in.
 
     Args:
         hooked: parameters with gradient hooks, which need this rank's own dense gradients.
@@ -90,7 +92,11 @@ def find_violation(
 
 
 def fit_plan(plan: Plan, violations: Sequence[PlanViolation], why_whole: str = WHOLE) -> Plan:
-    """Returns a plan that meets the needs of all ranks' batches; the same on all ranks."""
+    """Returns a plan that provides what all ranks' batches need. The result is the same on all ranks.
+
+    Args:
+        why_whole: the reason to record for tables that are no longer sharded.
+    """
     late = sorted({name for each in violations for name in each.late})
     whole = sorted({name for each in violations for name in each.whole})
     # No lookup reads a pruned or parametrized table directly.
@@ -100,7 +106,7 @@ def fit_plan(plan: Plan, violations: Sequence[PlanViolation], why_whole: str = W
     reduced_as: Format = next((d.travels_as for d in plan if d.strategy == "allreduce"), "exact")
 
     def kept_whole(decision: Decision) -> Decision:
-        """Returns the decision to keep a parameter whole, and to all-reduce or all-gather its gradient."""
+        """Returns the decision to keep a parameter whole, with its gradient all-reduced, or all-gathered if sparse."""
         by_rows = decision.sparse or decision.parameter in sparse
         return replace(
             decision,
@@ -113,7 +119,7 @@ def fit_plan(plan: Plan, violations: Sequence[PlanViolation], why_whole: str = W
             sparse=by_rows,
         )
 
-    spaces = (plan.space_of([name for name in space.tables if name not in whole]) for space in plan.spaces)
+    spaces = (plan.join_tables([name for name in space.tables if name not in whole]) for space in plan.spaces)
     return replace(
         plan,
         decisions=tuple(kept_whole(d) if d.parameter in reasons else d for d in plan),
@@ -126,7 +132,7 @@ def rename_parameters(plan: Plan, names: Mapping[str, str]) -> Plan:
     """Returns a copy of a plan with renamed parameters.
 
     Args:
-        names: old name -> new name; renamed parameters are not sharded.
+        names: maps old to new names. Renamed parameters must not be sharded.
     """
     return replace(
         plan,

@@ -1,4 +1,4 @@
-"""Prices every strategy of a parameter: time, bytes, memory, and the reason if it is not legal.
+"""Prices every possible strategy for a parameter: time, bytes, memory, or the reason why it is not legal.
 
 Contract
     This module only prices; `decide.py` chooses. Existing shards are priced on their grid.
@@ -14,9 +14,9 @@ from math import prod, sqrt
 from torch import fx
 
 from embrace_fx.cost import links as cost
-from embrace_fx.cost.blocks import cheapest_block
+from embrace_fx.cost.blocks import fastest_block_size
 from embrace_fx.cost.exchanges import Scheme, cheaper_scheme, predict
-from embrace_fx.cost.sparsity import Sparsity, in_blocks, independent_ranks, with_units
+from embrace_fx.cost.sparsity import Sparsity, in_blocks, independent_ranks, with_units_by_rank
 from embrace_fx.cost.wire import Format, Wire
 from embrace_fx.passes.heads import Unmatched, find_head, forward_nodes, head_blocker, head_losses
 from embrace_fx.passes.narrow import exchange_dtype
@@ -62,7 +62,7 @@ RESIDUAL_BYTES = 4
 
 @dataclass(frozen=True)
 class ParameterFacts:
-    """Facts about a parameter that the planner needs and the graph does not contain."""
+    """Facts about a parameter that the planner needs and that the captured graph does not contain."""
 
     name: str
     shape: tuple[int, ...]
@@ -84,22 +84,21 @@ class ParameterFacts:
 
 @dataclass(frozen=True)
 class Findings:
-    """All inputs of a plan except the links. Rank 0 builds it from the reports of every rank.
+    """Everything that a plan is decided from, except the links. Rank 0 builds it from the reports of all ranks.
 
     Attributes:
         graph: the captured graph with its tables found.
         facts: every parameter of the model.
-        rows: table -> unique rows that each rank's first batch reads.
+        rows: table -> how many unique rows each rank's first batch reads.
         strategy: "auto", one strategy or grid for every table, or {name pattern: strategy or grid}.
         schedule: the schedule of the steps.
-        sparsity: table -> the sparsity of its gradients on all ranks, in rows. Estimated for other tables, as random
-            rows.
-        local_rows: table -> the number of each rank's measured rows in its own row of a grid; for other tables, the
-            random share.
-        travels_as: the format of sharded tables' rows and AllReduced gradients on the wire.
-        has_budget: whether there is a memory budget.
-        scored: table -> the count of positions of each rank's batch that the loss of its output layer scores. If a
-            table is missing, all positions count.
+        sparsity: table -> measured sparsity of its gradients on all ranks, in rows. Other tables are assumed to be read
+            at random.
+        local_rows: table on a grid -> how many rows each rank reads that its own row of the grid holds; an even share
+            if missing.
+        travels_as: the dtype in which rows of sharded tables and AllReduced gradients are sent.
+        has_budget: whether the user has set a memory budget.
+        scored: table of an output layer -> how many positions of each rank's batch have a label; all if missing.
     """
 
     graph: TrainingGraph
@@ -115,14 +114,15 @@ class Findings:
     scored: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
     def with_whole(self, names: Collection[str], reason: str) -> Findings:
-        """Returns a copy that says, with the reason, that an optimizer needs these tables whole."""
+        """Returns a copy that marks these tables as unshardable, because an optimizer needs them whole."""
         facts = (replace(f, row_update_blocker=reason) if f.name in names else f for f in self.facts)
         return replace(self, facts=tuple(facts))
 
     def with_rows(self, rows: Mapping[str, tuple[int, ...]]) -> Findings:
         """Returns a copy of the findings with other row counts for some tables."""
         lying = {
-            name: with_units(found, rows[name]) if name in rows else found for name, found in self.sparsity.items()
+            name: with_units_by_rank(found, rows[name]) if name in rows else found
+            for name, found in self.sparsity.items()
         }
         local_rows = {name: found for name, found in self.local_rows.items() if name not in rows}
         return replace(self, rows={**self.rows, **rows}, sparsity=lying, local_rows=local_rows)
@@ -130,17 +130,17 @@ class Findings:
 
 @dataclass(frozen=True)
 class PricedStrategy:
-    """A strategy with its price.
+    """A strategy with its predicted cost, or the reason why it is not legal.
 
     Attributes:
         predicted_ms: the time that the strategy adds to a step that exchanges nothing else.
-        sharing_ms: the time that it adds if an AllReduce shares latency with its bucket, or an AlltoAll with its row
-            space.
+        sharing_ms: the time that it adds if it shares latency: an AllReduce with its bucket, an AlltoAll with tables
+            joined to its own.
         blocker: why the strategy is not legal, or None.
         defers_rows: whether shards update rows without a gradient only when they are next read.
-        norm_bytes: the sent bytes that are squares of rows.
-        head: the exchanges of an output layer.
-        travels_as: the format of the values on the wire.
+        norm_bytes: bytes sent to sum squares of rows over ranks, for row-wise optimizers.
+        head: how an output layer exchanges hidden states and gradients, or None.
+        travels_as: the dtype in which values are sent.
     """
 
     strategy: str
@@ -158,12 +158,12 @@ class PricedStrategy:
 
     @property
     def start_ups_ms(self) -> float:
-        """Returns the latency that is saved if this exchange shares its latency with others."""
+        """The latency that is saved if this exchange shares a launch with others."""
         return self.predicted_ms - self.sharing_ms
 
     @property
     def added_ms(self) -> float:
-        """Returns the time that this strategy adds to a step. A replica shares the latency of its bucket, which exists
+        """The time that this strategy adds to a step, if a replica shares the latency of a bucket that exists
         anyway.
         """
         return self.predicted_ms if self.strategy in SHARDED else self.sharing_ms
@@ -174,7 +174,7 @@ class Pricing:
     """Prices the strategies of parameters. For times, `cluster` is `links` with one rank per machine.
 
     Attributes:
-        in_use: parameter -> its decision in the plan in use.
+        in_use: parameter -> its decision in the current plan.
     """
 
     findings: Findings
@@ -188,12 +188,12 @@ class Pricing:
 
     @property
     def cluster(self) -> cost.Cluster:
-        """The cluster of the ranks in use."""
+        """The links, as an equivalent cluster with one rank per machine."""
         return self.links.flattened(self.world_size)
 
     @cached_property
     def losses(self) -> Collection[str]:
-        """Returns the parameters whose output layer has its loss in the graph."""
+        """The names of parameters used by an output layer whose loss is in the graph."""
         return head_losses(self.findings.graph)
 
     @cached_property
@@ -204,7 +204,12 @@ class Pricing:
     def price_table(
         self, table: TableSpec, fact: ParameterFacts, rows: tuple[int, ...], wanted: str | Grid = "auto"
     ) -> dict[str, PricedStrategy]:
-        """Returns the price of each strategy for a table: its candidates, the requested strategy and the one in use."""
+        """Returns the price of each strategy for a table: its candidates, the requested strategy and the one in use.
+
+        Args:
+            rows: how many unique rows each rank reads in a step.
+            wanted: the strategy or grid that the user requested.
+        """
         upkeep = upkeep_of_replicas(table, rows)
         used = self.in_use[fact.name].strategy if fact.name in self.in_use else wanted
         weighed = [each for each in ("allreduce", *EXCHANGES) if each in (*CANDIDATES, wanted, used)]
@@ -222,11 +227,15 @@ class Pricing:
         return replicas | shards
 
     def price_dense(self, fact: ParameterFacts, strategies: Collection[str]) -> dict[str, PricedStrategy]:
-        """Returns the price of each strategy for a parameter that no lookup reads. Assumes a gradient without zeros."""
+        """Returns the price of each strategy for a parameter that no lookup reads. Its gradient is assumed to have no
+        zeros.
+        """
         # The cost of packing the gradient into its bucket.
-        packed = cost.passes_work(fact.nbytes) + cost.claim_work(fact.nbytes)
+        packed = cost.passes_work(fact.nbytes) + cost.new_memory_work(fact.nbytes)
         replicas = [each for each in strategies if each != "vocabulary"]
-        priced = self._price_replicas(fact, _all_rows(fact, self.world_size), cost.Exchange(0, 0), packed, replicas)
+        priced = self._price_replicas(
+            fact, _dense_sparsity(fact, self.world_size), cost.Exchange(0, 0), packed, replicas
+        )
         if "vocabulary" in strategies:
             priced["vocabulary"] = self._price_head(fact)
         return priced
@@ -234,7 +243,7 @@ class Pricing:
     def _price_head(
         self, fact: ParameterFacts, table: TableSpec | None = None, rows: tuple[int, ...] = ()
     ) -> PricedStrategy:
-        """Prices a table whose rows are sharded: lookups, and an output layer over all rows.
+        """Prices sharding the rows of a table that both lookups and an output layer read.
 
         Hidden states of scored positions are sent to every rank, and their gradients are returned. The number of logits
         is the same as without shards.
@@ -262,8 +271,8 @@ class Pricing:
         )
 
     def _position_exchanges(self, fact: ParameterFacts) -> tuple[cost.Exchange, HeadPlan, float]:
-        """Returns the exchanges of an output layer for the positions of a batch, and the milliseconds of them that
-        compute hides.
+        """Returns the exchanges of an output layer's hidden states and gradients per step, how they are cut in chunks,
+        and how many milliseconds of them compute hides.
 
         With K chunks, hidden states are sent while other chunks' products are computed, which hides all but 1 / K of
         the shorter of both. Each chunk takes three exchanges. K minimizes the sum.
@@ -300,7 +309,7 @@ class Pricing:
         if self.findings.travels_as != "exact":
             return f"hidden states do not travel as {self.findings.travels_as}"
         norms = NOT_ON_A_GRID if fact.adds_up_norms else None
-        return vocabulary_blocker(self.findings.graph, fact.name, self._forward) or fact.row_update_blocker or norms
+        return head_sharding_blocker(self.findings.graph, fact.name, self._forward) or fact.row_update_blocker or norms
 
     def _price_replicas(
         self,
@@ -313,9 +322,9 @@ class Pricing:
         """Returns the price of each strategy that keeps a table whole on every rank.
 
         Args:
-            rows: the sparsity of the table's gradient.
-            upkeep: what keeps the replicas equal besides the gradient.
-            around: the work of a step besides the exchange.
+            rows: the sparsity of the table's gradient, in rows.
+            upkeep: what ranks send besides the gradient to keep the replicas equal.
+            around: the processor work of a step besides the exchange.
         """
         priced = {}
         wire = Wire(fact.itemsize, self.findings.travels_as)
@@ -345,8 +354,8 @@ class Pricing:
     def _price_shards(
         self, table: TableSpec, fact: ParameterFacts, rows: tuple[int, ...], requested: str | Grid
     ) -> PricedStrategy:
-        """Prices the shards of a table: on the requested grid, else on the present one, else by columns or on a clearly
-        faster grid.
+        """Prices sharding a table: on the requested grid, else on the current one, else by columns or on a grid that is
+        clearly faster.
 
         Both send the same bytes. By columns, a rank handles a piece of every row that any rank reads: N u pieces of D /
             N columns,
@@ -371,7 +380,7 @@ class Pricing:
     def _price_layout(
         self, table: TableSpec, fact: ParameterFacts, rows: tuple[int, ...], grid: Grid | None
     ) -> PricedStrategy:
-        """Prices shards on a grid, or by columns if the grid is None or has one row."""
+        """Prices sharding a table on a grid of ranks, or by columns if the grid is None or has one row."""
         grid = grid if grid is not None and grid.rows > 1 else None
         itemsize = exchange_dtype(self.findings.graph, table).itemsize
         local_rows = self.findings.local_rows.get(fact.name, {}).get(grid.rows) if grid is not None else None
@@ -400,7 +409,7 @@ class Pricing:
         )
 
     def _price_norms(self, table: TableSpec, fact: ParameterFacts, rows: tuple[int, ...]) -> cost.Exchange:
-        """Prices the AllReduce of one number per row read, which row-wise optimizers need."""
+        """Returns the AllReduce of one number per row read, which row-wise optimizers need."""
         if not fact.adds_up_norms or not rows:
             return cost.Exchange(0, 0)
         found = self.findings.sparsity.get(table.parameter)
@@ -410,8 +419,8 @@ class Pricing:
     def _update_rule_cost(
         self, table: TableSpec, fact: ParameterFacts, rows: tuple[int, ...]
     ) -> tuple[bool, cost.Work]:
-        """Chooses between sweeping all rows and deferring their updates. Returns whether to defer, and the work of the
-        choice.
+        """Chooses between updating all rows in each step and deferring updates of unread rows. Returns whether to
+        defer, and the work of the choice.
         """
         if fact.dense_update_policy in STILL:
             return False, cost.Work()
@@ -422,23 +431,23 @@ class Pricing:
         return defers_rows, replay if defers_rows else sweep
 
     def _times_ms(self, predicted_ms: float, sharing_ms: float) -> tuple[float, float]:
-        """Returns both times, or zeros on a single rank."""
+        """Returns both times unchanged, or zeros for a single rank, which sends nothing."""
         return (predicted_ms, sharing_ms) if self.world_size > 1 else (0.0, 0.0)
 
     def _sparsity_of(self, table: TableSpec, fact: ParameterFacts, rows: tuple[int, ...]) -> Sparsity:
-        """Returns the sparsity of a table's gradient, in rows. It is dense if other ops than lookups read the table, or
-        the forward computes the ids.
+        """Returns the sparsity of a table's gradient, in rows. It counts as dense if ops other than lookups read the
+        table, or if the forward computes the ids.
         """
         if table.use != "sparse" or not rows or not all(use.ids_from_batch for use in table.uses):
-            return _all_rows(fact, self.world_size)
+            return _dense_sparsity(fact, self.world_size)
         assumed = independent_ranks(table.num_rows, table.embedding_dim, fact.itemsize, rows)
         return self.findings.sparsity.get(table.parameter, assumed)
 
     def _in_sent_units(self, rows: Sparsity, strategy: str) -> Sparsity:
-        """Returns a sparsity in the units that a strategy sends: rows, or blocks for omnireduce."""
+        """Converts a sparsity in rows to the units that a strategy sends: rows, or blocks for "omnireduce"."""
         if strategy != "omnireduce":
             return rows
-        return in_blocks(rows, cheapest_block(rows.width, rows.itemsize, self.links))
+        return in_blocks(rows, fastest_block_size(rows.width, rows.itemsize, self.links))
 
 
 def shard_blocker(table: TableSpec) -> str | None:
@@ -462,8 +471,8 @@ def shard_blocker(table: TableSpec) -> str | None:
     return None
 
 
-def vocabulary_blocker(graph: TrainingGraph, name: str, forward: set[fx.Node] | None = None) -> str | None:
-    """Returns the reason why rows of a densely read table cannot be sharded, or None if they can.
+def head_sharding_blocker(graph: TrainingGraph, name: str, forward: set[fx.Node] | None = None) -> str | None:
+    """Returns the reason why the rows of a table that an output layer reads cannot be sharded, or None if they can.
 
     Args:
         forward: the result of `heads.forward_nodes`, if known.
@@ -474,18 +483,18 @@ def vocabulary_blocker(graph: TrainingGraph, name: str, forward: set[fx.Node] | 
 
 
 def free_strategy(strategy: str) -> PricedStrategy:
-    """Returns the price of a strategy that sends nothing."""
+    """Returns a strategy that costs nothing, because it sends nothing."""
     return PricedStrategy(strategy, cost.Exchange(0, 0), 0.0, 0.0, 0)
 
 
-def _all_rows(fact: ParameterFacts, world_size: int) -> Sparsity:
-    """Returns the sparsity of a gradient without zeros."""
+def _dense_sparsity(fact: ParameterFacts, world_size: int) -> Sparsity:
+    """Returns the sparsity of a gradient without zeros: every row is present on every rank."""
     num_rows = fact.shape[0] if fact.shape else 1
     return independent_ranks(num_rows, prod(fact.shape[1:]), fact.itemsize, (num_rows,) * world_size)
 
 
 def upkeep_of_replicas(table: TableSpec, rows_by_rank: tuple[int, ...]) -> cost.Exchange:
-    """Returns what a rank sends per step, besides the gradient, to keep the replicas of a table equal."""
+    """Returns what a rank sends per step to keep the replicas of a table equal, besides the gradient."""
     if not rows_by_rank or not table.max_norm:
         return cost.Exchange(0, 0)
-    return cost.gather_ids(rows_by_rank, table.num_rows)  # `ShardTables.renormed`
+    return cost.predict_id_exchange(rows_by_rank, table.num_rows)  # `ShardTables.renormed`

@@ -1,4 +1,4 @@
-"""Watches, by the rows that ranks read, whether another plan would be better.
+"""Watches how many rows ranks read, and requests a new plan when another strategy would be better.
 
 Contract
     Only rank 0 follows the numbers, which ranks announce anyway. It asks for a plan in its next announcement, which all
@@ -27,11 +27,11 @@ DRIFTED = 0.2
 
 
 class SparsityMonitor:
-    """On rank 0, follows how many rows are read of the tables whose best strategy depends on it, and requests a new
-    plan when that changes.
+    """Follows, on rank 0, how many rows ranks read of each table whose best strategy depends on it. Requests a new plan
+    when that changes.
 
     Attributes:
-        wants_plan: whether another plan is clearly better; True until that plan is made.
+        wants_plan: whether a clearly better plan has been found and not yet been made.
     """
 
     def __init__(self, plan: Plan, findings: Findings) -> None:
@@ -39,7 +39,7 @@ class SparsityMonitor:
         self._findings = findings
         self._means = {name: [float(n) for n in findings.rows[name]] for name in plan.watched}
         self._planned_for = {name: list(mean) for name, mean in self._means.items()}
-        self._shares = _shares(plan)
+        self._shares = _planned_shares(plan)
         self._samples = 0
         self._wanted: tuple[str, ...] = ()
         self._confirmed = 0
@@ -47,11 +47,11 @@ class SparsityMonitor:
 
     @property
     def rows(self) -> dict[str, tuple[int, ...]]:
-        """Table -> running means of the rows that each rank reads."""
+        """Table -> running means of how many rows each rank reads per step."""
         return {name: tuple(round(n) for n in mean) for name, mean in self._means.items()}
 
     def observe(self, rows_read: Mapping[str, Sequence[int]]) -> None:
-        """Adds one step's announced row counts, by table and rank, to the means. Negative counts are unknown."""
+        """Updates the means with one step's row counts of each rank, by table. Negative counts are unknown."""
         for name, mean in self._means.items():
             of, share = self._shares.get(name, (name, 1.0))
             rows = rows_read.get(of, ())
@@ -63,7 +63,9 @@ class SparsityMonitor:
             self._reconsider_plan()
 
     def _reconsider_plan(self) -> None:
-        """Plans anew if the counts have drifted. Requests the new plan once several plans in a row agree."""
+        """Computes a new plan if the row counts have drifted. Sets `wants_plan` once several such plans in a row
+        agree.
+        """
         wanted: tuple[str, ...] = ()
         sums = [(sum(mean), sum(self._planned_for[name])) for name, mean in self._means.items()]
         if [True for read, planned in sums if abs(read - planned) > DRIFTED * planned]:  # cheap for many tables
@@ -77,8 +79,8 @@ class SparsityMonitor:
         self.wants_plan = self._confirmed >= CONFIRMED_BY
 
 
-def _shares(plan: Plan) -> dict[str, tuple[str, float]]:
-    """Maps each table of a row space to the space, and the table's planned share of the rows read in it."""
+def _planned_shares(plan: Plan) -> dict[str, tuple[str, float]]:
+    """Maps each table of a joined table to (the joined table, the table's planned share of the rows that are read)."""
     rows = plan.rows
     return {
         table: (space.name, rows[table].own / max(rows[space.name].own, 1))
@@ -89,7 +91,7 @@ def _shares(plan: Plan) -> dict[str, tuple[str, float]]:
 
 
 def describe_changes(old: Plan, new: Plan) -> tuple[str, ...]:
-    """Describes each parameter whose strategy differs between two plans, one text per parameter."""
+    """Describes each change of a parameter's strategy between two plans in one line."""
     return tuple(d.parameter for d in new if d.strategy != old[d.parameter].strategy)
 
 
@@ -97,7 +99,7 @@ def describe_replan(calls: int, reason: str, old: Plan, new: Plan) -> str:
     """Says in one line why a plan is replaced, what the new plan changes, and what it is expected to save.
 
     Args:
-        calls: the count of training calls so far.
+        calls: the number of training calls so far.
     """
     found, saved_ms = [], 0.0
     for name in describe_changes(old, new):

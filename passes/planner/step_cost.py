@@ -57,7 +57,9 @@ LocalRows = Mapping[int, tuple[int, ...]]
 
 
 def widest_useful_grid(table: TableSpec, world_size: int) -> Grid:
-    """Returns the grid with the most columns whose shards have at least `USEFUL_COLUMNS`, or all of the table's."""
+    """Returns the grid with the most columns of ranks whose shards still have at least `USEFUL_COLUMNS` columns, or all
+    of the table's.
+    """
     least = min(USEFUL_COLUMNS, table.embedding_dim)
     divisors = (c for c in range(1, world_size + 1) if world_size % c == 0)
     columns = max((c for c in divisors if table.embedding_dim // c >= least), default=1)
@@ -65,7 +67,7 @@ def widest_useful_grid(table: TableSpec, world_size: int) -> Grid:
 
 
 def launches_per_step(schedule: str) -> int:
-    """Returns the count of launches of a sharded table in a step: ids, rows and gradients."""
+    """Returns how many collectives a sharded table launches per step, for ids, rows and gradients."""
     return 1 + 2 * ONE_WAY[schedule]
 
 
@@ -78,26 +80,25 @@ def shard_exchange(
     local_rows: tuple[int, ...] | None = None,
     schedule: str = "2d",
 ) -> cost.Exchange:
-    """Returns the bytes that one rank sends per step for a sharded table (ids, rows, gradients), as the mean over
-    ranks.
+    """Returns what one rank sends per step for a sharded table (ids, rows, gradients), averaged over ranks.
 
     Args:
-        wire: the format of its rows' columns on the wire.
-        grid: the grid of its shards, or None if they are cut by columns.
-        local_rows: the count of rows that each rank reads in its own row of the grid, or None for an even share.
-        schedule: determines whether rows and gradients are split in two.
+        wire: the dtype in which rows are sent.
+        grid: the grid of the shards, or None if the table is sharded by columns.
+        local_rows: how many rows each rank reads that its own row of the grid holds, or None for an even share.
+        schedule: the name of the schedule, which determines whether rows and gradients are sent in two parts.
     """
     if not rows_by_rank:
         return cost.Exchange(0, 0)
     sent_bytes = 0.0  # the sum over all ranks
     grid = grid or Grid(1, world_size)
     chunks = [own_columns(table.embedding_dim, grid.columns, column) for column in range(grid.columns)]
-    piece_bytes = [wire.piece_bytes(last - first) for first, last in chunks]
+    piece_bytes = [wire.row_bytes(last - first) for first, last in chunks]
     for rank, rows in enumerate(rows_by_rank):  # each row read is received and sent once, except own pieces
         own_rows = local_rows[rank] if local_rows is not None else rows / grid.rows
         sent_bytes += 2 * (rows * sum(piece_bytes) - own_rows * piece_bytes[grid.place(rank)[1]])
     both_ways = cost.Exchange(round(sent_bytes / world_size), 2 * ONE_WAY[schedule] * (world_size - 1))
-    return both_ways + cost.gather_ids(rows_by_rank, table.num_rows)
+    return both_ways + cost.predict_id_exchange(rows_by_rank, table.num_rows)
 
 
 def shard_work(
@@ -108,7 +109,7 @@ def shard_work(
     grid: Grid | None = None,
     schedule: str = "2d",
 ) -> cost.Work:
-    """Adds up the work of a rank's processor per step for a sharded table, on the rank that reads the most rows.
+    """Returns the processor work per step of the rank that reads the most rows of a sharded table.
 
     The rank looks up its columns of all ranks' rows, and joins the columns of its own rows. It splits gradients by
     columns, clears and sums the gradients of its columns, and updates these rows. It sorts ids twice: its own ids, and
@@ -120,7 +121,7 @@ def shard_work(
     everyone, most = sum(rows_by_rank), max(rows_by_rank)
     row_bytes = table.embedding_dim * itemsize
     own_columns_bytes = everyone * row_bytes / world_size
-    arriving = cost.claim_work(own_columns_bytes) + cost.claim_work(most * row_bytes)
+    arriving = cost.new_memory_work(own_columns_bytes) + cost.new_memory_work(most * row_bytes)
     units = cost.Work(units=everyone / (grid.rows if grid is not None else 1) + most)
     routed = cost.passes_work(everyone * ROUTED_BYTES if grid is not None else 0)
     passed_bytes = (3 + UPDATE_PASSES) * own_columns_bytes + 2 * most * row_bytes
@@ -129,12 +130,12 @@ def shard_work(
 
 
 def sweep_work(nbytes: int, world_size: int) -> cost.Work:
-    """Returns the work of an optimizer step on all rows of a shard."""
+    """Returns the work of an optimizer step that updates every row of a shard of `nbytes`."""
     return cost.passes_work((2 + UPDATE_PASSES) * nbytes / world_size)
 
 
 def replay_work(table: TableSpec, rows_by_rank: tuple[int, ...], itemsize: int, world_size: int) -> cost.Work:
-    """Returns the work per step of a table whose rows apply their deferred steps when they are next read.
+    """Returns the work per step of a table whose rows apply deferred optimizer steps when they are next read.
 
     Every row defers about one step per step and applies it later. After `LONGEST_TAIL` deferred steps the momentum has
     died out, and further steps cost nothing.
@@ -145,11 +146,11 @@ def replay_work(table: TableSpec, rows_by_rank: tuple[int, ...], itemsize: int, 
 
 
 def replica_work(nbytes: int) -> cost.Work:
-    """Returns the work of a rank's processor per step for a whole table under any exchange.
+    """Returns the processor work of a rank per step for a table kept whole, besides the exchange.
 
     Its gradient has every row. It is allocated, cleared and packed into its bucket, and updates every row.
     """
-    return cost.passes_work((2 + UPDATE_PASSES) * nbytes) + cost.claim_work(2 * nbytes)
+    return cost.passes_work((2 + UPDATE_PASSES) * nbytes) + cost.new_memory_work(2 * nbytes)
 
 
 STEP_ROUNDS = {"none": 0.0, "horizontal": 6.0, "vertical": 8.0, "2d": 10.0}
@@ -168,13 +169,13 @@ LEAST_MS = 0.05
 
 
 @dataclass(frozen=True)
-class AddedTime:
-    """The time that communication adds to a step, in milliseconds.
+class StepTime:
+    """The parts of a step's time, in milliseconds: compute, and what communication adds to it.
 
     Attributes:
-        waits_ms: waits of compute for transfers.
-        work_ms: the work of a rank's processor, and the processor time that concurrent transfers take.
-        compute_ms: the compute of the step.
+        waits_ms: the time that compute waits for transfers.
+        work_ms: the processor work for exchanges, and the processor time that concurrent transfers take.
+        compute_ms: the compute of the model.
     """
 
     waits_ms: float
@@ -187,8 +188,8 @@ class AddedTime:
         return self.compute_ms + self.waits_ms + self.work_ms
 
 
-def explain_choice(price: Mapping[str, AddedTime], chosen: str) -> str:
-    """Explains in one line why a schedule was chosen: by the time that it hides and the work that it adds."""
+def explain_choice(price: Mapping[str, StepTime], chosen: str) -> str:
+    """Explains in one line why a schedule was chosen: how much communication it hides and how much work it adds."""
     shown = chosen if chosen != "none" else FULL
     hides_ms = price["none"].waits_ms - price[shown].waits_ms
     costs_ms = price[shown].work_ms - price["none"].work_ms
@@ -198,8 +199,9 @@ def explain_choice(price: Mapping[str, AddedTime], chosen: str) -> str:
     return f'"{chosen}": {hides} {hidden} and {work} ms of a processor'
 
 
-def cheapest_schedule(price: Mapping[str, AddedTime], current: str | None = None) -> str:
-    """Returns the schedule with the shortest step. If predictions are too close, returns the schedule with less work.
+def cheapest_schedule(price: Mapping[str, StepTime], current: str | None = None) -> str:
+    """Returns the schedule with the shortest step, or, of schedules that are too close to tell apart, the one with the
+    least work.
 
     Args:
         current: the schedule to keep unless another one is clearly shorter.
@@ -211,19 +213,19 @@ def cheapest_schedule(price: Mapping[str, AddedTime], current: str | None = None
     return best
 
 
-def _clearly_shorter(one: AddedTime, other: AddedTime) -> bool:
-    """Returns whether a step is shorter than another one by more than the prediction's error."""
+def _clearly_shorter(one: StepTime, other: StepTime) -> bool:
+    """Returns whether one step is shorter than another by more than the error of the prediction."""
     differs_ms = abs(other.waits_ms - one.waits_ms) + abs(other.work_ms - one.work_ms)
     return one.step_ms < SHORTER * other.step_ms and other.step_ms - one.step_ms > ERROR * differs_ms
 
 
 @dataclass(frozen=True)
 class _Compute:
-    """The compute of a step, in milliseconds.
+    """A step's estimated compute, in milliseconds.
 
     Attributes:
-        backward_ms: the compute of the backward.
-        ready_ms: parameter -> the backward's compute before its gradient is ready.
+        backward_ms: the whole compute of the backward.
+        ready_ms: parameter -> how much of the backward's compute precedes its gradient.
     """
 
     step_ms: float
@@ -233,7 +235,9 @@ class _Compute:
 
 @dataclass(frozen=True)
 class _RowExchange:
-    """The exchange of a table or row space: its transfers, and when the backward has its last gradient."""
+    """The predicted exchanges of a table's ids, rows and gradients, and when the backward has computed its last
+    gradient.
+    """
 
     one_way_ms: float
     ids_ms: float
@@ -241,21 +245,21 @@ class _RowExchange:
 
 
 def has_compute(graph: TrainingGraph) -> bool:
-    """Returns whether a graph has compute to hide transfers behind. A graph of gradients has none."""
+    """Returns whether a graph has compute that can hide transfers. A graph that only exchanges gradients has none."""
     made = [node for node, role in graph.outputs() if isinstance(role, Gradient) and node is not None]
     return any(node.op != "placeholder" for node in made)
 
 
-def added_times(graph: TrainingGraph, plans: Mapping[str, Plan]) -> dict[str, AddedTime]:
-    """Returns, for each schedule, the predicted time that communication adds to a step under that schedule's plan."""
+def step_times(graph: TrainingGraph, plans: Mapping[str, Plan]) -> dict[str, StepTime]:
+    """Predicts, for each schedule, the parts of a step's time under that schedule's plan."""
     node_ms = node_time_estimator(next(iter(plans.values())).links.compute, graph.expected)
-    return {name: _added_time(plan, _estimate_compute(graph, plan, node_ms)) for name, plan in plans.items()}
+    return {name: _step_time(plan, _estimate_compute(graph, plan, node_ms)) for name, plan in plans.items()}
 
 
-def _added_time(plan: Plan, compute: _Compute) -> AddedTime:
-    """Predicts the compute, waits and other work of a step under a plan."""
+def _step_time(plan: Plan, compute: _Compute) -> StepTime:
+    """Predicts the parts of a step's time under a plan."""
     schedule, cluster = plan.schedule_name, plan.links.flattened(plan.world_size)
-    rows = [_estimate_rows(plan, tables, cluster, compute) for tables in plan.row_exchanges.values()]
+    rows = [_estimate_row_exchange(plan, tables, cluster, compute) for tables in plan.row_exchanges.values()]
     buckets = [_estimate_bucket(plan, names, compute) for names in plan.buckets]
     awaited = 0.5 if schedule in LOOKS_AHEAD else 1.0
     head_ms = sum(awaited * each.one_way_ms for each in rows)
@@ -271,11 +275,12 @@ def _added_time(plan: Plan, compute: _Compute) -> AddedTime:
     rounds += UPDATE_ROUNDS * len(buckets) if schedule in INTO_FORWARD else 0.0
     tables_ms = sum(_table_work_ms(each, plan.world_size, cluster, schedule) for each in plan if each.is_table)
     work_ms = rounds * cluster.handling.round_ms + tables_ms + cluster.busy * beside_ms
-    return AddedTime(waits_ms, work_ms, compute.step_ms)
+    return StepTime(waits_ms, work_ms, compute.step_ms)
 
 
 def _estimate_compute(graph: TrainingGraph, plan: Plan, node_ms: NodeMs) -> _Compute:
-    """Returns the estimated compute of a step on the plan's processors.
+    """Estimates when a step's compute is done on the plan's processors. A lookup's backward counts only if its table is
+    kept whole.
 
     The lookups' own backward counts only if the table is whole.
     """
@@ -293,8 +298,8 @@ def _estimate_compute(graph: TrainingGraph, plan: Plan, node_ms: NodeMs) -> _Com
     return _Compute(step_ms, backward_ms, ready_ms)
 
 
-def _estimate_rows(plan: Plan, tables: Sequence[str], cluster: cost.Cluster, compute: _Compute) -> _RowExchange:
-    """Returns the predicted exchange of some tables: rows, ids, and when the backward has the gradients."""
+def _estimate_row_exchange(plan: Plan, tables: Sequence[str], cluster: cost.Cluster, compute: _Compute) -> _RowExchange:
+    """Predicts the exchanges of tables that share their launches."""
     ids = [ids_exchange(plan[name], plan.world_size) for name in tables]
     one_way_bytes = sum(rows_bytes(plan[name], plan.world_size) for name in tables) // 2
     messages = ONE_WAY[plan.schedule_name] * (plan.world_size - 1)
@@ -307,25 +312,29 @@ def _estimate_rows(plan: Plan, tables: Sequence[str], cluster: cost.Cluster, com
 
 
 def rows_bytes(decision: Decision, world_size: int) -> int:
-    """Returns the bytes that a rank sends in a step for a sharded table's rows and their gradients."""
+    """Returns how many bytes a rank sends per step for a sharded table's rows and their gradients."""
     of_head = decision.head.sent_bytes if decision.head is not None else 0
     besides = decision.norm_bytes + of_head + ids_exchange(decision, world_size).sent_bytes
     return max(decision.sent_bytes_per_step - besides, 0)
 
 
 def one_way_bytes(plan: Plan, tables: Iterable[str]) -> int:
-    """Returns the bytes of tables' rows in one direction. Their gradients send as many in the other direction."""
+    """Returns how many bytes the rows of some tables take in one direction. Their gradients take as many in the
+    other.
+    """
     return sum(rows_bytes(plan[table], plan.world_size) for table in tables) // 2
 
 
 def ids_exchange(decision: Decision, world_size: int) -> cost.Exchange:
-    """Prices a sharded table's share of the id exchange, by the rows that the plan expects to be read."""
+    """Returns a sharded table's share of the id exchange, for the number of rows that the plan expects."""
     own = decision.rows.own if decision.rows is not None else 0
-    return cost.gather_ids((own,) * world_size, decision.shape[0])
+    return cost.predict_id_exchange((own,) * world_size, decision.shape[0])
 
 
 def _estimate_bucket(plan: Plan, names: Sequence[str], compute: _Compute) -> tuple[float, float]:
-    """Returns, in milliseconds, the backward's compute before a bucket is full, and the bucket's transfer."""
+    """Returns (milliseconds of the backward's compute before all gradients of a bucket are ready, milliseconds of the
+    bucket's transfer).
+    """
     ready_ms = max(compute.ready_ms.get(name, 0.0) for name in names)
     return ready_ms, bucket_ms(plan, names)
 
@@ -339,7 +348,7 @@ def bucket_ms(plan: Plan, names: Sequence[str]) -> float:
 
 
 def _end_ms(ready_and_transfer_ms: Iterable[tuple[float, float]]) -> float:
-    """Returns when the last transfer of a backward ends. Each starts when its data is ready and the link is free."""
+    """Returns when the last of several transfers ends, if each starts once its data is ready and the link is free."""
     end_ms = 0.0
     for ready_ms, transfer_ms in sorted(ready_and_transfer_ms):
         end_ms = max(end_ms, ready_ms) + transfer_ms
@@ -347,7 +356,7 @@ def _end_ms(ready_and_transfer_ms: Iterable[tuple[float, float]]) -> float:
 
 
 def _table_work_ms(decision: Decision, world_size: int, cluster: cost.Cluster, schedule: str) -> float:
-    """Returns a table's predicted time in a step without transfers: the work of the processor."""
+    """Predicts the processor time of a table's exchange per step, without transfers."""
     sent_bytes, others = decision.sent_bytes_per_step, world_size - 1
     if decision.strategy in SHARDED:
         sent_ms = cluster.transfer_ms(sent_bytes, launches_per_step(schedule) * others, "all_to_all")

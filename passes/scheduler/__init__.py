@@ -1,1 +1,1 @@
-"""Decides the launch order of a window, and the order of a backward's compute; rewrites no graph."""
+"""Decides the order in which a step launches collectives, and the order of a backward's compute. Rewrites no graph."""

@@ -1,4 +1,4 @@
-"""Searches for an order of a backward's compute, together with the order of launches.
+"""Searches for an order of a backward's compute together with the order in which collectives are launched.
 
 Contract
     A pure function of a step and of the units of its backward: the same order on every machine. A new order is taken
@@ -25,7 +25,7 @@ from itertools import chain, islice
 from embrace_fx.passes.node_cost import NodeMs
 from embrace_fx.passes.overlap.order import BackwardUnits
 from embrace_fx.passes.scheduler.launch_order import schedule
-from embrace_fx.passes.scheduler.link_bound import one_link_ms
+from embrace_fx.passes.scheduler.link_bound import link_bound_ms
 from embrace_fx.vocabulary.operation_id import compute_id
 from embrace_fx.vocabulary.schedule import Schedule, StepGraph
 from embrace_fx.vocabulary.submissions import is_submission
@@ -45,11 +45,12 @@ PredictedPeak = Callable[[Sequence[str]], int]
 
 @dataclass(frozen=True)
 class Atoms:
-    """A backward's compute in atoms. An atom is all nodes that are needed by the same units, and moves as one.
+    """A backward's compute in atoms: groups of nodes that the same units need, so that they move together. A unit is
+    the compute before one bucket's or table's gradients can be sent.
 
     Attributes:
-        units: the units in their present order.
-        ms: mask of the units that need an atom (one bit each, by their place in `units`) -> the atom's milliseconds.
+        units: names of the units in their present order.
+        ms: milliseconds of each atom, by a bit mask of the units that need it (by index in `units`).
     """
 
     found: BackwardUnits
@@ -57,7 +58,7 @@ class Atoms:
 
     @property
     def units(self) -> tuple[str, ...]:
-        """The names of the backward's units, in their present order."""
+        """The names of the units, in their present order."""
         return self.found.units
 
     @classmethod
@@ -66,7 +67,8 @@ class Atoms:
 
         Args:
             node_ms: estimated milliseconds of a node.
-            measured: unit -> measured milliseconds of its compute in the present order. Other units use estimates.
+            measured: unit -> measured milliseconds of its compute in the present order. Units that are missing use
+                estimates.
         """
         unit_of_node = found.unit_of_node()
         estimated = dict.fromkeys(found.units, 0.0)
@@ -83,7 +85,9 @@ class Atoms:
         return cls(found, ms)
 
     def durations(self, order: Sequence[str]) -> dict[str, float]:
-        """Returns, for each unit, the milliseconds of the compute that runs with it under an order of units."""
+        """Returns, for each unit, the milliseconds of compute that runs just before its gradients are sent, if units
+        run in `order`.
+        """
         found = dict.fromkeys(self.found.with_all_units(order), 0.0)
         names, first = tuple(found), self.found.first_unit_of(order)
         for mask, each in self.ms.items():
@@ -92,7 +96,7 @@ class Atoms:
 
 
 def reorder_steps(steps: StepGraph, atoms: Atoms, order: Sequence[str]) -> StepGraph:
-    """Returns the step graph with the backward's units in another order."""
+    """Returns the step graph for another order of the backward's units."""
     durations = {str(compute_id("backward", unit)): ms for unit, ms in atoms.durations(order).items()}
     operations = tuple(
         replace(each, duration_ms=durations[each.name]) if each.name in durations else each for each in steps.operations
@@ -112,8 +116,8 @@ def search_order(
 
     Args:
         name, source: the arguments of `launch_order.schedule`.
-        predicted_peak: a function that predicts a backward's peak in an order.
-        limit_bytes: the maximum bytes of that peak.
+        predicted_peak: function that predicts the backward's peak memory in an order.
+        limit_bytes: the maximum of that peak.
     """
     best, best_order = schedule(steps, name, source), tuple[str, ...]()
     if name == "none" or len(atoms.units) < 2:
@@ -128,7 +132,9 @@ def search_order(
 
 
 class _Search:
-    """Tries each order at most once, until `TRIED` or `LOOKED_AT` is reached."""
+    """Searches for fast orders of the units. Tries each order at most once, until a limit on their number is
+    reached.
+    """
 
     def __init__(self, steps: StepGraph, atoms: Atoms, predicted_peak: PredictedPeak, held_limit: float) -> None:
         self._steps, self._atoms = steps, atoms
@@ -137,13 +143,13 @@ class _Search:
         self._most = min(TRIED, max(LOOKED_AT // len(steps.operations), 1))
 
     def find_orders(self) -> list[tuple[tuple[str, ...], float]]:
-        """Searches and returns the orders of the lowest bound, each with its bound.
+        """Returns the orders with the lowest bound of the step time, each with its bound.
 
         Several orders may have it, and only some of them reach it. At most as many are returned as can be simulated in
         the time of this search.
         """
         best: tuple[str, ...] = ()
-        best_ms = one_link_ms(self._steps)
+        best_ms = link_bound_ms(self._steps)
         for start in (self._atoms.units, *self._starts()):
             best, best_ms = self._try_order(start, best, best_ms)
         while len(self._tried) < self._most:
@@ -162,18 +168,18 @@ class _Search:
     def _try_order(
         self, order: tuple[str, ...], best: tuple[str, ...], best_ms: float
     ) -> tuple[tuple[str, ...], float]:
-        """Returns (`order`, its step time) if it is new, clearly faster and within the memory limit; else (`best`,
+        """Returns (`order`, its bound) if it is new, clearly faster and within the memory limit; otherwise (`best`,
         `best_ms`).
         """
         if order in self._tried:
             return best, best_ms
-        ms = self._tried[order] = one_link_ms(reorder_steps(self._steps, self._atoms, order))
+        ms = self._tried[order] = link_bound_ms(reorder_steps(self._steps, self._atoms, order))
         if ms < best_ms * (1 - LEAST_GAIN / 4) and self._predicted_peak(order) <= self._limit:
             return order, ms
         return best, best_ms
 
     def _starts(self) -> Iterator[tuple[str, ...]]:
-        """Yields orders to start from, with some buckets before the tables."""
+        """Yields orders from which to start the search, with some buckets moved before the tables."""
         reduced = {o.id.what for o in self._steps.communications if o.id is not None and o.id.kind == "all_reduce"}
         tables = [unit for unit in self._atoms.units if unit not in reduced]
         buckets = [unit for unit in self._atoms.units if unit in reduced]
@@ -182,7 +188,7 @@ class _Search:
 
 
 def _neighbour_orders(order: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
-    """Yields the orders that differ from this one by the place of one unit, short moves first."""
+    """Yields the orders that differ from this one in the place of one unit, short moves first."""
     for distance in range(1, len(order)):
         for place in range(len(order) - distance):
             for source, target in ((place, place + distance), (place + distance, place)):

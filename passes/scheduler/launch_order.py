@@ -1,4 +1,4 @@
-"""Orders a step's communication at compile time: one launch sequence, the same on all ranks.
+"""Decides at compile time in which order a step launches collectives. The order is the same on all ranks.
 
 Contract
     A pure function of the step's graph. A schedule never deadlocks, is in simulation never slower than the order in
@@ -21,7 +21,7 @@ from functools import partial
 from typing import Any
 
 from embrace_fx.passes.scheduler.launch_search import improve_order
-from embrace_fx.passes.scheduler.link_bound import one_link_ms
+from embrace_fx.passes.scheduler.link_bound import link_bound_ms
 from embrace_fx.passes.scheduler.link_machine import LinkMachine
 from embrace_fx.vocabulary.schedule import SCHEDULES, Operation, Schedule, StepGraph
 
@@ -30,13 +30,13 @@ _WARM_UP_WINDOWS = 3
 
 @dataclass(frozen=True)
 class Ready:
-    """A communication that is ready to be launched while the link is free.
+    """A collective whose data is ready while the link is free.
 
     Attributes:
-        operation: the communication.
-        ready_ms: the time when the last of its dependences ended.
-        needed_at: the count of compute operations, from the window's start, before the first one that needs the
-            communication; infinite if none does.
+        operation: the collective.
+        ready_ms: the time when the last operation that it depends on ended.
+        needed_at: how many compute operations of the window run before the first one that needs the result; infinite if
+            none does.
     """
 
     operation: Operation
@@ -49,12 +49,12 @@ Key = Callable[[Ready], Any]
 
 
 def readiness_key(candidate: Ready) -> float:
-    """Returns the sort key of the naive order, which launches communication in the order in which it becomes ready."""
+    """Returns the sort key that launches collectives in the order in which they become ready."""
     return candidate.ready_ms
 
 
 def embrace_key(candidate: Ready) -> tuple[int, float]:
-    """Returns the sort key of EmbRace's order (section 4): first ids and rows, then by need in the next forward,
+    """Returns the sort key of EmbRace's order (section 4): first ids and rows, then what the next forward needs first,
     delayed gradients last.
     """
     classes = {"gradients": 0, "ids": 0, "lookups": 0, "delayed": 2}
@@ -66,11 +66,11 @@ POLICIES: tuple[Key, ...] = (embrace_key, readiness_key)
 
 
 def schedule(steps: StepGraph, name: str, source: str = "cost model") -> Schedule:
-    """Computes the launch order of a step.
+    """Decides the order in which a step launches its collectives, and predicts the step's time.
 
     Args:
-        name: one of `SCHEDULES`; under "none" communication is launched as it becomes ready.
-        source: the origin of the durations in `steps`: "cost model" or "profile".
+        name: one of `SCHEDULES`; under "none" collectives are launched as they become ready.
+        source: where the durations in `steps` come from: "cost model" or "profile".
 
     Raises:
         ValueError: the name is unknown, or the step has no legal order.
@@ -82,14 +82,14 @@ def schedule(steps: StepGraph, name: str, source: str = "cost model") -> Schedul
     chosen = (
         naive
         if name == "none"
-        else improve_order(machine, [priority_order(machine, key) for key in POLICIES], one_link_ms(steps))
+        else improve_order(machine, [priority_order(machine, key) for key in POLICIES], link_bound_ms(steps))
     )
     timeline, critical_path = machine.make_timeline(machine.run(machine.sequence(chosen)), chosen)
     return Schedule(name, machine.names(chosen), steps, timeline, critical_path, source)
 
 
-def quick_ms(steps: StepGraph) -> float:
-    """Simulates a step in the best policy's order, without a search, and returns its milliseconds."""
+def quick_step_ms(steps: StepGraph) -> float:
+    """Predicts a step's milliseconds under the best priority rule, without searching for a better order."""
     machine = LinkMachine(steps)
     return min(machine.run(machine.sequence(priority_order(machine, key))).step_ms for key in POLICIES)
 
@@ -98,10 +98,9 @@ def quick_ms(steps: StepGraph) -> float:
 
 
 def priority_order(machine: LinkMachine, key: Key) -> list[int]:
-    """Returns the order in which a priority queue with this sort key launches communication, simulated until the link
-    is as busy as in training.
+    """Returns the order in which a priority queue with this sort key launches collectives.
 
-    In the last window the link is as busy as in training.
+    Windows (a backward and the next forward) are simulated until the link is as busy as in training.
 
     Raises:
         ValueError: the step has no legal order.
@@ -113,7 +112,7 @@ def priority_order(machine: LinkMachine, key: Key) -> list[int]:
 
 
 class _QueueSimulation:
-    """Simulates steps in which communication is launched from a priority queue."""
+    """Simulates steps whose collectives are launched from a priority queue."""
 
     def __init__(self, machine: LinkMachine, key: Key) -> None:
         self._machine = machine
@@ -126,7 +125,7 @@ class _QueueSimulation:
         self._copies: list[int] = []  # copies of this window that have not run
 
     def window(self) -> list[int]:
-        """Simulates the next window. Returns its launches in launch order."""
+        """Simulates the next window (a backward and the next forward). Returns its collectives in launch order."""
         machine, begun = self._machine, self._processor
         self._ends, self._ran, self._copies = [None] * len(machine.operations), 0, machine.copies_in_order
         waiting, order = list(range(machine.count, machine.copying)), list[int]()
@@ -151,12 +150,12 @@ class _QueueSimulation:
         return order
 
     def _sort_key(self, times: Mapping[int, float], free_at_ms: float, k: int) -> tuple[Any, str]:
-        """Returns the sort key of a ready operation, with its name to break ties."""
+        """Returns the sort key of an operation that is ready, followed by its name to break ties."""
         operation = self._machine.operations[k]
         return self._key(Ready(operation, times[k] - free_at_ms, self._needed[k])), operation.name
 
     def _run_compute(self) -> None:
-        """Runs the program until it waits for a communication that has not been launched yet."""
+        """Runs compute operations in program order, until one needs a collective that has not been launched yet."""
         while self._ran < self._machine.count:
             while self._copies and self._ready_at_ms(self._copies[0]) is not None:
                 self._run_copy()
@@ -168,14 +167,14 @@ class _QueueSimulation:
             self._ran += 1
 
     def _run_copy(self) -> None:
-        """Runs the next copy, whose dependences have ended."""
+        """Runs the next copy between device and host whose dependences have ended."""
         first, *self._copies = self._copies
         ready = self._ready_at_ms(first)
         assert ready is not None
         self._ends[first] = ready + self._machine.durations[first]
 
     def _ready_at_ms(self, operation: int) -> float | None:
-        """Returns when all dependences of an operation have ended, or None if one of them has not been simulated
+        """Returns when everything that an operation depends on has ended, or None if some of it has not been simulated
         yet.
         """
         ready = 0.0
@@ -190,7 +189,7 @@ class _QueueSimulation:
 
 
 def _first_need(machine: LinkMachine) -> list[float]:
-    """Returns, for each operation, the number of compute operations before the first one that needs it."""
+    """Returns, for each operation, how many compute operations run before the first one that needs it."""
     windows = max(2, machine.reach + 1)
     size, sequence = len(machine.operations), machine.any_sequence()
     causes = [machine.dependences(k) for k in range(size)]

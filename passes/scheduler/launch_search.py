@@ -19,13 +19,14 @@ SHAKES = 8
 
 
 def improve_order(machine: LinkMachine, orders: list[list[int]], bound_ms: float) -> list[int]:
-    """Improves the fastest of the orders by local search.
+    """Improves the fastest of several launch orders by local search, until its budget is spent or the bound is
+    reached.
 
     Tries first the moves that take a critical launch out of the way of others, then any move. Then repeats this from a
     shaken order, until the budget is spent or no order can be faster.
 
     Args:
-        bound_ms: a lower bound for every order.
+        bound_ms: a lower bound of the step time for every order.
     """
     search = _Search(machine, bound_ms)
     step_ms, _, best = min((search.step_ms(order), k, order) for k, order in enumerate(orders))
@@ -42,7 +43,7 @@ def improve_order(machine: LinkMachine, orders: list[list[int]], bound_ms: float
 
 
 class _Search:
-    """Evaluates orders until `SEARCH_STARTS` starts of operations have been simulated."""
+    """Searches for a faster launch order, until `SEARCH_STARTS` starts of operations have been simulated."""
 
     def __init__(self, machine: LinkMachine, bound_ms: float) -> None:
         self.machine = machine
@@ -51,19 +52,21 @@ class _Search:
         self._draw = random.Random(0).random  # `random.random` gives equal numbers on all machines and versions
 
     def run(self, order: list[int]) -> WindowTimes | None:
-        """Simulates an order. Returns None if it deadlocks."""
+        """Simulates a launch order. Returns None if it deadlocks."""
         sequence = self.machine.sequence_if_legal(order)
         found = None if sequence is None else self.machine.run(sequence)
         self.starts_left -= len(order) if found is None else len(found.ends) * len(found.ends[0])
         return found
 
     def step_ms(self, order: list[int]) -> float:
-        """Returns the step time of a launch order, or infinity if it cannot run."""
+        """Returns the step time of a launch order, or infinity if it deadlocks."""
         run = self.run(order)
         return run.step_ms if run is not None else float("inf")
 
     def descend(self, order: list[int], step_ms: float) -> tuple[list[int], float]:
-        """Applies moves that shorten the step until none does."""
+        """Applies moves of launches that shorten the step until none does. Returns the final order and its step
+        time.
+        """
         better = True
         while better and step_ms > self.bound_ms:
             better = False
@@ -77,7 +80,9 @@ class _Search:
         return order, step_ms
 
     def shake(self, order: list[int]) -> list[int]:
-        """Returns a legal order that is a few random moves away, or the order itself if none was found."""
+        """Makes a few random moves that keep the order legal. Returns the new order, or the same one if none was
+        found.
+        """
         for _ in range(3):
             moved = _move_launch(order, self._random_below(len(order)), self._random_below(len(order)))
             if self.machine.sequence_if_legal(moved) is not None:
@@ -85,7 +90,7 @@ class _Search:
         return order
 
     def _neighbours(self, order: list[int]) -> Iterator[list[int]]:
-        """Yields neighbours of a launch order: first moves within critical blocks, then all other moves in random
+        """Yields launch orders that differ by one move: first moves along the critical path, then all others in random
         order.
         """
         run = self.run(order)
@@ -121,7 +126,9 @@ def _move_launch(order: list[int], source: int, target: int) -> list[int]:
 
 
 def _critical_blocks(path: list[tuple[int, int]], order: list[int]) -> Iterator[tuple[int, int]]:
-    """Yields the blocks of a critical path: (first, last) position of launches that directly follow each other."""
+    """Yields (first position, last position) of each run of launches that follow each other directly on a critical
+    path.
+    """
     position = {launch: k for k, launch in enumerate(order)}
     seen = set()
     block: list[tuple[int, int]] = []  # critical operations as (window, position)

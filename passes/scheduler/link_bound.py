@@ -1,4 +1,4 @@
-"""Computes a lower bound for a step under any order of launches, whose transfers share one link.
+"""Computes a lower bound of a step's time over all launch orders, if all network transfers share one link.
 
 Contract
     A pure function of a step, for its present order of compute. No schedule of it is faster, in any launch
@@ -16,9 +16,9 @@ import numpy as np
 from embrace_fx.vocabulary.schedule import StepGraph
 
 
-def one_link_ms(steps: StepGraph) -> float:
-    """Returns a lower bound of the step in milliseconds. Copies between device and host have their own lanes and do not
-    count.
+def link_bound_ms(steps: StepGraph) -> float:
+    """Returns a lower bound of the step time in milliseconds, if all network transfers share one link. Copies between
+    device and host are ignored.
     """
     chain, size = steps.compute_order, len(steps.compute_order)
     place = {name: k for k, name in enumerate(chain)}

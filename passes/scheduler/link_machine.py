@@ -1,4 +1,4 @@
-"""Simulates launch orders on a machine with one processor and one link.
+"""Simulates the steps of training under a launch order, on a machine with one processor and one link.
 
 Contract
     One processor runs the compute operations in the program's order. One link carries the communications strictly in
@@ -28,7 +28,9 @@ TOLERANCE = 1e-9
 
 @dataclass(frozen=True)
 class WindowTimes:
-    """The simulated start and end of each operation in each window, by operation index."""
+    """The simulated start and end of each operation in each window (a backward and the next forward), by operation
+    index.
+    """
 
     starts: list[list[float]]
     ends: list[list[float]]
@@ -36,7 +38,7 @@ class WindowTimes:
 
 
 class LinkMachine:
-    """Simulates the steps of training on a machine with one processor and one link.
+    """A simulated machine with one processor and one link, on which training steps run under a launch order.
 
     A simulation needs few of the dependences. Compute operations follow the program's order, and communications follow
     the launch order. Of the compute operations that a communication needs, only the last one matters.
@@ -72,8 +74,8 @@ class LinkMachine:
         self._order_copies()
 
     def _order_copies(self) -> None:
-        """Adds dependences between copies: each starts after the program has submitted it and its lane's previous copy
-        has ended.
+        """Makes each copy start only after the program has submitted it and the previous copy in its direction has
+        ended.
         """
         self._copies_behind: dict[int, list[int]] = {}  # the last compute operation that it needs -> copies
         lanes: dict[str, list[int]] = {}
@@ -88,11 +90,14 @@ class LinkMachine:
             self.needs_earlier[line[0]].append((1, line[-1]))
 
     def _put_backward_first(self, released: list[int]) -> None:
-        """Makes launches of the forward depend on all launches of the backward in the same class.
+        """Makes each launch of the forward depend on all launches of the backward in the same process group.
 
         A class is always launched in one order. The loop may await a gradient before the forward has submitted
         anything, for example to clip gradients. If such a gradient came after a launch of the forward, it would never
         be launched.
+
+        Args:
+            released: launch -> the last compute operation that it needs.
         """
         between = self.index.get(str(BETWEEN))
         if between is None:
@@ -104,8 +109,10 @@ class LinkMachine:
             self.needs_launches[later].extend((0, k) for k in earlier)
 
     def _add_dependence(self, before: str, after: str, distance: int, released: list[int]) -> None:
-        """Adds a dependence of operation `after` on `before`, `distance` windows earlier, or raises if it cannot be
-        met.
+        """Makes operation `after` depend on `before` of `distance` windows earlier. Raises if that is impossible.
+
+        Args:
+            released: launch -> the last compute operation that it needs, updated in place.
         """
         for name in (before, after):
             if name not in self.index:
@@ -136,12 +143,13 @@ class LinkMachine:
         return tuple(self.operations[k].name for k in order)
 
     def sequence_if_legal(self, order: Sequence[int]) -> list[int] | None:
-        """Returns what `sequence` returns, or None if no legal sequence exists."""
+        """Returns the result of `sequence`, or None if it would raise."""
         found = self._sequence(order)
         return found if isinstance(found, list) else None
 
     def sequence(self, order: Sequence[int]) -> list[int]:
-        """Returns all operations of a window in an order in which each comes after everything it waits for.
+        """Returns all operations of a window, each after everything that it waits for, with collectives in this launch
+        order.
 
         Raises:
             ValueError: no such sequence exists.
@@ -161,7 +169,7 @@ class LinkMachine:
         )
 
     def _sequence(self, order: Sequence[int]) -> list[int] | tuple[int, int]:
-        """Returns the sequence of operations. If there is none, returns (first launch that waits for a later one, that
+        """Returns the result of `sequence`, or, if there is none, (first launch that waits for a later one, that later
         launch).
 
         Only dependences inside a window matter, because windows are launched one after the other.
@@ -192,7 +200,7 @@ class LinkMachine:
         return sequence
 
     def run(self, sequence: list[int], windows: int = WINDOWS) -> WindowTimes:
-        """Simulates several windows in a row, each in the same sequence of operations."""
+        """Simulates several windows in a row, each with its operations in this sequence."""
         count, durations, needs, needs_earlier = self.count, self.durations, self.needs, self.needs_earlier
         copying = self.copying
         starts: list[list[float]] = []
@@ -232,7 +240,7 @@ class LinkMachine:
         return WindowTimes(starts, ends, max(rates))
 
     def critical_path(self, run: WindowTimes, order: Sequence[int]) -> list[tuple[int, int]]:
-        """Returns the critical path of the last two windows as (window, operation)."""
+        """Returns the operations that determine the length of the last two windows, as (window, operation)."""
         first = len(run.ends) - 2
         previous = {after: (0, before) for before, after in pairwise((*range(self.count),))}
         previous |= {after: (0, before) for before, after in pairwise(order)}
@@ -258,7 +266,8 @@ class LinkMachine:
         return path[::-1]
 
     def make_timeline(self, run: WindowTimes, order: Sequence[int]) -> tuple[Timeline, tuple[tuple[int, str], ...]]:
-        """Returns the timeline of the last two simulated windows, as on one rank, and its critical path.
+        """Returns the timeline of the last two simulated windows, as on one rank, and its critical path as (window,
+        name).
 
         The path is (window, name) of the operations that determine the windows' length, in order.
         """
@@ -295,7 +304,7 @@ class LinkMachine:
         ]
 
     def any_sequence(self) -> list[int]:
-        """Returns a window's operations, each after its dependences, without a launch order."""
+        """Returns a window's operations, each after its dependences, without regard to a launch order."""
         needs = {k: [p for distance, p in self.dependences(k) if distance == 0] for k in range(len(self.operations))}
         for before, after in pairwise(range(self.count)):
             needs[after].append(before)
@@ -308,7 +317,7 @@ class LinkMachine:
 
 
 def _repeats(previous: list[float], current: list[float]) -> bool:
-    """Returns whether a window repeats the previous one, only later."""
+    """Returns whether a window's times repeat the previous window's, shifted by a constant."""
     if not current:
         return True
     shift = current[0] - previous[0]
@@ -317,7 +326,7 @@ def _repeats(previous: list[float], current: list[float]) -> bool:
 
 
 def _compute_operations(steps: StepGraph, by_name: dict[str, Operation]) -> list[Operation]:
-    """Returns the compute operations in program order. Raises if names or order are invalid."""
+    """Returns the compute operations in program order. Raises if their names or order are invalid."""
     if len(by_name) != len(steps.operations):
         names = [o.name for o in steps.operations]
         raise ValueError(

@@ -1,4 +1,6 @@
-"""Computes the facts shown beside a picture: tables' places, DDP's step, steps on other numbers of ranks."""
+"""Computes the facts shown beside the picture of a schedule: where tables are, DDP's step, steps on other numbers of
+ranks.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +8,7 @@ from dataclasses import replace
 from math import prod
 
 from embrace_fx.cost.links import Collective, all_reduce, exchange
-from embrace_fx.passes.scheduler.launch_order import quick_ms
+from embrace_fx.passes.scheduler.launch_order import quick_step_ms
 from embrace_fx.vocabulary.ops import own_columns
 from embrace_fx.vocabulary.picture_facts import PictureFacts, StepEstimate, TablePlace
 from embrace_fx.vocabulary.plan import SHARDED, Decision, Plan
@@ -26,19 +28,23 @@ _COLLECTIVE: dict[str, Collective] = {
 
 
 def compute_facts(plan: Plan, schedule: Schedule) -> PictureFacts:
-    """Computes the facts that a picture shows beside the schedule of a plan."""
+    """Computes the facts shown beside the picture of a plan's schedule."""
     if plan.world_size == 1:
         return PictureFacts(0.0, (), table_places(plan))
     steps = []
     for ranks in sorted({*RANKS, plan.world_size}):
         is_own = ranks == plan.world_size
-        step_ms = schedule.diagnostics().step_ms if is_own else quick_ms(rescale_to_ranks(schedule.steps, plan, ranks))
+        step_ms = (
+            schedule.diagnostics().step_ms if is_own else quick_step_ms(rescale_to_ranks(schedule.steps, plan, ranks))
+        )
         steps.append(StepEstimate(ranks, step_ms, ddp_exposed_ms(plan, schedule.steps, ranks)))
     return PictureFacts(ddp_exposed_ms(plan, schedule.steps, plan.world_size), tuple(steps), table_places(plan))
 
 
 def ddp_exposed_ms(plan: Plan, steps: StepGraph, ranks: int) -> float:
-    """Estimates how many milliseconds a step under DDP waits. Tables' gradients are ready when the backward ends."""
+    """Estimates how many milliseconds a step under DDP waits for communication. Tables' gradients are assumed ready
+    only when the backward ends.
+    """
     tables, others = 0, 0
     for decision in plan:
         reduced = round(decision.ddp_bytes_per_step * plan.world_size / (2 * (plan.world_size - 1)))
@@ -55,12 +61,12 @@ def ddp_exposed_ms(plan: Plan, steps: StepGraph, ranks: int) -> float:
 
 
 def rescale_to_ranks(steps: StepGraph, plan: Plan, ranks: int) -> StepGraph:
-    """Returns the step graph with the durations of launches between `ranks` ranks."""
+    """Returns the step graph with its collectives' durations predicted for another number of ranks."""
     return replace(steps, operations=tuple(_rescale_operation(each, plan, ranks) for each in steps.operations))
 
 
 def _rescale_operation(operation: Operation, plan: Plan, ranks: int) -> Operation:
-    """Returns an operation with its duration scaled from the plan's ranks to `ranks`."""
+    """Returns an operation with its duration scaled from the plan's number of ranks to `ranks`."""
     collective = _COLLECTIVE.get(operation.kind)
     if collective is None or not operation.is_communication or not operation.sent_bytes:
         return operation
@@ -73,7 +79,7 @@ def _rescale_operation(operation: Operation, plan: Plan, ranks: int) -> Operatio
 
 
 def table_places(plan: Plan) -> tuple[TablePlace, ...]:
-    """Returns the placement of each table, the largest table first."""
+    """Returns where the rows and columns of each table are, the largest table first."""
     all_elements = sum(prod(decision.shape) for decision in plan)
     found = [
         TablePlace(
@@ -92,7 +98,7 @@ def table_places(plan: Plan) -> tuple[TablePlace, ...]:
 
 
 def _describe_parts(decision: Decision, world_size: int) -> tuple[str, ...]:
-    """Describes in words what each rank holds of a parameter."""
+    """Describes in words what each rank holds of a table."""
     if decision.strategy not in SHARDED or world_size == 1:
         return ("all of it",)
     width = decision.shape[1]

@@ -1,4 +1,4 @@
-"""Describes one window of training as a `StepGraph`: its compute, its communication, and their dependences.
+"""Describes one window of training, a backward and the next forward, by its compute, communication and dependences.
 
 Contract
     Reads the phases that run: every submission and every await is a node with the id of its launch. The compute between
@@ -55,15 +55,14 @@ from embrace_fx.vocabulary.submissions import awaited, begun_or_awaited, compute
 
 @dataclass(frozen=True)
 class Sizes:
-    """The bytes that launches send, as far as the graph does not determine them.
+    """How many bytes collectives send, where the graph does not determine it.
 
     Attributes:
-        sent: launch -> bytes one rank sends, if measured or otherwise known.
-        row_bytes: table -> bytes one rank sends for all rows of a batch, in one direction.
-        ids_bytes: bytes one rank sends in the AllGather of ids.
-        norm_bytes: table -> bytes one rank sends for the squares of its rows, which the optimizer's step sums over
-            ranks.
-        buckets_as: the format of buckets on the wire.
+        sent: launch -> bytes that one rank sends, if known.
+        row_bytes: table -> bytes that one rank sends for all rows of a batch, in one direction.
+        ids_bytes: bytes that one rank sends in the AllGather of ids.
+        norm_bytes: table -> bytes that one rank sends to sum squares of its rows over ranks, for row-wise optimizers.
+        buckets_as: the dtype in which buckets are sent.
     """
 
     sent: Mapping[OperationId, int]
@@ -75,13 +74,13 @@ class Sizes:
 
 @dataclass
 class Block:
-    """A compute operation of a program.
+    """A compute operation of the window: consecutive nodes between two communication points.
 
     Attributes:
         ms: estimated milliseconds of its nodes.
-        awaits: (launch or copy that the operation waits for, how many windows earlier it was submitted).
-        submits: nodes that submit a launch at its end.
-        begins: nodes that begin a copy, or an exchange of an output layer, at its end.
+        awaits: (launch or copy that it waits for, how many windows earlier that was submitted).
+        submits: nodes at its end that submit a collective.
+        begins: nodes at its end that begin a copy, or an exchange of an output layer.
     """
 
     id: OperationId
@@ -91,11 +90,11 @@ class Block:
     begins: list[fx.Node] = field(default_factory=list)
 
 
-def blocks(graph: TrainingGraph, node_ms: NodeMs) -> list[Block]:
-    """Lists the compute operations of a window, in the order of the program.
+def compute_blocks(graph: TrainingGraph, node_ms: NodeMs) -> list[Block]:
+    """Returns the compute operations of a window, in program order.
 
     Args:
-        node_ms: milliseconds of a node.
+        node_ms: function that returns the milliseconds of a node.
     """
     early, end, between = Block(EARLY), Block(END), Block(BETWEEN)
     found = [early, *_backward_blocks(graph.phases["backward"], early, end, node_ms), end, between]
@@ -116,7 +115,12 @@ def _is_lookup(node: fx.Node) -> bool:
 
 
 def _backward_blocks(backward: fx.GraphModule, early: Block, end: Block, node_ms: NodeMs) -> Iterator[Block]:
-    """Yields the blocks of the backward, each with the launches it awaits and submits."""
+    """Yields the compute operations of the backward, in program order.
+
+    Args:
+        early: the operation to which nodes before the backward belong.
+        end: the operation after the backward.
+    """
     block = early
     for node in backward.graph.nodes:
         launch = awaited(node)
@@ -140,7 +144,7 @@ def _backward_blocks(backward: fx.GraphModule, early: Block, end: Block, node_ms
 
 
 def _forward_blocks(forward: fx.GraphModule, between: Block, node_ms: NodeMs) -> Iterator[Block]:
-    """Yields the blocks of the forward, each with the launches it awaits and submits."""
+    """Yields the compute operations of the forward, in program order."""
     segment: Block | None = Block(START)
     waiting = Block(START)  # compute after the last submission precedes the next await
     for node in forward.graph.nodes:
@@ -174,10 +178,11 @@ def _forward_blocks(forward: fx.GraphModule, between: Block, node_ms: NodeMs) ->
 def _cut_at_copies(
     module: fx.GraphModule, what: OperationId, node_ms: NodeMs, before_ms: float = 0.0
 ) -> Iterator[Block]:
-    """Cuts a phase without launches at the nodes that begin or await a copy. The last block has the id `what`.
+    """Cuts a phase without collectives into compute operations, at the nodes that begin a copy or wait for one. The
+    last one has the id `what`.
 
     Args:
-        before_ms: milliseconds of compute before the phase, added to its first block.
+        before_ms: milliseconds of compute before the phase, added to the first operation.
     """
     block = Block(what, before_ms)
     for node in module.graph.nodes:
@@ -188,8 +193,8 @@ def _cut_at_copies(
     yield block
 
 
-def build_single(graph: TrainingGraph, compute: cost.Compute) -> StepGraph:
-    """Builds the window of a single process, which has compute in order and copies but sends nothing."""
+def build_single_process(graph: TrainingGraph, compute: cost.Compute) -> StepGraph:
+    """Describes the window of a single process, which has compute and copies but sends nothing."""
     node_ms, phases = node_time_estimator(compute, graph.expected), graph.phases
     head_ms = sum(node_ms(node) for name in ("unique", "ids") for node in phases[name].graph.nodes)
     found = [
@@ -206,7 +211,9 @@ def build_single(graph: TrainingGraph, compute: cost.Compute) -> StepGraph:
 
 
 def _add_copies(block: Block, operations: list[Operation], dependences: list[Dependence]) -> None:
-    """Adds the copies that a block begins, and all dependences of the copies and of the block."""
+    """Adds the copies that a block begins to `operations`, and all dependences of the block and its copies to
+    `dependences`.
+    """
     name = str(block.id)
     dependences += [Dependence(str(launch), name, distance) for launch, distance in block.awaits]
     for node in block.begins:
@@ -220,8 +227,8 @@ def _add_copies(block: Block, operations: list[Operation], dependences: list[Dep
 
 
 def _end_block(node: fx.Node, block: Block) -> Block:
-    """Ends a block at the node that begins or awaits a copy or an output layer's exchange. `block` continues after
-    it.
+    """Ends a block at a node that begins or awaits a copy or an output layer's exchange. Returns the ended part;
+    `block` continues after it.
     """
     ended = Block(compute_up_to(node), block.ms, _pop_ending_awaits(block))
     block.ms = 0.0
@@ -236,19 +243,21 @@ def _end_block(node: fx.Node, block: Block) -> Block:
 
 
 def _pop_ending_awaits(block: Block) -> list[tuple[OperationId, int]]:
-    """Removes from a block the awaits that end a block, of copies and of gathered positions, and returns them."""
+    """Removes from a block, and returns, the waits that end it: for copies and for gathered positions."""
     found = [each for each in block.awaits if _ends_block(each[0])]
     block.awaits = [each for each in block.awaits if not _ends_block(each[0])]
     return found
 
 
 def _ends_block(launch: OperationId) -> bool:
-    """Returns whether a launch ends a block of compute: a copy or a gather of positions does."""
+    """Returns whether waiting for this launch ends a compute operation, as for copies and gathered positions."""
     return launch.lane in COPIES or launch.kind == "positions"
 
 
 def _operation_after_await(node: fx.Node) -> OperationId | None:
-    """Returns the operation that a node starts by reading awaited rows or an awaited bucket, or None."""
+    """Returns the operation that begins at a node that reads awaited rows or an awaited bucket, or None for other
+    nodes.
+    """
     match op_name(node):
         case "embrace::join_rows":
             return compute_id("rows", _awaited_launch(node).what)
@@ -258,27 +267,28 @@ def _operation_after_await(node: fx.Node) -> OperationId | None:
 
 
 def _awaited_launch(node: fx.Node) -> OperationId:
-    """Returns the launch of the first await among a node's inputs."""
+    """Returns the launch id of the first wait among a node's inputs."""
     return next(launch for value in node.all_input_nodes if (launch := launch_of(value)) is not None)
 
 
-def build(
+def build_step_graph(
     graph: TrainingGraph,
     sizes: Sizes,
     durations: Mapping[OperationId, float] | None,
     cluster: cost.Cluster,
     world_size: int,
 ) -> StepGraph:
-    """Builds the window of a graph.
+    """Describes the window of a graph, with durations measured or estimated.
 
     Args:
-        graph: a graph with phases.
-        durations: compute operation -> milliseconds. A missing operation takes no time. None means estimates.
+        graph: a partitioned graph.
+        durations: compute operation -> measured milliseconds; 0 for missing ones. None to estimate all.
+        sizes: the bytes that collectives send.
     """
     operations: list[Operation] = []
     dependences: list[Dependence] = []
     order: list[str] = []
-    found = blocks(graph, node_time_estimator(cluster.compute, graph.expected))
+    found = compute_blocks(graph, node_time_estimator(cluster.compute, graph.expected))
     durations = {block.id: block.ms for block in found} if durations is None else durations
     between = next(k for k, block in enumerate(found) if block.id == BETWEEN)
     found[between:between] = [Block(each) for each in BESIDE if each in durations]
@@ -308,7 +318,7 @@ def build(
 
 
 def _add_norm_exchange(steps: StepGraph, sizes: Sizes, cluster: cost.Cluster, world_size: int) -> StepGraph:
-    """Returns the step graph with the exchange of row norms, if an optimizer needs it."""
+    """Returns the step graph with the exchange of squared row norms, if an optimizer needs it."""
     tables = {table for table, nbytes in sizes.norm_bytes.items() if nbytes}
     if not tables:
         return steps
@@ -332,7 +342,7 @@ def _add_norm_exchange(steps: StepGraph, sizes: Sizes, cluster: cost.Cluster, wo
 
 
 def _count_pieces(blocks_of_window: Sequence[Block]) -> dict[str, int]:
-    """Maps each table to the count of pieces of its delayed gradients."""
+    """Maps each table to the number of pieces in which its delayed gradients are sent."""
     launches = [id_of(node) for block in blocks_of_window for node in block.submits]
     return {launch.what: launch.number + 1 for launch in launches if launch.part == "delayed"}
 
@@ -345,7 +355,7 @@ def _sent_bytes(
     world_size: int,
     expected: ExpectedSizes,
 ) -> int:
-    """Returns the bytes that one rank sends.
+    """Returns the bytes that one rank sends in the collective that a node submits.
 
     Until measured, half of a batch's rows count as early, and half as delayed.
     """

@@ -1,4 +1,4 @@
-"""Adds to a step's graph the reads and writes of rows of tables beyond memory.
+"""Adds reads and writes of storage to a step graph, for tables larger than memory.
 
 Contract
     A table has one read and one write operation per window, in one lane. A read is submitted some windows before the
@@ -21,19 +21,19 @@ WRITES_BEHIND = 2
 """Writes may fall behind by this many windows; then lookups wait for slots."""
 
 
-def with_read_ahead(memory: RowMemory, batches: int, world_size: int) -> RowMemory:
-    """Returns `memory` with the number of windows by which its rows are read ahead.
+def set_read_ahead(memory: RowMemory, batches: int, world_size: int) -> RowMemory:
+    """Returns `memory` with the number of steps by which rows are read ahead from storage: `batches`, or one less with
+    several ranks.
 
     Args:
-        batches: how many batches the loader is ahead. With several ranks one less counts, because ranks learn one call
-            later which rows the others will read.
+        batches: how many batches the loader is ahead. Ranks learn one call later which rows the others will read.
     """
     room = memory.slots // max(memory.at_once, 1) - 1
     return replace(memory, ahead=max(0, min(batches - (world_size > 1), room, MOST_AHEAD)))
 
 
 def with_measured_speed(table: str, memory: RowMemory, byte_ms: Mapping[OperationId, float]) -> RowMemory:
-    """Returns `memory` with the measured speed of its reads and writes.
+    """Returns `memory` with the measured speed of reading and writing rows.
 
     Args:
         byte_ms: read or write operation -> milliseconds per byte.
@@ -45,11 +45,15 @@ def with_measured_speed(table: str, memory: RowMemory, byte_ms: Mapping[Operatio
     return replace(memory, storage=(first, *others))
 
 
-def with_storage(steps: StepGraph, memory: Mapping[str, RowMemory]) -> StepGraph:
-    """Returns the step graph with the reads and writes of tables beyond memory."""
+def add_storage_operations(steps: StepGraph, memory: Mapping[str, RowMemory]) -> StepGraph:
+    """Returns the step graph with the reads and writes of rows in storage, for tables larger than memory.
+
+    Args:
+        memory: table larger than memory -> how many of its rows are in memory.
+    """
     operations, dependences = [*steps.operations], [*steps.dependences]
     for table, of in memory.items():
-        readers = lookups(steps, table)
+        readers = lookup_operations(steps, table)
         read, write = storage_id("read", table), storage_id("write", table)
         nbytes = round(of.moved_bytes)
         for each, ms in ((read, of.read_ms), (write, of.write_ms)):
@@ -61,8 +65,9 @@ def with_storage(steps: StepGraph, memory: Mapping[str, RowMemory]) -> StepGraph
     return replace(steps, operations=tuple(operations), dependences=tuple(dependences))
 
 
-def lookups(steps: StepGraph, table: str) -> list[str]:
-    """Returns the names of the compute operations that look up a table's rows, in order.
+def lookup_operations(steps: StepGraph, table: str) -> list[str]:
+    """Returns the names of the compute operations that look up a table's rows, in order. For a single process it is the
+    forward.
 
     With a single process, this is the forward.
     """
@@ -74,6 +79,6 @@ def lookups(steps: StepGraph, table: str) -> list[str]:
 
 
 def _previous_compute(steps: StepGraph, name: str) -> tuple[str, int]:
-    """Returns the compute operation before another one, and 1 if it belongs to the previous window, else 0."""
+    """Returns the compute operation before another one, and how many windows earlier it runs: 0 or 1."""
     place = steps.compute_order.index(name)
     return steps.compute_order[place - 1], int(place == 0)

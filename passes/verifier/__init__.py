@@ -1,1 +1,3 @@
-"""Verifies the invariants of every rewritten graph, and of two windows of a schedule."""
+"""Checks the invariants of every rewritten graph, and of a schedule over two windows (a backward and the next forward
+each).
+"""

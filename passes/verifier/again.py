@@ -1,4 +1,4 @@
-"""Invariants of recomputed values (`passes/memory`): they equal the forward's, bit for bit.
+"""Invariants of values that the backward recomputes (`passes/memory`): they equal the forward's, bit for bit.
 
 `node.meta["again"]` of a recomputed node is the name of the node that it is a copy of.
 """
@@ -23,7 +23,7 @@ _STATE, _BEGIN, _END = "embrace::random_state", "embrace::begin_replay", "embrac
 
 
 def copies_equal_originals(graph: TrainingGraph) -> Iterator[Violation]:
-    """Checks that each recomputed copy calls the op of its original, on the same values or copies of them.
+    """Checks that each recomputed copy calls the same op as its original, on the same values or on copies of them.
 
     A copy must also launch and await nothing, and read no state that the forward writes.
     """
@@ -44,7 +44,9 @@ def copies_equal_originals(graph: TrainingGraph) -> Iterator[Violation]:
 
 
 def replays_draw_equally(graph: TrainingGraph) -> Iterator[Violation]:
-    """Checks that random numbers are drawn again from the random state before their first draw, in the same order."""
+    """Checks that the backward draws random numbers again in the same order, from the random state that was saved
+    before the first draw.
+    """
     drawn: dict[torch.device, list[str]] = {}
     states: dict[str, tuple[torch.device, int]] = {}  # state -> (device, number of draws before it)
     replays: dict[torch.device, _Replay] = {}
@@ -84,7 +86,9 @@ def replays_draw_equally(graph: TrainingGraph) -> Iterator[Violation]:
 
 @dataclass
 class _Replay:
-    """A replay of random draws: the node that begins it, the number of draws before it, and the draws in it so far."""
+    """A replay of random draws: the node that begins it, the number of draws before the replayed ones, and the draws
+    seen so far.
+    """
 
     begin: str
     after: int
@@ -92,13 +96,13 @@ class _Replay:
 
 
 def _comparable_call(node: fx.Node) -> tuple[Any, ...]:
-    """Returns a node's call in a form to compare. A copy counts as its original."""
+    """Returns a node's call in a form in which a copy equals its original."""
     leaves, spec = pytree.tree_flatten((node.args, dict(node.kwargs)))
     return str(node.target), str(spec), [_origin(leaf) if isinstance(leaf, fx.Node) else str(leaf) for leaf in leaves]
 
 
 def _origin(node: fx.Node) -> str:
-    """Returns the name of the node whose value a node copies or recomputes."""
+    """Returns the name of the node whose value a node copies or recomputes; its own name if it does neither."""
     if op_name(node) == "embrace::copy_unwritten":
         node = node.all_input_nodes[0]
     while op_name(node) in COPY_OPS:  # an offloaded and reloaded value counts as the value itself

@@ -1,4 +1,4 @@
-"""Invariants of offloaded values, and of a step's peak memory (`passes/memory`)."""
+"""Invariants of values that are offloaded and reloaded, and of a step's peak memory (`passes/memory`)."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _READERS = {OFFLOAD: AWAIT_OFFLOAD, AWAIT_OFFLOAD: RELOAD, RELOAD: AWAIT_RELOAD}
 
 
 def copies_in_pairs(graph: TrainingGraph) -> Iterator[Violation]:
-    """Checks that each offload is awaited once, then reloaded once, and that the reload is awaited once.
+    """Checks that each value is offloaded, awaited, reloaded and awaited exactly once, in this order.
 
     No other node may read a value in between. Both ends of a copy must have the copy's id, and print it.
     """
@@ -46,7 +46,7 @@ def copies_in_pairs(graph: TrainingGraph) -> Iterator[Violation]:
 
 
 def freed_values_unread(graph: TrainingGraph) -> Iterator[Violation]:
-    """Checks that after the await of an offload no node of any phase reads the offloaded value or a view of it."""
+    """Checks that no node reads an offloaded value, or a view of it, after the wait for its offload."""
     if not any(op_name(node) == AWAIT_OFFLOAD for module in running_modules(graph) for node in module.graph.nodes):
         return
     freed: dict[str, str] = {}  # value -> the await that freed it
@@ -80,7 +80,7 @@ def freed_values_unread(graph: TrainingGraph) -> Iterator[Violation]:
 
 
 def within_memory_limit(graph: TrainingGraph) -> Iterator[Violation]:
-    """Checks that the step, with its copies as placed, holds at most its limit. Data-dependent sizes count as 0."""
+    """Checks that the step holds at most as many bytes as its limit. Sizes that depend on data count as 0."""
     if graph.memory_limit is None:
         return
     found = step_memory(graph)
@@ -91,5 +91,5 @@ def within_memory_limit(graph: TrainingGraph) -> Iterator[Violation]:
 
 
 def _saved_name(node: fx.Node, saved: dict[fx.Node, str]) -> str:
-    """Returns the name under which a node's value is saved, or else the node's own name."""
+    """Returns the name under which an earlier phase saved a node's value, or the node's own name."""
     return saved.get(node, node.name)

@@ -1,4 +1,5 @@
-"""Compares a node's recorded fake value with its op's result, without changing the graph's fake mode.
+"""Checks a node's recorded fake value against its op's result, without adding anything to the graph's shape
+environment.
 
 Runs a node's op on the recorded values of its inputs. If every node agrees, all values follow from those of the
 placeholders, and unchanged nodes need not be run again.
@@ -23,7 +24,7 @@ from embrace_fx.passes.rewriter import DerivedValue, computing_fakes
 
 
 def without_recording(mode: FakeTensorMode) -> ExitStack:
-    """Opens a context in which ops under `mode` add no guards or pending symbols to its shape environment."""
+    """Opens a context in which ops add no guards or symbols to the shape environment of `mode`."""
     stack = ExitStack()
     stack.enter_context(torch.no_grad())
     stack.enter_context(computing_fakes(mode))
@@ -34,7 +35,7 @@ def without_recording(mode: FakeTensorMode) -> ExitStack:
 
 
 def is_derived(node: fx.Node) -> bool:
-    """Returns whether a node's value was computed from its inputs' current fake values."""
+    """Returns whether a node's fake value was computed from its inputs' current fake values."""
     derived: DerivedValue | None = node.meta.get("derived")
     return (
         derived is not None
@@ -46,7 +47,7 @@ def is_derived(node: fx.Node) -> bool:
 
 
 def is_unchanged(node: fx.Node, verified: Mapping[str, fx.Node]) -> bool:
-    """Returns whether the node of the same name in `verified` has the same call with identical fake values."""
+    """Returns whether the node of the same name in `verified` is the same call on identical fake values."""
     twin = verified.get(node.name)
     return (
         twin is not None
@@ -60,7 +61,7 @@ def is_unchanged(node: fx.Node, verified: Mapping[str, fx.Node]) -> bool:
 
 
 def _same(a: Any, b: Any) -> bool:
-    """Returns whether two arguments are equal. Nodes are equal if their fake values cannot be told apart."""
+    """Returns whether two arguments are equal. Two nodes are equal if their fake values are equivalent."""
     if isinstance(b, fx.Node):
         return _are_equivalent(a.meta.get("val", a) if isinstance(a, fx.Node) else a, b.meta.get("val", b))
     if isinstance(a, list | tuple) and isinstance(b, list | tuple):
@@ -71,16 +72,16 @@ def _same(a: Any, b: Any) -> bool:
 
 
 def _are_equivalent(one: Any, other: Any) -> bool:
-    """Returns whether two fake values are the same, or tensors of the same form without symbolic sizes."""
+    """Returns whether two fake values are the same object, or tensors with equal properties and no symbolic sizes."""
     if one is other:
         return True
-    form, another = _form(one), _form(other)
+    form, another = _tensor_properties(one), _tensor_properties(other)
     return form is not None and form == another
 
 
-def _form(value: Any) -> tuple[Any, ...] | None:
-    """Returns what tells a dense fake tensor from others; None for other values, and for symbolic sizes, of which a
-    comparison would add a guard.
+def _tensor_properties(value: Any) -> tuple[Any, ...] | None:
+    """Returns the properties that distinguish dense fake tensors, or None for other values and for tensors with
+    symbolic sizes, whose comparison would add a guard.
     """
     if type(value) is not FakeTensor or value.layout != torch.strided:
         return None
@@ -91,7 +92,8 @@ def _form(value: Any) -> tuple[Any, ...] | None:
 
 
 def find_disagreement(node: fx.Node, module: fx.GraphModule, mode: FakeTensorMode) -> tuple[str, str] | None:
-    """Returns (expected value, recorded value) if they differ in dtype, device, layout or shape, else None.
+    """Returns (expected value, recorded value) of a node, as text, if they differ in dtype, device, layout or shape;
+    otherwise None.
 
     Call it inside `without_recording(mode)`.
     """
@@ -127,7 +129,7 @@ def _derive_value(node: fx.Node, module: fx.GraphModule, inputs: Mapping[fx.Node
 
 
 def _values_agree(derived: Any, recorded: Any, inputs: Mapping[fx.Node, Any]) -> bool:
-    """Returns whether two values agree in kind and shape. Data-dependent sizes need to agree only up to renaming.
+    """Returns whether two values agree in kind and shape. Sizes that depend on data may have other names.
 
     The new symbols must map one to one to the recorded sizes, which must be data-dependent too.
     """
@@ -150,7 +152,7 @@ def _values_agree(derived: Any, recorded: Any, inputs: Mapping[fx.Node, Any]) ->
 
 
 def _properties(leaf: Any) -> tuple[object, ...]:
-    """Returns all properties of a leaf except its sizes."""
+    """Returns the properties of a leaf, without its sizes."""
     if isinstance(leaf, Tensor):
         return leaf.dtype, leaf.device, leaf.layout, leaf.dim()
     for symbolic, plain in ((torch.SymBool, bool), (torch.SymInt, int), (torch.SymFloat, float)):

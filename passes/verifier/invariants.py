@@ -1,4 +1,4 @@
-"""The verifier that runs between passes: the invariants of a training graph, each a function of its own.
+"""Verifies a training graph after a pass. Each invariant is a function that yields violations.
 
 Contract
     `verify` only reads: it changes neither the graph nor the symbols and guards of its fake tensors. The invariants are
@@ -75,14 +75,14 @@ def verify(
     """Checks every invariant of `graph`.
 
     Args:
-        after: the pass that made `graph`, for the message.
-        captured: the graph at the start of the pipeline, which determines the trained parameters, results and
-            mutations. None for `graph` itself.
-        previous: a verified graph whose fake values `graph` may share. Common modules are not checked again, and values
-            of unchanged nodes are not computed again.
+        after: the pass that produced `graph`, for the error message.
+        captured: the graph at the start of the pipeline, whose trained parameters, results and mutations must be kept.
+            None for `graph` itself.
+        previous: a graph that has already been verified. Modules that it shares with `graph` are not checked again, and
+            values of unchanged nodes are not computed again.
 
     Raises:
-        VerificationError: naming the first broken invariant, the pass, the node and the user's source line.
+        VerificationError: names the first broken invariant, the pass, the node and the user's source line.
     """
     verified = _nodes_by_name(previous.module) if previous else {}
     handed_on: frozenset[str] = frozenset()
@@ -107,11 +107,11 @@ def verify(
 
 @dataclass(frozen=True)
 class ModuleScope:
-    """One module to verify, and what is known about it beforehand.
+    """One module to verify, with what is already known about it.
 
     Attributes:
         phase: "joint", or the name of the phase.
-        verified: name -> node whose value is known to be correct.
+        verified: name -> node whose value is already known to be correct.
         handed_on: names of the values that earlier phases save.
     """
 
@@ -122,9 +122,8 @@ class ModuleScope:
 
 
 def definitions_before_uses(scope: ModuleScope) -> Iterator[Violation]:
-    """Checks that every input of a node is an earlier node of this graph.
-
-    No two nodes may have the same name, and the last node must be the only output.
+    """Checks that every input of a node is an earlier node of this graph, that no two nodes have the same name, and
+    that the last node is the only output.
     """
     defined: set[fx.Node] = set()
     names: set[str] = set()
@@ -145,8 +144,8 @@ def definitions_before_uses(scope: ModuleScope) -> Iterator[Violation]:
 
 
 def known_targets(scope: ModuleScope) -> Iterator[Violation]:
-    """Checks that nodes call only dispatcher ops, `getitem` and size arithmetic, because opaque Python could do
-    anything.
+    """Checks that nodes call only dispatcher ops, `getitem` and arithmetic on sizes. Other Python functions could have
+    any effect.
     """
     for node in scope.module.graph.nodes:
         if node.op not in {"placeholder", "get_attr", "call_function", "output"}:
@@ -160,7 +159,7 @@ def known_targets(scope: ModuleScope) -> Iterator[Violation]:
 
 
 def launches_and_waits_paired(scope: ModuleScope) -> Iterator[Violation]:
-    """Checks that every launch has exactly one wait, and that every wait waits for a launch."""
+    """Checks that each launch of a collective has exactly one wait, and each wait a launch."""
     for node in scope.module.graph.nodes:
         if is_launch(node):
             waits = [user.name for user in node.users if is_wait(user)]
@@ -173,8 +172,8 @@ def launches_and_waits_paired(scope: ModuleScope) -> Iterator[Violation]:
 
 
 def in_flight_values_unread(scope: ModuleScope) -> Iterator[Violation]:
-    """Checks that only its wait reads a launch, and that no other node reads a buffer after its in-place reduction
-    starts.
+    """Checks that nothing reads a collective's result before its wait, and that nothing else reads a buffer after its
+    in-place reduction starts.
 
     A read of the buffer after the wait is also wrong, because no edge of the graph keeps the reader after the wait.
     """
@@ -204,9 +203,8 @@ def values_agree(scope: ModuleScope) -> Iterator[Violation]:
 
 
 def values_have_roles(scope: ModuleScope) -> Iterator[Violation]:
-    """Checks that every placeholder has a unique role, and every output a role.
-
-    Earlier phases must save the values that later phases read.
+    """Checks that every placeholder has a unique role, and every output a role; and that earlier phases save the values
+    that later ones read.
     """
     seen: dict[InputRole, fx.Node] = {}
     for node in scope.module.graph.nodes:
@@ -234,7 +232,7 @@ def values_have_roles(scope: ModuleScope) -> Iterator[Violation]:
 
 
 def forward_free_of_tangents(scope: ModuleScope) -> Iterator[Violation]:
-    """Checks that no result, mutation or node before the backward depends on a tangent."""
+    """Checks that no result, mutation or forward node depends on a tangent."""
     for node, input_role in inputs_of(scope.module):
         if isinstance(input_role, Tangent) and scope.phase not in {"joint", "backward"}:
             yield Violation(node, f"no tangent in the {scope.phase} phase", "one", "move its readers to the backward")
@@ -302,7 +300,7 @@ def _nodes_by_name(module: fx.GraphModule) -> dict[str, fx.Node]:
 
 
 def _shared_buffers(module: fx.GraphModule) -> Iterator[Violation]:
-    """Yields a violation for each buffer that is read while an in-place collective may write it."""
+    """Yields a violation for each buffer that a node reads while an in-place collective may write it."""
     in_place = ("_c10d_functional::all_reduce_", "embrace::exchange_gradient_", "embrace::submit_chunk")
     launches = {node: None for node in module.graph.nodes if op_name(node) in in_place}
     if not launches:

@@ -1,4 +1,4 @@
-"""Verifies that a schedule reads rows of tables beyond memory before their lookup, and has enough slots."""
+"""Verifies that a schedule reads rows from storage before they are looked up, and that memory has room for them."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from embrace_fx.vocabulary.schedule import StepGraph
 
 
 def check_storage(steps: StepGraph, memory: Mapping[str, RowMemory]) -> None:
-    """Checks that a schedule reads rows of tables beyond memory before their lookup, keeps them until then, and never
-    needs more slots than there are.
+    """Checks the reads of tables larger than memory: they end before the lookup, and memory always has room for the
+    rows that are read.
 
     A step's rows have slots from the submission of their read until the step's last lookup. The slots must hold these
     rows and the rows of all steps whose reads are submitted in that time. Then no prefetched row is evicted before its
     step, because rows that no step waits for are evicted first.
 
     Args:
-        memory: table beyond memory -> its rows in memory.
+        memory: table larger than memory -> how many of its rows are in memory.
 
     Raises:
         ValueError: names the table and the operations.
@@ -47,7 +47,7 @@ def check_storage(steps: StepGraph, memory: Mapping[str, RowMemory]) -> None:
 
 
 def _reads_before_lookup(ahead_in_window: int, distance: int) -> int:
-    """Returns the count of windows whose reads are submitted before this window's rows have been looked up.
+    """Returns how many windows' reads are submitted before this window's rows have been looked up.
 
     Args:
         ahead_in_window: the distance, in program order, from the last lookup of a window to the submission of a read;

@@ -1,4 +1,5 @@
-"""The invariant of launches in flight at the start and end of a window, or of a variant's phase.
+"""Verifies which collectives are in flight at the start and end of a window (a backward and the next forward), or of a
+phase.
 
 Contract
     A steady window, a backward and the next forward, starts and ends with the launches that overlap the next step. A
@@ -33,17 +34,19 @@ Launches = frozenset[OperationId]
 
 
 def window_nodes(graph: TrainingGraph) -> list[fx.Node]:
-    """Returns the nodes of a window: of a backward and of the next forward."""
+    """Returns the nodes of a window: of the backward, then of the next forward."""
     return [node for phase in ("backward", "forward") for node in graph.phases[phase].graph.nodes]
 
 
 def crosses_windows(launch: OperationId) -> bool:
-    """Returns whether a launch is awaited one window after its submission."""
+    """Returns whether a collective is awaited in the window after the one that submits it."""
     return launch == IDS or launch.part == "delayed"
 
 
 def launches_in_flight_agree(graph: TrainingGraph) -> Iterator[Violation]:
-    """Checks that a steady window, or a variant's phase, awaits, submits and looks up the right launches in order."""
+    """Checks that a window, or a variant's phase, awaits, submits and looks up in the right order, given what is in
+    flight at its start.
+    """
     varied = graph.varied
     if varied is not None:
         where, nodes = str(varied.variant), list(graph.phases[varied.variant.phase].graph.nodes)
@@ -74,7 +77,7 @@ def launches_in_flight_agree(graph: TrainingGraph) -> Iterator[Violation]:
 
 
 def in_flight_at_ends(varied: VariedPhase) -> tuple[Launches, Launches]:
-    """Returns the launches in flight before, and those after, a variant's phase."""
+    """Returns the collectives in flight before a variant's phase, and those after it."""
     steady, variant = varied.steady, varied.variant
     prior = frozenset(each for each in steady if each.part == "prior")
     delayed = frozenset(each for each in steady if each.part == "delayed")
@@ -92,6 +95,10 @@ def in_flight_at_ends(varied: VariedPhase) -> tuple[Launches, Launches]:
 def _check_lookup(node: fx.Node, launch: OperationId, under_way: set[OperationId]) -> Iterator[Violation]:
     """Yields a violation if rows are looked up while one of their updates is in flight. Late rows have no delayed
     update.
+
+    Args:
+        node: the lookup.
+        under_way: the launches in flight.
     """
     gradients = {each for each in under_way if each.what == launch.what and each.kind in ("gradients", "delayed")}
     if launch.part == "late" and rows_id(launch.what, "early") in under_way:

@@ -1,4 +1,4 @@
-"""The report of a broken invariant."""
+"""A broken invariant, as the verifier reports it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import fx
 
 @dataclass(frozen=True)
 class Violation:
-    """A place in a graph where an invariant does not hold. `node` is None if no single node is the cause."""
+    """A broken invariant: the node that breaks it (None if no single node does) and what is wrong."""
 
     node: fx.Node | None
     expected: str

@@ -1,4 +1,4 @@
-"""The invariants of a whole training graph, over all modules that run."""
+"""Invariants of a whole training graph, across all modules that run."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from embrace_fx.vocabulary.submissions import overlaps_steps
 
 
 def parameters_updated_once(graph: TrainingGraph, captured: TrainingGraph) -> Iterator[Violation]:
-    """Checks that a trained parameter has either one dense gradient or one pair of ids and rows.
+    """Checks that each trained parameter has exactly one gradient: either a dense one or a pair of ids and rows.
 
     A table that an output layer reads has one gradient of its shard, with or without such a pair.
 
@@ -64,7 +64,7 @@ def parameters_updated_once(graph: TrainingGraph, captured: TrainingGraph) -> It
 
 
 def forward_kept(graph: TrainingGraph, captured: TrainingGraph) -> Iterator[Violation]:
-    """Checks that the results and mutations are those of the captured graph, once each and in the same order."""
+    """Checks that the graph has the results and mutations of the captured graph, each once and in the same order."""
     expected = [role for role in _output_roles(captured) if isinstance(role, Result | Mutation)]
     found = [role for role in _output_roles(graph) if isinstance(role, Result | Mutation)]
     if expected != found:
@@ -72,8 +72,8 @@ def forward_kept(graph: TrainingGraph, captured: TrainingGraph) -> Iterator[Viol
 
 
 def collectives_in_one_order(graph: TrainingGraph) -> Iterator[Violation]:
-    """Checks that no launch can differ between ranks, and that phases keep each group's launch order of the joint
-    graph.
+    """Checks that collectives cannot differ between ranks: they do not depend on the batch, and partitioning kept each
+    process group's order.
 
     A rank sees only its own graph. It checks that no launch's identity depends on the batch, that a group has one size,
     and that partitioning changed no group's order. The runtime compares the identities between ranks by
@@ -103,7 +103,9 @@ def _output_roles(graph: TrainingGraph) -> Iterator[OutputRole]:
 
 
 def _gradients(graph: TrainingGraph) -> dict[str, Counter[str]]:
-    """Counts the gradient outputs of each parameter by kind: "dense", "ids", "rows", "pending rows" or "shard"."""
+    """Counts each parameter's gradients among the outputs, by kind: "dense", "ids", "rows", "pending rows" or
+    "shard".
+    """
     found: dict[str, Counter[str]] = {}
     for role in _output_roles(graph):
         match role:
@@ -125,7 +127,7 @@ def _gradients(graph: TrainingGraph) -> dict[str, Counter[str]]:
 
 
 def _batch_dependence(launch: fx.Node) -> Iterator[Violation]:
-    """Yields a violation for each option or shape of a launch that depends on the batch."""
+    """Yields a violation for each option or shape of a collective that depends on the batch."""
     remedy = "launch what is equal on all ranks: their batches are not"
     for name, value in launch_options(launch).items():
         if any(not isinstance(leaf, int | float | str) for leaf in pytree.tree_leaves(value)):

@@ -1,4 +1,4 @@
-"""Invariants of communication that overlaps the next step.
+"""Invariants of communication that overlaps the next step, over windows of a backward and the next forward.
 
 Contract
     Each is a function of the phases of a graph with overlapped communication, under any schedule. An invariant that
@@ -25,8 +25,8 @@ from embrace_fx.vocabulary.submissions import awaited, is_submission, submitted
 
 
 def exchanged_once(graph: TrainingGraph) -> Iterator[Violation]:
-    """Checks that an overlapped graph has each exchange of the joint graph exactly once: as a launch, a submission or
-    an await.
+    """Checks that each exchange of the joint graph is submitted, and awaited, exactly once in the graph that overlaps
+    communication.
 
     Early and delayed parts, and further chunks, are not counted.
     """
@@ -54,7 +54,7 @@ _HANDED_OVER = {
 
 
 def launches_identified(graph: TrainingGraph) -> Iterator[Violation]:
-    """Checks that every submission and every await has the id of its launch, and prints it."""
+    """Checks that every submission and every wait has the id of its collective, also in its name."""
     for node in window_nodes(graph):
         if op_name(node) in SUBMISSIONS | AWAITS and str(launch_of(node)) != node.args[-1]:
             remedy = "make the node with embrace_fx.passes.rewriter.Rewriter.launch"
@@ -65,7 +65,7 @@ def launches_identified(graph: TrainingGraph) -> Iterator[Violation]:
 
 
 def rows_current(graph: TrainingGraph) -> Iterator[Violation]:
-    """Checks that rows are looked up in the result of all updates before the lookup."""
+    """Checks that rows are looked up only after all of their updates."""
     for phase in ("backward", "forward"):
         updated: dict[str, set[OperationId]] = defaultdict(set)
         for node in graph.phases[phase].graph.nodes:
@@ -79,14 +79,14 @@ def rows_current(graph: TrainingGraph) -> Iterator[Violation]:
 
 
 def _updates_before(value: object) -> Iterator[OperationId]:
-    """Yields the ids of the updates that a value has passed through."""
+    """Yields the ids of the updates on which a value depends."""
     while isinstance(value, fx.Node) and op_name(value) == "embrace::update_rows":
         yield id_of(value)
         value = value.args[0]
 
 
 def rows_joined(graph: TrainingGraph) -> Iterator[Violation]:
-    """Checks that a forward joins all sent parts of a table's rows."""
+    """Checks that a forward joins all parts in which a table's rows were sent."""
     sent = [launch for launch in _submitted(graph) if launch.kind == "lookups"]
     for node in graph.phases["forward"].graph.nodes:
         if op_name(node) != "embrace::join_rows" or graph.varied is not None:
@@ -116,7 +116,7 @@ def gradients_cut_once(graph: TrainingGraph) -> Iterator[Violation]:
 
 
 def _submitted(graph: TrainingGraph) -> list[OperationId]:
-    """Returns the ids of the launches that are submitted in one step."""
+    """Returns the ids of the collectives that one step submits."""
     return [*submitted(graph.phases["backward"], graph.phases["forward"])]
 
 
@@ -124,7 +124,7 @@ def _submitted(graph: TrainingGraph) -> list[OperationId]:
 
 
 def chunks_cover(graph: TrainingGraph) -> Iterator[Violation]:
-    """Checks that the chunks of a bucket cover each of its elements once."""
+    """Checks that the chunks of a bucket contain each of its elements exactly once."""
     chunks: dict[str, list[fx.Node]] = defaultdict(list)
     for node in window_nodes(graph):
         if op_name(node) == "embrace::submit_chunk":
@@ -143,8 +143,8 @@ def chunks_cover(graph: TrainingGraph) -> Iterator[Violation]:
 
 
 def chunks_unread_in_flight(graph: TrainingGraph) -> Iterator[Violation]:
-    """Checks that no node reads a bucket between the submission of a chunk and its await, and that handed-over buckets
-    are complete.
+    """Checks that nothing reads a bucket between the submission of a chunk and the wait for it, and that all chunks of
+    a bucket are awaited before it is handed over.
     """
     flying: dict[fx.Node, frozenset[OperationId]] = {}
     for node in graph.phases["backward"].graph.nodes:
@@ -166,7 +166,9 @@ def chunks_unread_in_flight(graph: TrainingGraph) -> Iterator[Violation]:
 
 
 def parameters_current(graph: TrainingGraph) -> Iterator[Violation]:
-    """Checks that the next forward reads a parameter after its update, and updates it after the chunks' awaits."""
+    """Checks that the next forward reads a parameter only after its update, and updates it only after the wait for its
+    gradient's chunks.
+    """
     forward = graph.phases["forward"]
     parameters = parameters_of(forward)
     sent = _submitted(graph)
@@ -193,7 +195,7 @@ def parameters_current(graph: TrainingGraph) -> Iterator[Violation]:
 
 
 def _awaited_chunks(update: fx.Node) -> Iterator[OperationId]:
-    """Yields the ids of the chunks that an update awaits."""
+    """Yields the ids of the chunks for which an update waits."""
     for value in update.all_input_nodes:
         node = value
         while op_name(node) == "embrace::await_chunk":

@@ -1,1 +1,1 @@
-"""Exchanges that average the ranks' gradients of a replicated parameter, one file per strategy."""
+"""Strategies to average the gradient of a replicated parameter over ranks, one file for each."""

@@ -1,4 +1,4 @@
-"""`allgather`: every rank gathers and sums all ranks' non-zero units, as Horovod and DDP do.
+"""Strategy `allgather`: each rank gathers and sums the non-zero units (rows) of all ranks, as Horovod and DDP do.
 
 Units are coalesced first, so that no rank sends one twice. N ranks with the same unit still send it N times.
 """
@@ -12,8 +12,8 @@ from embrace_fx.runtime.exchanges.rounds import gather_units
 
 
 def mean_parts(own: RowSet, channel: Channel, _cluster: Cluster) -> Steps[list[RowSet]]:
-    """Averages all ranks' units: gathers them, and sums them in rank order, so that all ranks get the same bits.
-    Returns the mean as one part.
+    """Averages the units (rows) of all ranks: gathers them, and sums them in rank order, so that all ranks get the same
+    bits.
     """
     ids, rows, counts = yield from gather_units(own, channel)
     return [mean_by_id(ids, rows, counts, own.num_rows, channel.world_size)]

@@ -17,7 +17,7 @@ SHORT_BLOCK = 32
 
 
 def block_bitmap(blocks: Tensor) -> Tensor:
-    """Returns a mask (B,) of the `blocks` (B, s) that have a non-zero element. NaN is non-zero, and -0.0 is zero."""
+    """Returns a mask (B,) of the `blocks` (B, s) with a non-zero element. NaN counts as non-zero, and -0.0 as zero."""
     if blocks.is_cuda:
         counts: Tensor = torch.linalg.vector_norm(blocks, 0, dim=1)  # a single pass, which writes only the result
         return counts != 0
@@ -28,7 +28,7 @@ def block_bitmap(blocks: Tensor) -> Tensor:
 
 
 def cut_rows(dense: Tensor, _cluster: Cluster) -> RowSet:
-    """Returns the non-zero rows of a gradient (rows, width)."""
+    """Returns the non-zero rows of a dense gradient (rows, width)."""
     return cut_blocks(dense, max(1, dense.shape[1]))
 
 
@@ -43,7 +43,7 @@ def cut_blocks(dense: Tensor, block_size: int) -> RowSet:
 
 
 def write_blocks_(dense: Tensor, blocks: RowSet) -> None:
-    """Writes blocks into the contiguous tensor that they were cut from. Other blocks do not change.
+    """Writes blocks back into the contiguous tensor from which they were cut. Other blocks do not change.
 
     Blocks that no rank has are already zero in the tensor, so a mean replaces the gradient completely.
     """

@@ -1,4 +1,4 @@
-"""Launches the exchanges' collectives and messages on one process group, asynchronously, and counts their bytes.
+"""Sends the messages of an exchange over one process group, asynchronously, and counts their bytes.
 
 Contract
     No method waits. Every rank calls the same methods in the same order. Sizes that differ between ranks are known on
@@ -30,7 +30,7 @@ different ones.
 
 
 def run_exchange(steps: Steps[T]) -> T:
-    """Runs an exchange's rounds to the end, and returns its result."""
+    """Runs all rounds of an exchange, waiting for each, and returns its result."""
     try:
         launch = next(steps)
         while True:
@@ -43,15 +43,14 @@ def run_exchange(steps: Steps[T]) -> T:
 
 
 class Channel:
-    """This rank's end of a process group's collectives and messages: launches them asynchronously, and counts the
-    bytes.
+    """Sends this rank's messages and collectives over one process group, asynchronously, and counts their bytes.
 
     Args:
-        group: the ranks that exchange, at least two.
+        group: the process group, of at least two ranks.
 
     Attributes:
         rank, world_size: this rank in the group, and the group's size.
-        sent_bytes: payload bytes that this rank has sent to others so far, without frames of the transport.
+        sent_bytes: payload bytes that this rank has sent to others so far.
     """
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
@@ -61,10 +60,10 @@ class Channel:
         self.sent_bytes = 0
 
     def all_to_all_equal(self, sent: Tensor) -> InFlight:
-        """Sends equally small parts to all ranks, and receives one from each, in rank order.
+        """Sends equal parts to all ranks, and receives one from each, in rank order. Meant for small parts.
 
         Args:
-            sent: the parts (N k,), in rank order.
+            sent: (N k,), the parts in rank order.
         """
         self.sent_bytes += sent.nbytes // self.world_size * (self.world_size - 1)
         received = torch.empty_like(sent)
@@ -74,23 +73,23 @@ class Channel:
         """Sends a part to every rank, and receives one from each, in rank order, as point-to-point messages.
 
         Args:
-            sent: the parts (sum of send_sizes,), in rank order.
-            send_sizes: elements for each rank.
-            receive_sizes: elements from each rank.
+            sent: (sum of send_sizes,), the parts in rank order.
+            send_sizes: the number of elements for each rank.
+            receive_sizes: the number of elements from each rank.
         """
         received = sent.new_empty((sum(receive_sizes),))
         own, theirs = sent.split(list(send_sizes)), received.split(list(receive_sizes))
         return InFlight(received, self._exchange_messages(own, theirs))
 
     def all_gather(self, own: Tensor, sizes: Sequence[int]) -> InFlight:
-        """Gathers every rank's data, in rank order.
+        """Gathers the data of every rank, in rank order, also if their sizes differ.
 
         The collective needs equal sizes. If sizes differ, single messages send exactly the ranks' bytes. Padding would
         send the longest rank's bytes from every rank, and an AlltoAll would first write `world_size` copies of `own`.
 
         Args:
-            own: (sizes[rank],).
-            sizes: elements of each rank.
+            own: (sizes[rank],), this rank's data.
+            sizes: the number of elements of each rank.
         """
         everyone = own.new_empty((sum(sizes),))
         if len(set(sizes)) > 1:
@@ -99,6 +98,6 @@ class Channel:
         return InFlight(everyone, gather_single(everyone, own, self._group, async_op=True))
 
     def _exchange_messages(self, sent: Sequence[Tensor], received: Sequence[Tensor]) -> Messages:
-        """Sends a message to every other rank, and receives one from each. Skips empty messages."""
+        """Sends a message to, and receives one from, every other rank. Skips empty messages."""
         self.sent_bytes += sum(part.nbytes for rank, part in enumerate(sent) if rank != self.rank)
         return send_parts(self._group, sent, received)

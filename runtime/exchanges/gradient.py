@@ -1,4 +1,4 @@
-"""Sets of rows, the unit of every strategy: rows of a gradient, or its blocks (`blocks.py`)."""
+"""Sparse sets of rows, in which strategies exchange gradients: rows of a gradient, or its blocks (`blocks.py`)."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RowSet:
-    """Some rows of a tensor; absent rows are zero.
+    """Some rows of a tensor, with their ids. Rows that are absent are zero.
 
     A present row may be zero. An optimizer that updates by rows still updates it.
 
     Attributes:
         ids: (K,) int64, unique and ascending, from 0 to num_rows - 1.
         rows: (K, d).
-        num_rows: rows of the whole tensor.
+        num_rows: the number of rows of the whole tensor.
     """
 
     ids: Tensor
@@ -44,7 +44,7 @@ MARKED_ROWS_PER_ID = 32
 
 
 def sum_by_position(positions: Tensor, rows: Tensor, counts: Sequence[int], size: int) -> Tensor:
-    """Sums rows with the same position, (size, d), in rank order, so that sums are reproducible bit for bit.
+    """Sums rows with the same position in rank order, so that sums are reproducible bit for bit. Returns (size, d).
 
     Sums are float32 at least: in 16 bits they would lose a bit per doubling of the ranks.
 
@@ -61,13 +61,13 @@ def sum_by_position(positions: Tensor, rows: Tensor, counts: Sequence[int], size
 
 
 def mean_by_id(ids: Tensor, rows: Tensor, counts: Sequence[int], num_rows: int, divisor: int) -> RowSet:
-    """Averages rows of the same id. Returns the union of all ranks' rows.
+    """Averages rows with the same id. Returns the rows that any rank has.
 
     Args:
         ids: (K,) int64 in any order, rank after rank; unique within a rank.
         rows: (K, d).
         counts: for each rank, how many of the K rows are from it.
-        num_rows: rows of the whole tensor.
+        num_rows: the number of rows of the whole tensor.
         divisor: the number of ranks, or 1 for the sum.
     """
     union, positions = _unique_ids(ids, num_rows)
@@ -76,9 +76,7 @@ def mean_by_id(ids: Tensor, rows: Tensor, counts: Sequence[int], num_rows: int, 
 
 
 def _unique_ids(ids: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
-    """Returns the unique ids, ascending, and the position of each id among them. Needs no sort if many rows are
-    present.
-    """
+    """Returns the unique ids, ascending, and for each id its position among them."""
     if num_rows > MARKED_ROWS_PER_ID * ids.numel():
         union, positions = torch.unique(ids, return_inverse=True)
         return union, positions
@@ -88,7 +86,7 @@ def _unique_ids(ids: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
 
 
 def join_parts(parts: Sequence[RowSet], num_rows: int) -> RowSet:
-    """Joins disjoint row sets. A single set, whose ids ascend, is returned unchanged."""
+    """Joins disjoint sets of rows to one. A single set is returned unchanged."""
     if len(parts) == 1:
         return parts[0]
     ids, order = torch.cat([part.ids for part in parts]).sort()

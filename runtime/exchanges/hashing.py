@@ -1,4 +1,4 @@
-"""The hash of indices to servers, and the hash bitmap, of Zen (OSDI 2025, arXiv 2309.13254).
+"""Zen's hash of indices to servers, and its hash bitmap (OSDI 2025, arXiv 2309.13254).
 
 Contract
     `server_of` maps an index to the same server on every rank, with even load for any skew of the indices.
@@ -33,18 +33,18 @@ def _mix_bits(x: Tensor) -> Tensor:
 
 
 def _shift_right_33(x: Tensor) -> Tensor:
-    """Shifts right by 33 bits and fills with zeros, whereas torch's own shift fills with the sign."""
+    """Shifts right by 33 bits, filling with zeros. Torch's own shift fills with the sign bit."""
     return (x >> 33) & (2**31 - 1)
 
 
 def server_of(ids: Tensor, servers: int, seed: int) -> Tensor:
-    """Maps (K,) ids to (K,) servers, the same on all ranks: Zen's h0."""
+    """Returns the server (K,) of each id (K,), the same on all ranks: Zen's h0."""
     return ((murmur(ids, seed) >> 1) & (2**63 - 1)) % servers
 
 
 @lru_cache(maxsize=64)
 def index_sets(num_ids: int, servers: int, seed: int, device: torch.device) -> tuple[Tensor, ...]:
-    """Returns, for every server, the ids from 0 to num_ids - 1 that hash to it, ascending: Zen's I_i.
+    """Returns, for each server, the ids from 0 to num_ids - 1 that hash to it, ascending: Zen's I_i.
 
     The result, 8 bytes per id, is cached because it needs a sort.
     """
@@ -68,7 +68,7 @@ def hash_bitmap(ids: Tensor, index_set: Tensor) -> Tensor:
 
 
 def ids_of_bitmap(bitmap: Tensor, index_set: Tensor) -> Tensor:
-    """Returns the ids of a bitmap: the inverse of `hash_bitmap`. Ignores the bitmap's padding bits."""
+    """Returns the ids whose bits are set in a bitmap: the inverse of `hash_bitmap`."""
     bits = (bitmap.unsqueeze(1) >> _bit_numbers(bitmap.device)) & 1
     return index_set[bits.view(-1)[: index_set.numel()] != 0]
 

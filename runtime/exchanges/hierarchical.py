@@ -1,4 +1,5 @@
-"""Hierarchical centralization: recursive doubling over sparse sets, for any number of ranks (SparCML; Zen's HC).
+"""Hierarchical centralization: recursive doubling over sparse sets of rows, for any number of ranks (SparCML; Zen's
+HC).
 
     N = 4:  0 <-> 1, 2 <-> 3;  then  0 <-> 2, 1 <-> 3
     N = 6:  4 -> 0, 5 -> 1;  then as N = 4;  then  0 -> 4, 1 -> 5
@@ -10,7 +11,7 @@ from __future__ import annotations
 
 import torch
 
-from embrace_fx.cost.exchanges import paired_ranks
+from embrace_fx.cost.exchanges import power_of_two_below
 from embrace_fx.cost.links import Cluster
 from embrace_fx.runtime.exchanges.channel import Channel, Steps
 from embrace_fx.runtime.exchanges.gradient import RowSet, mean_by_id
@@ -18,10 +19,8 @@ from embrace_fx.runtime.exchanges.rounds import send_units
 
 
 def mean_parts(units: RowSet, channel: Channel, _cluster: Cluster) -> Steps[list[RowSet]]:
-    """Averages all ranks' units by recursive doubling. Returns the mean as one part. Partial sums are sent in the
-    units' dtype.
-    """
-    rank, paired = channel.rank, paired_ranks(channel.world_size)
+    """Averages the units (rows) of all ranks by recursive doubling. Partial sums are sent in the units' dtype."""
+    rank, paired = channel.rank, power_of_two_below(channel.world_size)
     extra = channel.world_size - paired
     above, below = rank + paired, rank - paired
     total = units
@@ -46,13 +45,13 @@ def mean_parts(units: RowSet, channel: Channel, _cluster: Cluster) -> Steps[list
 
 
 def _sum_row_sets(first: RowSet, second: RowSet) -> RowSet:
-    """Returns the sum of two row sets, each id once."""
+    """Returns the sum of two sets of rows, with each id once."""
     ids, rows = torch.cat([first.ids, second.ids]), torch.cat([first.rows, second.rows])
     return mean_by_id(ids, rows, [first.ids.numel(), second.ids.numel()], first.num_rows, divisor=1)
 
 
 def _exchange_with(units: RowSet, to: int | None, source: int | None, channel: Channel) -> Steps[RowSet]:
-    """Sends units to rank `to` and returns those from rank `source`. Without a source, returns no units."""
+    """Sends units to rank `to`, and returns those received from rank `source`; None to send or receive none."""
     world = range(channel.world_size)
     count = units.ids.numel()
     own = torch.full((int(to is not None),), count, device=units.ids.device)

@@ -1,4 +1,4 @@
-"""Runs exchanges of gradients in place, sequentially, on a separate thread and process group.
+"""Runs sparse exchanges of gradients in place, one after another, on a separate thread and process group.
 
 Contract
     An exchange has several rounds of collectives with compute in between. Neither the model's thread nor the launcher
@@ -30,11 +30,11 @@ from embrace_fx.vocabulary.plan import Plan
 
 @dataclass(frozen=True)
 class Strategy:
-    """A strategy by which ranks average a gradient, with the same bits on all ranks.
+    """A way in which ranks average a gradient. All ranks get the same bits.
 
     Attributes:
-        mean_parts: exchanges a rank's units, and returns disjoint parts of the mean in any order.
-        units: splits a gradient (rows, width) into units, each with an index on the wire.
+        mean_parts: exchanges this rank's units, and returns disjoint parts of the mean in any order.
+        units: splits a gradient (rows, width) into units: rows or blocks, each with an index.
     """
 
     mean_parts: Callable[[RowSet, Channel, Cluster], Steps[list[RowSet]]]
@@ -53,11 +53,11 @@ STRATEGY_OF: Mapping[tuple[str, str], Strategy] = {
 
 @dataclass(frozen=True)
 class ExchangeKind:
-    """The exchange of one parameter's gradient: its strategy and sizes, equal on all ranks.
+    """How one parameter's gradient is exchanged: its strategy and sizes, equal on all ranks.
 
     Attributes:
-        rows: size of the gradient's first dimension.
-        strategy, scheme: a key of `STRATEGY_OF`.
+        rows: the size of the gradient's first dimension.
+        strategy, scheme: the key of the strategy in `STRATEGY_OF`.
     """
 
     rows: int
@@ -66,12 +66,12 @@ class ExchangeKind:
 
 
 def exchange_gradient_(flat: Tensor, kind: ExchangeKind, channel: Channel, cluster: Cluster) -> Tensor:
-    """Replaces a gradient with its mean over ranks, in place. Returns after the last round of the exchange.
+    """Replaces a gradient by its mean over ranks, in place. Returns when the exchange has ended.
 
     Args:
         flat: the gradient, dense (rows * width,) or, if the strategy's units are rows, coalesced COO (rows, width).
             Both layouts send the same messages, so ranks may use different ones.
-        cluster: the links that determine block sizes.
+        cluster: the links, from which the block size follows.
     """
     strategy = STRATEGY_OF[kind.strategy, kind.scheme]
     if flat.is_sparse:
@@ -91,11 +91,11 @@ Exchange = Callable[[Tensor, str, Channel], object]
 def create_exchanges(
     plan: Plan, parameter: Callable[[str], Tensor], communicator: Communicator, *, at_once: bool
 ) -> dict[int, Callable[[Tensor, str], InFlight]]:
-    """Makes the functions that start the exchanges of the buckets that are not AllReduced, by bucket. Collective.
+    """Creates, for each bucket that is not AllReduced, a function that starts its exchange. Collective.
 
     Args:
-        parameter: returns a parameter by its name.
-        at_once: whether a function runs its exchange to the end immediately.
+        parameter: function that returns a parameter by its name.
+        at_once: whether the functions run the exchange to its end, without a thread.
     """
     rounding, found = communicator.rounding, dict[int, Exchange]()
     for k, (name, *_) in enumerate(plan.buckets):
@@ -112,7 +112,12 @@ def create_exchanges(
 
 
 def _create_exchange(plan: Plan, name: str, first: Tensor, rounding: Rounding) -> Exchange | None:
-    """Makes the exchange of a bucket by its first parameter, or returns None if the bucket is AllReduced."""
+    """Returns how a bucket's gradient is exchanged, or None if it is AllReduced.
+
+    Args:
+        first: the bucket's first parameter.
+        name: the name of this parameter.
+    """
     if name in plan.exchanged:
         decision = plan[name]
         kind = ExchangeKind(next(iter(first.shape), 1), decision.strategy, decision.scheme)
@@ -123,13 +128,13 @@ def _create_exchange(plan: Plan, name: str, first: Tensor, rounding: Rounding) -
 
 
 def exchange_blocking(exchange: Exchange, channel: Channel, flat: Tensor, name: str) -> InFlight:
-    """Runs an exchange to its end. Returns its result as a launch that has ended, with the number of bytes sent."""
+    """Runs an exchange to its end. Returns it as a launch that has ended."""
     sent = _run_and_count(exchange, flat, name, channel)
     return InFlight(flat, None, lambda: sent)
 
 
 def _run_and_count(exchange: Exchange, flat: Tensor, name: str, channel: Channel) -> int:
-    """Runs an exchange to its end, and returns the bytes sent."""
+    """Runs an exchange to its end, and returns how many bytes this rank has sent."""
     before = channel.sent_bytes
     with torch.no_grad():
         exchange(flat, name, channel)
@@ -140,13 +145,13 @@ class ExchangeThread:
     """Runs exchanges on a thread, in the order in which `start` is called.
 
     Args:
-        group: a process group for this thread only.
+        group: a process group that only this thread uses.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._worker, self._channel = Worker("exchanges"), Channel(group)
 
     def start(self, exchange: Exchange, flat: Tensor, name: str) -> InFlight:
-        """Starts an exchange in the background. The bytes sent are known when it has ended."""
+        """Starts an exchange in the background. Returns it as a launch in flight."""
         sent = self._worker.submit(partial(_run_and_count, exchange, flat, name, self._channel))
         return InFlight(flat, FutureWork(sent), sent.wait)

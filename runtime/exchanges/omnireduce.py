@@ -1,4 +1,5 @@
-"""`omnireduce`: streaming aggregation of non-zero blocks (OmniReduce, SIGCOMM 2021), on collectives.
+"""Strategy `omnireduce`: streaming aggregation of non-zero blocks (OmniReduce, SIGCOMM 2021). Each rank aggregates one
+range of the tensor.
 
 Every rank aggregates an even range of the blocks. The blocks of a range are assigned to *lanes* in turn, and a lane
 processes one block at a time. Before the first round, an AlltoAll and an AllGather exchange each lane's first block.
@@ -11,7 +12,7 @@ ranks, and the rounds of two streams overlap. One round of a stream:
 
 Thus a block that no rank has is never sent. Messages have no length, because the previous round determines which rank
 sends which block. With many lanes, the exchange of first blocks is large and rounds are few
-(`embrace_fx.cost.blocks.streaming_of`).
+(`embrace_fx.cost.blocks.choose_streaming`).
 
     two ranks, one lane       rank 0 has blocks 0, 3    rank 1 has blocks 3, 7
     round 0                   sends block 0, next 3     (has announced 3: nothing)   reply: mean of 0, next 3
@@ -26,9 +27,16 @@ from collections import deque
 import torch
 from torch import Tensor
 
-from embrace_fx.cost.blocks import STREAMS, cheapest_block, place_bytes, places_of_lane, record_bytes, streaming_of
+from embrace_fx.cost.blocks import (
+    STREAMS,
+    blocks_per_lane,
+    choose_streaming,
+    fastest_block_size,
+    position_bytes,
+    record_bytes,
+)
 from embrace_fx.cost.links import Cluster
-from embrace_fx.cost.sparsity import even_ranges
+from embrace_fx.cost.sparsity import range_starts
 from embrace_fx.runtime.exchanges.blocks import cut_blocks
 from embrace_fx.runtime.exchanges.channel import Channel, Steps
 from embrace_fx.runtime.exchanges.gradient import RowSet, sum_by_position
@@ -37,16 +45,16 @@ from embrace_fx.runtime.ranks.communicator import InFlight
 
 
 def nonzero_blocks(dense: Tensor, cluster: Cluster) -> RowSet:
-    """Returns the non-zero blocks of a gradient (rows, width), of the cheapest length on these links."""
-    return cut_blocks(dense, cheapest_block(max(1, dense.shape[1]), dense.itemsize, cluster))
+    """Returns the non-zero blocks of a gradient (rows, width), with the block size that is fastest on these links."""
+    return cut_blocks(dense, fastest_block_size(max(1, dense.shape[1]), dense.itemsize, cluster))
 
 
 def mean_parts(blocks: RowSet, channel: Channel, cluster: Cluster) -> Steps[list[RowSet]]:
-    """Averages all ranks' blocks by streaming aggregation. Returns one part per round; the ids of a part do not
-    ascend.
+    """Averages the blocks of all ranks by streaming aggregation. Returns one part for each round; the ids of a part do
+    not ascend.
     """
     shape = blocks.num_rows, blocks.width, blocks.rows.itemsize
-    streaming = streaming_of(*shape, channel.world_size, cluster)
+    streaming = choose_streaming(*shape, channel.world_size, cluster)
     lanes = streaming.lanes
     ranges = _BlockLanes(blocks.num_rows, channel.world_size, lanes, blocks.ids.device)
     queues = _BlockQueues(blocks, ranges)
@@ -80,7 +88,7 @@ def mean_parts(blocks: RowSet, channel: Channel, cluster: Cluster) -> Steps[list
 
 
 class _BlockLanes:
-    """The lanes of blocks (N, L): lane l of aggregator n has every L-th block of that aggregator's range.
+    """Lanes of blocks (N, L): lane l of aggregator n has every L-th block of the range that n aggregates.
 
     A block's *place* in its lane needs fewer bytes than its index. The place after the last one means no block.
     """
@@ -88,26 +96,28 @@ class _BlockLanes:
     def __init__(self, num_blocks: int, world_size: int, lanes: int, device: torch.device) -> None:
         self.num_blocks, self.lanes = num_blocks, lanes
         # First blocks of all ranges (N, 1).
-        self.starts = torch.tensor(even_ranges(num_blocks, world_size), device=device).unsqueeze(1)
-        self._none = places_of_lane(num_blocks, world_size, lanes)
-        self._dtype = torch.uint8 if place_bytes(self._none) == 1 else torch.int32
+        self.starts = torch.tensor(range_starts(num_blocks, world_size), device=device).unsqueeze(1)
+        self._none = blocks_per_lane(num_blocks, world_size, lanes)
+        self._dtype = torch.uint8 if position_bytes(self._none) == 1 else torch.int32
         self._lane = torch.arange(lanes, device=device)
 
     def encode(self, blocks: Tensor, starts: Tensor) -> Tensor:
-        """Encodes (R, L) blocks of lanes as places, with `num_blocks` for none; `starts` (R, 1) are the first blocks of
-        the ranges.
+        """Encodes (R, L) blocks as places in their lanes, with `num_blocks` for none.
+
+        Args:
+            starts: (R, 1), the first blocks of the ranges.
         """
         places = (blocks - starts) // self.lanes
         return torch.where(blocks < self.num_blocks, places, self._none).to(self._dtype).view(-1).view(torch.uint8)
 
     def decode(self, places: Tensor, starts: Tensor) -> Tensor:
-        """Decodes places, as the inverse of `encode`. `starts` may be a single number."""
+        """Decodes places in lanes to blocks: the inverse of `encode`."""
         of_lanes = places.view(self._dtype).view(-1, self.lanes).long()
         return torch.where(of_lanes < self._none, starts + of_lanes * self.lanes + self._lane, self.num_blocks)
 
 
 class _BlockQueues:
-    """This rank's non-zero blocks, as one queue per lane (N, L), in ascending order."""
+    """This rank's non-zero blocks, as one ascending queue for each lane (N, L)."""
 
     def __init__(self, blocks: RowSet, ranges: _BlockLanes) -> None:
         starts, lanes = ranges.starts.view(-1), ranges.lanes
@@ -123,13 +133,11 @@ class _BlockQueues:
         self._head = self._end - lengths
 
     def heads(self) -> Tensor:
-        """Returns the blocks (N, L) at the heads of the queues; for an empty queue `num_rows`, which is above all
-        blocks.
-        """
+        """Returns the first block (N, L) of each queue, or `num_rows` for an empty one."""
         return torch.where(self._head < self._end, self._ids[self._head], self._blocks.num_rows)
 
     def take(self, stream: slice, mine: Tensor) -> Tensor:
-        """Removes the heads of a stream's queues that `mine` (N, slots) selects, and returns their blocks."""
+        """Removes the first blocks of those queues of a stream that `mine` (N, slots) selects, and returns them."""
         heads = self._head[:, stream]
         taken = self._blocks.rows.index_select(0, self._order[heads[mine]])
         heads += mine
@@ -137,7 +145,7 @@ class _BlockQueues:
 
 
 class _Aggregation:
-    """The state of a rank during streaming: its queues as a sender, and each rank's next block as an aggregator.
+    """The state of streaming on a rank: its queues as a sender, and the next block of each rank as an aggregator.
 
     There are N ranks or aggregators and L lanes. `current` (N, L) is the current block of every lane of every
     aggregator, and is equal on all ranks. `upcoming_of_ranks` (N, L) is the next block of every rank in this rank's
@@ -158,13 +166,11 @@ class _Aggregation:
         self.means: list[RowSet] = [RowSet(blocks.ids[:0], blocks.rows[:0], self._end)]
 
     def active(self, stream: slice) -> bool:
-        """Returns whether any rank still has blocks to send in a stream."""
+        """Returns whether any rank still has blocks to send in a stream (a group of lanes)."""
         return bool((self._current[:, stream] < self._end).any())
 
     def push(self, stream: slice) -> InFlight:
-        """Sends this rank's current blocks of a stream to their aggregators, each with the index of its next block in
-        the lane.
-        """
+        """Sends this rank's current blocks of a stream to their aggregators, each with the index of its next block."""
         current = self._current[:, stream]
         mine = (self._queues.heads()[:, stream] == current) & (current < self._end)
         blocks = self._queues.take(stream, mine)
@@ -172,7 +178,7 @@ class _Aggregation:
         return self._channel.all_to_all(records.view(-1), self._sizes(mine), self._sizes(self._senders(stream)))
 
     def _senders(self, stream: slice) -> Tensor:
-        """Returns a mask (N, slots): which ranks have the current block of each of this rank's lanes."""
+        """Returns a mask (N, slots) of the ranks that have the current block of each of this rank's lanes."""
         current = self._current[self._channel.rank, stream]
         return (self._upcoming_of_ranks[:, stream] == current) & (current < self._end)
 
@@ -182,7 +188,7 @@ class _Aggregation:
         return sizes
 
     def reply(self, stream: slice, received: Tensor) -> InFlight:
-        """Sends the means of this rank's lanes in a stream to all ranks, each with the lane's next block."""
+        """Sends the means of this aggregator's lanes in a stream to all ranks, each with the lane's next block."""
         senders = self._senders(stream)
         upcoming, blocks = decode_records(received, self._end, self._width, self._dtype)
         lane = senders.nonzero()[:, 1]
@@ -195,7 +201,7 @@ class _Aggregation:
         return self._channel.all_gather(records.view(-1), self._sizes(active))
 
     def accept(self, stream: slice, replies: Tensor) -> None:
-        """Stores the received means, and moves every lane of the stream to its next block."""
+        """Stores the received means, and advances each lane of the stream to its next block."""
         current = self._current[:, stream]
         active = current < self._end
         upcoming, means = decode_records(replies, self._end, self._width, self._dtype)

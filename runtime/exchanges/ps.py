@@ -1,4 +1,4 @@
-"""`ps`: parameter servers on the ranks, each for an even range of consecutive units.
+"""Strategy `ps`: parameter servers on the ranks, each for an equal range of consecutive units (rows).
 
 Like BytePS and Parallax with sparse gradients, on the same links as the other strategies: ranks push units to the
 range's server, which sums them, and all ranks pull the sums. Ranges are even in units but not in traffic. For skewed
@@ -11,15 +11,15 @@ from __future__ import annotations
 import torch
 
 from embrace_fx.cost.links import Cluster
-from embrace_fx.cost.sparsity import even_ranges
+from embrace_fx.cost.sparsity import range_starts
 from embrace_fx.runtime.exchanges.channel import Channel, Steps
 from embrace_fx.runtime.exchanges.gradient import RowSet, mean_by_id
 from embrace_fx.runtime.exchanges.rounds import gather_units, push_units
 
 
 def mean_parts(own: RowSet, channel: Channel, _cluster: Cluster) -> Steps[list[RowSet]]:
-    """Averages all ranks' units on parameter servers. Returns one part from each server."""
-    starts = torch.tensor([*even_ranges(own.num_rows, channel.world_size), own.num_rows], device=own.ids.device)
+    """Averages the units (rows) of all ranks on parameter servers. Returns the part of each server."""
+    starts = torch.tensor([*range_starts(own.num_rows, channel.world_size), own.num_rows], device=own.ids.device)
     ids, rows, counts = yield from push_units(own, torch.searchsorted(own.ids, starts).diff(), channel)
     served = mean_by_id(ids, rows, counts, own.num_rows, channel.world_size)
     ids, rows, counts = yield from gather_units(served, channel)

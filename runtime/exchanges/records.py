@@ -1,4 +1,4 @@
-"""Encodes indexed rows as bytes, one record per row, to send indices and values of any dtype in one message.
+"""Encodes rows with their indices as bytes, one record per row, so that one message carries both.
 
     record = | index, 4 or 8 bytes | d values |
 
@@ -14,12 +14,12 @@ from embrace_fx.cost.blocks import index_bytes, record_bytes
 
 
 def index_dtype(limit: int) -> torch.dtype:
-    """Returns the smallest dtype for indices from 0 to `limit` on the wire."""
+    """Returns the smallest dtype in which indices from 0 to `limit` can be sent."""
     return torch.int32 if index_bytes(limit) == 4 else torch.int64
 
 
 def encode_records(indices: Tensor, rows: Tensor, limit: int) -> Tensor:
-    """Encodes indices and rows as records, (K, record bytes) uint8.
+    """Encodes rows and their indices as records, (K, record bytes) uint8.
 
     Args:
         indices: (K,) int64, from 0 to `limit`.
@@ -31,13 +31,13 @@ def encode_records(indices: Tensor, rows: Tensor, limit: int) -> Tensor:
 
 
 def row_bytes(rows: Tensor) -> Tensor:
-    """Views rows (K, d) of any dtype as (K, bytes) uint8."""
+    """Returns rows (K, d) of any dtype viewed as bytes (K, bytes) uint8."""
     # A dimension of size one or zero may have any stride, which a view as bytes rejects.
     return rows.contiguous().as_strided(rows.shape, (rows.shape[1], 1)).view(torch.uint8)
 
 
 def decode_records(flat: Tensor, limit: int, width: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Decodes records to indices (K,) int64 and rows (K, width), a view of the records if possible."""
+    """Decodes records to indices (K,) int64 and rows (K, width). The rows view the records if possible."""
     index = index_dtype(limit)
     size = record_bytes(limit, width, dtype.itemsize)
     records = flat.view(-1, size)

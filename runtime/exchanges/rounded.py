@@ -1,4 +1,5 @@
-"""Sums a dense gradient in fewer bits: each rank sums its share of the elements in float32 and sends the sum.
+"""Sums a dense gradient that is sent rounded: each rank sums its share of the elements in float32, and sends the
+sum.
 
 An AllReduce of 16 bits would round at each rank of the ring, and one of 8 bits would overflow. Here a gradient is
 rounded twice, when it is sent and when the sum is sent, and the next gradient corrects both errors (DoubleSqueeze, ICML
@@ -20,10 +21,10 @@ from embrace_fx.runtime.ranks.wire_rounding import Rounding
 
 
 def sum_rounded_(flat: Tensor, name: str, channel: Channel, rounding: Rounding) -> Steps[Tensor]:
-    """Sums a gradient over ranks, in place.
+    """Sums a gradient over ranks, in place, with rounded messages.
 
     Args:
-        name: the name of the bucket and its chunk, for their kept errors.
+        name: the name of the bucket and chunk, under which rounding errors are kept.
     """
     ranks, form = channel.world_size, rounding.form
     block = BLOCK if form == "int8" else 1

@@ -1,4 +1,4 @@
-"""Rounds used by several strategies: sending records to servers, and gathering records on all ranks."""
+"""Rounds that several strategies use: sending units (rows or blocks) to servers, and gathering units on all ranks."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ Records = tuple[Tensor, Tensor, list[int]]
 
 
 def push_units(units: RowSet, counts: Tensor, channel: Channel) -> Steps[Records]:
-    """Sends `counts[r]` consecutive units to each rank r. Returns the received units.
+    """Sends `counts[r]` consecutive units (rows or blocks) to each rank r. Returns the received ones.
 
     Args:
-        units: ids in the order of their servers.
-        counts: (N,) int64, units for each rank.
+        units: the units, sorted by the server that gets them.
+        counts: (N,) int64, how many units each rank gets.
     """
     announced = yield channel.all_to_all_equal(counts)
     own: list[int] = counts.tolist()
@@ -31,7 +31,7 @@ def push_units(units: RowSet, counts: Tensor, channel: Channel) -> Steps[Records
 def send_units(
     units: RowSet, send_counts: Sequence[int], receive_counts: list[int], channel: Channel
 ) -> Steps[Records]:
-    """Sends units like `push_units`, if both sides already know the counts."""
+    """Sends units like `push_units`, if sender and receiver already know how many."""
     records = encode_records(units.ids, units.rows, units.num_rows)
     size = records.shape[1]
     flat = yield channel.all_to_all(
@@ -42,7 +42,7 @@ def send_units(
 
 
 def gather_units(units: RowSet, channel: Channel) -> Steps[Records]:
-    """Gathers the units of all ranks on every rank."""
+    """Gathers the units (rows or blocks) of all ranks on every rank."""
     count = torch.tensor([units.ids.numel()], device=units.ids.device)
     announced = yield channel.all_gather(count, [1] * channel.world_size)
     counts: list[int] = announced.tolist()

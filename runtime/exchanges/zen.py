@@ -1,4 +1,4 @@
-"""`zen`: sparse aggregation balanced by hashing (Zen, OSDI 2025, arXiv 2309.13254).
+"""Strategy `zen`: sparse aggregation on servers that a hash balances (Zen, OSDI 2025, arXiv 2309.13254).
 
 Balanced parallelism: every rank is the server of the units whose index hashes to it.
 
@@ -27,7 +27,9 @@ SEED = 0
 
 
 def mean_parts(own: RowSet, channel: Channel, _cluster: Cluster) -> Steps[list[RowSet]]:
-    """Averages all ranks' units on servers that hashing fills evenly. Returns one part from each server."""
+    """Averages the units (rows) of all ranks on servers among which a hash distributes them evenly. Returns the part of
+    each server.
+    """
     world_size, num_units = channel.world_size, own.num_rows
     server = server_of(own.ids, world_size, SEED)
     order = server.argsort(stable=True)

@@ -1,1 +1,1 @@
-"""Carries from one step into the next what travels between them: ids, rows, row gradients, buckets."""
+"""Keeps what travels from one step to the next: ids, rows, row gradients, and buckets of dense gradients."""

@@ -1,4 +1,4 @@
-"""Dense gradients whose reduction and update run into the next step (EmbRace, ICPP 2022, section 4.1).
+"""Buckets of dense gradients whose reduction and update overlap the next step (EmbRace, ICPP 2022, section 4.1).
 
 Contract
     After a backward the gradients of a bucket are on their way; `.grad` holds stand-ins that wait when they are used.
@@ -27,19 +27,19 @@ from embrace_fx.runtime.ranks.groups import LANE_GROUP
 from embrace_fx.runtime.tables.local_storage import GONE, GradientFuture
 from embrace_fx.runtime.tables.own_step import accepts_sparse, hyperparameters, step_groups
 from embrace_fx.vocabulary.operation_id import OperationId, bucket_name, compute_id
-from embrace_fx.vocabulary.proxies import READ_MEMORY, NoStorage, forward_methods, share_memory
+from embrace_fx.vocabulary.proxies import READ_MEMORY, NoStorage, forward_methods, share_memory_on_assignment
 
 
 class PendingGradient(Tensor):
-    """The tensor in `.grad` while the gradient itself is in flight. Any use waits for the gradient first.
+    """The tensor in `.grad` while the gradient is still being reduced. Any use waits for the gradient first.
 
     So code that reads gradients between backward and step (clipping, logging) works as with any model. From then on,
     the gradient is an ordinary one.
 
     Attributes:
-        late: the gradients in flight that include this one.
+        late: the future that delivers this gradient with others.
         place: the index of this gradient in `late`.
-        is_sparse: whether the gradient is sparse (COO). The stand-in reports the same.
+        is_sparse: whether the gradient is sparse (COO).
     """
 
     late: GradientFuture[Tensor]
@@ -50,7 +50,7 @@ class PendingGradient(Tensor):
     def create_all(
         parameters: Sequence[Tensor], late: GradientFuture[Tensor], *, sparse: bool
     ) -> list[PendingGradient]:
-        """Makes the stand-ins of all parameters whose gradients are in `late`."""
+        """Creates a pending gradient for each parameter whose gradient `late` delivers."""
         found = list[PendingGradient]()
         for place, like in enumerate(parameters):  # inlined, because it runs for every parameter in every step
             made: PendingGradient = Tensor._make_wrapper_subclass(
@@ -68,12 +68,12 @@ class PendingGradient(Tensor):
 
     @property
     def landed(self) -> Tensor | None:
-        """The gradient if it has arrived, or None."""
+        """The gradient if it has arrived, otherwise None."""
         found = self.late.landed
         return None if found is None else found[self.place]
 
     def resolve(self) -> Tensor:
-        """Waits for the gradient and returns it."""
+        """Waits for the gradient, and returns it."""
         return self.late.now()[self.place]
 
     @property
@@ -107,7 +107,7 @@ class PendingGradient(Tensor):
 
 
 forward_methods(PendingGradient, (*READ_MEMORY, "as_subclass"), lambda gradient, _: gradient.resolve())
-share_memory(PendingGradient, lambda gradient, _: gradient.resolve())
+share_memory_on_assignment(PendingGradient, lambda gradient, _: gradient.resolve())
 
 BucketExchange = Callable[[Tensor, str], InFlight]
 """Starts the exchange of a flat tensor, in place; given the name of its launch."""
@@ -120,18 +120,17 @@ _Update = tuple[Optimizer, dict[str, Any], list[nn.Parameter]]
 
 
 class Bucket(PendingUpdate):
-    """One bucket of dense gradients: its reduction in flight, and the optimizer steps that wait for it.
+    """One bucket of dense gradients: its reduction in progress, and the optimizer steps that wait for it.
 
     Args:
         names: the names of the bucket's parameters.
 
     Attributes:
-        parameters: the parameters that the last backward found.
-        sent: the reduction in flight, or None.
-        updates: the steps that optimizers have left to the next forward.
-        stepped: parameters whose step an optimizer has left to the next forward, keyed by `id`, because hashing a
-            tensor calls Python.
-        late: the gradients in flight for which `.grad` holds stand-ins, or None.
+        parameters: the parameters of the last backward.
+        sent: the reduction in progress, or None.
+        updates: optimizer steps that are left to the next forward.
+        stepped: parameters whose optimizer step is left to the next forward, by `id`.
+        late: the future to which pending gradients in `.grad` refer, or None.
     """
 
     def __init__(
@@ -146,22 +145,26 @@ class Bucket(PendingUpdate):
 
     @property
     def waiting(self) -> bool:
-        """Returns whether the bucket is sent and no optimizer has stepped it yet."""
+        """Whether the bucket was sent and no optimizer has stepped it yet."""
         return self.sent is not None and not self.updates
 
     @property
     def has_arrived(self) -> bool:
-        """Returns whether the bucket has an update to apply, and its reduction has ended."""
+        """Whether the bucket's reduction has ended and its update can be applied."""
         return bool(self.updates) and self.sent is not None and all(ticket.has_ended() for ticket in self.sent[1])
 
     def take_reduction(self, flat: Tensor, tickets: list[Ticket]) -> None:
-        """Takes over the bucket's reduction, in flight, at the end of a backward."""
+        """Stores the bucket's reduction, still in progress, at the end of a backward.
+
+        Args:
+            tickets: the submitted launches to wait for.
+        """
         if self.sent is not None:  # from the previous step, if no forward has read the parameters since
             self._finish()
         self.parameters, self.sent = self._find(self._names), (flat, tickets)
 
     def deliver(self, without: Set[int]) -> None:
-        """Puts stand-ins into `.grad`, except for parameters (by `id`) that this backward gives no gradient."""
+        """Puts pending gradients into `.grad`, except for parameters (by `id`) that get no gradient."""
         assert self.sent is not None
         found = PendingGradient.create_all(self.parameters, self._make_future(self.sent), sparse=self.sent[0].is_sparse)
         for parameter, gradient in zip(self.parameters, found, strict=True):
@@ -169,11 +172,11 @@ class Bucket(PendingUpdate):
                 parameter.grad = gradient
 
     def _make_future(self, sent: _Sent) -> GradientFuture[Tensor]:
-        """Returns the future of gradients in flight. It refers to the bucket weakly."""
+        """Returns the future that delivers the bucket's gradients."""
         itself = ref(self)
 
         def wait() -> Sequence[Tensor]:
-            """Waits for the bucket and returns its gradients."""
+            """Waits for the bucket, and returns its gradients."""
             if (bucket := itself()) is None:
                 raise RuntimeError(GONE)
             return bucket.wait_and_read(sent)
@@ -182,35 +185,35 @@ class Bucket(PendingUpdate):
         return self.late
 
     def add_to_gradients(self, without: Set[int]) -> None:
-        """Waits for the gradients, and adds them to `.grad`, except for parameters (by `id`) in `without`."""
+        """Waits for the gradients, and adds them to `.grad`, except for parameters (by `id`) that get no gradient."""
         gradients, self.sent = self._wait_for_gradients(self.sent), None
         for parameter, gradient in zip(self.parameters, gradients, strict=True):
             if id(parameter) not in without:
                 parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
 
     def wait_and_read(self, sent: _Sent) -> Sequence[Tensor]:
-        """Waits for the gradients, because one of them is read, and returns them."""
+        """Waits for the gradients, because one of them is being read, and returns them."""
         # Rows of the next forward may come before it in the order, and other buckets may have to wait longer.
         with self._launcher.flushing(), torch._C.DisableTorchFunctionSubclass():
             return self._finish() if self.sent is sent else self._wait_for_gradients(sent)
 
     def defer_step(self, update: _Update) -> None:
-        """Leaves the step of some parameters to the next forward."""
+        """Leaves the optimizer step of some parameters to the next forward."""
         self.updates.append(update)
         self.stepped |= {id(parameter): parameter for parameter in update[2]}
 
     def wait(self) -> None:
-        """Waits for the reduction, unless the update will."""
+        """Waits for the reduction, unless an update that is left to the next forward will."""
         if self.waiting:
             self._finish()
 
     def apply(self, others: Sequence[Bucket] = ()) -> None:
-        """Applies the steps that wait for the bucket, together with those of others."""
+        """Applies the optimizer steps that wait for this bucket, together with those of `others`."""
         if self.updates:
             self._finish(others)
 
     def drop(self) -> None:
-        """Drops a reduction that no step has used, and clears the `.grad` that refer to it."""
+        """Drops a reduction that no optimizer step has used, and clears the `.grad` that refer to it."""
         if self.waiting:
             for n, parameter in enumerate(self.parameters):
                 found = parameter.grad
@@ -219,9 +222,10 @@ class Bucket(PendingUpdate):
             self.sent = self.late = None
 
     def _finish(self, others: Sequence[Bucket] = ()) -> Sequence[Tensor]:
-        """Waits for the reduction, and applies the steps left for it. Returns the gradients.
+        """Waits for the reduction, applies the optimizer steps that wait for it, and returns the gradients.
 
-        Other gradients become ordinary. Returns this bucket's gradients.
+        Args:
+            others: buckets to apply and finish together with this one.
         """
         buckets = (self, *others)
         landed = [bucket._wait_for_gradients(bucket.sent) for bucket in buckets]
@@ -241,7 +245,7 @@ class Bucket(PendingUpdate):
         return landed[0]
 
     def _wait_for_gradients(self, sent: _Sent | None) -> list[Tensor]:
-        """Waits for a reduction, and returns the gradients of the bucket's parameters."""
+        """Waits for a reduction, and returns the gradient of each of the bucket's parameters."""
         assert sent is not None
         flat, tickets = sent
         for ticket in tickets:
@@ -250,7 +254,7 @@ class Bucket(PendingUpdate):
 
 
 def _apply_updates(updates: Sequence[_Update]) -> None:
-    """Applies steps. Parameters of one group and step are stepped together."""
+    """Applies optimizer steps. Parameters of one param group and step are updated together."""
     merged: dict[int, _Update] = {}
     for optimizer, options, parameters in updates:
         merged.setdefault(id(options), (optimizer, options, []))[2].extend(parameters)
@@ -266,8 +270,8 @@ class Buckets:
 
     Args:
         buckets: parameter names by bucket.
-        parameters: finds parameters by their names.
-        exchanges: bucket -> its exchange, for buckets that are not AllReduced.
+        parameters: returns the parameters with these names.
+        exchanges: index of a bucket -> how its gradient is exchanged sparsely, if it is not all-reduced.
 
     Attributes:
         all: the buckets by index.
@@ -293,12 +297,14 @@ class Buckets:
     # -- backward ------------------------------------------------------------------------------------------------------
 
     def launch_bucket(self, launch: OperationId, flat: Tensor, *_: object) -> Ticket:
-        """Launches a bucket that the same backward waits for, by `all_reduce_` or `exchange_gradient_`."""
+        """Submits the reduction of a bucket that the same backward waits for. Returns its ticket."""
         self._recorder.mark(compute_id("backward", launch.what))
         return self._launch(launch, flat, 0, flat.numel())
 
     def _launch(self, launch: OperationId, flat: Tensor, start: int, length: int) -> Ticket:
-        """Submits the AllReduce of a part of a packed bucket, in place, or the sparse exchange of a whole bucket."""
+        """Submits the AllReduce of some elements of a packed bucket, in place, or the sparse exchange of a whole
+        bucket. Returns its ticket.
+        """
         exchange = self._exchanges.get(self._number[launch.what])
         part = flat if flat.is_sparse or length == flat.numel() else flat[start : start + length]
         if exchange is not None:
@@ -310,13 +316,18 @@ class Buckets:
         )
 
     def submit_chunk(self, launch: OperationId, flat: Tensor, start: int, length: int, name: str) -> Tensor:
-        """Submits a chunk. It is awaited by its id, or taken over with its bucket."""
+        """Submits the reduction of elements `start` to `start + length` of a packed bucket. `await_chunk` or
+        `defer_bucket` takes it over.
+        """
         self._recorder.mark(compute_id("backward", launch.what))
         self._submitted[launch] = self._launch(launch, flat, start, length)
         return flat
 
     def await_chunk(self, launch: OperationId, value: Any, name: str) -> Any:
-        """Waits for a chunk if it is in flight. Its gradient may have been used or dropped before."""
+        """Waits for a chunk if it is still in flight, and returns `value` unchanged.
+
+        The chunk's gradient may already have been used or dropped.
+        """
         self._recorder.pause_segment()
         ticket = self._submitted.pop(launch, None)
         if ticket is None and (sent := self.all[self._number[launch.what]].sent) is not None:
@@ -326,20 +337,22 @@ class Buckets:
         return value
 
     def drop_submitted(self) -> None:
-        """Forgets the submitted chunks of a backward that was given up, because no bucket takes them over."""
+        """Forgets the submitted chunks of a failed backward."""
         self._submitted.clear()
 
     def defer_bucket(self, flat: Tensor, k: int) -> None:
-        """Takes over a bucket whose chunks have all been submitted, at the end of a backward."""
+        """Ends a backward's work on bucket `k`, whose chunks have all been submitted and are still in flight."""
         mine = [launch for launch in self._submitted if self._number[launch.what] == k]
         self._any_sparse |= flat.is_sparse
         self.all[k].take_reduction(flat, [self._submitted.pop(launch) for launch in mine])
 
     def deliver(self, numbers: Sequence[int], absent: Collection[nn.Parameter] = ()) -> None:
-        """Puts stand-ins into empty `.grad` of the parameters, and adds to `.grad` that holds a gradient already.
+        """Puts pending gradients into the parameters' `.grad`, or waits and adds to a gradient that is already
+        there.
 
         Args:
-            absent: parameters to which this backward gives no gradient.
+            absent: parameters that get no gradient from this backward.
+            numbers: indices of the buckets.
         """
         without, buckets = {id(parameter) for parameter in absent}, [self.all[k] for k in numbers]
         summed = False
@@ -358,7 +371,7 @@ class Buckets:
 
     @property
     def pending_parameters(self) -> list[nn.Parameter]:
-        """Parameters whose update is still to be applied."""
+        """The parameters whose update is still to be applied."""
         found: list[nn.Parameter] = []
         for bucket in self.all:
             found += bucket.stepped.values()
@@ -366,15 +379,14 @@ class Buckets:
 
     @property
     def optimizers(self) -> list[Optimizer]:
-        """Optimizers with a bucket update that is still to be applied."""
+        """The optimizers with an update of a bucket still to be applied."""
         return [optimizer for bucket in self.all for optimizer, *_ in bucket.updates]
 
     def hide_late(self, optimizer: Optimizer, tables: Set[int]) -> dict[int, tuple[nn.Parameter, Tensor, Bucket]]:
-        """Hides gradients in flight from an optimizer's step, if all gradients that the step would read are in
-        flight.
+        """Hides gradients in flight from an optimizer's step, if all gradients that it would read are in flight.
 
         Args:
-            tables: ids of the sharded tables' parameters, which are handled elsewhere.
+            tables: ids of sharded tables' parameters, to be ignored.
 
         Returns: parameter id -> (parameter, its hidden `.grad`, its bucket). The step skips these parameters, and the
             caller restores `.grad` after the step. Empty if the optimizer must step them immediately; their gradients
@@ -409,10 +421,13 @@ class Buckets:
         return hidden
 
     def step(self, optimizer: Optimizer, bucket_of: Mapping[int, Bucket]) -> None:
-        """Leaves the step of parameters with hidden gradients to the next forward, with the optimizer's present
+        """Leaves the step of parameters whose gradients were hidden to the next forward, with the optimizer's current
         options.
 
         Called after the optimizer has stepped all other parameters. `bucket_of` is keyed by the parameters' ids.
+
+        Args:
+            bucket_of: id of a parameter -> its bucket.
         """
         for group in optimizer.param_groups:
             options, by_bucket = hyperparameters(group), dict[int, tuple[Bucket, list[nn.Parameter]]]()
@@ -423,7 +438,9 @@ class Buckets:
                 bucket.defer_step((optimizer, options, parameters))
 
     def _arrived_after(self, k: int) -> list[Bucket]:
-        """Returns the buckets that the forward reads after bucket k, up to the first that is still in flight."""
+        """Returns the buckets after bucket k, in the order in which the forward reads them, that have arrived, up to
+        the first that has not.
+        """
         found = list[Bucket]()
         for bucket in reversed(self.all[:k]):
             if not bucket.has_arrived:
@@ -432,7 +449,7 @@ class Buckets:
         return found
 
     def release(self, optimizer: Optimizer) -> None:
-        """Waits for the gradients of an optimizer's parameters, which become ordinary ones."""
+        """Waits for the gradients of an optimizer's parameters, so that `.grad` has ordinary tensors."""
         sent = [bucket for bucket in self.all if bucket.sent is not None]
         if not sent:
             return
@@ -444,7 +461,7 @@ class Buckets:
                     bucket.wait()
 
     def update_bucket(self, parameters: Any, k: int) -> Any:
-        """Applies the pending update of a bucket in a forward, and returns the updated parameters.
+        """Applies the pending update of bucket `k` in a forward, and returns the updated parameters.
 
         The updates of the buckets that the forward reads next are applied with it if they have arrived, because steps
         of few parameters cost a processor as much as a step of all.

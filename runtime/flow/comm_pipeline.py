@@ -1,4 +1,5 @@
-"""Communication that runs from one step into the next: ids of the batch to come, rows, row gradients, buckets.
+"""Communication that overlaps the next step: ids of the next batch, rows, row gradients, and buckets of dense
+gradients.
 
 Contract
     On every rank the same calls in the same order. Compute is the calling thread's, the launcher's thread only sends.
@@ -50,21 +51,21 @@ Kernels = Callable[[fx.Node], Callable[..., Any] | None]
 
 
 class CommPipeline:
-    """Everything in flight between two steps: launches, prefetched rows, and updates that the next forward applies.
+    """Everything in flight from one step to the next: collectives, rows sent early, and updates that the next forward
+    applies.
 
     Args:
-        exchanges: table or row space -> its exchange.
+        exchanges: name of a table -> the exchange of its rows and gradients.
         buckets: the buckets of the plan.
-        looks_ahead: whether rows are cut into prior and delayed ones.
-        warn: called if a batch is not the one that was prepared.
-        after_announcement: called in each step once every rank is known to continue.
+        looks_ahead: whether exchanges of rows are split in two, because the next batch is known.
+        warn: called if a batch is not the one that was prepared as the next.
+        after_announcement: called in each step once all ranks have announced that they continue.
 
     Attributes:
-        of_table: table -> its exchange. Tables of a row space share one.
-        awaits_ids: whether the running backward still has to call `await_ids`.
-        is_within_steps: whether every step awaits its own launches, so that none goes through the launcher.
-        shares_failures: whether a rank's failure in the middle of a phase is reported to the others, for which hosts
-            must know how far they are.
+        of_table: name of a table -> the exchange of its rows. Tables joined to one share it.
+        awaits_ids: whether the running backward has yet to call `await_ids`.
+        is_within_steps: whether every step waits for its own collectives, so that no launcher is needed.
+        shares_failures: whether a rank's failure in the middle of a phase is reported to the others.
         exchanges_at_once: whether sparse exchanges of buckets run to their end where they are launched.
     """
 
@@ -121,15 +122,15 @@ class CommPipeline:
     def begin_forward(
         self, program: IdsProgram, leaves: Sequence[Any], following: NextBatch | None, absent: Absent
     ) -> tuple[Values, ForwardVariant]:
-        """Returns the values of the batch's unique and ids phases, and the variant of the forward, the same on all
-        ranks.
+        """Begins a forward: announces the batch to all ranks. Returns the batch's unique rows and ids, and the variant
+        of the forward, which is the same on all ranks.
 
         Args:
-            following: the next batch, if known.
-            absent: variant -> the launches that its forward leaves out, as `Launcher.missing_from` lists them.
+            following: the next batch, or None if it is not known.
+            absent: variant of the forward -> the launches that it does not make.
 
         Raises:
-            PeerFailure: a rank cannot continue; raised on every rank.
+            PeerFailure: a rank cannot continue. Raised on every rank.
         """
         expected = self._usable_next_batch()
         is_batch = expected is not None and expected.is_batch(leaves)
@@ -172,7 +173,9 @@ class CommPipeline:
         return values, variant
 
     def _usable_next_batch(self) -> NextBatch | None:
-        """Returns the prepared next batch, if the rows already sent for it may still be used."""
+        """Returns the batch that was prepared as the next one, or None if rows that were sent early for it are no
+        longer valid.
+        """
         ahead, self._ahead = self._ahead, None
         if ahead is not None and not ahead.may_be_used(self.launcher.wait):
             ahead = None  # no rank uses a prepared batch that has a bad id
@@ -184,7 +187,7 @@ class CommPipeline:
         return ahead
 
     def _arrival(self) -> Arrival:
-        """Returns how the rows of this batch arrive: "cut", "whole" or "other", as in `ForwardVariant`."""
+        """Returns how this batch's rows arrive: "cut", "whole" or "other", as in `ForwardVariant`."""
         cut, self._has_cut = self._has_cut, False
         if cut:
             return "cut"
@@ -192,13 +195,13 @@ class CommPipeline:
         return "other" if left else "whole"
 
     def _begin_compute(self) -> None:
-        """Records, for the measured times, that the forward's compute begins."""
+        """Records, for time measurements, that the forward's compute begins."""
         self.recorder.mark(BETWEEN)
         self.recorder.begin_segment(self._forward)
 
     def _wait_for_unstepped(self) -> None:
-        """Waits for gradients that no step has applied, because they come before this forward's launches in the
-        order.
+        """Waits for gradients in flight that no optimizer step has used, because launches of this forward come after
+        theirs.
         """
         waiting = [each.gradient for each in self.exchanges.values() if each.gradient.waiting]
         if waiting:
@@ -207,15 +210,17 @@ class CommPipeline:
                     gradient.wait()
 
     def look_ahead(self, program: IdsProgram, leaves: Sequence[Any]) -> NextBatch:
-        """Finds the rows of a batch before its turn."""
+        """Finds the rows of the next batch, before its own step."""
         return NextBatch(program, leaves, program.unique(leaves))
 
     def kernels(self, graph: TrainingGraph, tables: Mapping[str, Member]) -> Kernels:
-        """Returns the function that finds what a node of a graph runs in place of its op's kernel, if anything."""
+        """Returns a function that maps a node to the runtime function that runs instead of its op's kernel, or to
+        None.
+        """
         return lambda node: None
 
     def await_launch(self, ticket: Ticket) -> Tensor:
-        """Waits for a launch that the same phase has submitted, and returns its value."""
+        """Waits for a collective that the same phase has submitted, and returns its result."""
         recorder = self.recorder
         recorder.pause_segment()
         value = self.launcher.wait(ticket)
@@ -225,23 +230,23 @@ class CommPipeline:
         return value
 
     def begin_plain_forward(self) -> None:
-        """Begins a forward whose step awaits all of its own communication."""
+        """Begins a forward whose step waits for all of its own communication."""
         self.launcher.begin_forward()
         self._begin_compute()
 
     def mark_forward(self) -> None:
-        """Records a forward that ran outside of a program, as on the eager route."""
+        """Records, for time measurements, a forward that ran eagerly."""
         self.recorder.mark(self._forward)
 
     def end_forward(self) -> None:
-        """Records that a forward has ended."""
+        """Records, for time measurements, that a forward has ended."""
         self.recorder.end_forward()
 
     def next_backward(self, program: IdsProgram, values: Values) -> BackwardVariant:
-        """Chooses the variant of the next backward, the same on all ranks.
+        """Chooses the variant of the next backward, which is the same on all ranks.
 
         Args:
-            values: the values of the backward's batch.
+            values: the saved values of the batch's forward.
         """
         if not self.looks_ahead:
             return BackwardVariant()
@@ -259,11 +264,11 @@ class CommPipeline:
         return BackwardVariant(self._left, coming, cut)
 
     def open_window(self, gate: BackwardBarrier | None, absent: Sequence[OperationId]) -> None:
-        """Opens the launch window at the head of a backward.
+        """Opens the window of launches at the start of a backward.
 
         Args:
-            gate: finds out whether every rank is in this backward. Nothing is launched before.
-            absent: the launches that the backward leaves out, as `Launcher.missing_from` lists them.
+            gate: waits until all ranks are in this backward; nothing is launched before.
+            absent: launches that this backward does not make.
         """
         self.awaits_ids = True
         self.launcher.open_window(held=gate is not None)
@@ -272,7 +277,7 @@ class CommPipeline:
             self.launcher.release_after(gate.future, gate.all_are_here)
 
     def begin_backward(self, program: IdsProgram, variant: BackwardVariant) -> None:
-        """Applies the pending updates that no node of the program applies."""
+        """Applies pending updates that the program has no node for."""
         self.recorder.mark(OWN_CODE)  # counts the code since the forward, such as losses, as the loop's own
         self.recorder.begin_window()
         self._has_cut = self._left = self.looks_ahead and variant.cut
@@ -287,12 +292,12 @@ class CommPipeline:
             self.recorder.mark(EARLY)
 
     def end_backward(self) -> None:
-        """Ends a backward. From now on, other launches no longer wait for those that it has not submitted."""
+        """Ends a backward: launches that it has not submitted no longer hold back others."""
         self.mark_end()
         self.launcher.end_backward(holds=not self._shares_device)
 
     def mark_end(self) -> None:
-        """Records that the compute since the last mark belongs to the end of the backward."""
+        """Records, for time measurements, that the compute since the last mark belongs to the end of the backward."""
         self.recorder.mark(self._backward)
 
     def give_up_forward(self) -> None:
@@ -302,7 +307,7 @@ class CommPipeline:
         self._forget_rows()
 
     def give_up_backward(self) -> None:
-        """Forgets a backward, whose launches on all ranks have been submitted or dropped."""
+        """Forgets a failed backward, whose launches have been submitted or dropped on all ranks."""
         self._ahead = None
         self._left = self.looks_ahead  # delayed gradients of this backward or the previous one
         self._forget_rows()
@@ -320,12 +325,12 @@ class CommPipeline:
         ahead.ticket = self.launcher.submit(
             IDS,
             lambda: ahead.exchange(self.communicator, self.exchanges),
-            cost.gather_ids(tuple(map(sum, ahead.announced)), max(ahead.program.num_rows)).sent_bytes,
+            cost.predict_id_exchange(tuple(map(sum, ahead.announced)), max(ahead.program.num_rows)).sent_bytes,
         )
 
     def await_ids(self, *_: object) -> None:
-        """Waits for the next batch's routing, by which its rows and this batch's gradients are cut, if this backward
-        cuts them.
+        """Waits for the next batch's ids, and splits its rows and this batch's gradients by them, if this backward
+        splits them.
         """
         self.awaits_ids = False
         ahead = self._ahead
@@ -340,57 +345,59 @@ class CommPipeline:
 
     @property
     def has_pending_tables(self) -> bool:
-        """Returns whether a table has an update still to be applied, or early rows in flight."""
+        """Whether any table has an update still to be applied, or rows sent early."""
         return any(exchange.sent or exchange.gradient.step is not None for exchange in self.exchanges.values())
 
     def apply_buckets(self) -> None:
-        """Applies pending updates of dense parameters, as `apply` does."""
+        """Applies all pending updates of dense parameters."""
         with self._any_order():
             for bucket in self.buckets.all:
                 bucket.apply()
 
     def apply(self) -> None:
-        """Applies every update that a step has left. Launches not submitted yet do not delay this."""
+        """Applies all pending updates of optimizer steps, even if launches that come earlier in the order are not
+        submitted yet.
+        """
         with self._any_order():
             for each in self._owed:
                 each.apply()
 
     def wait(self) -> None:
-        """Waits for the gradients that no step has taken, for code that is about to read or change them."""
+        """Waits for gradients in flight that no optimizer step has used, because the caller is about to read or change
+        them.
+        """
         if True in [each.waiting for each in self._owed]:
             with self._any_order():
                 for each in self._owed:
                     each.wait()
 
     def drop(self) -> None:
-        """Forgets gradients that no step has taken."""
+        """Drops gradients in flight that no optimizer step has used."""
         for each in self._owed:
             each.drop()
 
     @contextlib.contextmanager
     def _any_order(self) -> Iterator[None]:
-        """Opens a context in which a wait does not need the launches that come earlier in the order, because it may
-        happen anywhere in a step.
-        """
+        """Opens a context in which waits do not require that earlier launches in the order are submitted."""
         with outside_of_modes(), self.launcher.flushing():
             yield
 
     def before_writes(self) -> None:
-        """Prepares for the caller to write parameters: from now on, prefetched rows are compared with the table, or
-        sent again.
+        """Prepares for the caller to write parameters: rows sent early are compared with the table later, or sent
+        again.
         """
         self._handed_out = True
 
     def resend_rows(self) -> None:
-        """Makes prefetched rows be sent again, because the optimizer state from which they were computed changes."""
+        """Makes rows that were sent early be sent again, because the optimizer state that predicted them changes."""
         self._valid = False
 
     def expect_no_batch(self) -> None:
-        """Drops everything prepared for the next batch, because any batch may come."""
+        """Drops everything prepared for the next batch, because any batch may come next."""
         self._ahead = None
 
     def finish_pending(self) -> None:
-        """Applies updates, waits for gradients, and drops prefetched rows, before a call that does not use the
+        """Applies updates, waits for gradients, and drops rows sent early, before a call that does not use the
         pipeline.
         """
         self.apply()
@@ -399,13 +406,13 @@ class CommPipeline:
         self._forget_rows()
 
     def close(self) -> None:
-        """Ends the flow between two steps: applies updates, and waits for gradients and all launches."""
+        """Ends the pipeline between two steps: applies updates, and waits for gradients and all launches."""
         self.finish_pending()
         with self.communicator.watching():
             self.launcher.close()
 
     def _forget_rows(self) -> None:
-        """Forgets the rows that this batch's exchanges hold."""
+        """Drops the rows that the exchanges hold for this batch."""
         self._has_cut = False
         for exchange in self.exchanges.values():
             exchange.drop()
@@ -414,10 +421,11 @@ class CommPipeline:
 def within_steps(
     announcements: StepHandshake, make: Callable[..., CommPipeline] = CommPipeline, recorder: Recorder | None = None
 ) -> CommPipeline:
-    """Makes the pipeline of steps that launch each collective immediately, and wait for it in the same step.
+    """Makes a pipeline for steps without overlap: each collective is launched immediately and awaited in the same
+    step.
 
     Args:
-        make: makes a pipeline for the model's device.
+        make: the class of pipeline for the model's device.
     """
     launcher = Launcher((), (), LaunchQueue(recorder or Recorder()), announcements.communicator)
     buckets = Buckets((), lambda names: [], announcements.communicator, launcher, {})

@@ -1,4 +1,6 @@
-"""The pipeline of a model on a device: in a steady step, the host enqueues work on streams and waits for none of it."""
+"""The pipeline of a model on a device: in a steady step the host only enqueues work on streams, and never waits for
+it.
+"""
 
 from __future__ import annotations
 
@@ -23,11 +25,11 @@ from embrace_fx.vocabulary.ops import op_name
 
 
 class DevicePipeline(CommPipeline):
-    """Everything in flight between two steps of a model on a device.
+    """Everything in flight from one step to the next, for a model on a device.
 
     Args:
         arguments, options: as for `CommPipeline`.
-        streams: the streams of the device.
+        streams: the CUDA streams of the device.
     """
 
     exchanges_at_once = True
@@ -49,7 +51,7 @@ class DevicePipeline(CommPipeline):
         return queue
 
     def look_ahead(self, program: IdsProgram, leaves: Sequence[Any]) -> NextBatch:
-        """Finds the rows of a batch before its turn, on the stream of the ids."""
+        """Finds the rows of the next batch, before its own step, on the CUDA stream for ids."""
         streams = self._streams
         there = streams.record("batch ready")
         with streams.on("ids", "unique rows"):
@@ -60,7 +62,9 @@ class DevicePipeline(CommPipeline):
             return DeviceBatch(program, leaves, values, of_tables, streams)
 
     def kernels(self, graph: TrainingGraph, tables: Mapping[str, Member]) -> Kernels:
-        """Returns the function that finds what a node of a graph runs in place of its op's kernel, if anything."""
+        """Returns a function that maps a node to the runtime function that runs instead of its op's kernel, or to
+        None.
+        """
         if self.communicator.world_size == 1 and runs_without_counts(graph):
             return SingleProcessRows(self._streams, tables).kernel
         return lambda node: self._coalesce if op_name(node) == "embrace::coalesce" else None
@@ -68,7 +72,7 @@ class DevicePipeline(CommPipeline):
     def _coalesce(
         self, ids: Tensor, flat: Tensor, columns: int, padding_rows: Sequence[int], scale: float
     ) -> list[Tensor]:
-        """Sums the gradient rows of equal ids. The host waits for the ids, not for the backward."""
+        """Sums the gradient rows with equal ids. The host waits for the ids, but not for the backward."""
         streams = self._streams
         with streams.on("ids", "places of sums"):
             streams.wait(self._ids_known)
@@ -80,13 +84,13 @@ class DevicePipeline(CommPipeline):
         return sum_rows(flat, places, columns, scale)
 
     def _begin_compute(self) -> None:
-        """Marks the beginning of the forward's compute, once the ids of its batch are known."""
+        """Records, for time measurements, that the forward's compute begins, after its batch's ids are known."""
         self._ids_known = self._streams.record("ids known")
         super()._begin_compute()
 
     def before_writes(self) -> None:
-        """Prepares for the caller to write parameters: prefetched rows are sent again, because the host would wait for
-        a comparison with the table.
+        """Prepares for the caller to write parameters: rows sent early will be sent again, because comparing them with
+        the table would block the host.
         """
         self.resend_rows()
 

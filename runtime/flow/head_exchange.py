@@ -1,4 +1,5 @@
-"""The exchanges of vocabulary heads: how many positions each rank scores, and what goes to and fro for each.
+"""The exchanges of sharded output layers: how many labels each rank scores, and hidden states and gradients between
+ranks.
 
 Contract
     Collectives leave where they are called, on the group of their class, in the same order on all ranks. A rank that
@@ -25,10 +26,10 @@ from embrace_fx.vocabulary.submissions import compute_up_to
 
 
 class HeadExchange:
-    """The exchanges of one program's heads.
+    """Runs the exchanges of a program's sharded output layers.
 
     Args:
-        recorder: measures the exchanges that a program's nodes begin, or None for a loss outside of the model.
+        recorder: measures exchanges of a program's nodes, or None for a loss outside of the model.
     """
 
     def __init__(self, communicator: Communicator, recorder: Recorder | None = None) -> None:
@@ -37,13 +38,13 @@ class HeadExchange:
         self._watches: dict[OperationId, RecordedCopy] = {}  # spans of the launches in flight
 
     def begin_function(self, node: fx.Node) -> Callable[..., InFlight]:
-        """Returns the function that starts an output layer's exchange for a node."""
+        """Returns the function that starts the exchange of a node."""
         launch, until, recorder = id_of(node), compute_up_to(node), self._recorder
         exchange = getattr(self, op_name(node).removeprefix("embrace::"))
         assert recorder is not None
 
         def begun(*arguments: Any) -> InFlight:
-            """Starts the exchange of the node's launch."""
+            """Starts the exchange."""
             recorder.mark(until)
             found: InFlight = exchange(*arguments[:-1], launch)
             return found
@@ -51,12 +52,12 @@ class HeadExchange:
         return begun
 
     def end_function(self, node: fx.Node) -> Callable[[InFlight], Tensor]:
-        """Returns the function that awaits an output layer's exchange for a node."""
+        """Returns the function that waits for the exchange of a node."""
         launch, until, recorder = id_of(node.all_input_nodes[0]), compute_up_to(node), self._recorder
         assert recorder is not None
 
         def ended(exchange: InFlight) -> Tensor:
-            """Waits for an exchange and returns its value."""
+            """Waits for the exchange, and returns its result."""
             recorder.mark(until)
             with recorder.waiting(launch):
                 value = self._communicator.wait(exchange)
@@ -67,7 +68,7 @@ class HeadExchange:
         return ended
 
     def _watch(self, launch: OperationId | None, sent: Tensor, copies: int) -> None:
-        """Begins to measure an exchange that sends `sent` to each of `copies` ranks, if a recording runs."""
+        """Begins to measure an exchange that sends `sent` to each of `copies` ranks, if `record()` is active."""
         if launch is not None and self._recorder is not None and self._recorder.recording is not None:
             self._watches[launch] = RecordedCopy(launch, sent.numel() * sent.element_size() * copies, self._recorder)
             self._watches[launch].__enter__()
@@ -75,7 +76,7 @@ class HeadExchange:
     def gather_counts(
         self, labels: Tensor | None, table: str, group: str, group_size: int, launch: OperationId | None = None
     ) -> InFlight:
-        """Begins a gather of the count of labels on each rank."""
+        """Starts gathering how many labels each rank scores."""
         own = torch.tensor([0 if labels is None else len(labels)], device="cpu")
         self._watch(launch, own, group_size - 1)
         self._counting[table] = self._communicator.gather_equal(own, group)
@@ -92,7 +93,11 @@ class HeadExchange:
         group_size: int,
         launch: OperationId | None = None,
     ) -> InFlight:
-        """Launches `gather_positions`. Without counts, sends as many zeros as this rank has announced positions."""
+        """Starts the exchange of the op `gather_positions`.
+
+        Args:
+            counts: how many positions each rank has; None after a failure, to send zeros for the announced positions.
+        """
         sizes, shape = self._chunk_sizes(counts, chunk, chunks, table), rows.shape[1:]
         if counts is None:
             rows = rows.new_zeros((sizes[self._communicator.rank], *shape))
@@ -114,7 +119,11 @@ class HeadExchange:
         group_size: int,
         launch: OperationId | None = None,
     ) -> InFlight:
-        """Launches `scatter_positions`. Without counts, sends as many zeros as this rank has announced positions."""
+        """Starts the exchange of the op `scatter_positions`.
+
+        Args:
+            counts: how many positions each rank has; None after a failure, to send zeros for the announced positions.
+        """
         sizes, shape = self._chunk_sizes(counts, chunk, chunks, table), rows.shape[1:]
         if counts is None:
             rows = rows.new_zeros((sum(sizes), *shape))
@@ -128,7 +137,7 @@ class HeadExchange:
         return replace(found, value=found.value.view(group_size * sizes[self._communicator.rank], *shape))
 
     def _chunk_sizes(self, counts: Tensor | None, chunk: int, chunks: int, table: str) -> list[int]:
-        """Returns, for each rank, the number of its scored positions in a chunk."""
+        """Returns how many positions of a chunk each rank has."""
         if counts is None:
             counts = self._communicator.wait(self._counting[table]).view(-1)
         bounds = [chunk_bounds(size, chunk, chunks) for size in counts.tolist()]

@@ -1,4 +1,6 @@
-"""Reads the data loader one batch ahead, and finds the next call's arguments from how this batch was passed."""
+"""Reads the data loader ahead, and derives the next call's arguments from how the current batch was passed to the
+model.
+"""
 
 from __future__ import annotations
 
@@ -20,15 +22,15 @@ from embrace_fx.vocabulary.version_snapshot import VersionSnapshot
 
 
 class Lookahead:
-    """Yields a training loop's batches, and reads the loader one batch ahead.
+    """Yields the batches of a data loader, reading it one or more batches ahead.
 
     Args:
-        at_end: called when a loop has no more batches or is left, so that no next batch is known.
+        at_end: called when the loop has no more batches or is left.
         recorder: returns the recorder of the loader's time.
 
     Attributes:
-        known: whether the next batch is known.
-        batches: the number of batches by which the loader is read ahead.
+        known: whether the next batch has been read.
+        batches: how many batches ahead the loader is read.
     """
 
     def __init__(self, at_end: Callable[[], None], recorder: Callable[[], Recorder] = Recorder) -> None:
@@ -45,12 +47,12 @@ class Lookahead:
 
     @property
     def active(self) -> bool:
-        """Returns whether a loop is reading."""
+        """Whether a loop is reading the loader."""
         active = self._active()
         return active is not None and active.gi_frame is not None
 
     def warn_of_other_batch(self) -> None:
-        """Warns, once, that a call got another batch than the expected one."""
+        """Warns, once, that the model was called with another batch than the loader yielded."""
         if not self._warned:
             warnings.warn(
                 "the model was called with another batch than lookahead() yielded, or with one that was moved or "
@@ -77,7 +79,7 @@ class Lookahead:
         return iterator
 
     def _hold_one_batch(self, loader: Iterable[Any]) -> Iterator[Any]:
-        """Yields the batches of a loader while it holds one more batch."""
+        """Yields the batches of a loader, each after reading the one after it."""
         iterator = self._read_batches(loader)
         try:
             self._current = next(iterator)
@@ -108,7 +110,7 @@ class Lookahead:
                 self._at_end()
 
     def _read_batches(self, loader: Iterable[Any]) -> Iterator[Any]:
-        """Yields a loader's batches. Takes first those that were read ahead before, from `_further`."""
+        """Yields the batches of a loader, beginning with those already read ahead."""
         self._further = deque()
         for batch in loader:
             self._further.append(batch)
@@ -118,17 +120,17 @@ class Lookahead:
             yield self._further.popleft()
 
     def begin_call(self) -> None:
-        """Records the time before a training call as the loop's own code or, without lookahead, as the loader's."""
+        """Attributes the time since the last call to the loop's own code or, without lookahead, to the data loader."""
         if torch.is_grad_enabled():
             self._recorder().mark(OWN_CODE if self.active else LOADER)
 
     def following(self, leaves: Sequence[Any], *, farthest: bool = False) -> list[Any] | None:
-        """Returns the flattened arguments of the next call. This is possible if batches differ only in their
-        tensors.
+        """Returns the flattened arguments of the next call, if they differ from this call's only in tensors of the
+        batch.
 
         Args:
             leaves: flattened arguments of this call.
-            farthest: return the arguments of the call `batches` calls from now instead.
+            farthest: whether to return those of the call `batches` calls later instead.
 
         Returns: the arguments, or None if the next batch is not known or this call's tensors are not those of its
         batch.
@@ -161,7 +163,7 @@ _NOTHING = pytree.tree_flatten(None)
 
 
 def _flatten(batch: Any) -> tuple[list[Any], pytree.TreeSpec]:
-    """Flattens a batch as `pytree.tree_flatten` does, which takes twenty calls of Python for a tuple of two tensors."""
+    """Flattens a batch like `pytree.tree_flatten`, but with fewer Python calls for a tuple or list of tensors."""
     if type(batch) in (tuple, list) and set(map(type, batch)) == {Tensor}:
         return list(batch), _spec_of_tensors(len(batch), is_list=type(batch) is list)
     return pytree.tree_flatten(batch)
@@ -169,13 +171,13 @@ def _flatten(batch: Any) -> tuple[list[Any], pytree.TreeSpec]:
 
 @cache
 def _spec_of_tensors(count: int, *, is_list: bool) -> pytree.TreeSpec:
-    """Returns the structure of a tuple or list of `count` tensors."""
+    """Returns the tree structure of a tuple or list of `count` tensors."""
     leaves = [0] * count
     return pytree.tree_structure(leaves if is_list else tuple(leaves))
 
 
 def _check_separate_memory(current: VersionSnapshot, coming: Iterable[Any]) -> None:
-    """Raises `RuntimeError` if the loader has written a later batch into the present batch's tensors."""
+    """Raises `RuntimeError` if the loader has written a later batch into the current batch's tensors."""
     again = {id(leaf) for leaf in coming}
     if any(id(leaf) in again for leaf in current.written()):
         raise RuntimeError(

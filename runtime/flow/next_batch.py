@@ -1,4 +1,4 @@
-"""The next batch: its rows are found, and the ranks exchange their ids, while the step before it runs.
+"""Prepares the next batch while the current step runs: finds its rows, and exchanges its ids between ranks.
 
 Contract
     A step begins with an announcement. In it each rank sends how many rows its batch reads, and how many the next one
@@ -47,20 +47,20 @@ _FOUND, _OVERTOOK, _SHARES = 1, 2, 4
 
 @dataclass(frozen=True)
 class IdsProgram:
-    """The part of a program that finds the rows a batch reads. It can run before the batch's own step.
+    """The part of a program that finds the rows that a batch reads. It can run before the batch's own step.
 
     Attributes:
-        unique: batch -> the values of the unique phase.
-        unique_on_device: batch -> (the same values, with each table's unique rows padded to the batch's count of ids;
-            the count of unique rows of each table).
+        unique: flattened batch -> values of the unique phase.
+        unique_on_device: flattened batch -> (the same values, with each table's unique rows padded to the number of its
+            ids; the number of unique rows of each table).
         rows_of_batch: values -> the tensors that `all_gather_ids` sends, by table.
-        routing: a function of values and the result of `unpack_ids`, which adds the values of the ids phase.
-        tables, num_rows: names and row counts of the tables, or row spaces, in `rows_of_batch`.
-        spaces: the row spaces among `tables`.
-        routes: table whose rows the forward awaits -> names of the saved values with all ranks' ids and their counts.
-        paddings: table -> its rows without gradient, if any.
-        is_pure: whether the result is the same one step earlier, because the program draws no random numbers and reads
-            nothing that a forward writes.
+        routing: runs the ids phase, given values and the result of `unpack_ids`, and adds its values.
+        tables, num_rows: names of the tables in `rows_of_batch`, and how many rows each has.
+        spaces: those of `tables` that are joined tables.
+        routes: table -> names of the saved values with all ranks' ids and their counts.
+        paddings: table -> its rows that get no gradient.
+        is_pure: whether running it a step earlier gives the same result: no random numbers, and nothing that a forward
+            writes.
         reads: indices of the batch's tensors that `unique` reads.
     """
 
@@ -77,31 +77,31 @@ class IdsProgram:
     reads: tuple[int, ...]
 
     def route(self, values: Values, packed: Tensor) -> None:
-        """Adds the values of the ids phase to `values`, given the gathered ids of all ranks."""
+        """Runs the ids phase on the gathered ids of all ranks, and adds its values to `values`."""
         self.routing(values, unpack_ids(packed, len(self.tables), len(packed)))
 
     def rows_of_ranks(self, values: Values) -> dict[str, tuple[Tensor, Tensor]]:
-        """Returns the ids that all ranks read of each table, and their counts by rank."""
+        """Returns, for each table, the ids that all ranks read, and how many are of each rank."""
         return {table: (values[ids], values[counts]) for table, (ids, counts) in self.routes.items()}
 
     def bad_id(self, values: Values) -> str | None:
-        """Describes an id of the batch outside of its table. Returns None if there is none."""
+        """Describes an id of the batch that is outside of its table, or returns None if all ids are valid."""
         return describe_bad_id(self.rows_of_batch(values), self.tables, self.num_rows, self.spaces)
 
 
 class NextBatch:
-    """The next batch on the host: its unique rows, and the exchange of its ids.
+    """The next batch: its unique rows, and the exchange of its ids.
 
     Args:
-        counts: the count (T,) of unique rows by table if only the device knows it, or None if all rows are unique.
+        counts: (T,) how many unique rows each table has, if only the device knows, or None if all rows are unique.
 
     Attributes:
-        values: the values of the unique phase; once the batch is routed, those of the ids phase too.
-        ticket: the ticket of the id exchange.
-        usable: whether all ids of every rank's batch are inside their tables, as far as known.
-        cuts: table -> the previous batch's prior rows and this batch's early rows, if known before the backward.
-        announced: the maximum count of rows that the batch reads, by rank, by table.
-        current: table -> the routing of the previous batch.
+        values: the values of the unique phase and, after `route`, of the ids phase.
+        ticket: the submitted exchange of the ids, to wait for.
+        usable: whether all ids of all ranks are valid, as far as known.
+        cuts: table -> (the previous batch's prior rows, this batch's early rows), once known.
+        announced: the maximum number of rows that each rank reads of each table.
+        current: table -> the routing of the previous batch's rows.
     """
 
     def __init__(
@@ -120,38 +120,44 @@ class NextBatch:
         self._seen = VersionSnapshot.of_tensors_in(self._read)  # a batch with a tensor written since is another batch
 
     def is_batch(self, leaves: Sequence[Any]) -> bool:
-        """Returns whether a flattened batch equals this one, in the tensors from which its ids are computed."""
+        """Returns whether a flattened batch equals this one in the tensors from which ids are computed."""
         for k, own in zip(self.program.reads, self._read, strict=True):  # inlined, because it runs in every step
             if (leaf := leaves[k]) is not own and (isinstance(leaf, Tensor) or leaf != own):
                 return False
         return not self._seen.written()
 
     def sizes(self) -> list[int]:
-        """Returns the number of unique rows by table, or -1 for a table with an invalid id."""
+        """Returns how many unique rows the batch reads of each table, or -1 for a table with an invalid id."""
         unique = self.program.rows_of_batch(self.values)
         if self.program.bad_id(self.values) is not None:
             return [-1] * len(unique)
         return [rows.numel() for rows in unique]
 
     def copy_rows(self) -> None:
-        """Starts a copy of the batch's rows to the host, for `rows`. Here they are on the host already."""
+        """Starts copying the batch's rows to the host, for `rows`. Here they already are on the host."""
 
     def rows(self) -> dict[str, Tensor]:
-        """Returns the rows (K,) that the batch reads, by table, on the host. Any thread may call it."""
+        """Returns the rows (K,) that the batch reads of each table, on the host. Any thread may call this."""
         return dict(zip(self.program.tables, self.program.rows_of_batch(self.values), strict=True))
 
     def exchange(self, communicator: Communicator, exchanges: Mapping[str, RowExchange]) -> InFlight:
-        """Launches the exchange of the batch's ids with all ranks."""
+        """Starts exchanging the batch's ids with all ranks."""
         rows = self.program.rows_of_batch(self.values)
         sizes, group = self.announced, LANE_GROUP[IDS.lane]
         return communicator.gather_rows_read(rows, sizes, self.program.num_rows, group, self._counts)
 
     def may_be_used(self, wait: Callable[[Ticket], Tensor]) -> bool:
-        """Returns whether the batch has no bad id on any rank. Hosts know this from the announcement."""
+        """Returns whether no rank's batch has an invalid id. Here this is known from the ranks' announcements.
+
+        Args:
+            wait: waits for a submitted exchange.
+        """
         return True
 
     def route(self, wait: Callable[[Ticket], Tensor]) -> bool:
-        """Waits for the id exchange and runs the ids phase, once. Returns whether the batch is usable."""
+        """Waits for the exchanged ids, and runs the ids phase, at the first call. Returns whether the batch is
+        usable.
+        """
         if not self.routed:
             assert self.ticket is not None
             self._receive_ids(self.ticket, wait)
@@ -159,15 +165,15 @@ class NextBatch:
         return self.usable
 
     def _receive_ids(self, ticket: Ticket, wait: Callable[[Ticket], Tensor]) -> None:
-        """Waits for the gathered ids, and computes the routing."""
+        """Waits for the exchanged ids, and runs the ids phase."""
         self.program.route(self.values, wait(ticket))
 
 
 class DeviceBatch(NextBatch):
-    """The next batch on a device, prepared on the ids' stream.
+    """The next batch of a model on a device, prepared on the CUDA stream for ids.
 
     Args:
-        counts: this rank's count (T,) of unique rows by table.
+        counts: (T,) how many unique rows this rank reads of each table.
     """
 
     def __init__(self, program: IdsProgram, leaves: Sequence[Any], values: Values, counts: Tensor, streams: Streams):
@@ -182,14 +188,14 @@ class DeviceBatch(NextBatch):
         self._for_host: list[tuple[str, Member, Tensor]] = []  # ids in flight to tables that need them on the host
 
     def copy_rows(self) -> None:
-        """Copies the unique rows and the gathered ids to the host."""
+        """Starts copying the unique rows and the gathered ids to the host."""
         with self._streams.on("ids", "rows of a batch to come"):
             rows = [self._streams.to_host(each) for each in self.program.rows_of_batch(self.values)]
             self._copies = [*rows, self._streams.to_host(self._of_tables)]
             self._copied = self._streams.record("rows copied")
 
     def rows(self) -> dict[str, Tensor]:
-        """Returns the rows that were copied to the host, without tables that got an id outside of them.
+        """Returns the rows that were copied to the host, except of tables with an invalid id.
 
         The last row may be 0, with which unique rows are padded.
         """
@@ -199,15 +205,17 @@ class DeviceBatch(NextBatch):
         return {table: of[: count + 1] if count < len(of) else of for table, of, count in found if count >= 0}
 
     def sizes(self) -> list[int]:
-        """Returns the maximum count of rows that the batch can read, by table."""
+        """Returns the maximum number of rows that the batch can read of each table."""
         return [rows.numel() for rows in self.program.rows_of_batch(self.values)]
 
     def may_be_used(self, wait: Callable[[Ticket], Tensor]) -> bool:
-        """Returns whether the batch has no bad id on any rank. The host learns this with the sizes, from the ids."""
+        """Returns whether no rank's batch has an invalid id. The host learns this from the exchanged ids."""
         return self.route(wait)
 
     def exchange(self, communicator: Communicator, exchanges: Mapping[str, RowExchange]) -> InFlight:
-        """Exchanges the ids, cuts both batches, and copies the sizes to the host, all on the ids' stream."""
+        """Starts exchanging the ids, splits both batches' rows, and copies the sizes to the host, all on the CUDA
+        stream for ids.
+        """
         current, self._rank = self.current, communicator.rank
         launched = super().exchange(communicator, exchanges)
         packed = communicator.wait(launched)
@@ -234,11 +242,11 @@ class DeviceBatch(NextBatch):
         return InFlight(packed, None, reads=launched.reads)
 
     def _routed(self, table: str) -> PaddedRouting:
-        """Returns the routed ids of a table."""
+        """Returns the exchanged ids of a table, padded."""
         return self._tables[self.program.tables.index(table)]
 
     def _receive_ids(self, ticket: Ticket, wait: Callable[[Ticket], Tensor]) -> None:
-        """Waits for the gathered ids, cuts their padding, and hands each table's ids and counts to the program."""
+        """Waits for the exchanged ids, removes their padding, and runs the ids phase."""
         assert isinstance(ticket, StreamTicket)
         assert self._sizes is not None
         ticket.issue()
@@ -267,9 +275,7 @@ class DeviceBatch(NextBatch):
             beyond.store.record_rows(own, ids[: own.numel()].unique())
 
     def _cut_padding(self, counts: Sequence[int]) -> None:
-        """Removes the padding from this rank's unique rows. From now on the compute stream uses the prepared
-        tensors.
-        """
+        """Removes the padding from this rank's unique rows. From now on the compute stream uses the tensors."""
         padded = self.program.rows_of_batch(self.values)
         self._streams.keep(*[value for value in self.values.values() if isinstance(value, Tensor)])
         by_identity = {id(rows): rows[:count] for rows, count in zip(padded, counts, strict=True)}
@@ -278,14 +284,14 @@ class DeviceBatch(NextBatch):
 
 @dataclass(frozen=True)
 class HandshakeResult:
-    """The facts about all ranks that the announcements at the head of a forward give.
+    """What all ranks have announced about their batches at the start of a forward.
 
     Attributes:
-        found: whether every rank's batch is the one that the rank has prepared.
-        overtook: whether any rank's last window had launches out of turn, for which the next launches must not wait.
+        found: whether every rank's batch is the one that it has prepared.
+        overtook: whether any rank's last window had launches out of order.
         shares_device: whether another model launches on any rank's device.
-        rows: the count of unique rows by rank, by table.
-        coming: the same counts for the next batch, or -1 if unknown.
+        rows: how many unique rows each rank reads of each table.
+        coming: the same for the next batch, or -1 if unknown.
     """
 
     found: bool
@@ -304,16 +310,16 @@ def announce_batch(
     *,
     found: bool,
 ) -> HandshakeResult:
-    """Announces this rank's batch to all ranks, and returns the announcements of all ranks.
+    """Announces this rank's batch to all ranks, and returns what all ranks have announced. Collective.
 
     Args:
-        rows: the count of unique rows by table.
-        coming: the same counts for the next batch, or None if unknown.
+        rows: how many unique rows this rank reads of each table.
+        coming: the same for the next batch, or None if unknown.
         failure: the reason why this rank cannot use its batch, or None.
         found: whether the batch is the one that was prepared.
 
     Raises:
-        PeerFailure: a rank cannot continue; raised on every rank.
+        PeerFailure: a rank cannot continue. Raised on every rank.
     """
     now = [each.numel() for each in rows]
     queue = launcher.queue
@@ -330,10 +336,10 @@ def announce_batch(
 
 
 def read_batch(announcements: StepHandshake, program: IdsProgram, leaves: Sequence[Any]) -> tuple[Values, str | None]:
-    """Returns the values of a batch's unique phase, and a report of a bad id, if any.
+    """Runs the unique phase on a batch. Returns its values, and a description of an invalid id or None.
 
     Raises:
-        PeerFailure: a rank cannot compute the values; raised on every rank.
+        PeerFailure: a rank cannot compute them. Raised on every rank.
     """
     try:
         values = program.unique(leaves)

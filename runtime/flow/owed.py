@@ -1,4 +1,4 @@
-"""What is owed to the parameters of one unit: a bucket, a table, or a row space.
+"""Gradients in flight and updates still to be applied, of a bucket or a table.
 
     in flight  a backward has sent the gradients; `.grad` stands in for them
     stepped    an optimizer has taken them; the update waits for the next forward, under the options of that moment
@@ -13,23 +13,21 @@ from abc import ABC, abstractmethod
 
 
 class PendingUpdate(ABC):
-    """The gradient in flight, or the update to apply, of one unit (a bucket, a table or a row space), for one backward
-    at a time.
-    """
+    """The gradient in flight, or the update still to be applied, of one bucket or table."""
 
     @property
     @abstractmethod
     def waiting(self) -> bool:
-        """Returns whether gradients are in flight that no step has taken."""
+        """Whether gradients are in flight that no optimizer step has used."""
 
     @abstractmethod
     def wait(self) -> None:
-        """Waits for gradients that no step has taken, which become ordinary ones."""
+        """Waits for gradients in flight that no optimizer step has used."""
 
     @abstractmethod
     def apply(self) -> None:
-        """Applies the update that a step has left."""
+        """Applies the update of an optimizer step, if it has left one."""
 
     @abstractmethod
     def drop(self) -> None:
-        """Forgets gradients that no step has taken."""
+        """Drops gradients in flight that no optimizer step has used."""

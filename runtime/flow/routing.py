@@ -1,4 +1,4 @@
-"""Rows of a table that each rank reads for one batch: whose they are, where, and how two batches in a row are cut.
+"""Describes which rows of a table each rank reads for one batch, and splits the rows of two consecutive batches.
 
 Contract
     Rows are cut by the ids of all ranks, in the same way on all of them. On the grid of ranks that a table lies on
@@ -30,25 +30,25 @@ k: none, a padding row. So no host has to ask for their number."""
 
 
 class Routing:
-    """The distribution over ranks of the rows of one table that a batch reads, or of a part of these rows.
+    """Which rows of one table each rank reads for a batch, or for a part of it.
 
     Args:
-        grid: the grid of ranks that hold the table.
+        grid: the grid on which the table is sharded.
         rank: this rank.
-        places: the positions (U,) of this rank's rows among those of its whole batch, or None for all of them.
+        places: (U,) the positions of this rank's rows among those of its whole batch, or None for all.
 
     Attributes:
-        ids: the ids (R,), in rank order of the readers.
-        all_ids: the ids of all rows of the batch.
+        ids: (R,) the ids that all ranks read, rank after rank.
+        all_ids: the ids of all rows of the batch, also if this routing has only some.
         counts: how many of the ids each rank reads.
-        whole: the routing of all the batch's rows if this one has only some, or None.
-        sums: how gradients of the rows are summed, or None to find it when they arrive.
-        owner: the reading rank (R,) of each row if only the device knows it, or None if `counts` gives it.
-        rest: if these rows are sent before the others, a function that finds the others, in pieces.
-        held_ids: the rows (M,) of this rank's part of the table that any rank reads, in rank order of the readers.
-        counts_by_row: by rank, how many rows it reads from each row of the grid.
-        own_positions: the positions (U,) of this rank's rows among those of its batch, grouped by the grid's rows, or
-            None for all of them on a grid of one row.
+        whole: the routing of the batch's full rows, if this one has only some, or None.
+        sums: how gradients of equal ids are summed, or None to compute it when they arrive.
+        owner: (R,) the rank that reads each row, if only the device knows, or None if `counts` is known.
+        rest: if these rows are sent first, a function that returns the routings of the others, in pieces.
+        held_ids: (M,) the rows of this rank's shard that any rank reads, rank after rank.
+        counts_by_row: for each rank, how many rows it reads from each row of the grid.
+        own_positions: (U,) the positions of this rank's rows among those of its batch, grouped by row of the grid, or
+            None for all on a grid of one row.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class Routing:
         """Returns the routing of the rows that a mask (R,) selects.
 
         Args:
-            but: all other rows, if known, so that the host reads no sizes.
+            but: routings of all other rows, if known, so that no size is read from the device.
         """
         places = mask.nonzero().view(-1)
         if but is None:  # one host read gives the end of each rank's places
@@ -98,7 +98,7 @@ class Routing:
 
         Args:
             counts: for each piece, how many of its rows each rank reads.
-            sums: for each piece, how its gradients are summed, if known.
+            sums: for each piece, how gradients of equal ids are summed, if known.
         """
         ids, rank, found, start = self.ids.index_select(0, places), self.rank, list[Routing](), 0
         own = places - sum(self.counts[:rank])
@@ -111,19 +111,19 @@ class Routing:
 
 
 def remaining_counts(counts: tuple[int, ...], taken: Iterable[tuple[int, ...]]) -> tuple[int, ...]:
-    """Returns, by rank, the number of rows that are left when some are taken."""
+    """Returns how many rows of each rank remain when some are taken."""
     for each in taken:
         counts = tuple(map(sub, counts, each))
     return counts
 
 
 def cut_batches(current: Routing, following: Routing, isin: IsIn, chunks: int) -> tuple[Routing, Routing]:
-    """Splits the rows of two consecutive batches into prior and delayed gradients, and early and late rows (EmbRace,
-    ICPP 2022, section 4.2).
+    """Splits the rows of two consecutive batches: gradients in prior and delayed ones, rows in early and late ones
+    (EmbRace, ICPP 2022, section 4.2).
 
     Args:
-        isin: the membership test of the table's rows.
-        chunks: the count of pieces in which delayed gradients are sent.
+        isin: returns which ids are among others.
+        chunks: in how many pieces delayed gradients are sent.
 
     Returns: this batch's prior rows, which the next batch reads, and the next batch's early rows, which this batch does
         not read. The `rest` of the former is delayed, in chunks, and the `rest` of the latter is late, in one piece.
@@ -135,7 +135,7 @@ def cut_batches(current: Routing, following: Routing, isin: IsIn, chunks: int) -
 
     @cache
     def split_delayed() -> list[Routing]:
-        """Returns the routings of the delayed rows, in chunks."""
+        """Returns the routings of the delayed rows, one for each piece."""
         found = list[Routing]()
         for k, mask in enumerate(split_in_chunks(current.ids, ~is_prior, chunks), 1):
             found.append(current.select(mask, but=[prior, *found] if k == chunks else None))
@@ -153,7 +153,7 @@ IsIn = Callable[[Tensor, Tensor], Tensor]
 
 
 def membership(num_rows: int, device: torch.device) -> IsIn:
-    """Returns a function that tests which ids are among others, for one table.
+    """Returns a function that tests which row ids are among other ones, for one table.
 
     The test keeps one mark per row, and one for no row. For a large table on the CPU it sorts the other ids instead.
     """
@@ -161,7 +161,7 @@ def membership(num_rows: int, device: torch.device) -> IsIn:
     marks = torch.zeros((num_rows + 1 if is_marked else 0,), dtype=torch.bool, device=device)
 
     def isin(ids: Tensor, others: Tensor) -> Tensor:
-        """Returns a bool mask of the `ids` that are in `others`."""
+        """Returns a mask of the `ids` that are in `others`."""
         if not is_marked:
             ordered = torch.cat([others.sort().values, others.new_full((1,), num_rows)])
             return ordered[torch.searchsorted(ordered[:-1], ids)] == ids
@@ -174,7 +174,7 @@ def membership(num_rows: int, device: torch.device) -> IsIn:
 
 
 def split_in_chunks(ids: Tensor, mask: Tensor, chunks: int) -> list[Tensor]:
-    """Splits the masked ids into `chunks` masks of about equal size. Equal ids stay together.
+    """Splits the masked ids into `chunks` masks of about equal size. Equal ids stay in the same mask.
 
     A row whose gradients came in two chunks would be updated twice.
     """
@@ -190,7 +190,7 @@ def split_in_chunks(ids: Tensor, mask: Tensor, chunks: int) -> list[Tensor]:
 
 @lru_cache(maxsize=16)
 def _by_rank(sizes: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Returns, for `sizes[r]` rows of each rank r, the rank of each row and its index within that rank; both (R,)
+    """Returns, if each rank r has `sizes[r]` rows, the rank of each row and its index within the rank; both (R,)
     int64.
 
     The tensors are shared; do not write to them.
@@ -201,7 +201,7 @@ def _by_rank(sizes: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tens
 
 @lru_cache(maxsize=64)
 def _delayed_bounds(num_rows: int, device: torch.device) -> Tensor:
-    """Returns the keys (2,) at which delayed rows begin and end. The tensor is shared; do not write to it."""
+    """Returns the sort keys (2,) at which delayed rows begin and end. The tensor is cached; do not write to it."""
     return torch.arange(0, 2 * num_rows, num_rows, device=device)
 
 
@@ -210,12 +210,12 @@ def _delayed_bounds(num_rows: int, device: torch.device) -> Tensor:
 
 @dataclass(frozen=True)
 class PaddedRouting:
-    """The routing of one table for the next batch, padded to a fixed size on a device.
+    """Which rows of one table all ranks read for the next batch, padded to a fixed size on a device.
 
     Attributes:
-        ids: the ids (sum of all ranks' C,). At places of no row, the table's count of rows.
-        owner, is_row: the rank of each place, and whether it holds a row; of the same shape.
-        counts: the count of rows of each rank (N,).
+        ids: the ids, and in padding entries the table's number of rows.
+        owner, is_row: for each entry, the rank that reads the row, and whether it is a row rather than padding.
+        counts: (N,) how many rows each rank reads.
     """
 
     ids: Tensor
@@ -225,13 +225,14 @@ class PaddedRouting:
 
 
 def route_padded(packed: Tensor, capacities: Sequence[Sequence[int]], table: int, num_rows: int) -> PaddedRouting:
-    """Finds the rows that all ranks read of a table.
+    """Extracts the rows of one table that all ranks read from their padded ids.
 
     Args:
-        packed: (N, T + M): each rank's T counts, then its ids table after table, each as long as its capacity.
-        capacities: the capacity C by rank, by table.
+        packed: (N, T + M): for each rank its T numbers of rows, then its ids table after table, each padded to its
+            capacity.
+        capacities: for each rank, the capacity of each table.
         table: the index of the table.
-        num_rows: the count of the table's rows.
+        num_rows: the number of the table's rows.
     """
     starts = [len(of_rank) + sum(of_rank[:table]) for of_rank in capacities]
     of_table = tuple([of_rank[table] for of_rank in capacities])
@@ -245,18 +246,19 @@ def route_padded(packed: Tensor, capacities: Sequence[Sequence[int]], table: int
 
 
 class SplitAhead:
-    """Splits a table's rows of two consecutive batches on a device, before the host knows the sizes.
+    """Splits a table's rows of two consecutive batches on a device, before the host knows how many rows each part
+    has.
 
     A stable sort by kind puts the places of each piece after those of the previous piece, so that the host can cut once
     it has read the sizes. A sort by kind and id puts the rows of each sum next to each other.
 
     Args:
-        current: the batch whose rows have been requested.
-        following: the next batch.
-        isin: the membership test of the table's rows, used on this stream only.
-        num_rows: the count of the table's rows.
-        chunks: the count of pieces in which delayed gradients are sent.
-        padding_rows: the rows without gradient.
+        current: the routing of the batch whose rows have been sent.
+        following: the padded routing of the next batch.
+        isin: returns which ids are among others; used on this stream only.
+        num_rows: the number of the table's rows.
+        chunks: in how many pieces delayed gradients are sent.
+        padding_rows: the rows that get no gradient.
     """
 
     def __init__(
@@ -301,14 +303,14 @@ class SplitAhead:
         """All sizes, in the order that `cut_batches` expects: int64, of a length that the host knows."""
 
     def tensors(self) -> list[Tensor]:
-        """Lists the tensors that another stream will read."""
+        """Returns the tensors that another CUDA stream will read."""
         return [self._following.ids, self._following.owner, self._ahead, self._places, self._sums, self._ids]
 
     def cut_batches(self, ids: Tensor, counts: tuple[int, ...], sizes: Sequence[int]) -> tuple[Routing, Routing]:
-        """Splits both batches as `cut_batches` does, once the host has read the sizes of the pieces.
+        """Returns what the function `cut_batches` returns, once the host has read the sizes of the parts.
 
         Args:
-            ids, counts: the ids and counts of the following batch.
+            ids, counts: the ids of the next batch, and how many each rank reads.
         """
         current, ranks, chunks = self._current, self._ranks, self._chunks
         following = Routing(ids, counts, current.grid, current.rank, owner=self._following.owner[: sum(counts)])
@@ -330,7 +332,7 @@ class SplitAhead:
 
 
 def _chunk_bounds(ordered: Tensor, chunks: int) -> Tensor:
-    """Returns the keys (chunks - 1,) at which `split_in_chunks` cuts delayed rows, which come last in `ordered`."""
+    """Returns the sort keys (chunks - 1,) at which `split_in_chunks` divides the delayed rows."""
     if not ordered.numel():
         return ordered.new_zeros(chunks - 1)
     begin = torch.searchsorted(ordered, ordered.new_zeros(1))

@@ -1,4 +1,4 @@
-"""The communication of a table or row space that runs into the next step (EmbRace, ICPP 2022, section 4.2).
+"""Exchanges the rows of a table between ranks, also early for the next batch (EmbRace, ICPP 2022, section 4.2).
 
     backward t      early rows   rows of batch t+1 that batch t does not read: looked up, sent
                     prior rows   gradients of rows of batch t that batch t+1 reads, on any rank: sent first
@@ -45,16 +45,16 @@ from embrace_fx.vocabulary.plan import Grid
 
 
 class RowExchange:
-    """The exchanges of the rows of one table or row space between ranks. Rows may be in flight to the next batch.
+    """Exchanges the rows of one table between ranks. Rows may be in flight for the next batch.
 
     Args:
-        table: the shard of the table or row space.
-        delayed_chunks: the count of pieces in which delayed gradients are sent, if rows are cut.
+        table: the table, of which this rank has a shard.
+        delayed_chunks: in how many pieces delayed gradients are sent.
         overlaps: whether rows and gradients may be sent in another step than their batch's.
 
     Attributes:
-        gradient: the gradient of these rows.
-        sent: the rows in flight for a batch whose forward has not awaited them yet.
+        gradient: the gradient of the table's rows.
+        sent: rows in flight for a batch whose forward has not awaited them yet.
     """
 
     def __init__(
@@ -83,9 +83,11 @@ class RowExchange:
         self._stale = False  # whether the table was written since, or another step was taken
 
     def routing(self, ids: Tensor, counts: Tensor) -> Routing:
-        """Returns the routing of all rows of a batch.
+        """Returns which rows of the table each rank reads for a batch.
 
-        `ids` are every rank's, in rank order, and `counts` says how many each rank reads.
+        Args:
+            ids: the ids of all ranks, rank after rank.
+            counts: how many each rank reads.
         """
         if (early := self._early) is not None and early.whole is not None and early.whole.ids is ids:
             return early.whole
@@ -96,11 +98,13 @@ class RowExchange:
     def submit_rows(
         self, launch: OperationId, shard: Tensor, ids: Tensor, counts: Tensor, table: str, dtype: torch.dtype, name: str
     ) -> None:
-        """Looks up a batch's rows and submits their exchange: all rows, or the late ones if early ones have been sent.
+        """Looks up a batch's rows, and submits their exchange: all rows, or the late ones if early ones have been
+        sent.
 
         Args:
-            launch: the launch, which says which part. Early rows belong to the batch given to `cut_batches`.
-            ids, counts: the ids and counts of the batch that reads the rows, unless the rows are early.
+            launch: the id of the exchange, which says whether the rows are all, early or late. Early rows are those of
+                the last `cut_batches`.
+            ids, counts: the ids that all ranks read, and how many each rank reads; unused for early rows.
         """
         rows = self._early if launch.part == "early" else self._begin_batch(ids, counts)
         assert rows is not None
@@ -108,7 +112,7 @@ class RowExchange:
         self._recorder.mark(compute_id("update", launch.what) if self._recorder.segment is not None else EARLY)
 
     def _begin_batch(self, ids: Tensor, counts: Tensor) -> Routing:
-        """Begins the batch of the running forward. Returns its rows that have not been sent yet."""
+        """Begins a batch's forward. Returns which of its rows have not been sent yet."""
         early, batch = self._early, self.routing(ids, counts)
         if early is not None and early.whole is batch:
             (late,) = early.rest()
@@ -122,8 +126,8 @@ class RowExchange:
     def await_rows(
         self, launch: OperationId, ids: Tensor, counts: Tensor, table: str, dtype: torch.dtype, name: str
     ) -> Tensor:
-        """Returns a part of this rank's rows as received, flat. The early part is empty if early rows were not sent
-        separately.
+        """Waits for all, early or late rows of this rank, and returns them as received, flat. Returns an empty tensor
+        for early rows that were not sent separately.
         """
         self._recorder.pause_segment()
         for ticket, _ in self.sent:
@@ -132,7 +136,7 @@ class RowExchange:
         return ids.new_empty((0,), dtype=dtype)
 
     def join_rows(self, parts: object, ids: Tensor, counts: Tensor, table: str) -> Tensor:
-        """Returns all columns of this rank's rows, flat (U * D,)."""
+        """Joins the received parts of this rank's rows, and returns all columns, flat (U * D,)."""
         batch = self.gradient.batch
         assert batch is not None
         shape = batch.counts[self._communicator.rank], self.table.shape[1]
@@ -148,24 +152,32 @@ class RowExchange:
         return joined.view(-1)
 
     def _end_batch(self) -> None:
-        """Forgets the rows of the batch."""
+        """Drops the rows of the batch."""
         self.sent, self._early, self._preview = [], None, None
 
     def _submit_lookup(self, launch: OperationId, routing: Routing, dtype: torch.dtype) -> None:
-        """Looks up the rows of a routing and submits their exchange."""
+        """Looks up rows, and submits their exchange."""
         ids = routing.held_ids
         self.table.record(ids, routing.all_ids)
         rows = self._predict_rows(ids).to(dtype) if launch.part == "early" else self.table.look_up(ids, dtype)
         self.sent.append((self._launch(launch, rows, routing.counts_by_row), routing))
 
     def all_to_all_rows(self, launch: OperationId, columns: Tensor, counts: Tensor, *_: object) -> Ticket:
-        """Launches the exchange of all rows of a batch together. `columns` is (M, d)."""
+        """Submits the exchange of all rows of a batch at once. Returns its ticket.
+
+        Args:
+            columns: this rank's columns (M, d) of the rows that any rank reads.
+        """
         ticket = self._launch(launch, columns, counts_as_lists(counts))
         self._recorder.mark(compute_id("update", launch.what))
         return ticket
 
     def _launch(self, launch: OperationId, columns: Tensor, counts: Counts) -> Ticket:
-        """Submits an all-to-all of columns. `columns` are rows of all ranks, `counts` how many each rank gets."""
+        """Submits an AlltoAll of columns of rows. Returns its ticket.
+
+        Args:
+            counts: how many rows each rank gets.
+        """
         width, rank = self.table.shape[1], self._communicator.rank
         kept = counts[rank][self._row]  # rows that this rank reads from its own part
         return self._launcher.submit(
@@ -178,21 +190,22 @@ class RowExchange:
 
     @property
     def splits_ahead(self) -> bool:
-        """Returns whether the device may split two batches before the host knows the sizes."""
+        """Whether the device may split two batches before the host knows how many rows each part has."""
         return self._grid.rows == 1
 
     def can_split(self, ids: Tensor | None) -> bool:
-        """Returns whether the next optimizer step will apply only the gradient of the batch with these ids, so that the
+        """Returns whether the next optimizer step will use only the gradient of the batch with these ids, so that the
         gradient may be split.
         """
         batch = self.gradient.batch
         return batch is not None and batch.ids is ids and not self.table.has_gradient
 
     def cut_batches(self, ids: Tensor, counts: Tensor, found: tuple[Routing, Routing] | None = None) -> None:
-        """Cuts both batches at the start of a backward, with the next batch's routing.
+        """Splits the rows of this batch and the next one at the start of a backward.
 
         Args:
-            found: the result of `routing.cut_batches`, if already known.
+            found: the result, if it is already known.
+            ids, counts: the ids of the next batch, and how many each rank reads.
         """
         gradient = self.gradient
         gradient.apply()
@@ -205,7 +218,7 @@ class RowExchange:
     # -- early rows ----------------------------------------------------------------------------------------------------
 
     def _predict_rows(self, ids: Tensor) -> Tensor:
-        """Returns prefetched rows as they will be after the next step."""
+        """Returns rows to send early, as they will be after the next optimizer step."""
         before = self.table.look_up(ids, self.table.local.dtype)
         after, options = self.table.predict_rows(ids, before)
         self._preview = ids, before, after
@@ -214,13 +227,13 @@ class RowExchange:
 
     @property
     def usable(self) -> bool:
-        """Returns whether prefetched rows may still be current. Does not compare their values with the table."""
+        """Whether rows that were sent early may still be valid. Does not compare their values with the table."""
         # Early rows are by definition not read by the batch that ran then.
         is_of_batch = not self.sent or self.gradient.batch is not None
         return is_of_batch and not self._stale and self._expected is None
 
     def still_equal(self) -> bool:
-        """Returns whether prefetched rows equal the table's rows now."""
+        """Returns whether rows that were sent early still equal the table's rows."""
         if self._preview is None:
             return True
         ids, before, after = self._preview
@@ -229,13 +242,12 @@ class RowExchange:
         return torch.equal(self.table.peek(ids), before if waits else after)
 
     def record_step(self, *, moved_all: bool, of_all: bool = True, rewritten: bool = False) -> None:
-        """Records an optimizer step, and drops prefetched rows if the step differs from the one that they assume.
+        """Records an optimizer step. Drops rows that were sent early if the step was not the predicted one.
 
         Args:
-            moved_all: whether the step has also moved rows without a gradient.
-            of_all: whether the step is of all tables of a row space, as early rows assume.
-            rewritten: whether the loop may have given a gradient to rows that the batch does not read, early rows
-                included.
+            moved_all: whether the step also changed rows without a gradient.
+            of_all: whether the step updated all tables of a joined table.
+            rewritten: whether the training loop may have given a gradient to rows that the batch did not read.
         """
         expected, self._expected = self._expected, None
         if not self.sent:
@@ -247,16 +259,16 @@ class RowExchange:
         self._stale |= not of_all or not self.table.steps_by(*expected)
 
     def drop(self) -> None:
-        """Drops the prefetched rows, because no forward will read them."""
+        """Drops rows that were sent early, because no forward will read them."""
         self._end_batch()
         self._stale, self._expected = False, None
 
 
 def _write_received(routing: Routing, flat: Tensor, out: Tensor | None, shape: tuple[int, int]) -> Tensor:
-    """Writes received rows to their places (among U' rows), and returns all rows.
+    """Writes received rows to their positions among the batch's rows, and returns the tensor of all rows.
 
     Args:
-        out: the rows (U', D) with the parts received before, or None.
+        out: the rows (U', D) with the parts received so far, or None to allocate it.
         shape: the shape (U', D) of the batch's rows.
     """
     positions, columns = routing.own_positions, routing.grid.columns

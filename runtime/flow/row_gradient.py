@@ -1,4 +1,4 @@
-"""The gradient of the rows of a table or a row space, on its way from a backward to the table.
+"""The gradient of a table's rows, from the backward that computes it to the update that applies it.
 
     sent        its parts leave: prior rows first (row 5, which batch 2 reads), then delayed ones (row 2), in chunks
     delivered   `.grad` of each table is on its way; a look at it waits, and finds an ordinary gradient
@@ -46,17 +46,17 @@ How = tuple[torch.dtype, int, tuple[int, ...], float]
 
 
 class RowGradient(PendingUpdate):
-    """The row gradient of one table or row space, from the backward that computes it to the update that applies it.
+    """The gradient of one table's rows, from the backward that computes it to the update that applies it.
 
     Args:
-        table: the table or row space.
-        grid: the grid of ranks that hold it.
+        table: the table.
+        grid: the grid on which the table is sharded.
 
     Attributes:
-        batch: the rows of the batch whose forward runs or ran last, or None if another batch's gradient was sent since.
-        prior: the rows of `batch` whose gradients are sent first, or None if all gradients are sent together.
-        parts: launch -> sent part that no step has applied, in launch order.
-        step: the step that has taken the gradient, or None.
+        batch: the rows of the last batch, or None if the gradient of another batch was sent since.
+        prior: those rows of `batch` whose gradients are sent first, or None if all are sent together.
+        parts: launch -> sent part of the gradient that has not been applied, in launch order.
+        step: the optimizer step that will apply the gradient, or None.
     """
 
     def __init__(self, table: Table, communicator: Communicator, launcher: Launcher, grid: Grid):
@@ -75,11 +75,12 @@ class RowGradient(PendingUpdate):
     # -- from its backward ---------------------------------------------------------------------------------------------
 
     def begin_batch(self, batch: Routing) -> None:
-        """Begins a forward on these rows."""
+        """Begins a forward that reads these rows."""
         self.batch, self.prior = batch, None
 
     def begin_backward(self) -> None:
-        """Applies what a step has left and no node of the program applies, except delayed parts.
+        """Applies the update that an optimizer step has left, if the program has no node for it. Delayed parts are
+        applied later.
 
         Gradients of this backward are sent together, unless rows are cut.
         """
@@ -101,9 +102,11 @@ class RowGradient(PendingUpdate):
         scale: float,
         name: str,
     ) -> RowGradient:
-        """Sends the gradients (U, D) of this rank's rows, or of their prior or delayed part, to the owners of columns.
+        """Sends gradients (U, D) of this rank's rows, or of their prior or delayed part, to the ranks that own their
+        columns.
 
-        Returns: this object, to be delivered at the end of the backward.
+        Returns:
+            This object, which represents the gradient among the backward's outputs.
         """
         self._recorder.mark(compute_id("backward", launch.what))
         if launch.part == "delayed":
@@ -121,7 +124,7 @@ class RowGradient(PendingUpdate):
         return self
 
     def _submit_rows(self, launch: OperationId, rows: Tensor, routing: Routing) -> None:
-        """Packs the gradient rows of a routing and submits their exchange."""
+        """Packs gradients of rows, and submits their exchange."""
         self._table.record(routing.held_ids, routing.all_ids)
         ticket = self._launch(launch, _pack_columns(routing, rows), routing.counts_by_row, rows.shape[1])
         self.parts[launch] = ticket, routing
@@ -129,15 +132,16 @@ class RowGradient(PendingUpdate):
     def all_to_all_gradients(
         self, launch: OperationId, flat: Tensor, counts: Tensor, embedding_dim: int, *_: object
     ) -> Ticket:
-        """Launches the exchange of all row gradients of a batch, which the same backward awaits.
+        """Submits the exchange of all row gradients of a batch, for which the same backward waits. Returns its ticket.
 
-        `flat` (U * D,) is grouped by destination.
+        Args:
+            flat: (U * D,), in blocks by receiving rank.
         """
         self._recorder.mark(compute_id("backward", launch.what))
         return self._launch(launch, flat, counts_as_lists(counts), embedding_dim)
 
     def _launch(self, launch: OperationId, flat: Tensor, counts: Counts, width: int) -> Ticket:
-        """Submits an all-to-all of a packed row gradient."""
+        """Submits an AlltoAll of packed row gradients. Returns its ticket."""
         kept = counts[self._communicator.rank][self._row] * self._columns
         return self._launcher.submit(
             launch,
@@ -146,22 +150,24 @@ class RowGradient(PendingUpdate):
         )
 
     def deliver(self, absent: Collection[str] = (), *, unreduced: bool = False) -> None:
-        """Stores the gradient in `.grad` of the tables, or adds it to the gradient there.
+        """Stores the gradient in the `.grad` of the table's parameters, or adds it there.
 
         Args:
-            absent: names of tables of a row space to which this backward gives no gradient.
-            unreduced: whether the gradient is this rank's own.
+            absent: names of parameters that get no gradient from this backward.
+            unreduced: whether the gradient is this rank's own, under `no_sync`.
         """
         self._late = GradientFuture(self._make_wait())
         self._table.gradient.deliver(self._late, absent, unreduced=unreduced)
 
     def _make_wait(self) -> Callable[[], list[Sequence[Rows]]]:
-        """Returns a function that waits for the gradient, split by table. It refers to the model weakly."""
+        """Returns a function that waits for the gradient, and returns it split by parameter. It refers to the model
+        weakly.
+        """
         found, by, split = ref(self._table), ref(self._launcher), self._table.split
         parts, how = tuple(self.parts.values()), self._how  # copy the parts, because a step removes some of them
 
         def wait() -> list[Sequence[Rows]]:
-            """Waits for all parts of the gradient, and returns them split by table."""
+            """Waits for all parts of the gradient, and returns them split by parameter."""
             table, launcher = found(), by()
             if table is not None and launcher is not None:
                 arrived = _wait_out_of_order(parts, table, launcher, how)
@@ -177,9 +183,7 @@ class RowGradient(PendingUpdate):
 
     @property
     def waiting(self) -> bool:
-        """Returns whether the gradient is in flight and no step has taken it, while some table's `.grad` still refers
-        to it.
-        """
+        """Whether the gradient is in flight, no optimizer step has used it, and some `.grad` still refers to it."""
         if self.step is not None or self._late is None:
             return False
         if not self._table.gradient.count_in_flight(self._late):  # the gradient was dropped or has been read
@@ -187,18 +191,18 @@ class RowGradient(PendingUpdate):
         return self._late is not None
 
     def may_defer(self) -> bool:
-        """Returns whether a step can take the gradient while in flight, and leave the update to the next forward."""
+        """Returns whether an optimizer step can leave applying the gradient, while in flight, to the next forward."""
         if not self.waiting or self._late is None:
             return False
         return self._table.gradient.count_in_flight(self._late) == len(self._table.members) and self._table.can_defer()
 
     def begin_step(self) -> SparseUpdate:
-        """Keeps the optimizer's present options for the update, because the optimizer has stepped."""
+        """Records that the optimizer has stepped, with its current options. The next forward applies the update."""
         self.step = self._table.begin_step()
         return self.step
 
     def wait(self) -> None:
-        """Waits for the gradients that tables still show as pending, and drops the exchange."""
+        """Waits for the gradient if a `.grad` still refers to it, and ends the exchange."""
         if self.waiting and self._late is not None:
             for table in self._table.members:
                 if table.waits_for(self._late):
@@ -206,31 +210,32 @@ class RowGradient(PendingUpdate):
         self.drop()
 
     def drop(self) -> None:
-        """Forgets the exchange, unless a step still has to apply it."""
+        """Drops the gradient in flight, unless an optimizer step still has to apply it."""
         if self.step is None:
             self._clear()
 
     def _clear(self) -> None:
-        """Drops the sent parts, and the step that waits for them."""
+        """Drops the parts that were sent, and the optimizer step that waits for them."""
         self.parts, self.step, self._late = {}, None, None
 
     # -- the update ----------------------------------------------------------------------------------------------------
 
     def with_rows(self) -> tuple[SparseUpdate, Rows]:
-        """Waits for all parts. Returns the step that applies the gradient, and the rows."""
+        """Waits for all parts. Returns the optimizer step that applies the gradient, and its ids and rows."""
         assert self.step is not None
         rows, self.parts = self._wait_for_rest(), {}
         return self.step, sum_rows(rows)
 
     def update_rows(self, launch: OperationId, shard: Tensor, *_: object) -> Tensor:
-        """Applies a part. The shard argument only orders the graph's nodes."""
+        """Applies one part of the gradient to the table, and returns the shard, by which the graph orders its nodes."""
         self.apply(launch)
         if self._recorder.segment is None:
             self._recorder.mark(EARLY)
         return shard
 
     def apply(self, launch: OperationId | None = None) -> None:
-        """Applies a part, or all that a step has taken. The last delayed part also applies the step to all other rows.
+        """Applies one part of the gradient, or all parts that an optimizer step has left. The last delayed part also
+        applies the step to all other rows.
 
         Parts that arrive before the next lookup are kept for the step if no step has taken the gradient yet.
         """
@@ -257,12 +262,16 @@ class RowGradient(PendingUpdate):
             self.step.apply(ids, rows)
 
     def _wait_for_rest(self) -> list[Rows]:
-        """Waits for the parts that have not been applied, and returns their rows."""
+        """Waits for the parts that have not been applied, and returns their ids and rows."""
         return _wait_out_of_order(self.parts.values(), self._table, self._launcher, self._how)
 
 
 def _pack_columns(routing: Routing, rows: Tensor) -> Tensor:
-    """Returns a part of rows (U', D) in the form to send: flat (U * D,), in blocks by destination rank."""
+    """Packs gradient rows (U', D) for sending: flat (U * D,), in blocks by receiving rank.
+
+    Args:
+        routing: which ranks own columns of the rows.
+    """
     positions, columns = routing.own_positions, routing.grid.columns
     if positions is None:
         return split_columns(rows, columns)
@@ -274,7 +283,7 @@ def _pack_columns(routing: Routing, rows: Tensor) -> Tensor:
 def sum_received(
     routing: Routing, flat: Tensor, dtype: torch.dtype, columns: int, padding_rows: tuple[int, ...], scale: float
 ) -> tuple[Tensor, Tensor]:
-    """Sums received gradients (M, d) of all ranks, flat, by row. Returns ids (K,) and rows (K, d)."""
+    """Sums the received gradients (M, d) of all ranks by row. Returns ids (K,) and rows (K, d)."""
     flat = flat.to(dtype)
     if routing.sums is None:
         ids, rows = coalesce(routing.held_ids, flat, columns, padding_rows, scale)
@@ -284,7 +293,7 @@ def sum_received(
 
 
 def _wait_for_parts(parts: Iterable[Sent], table: Table, launcher: Launcher, how: How) -> list[Rows]:
-    """Waits for parts of a gradient, and returns their rows."""
+    """Waits for parts of a gradient, and returns their ids and rows."""
     found = []
     for ticket, routing in parts:
         ids, rows = sum_received(routing, launcher.wait(ticket), *how)
@@ -294,6 +303,6 @@ def _wait_for_parts(parts: Iterable[Sent], table: Table, launcher: Launcher, how
 
 
 def _wait_out_of_order(parts: Iterable[Sent], table: Table, launcher: Launcher, how: How) -> list[Rows]:
-    """Waits for parts of a gradient without waiting for launches that precede them in the order."""
+    """Waits for parts of a gradient, even if launches that come earlier in the order are not submitted."""
     with launcher.flushing():  # rows of the next forward may come before them in the order
         return _wait_for_parts(parts, table, launcher, how)

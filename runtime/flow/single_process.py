@@ -1,5 +1,4 @@
-"""A single process on a device: the host reads the number of a batch's rows when the backward is over, and waits for
-none before.
+"""A single process on a device: the host never waits for the number of a batch's rows before the backward ends.
 
 Contract
     For a training step of a single process, whose ids go nowhere. The batch's unique rows are found in tensors as long
@@ -35,7 +34,7 @@ _READERS = frozenset(
 
 
 class _PendingCounts:
-    """Counts of unique rows that are being copied from a device to the host.
+    """Numbers of unique rows that are being copied from a device to the host.
 
     Args:
         counts: scalars of int64.
@@ -47,15 +46,15 @@ class _PendingCounts:
 
     @cached_property
     def numbers(self) -> list[int]:
-        """Returns the counts, once their copy has reached the host."""
+        """The numbers on the host. Waits for their copy."""
         return self._streams.read(self._counted, self._copy)
 
 
 class SingleProcessRows:
-    """Finds the unique rows of batches in a single process on a device, without waiting for their number.
+    """Finds the unique rows of batches on a device, in a single process, without waiting for their number.
 
     Args:
-        tables: the model's tables, which note which ids are subsets of which.
+        tables: the model's tables, which record which ids on the device are among which on the host.
     """
 
     def __init__(self, streams: Streams, tables: Mapping[str, Member]) -> None:
@@ -63,7 +62,7 @@ class SingleProcessRows:
         self._counts: Any = WeakTensorKeyDictionary()
 
     def kernel(self, node: fx.Node) -> Callable[..., Any] | None:
-        """Returns the function that a node of the ids' phases or of the backward calls in a single process."""
+        """Returns the function that runs a node of the ids phases or of the backward in a single process, or None."""
         match op_name(node):
             case "embrace::unique_ids":
                 return self.unique_ids
@@ -71,8 +70,8 @@ class SingleProcessRows:
                 tables: tuple[str, ...] = node.meta["tables"]
 
                 def all_gather_ids(unique: Sequence[Tensor], num_rows: Sequence[int], *_: object) -> list[Tensor]:
-                    """Returns this process's unique ids as the gathered ones, and remembers the copy of their counts
-                    that is in flight to the host.
+                    """Returns this process's unique ids, which are those of all ranks, and starts copying their number
+                    to the host.
                     """
                     counted = _PendingCounts(self._streams, [self._counts[rows] for rows in unique])
                     for k, (rows, *of_table) in enumerate(zip(unique, tables, num_rows, strict=True)):
@@ -91,7 +90,7 @@ class SingleProcessRows:
         return None
 
     def unique_ids(self, ids: Sequence[Tensor], num_rows: int, padding_idx: int) -> list[Tensor]:
-        """Computes the op with tensors whose sizes the host knows."""
+        """Runs the op `unique_ids` with tensors whose sizes the host knows, by padding them."""
         rows, count, where = padded_unique_ids(ids, num_rows, padding_idx)
         self._counts[rows] = count
         return [rows, *where]
@@ -99,10 +98,10 @@ class SingleProcessRows:
     def coalesce(
         self, ids: Tensor, flat: Tensor, columns: int, padding_rows: Sequence[int], scale: float
     ) -> list[Tensor]:
-        """Computes the op for unique ids: cuts off padding entries, and the padding row, which comes first.
+        """Runs the op `coalesce` for unique ids: removes padding entries, and the padding row, which comes first.
 
         Raises:
-            PeerFailure: the batch holds an id outside of the table.
+            PeerFailure: the batch has an id outside of the table.
         """
         counted, k, table, num_rows = self._counts.pop(ids)
         count = counted.numbers[k]
@@ -121,7 +120,7 @@ class SingleProcessRows:
 
 
 def runs_without_counts(graph: TrainingGraph) -> bool:
-    """Returns whether a graph can run before the host knows the number of unique rows."""
+    """Returns whether a graph can run before the host knows how many unique rows the batch has."""
     phases = graph.phases
     if "backward" not in phases or not any(op_name(n) == "embrace::unpack_ids" for n in phases["ids"].graph.nodes):
         return False
@@ -137,7 +136,7 @@ def runs_without_counts(graph: TrainingGraph) -> bool:
 
 
 def _is_rows(node: fx.Node) -> bool:
-    """Returns whether a value is unique rows, or a result of `unpack_ids` for them."""
+    """Returns whether a value is a tensor of unique rows, or a result of `unpack_ids` for it."""
     source = node.all_input_nodes[0] if node.all_input_nodes else node
     return op_name(source) == "embrace::unpack_ids" or (
         op_name(source) == "embrace::unique_ids" and node.args[1:] == (0,)

@@ -1,4 +1,5 @@
-"""Local kernels of the ops, in torch ops for any device. On CUDA they call the kernels of `gpu` for supported tensors.
+"""Kernels for the package's ops, written with torch ops for any device. On CUDA they call the Triton kernels of `gpu`
+where possible.
 
 Worked examples: `embrace_fx/vocabulary/ops.py`, `again_ops.py`.
 """
@@ -21,7 +22,7 @@ from embrace_fx.vocabulary.row_space import OUTSIDE
 
 
 def sorted_unique(ids: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns (sorted unique ids, position of each id among them), like `torch.unique`, with fewer Python calls."""
+    """Returns (sorted unique ids, position of each id among them), like `torch.unique` but with fewer Python calls."""
     unique, inverse, _ = torch._unique2(ids, True, True)
     return unique, inverse
 
@@ -29,10 +30,10 @@ def sorted_unique(ids: Tensor) -> tuple[Tensor, Tensor]:
 def join_ids(
     ids: Sequence[Tensor], tables: Sequence[int], first_rows: Sequence[int], num_rows: Sequence[int], joined: int
 ) -> list[Tensor]:
-    """Implements the op `join_ids`: converts ids of several tables to row numbers of their row space.
+    """Implements the op `join_ids`: converts ids of several tables to row numbers of the table that joins them.
 
     Args:
-        joined: count of the first `ids` that are joined to one tensor; the others keep their shapes.
+        joined: how many leading tensors of `ids` are concatenated to one; the others keep their shapes.
     """
     flat = torch.cat([i.reshape(-1) for i in ids])
     sizes = [i.numel() for i in ids]
@@ -51,7 +52,7 @@ def join_ids(
 
 
 def _sizes_if_unequal(sizes: list[int]) -> tuple[int, ...]:
-    """Returns the number of ids of each tensor. Returns () if all are equal."""
+    """Returns the sizes, or () if all are equal."""
     return () if sizes.count(sizes[0]) == len(sizes) else tuple(sizes)
 
 
@@ -101,7 +102,8 @@ _BELOW_ALL = torch.iinfo(torch.int64).min
 
 
 def padded_unique_ids(ids: Sequence[Tensor], num_rows: int, padding_idx: int) -> tuple[Tensor, Tensor, list[Tensor]]:
-    """Computes `unique_ids` in tensors whose sizes depend only on those of `ids`.
+    """Finds unique ids in tensors whose sizes depend only on those of `ids`, so that the host need not wait for a
+    device.
 
     Returns:
         The rows (C,) that this rank reads, padded with zeros; their count, 0-d int64, or -1 if an id is outside the
@@ -128,7 +130,7 @@ def padded_unique_ids(ids: Sequence[Tensor], num_rows: int, padding_idx: int) ->
 
 
 def find_bad_ids(ids: Sequence[Tensor], num_rows: Sequence[int]) -> list[int | None]:
-    """Returns, for each tensor of ids, one id that is outside of its table, or None.
+    """Returns, for each tensor of ids, one id that is outside of its table, or None if all are valid.
 
     Reads the device only once for all tensors, because each read waits for all enqueued work.
     """
@@ -142,13 +144,13 @@ def find_bad_ids(ids: Sequence[Tensor], num_rows: Sequence[int]) -> list[int | N
 
 
 def lookup(shard: Tensor, ids: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """Returns rows `ids` (R,) of the shard, in `dtype` if it is given."""
+    """Returns the rows `ids` (R,) of a shard, cast to `dtype` if given."""
     rows = shard.index_select(0, ids)
     return rows if dtype is None else rows.to(dtype)
 
 
 def join_columns(flat: Tensor, embedding_dim: int, group_size: int) -> Tensor:
-    """Joins the columns received from each rank into rows (rows, embedding_dim)."""
+    """Implements the op `join_columns`: joins the columns received from each rank to whole rows."""
     rows = flat.numel() // max(embedding_dim, 1)
     if group_size == 1:
         return flat.view(rows, embedding_dim)
@@ -160,7 +162,7 @@ def join_columns(flat: Tensor, embedding_dim: int, group_size: int) -> Tensor:
 
 
 def join_columns_into(out: Tensor, positions: Tensor, flat: Tensor, group_size: int) -> None:
-    """Writes the rows of `join_columns` into the rows `positions` (U,), all different, of `out` (U', D)."""
+    """Joins received columns to whole rows, and writes them to the rows `positions` (U,) of `out` (U', D)."""
     if flat.is_cuda and gpu.supports(flat) and gpu.supports(out):
         gpu.unpack_columns(flat, out, group_size, positions)
     else:
@@ -168,7 +170,7 @@ def join_columns_into(out: Tensor, positions: Tensor, flat: Tensor, group_size: 
 
 
 def split_columns(rows: Tensor, group_size: int) -> Tensor:
-    """Splits rows into one block of columns for each rank, in a flat tensor."""
+    """Implements the op `split_columns`: splits rows to one block of columns for each rank, in a flat tensor."""
     if group_size == 1:
         return rows.reshape(-1)
     if rows.is_cuda and gpu.supports(rows):
@@ -182,8 +184,8 @@ def split_columns(rows: Tensor, group_size: int) -> Tensor:
 
 
 def split_selected_columns(rows: Tensor, selected: Tensor, group_size: int) -> Tensor:
-    """Splits some of the rows (U', D), given by a bool mask (U',) or by positions (U,) int64, as `split_columns`
-    does.
+    """Splits some of the rows (U', D) to one block of columns for each rank. `selected` is a mask (U',) or positions
+    (U,) int64.
     """
     if rows.is_cuda and gpu.supports(rows):
         positions = selected.nonzero().view(-1) if selected.dtype == torch.bool else selected
@@ -193,18 +195,18 @@ def split_selected_columns(rows: Tensor, selected: Tensor, group_size: int) -> T
 
 @cache
 def column_widths(embedding_dim: int, group_size: int) -> tuple[int, ...]:
-    """Returns the count of columns that each rank owns."""
+    """Returns how many columns of a table each rank owns."""
     bounds = (own_columns(embedding_dim, group_size, rank) for rank in range(group_size))
     return tuple([last - first for first, last in bounds])
 
 
 def coalesce(ids: Tensor, flat: Tensor, columns: int, padding_rows: Sequence[int], scale: float) -> list[Tensor]:
-    """Implements the op `coalesce`: sums the rows of equal ids, and returns [the ids, the sums times `scale`]."""
+    """Implements the op `coalesce`: sums rows with equal ids. Returns [the ids, the sums times `scale`]."""
     return sum_rows(flat, plan_sums(ids, flat, padding_rows), columns, scale)
 
 
 def plan_sums(ids: Tensor, flat: Tensor, padding_rows: Sequence[int]) -> tuple[Tensor, ...]:
-    """Finds which rows `sum_rows` adds to each sum of `coalesce`. On a device, the host waits for the number of
+    """Finds which rows `sum_rows` must add up for the op `coalesce`. On a device, the host waits for the number of
     sums.
     """
     if flat.is_cuda and gpu.supports(flat):
@@ -214,7 +216,7 @@ def plan_sums(ids: Tensor, flat: Tensor, padding_rows: Sequence[int]) -> tuple[T
 
 
 def sum_rows(flat: Tensor, sums: tuple[Tensor, ...], columns: int, scale: float) -> list[Tensor]:
-    """Returns the sorted ids and the scaled sums of `coalesce`, given the result of `plan_sums`."""
+    """Computes the result of the op `coalesce`, given the result of `plan_sums`."""
     if flat.is_cuda and gpu.supports(flat):
         unique, order, starts, ends = sums
         return gpu.sum_segments(flat, (unique, order, starts, ends), columns, scale)
@@ -225,10 +227,11 @@ def sum_rows(flat: Tensor, sums: tuple[Tensor, ...], columns: int, scale: float)
 
 
 def sum_known_ids(flat: Tensor, sums: tuple[Tensor, Tensor], columns: int, scale: float) -> list[Tensor]:
-    """Implements the op `coalesce` for ids whose sums the host already knows, so that it does not wait for a device.
+    """Implements the op `coalesce` if the host already knows the ids of the sums, so that it need not wait for a
+    device.
 
     Args:
-        sums: the ids (K,) of the sums, and the number (R,) of the sum that each row goes into: K for none.
+        sums: (K,) the ids of the sums, and (R,) the number of the sum to which each row is added, or K for none.
     """
     if flat.is_cuda and gpu.supports(flat):
         return gpu.sum_segments(flat, gpu.known_segments(*sums), columns, scale)
@@ -239,7 +242,9 @@ def sum_known_ids(flat: Tensor, sums: tuple[Tensor, Tensor], columns: int, scale
 
 
 def sparse_gradient(gradient: Tensor, ids: Sequence[Tensor], paddings: Sequence[int]) -> Tensor:
-    """Returns the rows of a dense gradient that lookups have read, as a coalesced COO tensor."""
+    """Implements the op `sparse_gradient`: returns the rows of a dense gradient that lookups have read, as a coalesced
+    COO tensor.
+    """
     none = torch.empty(0, dtype=torch.int64, device=gradient.device)
     read = (each[each != padding].to(torch.int64) for each, padding in zip(ids, paddings, strict=True))
     rows = torch.cat([none, *read]).unique()
@@ -248,13 +253,13 @@ def sparse_gradient(gradient: Tensor, ids: Sequence[Tensor], paddings: Sequence[
 
 
 def pack_bucket(gradients: Sequence[Tensor], scale: float) -> Tensor:
-    """Concatenates gradients, times `scale`, into one flat tensor."""
+    """Implements the op `pack_bucket`: concatenates gradients, each times `scale`, to one flat tensor."""
     flat = torch.cat([g.reshape(-1) for g in gradients])
     return flat.mul_(scale) if scale != 1.0 else flat
 
 
 def unpack_bucket(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
-    """Returns views of a flat tensor in the shapes of `like`."""
+    """Implements the op `unpack_bucket`: returns views of a flat tensor with the shapes of `like`."""
     if flat.is_sparse:  # a table with its own bucket has its gradient as rows
         return [flat]
     parts, begin = list[Tensor](), flat.storage_offset()
@@ -277,7 +282,7 @@ def _contiguous_strides(shape: torch.Size) -> tuple[int, ...]:
 
 
 def unpack_ids(packed: Tensor, tables: int, group_size: int) -> list[Tensor]:
-    """Implements the op `unpack_ids`. A row of `packed` (N, T + M) has a rank's T counts, then its ids table after
+    """Implements the op `unpack_ids`. A row of `packed` (N, T + M) has one rank's T counts, then its ids table after
     table, then padding.
     """
     host = packed[:, :tables].to("cpu", torch.int64)
@@ -292,19 +297,19 @@ def unpack_ids(packed: Tensor, tables: int, group_size: int) -> list[Tensor]:
 
 
 def random_state(device: torch.device) -> Tensor:
-    """Returns the state of a device's random number generator."""
+    """Implements the op `random_state`: returns the state of a device's random number generator."""
     return torch.get_rng_state() if device.type == "cpu" else torch.cuda.get_rng_state(device)
 
 
 def begin_replay(state: Tensor, device: torch.device) -> Tensor:
-    """Sets a device's random state to `state`, for a replay of random draws. Returns the state before."""
+    """Implements the op `begin_replay`: sets a device's random state to `state`, and returns the previous one."""
     now = random_state(device)
     end_replay(state, device)
     return now
 
 
 def end_replay(state: Tensor, device: torch.device) -> None:
-    """Restores a device's random state after a replay."""
+    """Implements the op `end_replay`: restores a device's random state after a replay of random draws."""
     if device.type == "cpu":
         torch.set_rng_state(state)
     else:

@@ -1,4 +1,4 @@
-"""Applies deferred steps of Adam to rows (`embrace_fx.runtime.tables.history.Decaying`).
+"""Applies to rows the Adam steps without a gradient that they have deferred (`embrace_fx.runtime.tables.history`).
 
 The CPU kernel has two methods. The sum over a row's deferred steps is computed from a few moments, which all rows
 share, if the error is below a weight's last bit (`_apply_together`); else it is computed term by term
@@ -28,7 +28,7 @@ _ELEMENTS = 1 << 19
 
 
 class Averages(NamedTuple):
-    """Adam's running averages of a table's rows: (V', d) each. With amsgrad, `greatest` replaces `second` in the
+    """Adam's running averages for a table's rows: (V', d) each. With amsgrad, `greatest` replaces `second` in the
     denominator.
     """
 
@@ -38,16 +38,16 @@ class Averages(NamedTuple):
 
 
 class TakenSteps(NamedTuple):
-    """The optimizer's steps that rows may have deferred, with bounds that show when further steps change no bit of a
-    weight.
+    """Coefficients of the optimizer steps that rows may have deferred, and bounds that tell when further steps no
+    longer change a weight.
 
     Attributes:
-        coefficients: (T + 1, 6) float64.
+        coefficients: (T + 1, 6) float64, for each step.
         steps: the number of steps.
         largest: the largest step size.
-        least_eps: the smallest eps.
+        least_eps: the smallest eps of any step.
         ratio: the maximum ratio of consecutive updates without a gradient, beta1 / sqrt(beta2).
-        moments: the moments of the steps, or None.
+        moments: sums for applying all steps at once, or None.
     """
 
     coefficients: Tensor
@@ -59,8 +59,7 @@ class TakenSteps(NamedTuple):
 
 
 class Moments:
-    """Sums over the steps of a history, from which the update of a row that has deferred any number of steps follows at
-    once.
+    """Sums over deferred steps, with which all of them can be applied to a row at once.
 
     Without a gradient, a step of Adam subtracts a * m / (x + eps) from a weight. The momentum m and the root x of the
     second average, bias correction included, decay from step to step. With z for such an x, y = z / (z + eps) and x = z
@@ -93,13 +92,13 @@ class Moments:
         self._root = torch.ones(most, dtype=torch.float64, device="cpu")  # 1 - u, with u as in the class's docstring
 
     def add(self, counted: int, size: float, correction: float, fading: tuple[float, float, float]) -> None:
-        """Adds a step.
+        """Adds one optimizer step.
 
         Args:
             counted: the optimizer's step count including this step.
-            size: the step's a.
-            correction: the bias correction of the root.
-            fading: beta1, beta2 and the factor of weight decay.
+            size: the step's coefficient a.
+            correction: the bias correction of the root of the second average.
+            fading: (beta1, beta2, factor of weight decay).
         """
         beta1, beta2, shrink = fading
         fade = math.sqrt(beta2) if self._fades else 1.0
@@ -127,13 +126,13 @@ class Moments:
 
 
 def decay_rows(shard: Tensor, averages: Averages, ids: Tensor, taken: Tensor, history: TakenSteps) -> None:
-    """Applies, in place, the steps that rows have deferred.
+    """Applies deferred Adam steps to rows, in place.
 
     Args:
-        shard, averages: the weights and averages, written in place.
-        ids: (K,) int64, with possible duplicates.
-        taken: (V',) integers, written: the number of steps that each row has applied. Rows that have applied all do not
-            change.
+        shard, averages: the weights and running averages, changed in place.
+        ids: (K,) int64, the rows, possibly with duplicates.
+        taken: (V',) integers, updated in place: how many steps each row has applied.
+        history: the deferred steps.
     """
     if ids.numel() == 0:
         return
@@ -145,7 +144,7 @@ def decay_rows(shard: Tensor, averages: Averages, ids: Tensor, taken: Tensor, hi
     if behind.numel() == 0:
         return
     ids, rested = ids.index_select(0, behind), rested.index_select(0, behind)
-    if ids.numel() > _block_size(shard):  # in a block, duplicates of an id apply the same steps to the same values
+    if ids.numel() > _rows_per_block(shard):  # in a block, duplicates of an id apply the same steps to the same values
         ids = torch._unique2(ids)[0]
         rested = taken.index_select(0, ids)
     rested = rested.to(torch.int64)
@@ -153,22 +152,22 @@ def decay_rows(shard: Tensor, averages: Averages, ids: Tensor, taken: Tensor, hi
     if history.moments is None:
         left = [_RemainingRows(ids, rested, None)]
     else:
-        rows = _block_size(shard)
+        rows = _rows_per_block(shard)
         blocks = zip(ids.unsafe_split(rows), rested.unsafe_split(rows), strict=True)  # no Python call
         leapt = (_apply_together(shard, averages, *block, history, history.moments) for block in blocks)
         left = [each for each in leapt if each is not None]
     for each in left:
         _, order = each.rested.sort()  # rows with the most deferred steps first
-        for some in order.unsafe_split(_block_size(shard)):
+        for some in order.unsafe_split(_rows_per_block(shard)):
             _apply_in_order(shard, averages, each.rows(some), history)
 
 
 class _RemainingRows(NamedTuple):
-    """Rows (K,) with elements whose deferred steps must be applied one by one.
+    """Rows (K,) that have elements for which deferred steps must be applied one by one.
 
     Attributes:
-        rested: the count (K,) of the history's steps that the rows have applied.
-        leapt: weights (K, d) of the other elements, nan for elements to compute, or None if all must be computed.
+        rested: (K,) how many of the steps the rows have already applied.
+        leapt: (K, d) the weights of elements that are done, and nan for those to compute; None if all must be computed.
     """
 
     ids: Tensor
@@ -176,13 +175,13 @@ class _RemainingRows(NamedTuple):
     leapt: Tensor | None
 
     def rows(self, positions: Tensor) -> _RemainingRows:
-        """Returns some of the rows, given by their positions (L,)."""
+        """Returns the rows at these positions (L,)."""
         leapt = None if self.leapt is None else self.leapt.index_select(0, positions)
         return _RemainingRows(self.ids.index_select(0, positions), self.rested.index_select(0, positions), leapt)
 
 
-def _block_size(shard: Tensor) -> int:
-    """Returns the number of rows that are computed at once."""
+def _rows_per_block(shard: Tensor) -> int:
+    """Returns how many rows are processed at once."""
     return max(1, _ELEMENTS // (STEPS_PER_BLOCK * max(1, shard.shape[1])))
 
 
@@ -192,7 +191,7 @@ def _apply_together(
     """Applies all deferred steps at once to rows (K,) that have applied `taken` (K,) steps.
 
     Returns:
-        The rows with elements whose weights would not be right to the last bit, and which must be computed in order.
+        The rows with elements that would not be exact to the last bit, to which the steps must be applied one by one.
     """
     coefficients, dtype = history.coefficients, shard.dtype
     exp_avg, exp_avg_sq, greatest = averages
@@ -229,7 +228,7 @@ def _apply_together(
 
 
 def _apply_in_order(shard: Tensor, averages: Averages, rows: _RemainingRows, history: TakenSteps) -> None:
-    """Applies the deferred steps one by one to rows (K,).
+    """Applies the deferred steps one by one to rows.
 
     An element's bits do not depend on other elements, so that they are equal for any split of the columns over ranks.
     """
@@ -282,16 +281,17 @@ def _apply_in_order(shard: Tensor, averages: Averages, rows: _RemainingRows, his
 
 
 def _decay_factors(before: Tensor, history: TakenSteps, dtype: torch.dtype) -> tuple[Tensor, ...]:
-    """Returns the factors (K, 1) by which both averages and the weights have decayed after all steps.
+    """Returns the factors (K, 1) by which both running averages and the weights have decayed after all steps.
 
-    `before` (K, 6) are the coefficients of each row's last applied step.
+    Args:
+        before: (K, 6), the coefficients of the last step that each row has applied.
     """
     last = history.coefficients[history.steps, :SIZE]
     return (last - before[:, :SIZE]).exp().to(dtype).unsqueeze(-1).unbind(1)
 
 
 def _halving_sum(terms: Tensor) -> Tensor:
-    """Sums the terms of each block (K, B, C, d) by adding halves, in an order that does not depend on the sizes."""
+    """Sums the terms of each block (K, B, C, d) pairwise, so that the rounding does not depend on the sizes."""
     while (half := terms.shape[2] // 2) > 0:
         terms = terms[:, :, :half] + terms[:, :, half:]
     return terms.squeeze(2)

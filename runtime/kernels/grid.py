@@ -1,4 +1,5 @@
-"""Local kernels of a table on a grid of ranks: routing of ids, and conversion between rows and blocks by rank.
+"""Kernels for a table that is sharded on a grid of ranks: they route ids to ranks, and convert rows to blocks by rank
+and back.
 
 Blocks are in rank order: for each row of the grid and each column chunk, the rows in sequence. Worked examples:
 `embrace_fx/vocabulary/ops.py`.
@@ -17,7 +18,7 @@ from embrace_fx.vocabulary.ops import own_columns
 
 
 def route_grid(ids: Tensor, counts: Tensor, rank: int, grid_rows: int, grid_columns: int) -> list[Tensor]:
-    """Routes gathered ids on a grid of ranks.
+    """Implements the op `route_grid`: finds which of the gathered ids this rank's shard holds.
 
     Returns: this rank's rows of the ids, the counts of ids by reader and grid row, and the order of this rank's own
         ids by grid row.
@@ -33,17 +34,17 @@ def route_grid(ids: Tensor, counts: Tensor, rank: int, grid_rows: int, grid_colu
 
 
 def join_grid(flat: Tensor, order: Tensor, counts: Tensor, embedding_dim: int, rank: int) -> Tensor:
-    """Joins the rows received on a grid into whole rows, in the order of this rank's ids."""
+    """Implements the op `join_grid`: joins the columns received from the ranks of a grid to whole rows."""
     out = flat.new_empty((order.numel(), embedding_dim))
     join_grid_into(out, order, flat, counts[rank].tolist(), counts.shape[0] // counts.shape[1])
     return out
 
 
 def join_grid_into(out: Tensor, positions: Tensor, flat: Tensor, own: Sequence[int], grid_columns: int) -> None:
-    """Writes received rows into the rows `positions` (U,) of `out` (U', D).
+    """Joins received columns to whole rows, and writes them to the rows `positions` (U,) of `out` (U', D).
 
     Args:
-        own: how many of the rows come from each row of the grid; `positions` are in this order.
+        own: how many of the rows each row of the grid holds. `positions` are sorted by it.
         flat: the received values.
     """
     columns = out.shape[1]
@@ -58,15 +59,15 @@ def join_grid_into(out: Tensor, positions: Tensor, flat: Tensor, own: Sequence[i
 
 
 def split_grid(rows: Tensor, order: Tensor, counts: Tensor, rank: int) -> Tensor:
-    """Splits gradient rows on a grid into one block for each rank, in a flat tensor."""
+    """Implements the op `split_grid`: splits gradient rows to one block for each rank of a grid, in a flat tensor."""
     return split_selected_grid(rows, order, counts[rank].tolist(), counts.shape[0] // counts.shape[1])
 
 
 def split_selected_grid(rows: Tensor, positions: Tensor, own: Sequence[int], grid_columns: int) -> Tensor:
-    """Splits some rows (U', D), given by positions (U,), into blocks by rank, as `split_grid` does.
+    """Splits the rows at `positions` (U,) of rows (U', D) to one block for each rank of a grid.
 
     Args:
-        own: how many of the rows go to each row of the grid; `positions` are in this order.
+        own: how many of the rows each row of the grid holds. `positions` are sorted by it.
     """
     columns = rows.shape[1]
     width, rest = divmod(columns, grid_columns)
@@ -83,7 +84,7 @@ def split_selected_grid(rows: Tensor, positions: Tensor, own: Sequence[int], gri
 
 
 def _piece_positions(positions: Tensor, own: Sequence[int], grid_columns: int) -> Tensor:
-    """Returns the positions (U, C) of each row's pieces in the flat value, viewed as (U * C, w)."""
+    """Returns where the pieces (U, C) of each row lie in the flat tensor, viewed as (U * C, w)."""
     device = positions.device
     sizes = torch.tensor(own, device=device)
     of_row = sizes.repeat_interleave(sizes, output_size=positions.numel())

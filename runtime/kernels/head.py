@@ -1,4 +1,5 @@
-"""Local kernels of a vocabulary head. Worked example: `embrace_fx/vocabulary/head_ops.py`.
+"""Kernels for an output layer over a table whose rows are sharded. The ops are described in
+`embrace_fx/vocabulary/head_ops.py`.
 
 Shape legend: as there.
 """
@@ -14,7 +15,9 @@ from embrace_fx.vocabulary.head import softmax_dtype, steps_from_text
 
 
 def scored_positions(labels: Tensor, ignore_index: int, num_rows: int) -> list[Tensor]:
-    """Returns the positions whose label is not ignored, and their labels, each checked to be a row of the table."""
+    """Implements the op `scored_positions`: finds the labels that are not ignored, and checks that each is a row of the
+    table.
+    """
     positions = labels.ne(ignore_index).nonzero().view(-1)
     scored = labels.index_select(0, positions).to(torch.int64)
     outside = scored.lt(0) | scored.ge(num_rows)
@@ -29,14 +32,16 @@ def scored_positions(labels: Tensor, ignore_index: int, num_rows: int) -> list[T
 
 
 def _own_labels(labels: Tensor, logits: Tensor, rank: int, group_size: int) -> tuple[Tensor, Tensor]:
-    """Returns for each label (P,) whether this rank has its row, and the row's index in the shard (any index if
+    """Returns, for each label (P,), whether this rank has its row, and the row's index in the shard (any index if
     not).
     """
     return labels % group_size == rank, (labels // group_size).clamp(max=logits.shape[1] - 1)
 
 
 def apply_steps(values: Tensor, steps: str) -> list[Tensor]:
-    """Returns the values before the first step, and after each step."""
+    """Applies an output layer's element-wise steps to logits. Returns the values before the first step, and after
+    each.
+    """
     found = [values]
     for name, by, dtype in steps_from_text(steps):
         last = found[-1]
@@ -50,10 +55,10 @@ def apply_steps(values: Tensor, steps: str) -> list[Tensor]:
 
 
 def gradient_of_steps(gradient: Tensor, values: list[Tensor], steps: str) -> Tensor:
-    """Computes the gradient of the values before the first step.
+    """Computes the gradient of logits before an output layer's element-wise steps.
 
     Args:
-        gradient: of the values after the last step; may be overwritten.
+        gradient: the gradient of the values after the last step; may be overwritten.
         values: the result of `apply_steps`.
     """
     for (name, by, _), before, after in reversed(
@@ -69,8 +74,7 @@ def gradient_of_steps(gradient: Tensor, values: list[Tensor], steps: str) -> Ten
 
 
 def head_statistics(logits: Tensor, labels: Tensor, smooths: bool, steps: str, rank: int, group_size: int) -> Tensor:
-    """Implements the op `head_statistics`: statistics of each position's logits on this rank, (P, 3), or (P, 4) if
-    labels are smoothed.
+    """Implements the op `head_statistics`: statistics of this rank's columns of the logits at each position.
 
     Columns: the maximum, the sum of exponentials, the label's logit, and for smoothed labels the sum of the logits.
     """
@@ -83,12 +87,12 @@ def head_statistics(logits: Tensor, labels: Tensor, smooths: bool, steps: str, r
 
 
 def chunk_bounds(size: int, chunk: int, chunks: int) -> tuple[int, int]:
-    """Returns the first position of a chunk of a rank's `size` positions, and the first position after the chunk."""
+    """Returns the first position of a chunk, and the first one after it, among a rank's `size` positions."""
     return size * chunk // chunks, size * (chunk + 1) // chunks
 
 
 def chunk_of_positions(rows: Tensor, counts: Tensor, chunk: int, chunks: int) -> Tensor:
-    """Returns the given chunk of each rank's gathered rows."""
+    """Implements the op `chunk_of_positions`: returns one chunk's rows of each rank's gathered rows."""
     if chunks == 1:
         return rows
     of_ranks = rows.split(counts.tolist())
@@ -96,7 +100,7 @@ def chunk_of_positions(rows: Tensor, counts: Tensor, chunk: int, chunks: int) ->
 
 
 def _group_by_sender(chunks: list[Tensor], group_size: int) -> Tensor:
-    """Returns (N, S, ..): what each rank has sent for this rank's positions. Each chunk is (N * S, ..)."""
+    """Groups what was received for this rank's positions by sending rank: (N, S, ..)."""
     found = [each.view(group_size, len(each) // group_size, *each.shape[1:]) for each in chunks]
     return found[0] if len(found) == 1 else torch.cat(found, 1)
 
@@ -123,14 +127,14 @@ def head_loss(
 
 
 def _label_weights(weight: Tensor, labels: Tensor, positions: Tensor) -> Tensor:
-    """Returns the class weights of the labels at positions."""
+    """Returns the class weights of the labels at these positions."""
     return weight.index_select(0, labels.index_select(0, positions))
 
 
 def head_smoothing(
     statistics: list[Tensor], log_sums: Tensor, positions: Tensor, like: Tensor, num_rows: int, group_size: int
 ) -> Tensor:
-    """Implements the op `head_smoothing`: the sum of the log-softmax over all rows at each position, 0 for ignored
+    """Implements the op `head_smoothing`: the sum of the log-softmax over all classes at each position; 0 for ignored
     labels.
     """
     sums = _group_by_sender(statistics, group_size)[:, :, 3].sum(0) - num_rows * log_sums
@@ -147,8 +151,8 @@ def head_coefficients(
     reduction: int,
     num_rows: int,
 ) -> Tensor:
-    """Implements the op `head_coefficients`: the factors per scored position from which each rank computes its logits'
-    gradient.
+    """Implements the op `head_coefficients`: the factors of each position from which all ranks compute their logits'
+    gradients.
     """
     weights = None if weight is None else _label_weights(weight, labels, positions)
     if reduction == 0:
@@ -178,8 +182,8 @@ def head_gradient(
 
 
 def spread_positions(parts: list[Tensor], rows: Tensor, like: Tensor, group_size: int) -> Tensor:
-    """Sums the parts that ranks computed for positions, and scatters the sums to their rows in a tensor shaped like
-    `like`.
+    """Implements the op `spread_positions`: sums what ranks computed for each position, and writes the sums to the
+    positions' rows.
     """
     summed = _group_by_sender(parts, group_size).sum(0)
     return summed.new_zeros(like.shape).index_add_(0, rows, summed)

@@ -1,4 +1,4 @@
-"""Finds ids that belong to a small known set, such as padding rows."""
+"""Tests which ids are in a small fixed set, such as padding rows."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from torch import Tensor
 
 
 def isin(ids: Tensor, rows: tuple[int, ...]) -> Tensor:
-    """Returns a bool mask of the `ids` that are in `rows`."""
+    """Returns a mask of the `ids` that are in `rows`."""
     return ids == rows[0] if len(rows) == 1 else torch.isin(ids, rows_on_device(rows, ids.device))
 
 
 @lru_cache(maxsize=64)
 def rows_on_device(rows: tuple[int, ...], device: torch.device) -> Tensor:
-    """Returns rows as a shared read-only tensor (K,), int64."""
+    """Returns row numbers as a tensor (K,), int64. It is cached; do not write to it."""
     return torch.tensor(rows, dtype=torch.int64, device="cpu").to(device)

@@ -1,4 +1,4 @@
-"""Converts numbers to wire formats and back.
+"""Rounds numbers to the formats in which they are sent ("bf16", "fp16", "int8"), and converts them back.
 
 Contract
     "int8": a piece of a row becomes its numbers in 8 bits, followed by the exponent of their common power of two, the
@@ -30,12 +30,12 @@ _LEAST, _NOT_FINITE = -119, 127
 
 
 def wire_elements(rows: int, columns: int, form: Format) -> int:
-    """Returns the number of elements of the wire tensor that encodes `rows` x `columns` values in this format."""
+    """Returns how many elements the tensor that is sent for `rows` x `columns` values has."""
     return rows * (columns + 1) if form == "int8" and columns else rows * columns
 
 
 def encode(flat: Tensor, pieces: Pieces, form: Format) -> Tensor:
-    """Rounds a flat tensor to its wire format, separately for each of `pieces`, which are (rows, columns)."""
+    """Rounds a flat tensor to the format in which it is sent, separately for each of `pieces` (rows, columns)."""
     if form != "int8":
         return flat.to(DTYPES[form])
     sent = flat.new_empty((sum(wire_elements(*piece, form) for piece in pieces),), dtype=torch.int8)
@@ -48,7 +48,7 @@ def encode(flat: Tensor, pieces: Pieces, form: Format) -> Tensor:
 
 
 def decode_into(out: Tensor, sent: Tensor, pieces: Pieces, form: Format) -> Tensor:
-    """Decodes the result of `encode` into a flat tensor."""
+    """Decodes the result of `encode` into the flat tensor `out`."""
     if form != "int8":
         return out.copy_(sent)
     for values, coded in _equal_width_runs(out, sent, pieces):
@@ -59,17 +59,17 @@ def decode_into(out: Tensor, sent: Tensor, pieces: Pieces, form: Format) -> Tens
 
 
 def round_trip(flat: Tensor, pieces: Pieces, form: Format) -> Tensor:
-    """Returns the numbers that arrive after a flat tensor is rounded to a wire format: `encode`, then `decode_into`."""
+    """Returns the values that arrive after a flat tensor is rounded and sent: `encode`, then `decode_into`."""
     return decode_into(torch.empty_like(flat), encode(flat, pieces, form), pieces, form)
 
 
 def as_blocks(elements: int) -> Pieces:
-    """Splits the elements of a dense tensor into pieces of (rows, columns) that are rounded separately."""
+    """Divides the elements of a dense tensor into pieces (rows, columns) that are rounded separately."""
     return [(elements // BLOCK, BLOCK), (1, elements % BLOCK)]
 
 
 def _exponents(values: Tensor) -> Tensor:
-    """Returns the exponent of each row's rounding step, (rows,) int32."""
+    """Returns the exponent of the rounding step of each row, (rows,) int32."""
     largest = values.abs().amax(1)
     mantissa, exponents = torch.frexp(largest)  # largest = mantissa * 2 ** exponent, 0.5 <= mantissa < 1
     steps = (exponents - 6 - (mantissa <= 127 / 128).int()).clamp_(_LEAST, _NOT_FINITE - 1)
@@ -77,12 +77,12 @@ def _exponents(values: Tensor) -> Tensor:
 
 
 def _power_of_two(exponents: Tensor) -> Tensor:
-    """Returns 2 ** exponents exactly, by placing the exponents' bits in float32."""
+    """Returns 2 ** exponents exactly, by writing the exponent bits of float32 numbers."""
     return (exponents.clamp(-126, 127).add_(127) << 23).view(torch.float32)
 
 
 def _equal_width_runs(flat: Tensor, sent: Tensor, pieces: Pieces) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yields (values, codes) as matrices, one for each run of consecutive pieces of equal width."""
+    """Yields (values, encoded values) as matrices, one for each run of consecutive pieces of equal width."""
     at = of_codes = 0
     for columns, run in groupby((piece for piece in pieces if piece[0] and piece[1]), key=lambda piece: piece[1]):
         rows = sum(each for each, _ in run)

@@ -1,1 +1,1 @@
-"""Launches collectives in the schedule's order, and records them."""
+"""Launches collectives in the order of the schedule, and records when they run."""

@@ -1,4 +1,4 @@
-"""Queues submitted launches, tracks those in flight, and decides which one leaves next.
+"""Queues submitted launches of collectives, and decides which one to launch next.
 
 Contract
     The launch order makes ranks' collectives match (see `launcher.py`); `next` keeps its rules. One thread launches at
@@ -41,11 +41,11 @@ LARGE_BYTES = 1 << 18
 
 
 class LaunchWindow:
-    """The launches of one window in launch order, with the progress of making them.
+    """The launches of one window (a backward and the next forward), in order, and how far they have been made.
 
     Attributes:
-        held: whether launches are held back for now.
-        dropped: whether launches are never made.
+        held: whether no launch may be made for now.
+        dropped: whether the launches will never be made.
     """
 
     def __init__(self, order: tuple[OperationId, ...], number: int = 0, *, held: bool = False) -> None:
@@ -59,14 +59,14 @@ class LaunchWindow:
         self.in_forward = False
 
     def head(self) -> OperationId | None:
-        """Returns the first launch of the order that may still be launched, or None if there is none."""
+        """Returns the first launch in the order that may still be made, or None if there is none."""
         order, waiting, expected = self.order, self.waiting, self.expected
         while self._passed < len(order) and order[self._passed] not in waiting and order[self._passed] not in expected:
             self._passed += 1
         return order[self._passed] if self._passed < len(order) else None
 
     def expects_before(self, place: float = math.inf) -> bool:
-        """Returns whether a launch that precedes position `place` in the order may still be submitted."""
+        """Returns whether a launch before position `place` in the order may still be submitted."""
         return self.head() is not None and self._passed < place
 
     def remaining(self) -> Sequence[OperationId]:
@@ -83,22 +83,24 @@ class LaunchWindow:
 
 
 class LaunchQueue:
-    """The submitted launches of one launcher, shared under a lock by the threads that make them.
+    """The launches that were submitted and not yet completed. Threads that share it make them in the order of the
+    schedule.
 
     The queue's thread refers to the queue and not to the launcher, so that the launcher can be freed.
 
     Args:
-        recorder: records every launch that completes.
-        channel: class -> the group that carries it. Launches of one channel never overtake each other.
-        at_once: maximum launches in flight; more are allowed if none is more urgent than another.
+        recorder: records each launch that completes.
+        channel: communication class -> the process group that carries it. Launches of one channel never overtake each
+            other.
+        at_once: how many launches may be in flight; more if none is more urgent than another.
 
     Attributes:
-        ticket: the class of this queue's tickets.
-        flushes: number of hurried waits.
+        ticket: the class of tickets (submitted launches) in this queue.
+        flushes: how many `flushing` contexts are open.
         shares_device: whether another model launches on this queue's device.
-        draining: whether all submitted launches may be made, without regard to those not submitted yet.
-        callbacks: references to callbacks of collectives, run and dropped by their threads.
-        sleepers: number of threads that wait for `arrived`.
+        draining: whether to make all submitted launches, regardless of those that are not submitted yet.
+        callbacks: callbacks that are registered with collectives and have not returned.
+        sleepers: how many threads wait for `arrived`.
     """
 
     ticket: type[Ticket] = Ticket
@@ -128,7 +130,7 @@ class LaunchQueue:
     # -- methods for the launcher --------------------------------------------------------------------------------------
 
     def start(self, owner: object) -> None:
-        """Starts the thread, which ends with the owner."""
+        """Starts the thread that makes launches. It ends with `owner`."""
         thread = threading.Thread(target=_run_thread, args=(self,), name="embrace_fx launcher", daemon=True)
         thread.start()
         self._end = weakref.finalize(owner, _stop_thread, self, thread)
@@ -154,12 +156,12 @@ class LaunchQueue:
             self.sleepers -= 1
 
     def watch(self, callback: Callable[..., None]) -> Callable[..., None]:
-        """Wraps a callback of a collective so that the queue knows it while a thread holds it."""
+        """Wraps a callback of a collective so that the queue keeps a reference while it may still be called."""
         self.callbacks.add(weakref.ref(callback, self.callbacks.discard))
         return callback
 
     def enqueue(self, ticket: Ticket) -> None:
-        """Queues a launch of the current window, or drops it if the window is dropped."""
+        """Queues a launch for the current window, or drops it if the window is dropped."""
         with self.lock:
             window = self.windows[-1]
             window.expected.remove(ticket.id)
@@ -175,7 +177,7 @@ class LaunchQueue:
         self.issue()
 
     def open_window(self, order: tuple[OperationId, ...], *, held: bool) -> None:
-        """Ends the current window, whose missing launches will not come, and begins the next window."""
+        """Ends the current window, whose missing launches will not be submitted any more, and begins the next one."""
         with self.lock:
             window = self.windows[-1]
             window.expected.clear()
@@ -186,9 +188,7 @@ class LaunchQueue:
 
     @contextlib.contextmanager
     def flushing(self) -> Iterator[None]:
-        """Opens a context in which launches that are not submitted yet do not hold back those that the caller waits
-        for.
-        """
+        """Opens a context in which launches that are not submitted yet do not hold back submitted ones."""
         with self.lock:
             self.flushes += 1
         try:
@@ -198,18 +198,18 @@ class LaunchQueue:
                 self.flushes -= 1
 
     def was_in_order(self) -> bool:
-        """Returns whether all launches since the last call were made in the schedule's order.
+        """Returns whether all launches since the last call were made in the order of the schedule. Always True here.
 
         Always True here, because this queue launches in time whatever another rank has launched out of turn.
         """
         return True
 
     def enqueue_submitted(self) -> None:
-        """Does nothing. On streams, makes launches that another rank has made out of order."""
+        """Does nothing. A queue on CUDA streams overrides it to follow launches that another rank made out of order."""
 
     @property
     def in_turn(self) -> InTurn | None:
-        """The context in which the calling thread launches a collective of its own in the common order, or None if it
+        """The context in which a caller may launch another collective in an order that all ranks share, or None if it
         needs none.
         """
         return None
@@ -217,7 +217,7 @@ class LaunchQueue:
     # -- launching -----------------------------------------------------------------------------------------------------
 
     def issue(self) -> None:
-        """Makes all due launches, unless another thread is doing so, which then also finds the new ones."""
+        """Makes all launches that are due, unless another thread is already doing so."""
         while not self.issuing:
             with self.lock:  # windows change only under this lock
                 if self.issuing or self.stopped or self.error is not None:  # type: ignore[redundant-expr]  # threads
@@ -243,7 +243,7 @@ class LaunchQueue:
                 self.issuing = False
 
     def _launch(self, ticket: Ticket) -> None:
-        """Launches a ticket's collective, and completes the ticket when it ends."""
+        """Makes a launch. Its ticket completes when the collective ends."""
         assert ticket.launch is not None
         launched, ticket.launch = ticket.launch(), None
         ticket.value, ticket.work, ticket.measured = launched.value, launched.work, launched.sent_bytes
@@ -253,7 +253,7 @@ class LaunchQueue:
             launched.work.get_future().add_done_callback(self.watch(partial(self.complete, ticket)))
 
     def complete(self, ticket: Ticket, future: Any = None) -> None:
-        """Records that a launch has completed, or fails the queue with the error of its future."""
+        """Marks a launch as completed, or fails the queue with the collective's error."""
         if future is not None:
             try:
                 future.value()
@@ -280,7 +280,7 @@ class LaunchQueue:
             )
 
     def fail(self, error: BaseException) -> None:
-        """Makes later submissions and waits raise the first error."""
+        """Makes all later submissions and waits raise this error, if it is the first."""
         with self.lock:
             self.error = self.error or error
             self.arrived.notify_all()
@@ -289,7 +289,7 @@ class LaunchQueue:
     # -- all methods below are called with the lock held
 
     def next_due_s(self) -> float:
-        """Returns when the next launch may be made although earlier ones are missing."""
+        """Returns when the next launch may be made even if earlier ones are still missing."""
         if not any(map(WAITING, self.windows)):
             return math.inf
         now_s = time.perf_counter()
@@ -302,7 +302,7 @@ class LaunchQueue:
         return due_s
 
     def next(self) -> Ticket | None:
-        """Returns the ticket to launch now, or None."""
+        """Returns the ticket of the launch to make now, or None."""
         if not any(map(WAITING, self.windows)):
             return None
         now_s = time.perf_counter()
@@ -331,7 +331,7 @@ class LaunchQueue:
         return self._next_out_of_order(standing_still)
 
     def _next_out_of_order(self, standing_still: bool) -> Ticket | None:
-        """Returns the ticket to launch now, if it may overtake launches that are not submitted."""
+        """Returns the ticket of a launch to make now although earlier ones are not submitted, or None."""
         may_overtake, passed_over = self._may_overtake(standing_still), set[str]()
         for window in self.windows:
             if window.held:
@@ -350,13 +350,13 @@ class LaunchQueue:
         return None
 
     def _may_overtake(self, standing_still: bool) -> set[str]:
-        """Returns the channels whose launches may overtake launches of others that are not submitted."""
+        """Returns the channels whose launches may overtake launches of other channels that are not submitted."""
         tickets = (ticket for window in self.windows for ticket in window.waiting.values())
         any_may = standing_still or self.draining
         return {self.channel[ticket.id.lane] for ticket in tickets if any_may or ticket.wanted}
 
     def record_launch(self, ticket: Ticket) -> None:
-        """Records that a launch has been made."""
+        """Marks a launch as made."""
         for each in self.in_flight:
             each.tells = each.tells and each.id not in self.took_s
         ticket.tells = not self.in_flight or ticket.id not in self.took_s
@@ -364,12 +364,12 @@ class LaunchQueue:
         self.moved_s = ticket.started_s = time.perf_counter()
 
     def under_way(self) -> bool:
-        """Returns whether any launch is submitted and not completed."""
+        """Returns whether any launch was submitted and has not completed."""
         return bool(self.in_flight) or any(map(WAITING, self.windows))
 
 
 def _run_thread(queue: LaunchQueue) -> None:
-    """Runs the launcher's thread, which issues launches that became due with time or when the thread is woken.
+    """Runs the queue's thread, which makes launches that become due by time, or when it is woken.
 
     A woken thread looks once more after `SHORTEST_S`, in which no launch becomes late, before it sleeps until woken.
     """
@@ -388,8 +388,8 @@ def _run_thread(queue: LaunchQueue) -> None:
 
 
 def _stop_thread(queue: LaunchQueue, thread: threading.Thread) -> None:
-    """Ends the queue's thread, and waits for launches in flight, because a completion during shutdown would abort the
-    process.
+    """Ends the queue's thread, and waits for launches in flight, because one that completes during interpreter shutdown
+    would abort the process.
     """
     deadline_s = time.monotonic() + _FAREWELL_S
     queue.draining = True

@@ -1,4 +1,4 @@
-"""The launcher: issues a rank's collectives in the schedule's order, while the model computes.
+"""The launcher: makes a rank's collectives start in the order of the schedule while the model computes.
 
 Contract
     All launches submitted in a window leave in the schedule's total order, the same on all ranks, with at most
@@ -35,13 +35,13 @@ from embrace_fx.vocabulary.ops import launch_of
 
 
 class Launcher:
-    """Submits a rank's launches in the schedule's order, while the model computes.
+    """Launches a rank's collectives in the order of the schedule while the model computes.
 
     Args:
-        order: the launch order of a window.
-        of_forward: launches that the forward submits; the backward submits all others.
-        queue: the queue that issues them, used by this launcher only.
-        communicator: counts every submission, and names missing ranks in a wait that never ends.
+        order: ids of the launches of a window (a backward and the next forward), in order.
+        of_forward: ids of the launches that the forward submits. The backward submits the others.
+        queue: makes the launches.
+        communicator: counts submissions, and finds missing ranks if a wait does not end.
 
     Attributes:
         order: the launch order of the next window.
@@ -72,33 +72,32 @@ class Launcher:
         self.queue.close()
 
     def reorder(self, order: Iterable[OperationId]) -> None:
-        """Changes the launch order, from the next window on."""
+        """Changes the launch order from the next window on."""
         self.order = tuple(order)
 
     def missing_from(self, submits: Collection[OperationId], *, forward: bool) -> tuple[OperationId, ...]:
-        """Returns the launches of the window's forward or backward that are not in `submits`: a phase's variant may
-        leave some out.
+        """Returns the launches of a forward or backward that are not in `submits`, because a variant of the phase
+        leaves them out.
         """
         return tuple(o for o in self.order if (o in self._of_forward) == forward and o not in submits)
 
     def open_window(self, *, held: bool = False) -> None:
-        """Ends the current window, whose unsubmitted launches will not come, and begins the next one.
+        """Ends the current window, whose missing launches will not be submitted any more, and begins the next one.
 
         Args:
-            held: whether `release_after` must allow the launches of the next window.
+            held: whether launches of the new window must wait until `release_after` allows them.
         """
         self.queue.open_window(self.order, held=held)
 
     def release_after(self, future: torch.futures.Future[Any], agreed: Callable[[], bool]) -> None:
-        """Releases or drops the held window's launches once a future has ended.
+        """Allows or drops the launches of a held window once a future has completed.
 
         Args:
-            agreed: called then. If it returns True, the launches are made; otherwise the waits of their tickets raise
-                `Dropped`.
+            agreed: called then; returns whether to make the launches. If not, waiting for them raises `Dropped`.
         """
 
         def on_end(future: Any) -> None:
-            """Opens the held window if the ranks agree, drops it if they do not, and fails the queue on an error."""
+            """Allows or drops the launches, or fails the queue if the future has an error."""
             try:
                 future.value()
             except BaseException as error:
@@ -115,7 +114,7 @@ class Launcher:
         future.add_done_callback(self.queue.watch(on_end))
 
     def launch_of(self, node: fx.Node) -> OperationId | None:
-        """Returns the launch that a node submits to the launcher or awaits from it, or None if there is none."""
+        """Returns the id of the launch that a node submits to this launcher or awaits from it, or None."""
         launch = launch_of(node)
         return launch if launch in self.order else None
 
@@ -124,7 +123,7 @@ class Launcher:
         return launch in self.queue.windows[-1].expected
 
     def end_backward(self, *, holds: bool = True) -> None:
-        """Ends the backward of the current window: its launches that are missing so far will not come.
+        """Ends the backward of the current window. Those of its launches that are missing will not be submitted.
 
         Args:
             holds: whether submitted launches may wait for those of the next forward, equal on all ranks.
@@ -136,7 +135,7 @@ class Launcher:
             self.queue.enqueue_submitted()
 
     def begin_forward(self) -> None:
-        """Ends the backward's part of the window, or opens a window if no backward came before this forward."""
+        """Ends the backward of the current window, or opens a window if no backward came before this forward."""
         if self.queue.windows[-1].in_forward:
             self.open_window()
         window = self.queue.windows[-1]
@@ -145,18 +144,19 @@ class Launcher:
             self.end_backward()
 
     def skip(self, launches: Collection[OperationId]) -> None:
-        """Removes launches from those that the current window expects."""
+        """Removes launches that will not be submitted from the current window."""
         if launches:
             with self.queue.lock:
                 self.queue.windows[-1].expected.difference_update(launches)
             self.queue.issue()
 
     def submit(self, which: OperationId, launch: Launch, sent_bytes: int) -> Ticket:
-        """Queues a launch at its place in the current window.
+        """Submits a launch, which is made when its turn in the window comes. Returns its ticket.
 
         Args:
-            sent_bytes: bytes that this rank sends, for the recorder; a guess if they are known only at the launch's
-                end.
+            sent_bytes: bytes that this rank sends, for the recorder; an estimate if they are not known yet.
+            which: the launch's id.
+            launch: function that launches the collective.
         """
         queue, recording = self.queue, self.recorder.recording
         assert which in queue.windows[-1].expected, str(which)
@@ -171,7 +171,7 @@ class Launcher:
         return ticket
 
     def wait(self, ticket: Ticket) -> Tensor:
-        """Waits for the value of a launch; the recorder records a wait that takes time."""
+        """Waits for a launch, and returns the collective's result. Records the time of the wait."""
         if ticket.done:
             return ticket.wait()
         recorder = self.recorder
@@ -188,7 +188,5 @@ class Launcher:
             raise
 
     def flushing(self) -> contextlib.AbstractContextManager[None]:
-        """Returns a context in which launches that are not submitted yet do not hold back those that the caller waits
-        for.
-        """
+        """Returns a context in which launches that are not submitted yet do not hold back submitted ones."""
         return self.queue.flushing()

@@ -1,4 +1,4 @@
-"""Measures a few steps, once: medians of one rank, and one profile for all ranks."""
+"""Measures the operations of a few steps, once: medians on each rank, then one profile for all ranks."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ PROFILED_AFTER, PROFILED = 5, 6
 
 
 class StepProfiler:
-    """Records the warm steps from which a profile is made."""
+    """Records a few steps after warm-up, and makes a profile from them."""
 
     def __init__(self) -> None:
         self._steps = 0
         self._recording: Recording | None = None
 
     def count(self, recorder: Recorder) -> Profile | None:
-        """Counts a step that begins. Returns this rank's profile after the last measured step."""
+        """Counts a step that begins. Returns this rank's profile after the last measured step, otherwise None."""
         self._steps += 1
         if self._steps == PROFILED_AFTER and recorder.recording is None:
             self._recording = recorder.start()
@@ -35,12 +35,12 @@ class StepProfiler:
 
 @dataclass(frozen=True)
 class Profile:
-    """Medians over a few steps on one rank.
+    """Medians over a few measured steps on one rank.
 
     Attributes:
-        compute_ms: compute operation -> milliseconds.
-        sent_bytes: launch -> bytes.
-        byte_ms: read or write of rows beyond memory -> milliseconds per byte.
+        compute_ms: piece of compute -> milliseconds.
+        sent_bytes: launch -> bytes that the rank sends.
+        byte_ms: read or write of rows in storage -> milliseconds per byte.
     """
 
     compute_ms: dict[OperationId, float]
@@ -49,7 +49,7 @@ class Profile:
 
 
 def make_profile(recording: Recording) -> Profile:
-    """Computes the medians over the whole windows of a recording."""
+    """Computes the medians over the complete windows of a recording."""
     windows = range(recording.window)
     spans: dict[OperationId, list[float]] = {}
     for span in compute_spans(recording):
@@ -70,7 +70,7 @@ def make_profile(recording: Recording) -> Profile:
 
 
 def agree_on_profile(everyone: Sequence[Profile]) -> Profile:
-    """Makes one profile for all ranks: the slowest rank's compute, the mean of sent bytes, the slowest storage."""
+    """Combines the profiles of all ranks: the slowest rank's compute, the mean of sent bytes, the slowest storage."""
     slowest = max(everyone, key=lambda each: sum(each.compute_ms.values()))
     launched = {launch for each in everyone for launch in each.sent_bytes}
     sent = {launch: round(mean(each.sent_bytes.get(launch, 0) for each in everyone)) for launch in launched}

@@ -1,4 +1,4 @@
-"""Records when a rank's processor runs operations and when it waits, for the measured timeline.
+"""Records when a rank computes, communicates and waits, for a measured timeline.
 
 Contract
     Off, a mark only goes to the tally. On, marks cut the calling thread's time into the compute operations of
@@ -31,26 +31,26 @@ OUTSIDE = -2
 
 
 class Clock:
-    """Takes moments of a recording: on the host, by `time.perf_counter`."""
+    """A clock for recordings. This one uses the host's `time.perf_counter`."""
 
     def start(self) -> None:
-        """Begins a recording; a device's clock sets its origin here."""
+        """Begins a recording."""
 
     def now(self) -> Moment:
-        """Takes this moment, in the program's order."""
+        """Returns the current moment."""
         return time.perf_counter()
 
     def stop(self) -> None:
-        """Ends a recording, after which `seconds` may be called."""
+        """Ends a recording. Afterwards `seconds` may be called."""
 
     def seconds(self, moment: Moment) -> float:
-        """Converts a moment to the scale of `time.perf_counter`."""
+        """Converts a moment to seconds of `time.perf_counter`."""
         return float(moment)
 
 
 @dataclass(frozen=True)
 class Transfer:
-    """A completed launch, in seconds of `time.perf_counter`."""
+    """A completed collective or copy, with times in seconds of `time.perf_counter`."""
 
     launch: OperationId
     window: int
@@ -61,14 +61,15 @@ class Transfer:
 
 @dataclass
 class Recording:
-    """Raw marks of one rank, in seconds of `time.perf_counter`. `window` counts backwards begun since the start.
+    """What one rank has recorded, with times in seconds of `time.perf_counter`. `window` counts backwards since the
+    start.
 
     Attributes:
-        marks: (operation, window, end of the operation). The operation is None where a window begins.
-        waits: (launch, window, from, to).
-        transfers: the launches that completed.
-        memory: (when, bytes in use) at each mark.
-        before: the launches made before the first window by the forward of its batch.
+        marks: (operation, window, end of the operation), or None as the operation where a window begins.
+        waits: (launch, window, start of the wait, end of the wait).
+        transfers: the collectives and copies that completed.
+        memory: (time, bytes in use) at each mark.
+        before: launches of the forward before the first window.
     """
 
     marks: list[tuple[OperationId | None, int, float]] = field(default_factory=list)
@@ -81,7 +82,7 @@ class Recording:
 
 @dataclass(frozen=True)
 class ComputeSpan:
-    """One stretch of a compute operation between two waits, in seconds of `time.perf_counter`."""
+    """One piece of compute without waits, with times in seconds of `time.perf_counter`."""
 
     operation: OperationId
     window: int
@@ -90,7 +91,7 @@ class ComputeSpan:
 
 
 def compute_spans(recording: Recording) -> list[ComputeSpan]:
-    """Converts marks to spans of compute, without the time spent waiting."""
+    """Converts the marks of a recording to pieces of compute, without the time spent waiting."""
     spans: list[ComputeSpan] = []
     waits = sorted((start, end) for *_, start, end in recording.waits)
     for (_, _, started), (operation, window, ended) in pairwise(recording.marks):
@@ -108,15 +109,15 @@ def compute_spans(recording: Recording) -> list[ComputeSpan]:
 
 
 class Recorder:
-    """Records between `start` and `stop`.
+    """Records compute, collectives and waits of this rank between `start` and `stop`.
 
     Args:
-        clock: takes the moments.
-        bytes_in_use: called at each mark.
+        clock: returns the current time.
+        bytes_in_use: function that returns the bytes of memory in use, called at each mark.
 
     Attributes:
-        step_times: counts each step, recorded or not.
-        segment: the operation that the forward computes, or None if no forward runs.
+        step_times: adds up the time of each step, also outside of recordings.
+        segment: the piece of compute that the forward is in, or None outside of a forward.
     """
 
     def __init__(self, clock: Clock | None = None, bytes_in_use: Callable[[], int] | None = None) -> None:
@@ -130,14 +131,14 @@ class Recorder:
         self._stands = False
 
     def begin_window(self) -> None:
-        """Records that a window begins: a backward."""
+        """Records the beginning of a window (a backward and the next forward)."""
         self.step_times.window()
         if self.recording is not None:
             self.recording.window += 1
             self.recording.marks.append((None, self.recording.window, self.clock.now()))
 
     def _record(self, operation: OperationId) -> None:
-        """Records that an operation begins now."""
+        """Records that an operation ends now."""
         self.step_times.mark(operation)
         recording = self.recording
         assert recording is not None
@@ -151,11 +152,11 @@ class Recorder:
     # A forward's compute is recorded in segments, which end when the forward waits or ends.
 
     def begin_segment(self, operation: OperationId) -> None:
-        """Begins a segment, because the forward computes this operation from here on."""
+        """Records that the forward begins another piece of compute."""
         self.segment, self._stands = operation, False
 
     def pause_segment(self) -> None:
-        """Ends the current compute operation of a forward, because the forward starts to wait."""
+        """Records the end of the forward's current piece of compute, because the forward starts to wait."""
         if self.segment is not None and not self._stands:
             self.mark(self.segment)
         self._stands = True
@@ -166,15 +167,15 @@ class Recorder:
         self.drop_segment()
 
     def drop_segment(self) -> None:
-        """Drops the segment of a forward that runs no more."""
+        """Forgets the current piece of compute of a forward that failed."""
         self.segment = None
 
     def waiting(self, launch: OperationId) -> contextlib.AbstractContextManager[None]:
-        """Returns a context that records a wait of the thread, or its stream, for a launch."""
+        """Returns a context that records a wait for a launch."""
         return RecordedWait(self, launch)
 
     def timed(self, launch: OperationId, call: Callable[..., Result], *arguments: Any) -> Result:
-        """Makes a call that waits for a launch, and records the wait as `waiting` does."""
+        """Calls a function that waits for a launch, and records the wait."""
         if self.recording is not None or is_profiled():
             with RecordedWait(self, launch):
                 return call(*arguments)
@@ -184,18 +185,20 @@ class Recorder:
         return value
 
     def record_transfer(self, transfer: Transfer) -> None:
-        """Records a launch that has completed, or will by the recording's end; called by any thread."""
+        """Records a collective or copy that has completed, or will before the recording ends. Any thread may call
+        this.
+        """
         if self.recording is not None:
             (self.recording.transfers if transfer.window >= 0 else self.recording.before).append(transfer)
 
     def start(self) -> Recording:
-        """Starts a new recording and returns it."""
+        """Starts a new recording, and returns it."""
         self.clock.start()
         self.recording, self.mark = Recording(), self._record
         return self.recording
 
     def stop(self) -> Recording:
-        """Ends the recording, converts it to seconds, and returns it: the object that `start` returned."""
+        """Ends the recording, converts its times to seconds, and returns it."""
         assert self.recording is not None
         recording, self.recording = self.recording, None
         self.mark = self.step_times.mark
@@ -214,7 +217,7 @@ class Recorder:
 
 
 class RecordedWait(contextlib.AbstractContextManager[None]):
-    """A context that records a wait of the thread, or of its stream, for a launch."""
+    """A context that records a wait of the host thread or of its CUDA stream for a launch."""
 
     def __init__(self, recorder: Recorder, launch: OperationId) -> None:
         self._recorder, self._launch = recorder, launch
@@ -237,11 +240,11 @@ class RecordedWait(contextlib.AbstractContextManager[None]):
 
 
 class RecordedCopy:
-    """A context that records one copy, in any thread.
+    """A context that records the time of one copy, on any thread.
 
     Args:
-        recorder: records the copy, or None.
-        on_host: whether to take the host's time instead of the clock's.
+        recorder: the recorder, or None to record nothing.
+        on_host: whether to use the host's clock instead of the recorder's.
     """
 
     def __init__(self, launch: OperationId, nbytes: int, recorder: Recorder | None, *, on_host: bool = False) -> None:
@@ -261,7 +264,7 @@ class RecordedCopy:
             )
 
     def _now(self) -> Moment:
-        """Returns the present moment, on the host's or the recorder's clock, or 0 outside a recording."""
+        """Returns the current moment, or 0 if nothing is recorded."""
         if self._recorder is None or self._window == OUTSIDE:
             return 0.0
         return time.perf_counter() if self._on_host else self._recorder.clock.now()

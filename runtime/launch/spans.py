@@ -1,4 +1,4 @@
-"""Opens named spans for `torch.profiler`, if it runs: the phases of a step, its submissions and its waits."""
+"""Opens named ranges for `torch.profiler`, if it is active: phases of a step, submissions and waits."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ is_profiled = torch._C._autograd._profiler_enabled
 
 
 def span(*name: object) -> contextlib.AbstractContextManager[object]:
-    """Opens a span named by these words, if this thread is profiled; else returns an empty context."""
+    """Opens a range with this name if the profiler is active on this thread; otherwise returns an empty context."""
     if not is_profiled():
         return _NONE
     return record_function(f"embrace_fx: {' '.join(map(str, name))}")
@@ -26,7 +26,7 @@ _NONE = contextlib.nullcontext()
 
 
 def spanned(name: str, call: Callable[..., Result], *arguments: Any, **options: Any) -> Result:
-    """Makes a call in a span of this name, if this thread is profiled."""
+    """Calls a function inside a range with this name, if the profiler is active on this thread."""
     if not is_profiled():
         return call(*arguments, **options)
     with span(name):

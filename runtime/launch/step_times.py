@@ -1,4 +1,5 @@
-"""Adds up the calling thread's time by parts of a step; always on, for reports and metrics.
+"""Adds up the training thread's time by category (compute, waits, loader, ..) in every step, for reports and
+metrics.
 
 Contract
     A mark costs less than a microsecond: it reads a clock and adds to a number. A step lasts from the start of one
@@ -12,18 +13,18 @@ from collections import deque
 from collections.abc import Mapping
 
 from embrace_fx.vocabulary.operation_id import OperationId
-from embrace_fx.vocabulary.step_parts import SHARES, Share, share_of
+from embrace_fx.vocabulary.step_parts import SHARES, Share, time_category
 
 REMEMBERED = 32
 """Number of steps that a report covers."""
 
 
 class StepTimes:
-    """The time that the calling thread spends in each part of a step, and the bytes sent.
+    """The time of each of the last steps by category, and the bytes sent.
 
     Attributes:
-        steps: for each of the last whole steps, in order, (seconds by part, bytes that this rank has sent).
-        sent_bytes: the bytes of launches that have completed since the last step. Any thread adds to it.
+        steps: for each of the last complete steps, in order, (seconds by category, bytes that this rank sent).
+        sent_bytes: bytes of the collectives that have completed since the last step. Any thread adds to it.
     """
 
     def __init__(self) -> None:
@@ -34,15 +35,15 @@ class StepTimes:
         self.sent_bytes = 0
 
     def mark(self, operation: OperationId) -> None:
-        """Adds the time since the last mark, without waits, to this operation's part of the step."""
+        """Adds the time since the last mark, without waits, to this operation's category."""
         if self._at_s is not None:
-            share, now_s, step = share_of(operation), time.perf_counter(), self._step
+            share, now_s, step = time_category(operation), time.perf_counter(), self._step
             step[share] = step.get(share, 0.0) + now_s - self._at_s - self._waited_s
             self._at_s, self._waited_s = now_s, 0.0
 
     def waited(self, launch: OperationId, seconds: float) -> None:
-        """Adds a wait of the thread for a launch."""
-        share = share_of(launch)
+        """Adds a wait for a launch to its category."""
+        share = time_category(launch)
         self._step[share] = self._step.get(share, 0.0) + seconds
         self._waited_s += seconds
 
@@ -56,7 +57,7 @@ class StepTimes:
         self._at_s, self._waited_s = now_s, 0.0
 
     def shares_ms(self) -> dict[Share, float] | None:
-        """Returns the parts of the step of median length, in milliseconds; None before the third backward.
+        """Returns the milliseconds by category of the step of median length, or None before the third backward.
 
         None before the third backward: the step between the first two warms up.
         """

@@ -1,4 +1,5 @@
-"""A launch queue on streams: the calling thread enqueues a rank's collectives in the schedule's order, and never waits.
+"""A launch queue on CUDA streams: the calling thread enqueues collectives in the order of the schedule, and never
+waits.
 
 Contract
     As `runtime/launch/launcher.py`: the same windows, the same total order, the same exceptions to it. But
@@ -45,13 +46,13 @@ Place = tuple[int, int]
 
 @dataclass
 class StreamTicket(Ticket):
-    """A submitted launch on a stream.
+    """A submitted launch on a CUDA stream.
 
     Attributes:
-        place: (window, place in the order).
-        ready: the event recorded at the submission.
-        ended: the event recorded after the launch on the stream of its class, or None if it is held back.
-        held: the tensors that the launch reads.
+        place: (window, position in the launch order).
+        ready: the CUDA event recorded when the launch was submitted.
+        ended: the CUDA event recorded after the collective, or None if it has not been enqueued.
+        held: the tensors that the collective reads.
     """
 
     place: tuple[int, int] = (0, 0)
@@ -61,7 +62,7 @@ class StreamTicket(Ticket):
     queue: StreamQueue = field(default=None)  # type: ignore[assignment]
 
     def issue(self) -> None:
-        """Makes the launch, if not made yet.
+        """Enqueues the collective, if that has not been done.
 
         Raises:
             RuntimeError: a launch failed.
@@ -77,11 +78,11 @@ class StreamTicket(Ticket):
             )
 
     def has_ended(self) -> bool:
-        """Returns whether the launch has ended on the device, without a wait."""
+        """Returns whether the collective has ended on the device, without waiting."""
         return self.ended is not None and self.queue.streams.has_passed(self.ended)
 
     def wait(self) -> Tensor:
-        """Makes the current stream, not the host, wait for the value, and returns it.
+        """Makes the current CUDA stream, but not the host, wait for the collective. Returns its result.
 
         Raises:
             RuntimeError: a launch failed.
@@ -98,11 +99,11 @@ class StreamTicket(Ticket):
 
 
 class StreamQueue(LaunchQueue):
-    """Enqueues due launches on streams, under its lock.
+    """Enqueues launches on CUDA streams when their turn comes.
 
     Attributes:
-        overtook: whether a launch was made out of turn since the ranks last exchanged this.
-        tells: this rank's position at that launch, which the other ranks still have to learn, or None.
+        overtook: whether a launch was made out of order since ranks last told each other.
+        tells: this rank's position at that launch, of which the other ranks have yet to be told, or None.
     """
 
     ticket = StreamTicket
@@ -119,12 +120,11 @@ class StreamQueue(LaunchQueue):
         self._ends: dict[Lane, Event] = {}  # the end of each class's last launch
 
     def issue(self, out_of_turn: bool = False, agreed: bool = False, follows: bool = False) -> None:
-        """Enqueues all launches whose turn it is; with `out_of_turn`, all submitted ones.
+        """Enqueues all launches whose turn it is, or all submitted ones if `out_of_turn`.
 
         Args:
-            agreed: whether all ranks do so at this place, so that the launches count as in turn.
-            follows: whether another rank has done so, perhaps before another model launched. Then these launches wait
-                for no other model, whose launches wait there for them.
+            agreed: whether all ranks do so at this point, so that the launches count as in order.
+            follows: whether another rank has already done so. Then these launches do not wait for other models.
         """
         with self.lock:
             if self.error is not None:
@@ -144,21 +144,21 @@ class StreamQueue(LaunchQueue):
                 self.draining = was_draining
 
     def start(self, owner: object) -> None:
-        """Does nothing, because the thread that submits a launch enqueues what is due."""
+        """Does nothing, because the thread that submits a launch also enqueues it."""
 
     def close(self) -> None:
-        """Makes the current stream wait for all submitted launches."""
+        """Makes the current CUDA stream wait for all submitted launches."""
         self.enqueue_submitted()
         for ticket in list(self.unwaited.values()):
             ticket.wait()
 
     @contextlib.contextmanager
     def flushing(self) -> Iterator[None]:
-        """Opens a context that does nothing, because a wait makes its launch itself, out of order only if needed."""
+        """Opens a context that does nothing: a wait enqueues its own launch, out of order if needed."""
         yield
 
     def enqueue(self, ticket: Ticket) -> None:
-        """Queues a launch at its place of the current window, to be issued in turn."""
+        """Queues a launch at its position in the current window."""
         if self.error is not None:
             raise self.error
         assert isinstance(ticket, StreamTicket)
@@ -169,7 +169,7 @@ class StreamQueue(LaunchQueue):
         super().enqueue(ticket)
 
     def open_window(self, order: tuple[OperationId, ...], *, held: bool) -> None:
-        """Opens a window, and waits for launches that nothing has awaited in a whole window."""
+        """Opens a window, and waits for launches that nothing has awaited during a whole window."""
         super().open_window(order, held=held)
         self.shares_device = self.streams.are_shared()
         # A launch not awaited in a whole window is never awaited. Its memory may be freed after this stream's wait.
@@ -179,12 +179,12 @@ class StreamQueue(LaunchQueue):
                 ticket.wait()
 
     def was_in_order(self) -> bool:
-        """Returns whether every launch since the last call was enqueued in order."""
+        """Returns whether all launches since the last call were enqueued in the order of the schedule."""
         overtook, self.overtook = self.overtook, False
         return not overtook
 
     def enqueue_submitted(self) -> None:
-        """Enqueues all submitted launches, because another rank has done so. Called on all ranks at the same place.
+        """Enqueues all submitted launches, because another rank has done so. All ranks call this at the same point.
 
         Ranks differ in the launches that have left out of turn. So all later ones, whatever their places, follow all
         launches so far.
@@ -205,12 +205,12 @@ class StreamQueue(LaunchQueue):
 
     @property
     def in_turn(self) -> InTurn | None:
-        """Returns the context for a collective of the calling thread."""
+        """The context in which the caller may launch another collective in an order that all ranks share."""
         return self._launch_in_order
 
     @contextlib.contextmanager
     def _launch_in_order(self) -> Iterator[None]:
-        """Opens a context for another collective on the current stream, after launches so far and before later ones."""
+        """Opens a context for another collective on the current CUDA stream, between earlier and later launches."""
         with self.lock:
             place: tuple[int, ...] = (-1,)
             if self._issued:
@@ -224,24 +224,24 @@ class StreamQueue(LaunchQueue):
             self.streams.last = (id(self), ended)
 
     def _wait_for_other_models(self) -> None:
-        """Makes the current stream wait for the last launches of other models."""
+        """Makes the current CUDA stream wait for the last launches of other models."""
         last = self.streams.last
         for other, ended in (*self.streams.out_of_turn.items(), *((last,) if last is not None else ())):
             if other != id(self):
                 self.streams.wait(ended)
 
     def next_place(self) -> Place:
-        """Returns the window and the position of the next launch."""
+        """Returns (window, position in the order) of the next launch."""
         window = self.windows[-1]
         return window.number, len(window.expected)
 
     def agree_on_order(self, store: Any, name: str) -> None:
-        """Lets ranks agree on launches out of order, from the liveness thread: reports one of this rank, or follows one
-        of another rank.
+        """Lets ranks agree on launches out of order: reports one of this rank, or follows one of another rank. Called
+        by the liveness thread.
 
         Args:
-            store: a store that only that thread uses.
-            name: a unique key in the store, under which a rank writes its position.
+            store: a store of torch.distributed that only this thread uses.
+            name: the key in the store under which a rank reports its position.
         """
         tells, self.tells = self.tells, None
         if tells is not None:
@@ -258,14 +258,16 @@ class StreamQueue(LaunchQueue):
             ).start()
 
     def _follow_out_of_order(self, place: Place) -> None:
-        """Enqueues the next launches out of order, if this rank has launched nothing since `place`."""
+        """Enqueues all submitted launches, as another rank has done at `place`, unless this rank has launched something
+        since.
+        """
         self.streams.use_device()
         with self.lock, contextlib.suppress(Exception):  # the next submission or wait raises the error
             if self.next_place() == place:
                 self.issue(out_of_turn=True, follows=True)
 
     def _is_out_of_turn(self, ticket: StreamTicket) -> bool:
-        """Returns whether an earlier launch of the order may still be made."""
+        """Returns whether a launch that comes earlier in the order may still be made."""
         number, place = ticket.place
         for window in self.windows:
             if window.expects_before(place if window.number == number else math.inf) and window.number <= number:
@@ -273,7 +275,7 @@ class StreamQueue(LaunchQueue):
         return False
 
     def _enqueue(self, ticket: StreamTicket, in_turn: bool, follows: bool) -> None:
-        """Issues a launch in its lane's stream, after the event of its inputs and the launches ahead of it."""
+        """Enqueues a launch on the CUDA stream of its lane, after its inputs and the launches before it."""
         streams, recorder, place = self.streams, self.recorder, ticket.place
         recorded = ticket.window > OUTSIDE and recorder.recording is not None
         at = bisect.bisect_left(self._issued, (place,))

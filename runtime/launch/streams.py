@@ -1,4 +1,4 @@
-"""Provides the launcher with streams and events of a device.
+"""Provides CUDA streams and events: one stream for compute, and one for each class of communication.
 
 Contract
     Only `wait_on_host` and `read` make the host wait, and their events have usually completed long before. Every call
@@ -25,15 +25,14 @@ Event = Any
 
 
 class Streams:
-    """The streams of a CUDA device: the compute stream, and one for each communication class. Urgent ones have high
-    priority.
+    """The CUDA streams of a device: one for compute, and one for each class of communication.
 
     A step asks a hundred times for the current stream. torch's C++ (`torch._C`) answers this without the nine Python
     calls of `torch.cuda`.
 
     Attributes:
-        last: (id of the launcher of the device's last launch, the event after that launch), or None.
-        out_of_turn: id of a launcher -> the event after its last launch that has left out of turn.
+        last: (id of the launcher that made the device's last launch, the event after that launch), or None.
+        out_of_turn: id of a launcher -> the event after its last launch out of order.
         models: the communicators of all models on the device.
     """
 
@@ -50,25 +49,27 @@ class Streams:
         return sum(each.is_open for each in self.models) > 1
 
     def on(self, lane: Lane, what: object) -> AbstractContextManager[None]:
-        """Returns a context that enqueues work on the stream of a communication class. `what` names the work in
-        profiles.
+        """Returns a context that enqueues work on the stream of a lane.
+
+        Args:
+            what: the name of the work in profiles.
         """
         return _OnStream(self._lanes[lane], self._index)
 
     def record(self, *what: object) -> Event:
-        """Records an event, which completes when all work enqueued on the current stream has ended."""
+        """Records an event on the current stream, which completes when all work enqueued so far has ended."""
         event = torch._C._CudaEventBase.__new__(torch.cuda.Event)
         stream = self._by_id[torch._C._cuda_getCurrentStream(self._index)]
         torch._C._CudaEventBase.record(event, stream)
         return event
 
     def wait(self, event: Event) -> None:
-        """Makes later work on the current stream, not the host, wait for the event."""
+        """Makes later work on the current stream, but not the host, wait for an event."""
         stream = self._by_id[torch._C._cuda_getCurrentStream(self._index)]
         torch._C._CudaEventBase.wait(event, stream)
 
     def keep(self, *tensors: Tensor) -> None:
-        """Keeps the memory of tensors from being reused before the current stream has read them."""
+        """Prevents the memory of tensors from being reused before the current stream has read them."""
         stream = self._by_id[torch._C._cuda_getCurrentStream(self._index)]
         for tensor in tensors:
             if tensor.is_cuda:
@@ -79,12 +80,12 @@ class Streams:
         return tensor.pin_memory().to(self._device, non_blocking=True)
 
     def to_host(self, tensor: Tensor) -> Tensor:
-        """Starts a copy to pinned memory, which may be read once an event recorded after it has completed."""
+        """Starts copying a tensor to pinned host memory, which may be read once a later event has completed."""
         host = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
         return host.copy_(tensor, non_blocking=True)
 
     def has_passed(self, event: Event) -> bool:
-        """Returns whether the event has completed, without a wait."""
+        """Returns whether an event has completed, without waiting."""
         return bool(event.query())
 
     def wait_on_host(self, event: Event) -> None:
@@ -93,22 +94,22 @@ class Streams:
             event.synchronize()
 
     def read(self, event: Event, copy: Tensor) -> list[Any]:
-        """Returns the values of a copy, as a list. The host waits for the event if it has not completed."""
+        """Waits on the host until an event has completed, and returns the values of a copy as a list."""
         self.wait_on_host(event)
         values: list[Any] = copy.tolist()
         return values
 
     def clock(self) -> Clock:
-        """Returns a clock that records events on the current stream."""
+        """Returns a clock that measures time on the current stream, by events."""
         return _StreamClock(self._device)
 
     def use_device(self) -> None:
-        """Makes this the calling thread's device, which is otherwise the first device of the machine."""
+        """Makes the streams' device the current one of the calling thread."""
         torch.cuda.set_device(self._device)
 
 
 class _StreamsById(dict[tuple[int, int, int], torch.cuda.Stream]):
-    """A dict from the ids by which torch's C++ names streams to stream objects."""
+    """A dict from the ids by which torch's C++ code names streams to stream objects."""
 
     def __missing__(self, key: tuple[int, int, int]) -> torch.cuda.Stream:
         stream_id, device, kind = key
@@ -135,7 +136,7 @@ class _OnStream(AbstractContextManager[None]):
 
 
 class _StreamClock(Clock):
-    """A clock that records events on a stream, and knows their times at the recording's end."""
+    """A clock that records CUDA events on a stream, and computes their times at the end of the recording."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -143,30 +144,30 @@ class _StreamClock(Clock):
         self._zero_s = 0.0
 
     def start(self) -> None:
-        """Sets the origin of the clock."""
+        """Begins a recording: sets the time of event zero."""
         torch.cuda.synchronize(self._device)
         self._zero_s = time.perf_counter()
         self._zero = self.now()
 
     def now(self) -> Any:
-        """Records an event in the current stream."""
+        """Records an event on the current stream."""
         event = torch.cuda.Event(enable_timing=True)
         event.record(torch.cuda.current_stream(self._device))
         return event
 
     def stop(self) -> None:
-        """Waits for all events of the device."""
+        """Waits for all work of the device, so that the times of events are known."""
         torch.cuda.synchronize(self._device)
 
     def seconds(self, moment: Any) -> float:
-        """Converts a moment to seconds of the host's clock."""
+        """Converts an event to seconds of the host's clock."""
         if isinstance(moment, float):  # a thread without a stream has taken the host's time
             return moment
         return self._zero_s + float(self._zero.elapsed_time(moment)) / 1e3
 
 
 def choose_streams(device: torch.device) -> Streams | None:
-    """Chooses the streams for a model's collectives on this device, or returns None if a thread launches them."""
+    """Returns the CUDA streams for a model's collectives on this device, or None if a thread launches them instead."""
     if device.type != "cuda":
         return None
     whichever = device == torch.device("cuda")  # each device has one set, under any of its names

@@ -1,4 +1,4 @@
-"""A submitted launch: its state, its times, and waiting for it."""
+"""Tickets: a ticket represents a submitted launch of a collective, and can be waited for."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ Launch = Callable[[], InFlight]
 
 
 class Dropped(Exception):
-    """Raised by waits for a launch that was dropped, because a rank has given up its backward."""
+    """Raised when waiting for a launch that was dropped, because a rank has given up its backward."""
 
 
 @dataclass
 class Ticket:
-    """A submitted launch.
+    """A submitted launch of a collective, which can be waited for.
 
     Attributes:
         id: the launch's id.
-        window: the recorder's window.
-        done: whether the launch has completed or, on a device, the current stream has waited for it.
-        started_s, ended_s: `time.perf_counter` at the launch and at its completion.
+        window: the recorder's number of the window in which it was submitted.
+        done: whether the collective has completed or, on a device, the current stream waits for it.
+        started_s, ended_s: `time.perf_counter` when the collective was launched and when it completed.
     """
 
     id: OperationId
@@ -49,15 +49,15 @@ class Ticket:
     tells: bool = True  # whether the time in flight is that of the launch alone
 
     def drop(self) -> None:
-        """Drops a launch that will not be made."""
+        """Marks the launch as one that will never be made."""
         self.dropped, self.launch = True, None
 
     def has_ended(self) -> bool:
-        """Returns whether the launch has ended, without a wait."""
+        """Returns whether the collective has completed, without waiting."""
         return self.done
 
     def wait(self) -> Tensor:
-        """Waits until the collective has completed, and returns its value.
+        """Waits until the collective has completed, and returns its result.
 
         Raises:
             RuntimeError: the collective, or an earlier one, failed.

@@ -1,4 +1,4 @@
-"""Joins the recordings of all ranks into a measured timeline on one clock."""
+"""Combines the recordings of all ranks to a measured timeline on one clock."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ROUNDS = 9
 
 
 def gather_timeline(communicator: Communicator, recording: Recording, steps: StepGraph) -> Timeline:
-    """Joins all ranks' recordings into one timeline, the same on every rank. Collective.
+    """Combines the recordings of all ranks to one timeline, which every rank gets. Collective.
 
     Only whole windows are kept. If there is only one step, whose window does not end, the timeline has its forward, its
     backward and everything after the backward. Times start with the first window of rank 0.
@@ -39,7 +39,9 @@ def gather_timeline(communicator: Communicator, recording: Recording, steps: Ste
 
 
 def _single_step(recording: Recording) -> Recording:
-    """Copies a recording with the forward before its only backward moved into that backward's window."""
+    """Returns a recording of a single step in which the forward before the backward belongs to the backward's
+    window.
+    """
     return replace(
         recording,
         marks=[(each, 0, when) for each, _, when in recording.marks if each is not None],
@@ -49,14 +51,16 @@ def _single_step(recording: Recording) -> Recording:
 
 
 def _memory_growth(rank: int, recording: Recording, zero_s: float) -> list[MemoryAt]:
-    """Returns the growth of a rank's memory since the recording's first mark; empty if it never changes."""
+    """Returns how much a rank's memory in use has grown since the recording began, over time. Empty if it does not
+    change.
+    """
     if len({nbytes for _, nbytes in recording.memory}) < 2:
         return []
     return [MemoryAt(rank, (at - zero_s) * 1e3, nbytes - recording.memory[0][1]) for at, nbytes in recording.memory]
 
 
 def _rank_timeline(rank: int, recording: Recording, steps: StepGraph, zero_s: float) -> tuple[list[Span], list[Wait]]:
-    """Returns the spans and waits of one rank, in milliseconds since `zero_s`."""
+    """Returns one rank's spans and waits, in milliseconds since `zero_s`."""
     known = {operation.id: operation for operation in steps.operations}
 
     def ms(seconds: float) -> float:
@@ -85,7 +89,7 @@ def _rank_timeline(rank: int, recording: Recording, steps: StepGraph, zero_s: fl
 
 
 def _clock_offset(communicator: Communicator) -> float:
-    """Measures by how many seconds this rank's clock is ahead of rank 0's, as the median over common moments."""
+    """Measures how many seconds this rank's clock is ahead of rank 0's. Collective."""
     clocks: list[list[float]] = []
     now = 0.0
     for _ in range(ROUNDS + 1):

@@ -1,1 +1,1 @@
-"""Turns graphs into Python functions, and runs recurrent layers."""
+"""Turns the phases of a graph into Python functions, and runs recurrent layers."""

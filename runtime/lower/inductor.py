@@ -1,4 +1,5 @@
-"""Compiles regions of a phase into fused kernels by Inductor, torch's code generator, whose private API only this uses.
+"""Compiles regions of a phase to fused kernels with Inductor, torch's code generator. Only this module uses its private
+API.
 
 Contract
     A compiled region computes its values up to rounding, for all sizes that torch's guards admit; guards that compiling
@@ -31,7 +32,7 @@ def check_toolchain(devices: Collection[str]) -> None:
     """Raises if a compiler that Inductor needs is missing.
 
     Args:
-        devices: types of the model's devices.
+        devices: the types of the model's devices.
 
     Raises:
         ValueError: no C++ compiler, or no Triton for a model on CUDA.
@@ -51,7 +52,7 @@ def check_toolchain(devices: Collection[str]) -> None:
 
 
 class RegionCompiler:
-    """Compiles the regions of one program, and equal regions only once."""
+    """Compiles the regions of one program (the compute between two communications). Equal regions are compiled once."""
 
     def __init__(self) -> None:
         self._compiled: dict[str, Compiled] = {}
@@ -72,12 +73,12 @@ class RegionCompiler:
             return None
 
     def begin_step(self) -> None:
-        """Informs CUDA graphs that a forward begins, so that results of the last step may be overwritten."""
+        """Tells CUDA graphs that a forward begins, so that they may overwrite results of the last step."""
         if self._captures_cuda_graphs:
             torch.compiler.cudagraph_mark_step_begin()
 
     def _compile(self, region: Region) -> Compiled:
-        """Compiles a region, or returns the compiled code of an equal one."""
+        """Compiles a region, or returns the compiled code of an equal region."""
         fake_mode = detect_fake_mode(_traced_tensors(region))
         assert fake_mode is not None
         if fake_mode.shape_env is not None:  # clears pending symbols of ops that passes have run
@@ -109,7 +110,9 @@ class RegionCompiler:
 
 @contextlib.contextmanager
 def _plain_mode() -> Iterator[None]:
-    """Turns off the user's autocast, inference and gradient modes, because casts and backward are in the graph."""
+    """Opens a context without the user's autocast, inference and gradient modes, because the graph contains casts and
+    the backward.
+    """
     with (
         torch.autocast("cpu", enabled=False),
         torch.autocast("cuda", enabled=False),
@@ -120,20 +123,22 @@ def _plain_mode() -> Iterator[None]:
 
 
 def _is_capturable(region: Region) -> bool:
-    """Returns whether sizes are fixed, all tensors are on CUDA, and no replay overwrites a result before it is read."""
+    """Returns whether a CUDA graph can capture a region: sizes are fixed, all tensors are on CUDA, and no replay
+    overwrites a result before it is read.
+    """
     values = _traced_tensors(region)
     sizes = (size for value in values for size in value.shape)
     return not region.kept and all(v.device.type == "cuda" for v in values) and all(type(s) is int for s in sizes)
 
 
 def _traced_tensors(region: Region) -> list[Tensor]:
-    """Returns all traced tensors of a region and its inputs."""
+    """Returns the fake tensors of a region's nodes and inputs."""
     of_nodes = (node.meta.get("val") for node in region.module.graph.nodes)
     return [value for value in (*region.inputs, *of_nodes) if isinstance(value, Tensor)]
 
 
 def _cache_key(value: Any) -> str:
-    """Returns everything about a value on which compiled code depends."""
+    """Returns everything about an input on which the compiled code depends."""
     if not isinstance(value, Tensor):
         return str(value)
     return f"{tuple(value.shape)} {value.stride()} {value.dtype} {value.device}"

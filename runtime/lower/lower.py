@@ -1,4 +1,4 @@
-"""Lowers a phase of a partitioned graph to a Python function that runs it.
+"""Turns a phase of a partitioned graph into a Python function.
 
 Contract
     Same order, same values. Local `embrace::` ops become direct calls of their kernels, and collectives calls of the
@@ -32,12 +32,12 @@ Call = Callable[[fx.Node], Callable[..., Any] | None]
 
 
 class _ListArgumentCodeGen(CodeGen):
-    """Generates a function that takes all arguments in one list, and empties the list."""
+    """Generates code for a function that takes all arguments in one list, and empties the list so that they can be
+    freed.
+    """
 
     def gen_fn_def(self, free_vars: list[str], maybe_return_annotation: str, **_: Any) -> str:
-        """Returns the source of the function's head. The function takes all arguments in one list, and empties the
-        list.
-        """
+        """Returns the source code of the function's first lines."""
         names = [var.split(":")[0].split("=")[0].strip() for var in free_vars if var != "self"]
         unpack = f"\n    {', '.join(names)}, = arguments" if names else ""
         return f"def {self._func_name}(self, arguments){maybe_return_annotation}:{unpack}\n    arguments.clear()"
@@ -48,12 +48,12 @@ def lower_phase(
     call: Call = lambda node: None,
     compile_region: Callable[[Region], Compiled | None] | None = None,
 ) -> Phase:
-    """Returns the function that runs one phase.
+    """Returns a Python function that runs a phase.
 
     Args:
         module: a phase, whose placeholders and outputs have roles.
-        call: returns what a node calls, or None for a kernel or torch's own op.
-        compile_region: compiles the compute between communications, or None to call every op separately.
+        call: returns the runtime function that runs a node, or None for a kernel or one of torch's ops.
+        compile_region: compiles the compute between two communications, or None to call each op separately.
     """
     kernels: dict[str, Callable[..., Any]] = {**LOCAL, **rnn.KERNELS}
     graph = fx.Graph()
@@ -83,7 +83,7 @@ def lower_phase(
 
 
 def phase_source(phase: Phase) -> str:
-    """Returns a lowered phase as Python code, with the launch of each line in a comment.
+    """Returns the Python code of a phase, with each line's launch as a comment.
 
     Values that die with a line are left out. A call of the runtime has the name of its method.
     """
@@ -108,7 +108,7 @@ def phase_source(phase: Phase) -> str:
 
 
 def _write_in_place(graph: fx.Graph) -> None:
-    """Makes ops write into inputs that no later node reads, because a functional graph allocates new memory."""
+    """Makes ops overwrite inputs that no later node reads, instead of allocating new memory."""
     for node in graph.nodes:
         position = overwritten_argument(node)
         if position is not None:
@@ -118,7 +118,7 @@ def _write_in_place(graph: fx.Graph) -> None:
 
 @cache
 def _fast_call(op: torch._ops.OpOverload) -> Callable[..., Any]:
-    """Returns the C++ function that runs an op with the least overhead.
+    """Returns the function in C++ that runs an op with the least overhead.
 
     This is torch's own binding if it is known to take the same arguments, because it reads them at half the cost. Other
     ops use the function that every op has.
@@ -149,12 +149,12 @@ _BOUND = frozenset(
 
 
 def _is_in_flight(node: fx.Node) -> bool:
-    """Returns whether a value is in flight, so that only its wait returns a tensor."""
+    """Returns whether a value is the result of a collective in flight, so that only its wait returns a tensor."""
     return any(op_name(user) == "_c10d_functional::wait_tensor" for user in node.users)
 
 
 def _has_fixed_address(node: fx.Node) -> bool:
-    """Returns whether a value has the same memory address at every step."""
+    """Returns whether a value is at the same memory address in every step."""
     if node.op == "placeholder":
         return isinstance(node.meta.get("role"), Parameter | Buffer | Shard)
     return op_name(node) in ("embrace::update_bucket", "embrace::update_rows")

@@ -1,4 +1,4 @@
-"""Compiles each region, the compute between two communications of a phase, to one function.
+"""Compiles regions, the compute between two communications of a phase, to one function each.
 
 Contract
     Same values; other nodes keep their places: launches, waits, submissions, random draws, RNN kernels, ops with
@@ -39,13 +39,13 @@ _SYMBOLIC = torch.SymInt | torch.SymFloat | torch.SymBool
 
 @dataclass(frozen=True)
 class Region:
-    """A part of a phase that is compiled as one function.
+    """A part of a phase that is compiled to one function: the compute between two communications.
 
     Attributes:
-        module: its graph, with one placeholder for each input and one tuple of outputs.
-        inputs: fake tensors and symbolic sizes, from the capture.
-        fixed: positions of inputs with the same address at every step: parameters, buffers, shards.
-        kept: whether a result may outlive the step, or be read by another stream.
+        module: the graph of the region, with one placeholder for each input and one tuple of outputs.
+        inputs: the fake tensors and symbolic sizes of the inputs.
+        fixed: positions of inputs that are at the same address in every step: parameters, buffers, shards.
+        kept: whether a result may outlive the step, or be read on another CUDA stream.
     """
 
     module: fx.GraphModule
@@ -55,12 +55,12 @@ class Region:
 
 
 def compile_regions(root: fx.GraphModule, graph: fx.Graph, compile_region: Callable[[Region], Compiled | None]) -> None:
-    """Replaces the regions of a lowered phase with calls of their compiled forms.
+    """Replaces the regions of a phase by calls of their compiled functions, in place.
 
     Args:
-        root: the module that holds the graph's constants.
-        graph: rewritten in place; its nodes have fake values, and its placeholders roles.
-        compile_region: region -> its compiled form, or None if it stays as it is.
+        root: the module with the graph's constants.
+        graph: the phase's graph.
+        compile_region: compiles a region, or returns None to leave it as it is.
     """
     _move_items_to_tuples(graph)
     number = 0
@@ -79,7 +79,7 @@ def compile_regions(root: fx.GraphModule, graph: fx.Graph, compile_region: Calla
 
 
 def _compilable_runs(graph: fx.Graph) -> Iterator[dict[fx.Node, None]]:
-    """Yields the runs of consecutive nodes that can be compiled."""
+    """Yields the runs of consecutive nodes that can be compiled together."""
     run: dict[fx.Node, None] = {}
     for node in graph.nodes:
         if _is_compute(node) or (node.target is operator.getitem and node.args[0] in run):
@@ -90,7 +90,7 @@ def _compilable_runs(graph: fx.Graph) -> Iterator[dict[fx.Node, None]]:
 
 
 def _is_compute(node: fx.Node) -> bool:
-    """Returns whether the compiler may take a node into a region."""
+    """Returns whether a node can be part of a region."""
     if node.op != "call_function" or any(n.meta.get("val") is None for n in node.all_input_nodes):
         return False
     value, target = node.meta.get("val"), node.target
@@ -104,7 +104,7 @@ def _is_compute(node: fx.Node) -> bool:
 
 
 def _is_kernel(node: fx.Node) -> bool:
-    """Returns whether eager code would launch a kernel for a node, as it does not for views and sizes."""
+    """Returns whether a node launches a kernel in eager mode, which views and sizes do not."""
     return isinstance(node.target, torch._ops.OpOverload) and not any(
         result.alias_info is not None or str(result.type) == "int" for result in node.target._schema.returns
     )
@@ -119,13 +119,13 @@ def _move_items_to_tuples(graph: fx.Graph) -> None:
 
 
 def _inputs_of(nodes: Collection[fx.Node], others: Sequence[fx.Node]) -> list[fx.Node]:
-    """Returns the values that nodes read from outside, each once, without `others`."""
+    """Returns the values that these nodes read from other nodes, each once, except those in `others`."""
     found = (source for node in nodes for source in node.all_input_nodes)
     return [source for source in dict.fromkeys(found) if source not in nodes and source not in others]
 
 
 def _symbols_for(graph: fx.Graph, nodes: Collection[fx.Node]) -> list[fx.Node] | None:
-    """Returns nodes for the symbols in a region's sizes, or None if a symbol has no node.
+    """Returns the nodes that compute the symbols in a region's sizes, or None if no node computes one of them.
 
     The compiled form reads a symbol that is the size of an input from that input.
     """
@@ -151,7 +151,9 @@ def _free_symbols(value: Any) -> set[Any]:
 
 
 def _sizes(node: fx.Node) -> Iterator[tuple[str, int | None]]:
-    """Yields (size as text, dimension) of a value. The dimension is None if the value is itself a size."""
+    """Yields (size as text, dimension) for each size of a value. The dimension is None if the value itself is a
+    size.
+    """
     value = node.meta.get("val")
     if isinstance(value, torch.SymInt):
         yield str(value), None
@@ -161,7 +163,7 @@ def _sizes(node: fx.Node) -> Iterator[tuple[str, int | None]]:
 
 
 def _size_node(graph: fx.Graph, source: fx.Node, dim: int, first: fx.Node) -> fx.Node:
-    """Inserts a node for the size of a value right after the value, which then need not stay alive for it."""
+    """Inserts a node that reads a size of a value right after the value, so that the value need not be kept for it."""
     after = source
     while after.next is not first and after.next.op in ("placeholder", "get_attr"):
         after = after.next
@@ -174,7 +176,7 @@ def _size_node(graph: fx.Graph, source: fx.Node, dim: int, first: fx.Node) -> fx
 def _extract_region(
     root: fx.GraphModule, nodes: Collection[fx.Node], inputs: Sequence[fx.Node], outputs: Sequence[fx.Node]
 ) -> Region:
-    """Returns a region with copies of the nodes."""
+    """Copies nodes to a region of their own."""
     graph = fx.Graph()
     env: dict[fx.Node, fx.Node] = {}
     for k, node in enumerate(inputs):
@@ -192,14 +194,14 @@ def _extract_region(
 
 
 def _is_fixed(node: fx.Node) -> bool:
-    """Returns whether a node is a parameter, buffer or shard, or one of these after its pending update."""
+    """Returns whether a node is a parameter, buffer or shard, possibly after its pending update."""
     if node.target is operator.getitem:
         node = node.all_input_nodes[0]
     return node.meta.get("fixed", False) is True
 
 
 def _is_copied_within_step(value: fx.Node, user: fx.Node) -> bool:
-    """Returns whether a reader of a value copies it within the step and returns no view of it."""
+    """Returns whether a reader of a value copies the value, rather than viewing it, within the step."""
     if user.op == "output":
         returned = zip(user.args[0], user.meta["roles"], strict=True)  # type: ignore[arg-type]
         return all(isinstance(role, Saved) for each, role in returned if each is value)
@@ -215,7 +217,7 @@ def _replace_by_call(
     outputs: Sequence[fx.Node],
     compiled: Compiled,
 ) -> None:
-    """Replaces nodes with one call of their compiled region."""
+    """Replaces nodes by one call of their compiled function."""
     with graph.inserting_before(next(iter(nodes))):
         arguments = graph.call_function(pack_arguments, tuple(inputs))
         results = graph.call_function(compiled, (arguments,))
@@ -228,12 +230,14 @@ def _replace_by_call(
 
 
 def pack_arguments(*values: Any) -> list[Any]:
-    """Returns the arguments of a region as a list, which the region empties."""
+    """Returns its arguments as a list. A region takes all arguments in one list, and empties it so that they can be
+    freed.
+    """
     return list(values)
 
 
 def _with_name(compiled: Compiled, name: str) -> Compiled:
-    """Returns a compiled region as a function with a name, for profiles."""
+    """Wraps a compiled region as a function with a name, which profiles show."""
 
     def region(arguments: list[Any]) -> Sequence[Any]:
         """Calls the compiled region."""

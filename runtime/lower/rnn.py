@@ -1,4 +1,4 @@
-"""The kernels of `embrace::rnn_layer` and its backward: oneDNN, cuDNN, and the loop over time of `rnn_loop`.
+"""The kernels of the op `embrace::rnn_layer` and its backward: oneDNN, cuDNN, and the loop over time of `rnn_loop`.
 
 Importing this file registers them. Shape legend: see `embrace_fx.vocabulary.rnn_ops`.
 """
@@ -29,7 +29,7 @@ _CELL_NUMBERS = {"rnn_relu": 0, "rnn_tanh": 1, "lstm": 2, "gru": 3}
 
 
 class _Layer(NamedTuple):
-    """The arguments of `rnn_layer`: one layer and direction of a recurrent network."""
+    """The arguments of the op `rnn_layer`: one layer of a recurrent network in one direction."""
 
     input: Tensor
     h0: Tensor
@@ -43,18 +43,20 @@ class _Layer(NamedTuple):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Returns the shape of the output."""
+        """The shape of the layer's output."""
         return *self.input.shape[:-1], self.h0.shape[1]
 
     def wide(self) -> tuple[Tensor, Tensor, LayerWeights]:
-        """Returns the flat input, initial state and weights in the dtype that the "loop" kernel computes in."""
+        """Returns the flat input, the initial state and the weights, in the dtype in which the "loop" kernel
+        computes.
+        """
         dtype = compute_dtype(self.input)
         weights = LayerWeights.from_list([weight.to(dtype) for weight in self.weights])
         return self.input.reshape(-1, self.input.shape[-1]).to(dtype), self.h0.to(dtype), weights
 
 
 def rnn_layer(*arguments: Any) -> list[Tensor]:
-    """Computes one layer and direction of a recurrent network, as `embrace_fx.vocabulary.rnn_ops` describes."""
+    """Runs one layer of a recurrent network in one direction, as `embrace_fx.vocabulary.rnn_ops` specifies."""
     layer = _Layer(*arguments)
     walk = TimeOrder.of_input(layer.input, layer.batch_sizes, layer.reverse)
     if layer.kernel == "loop":
@@ -90,7 +92,7 @@ def rnn_layer_backward(grad_output: Any, grad_h: Any, grad_c: Any, *arguments: A
 
 
 def _no_autocast(input: Tensor) -> torch.autocast:
-    """Turns off autocast, which was applied at capture, because a kernel's result must not depend on its caller."""
+    """Returns a context without autocast, which has already been applied by casts in the graph."""
     return torch.autocast(input.device.type, enabled=False)
 
 
@@ -98,7 +100,11 @@ _Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
 
 
 def _loop_forward(layer: _Layer, walk: TimeOrder) -> list[Tensor]:
-    """Computes a layer's forward by a Python loop over time steps. Returns the results of `rnn_layer`."""
+    """Runs a layer's forward by a Python loop over time steps. Returns the results of `rnn_layer`.
+
+    Args:
+        walk: the order of the time steps.
+    """
     x, h, w = layer.wide()
     _, last = walk.ends(layer.input.device)
     states = []
@@ -131,7 +137,9 @@ def _loop_backward(
 
 
 def _row_gradients(grad_rows: Tensor | None, grad_final: Tensor | None, rows: Tensor, walk: TimeOrder) -> Tensor:
-    """Returns the gradient (R, ...) of each row: its own, plus that of the final state of its sequence."""
+    """Returns the gradient (R, ...) of each row: its own, plus that of the final state if the row is the last of its
+    sequence.
+    """
     total = torch.zeros_like(rows)
     if grad_rows is not None:
         total.copy_(grad_rows.reshape(rows.shape))
@@ -142,7 +150,7 @@ def _row_gradients(grad_rows: Tensor | None, grad_final: Tensor | None, rows: Te
 
 
 def _empty_results(layer: _Layer) -> list[Tensor]:
-    """Returns the results for an empty batch, which the fused kernels refuse."""
+    """Returns the results for an empty batch, which fused kernels do not support."""
     input, h0, c0 = layer.input, layer.h0, layer.c0
     results = [h0.new_empty(layer.shape), h0.clone(), *([] if c0 is None else [c0.clone()])]
     if not layer.save:
@@ -152,13 +160,13 @@ def _empty_results(layer: _Layer) -> list[Tensor]:
 
 
 def _mkldnn_weights(weights: Sequence[Tensor]) -> list[Tensor]:
-    """Returns a layer's weights as oneDNN takes them."""
+    """Returns a layer's weights in the form that oneDNN takes."""
     # Without biases the call still has arguments for them, which are not read.
     return [weight.contiguous() for weight in (weights if len(weights) == 4 else [*weights, *weights])]
 
 
 def _mkldnn_forward(layer: _Layer) -> list[Tensor]:
-    """Computes a layer's forward by oneDNN. Returns the results of `rnn_layer`."""
+    """Runs a layer's forward with oneDNN. Returns the results of `rnn_layer`."""
     # oneDNN returns its workspace only if gradients are enabled. Autograd must not see parameters then: kernels are
     # called without the dispatcher, and autograd's record would keep the workspace as long as the output lives.
     weights, save, c0 = [weight.detach() for weight in layer.weights], layer.save, layer.c0
@@ -173,7 +181,7 @@ def _mkldnn_forward(layer: _Layer) -> list[Tensor]:
 
 
 def _mkldnn_backward(grads: _Gradients, layer: _Layer, results: Sequence[Tensor]) -> Backward:
-    """Computes a layer's gradients by oneDNN, from the results of `_mkldnn_forward`."""
+    """Computes a layer's gradients with oneDNN, from the results of `_mkldnn_forward`."""
     output, h_n, c_n, workspace = results
     weights, c0 = layer.weights, layer.c0
     assert c0 is not None
@@ -187,16 +195,16 @@ def _mkldnn_backward(grads: _Gradients, layer: _Layer, results: Sequence[Tensor]
 
 
 def _reorder_for_cudnn(rows: Tensor, shape: Sequence[int], walk: TimeOrder) -> Tensor:
-    """Returns contiguous rows in the walk's order, because cuDNN runs only forward. The function is its own inverse."""
+    """Reorders rows between the layer's direction and forward in time, because cuDNN only runs forward. The function is
+    its own inverse.
+    """
     if not walk.reverse:
         return rows.contiguous()
     return rows.reshape(-1, rows.shape[-1])[walk.reversal(rows.device)].view(shape)
 
 
 def _cudnn_forward(layer: _Layer, walk: TimeOrder) -> list[Tensor]:
-    """Computes a layer's forward by cuDNN. Returns the results of `rnn_layer`. `walk` is the order of its time
-    steps.
-    """
+    """Runs a layer's forward with cuDNN. Returns the results of `rnn_layer`."""
     c0 = layer.c0
     output, h_n, c_n, reserve, packed_weights = torch.ops.aten._cudnn_rnn(
         *_cudnn_inputs(layer, walk, None), *_cudnn_sizes(layer), 1, False, 0.0, layer.save, False,
@@ -211,7 +219,7 @@ def _cudnn_forward(layer: _Layer, walk: TimeOrder) -> list[Tensor]:
 
 
 def _cudnn_inputs(layer: _Layer, walk: TimeOrder, packed_weights: Tensor | None) -> tuple[Any, ...]:
-    """Returns the first arguments of both cuDNN calls."""
+    """Returns the arguments that cuDNN's forward and backward have in common."""
     weights, h0, c0 = list(layer.weights), layer.h0, layer.c0
     states = h0.unsqueeze(0).contiguous(), None if c0 is None else c0.unsqueeze(0).contiguous()
     return _reorder_for_cudnn(layer.input, layer.input.shape, walk), weights, len(weights), packed_weights, *states
@@ -220,7 +228,7 @@ def _cudnn_inputs(layer: _Layer, walk: TimeOrder, packed_weights: Tensor | None)
 def _cudnn_backward(
     grads: _Gradients, layer: _Layer, results: Sequence[Tensor], walk: TimeOrder, input_grad: bool
 ) -> Backward:
-    """Computes a layer's gradients by cuDNN, from the results of `_cudnn_forward`."""
+    """Computes a layer's gradients with cuDNN, from the results of `_cudnn_forward`."""
     output, *_, reserve, packed_weights = results
     grad_output, *grad_states = grads
     # cuDNN writes into the reserve while it computes the gradients; an op that changes its arguments is not pure.
@@ -240,7 +248,7 @@ def _cudnn_backward(
 
 
 def _cudnn_sizes(layer: _Layer) -> tuple[int, int, int]:
-    """Returns (the cell's number, its hidden size, its projection's size or 0)."""
+    """Returns cuDNN's number for the cell, its hidden size, and its projection's size or 0."""
     w, cell = LayerWeights.from_list(layer.weights), layer.cell
     state_size = w.hh.shape[1]
     if w.projection is None:

@@ -1,4 +1,4 @@
-"""Runs recurrent layers by a loop over time: the "loop" kernel of `embrace::rnn_layer`, for any cell, device and dtype.
+"""Runs recurrent layers by a Python loop over time steps: the "loop" kernel of `embrace::rnn_layer`.
 
 It works on flat rows, step after step as in packed sequences; a padded input is the case where every step has B rows.
 All values that do not depend on the step before are computed for all rows at once: the input's product with its
@@ -24,11 +24,12 @@ _tanh_backward = torch.ops.aten.tanh_backward.grad_input
 
 @dataclass(frozen=True)
 class TimeOrder:
-    """The order in which a layer processes its flat rows: the time steps from first to last, or from last to first.
+    """The order in which a layer processes its flat rows, which are sorted by time step: forward or backward in
+    time.
 
     Attributes:
-        sizes: rows of each step, in time order, not increasing.
-        reverse: from the last step to the first.
+        sizes: the number of rows (sequences) of each time step; it never increases.
+        reverse: whether the layer runs from the last step to the first.
     """
 
     sizes: list[int]
@@ -36,20 +37,20 @@ class TimeOrder:
 
     @classmethod
     def of_input(cls, input: Tensor, batch_sizes: Tensor | None, reverse: bool) -> TimeOrder:
-        """Returns the walk over an input (T, B, *), or over packed rows if `batch_sizes` is given."""
+        """Returns the order for an input (T, B, *), or for packed rows if `batch_sizes` is given."""
         sizes: list[int] = [input.shape[1]] * input.shape[0] if batch_sizes is None else batch_sizes.tolist()
         if not sizes:
             raise ValueError("embrace::rnn_layer: the input has no time step; leave such batches out")
         return cls(sizes, reverse)
 
     def steps(self, rows: Tensor) -> list[Tensor]:
-        """Returns views of the steps of `rows` (R, ...), in the order of the walk."""
+        """Returns the rows of each time step as views of `rows` (R, ...), in processing order."""
         steps = list(rows.split(self.sizes))
         return steps[::-1] if self.reverse else steps
 
     def previous(self, initial: Tensor, rows: Tensor) -> Tensor:
-        """Returns the state from which each row's step starts: the row one step earlier in its sequence, or the initial
-        state.
+        """Returns, for each row, the state before its step: the result of the step before it in its sequence, or the
+        initial state.
         """
         states = []
         before = initial
@@ -59,7 +60,8 @@ class TimeOrder:
         return torch.cat(states[::-1] if self.reverse else states)
 
     def ends(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Returns the row indices (B,) where each sequence is first visited, and those where it is last visited.
+        """Returns the row indices (B,) at which each sequence is processed first, and those at which it is processed
+        last.
 
         Sizes [2, 1], forward: ([0, 1], [2, 1]): sequence 0 has rows 0 and 2, sequence 1 has row 1.
         """
@@ -70,7 +72,7 @@ class TimeOrder:
         return _copy_indices(first, device), _copy_indices(last, device)
 
     def reversal(self, device: torch.device) -> Tensor:
-        """Returns the row indices (R,) that reverse every sequence. The permutation is its own inverse.
+        """Returns the permutation (R,) of rows that reverses every sequence in time. It is its own inverse.
 
         Sizes [2, 1]: [2, 1, 0]: sequence 0 (rows 0 and 2) is turned, sequence 1 (row 1) stays.
         """
@@ -80,15 +82,17 @@ class TimeOrder:
         return _copy_indices(row_TB.gather(0, mirrored_TB)[alive_TB], device)
 
     def _table(self) -> tuple[Tensor, Tensor]:
-        """Returns (whether each sequence has each step, (T, B); the row of each sequence and step, (T, B))."""
+        """Returns (T, B) masks of whether each sequence has each time step, and the row of each sequence and time
+        step.
+        """
         sizes_T1 = torch.tensor(self.sizes, device="cpu").unsqueeze(1)
         sequence_B = torch.arange(self.sizes[0], device="cpu")
         return sizes_T1 > sequence_B, sizes_T1.cumsum(0) - sizes_T1 + sequence_B
 
 
 def step_state(initial: Tensor, before: Tensor, rows: int) -> Tensor:
-    """Returns the state from which a step with `rows` sequences starts: `before`, cut if sequences have ended, extended
-    by `initial` if some begin.
+    """Returns the state with which a step of `rows` sequences starts: `before` without sequences that have ended, and
+    `initial` for those that begin.
     """
     if before.shape[0] >= rows:
         return _first_rows(before, rows)
@@ -102,7 +106,7 @@ def _first_rows(tensor: Tensor, rows: int) -> Tensor:
 
 
 def _input_product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Returns the product of inputs and a weight, plus the bias if there is one."""
+    """Returns the product of inputs and a weight, plus the bias if given."""
     return torch.mm(x, weight.t()) if bias is None else torch.addmm(bias, x, weight.t())
 
 
@@ -114,7 +118,11 @@ def _sum_of_biases(w: LayerWeights) -> Tensor | None:
 def _weight_gradients(
     delta_x: Tensor, delta_h: Tensor, x: Tensor, previous: Tensor, w: LayerWeights, input_grad: bool
 ) -> tuple[Tensor | None, list[Tensor]]:
-    """Computes gradients of the input (R, I), if wanted, and of [ih, hh, both biases], from the deltas (R, G*H)."""
+    """Computes the gradients of the input (R, I), if wanted, and of [input weight, hidden weight, both biases].
+
+    Args:
+        delta_x, delta_h: gradients (R, G*H) of the products of the input and of the hidden state with their weights.
+    """
     gradients = [delta_x.t() @ x, delta_h.t() @ previous]
     if w.bias_ih is not None:
         gradients += [delta_x.sum(0), delta_h.sum(0)]
@@ -123,7 +131,7 @@ def _weight_gradients(
 
 @dataclass(frozen=True)
 class Backward:
-    """The gradients of one layer: of the input (R, I) if needed, of h0 (B, P), of c0 (B, H) for an LSTM, and of the
+    """The gradients of one layer: of the input (R, I) if wanted, of h0 (B, P), of c0 (B, H) for an LSTM, and of the
     weights.
     """
 
@@ -134,7 +142,9 @@ class Backward:
 
 
 def lstm_forward(x: Tensor, h0: Tensor, c0: Tensor, w: LayerWeights, walk: TimeOrder) -> list[Tensor]:
-    """Computes [output (R, P), activated gates (R, 4H), cells (R, H), with a projection its input states (R, H)]."""
+    """Runs an LSTM layer. Returns [output (R, P), activated gates (R, 4H), cells (R, H), and with a projection its
+    inputs (R, H)].
+    """
     hidden_size = c0.shape[1]
     gates = _input_product(x, w.ih, _sum_of_biases(w))
     cells, hidden = (x.new_empty(x.shape[0], hidden_size) for _ in range(2))
@@ -173,7 +183,9 @@ def lstm_backward(
     walk: TimeOrder,
     input_grad: bool,
 ) -> Backward:
-    """Computes gradients from what `lstm_forward` returned. Overwrites `grad_output` (R, P) and `grad_cells` (R, H)."""
+    """Computes an LSTM layer's gradients from the results of `lstm_forward`. Overwrites `grad_output` (R, P) and
+    `grad_cells` (R, H).
+    """
     output, gates, cells, *hidden = saved
     rows, hidden_size = cells.shape
     i, f, g, o = gates.chunk(4, 1)
@@ -217,7 +229,7 @@ def lstm_backward(
 
 
 def gru_forward(x: Tensor, h0: Tensor, w: LayerWeights, walk: TimeOrder) -> list[Tensor]:
-    """Computes [output (R, H), activated gates (R, 3H), recurrent half of the new gate (R, H)]."""
+    """Runs a GRU layer. Returns [output (R, H), activated gates (R, 3H), recurrent half of the new gate (R, H)]."""
     hidden_size = h0.shape[1]
     gates = _input_product(x, w.ih, w.bias_ih)
     output, new_recurrent = (x.new_empty(x.shape[0], hidden_size) for _ in range(2))
@@ -247,7 +259,7 @@ def gru_backward(
     walk: TimeOrder,
     input_grad: bool,
 ) -> Backward:
-    """Computes gradients from what `gru_forward` returned. Overwrites `grad_output` (R, H)."""
+    """Computes a GRU layer's gradients from the results of `gru_forward`. Overwrites `grad_output` (R, H)."""
     output, gates, new_recurrent = saved
     rows, hidden_size = output.shape
     r, z, n = gates.chunk(3, 1)
@@ -290,7 +302,7 @@ def gru_backward(
 
 
 def rnn_forward(x: Tensor, h0: Tensor, w: LayerWeights, walk: TimeOrder, cell: str) -> list[Tensor]:
-    """Computes [output (R, H)], all that the backward needs."""
+    """Runs a plain RNN layer. Returns [output (R, H)], from which the backward can be computed."""
     output = _input_product(x, w.ih, _sum_of_biases(w))
     recurrent = w.hh.t()
     activate = torch.Tensor.tanh_ if cell == "rnn_tanh" else torch.Tensor.relu_
@@ -310,7 +322,7 @@ def rnn_backward(
     cell: str,
     input_grad: bool,
 ) -> Backward:
-    """Computes gradients from what `rnn_forward` returned. Overwrites `grad_output` (R, H) with the deltas."""
+    """Computes a plain RNN layer's gradients from the result of `rnn_forward`. Overwrites `grad_output` (R, H)."""
     derivative = 1 - output.square() if cell == "rnn_tanh" else (output > 0).to(output.dtype)
     steps = list(zip(walk.steps(grad_output), walk.steps(derivative), strict=True))
     for step in range(len(steps) - 1, -1, -1):

@@ -1,1 +1,1 @@
-"""Copies saved values out of memory and back, and measures memory use."""
+"""Copies saved values from the device to the host or a file and back, and measures memory use."""

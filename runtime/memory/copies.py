@@ -1,4 +1,4 @@
-"""Offloads saved values between forward and backward: to a file on the CPU, to pinned host memory on a device.
+"""Offloads saved values between forward and backward: from the CPU to a file, from a device to pinned host memory.
 
 Contract
     A reloaded value has the bits, sizes and strides of the offloaded one. A value's memory is free once its offload has
@@ -51,18 +51,18 @@ class ValueLayout:
         return cls(value.dtype, tuple(value.shape), value.stride(), int(value.storage_offset()), value.device)
 
     def view_bytes(self, data: Tensor) -> Tensor:
-        """Returns a tensor with this layout whose storage has the bytes of `data`."""
+        """Returns a tensor with this layout over the bytes `data`."""
         found = torch.empty(0, dtype=self.dtype, device=self.device)
         return found.set_(data.untyped_storage(), self.offset, self.size, self.stride)
 
 
 @dataclass(frozen=True)
 class Stored:
-    """A value that is offloaded, or that is being copied out.
+    """A value that is offloaded or being offloaded.
 
     Attributes:
-        place: the location of its bytes.
-        leaving: the offload in progress; None once it has been awaited.
+        place: where its bytes are stored.
+        leaving: the offload in progress, or None once it has been awaited.
     """
 
     layout: ValueLayout
@@ -73,7 +73,7 @@ class Stored:
 
 @dataclass(frozen=True)
 class Reloading:
-    """A value that is being copied back: its new memory, and the copy in progress."""
+    """A value that is being reloaded: its new memory, and the copy in progress."""
 
     stored: Stored
     data: Tensor
@@ -81,36 +81,36 @@ class Reloading:
 
 
 class Copies(ABC):
-    """Base class: copies values out of memory and back while compute runs."""
+    """Base class: offloads values and reloads them while compute runs."""
 
     def offload(self, value: Tensor, launch: OperationId, recorder: Recorder | None) -> Stored:
-        """Starts copying a value out of memory. Returns the value's place and the copy in progress."""
+        """Starts offloading a value. Returns where its bytes are stored, and the copy in progress."""
         data = _storage_bytes(value)
         return self._copy_out(
             Stored(ValueLayout.of_value(value), data.numel(), None), data, RecordedCopy(launch, data.numel(), recorder)
         )
 
     def await_offload(self, stored: Stored) -> Stored:
-        """Waits, or makes the compute stream wait, until the value's memory can be used again."""
+        """Waits, or makes the compute stream wait, until the offloaded value's memory can be reused."""
         self._end(stored.leaving)
         return replace(stored, leaving=None)
 
     def reload(self, stored: Stored, launch: OperationId, recorder: Recorder | None) -> Reloading:
-        """Allocates memory for a value, and starts copying it back."""
+        """Allocates memory for an offloaded value, and starts copying it back."""
         return self._copy_back(stored, RecordedCopy(launch, stored.nbytes, recorder))
 
     def await_reload(self, coming: Reloading) -> Tensor:
-        """Waits, or makes the compute stream wait, until a value is copied back, and returns it."""
+        """Waits, or makes the compute stream wait, until the value is back, and returns it."""
         self._end(coming.ending)
         return coming.stored.layout.view_bytes(coming.data)
 
     def measure(self, device: torch.device) -> Measured:
-        """Measures the speed of copies out of memory and back. Returns that of the slower direction."""
+        """Measures the speeds of offloading and reloading. Returns the slower one."""
         start_ms = self._slowest_copy_ms(1, device)
         return PROBED_BYTES / max(self._slowest_copy_ms(PROBED_BYTES, device) - start_ms, 1e-3), start_ms
 
     def _slowest_copy_ms(self, nbytes: int, device: torch.device) -> float:
-        """Copies `nbytes` out and back three times, and returns the milliseconds of the slowest copy."""
+        """Offloads and reloads `nbytes` three times. Returns the milliseconds of the slowest copy."""
         launch = OperationId("offload", "probe", lane="offload")
         value = torch.zeros(nbytes, dtype=torch.uint8, device=device)
         slowest_ms = 0.0
@@ -127,15 +127,15 @@ class Copies(ABC):
 
     @abstractmethod
     def synchronize(self) -> None:
-        """Makes the host wait for all awaited copies and for compute."""
+        """Makes the host wait until all awaited copies, and compute, have ended."""
 
     @abstractmethod
     def _copy_out(self, stored: Stored, data: Tensor, watch: RecordedCopy) -> Stored:
-        """Starts to copy the bytes `data` of a value out of memory."""
+        """Starts offloading the bytes `data` of a value."""
 
     @abstractmethod
     def _copy_back(self, stored: Stored, watch: RecordedCopy) -> Reloading:
-        """Starts to copy a stored value back to memory."""
+        """Starts reloading an offloaded value."""
 
     @abstractmethod
     def _end(self, copying: Any) -> None:
@@ -143,12 +143,12 @@ class Copies(ABC):
 
 
 class FileCopies(Copies):
-    """Copies values to a file of this process, which is removed at its end. One thread writes, another reads.
+    """Offloads values to a file that is deleted when the process ends. One thread writes and another reads.
 
     The file is not mapped into memory, because each newly mapped page costs a fault, which takes longer than its copy.
 
     Args:
-        directory: the folder of the file.
+        directory: the folder for the file.
 
     Raises:
         ValueError: the file cannot be created.
@@ -170,16 +170,16 @@ class FileCopies(Copies):
         }
 
     def synchronize(self) -> None:
-        """Does nothing: the thread has already waited for the copies that were awaited."""
+        """Does nothing, because awaiting a copy has already blocked this thread until its end."""
 
     def _copy_out(self, stored: Stored, data: Tensor, watch: RecordedCopy) -> Stored:
-        """Starts to write a value to a free part of the file, on the offload thread."""
+        """Starts writing a value to a free part of the file, on the offload thread."""
         slot = self._reserve(stored.nbytes)
         leaving = self._threads["offload"].submit(_write_slot, slot, [data], watch)
         return replace(stored, place=slot, leaving=leaving)
 
     def _copy_back(self, stored: Stored, watch: RecordedCopy) -> Reloading:
-        """Starts to read a stored value from the file."""
+        """Starts reading an offloaded value from the file."""
         data = torch.empty(stored.nbytes, dtype=torch.uint8, device="cpu")
         return Reloading(stored, data, self._threads["reload"].submit(_read_slot, stored.place, data, watch))
 
@@ -195,7 +195,7 @@ class FileCopies(Copies):
             ) from error
 
     def _reserve(self, nbytes: int) -> Slot:
-        """Reserves a part of the file, so that a full disk raises here instead of during a write."""
+        """Reserves a part of the file for a value. Raises here, rather than during the write, if the disk is full."""
         length = max(-(-nbytes // SLOT_BYTES), 1) * SLOT_BYTES
         if self._free[length]:
             begin = self._free[length].pop()
@@ -215,7 +215,7 @@ class FileCopies(Copies):
 
 
 class _File:
-    """An unnamed file that is deleted with this object."""
+    """A file without a name, which is deleted with this object."""
 
     def __init__(self, directory: Path) -> None:
         self.descriptor, path = tempfile.mkstemp(dir=directory)
@@ -224,13 +224,13 @@ class _File:
 
 
 class Slot:
-    """A part of a file for one value."""
+    """The part of the file that holds one value."""
 
     def __init__(self, file: _File, begin: int, nbytes: int) -> None:
         self._file, self._begin, self._nbytes = file, begin, nbytes
 
     def write(self, data: memoryview) -> None:
-        """Writes bytes into this part of the file, without holding the GIL."""
+        """Writes bytes into this part of the file, releasing the GIL."""
         done = 0
         while done < self._nbytes:
             done += os.pwrite(self._file.descriptor, data[done:], self._begin + done)
@@ -251,7 +251,7 @@ class Slot:
 
 
 class PinnedCopies(Copies):
-    """Copies values to pinned host memory, on the streams of both lanes.
+    """Offloads values to pinned host memory, on one CUDA stream per direction.
 
     torch's allocator caches pinned memory, and reuses it when the copies that use it have ended.
     """
@@ -260,22 +260,22 @@ class PinnedCopies(Copies):
         self._streams = streams
 
     def synchronize(self) -> None:
-        """Waits for all copies of the device."""
+        """Waits until all copies of the device have ended."""
         # Wait for an event of these streams, because their device may not be the current one.
         self._streams.record("settled").synchronize()
 
     def _copy_out(self, stored: Stored, data: Tensor, watch: RecordedCopy) -> Stored:
-        """Starts to copy a value to pinned host memory."""
+        """Starts copying a value to pinned host memory."""
         host = torch.empty(stored.nbytes, dtype=torch.uint8, device="cpu", pin_memory=data.is_cuda)
         return replace(stored, place=host, leaving=(self._copy("offload", host, data, watch), data))
 
     def _copy_back(self, stored: Stored, watch: RecordedCopy) -> Reloading:
-        """Starts to copy a value from pinned host memory to its device."""
+        """Starts copying a value from pinned host memory to the device."""
         data = torch.empty(stored.nbytes, dtype=torch.uint8, device=stored.layout.device)
         return Reloading(stored, data, (self._copy("reload", data, stored.place, watch), data))
 
     def _copy(self, lane: Lane, target: Tensor, source: Tensor, watch: RecordedCopy) -> Any:
-        """Starts a copy on a lane's stream. Returns an event that ends with it."""
+        """Starts a copy on the stream of `lane` (offload or reload). Returns an event for its end."""
         streams = self._streams
         ready = streams.record(watch.launch, "ready")
         with streams.on(lane, watch.launch):
@@ -285,23 +285,23 @@ class PinnedCopies(Copies):
             return streams.record(watch.launch, "done")
 
     def _end(self, copying: tuple[Any, Tensor]) -> None:
-        """Makes the compute stream wait for a copy. Then compute may overwrite the source and read the target."""
+        """Makes the compute stream wait for a copy. Then compute may overwrite its source and read its target."""
         self._streams.wait(copying[0])
 
 
 def _storage_bytes(value: Tensor) -> Tensor:
-    """Returns the whole storage of a value as a tensor of bytes."""
+    """Returns the whole storage of a value, as a tensor of bytes."""
     storage = value.untyped_storage()
     return torch.empty(0, dtype=torch.uint8, device=value.device).set_(storage, 0, (storage.nbytes(),), (1,))
 
 
 def _write_slot(slot: Slot, data: list[Tensor], watch: RecordedCopy) -> None:
-    """Writes the only tensor of `data` into a slot and removes it from the list."""
+    """Writes the only tensor of `data` into its part of the file, and removes it from the list to free it."""
     with watch:
         slot.write(data.pop().numpy().data)
 
 
 def _read_slot(slot: Slot, data: Tensor, watch: RecordedCopy) -> None:
-    """Reads a part of a file into memory."""
+    """Reads a part of the file into `data`."""
     with watch:
         slot.read(data.numpy().data)

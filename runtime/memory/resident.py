@@ -26,7 +26,8 @@ class _Mallinfo2(ctypes.Structure):
 
 
 def bytes_in_use(device: torch.device) -> int:
-    """Returns the bytes of tensors on a device or, on the CPU, of all memory in use by this process, or 0 if unknown.
+    """Returns the bytes of all tensors on a device; for the CPU, the bytes of all memory that the process uses, or 0 if
+    unknown.
 
     Without glibc's malloc, returns the resident set, which does not change while freed blocks are reused.
     """
@@ -42,7 +43,7 @@ def bytes_in_use(device: torch.device) -> int:
 
 
 def available_bytes() -> int:
-    """Returns the available bytes of this machine's memory, according to the kernel, or 0 if unknown."""
+    """Returns how many bytes of the machine's memory are available according to the kernel, or 0 if unknown."""
     if not _MEMORY.exists():
         return 0
     found = dict(line.split(":", 1) for line in _MEMORY.read_text(encoding="ascii").splitlines())

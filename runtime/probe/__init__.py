@@ -1,1 +1,1 @@
-"""Measures the links between ranks and the ranks' processors."""
+"""Measures the speed of the links between ranks, and of the ranks' processors."""

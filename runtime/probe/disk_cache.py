@@ -1,4 +1,4 @@
-"""Caches plain data for later runs in files, each named by a hash of everything that the data depends on.
+"""Caches plain data in files for later runs, each named by a hash of everything that the data depends on.
 
 Contract
     Files can be deleted at any time. They contain JSON that is read by type, so nothing is executed, and an unreadable
@@ -26,7 +26,7 @@ VARIABLE = "EMBRACE_FX_CACHE"
 
 
 def cache_folder() -> Path | None:
-    """Returns the folder of the cached files, or None if the cache is disabled."""
+    """Returns the folder of the cache files, or None if caching is disabled."""
     named = os.environ.get(VARIABLE)
     if named is not None:
         return Path(named).expanduser() if named else None
@@ -38,8 +38,7 @@ def cache_folder() -> Path | None:
 
 
 def read_cached(kind: type[T], *key: Any) -> T | None:
-    """Reads the value that `write_cached` has stored under the same key. Returns None if there is none, or it cannot be
-    read.
+    """Reads a value that `write_cached` has stored under the same key, or returns None.
 
     Args:
         key: everything that the value depends on, printable by `repr`. The versions of torch and embrace_fx are added.
@@ -54,7 +53,7 @@ def read_cached(kind: type[T], *key: Any) -> T | None:
 
 
 def write_cached(value: Any, *key: Any) -> None:
-    """Stores a value of dataclasses, tuples, numbers and text under a key, for `read_cached` in later runs."""
+    """Stores a value made of dataclasses, tuples, numbers and strings under a key, for later runs."""
     folder = cache_folder()
     if folder is None:
         return
@@ -72,6 +71,6 @@ def write_cached(value: Any, *key: Any) -> None:
 
 
 def _file_name(kind: type[Any], key: tuple[Any, ...]) -> str:
-    """Returns the name of the cache file for a key, different for each version of torch and of this package."""
+    """Returns the name of the cache file for a key. It differs for each version of torch and of this package."""
     versions = torch.__version__, metadata.version("embrace-fx")
     return f"{kind.__name__.lower()}-{hashlib.sha256(repr((versions, key)).encode()).hexdigest()[:32]}.json"

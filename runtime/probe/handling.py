@@ -1,4 +1,4 @@
-"""Measures `cost.Handling`, a processor's work in a sparse exchange, on synthetic rows."""
+"""Measures how fast a rank's processor handles sparse gradients (`cost.Handling`), on synthetic rows."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ SPARSE = 8
 
 
 def do_exchange_work(dense: Tensor, ids: Tensor) -> None:
-    """Does the work of a sparse exchange: gathers rows `ids` (K,) of (V, d), encodes and decodes them, sums and writes
-    them.
+    """Does the processor work of a sparse exchange: gathers rows `ids` (K,) of (V, d), encodes, decodes, sums and
+    writes them.
     """
     num_rows, width = dense.shape
     flat = encode_records(ids, dense.index_select(0, ids), num_rows).view(-1)
@@ -35,27 +35,27 @@ def do_exchange_work(dense: Tensor, ids: Tensor) -> None:
     write_blocks_(dense, mean_by_id(found, rows, [found.numel()], num_rows, 1))
 
 
-def exchange_work(width: int, rows: int, device: torch.device) -> Callable[[], None]:
+def make_exchange_work(width: int, rows: int, device: torch.device) -> Callable[[], None]:
     """Returns a function that runs `do_exchange_work` on `rows` rows of `width` values."""
     dense = torch.zeros((SPARSE * rows, width), device=device)
     ids = torch.arange(0, SPARSE * rows, SPARSE, device=device)
     return lambda: do_exchange_work(dense, ids)
 
 
-def scan_work(device: torch.device) -> Callable[[], None]:
-    """Returns a function that searches `SCANNED_BYTES` for non-zero rows."""
+def make_scan_work(device: torch.device) -> Callable[[], None]:
+    """Returns a function that searches a tensor of `SCANNED_BYTES` for non-zero rows."""
     # Pages of zeros could share one physical page.
     dense = torch.ones((SCANNED_BYTES // 4 // WIDE, WIDE), device=device)
 
     def scan() -> None:
-        """Searches the tensor for non-zero rows once."""
+        """Searches the tensor for non-zero rows."""
         block_bitmap(dense)
 
     return scan
 
 
-def claim_work(device: torch.device) -> Callable[[], None]:
-    """Returns a function that first writes to each page of a block of `LARGE_BLOCK_BYTES`."""
+def make_claim_work(device: torch.device) -> Callable[[], None]:
+    """Returns a function that allocates a block of `LARGE_BLOCK_BYTES` and writes to each of its pages."""
 
     def claim() -> None:
         """Allocates a block and writes to each of its pages."""

@@ -1,4 +1,4 @@
-"""Measures the links between the ranks once per network, and caches the result for later runs."""
+"""Measures the links between ranks, and caches the result for later runs on the same network."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ _INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
 
 def measure_links(communicator: Communicator, sent_bytes: int, device: torch.device) -> Cluster | None:
-    """Measures the links of every collective between the ranks, or finds them in the cache. Returns None if a step
-    sends too little for them to matter. Collective.
+    """Returns the speed of the links between ranks for each collective, measured or cached, or None if a step sends too
+    little for it to matter. Collective.
 
     Ranks of one host have the usual links of a host if two short measurements agree with these, so that all runs have
     one plan, however busy the host is. Else the result of an earlier run between the same hosts is used if measurements
@@ -30,7 +30,7 @@ def measure_links(communicator: Communicator, sent_bytes: int, device: torch.dev
     key: list[tuple[str, ...]] = []
     recalled: list[Cluster | None] = []
 
-    def earlier() -> tuple[Cluster | None, bool]:
+    def cached_links() -> tuple[Cluster | None, bool]:
         """Returns the links that rank 0 has cached, or None, and whether all ranks run on one machine."""
         key.extend(communicator.gather(_machine_key(device), tuple[str, ...]))
         own = read_cached(Cluster, *key) if communicator.rank == 0 else None
@@ -38,14 +38,14 @@ def measure_links(communicator: Communicator, sent_bytes: int, device: torch.dev
         return recalled[0], len({host for host, *_ in key}) == 1
 
     usual = loopback(communicator.world_size)
-    found = probed_links(communicator, sent_bytes, device, earlier)
+    found = probed_links(communicator, sent_bytes, device, cached_links)
     if key and communicator.rank == 0 and found is not None and found not in recalled and found != usual:
         write_cached(found, *key)
     return found
 
 
 def _machine_key(device: torch.device) -> tuple[str, ...]:
-    """Returns the properties of this machine that affect its links, as a part of the cache's key."""
+    """Returns properties of this machine that affect its links, for the cache's key."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
     interfaces = (os.environ.get(each, "") for each in _INTERFACES)
     return (platform.node(), device.type, name, str(torch.get_num_threads()), *interfaces)

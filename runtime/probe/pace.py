@@ -1,4 +1,4 @@
-"""Compares a rank's compute speed with estimates, because copies are measured but compute is estimated."""
+"""Compares a rank's measured compute speed with the cost model's estimate."""
 
 from __future__ import annotations
 
@@ -18,18 +18,17 @@ of ms."""
 
 
 def measure_pace(device: torch.device, estimated: Compute, synchronize: Callable[[], None]) -> float:
-    """Measures how fast this rank computes in comparison to the estimates. Returns the estimated milliseconds of the
-    work that it does in one millisecond.
+    """Measures how many estimated milliseconds of work this rank does in one millisecond.
 
     The reference is one matrix product and one pass over memory, because models are a mixture of both.
 
     Args:
         synchronize: waits until the device has done all of its work.
     """
-    run = reference_work(device)
+    run = make_reference_work(device)
 
     def taken_ms(count: int) -> float:
-        """Returns the measured milliseconds of `count` runs of the reference work."""
+        """Returns the measured milliseconds of running the reference work `count` times."""
         synchronize()
         began = time.perf_counter()
         for _ in range(count):
@@ -44,13 +43,13 @@ def measure_pace(device: torch.device, estimated: Compute, synchronize: Callable
     return count * expected_ms(estimated) / min(taken_ms(count) for _ in range(TIMES))
 
 
-def reference_work(device: torch.device) -> Callable[[], None]:
-    """Returns a function that runs the reference work."""
+def make_reference_work(device: torch.device) -> Callable[[], None]:
+    """Returns a function that runs the reference work: a matrix product, and a pass over memory."""
     matrix, target = torch.ones(PRODUCT, PRODUCT, device=device), torch.empty(MOVED, device=device)
     source = torch.ones_like(target)
 
     def run() -> None:
-        """Runs the reference work once: a matrix product and an addition."""
+        """Runs the reference work once."""
         torch.mm(matrix, matrix)
         torch.add(source, 1.0, out=target)
 
@@ -58,6 +57,6 @@ def reference_work(device: torch.device) -> Callable[[], None]:
 
 
 def expected_ms(estimated: Compute) -> float:
-    """Estimates the milliseconds of the reference work."""
+    """Returns the cost model's estimate of the reference work, in milliseconds."""
     product_ms = estimated.time_ms(2 * PRODUCT**3, 3 * PRODUCT**2 * ELEMENT_BYTES)
     return product_ms + estimated.time_ms(0, 2 * MOVED * ELEMENT_BYTES)

@@ -1,4 +1,5 @@
-"""Measures the links between the ranks and their processors: a `Cluster`, from the process groups of training.
+"""Measures the links between ranks and the ranks' processors, as a `Cluster`, on the process groups used for
+training.
 
 Contract
     Collective, outside of a step: all ranks call it, and all get rank 0's answer. Each way to send is timed in growing
@@ -44,11 +45,11 @@ from embrace_fx.runtime.probe.handling import (
     NARROW,
     PASSES,
     SCANNED_BYTES,
-    claim_work,
-    exchange_work,
-    scan_work,
+    make_claim_work,
+    make_exchange_work,
+    make_scan_work,
 )
-from embrace_fx.runtime.probe.processors import Load, taken_share
+from embrace_fx.runtime.probe.processors import Load, delay_share
 from embrace_fx.runtime.ranks.communicator import Communicator, InFlight
 from embrace_fx.runtime.ranks.gathering import gather_single
 from embrace_fx.vocabulary.schedule import IN_FLIGHT
@@ -117,7 +118,7 @@ _GROUPS: dict[Collective, str] = {
 
 @dataclass(frozen=True)
 class Sample:
-    """One measurement of a collective: the bytes that a rank sent, and the time."""
+    """One measurement of a collective: how many bytes a rank sent, and the time."""
 
     sent: Exchange
     time_ms: float
@@ -126,26 +127,29 @@ class Sample:
 def probe_cluster(
     communicator: Communicator, device: torch.device = CPU, computes_on: torch.device | None = None
 ) -> Cluster:
-    """Measures the links of each way to send, and the processors' handling, on this device.
+    """Measures the links for each collective, and how fast processors handle gradients. Collective.
 
     Args:
-        computes_on: the model's device, if tensors are sent from another device.
+        device: the device whose tensors are sent.
+        computes_on: the model's device, if tensors are sent from another one.
 
-    Returns: a cluster whose `links` are measured with launches in a row, and whose own figures with one AllReduce at
-        a time. A single rank, which has no network, gets the default.
+    Returns:
+        A cluster whose `links` are measured with several launches in flight, and its own bandwidth with one AllReduce
+            at a time. A single rank gets the default.
+
     Raises:
-        DeadRank: a rank does not join.
+        DeadRank: a rank does not take part.
     """
     if communicator.world_size == 1:
         return Cluster()
     links = [fit_link(time_collective(communicator, collective, IN_FLIGHT, device)) for collective in COLLECTIVES]
-    alone = first_ms(communicator, launch_of(communicator, "all_reduce", FIRST_BYTES, device), 1, device)
+    alone = smallest_ms(communicator, make_launch(communicator, "all_reduce", FIRST_BYTES, device), 1, device)
     sent = exchange("all_reduce", FIRST_BYTES, communicator.world_size)
     bandwidth = links[0].bandwidth_bytes_per_ms
     links.append(Link(bandwidth, max(alone - sent.sent_bytes / bandwidth, 0.0) / sent.messages))
-    handling = probe_handling(communicator, device)
+    handling = measure_handling(communicator, device)
     computes_on = computes_on or device
-    speed = pace.expected_ms(CORE) / together_ms(communicator, pace.reference_work(computes_on), computes_on)
+    speed = pace.expected_ms(CORE) / together_ms(communicator, pace.make_reference_work(computes_on), computes_on)
     figures = torch.tensor(
         [speed, *(value for link in links for value in astuple(link)), *astuple(handling)],
         dtype=torch.float64,
@@ -161,22 +165,28 @@ def probe_cluster(
 
 
 def _measure_busy_share(communicator: Communicator, links: Cluster) -> float:
-    """Measures `Cluster.busy`: the share of a large AllReduce's time that the processor is busy with it. Collective."""
+    """Measures `Cluster.busy`: the share of a large AllReduce's time for which it delays compute. Collective."""
     own_bytes = bytes_for_rate(links, communicator.world_size)
-    launch = launch_of(communicator, "all_reduce", own_bytes, CPU)
+    launch = make_launch(communicator, "all_reduce", own_bytes, CPU)
     runs = min(ceil(LONG_MS / launch_ms(links, "all_reduce", own_bytes, communicator.world_size)), MOST_IN_ROW)
     _wait_for_ranks(communicator, CPU)
     began_s = time.process_time()
-    wall_ms = runs * alone_ms(communicator, launch, runs, IN_FLIGHT, CPU)
+    wall_ms = runs * mean_ms(communicator, launch, runs, IN_FLIGHT, CPU)
     own = Load.of_this_rank((time.process_time() - began_s) * 1e3, wall_ms)
-    return taken_share(communicator.gather(own, Load))
+    return delay_share(communicator.gather(own, Load))
 
 
-def probe_handling(communicator: Communicator, device: torch.device = CPU) -> Handling:
-    """Measures this rank's processor while all ranks handle gradients. Returns the mean over ranks. Collective."""
+def measure_handling(communicator: Communicator, device: torch.device = CPU) -> Handling:
+    """Measures how fast this rank's processor handles gradients while all ranks do. Returns the mean over ranks.
+    Collective.
+    """
     row_bytes = {width: rows * width * 4 for width, rows in HANDLED_ROWS.items()}
-    runs = [scan_work(device), claim_work(device), *(exchange_work(*each, device) for each in HANDLED_ROWS.items())]
-    runs.append(exchange_work(NARROW, 1, device))
+    runs = [
+        make_scan_work(device),
+        make_claim_work(device),
+        *(make_exchange_work(*each, device) for each in HANDLED_ROWS.items()),
+    ]
+    runs.append(make_exchange_work(NARROW, 1, device))
     scan_ms, claim_ms, wide_ms, narrow_ms, round_ms = (together_ms(communicator, run, device) for run in runs)
     wide_ms, narrow_ms = (max(ms - round_ms, 1e-6) for ms in (wide_ms, narrow_ms))
     # Both times are a sum of passes over bytes and of a constant per row.
@@ -188,7 +198,7 @@ def probe_handling(communicator: Communicator, device: torch.device = CPU) -> Ha
 
 
 def together_ms(communicator: Communicator, run: Callable[[], None], device: torch.device = CPU) -> float:
-    """Returns the milliseconds of `run` while all ranks run it, as the mean over ranks. Collective."""
+    """Returns the milliseconds of `run` while all ranks run it, averaged over ranks. Collective."""
     run()
     spans_ms = [_span_ms(communicator, run, device) for _ in range(HANDLED_SPANS)]
     own_ms = torch.tensor(median(spans_ms), dtype=torch.float64, device=device)
@@ -196,20 +206,20 @@ def together_ms(communicator: Communicator, run: Callable[[], None], device: tor
 
 
 def _span_ms(communicator: Communicator, run: Callable[[], None], device: torch.device) -> float:
-    """Returns the mean milliseconds of `run`, repeated for a fixed span of time."""
+    """Returns the mean milliseconds of `run`, repeated for a fixed time."""
     _wait_for_ranks(communicator, device)
     start_s = time.perf_counter()
     runs, elapsed_ms = 0, 0.0
     while elapsed_ms < HANDLED_MS:
         run()
-        _finish(device)
+        _synchronize(device)
         runs += 1
         elapsed_ms = (time.perf_counter() - start_s) * 1e3
     return elapsed_ms / runs
 
 
 def loopback(ranks: int) -> Cluster:
-    """Returns the usual links and processors of ranks on one host with a core each, slower where ranks share cores."""
+    """Returns the usual cluster of `ranks` ranks on one host: a core for each, slower if they share cores."""
     load, own = Load.of_this_rank(took_ms=1.0, wall_ms=2.0), Handling()
     shared = max(ranks * load.threads / len(load.cores), 1.0)
     links = tuple((name, Link(rate / shared, ms * shared, ms * shared)) for name, rate, ms in _LOOPBACK)
@@ -220,25 +230,31 @@ def loopback(ranks: int) -> Cluster:
         own.unit_ms * shared,
         own.round_ms * shared,
     )
-    alone, speed, busy = links[0][1], _LOOPBACK_PACE / shared, taken_share([load] * ranks)
+    alone, speed, busy = links[0][1], _LOOPBACK_PACE / shared, delay_share([load] * ranks)
     return Cluster(alone.bandwidth_bytes_per_ms, alone.latency_ms, links, handling=handling, pace=speed, busy=busy)
 
 
 def _host_links(communicator: Communicator, computes_on: torch.device) -> Cluster | None:
-    """Returns the usual links of ranks of one host, or None if their exchanges take longer. Collective."""
+    """Returns the usual links between ranks on one host, or None if exchanges between these ranks take longer.
+    Collective.
+    """
     usual = communicator.gather(loopback(communicator.world_size), Cluster)[0]
     return usual if computes_on.type == "cpu" and is_loopback(communicator, usual) else None
 
 
 def is_loopback(communicator: Communicator, usual: Cluster) -> bool:
-    """Returns whether an AllReduce, small or large, takes no longer than is usual within a host. Collective."""
+    """Returns whether AllReduces, small and large, are as fast as usual within one host. Collective.
+
+    Args:
+        usual: the usual links within a host.
+    """
     for own_bytes in (FIRST_BYTES, MOST_BYTES):
-        launch = launch_of(communicator, "all_reduce", own_bytes, CPU)
-        alone_ms(communicator, launch, 1, 1, CPU)  # connects the ranks
+        launch = make_launch(communicator, "all_reduce", own_bytes, CPU)
+        mean_ms(communicator, launch, 1, 1, CPU)  # connects the ranks
         most_ms = LOOPBACK_ALIKE * launch_ms(usual, "all_reduce", own_bytes, communicator.world_size)
         spent_ms = found_ms = 0.0
         while spent_ms == 0.0 or (found_ms > most_ms and spent_ms < LOOPBACK_WITHIN_MS):
-            own_ms = torch.tensor(alone_ms(communicator, launch, 1, 1, CPU))
+            own_ms = torch.tensor(mean_ms(communicator, launch, 1, 1, CPU))
             found_ms = communicator.reduce_scalar(own_ms, dist.ReduceOp.MAX).item()
             spent_ms += found_ms
         if found_ms > most_ms:
@@ -256,13 +272,14 @@ def probed_links(
     device: torch.device = CPU,
     earlier: Callable[[], tuple[Cluster | None, bool]] = lambda: (None, False),
 ) -> Cluster | None:
-    """Returns the links between the ranks, probed once per group, or None if a step sends less than a chunk.
+    """Returns the links between ranks, measured once per process group, or None if a step sends less than one chunk.
+    Collective.
 
     Args:
         sent_bytes: approximate bytes that a step sends; equal on all ranks.
         device: the device whose tensors are sent. Over gloo, a GPU's tensors are sent from host to host.
-        earlier: returns the links of an earlier run, or None, the same on all ranks, and whether all ranks are on one
-            host; the links are used if they still hold, and within a host the usual ones if exchanges are as fast.
+        earlier: returns (links cached by an earlier run or None, whether all ranks are on one host), equal on all
+            ranks. Cached links are used if a short measurement agrees with them.
     """
     group = communicator.group
     if group is None or sent_bytes <= MIN_CHUNK_BYTES:
@@ -273,16 +290,16 @@ def probed_links(
         recalled, on_one_host = earlier()
         if on_one_host and (usual := _host_links(communicator, computes_on)) is not None:
             found[computes_on.type] = usual
-        elif recalled is not None and still_holds(communicator, recalled, device, on_one_host):
+        elif recalled is not None and links_still_hold(communicator, recalled, device, on_one_host):
             found[computes_on.type] = recalled
         else:
             found[computes_on.type] = probe_cluster(communicator, device, computes_on)
     return found[computes_on.type]
 
 
-def quick_links(communicator: Communicator, sent_bytes: int, device: torch.device = CPU) -> Cluster | None:
-    """Returns the links of the ranks from what is known or from a measurement in a tenth of a probe's time, with the
-    same link for all ways to send. Returns None if a step sends less than a chunk. Collective.
+def estimate_links(communicator: Communicator, sent_bytes: int, device: torch.device = CPU) -> Cluster | None:
+    """Returns the links between ranks as far as known, or measures a single link for all collectives, in a tenth of the
+    time of a full probe. Returns None if a step sends less than one chunk. Collective.
 
     Its times may differ from a probe's by `GLANCE_ERROR`.
 
@@ -300,18 +317,18 @@ def quick_links(communicator: Communicator, sent_bytes: int, device: torch.devic
         return probed[device.type]
     device, samples = device if communicator.uses_nccl(device) else CPU, []
     for own_bytes, row in ((FIRST_BYTES, FIRST_ROW), (GLANCED_BYTES, IN_FLIGHT)):
-        launch = launch_of(communicator, "all_reduce", own_bytes, device)
-        alone_ms(communicator, launch, 1, 1, device)  # connects the ranks
+        launch = make_launch(communicator, "all_reduce", own_bytes, device)
+        mean_ms(communicator, launch, 1, 1, device)  # connects the ranks
         time_ms = median_ms(communicator, launch, MOST_RUNS, row, IN_FLIGHT, device)
         samples.append(Sample(exchange("all_reduce", own_bytes, communicator.world_size), time_ms))
     link = fit_link(samples)
     return Cluster(link.bandwidth_bytes_per_ms, link.latency_ms)
 
 
-def still_holds(
+def links_still_hold(
     communicator: Communicator, links: Cluster, device: torch.device = CPU, on_one_host: bool = False
 ) -> bool:
-    """Returns whether a small and a large AllReduce take about the times predicted for these links. Collective.
+    """Returns whether a small and a large AllReduce take about as long as predicted for these links. Collective.
 
     These are two of a probe's many figures; a network of another rate or latency differs in them too. Within a host,
     busy processors change these times as well, so that the tolerance is wider there.
@@ -320,8 +337,8 @@ def still_holds(
         (FIRST_BYTES, ALIKE_START_UP),
         (bytes_for_rate(links, communicator.world_size), ALIKE),
     ):
-        launch = launch_of(communicator, "all_reduce", own_bytes, device)
-        alone_ms(communicator, launch, 1, 1, device)  # the first collective connects the ranks; it is not timed
+        launch = make_launch(communicator, "all_reduce", own_bytes, device)
+        mean_ms(communicator, launch, 1, 1, device)  # the first collective connects the ranks; it is not timed
         found_ms = median_ms(communicator, launch, FEWEST_RUNS, IN_FLIGHT, IN_FLIGHT, device)
         expected_ms = launch_ms(links, "all_reduce", own_bytes, communicator.world_size)
         lower = max(alike, ALIKE_WITHIN_A_HOST) if on_one_host else alike
@@ -332,7 +349,7 @@ def still_holds(
 
 
 def bytes_for_rate(links: Cluster, world_size: int) -> int:
-    """Returns the size of an AllReduce that is large enough to measure the links' bandwidth."""
+    """Returns the bytes of an AllReduce that is large enough to measure the links' bandwidth."""
     own_bytes, start_up_ms = FIRST_BYTES, launch_ms(links, "all_reduce", FIRST_BYTES, world_size)
     enough_ms = max(LONG_MS, OUTWEIGHS * start_up_ms)
     while own_bytes < MOST_BYTES and launch_ms(links, "all_reduce", own_bytes, world_size) < enough_ms:
@@ -341,7 +358,7 @@ def bytes_for_rate(links: Cluster, world_size: int) -> int:
 
 
 def fit_link(samples: Sequence[Sample]) -> Link:
-    """Fits an alpha-beta link to the times.
+    """Fits bandwidth, latency and minimum time of a link to measured times.
 
     The bandwidth is the slope between the two largest sizes, which excludes bursts, within the bounds that the largest
     size alone permits: start-up may hide behind the bytes or come on top of them. The time of the smallest size is the
@@ -349,7 +366,7 @@ def fit_link(samples: Sequence[Sample]) -> Link:
     not take longer, no start-up is known.
 
     Args:
-        samples: samples of one collective, of at least two sizes.
+        samples: measurements of one collective, for at least two sizes.
 
     Raises:
         ValueError: fewer than two sizes.
@@ -377,14 +394,14 @@ def fit_link(samples: Sequence[Sample]) -> Link:
 def time_collective(
     communicator: Communicator, collective: Collective, in_flight: int, device: torch.device
 ) -> list[Sample]:
-    """Times a collective at growing sizes until a size clearly outweighs the start-up time."""
+    """Measures a collective at growing sizes, until a size takes clearly longer than the smallest one."""
     samples: list[Sample] = []
     own_bytes, row, runs = FIRST_BYTES, FIRST_ROW, MOST_RUNS
     while True:
-        launch = launch_of(communicator, collective, own_bytes, device)
+        launch = make_launch(communicator, collective, own_bytes, device)
         if not samples:
-            alone_ms(communicator, launch, 1, 1, device)  # the first collective connects the ranks; it is not timed
-            time_ms = first_ms(communicator, launch, in_flight, device)
+            mean_ms(communicator, launch, 1, 1, device)  # the first collective connects the ranks; it is not timed
+            time_ms = smallest_ms(communicator, launch, in_flight, device)
         else:
             time_ms = median_ms(communicator, launch, runs, row, in_flight, device)
         samples.append(Sample(exchange(collective, own_bytes, communicator.world_size), time_ms))
@@ -398,8 +415,10 @@ def time_collective(
         runs = min(max(int(SHARE_MS / (row * expected_ms)), FEWEST_RUNS), MOST_RUNS)
 
 
-def first_ms(communicator: Communicator, launch: Callable[[], InFlight], in_flight: int, device: torch.device) -> float:
-    """Returns the milliseconds of a launch of the smallest size, which are nearly all start-up."""
+def smallest_ms(
+    communicator: Communicator, launch: Callable[[], InFlight], in_flight: int, device: torch.device
+) -> float:
+    """Returns the milliseconds of the smallest launch, nearly all of which is fixed time."""
     few_ms = median_ms(communicator, launch, MOST_RUNS, FIRST_ROW, in_flight, device)
     runs = min(int(FIRST_MS / (FIRST_ROW * few_ms)), MOST_FIRST_RUNS)
     return few_ms if runs <= MOST_RUNS else median_ms(communicator, launch, runs, FIRST_ROW, in_flight, device)
@@ -413,20 +432,18 @@ def median_ms(
     in_flight: int,
     device: torch.device,
 ) -> float:
-    """Returns the milliseconds of one of `launches` launches in a row: the median over runs of the slowest rank's
-    time.
-    """
+    """Returns the milliseconds of one of several launches in a row: the median over runs, for the slowest rank."""
     own_ms = torch.tensor(
-        [alone_ms(communicator, launch, launches, in_flight, device) for _ in range(runs)], device=device
+        [mean_ms(communicator, launch, launches, in_flight, device) for _ in range(runs)], device=device
     )
     slowest_ms: list[float] = communicator.reduce_scalar(own_ms, dist.ReduceOp.MAX).tolist()
     return median(slowest_ms)
 
 
-def alone_ms(
+def mean_ms(
     communicator: Communicator, launch: Callable[[], InFlight], runs: int, in_flight: int, device: torch.device
 ) -> float:
-    """Returns the mean milliseconds of a launch, repeated `runs` times with at most `in_flight` under way."""
+    """Returns the mean milliseconds of a launch, repeated `runs` times with at most `in_flight` of them in flight."""
     _wait_for_ranks(communicator, device)
     start_s = time.perf_counter()
     launched: deque[InFlight] = deque()
@@ -436,26 +453,26 @@ def alone_ms(
         launched.append(launch())
     for last in launched:
         communicator.wait(last)
-    _finish(device)
+    _synchronize(device)
     return (time.perf_counter() - start_s) * 1e3 / runs
 
 
 def _wait_for_ranks(communicator: Communicator, device: torch.device) -> None:
     """Waits until all ranks have called it. Collective."""
     communicator.reduce_scalar(torch.zeros((), device=device), dist.ReduceOp.SUM)
-    _finish(device)
+    _synchronize(device)
 
 
-def _finish(device: torch.device) -> None:
+def _synchronize(device: torch.device) -> None:
     """Waits until a CUDA device has done all of its work. Does nothing for a CPU."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
-def launch_of(
+def make_launch(
     communicator: Communicator, collective: Collective, own_bytes: int, device: torch.device
 ) -> Callable[[], InFlight]:
-    """Returns a function that launches a collective of `own_bytes` per rank."""
+    """Returns a function that launches a collective of `own_bytes` on each rank."""
     ranks = communicator.world_size
     group = communicator.process_group(_GROUPS[collective])
     own = torch.zeros(own_bytes // 4 // ranks * ranks, device=device)

@@ -1,4 +1,4 @@
-"""Measures the share of a rank's processors that a transfer takes from compute."""
+"""Measures how much transfers slow down compute on the same processors."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ import torch
 
 @dataclass(frozen=True)
 class Load:
-    """One rank's processor during transfers: its cores, its compute threads, and the time that transfers took.
+    """How busy one rank's processors were during transfers.
 
     Attributes:
-        host: the name of its machine.
-        cores: the cores that it may run on.
+        host: the name of the rank's machine.
+        cores: the cores on which the rank may run.
         threads: the number of its compute threads.
-        took_ms: processor time of all of its threads during `wall_ms` of transfers.
+        took_ms: the processor time of all of its threads during `wall_ms` of transfers.
     """
 
     host: str
@@ -30,19 +30,19 @@ class Load:
 
     @classmethod
     def of_this_rank(cls, took_ms: float, wall_ms: float) -> Load:
-        """Returns the load of this rank, from the measured times."""
+        """Returns the load of this rank, given the measured times."""
         cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
         return cls(platform.node(), tuple(sorted(cores)), torch.get_num_threads(), took_ms, wall_ms)
 
 
-def taken_share(loads: Sequence[Load]) -> float:
-    """Returns the share of a transfer's time by which it delays compute on the same host; the largest share of any
-    host.
+def delay_share(loads: Sequence[Load]) -> float:
+    """Returns the share of a transfer's time by which it delays compute on the same host, for the host with the largest
+    share.
 
     Cores that no rank computes on take transfers without delay; the rest of their work is shared by all of a host's.
 
     >>> two = Load("a", (0, 1), 1, took_ms=50.0, wall_ms=100.0)
-    >>> taken_share([two, two]), taken_share([two])
+    >>> delay_share([two, two]), delay_share([two])
     (0.5, 0.0)
     """
     hosts: dict[str, list[Load]] = defaultdict(list)

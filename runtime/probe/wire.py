@@ -1,4 +1,4 @@
-"""Reads the payload bytes that this process sends over TCP, which the kernel counts for each connection.
+"""Reads how many bytes this process has sent over TCP, from the kernel's counters for each connection.
 
 An interface's counter would include other programs' traffic.
 """
@@ -19,7 +19,8 @@ _BYTES_SENT_OFFSET = 200
 
 
 def sent_by_connection() -> dict[int, int] | None:
-    """Reads the payload bytes sent so far over each open connection of this process, without retransmissions.
+    """Returns socket number -> payload bytes sent so far, for each open connection of this process, or None if the
+    system does not count them.
 
     Returns: socket number -> bytes; None where the system does not count: no Linux, or one before 4.19.
     """
@@ -40,9 +41,7 @@ def sent_by_connection() -> dict[int, int] | None:
 
 
 def _sent_bytes(connection: socket.socket) -> int | None:
-    """Returns the payload bytes that a TCP connection has sent, without retransmissions, or None if the kernel does not
-    count them.
-    """
+    """Returns the payload bytes that a TCP connection has sent, or None if the system does not count them."""
     info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
     if len(info) < _BYTES_SENT_OFFSET + 16:
         return None

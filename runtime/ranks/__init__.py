@@ -1,1 +1,1 @@
-"""Process groups, and the exchanges by which ranks agree and report failures."""
+"""Process groups, and the exchanges by which ranks agree on steps and report failures."""

@@ -1,4 +1,4 @@
-"""Reads from a process group's back ends the devices they support and their timeouts."""
+"""Finds out which devices and timeouts the backends of a process group have."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ CPU = torch.device("cpu")
 
 
 def group_timeout(group: dist.ProcessGroup) -> timedelta | None:
-    """Returns the user's timeout of a group; new groups do not inherit it. None: its back end does not report it."""
+    """Returns the timeout of a process group, or None if its backend does not report it."""
     backend = group._get_backend(CPU if supports_device(group, CPU) else torch.device("cuda"))
     found: timedelta | None = getattr(backend.options, "_timeout", None)
     return found
 
 
 def supports_device(group: dist.ProcessGroup, device: torch.device) -> bool:
-    """Returns whether a group has a back end for tensors of a device."""
+    """Returns whether a process group has a backend for tensors of a device."""
     try:
         group._get_backend(device)
     except RuntimeError:
@@ -30,7 +30,7 @@ def supports_device(group: dist.ProcessGroup, device: torch.device) -> bool:
 
 
 def goes_through_host(tensor: Tensor, group: dist.ProcessGroup) -> bool:
-    """Returns whether a tensor must be copied to the host before it is sent: a CUDA tensor over gloo."""
+    """Returns whether a tensor must be copied to the host before it is sent, as a CUDA tensor over gloo."""
     return tensor.is_cuda and "nccl" not in backend_name(group, tensor.device)
 
 
@@ -41,7 +41,9 @@ def backend_name(group: dist.ProcessGroup, device: torch.device) -> str:
 
 @contextlib.contextmanager
 def setup_collectives(device: torch.device) -> Iterator[None]:
-    """Opens a context for setup collectives on a device. Host waits order them against other models' collectives."""
+    """Opens a context for collectives on a device outside of a step. Waits on the host order them against collectives
+    of other models.
+    """
     torch.cuda.synchronize(device)
     yield
     torch.cuda.synchronize(device)

@@ -1,4 +1,4 @@
-"""The barrier of a backward: nothing is launched before all ranks are in the backward.
+"""The barrier at the start of a backward: nothing is launched before all ranks have begun this backward.
 
 Contract
     Each rank sends an announcement. It also matches those of ranks that have called the model again without a backward,
@@ -19,14 +19,15 @@ _FORM = MessageFormat()
 
 
 class BackwardBarrier:
-    """The barrier of one backward, created by every rank that begins it. Requires at least two ranks.
+    """The barrier of one backward: each rank that begins the backward announces it, and launches nothing before all
+    have. Requires at least two ranks.
 
     Args:
-        call: the number of the backward's call: 1 for the last call, 2 for the one before, and so on. 0 on a rank that
-            computes nothing matches any call.
+        call: which call the backward belongs to: 1 for the last call, 2 for the one before, .. A rank that computes
+            nothing passes 0, which matches any call.
 
     Attributes:
-        future: ends with the exchange.
+        future: completes with the exchange of announcements.
     """
 
     def __init__(self, announcements: StepHandshake, call: int) -> None:
@@ -37,7 +38,7 @@ class BackwardBarrier:
         self.future: torch.futures.Future[Any] = self._work.get_future()
 
     def all_are_here(self) -> bool:
-        """Returns whether all ranks are in this backward, once the exchange has ended. Thread-safe."""
+        """Returns, after the exchange, whether all ranks are in this backward. Thread-safe."""
         if self._here is None:
             rows = self._everyone.tolist()
             # Fast path: all ranks are in the same call's backward.
@@ -48,7 +49,7 @@ class BackwardBarrier:
         return self._here
 
     def wait(self) -> None:
-        """Waits until the exchange has ended: every rank has then begun some backward or call."""
+        """Waits for the exchange: every rank has then begun some backward or call."""
         try:
             self._work.wait()
         except RuntimeError as error:
@@ -59,7 +60,7 @@ class BackwardBarrier:
         """Checks, after the exchange, that all ranks are in this backward.
 
         Raises:
-            PeerFailure: a rank is not in this backward. Raised on every rank that is; the others continue.
+            PeerFailure: a rank is not in this backward. Raised on every rank that is.
         """
         if not self.all_are_here():
             sent = self._decode_announcements()
@@ -69,12 +70,12 @@ class BackwardBarrier:
             raise PeerFailure(self._announcements.reports(sent, None) or others)
 
     def _decode_announcements(self) -> list[HandshakeMessage]:
-        """Returns the announcements of all ranks, decoded."""
+        """Returns the announcements of all ranks."""
         return [HandshakeMessage.decode(row, _FORM, 0) for row in self._everyone.tolist()]
 
 
 def _describe_call(call: int) -> str:
-    """Describes a call for an error message: "the last call", "the call 2 before the last one"."""
+    """Returns text for an error message: "the last call", "the call 2 before the last one"."""
     return "the last call" if call == 1 else f"the call {call - 1} before the last one"
 
 

@@ -1,4 +1,4 @@
-"""Error texts for batches that a rank cannot process, raised on all ranks."""
+"""Error texts for batches that a rank cannot process. All ranks raise them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from embrace_fx.vocabulary.row_space import RowSpace
 
 
 def unreadable_batch(error: Exception) -> str:
-    """Returns the error text for a batch whose ids this rank cannot compute."""
+    """Returns the error text for a batch whose ids this rank could not compute."""
     return f"the batch's ids cannot be computed: {type(error).__name__}: {error}. Check the batch"
 
 
@@ -22,7 +22,7 @@ def describe_bad_id(
 
     Args:
         ids: row ids for each of `tables`.
-        spaces: the row spaces among `tables`, by name.
+        spaces: those of `tables` that are joined tables.
     """
     for found, table, rows in zip(find_bad_ids(ids, num_rows), tables, num_rows, strict=True):
         if found is not None:

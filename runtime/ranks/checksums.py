@@ -1,4 +1,4 @@
-"""Checksums of replicated values, and the names of ranks that differ."""
+"""Computes checksums of replicated values, and names the ranks that differ."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def checksum(tensor: Tensor) -> Tensor:
-    """Sums a tensor's bits, eight bytes at a time, modulo 2**64; a changed bit changes the sum.
+    """Returns the sum of a tensor's bits, eight bytes at a time, modulo 2**64. Any changed bit changes it.
 
     It depends only on the values and their order, not on their layout in memory.
     """
@@ -43,7 +43,7 @@ def compare_checksums(values: Iterable[tuple[str, Any]], communicator: Communica
     """Compares the checksums of named values that should be equal on all ranks. Collective.
 
     Raises:
-        DivergedReplicas: values differ; on every rank.
+        DivergedReplicas: values differ. Raised on every rank.
     """
     found: dict[str, int] = {}
     by_device: dict[torch.device, dict[str, Tensor]] = {}

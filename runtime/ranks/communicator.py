@@ -1,4 +1,4 @@
-"""Launches this rank's collectives. A launch returns a value in flight.
+"""Launches this rank's collectives without waiting for them.
 
 Contract
     Each communication class has its own process group. Collectives of one class are launched in program order.
@@ -35,8 +35,9 @@ class InFlight:
     """A collective that may still be running. `wait` returns its result.
 
     Attributes:
-        sent_bytes: returns the bytes that this rank has sent, after the end, or None if they were known before.
-        reads: further tensors that the collective reads, kept alive until it has ended.
+        sent_bytes: function that returns, after the end, the bytes that this rank has sent; None if they were known
+            before.
+        reads: further tensors that the collective reads, which must stay alive until it has ended.
     """
 
     value: Tensor
@@ -48,10 +49,11 @@ class InFlight:
 def widen_result(
     launched: InFlight, into: Tensor, sent_bytes: int, write: Callable[[Tensor, Tensor], Tensor] = Tensor.copy_
 ) -> InFlight:
-    """Returns a launch that ends when `launched` has ended and its narrower result is written into `into`.
+    """Returns a launch that ends when `launched` has ended and its result, in a narrower dtype, has been written to
+    `into`.
 
     Args:
-        write: writes the values of the narrower tensor into the wider one.
+        write: writes the narrower tensor into the wider one.
     """
     narrow, work = launched.value, None
 
@@ -68,7 +70,7 @@ def widen_result(
 
 
 def _launch_all_reduce(carrier: dist.ProcessGroup, _: str, flat: Tensor) -> Any:
-    """Launches an in-place sum of `flat` over the ranks of a group."""
+    """Launches an in-place sum of `flat` over the ranks of a process group."""
     flat = torch.view_as_real(flat) if flat.is_complex() else flat
     return carrier.allreduce([flat], AllreduceOptions())  # torch's function makes nine more Python calls
 
@@ -84,23 +86,25 @@ Counts = Sequence[Sequence[int]]
 
 
 def counts_as_lists(counts: Tensor) -> Counts:
-    """Converts counts of a table's ids to Python lists."""
+    """Converts the numbers of ids that ranks read to Python lists."""
     found: list[list[int]] = counts.view(counts.shape[0], -1).tolist()
     return found
 
 
 class Communicator(Groups):
-    """Issues this rank's collectives.
+    """Launches this rank's collectives. Without torch.distributed, or in a group of one, launches return their own
+    data.
 
     Without torch.distributed, or in a group of one, a communicator is a `SingleProcess`.
 
     Attributes:
-        gradient_dtype: the dtype of gradients on the wire, set by the user's hook; None keeps their own.
-        rounding: the formats of rows and buckets on the wire, in the launcher's groups.
-        comm_hook: the user's hook that reduces buckets instead of an AllReduce, or None.
+        gradient_dtype: the dtype in which gradients are sent, set by a communication hook of the user; None for their
+            own.
+        rounding: rounds rows and gradients before they are sent.
+        comm_hook: the user's communication hook that reduces buckets instead of an AllReduce, or None.
         in_turn: orders the calling thread's collectives on a device with the launcher's. Unordered ones could start in
             different orders on two ranks and deadlock. None without a launcher, or if the launcher runs on the host.
-        collective_ops: the number of ops on this rank's parts of tables so far.
+        collective_ops: the number of ops on shards of tables that all ranks must run, so far.
     """
 
     gradient_dtype: torch.dtype | None = None
@@ -119,10 +123,10 @@ class Communicator(Groups):
         self._ask: Ask = lambda *_: None
 
     def set_read_announcer(self, ask: Ask) -> None:
-        """Sets the function that announces reads of sharded tables.
+        """Sets the function that announces to all ranks that this rank reads a sharded table.
 
         Args:
-            ask: a bound method, referenced weakly.
+            ask: a bound method. The communicator refers to it weakly.
         """
         found = weakref.WeakMethod(ask)
         self._ask = lambda *asked: None if (method := found()) is None else method(*asked)
@@ -144,7 +148,7 @@ class Communicator(Groups):
                 work.wait()
 
     def reduce_scalar(self, value: Tensor, reduce_op: dist.ReduceOp.RedOpType) -> Tensor:
-        """Computes the sum or maximum of a small tensor over ranks, by element."""
+        """Returns the element-wise sum or maximum of a small tensor over ranks."""
         self.check_open()
         group, backend = self._sending_group("dense", value)
         with self.watching(), self._launch_in_order(value, backend) or nullcontext():
@@ -152,29 +156,29 @@ class Communicator(Groups):
         return value
 
     def reduce_for_read(self, value: Tensor, reduce_op: dist.ReduceOp.RedOpType, what: str) -> Tensor:
-        """Computes `reduce_scalar` for a read of a sharded table, in place.
+        """Reduces a tensor over ranks in place, for a read of a sharded table that all ranks must make together.
 
         Args:
-            what: "norm of the sharded words.weight".
+            what: the read in words, such as "norm of the sharded words.weight".
 
         Raises:
-            PeerFailure: not all ranks read it; on every rank.
+            PeerFailure: not all ranks make this read. Raised on every rank.
         """
         found = self._ask(what, value, reduce_op)
         return self.reduce_scalar(value, reduce_op) if found is None else value.copy_(found)
 
     def gather_for_read(self, own: Tensor, what: str) -> Tensor:
-        """Gathers the same number of elements (n,) from every rank, (N n,), for a read of a sharded table. Raises like
-        `reduce_for_read`.
+        """Gathers (n,) elements from every rank to (N n,), for a read of a sharded table that all ranks must make
+        together. Raises like `reduce_for_read`.
         """
         self._ask(what, None, None)
         return self.wait(self.gather_equal(own, "dense")).view(-1)
 
     def wait_for_ranks(self, what: str) -> None:
-        """Waits until every rank does `what`.
+        """Waits until every rank has announced that it does `what`.
 
         Raises:
-            PeerFailure: not all ranks do; on every rank.
+            PeerFailure: not all ranks do it. Raised on every rank.
         """
         self._ask(what, None, None)
 
@@ -188,11 +192,11 @@ class Communicator(Groups):
         group: str,
         counts: Tensor | None = None,
     ) -> InFlight:
-        """Launches the gather of all ranks' ids for `all_gather_ids`, once their numbers (by rank, by table) are
-        known.
+        """Launches the gather of all ranks' ids for the op `all_gather_ids`.
 
         Args:
             counts: (T,) the number of valid ids in each of `unique`, if only the device knows it, or None if all are.
+            sizes: for each rank, how many ids it sends for each table.
         """
         tables, longest = len(unique), max(map(sum, sizes))
         dtype = torch.int32 if max(num_rows) < 2**31 else torch.int64
@@ -207,11 +211,11 @@ class Communicator(Groups):
         return self.gather_equal(own, group)
 
     def gather_equal(self, own: Tensor, group: str) -> InFlight:
-        """Launches a gather of the same number of elements (n,) from every rank: (N, n)."""
+        """Launches a gather of (n,) elements from every rank: (N, n)."""
         packed = own.new_empty((self.world_size, own.numel()))
 
         def gather(carrier: dist.ProcessGroup, _: str, to: Tensor, sent: Tensor) -> Any:
-            """Launches a gather of equally shaped tensors."""
+            """Launches the gather on a process group."""
             return gather_single(to, sent, carrier, async_op=True)
 
         found = self._launch(gather, group, packed.view(-1), own)
@@ -219,10 +223,14 @@ class Communicator(Groups):
         return found
 
     def gather_unequal(self, own: Tensor, sizes: list[int], group: str) -> InFlight:
-        """Launches a gather of flat tensors. `sizes`, known on the host, are their sizes by rank."""
+        """Launches a gather of flat tensors of different sizes.
+
+        Args:
+            sizes: the size of each rank's tensor.
+        """
 
         def exchange(carrier: dist.ProcessGroup, _: str, to: Tensor, sent: Tensor) -> Any:
-            """Launches a gather of tensors of different sizes."""
+            """Launches the gather on a process group."""
             return send_parts(
                 carrier, [sent] * self.world_size, torch.split_with_sizes(to, sizes), self.message_waiter(group)
             )
@@ -232,16 +240,18 @@ class Communicator(Groups):
     def all_to_all_rows(
         self, columns: Tensor, counts: Tensor, embedding_dim: int, group: str, group_size: int, grid_rows: int = 1
     ) -> InFlight:
-        """Launches the all-to-all of looked-up columns, for a graph's node."""
+        """Launches the AlltoAll of the op `all_to_all_rows`: looked-up columns of rows."""
         return self.send_rows(columns, counts_as_lists(counts), embedding_dim, group)
 
     def send_rows(self, columns: Tensor, counts: Counts, embedding_dim: int, group: str) -> InFlight:
-        """Launches `all_to_all_rows` with counts on the host."""
+        """Launches the AlltoAll of looked-up columns of rows, if the host knows how many rows each rank gets."""
         of_owners, of_readers = self._piece_shapes(counts, embedding_dim)
         return self._send_pieces(columns.view(-1), of_readers, of_owners, self.rounding.encode_rows, group)
 
     def _piece_shapes(self, counts: Counts, embedding_dim: int) -> tuple[Pieces, Pieces]:
-        """Returns the shapes (rows, columns) of the pieces that this rank sends to, and receives from, each rank."""
+        """Returns the shapes (rows, columns) of what this rank sends to each rank, and of what it receives from
+        each.
+        """
         grid_columns = self.world_size // len(counts[0])
         row, column = divmod(self.rank, grid_columns)
         widths = column_widths(embedding_dim, grid_columns)
@@ -250,11 +260,11 @@ class Communicator(Groups):
     def all_to_all_gradients(
         self, flat: Tensor, counts: Tensor, embedding_dim: int, group: str, group_size: int, grid_rows: int = 1
     ) -> InFlight:
-        """Launches the all-to-all of a row gradient, for a graph's node."""
+        """Launches the AlltoAll of the op `all_to_all_gradients`: gradients of rows."""
         return self.send_gradients(flat, counts_as_lists(counts), embedding_dim, group)
 
     def send_gradients(self, flat: Tensor, counts: Counts, embedding_dim: int, group: str) -> InFlight:
-        """Launches `all_to_all_gradients` with counts on the host."""
+        """Launches the AlltoAll of gradients of rows, if the host knows how many rows each rank gets."""
         of_owners, of_readers = self._piece_shapes(counts, embedding_dim)
         # `round_rows` has already rounded them, if they are rounded.
         return self._send_pieces(flat, of_owners, of_readers, self.rounding.encode, group, narrows=True)
@@ -269,12 +279,13 @@ class Communicator(Groups):
         *,
         narrows: bool = False,
     ) -> InFlight:
-        """Launches an AlltoAll of rows, which may be sent in fewer bits than they have in memory.
+        """Launches an AlltoAll of rows, or of their gradients, which may be rounded.
 
         Args:
-            leave, come: shapes (rows, columns) of the piece for each rank, and of the piece from each rank.
-            encode: converts rounded rows to their form on the wire.
-            narrows: whether rows that are not rounded are sent in the dtype of gradients.
+            leave, come: the shapes (rows, columns) of what this rank sends to each rank, and of what it receives from
+                each.
+            encode: rounds rows to the dtype in which they are sent.
+            narrows: whether rows that are not rounded are sent in `gradient_dtype`.
         """
         if self.rounding.form != "exact" and group in LANE_GROUPS and self.rounding.rounds(sent):
             form, wire = self.rounding.form, encode(sent, leave)
@@ -294,10 +305,10 @@ class Communicator(Groups):
     def all_to_all(
         self, received: Tensor, sent: Tensor, receive_sizes: list[int], send_sizes: list[int], group: str
     ) -> InFlight:
-        """Launches an AlltoAll with these numbers of elements from and for each rank."""
+        """Launches an AlltoAll with these numbers of elements to and from each rank."""
 
         def exchange(carrier: dist.ProcessGroup, backend: str, to: Tensor, own: Tensor) -> Any:
-            """Launches the all-to-all on the backend; gloo takes it as separate messages."""
+            """Launches the AlltoAll on a process group. Over gloo it is sent as separate messages."""
             if backend != "gloo":
                 if own.is_complex():
                     to, own = torch.view_as_real(to), torch.view_as_real(own)
@@ -308,7 +319,7 @@ class Communicator(Groups):
         return self._launch(exchange, group, received, sent)
 
     def all_reduce_(self, flat: Tensor, reduce_op: str, group: str) -> InFlight:
-        """Launches an in-place reduction. Buckets are sent in the gradient dtype, if one is set."""
+        """Launches an in-place AllReduce. Buckets of gradients are sent in `gradient_dtype`, if it is set."""
         narrow = self._to_wire_dtype(flat) if group == "dense lane" and self.gradient_dtype is not None else flat
         launched = self._launch(_launch_all_reduce, group, narrow)
         if narrow is flat:
@@ -316,7 +327,7 @@ class Communicator(Groups):
         return widen_result(launched, flat, cost.all_reduce(narrow.nbytes, self.world_size).sent_bytes)
 
     def rounding_report(self) -> str:
-        """Describes, for a report, what the communication hook or rounding does to gradients."""
+        """Describes, for a report, how a communication hook or rounding changes gradients."""
         if self.comm_hook is not None:
             return f"gradients are reduced by {self.comm_hook.name}, within the backward\n"
         if self.gradient_dtype is None:
@@ -325,14 +336,12 @@ class Communicator(Groups):
         return f"gradients, and rows of them, are sent as {dtype}: each is off by up to {error:.1e} of its value\n"
 
     def _to_wire_dtype(self, gradient: Tensor) -> Tensor:
-        """Converts a gradient to its dtype on the wire, if that is narrower."""
+        """Casts a gradient to `gradient_dtype`, if that is narrower than its own dtype."""
         dtype = self.gradient_dtype
         return gradient if dtype is None or dtype.itemsize >= gradient.dtype.itemsize else gradient.to(dtype)
 
     def _launch(self, collective: Callable[..., Any], group: str, written: Tensor, *read: Tensor) -> InFlight:
-        """Launches a collective. If gloo sends CUDA tensors, the collective copies them to the host and has ended on
-        return.
-        """
+        """Launches a collective. If gloo sends CUDA tensors, it copies them to the host and has ended on return."""
         carrier, backend = self._sending_group(group, written)
         if not written.is_cuda or "nccl" in backend:
             turn = self._launch_in_order(written, backend) if group in CLASSES else None
@@ -347,11 +356,11 @@ class Communicator(Groups):
         return InFlight(written, None)
 
     def _launch_in_order(self, tensor: Tensor, backend: str) -> AbstractContextManager[None] | None:
-        """Returns the context in which the calling thread launches a collective in order with the launcher's, or None
-        on the host.
+        """Returns the context that orders a collective of the calling thread against those of the launcher, or None on
+        the host.
 
         Args:
-            backend: the back end that sends the tensor.
+            backend: the name of the backend that sends the tensor.
         """
         if "nccl" in backend:
             return setup_collectives(tensor.device) if self.in_turn is None else self.in_turn()
@@ -361,7 +370,7 @@ class Communicator(Groups):
         return self.in_turn()
 
     def wait(self, launch: InFlight, what: str = "") -> Tensor:
-        """Waits for a launch and returns its value; an error names the ranks that failed."""
+        """Waits for a launch, and returns its result. An error names the ranks that failed."""
         if launch.work is not None:
             try:
                 launch.work.wait()
@@ -371,7 +380,7 @@ class Communicator(Groups):
         return launch.value
 
     def launches(self) -> Mapping[str, Any]:
-        """Maps op names to the functions that a lowered graph calls."""
+        """Maps the names of ops to the functions that launch their collectives."""
         return {
             "embrace::all_to_all_rows": self.all_to_all_rows,
             "embrace::all_to_all_gradients": self.all_to_all_gradients,

@@ -1,4 +1,4 @@
-"""Finds the process group of a model, and raises if it has changed or cannot be used."""
+"""Finds the process group that a model trains on, and raises if it has changed or cannot be used."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ def default_group() -> dist.ProcessGroup | None:
 
 
 def group_of_mesh(mesh: DeviceMesh) -> dist.ProcessGroup | None:
-    """Returns the group of a 1D mesh, or None for other meshes."""
+    """Returns the process group of a one-dimensional mesh, or None for other meshes."""
     return mesh.get_group() if mesh.ndim == 1 else None
 
 
 def check_mesh(mesh: DeviceMesh | None) -> None:
-    """Raises `ValueError` for a mesh with several dimensions, in the words of DDP's error, because some training loops
-    compare them.
+    """Raises `ValueError` for a mesh of several dimensions. The text is DDP's, because some training loops compare
+    it.
     """
     if mesh is not None and mesh.ndim != 1:
         raise ValueError(
@@ -35,11 +35,11 @@ def check_mesh(mesh: DeviceMesh | None) -> None:
 
 
 def check_group(now: dist.ProcessGroup | None, compiled_in: dist.ProcessGroup | None) -> None:
-    """Raises if the first call would not train with the ranks that the job was started with.
+    """Raises if the first call would not train with all ranks of the job.
 
     Args:
-        now: the default group at the first call.
-        compiled_in: the default group at `compile`.
+        now: the default process group at the first call.
+        compiled_in: the default process group when `compile` was called.
 
     Raises:
         RuntimeError: WORLD_SIZE names several ranks but there is no group; or the group is not that of `compile`, whose
@@ -62,7 +62,7 @@ def check_call(group: dist.ProcessGroup | None, *, begun: bool) -> None:
     """Raises if a model cannot be called.
 
     Args:
-        group: the ranks that train together.
+        group: the process group of the ranks that train together.
         begun: whether the model has been called before.
 
     Raises:
@@ -78,7 +78,7 @@ def check_call(group: dist.ProcessGroup | None, *, begun: bool) -> None:
 
 
 def _refuse_distributed_autograd() -> None:
-    """Raises `RuntimeError` in a distributed autograd context, which would find no gradients."""
+    """Raises `RuntimeError` inside a distributed autograd context, whose backward would not find the gradients."""
     rpc = sys.modules.get("torch.distributed.rpc")
     if rpc is None or not rpc.is_available() or not rpc.api._is_current_rpc_agent_set():
         return
@@ -94,6 +94,6 @@ def _refuse_distributed_autograd() -> None:
 
 
 def _launched_ranks() -> int:
-    """Returns the number of ranks in WORLD_SIZE, which torchrun and most launchers set."""
+    """Returns the number of ranks in the environment variable WORLD_SIZE, which torchrun and most launchers set."""
     size = os.environ.get("WORLD_SIZE", "")
     return int(size) if size.isdecimal() else 1

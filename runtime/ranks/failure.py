@@ -1,4 +1,4 @@
-"""Makes all ranks raise an error that names the rank when one fails, dies or hangs."""
+"""Makes all ranks raise an error that names the failed rank when one fails, dies or hangs."""
 
 from __future__ import annotations
 
@@ -51,10 +51,10 @@ _POLL_S = 0.1
 
 
 class PeerFailure(RuntimeError):
-    """Raised on every rank if any rank fails in a step, before anything is applied.
+    """Raised on every rank if any rank fails in a step, before the step changes anything.
 
     Attributes:
-        by_rank: the report of each failed rank.
+        by_rank: the error text of each rank that failed.
     """
 
     def __init__(self, by_rank: Mapping[int, str]) -> None:
@@ -67,11 +67,13 @@ class PeerFailure(RuntimeError):
 
 
 class PlanDoesNotFit(Exception):
-    """Raised on every rank instead of the step if a rank's batch does not fit the plan, which is then changed."""
+    """Raised on every rank, instead of running a step, if a rank's batch does not fit the plan. Then the plan is
+    changed.
+    """
 
 
 class DivergedReplicas(RuntimeError):
-    """Raised on every rank by `check_replicas` if replicas differ."""
+    """Raised on every rank by `check_replicas` if replicas differ between ranks."""
 
     def __init__(self, found: str) -> None:
         super().__init__(f"{found}. Load a checkpoint on every rank, and check that machine.")
@@ -81,11 +83,11 @@ class DivergedReplicas(RuntimeError):
 
 
 class DeadRank(RuntimeError):
-    """A collective failed because a rank is gone."""
+    """Raised if a collective failed because the process of a rank is gone."""
 
 
 class StuckRank(RuntimeError):
-    """A collective failed although every rank's process is alive: some rank did not reach it in time."""
+    """Raised if a collective failed although the processes of all ranks exist: some rank did not reach it in time."""
 
 
 TOLD = "All ranks raise this error. Nothing of this step was applied on any rank."
@@ -93,22 +95,22 @@ TOLD = "All ranks raise this error. Nothing of this step was applied on any rank
 
 
 def is_known_to_all_ranks(error: BaseException) -> bool:
-    """Returns whether the other ranks raise the same error, or can no longer receive a message about it."""
+    """Returns whether the other ranks raise the same error, or can no longer be told about it."""
     return isinstance(error, PeerFailure | DeadRank | StuckRank | DivergedReplicas)
 
 
 def failure_text(failure: Exception) -> str:
-    """Formats an error for other ranks, without the type for the library's own errors."""
+    """Returns an error as text for other ranks. Errors of this package get no type name."""
     return str(failure) if isinstance(failure, RuntimeError) else f"{type(failure).__name__}: {failure}"
 
 
 class LaunchLog:
-    """A record of this rank's progress: its launches and steps.
+    """Counts this rank's launches and steps, to compare its progress with other ranks'.
 
     Attributes:
-        step: number of announcements begun.
-        optimizer_steps: number of steps that changed parameters, since a checkpoint was loaded.
-        launched: launch name -> the step of its last launch. The last entry is the last launch.
+        step: the number of steps announced so far.
+        optimizer_steps: the number of optimizer steps that changed parameters, since a checkpoint was loaded.
+        launched: name of a launch -> the step in which it was last made. The last entry is the last launch.
         launches: the number of launches so far.
     """
 
@@ -120,7 +122,7 @@ class LaunchLog:
 
     @property
     def launched(self) -> dict[str, int]:
-        """Returns the last step in which each operation was launched."""
+        """Maps the name of each launch to the last step in which it was made."""
         return {str(name): step for name, step in dict(self._last).items()}
 
     def begin_step(self) -> None:
@@ -129,7 +131,7 @@ class LaunchLog:
         self.record(ANNOUNCEMENT)
 
     def record(self, name: object) -> None:
-        """Records a launch of this step."""
+        """Records a launch."""
         self.launches += 1
         self._last.pop(name, None)
         self._last[name] = self.step
@@ -137,7 +139,7 @@ class LaunchLog:
 
 @dataclass(frozen=True)
 class RankStatus:
-    """The report of a living rank about itself: its progress, and the line that its main thread executes."""
+    """What a living rank reports about itself: its progress, and the line of code that its main thread is in."""
 
     launched: dict[str, int]
     launches: int
@@ -145,13 +147,15 @@ class RankStatus:
 
     @property
     def last_launch(self) -> str:
-        """Describes the rank's last launch, by name and number."""
+        """The name and number of the rank's last launch."""
         name, step = next(reversed(self.launched.items()), ("none", 0))
         return f"number {self.launches}, {name!r} of step {step}"
 
 
 def place_of_main_thread() -> str:
-    """Returns the innermost line of the user's code in the main thread, else the innermost line: "loader.py:88"."""
+    """Returns the line of the user's code that the main thread is in, such as "loader.py:88", or any line if it is in
+    none.
+    """
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     lines = list(traceback.walk_stack(frame))
     own = [(f, line) for f, line in lines if not f.f_code.co_filename.startswith(_LIBRARIES)]
@@ -169,9 +173,9 @@ class LivenessCheck:
     writes the verdict waits until the others have read it, because its process may run the store.
 
     Args:
-        store: the process group's store. The check uses its own connection, in its own thread.
-        name: unique among the communicators of one store.
-        progress: this rank's progress, for its status.
+        store: the process group's store. The check opens its own connection, in its own thread.
+        name: a name that is unique among the communicators that use the store.
+        progress: this rank's progress, to report to others.
     """
 
     def __init__(self, store: Any, name: str, rank: int, world_size: int, progress: LaunchLog) -> None:
@@ -191,14 +195,16 @@ class LivenessCheck:
         self._listener.start()
 
     def close(self) -> None:
-        """Ends the thread. A thread that reads the store while the interpreter exits would abort the process."""
+        """Ends the thread, because a thread that reads the store while the interpreter exits would abort the
+        process.
+        """
         self._closed = True
         self._wake.set()
         if self._listener is not threading.current_thread():
             self._listener.join(_FAREWELL_S)
 
     def missing(self) -> list[int]:
-        """Returns the ranks that do not respond. Runs a check, or takes part in one."""
+        """Runs a check, or takes part in one, and returns the ranks that do not respond."""
         if threading.current_thread() is self._listener:  # no other thread takes part in the check
             return []
         self._wake.set()
@@ -206,7 +212,7 @@ class LivenessCheck:
         return self._missing
 
     def _listen(self) -> None:
-        """Runs the thread: waits until a rank starts a check or this object is closed, then takes part in the check."""
+        """Runs the thread: waits until a rank starts a check, and takes part in it."""
         try:
             while not self._wake.wait(_LISTEN_S) and not self._store.check([self._called]):
                 for look in list(self.looks):
@@ -218,7 +224,7 @@ class LivenessCheck:
         self._decided.set()
 
     def _run_check(self) -> list[int]:
-        """Starts or joins a check: writes this rank's status, and returns the ranks that write none in time."""
+        """Starts or joins a check: reports this rank's status, and returns the ranks that report none in time."""
         self._store.set(self._called, "1")
         progress = self._progress
         own = RankStatus(progress.launched, progress.launches, place_of_main_thread())
@@ -238,13 +244,17 @@ class LivenessCheck:
         return missing
 
     def _poll(self, condition: Callable[[], bool], patience_s: float) -> None:
-        """Polls `condition` until it holds, for at most `patience_s`."""
+        """Calls `condition` repeatedly until it returns true, for at most `patience_s`."""
         deadline = time.monotonic() + patience_s
         while time.monotonic() < deadline and not condition():
             time.sleep(_POLL_S)
 
     def raise_named(self, error: RuntimeError, what: str) -> NoReturn:
-        """Raises an error like `error` that names the dead or stuck ranks."""
+        """Raises an error like `error` that also names the dead or stuck ranks.
+
+        Args:
+            what: the name of the launch that failed.
+        """
         if missing := self.missing():
             raise DeadRank(
                 f"Rank(s) {', '.join(map(str, missing))} no longer answer rank {self.rank} ({error}). Look at "
@@ -256,9 +266,7 @@ class LivenessCheck:
         ) from error
 
     def _who_is_stuck(self, what: str) -> str:
-        """Returns a sentence that names the ranks that are behind, each with the first launch that it has not
-        reached.
-        """
+        """Returns a sentence that names the ranks that are behind, each with the first launch that it has not made."""
         own, found = self._progress.launched, []
         for r, each in self._statuses.items():
             absent = [name for name, step in own.items() if each.launched.get(name, 0) < step]
@@ -275,10 +283,10 @@ class LivenessCheck:
 
 
 class NamesFailedRanks(contextlib.AbstractContextManager[None]):
-    """A context that adds the names of dead or stuck ranks to the error of a collective that fails in it.
+    """A context that adds the names of dead or stuck ranks to the error of a collective inside it.
 
     Args:
-        what: the name, in `LaunchLog`, of the launch that the block waits for.
+        what: the name, in `LaunchLog`, of the launch that is waited for.
     """
 
     def __init__(self, liveness: LivenessCheck, what: object = "") -> None:

@@ -1,4 +1,4 @@
-"""Handles forks of a process with compiled models.
+"""Prepares compiled models for forks of the process, and raises if a forked child uses one.
 
     loader = DataLoader(data, num_workers=4)    multiprocessing.get_context("fork").Process(target=evaluate)
 
@@ -29,33 +29,33 @@ FORKED = (
 
 
 class ForkAware(Protocol):
-    """The methods that a compiled model provides for forks."""
+    """The methods of a compiled model that are called at a fork."""
 
     def before_fork(self) -> None:
-        """Prepares this model for a fork."""
+        """Called before the process forks."""
 
     def in_fork(self) -> None:
-        """Makes this model usable in a forked process."""
+        """Called in the forked child."""
 
 
 _MODELS: WeakSet[ForkAware] = WeakSet()
 
 
 def watch_forks(model: ForkAware) -> None:
-    """Registers a model, so that forks of this process first apply the model's pending updates."""
+    """Registers a model, so that its pending updates are applied before the process forks."""
     _register_callbacks()
     _MODELS.add(model)
 
 
 @cache
 def _register_callbacks() -> None:
-    """Registers the callbacks before and after a fork, once."""
+    """Registers the functions to call at a fork, once."""
     os.register_at_fork(before=_before_fork, after_in_child=_after_fork_in_child)
 
 
 @cache
 def _refused_child_memory() -> mmap.mmap:
-    """Returns memory shared with child processes, which holds the process id of the last child that was refused."""
+    """Returns memory shared with child processes, which holds the process id of the last child that used a model."""
     return mmap.mmap(-1, _BYTES)
 
 
@@ -63,14 +63,14 @@ _BYTES = 8
 
 
 def fork_error() -> RuntimeError:
-    """Returns the error to raise for a use of the model in a forked child, and records the child for its parent."""
+    """Returns the error to raise if a forked child uses a model. Records the child for its parent."""
     _refused_child_memory()[:] = os.getpid().to_bytes(_BYTES, "little")
     return RuntimeError(FORKED)
 
 
 @cache
 def _watch_children() -> None:
-    """Handles the exits of child processes, unless the script ignores them."""
+    """Installs a handler for the end of child processes, unless the script ignores them."""
     _refused_child_memory()
     before = signal.getsignal(signal.SIGCHLD)
     if before is signal.SIG_DFL or callable(before):
@@ -78,7 +78,7 @@ def _watch_children() -> None:
 
 
 def _on_child_exit(before: Callable[..., Any] | int, number: int, frame: Any) -> None:
-    """Raises the error of a child that was refused and has failed."""
+    """Handles the end of a child process: raises the child's error if it failed because it used a model."""
     if callable(before):
         before(number, frame)
     child = int.from_bytes(_refused_child_memory()[:], "little")
@@ -88,7 +88,7 @@ def _on_child_exit(before: Callable[..., Any] | int, number: int, frame: Any) ->
 
 
 def _has_failed(child: int) -> bool:
-    """Returns whether a child has exited with an error. Its status can still be read afterwards."""
+    """Returns whether a child process has exited with an error. Other code can still read its status afterwards."""
     try:
         found = os.waitid(os.P_PID, child, os.WEXITED | os.WNOHANG | os.WNOWAIT)
     except ChildProcessError:  # its status has been read, or it is a child of a child
@@ -97,7 +97,7 @@ def _has_failed(child: int) -> bool:
 
 
 def _before_fork() -> None:
-    """Prepares all models for a fork."""
+    """Calls `before_fork` of all registered models."""
     if _MODELS and threading.current_thread() is threading.main_thread():
         _watch_children()
     for model in list(_MODELS):
@@ -105,6 +105,6 @@ def _before_fork() -> None:
 
 
 def _after_fork_in_child() -> None:
-    """Makes all models usable in the forked process."""
+    """Calls `in_fork` of all registered models."""
     for model in list(_MODELS):
         model.in_fork()

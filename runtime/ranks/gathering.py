@@ -1,4 +1,4 @@
-"""AllGather that takes the time of one message for small tensors."""
+"""An AllGather that takes only the time of one message for small tensors."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ N-1 sequential messages, which is faster only if bandwidth dominates latency."""
 
 
 def gather_single(everyone: Tensor, own: Tensor, group: dist.ProcessGroup | None, *, async_op: bool = False) -> Any:
-    """Gathers like `all_gather_single`, but faster for small tensors. Each rank sends N-1 times `own` either way.
+    """Gathers (n,) elements from every rank like `all_gather_single`, but faster for small tensors.
 
     Args:
-        everyone: (N n,), written.
-        own: (n,).
+        everyone: (N n,), the result.
+        own: (n,), this rank's elements.
 
     Returns:
-        The work to wait for if `async_op`, as torch does.
+        The work to wait for, if `async_op`.
     """
     ranks = everyone.numel() // max(own.numel(), 1)
     if ranks > 2 and own.nbytes <= AT_ONCE_BYTES and group is not None and backend_name(group, own.device) == "gloo":

@@ -1,4 +1,4 @@
-"""Detects, through the store, that ranks are about to deadlock in different process groups.
+"""Detects ranks that are about to wait for each other in different process groups.
 
 Contract
     A rank writes the group that it waits in. It raises only if another rank waits in another group, both ranks belong
@@ -31,19 +31,19 @@ _FIRST = 8
 
 
 class OtherGroup(ValueError, RuntimeError):
-    """Two ranks wait for each other in different process groups. Raised on both."""
+    """Raised on two ranks that wait for each other in different process groups."""
 
 
 @dataclass(frozen=True)
 class _WaitRecord:
-    """The record that a rank writes to the store while it waits for the first collective of a group.
+    """What a rank writes to the store while it waits for the first collective of a process group.
 
     Attributes:
-        group: its name, equal on all of its ranks.
-        described: its description for error messages.
-        ranks: global ranks of the group.
-        arrival: the number of this rank's waits in this group so far.
-        token: unique for this wait.
+        group: the group's name, equal on all of its ranks.
+        described: the group in words, for error messages.
+        ranks: the global ranks of the group.
+        arrival: how often this rank has waited in this group so far.
+        token: a text that is unique for this wait.
     """
 
     group: str
@@ -55,11 +55,11 @@ class _WaitRecord:
 
 @contextlib.contextmanager
 def check_group_deadlock(store: Any, group: dist.ProcessGroup) -> Iterator[None]:
-    """Opens a context for the first collective in a group. Before it enters, it waits for the other ranks to arrive,
-    and raises if they wait in another group.
+    """Opens a context for the first collective of a process group. Before that it waits for the group's other ranks,
+    and raises if one waits in another group.
 
     Args:
-        store: the job's store, used over a separate connection.
+        store: the job's store. The check opens its own connection.
 
     Raises:
         OtherGroup: a rank of the group waits for this one in another group.
@@ -80,7 +80,7 @@ def check_group_deadlock(store: Any, group: dist.ProcessGroup) -> Iterator[None]
 
 
 class _DeadlockCheck:
-    """This rank's check for a deadlock while it waits for the first collective of a group."""
+    """One rank's check for a deadlock before the first collective of a process group."""
 
     def __init__(self, store: Any, group: dist.ProcessGroup) -> None:
         self._store = store
@@ -95,7 +95,7 @@ class _DeadlockCheck:
         self._token = uuid4().hex
 
     def run(self) -> None:
-        """Returns once all ranks have arrived, some are late, or the store has failed. In the latter cases the
+        """Waits until all ranks have arrived. Also returns if some are late or the store fails, because then the
         collective itself will fail.
 
         Raises:
@@ -118,7 +118,7 @@ class _DeadlockCheck:
             self._store.set(self._shared_key("complete"), "1")
 
     def _wait_for_arrivals(self) -> None:
-        """Returns once every rank of the group has arrived; looks for a deadlock in between."""
+        """Waits until all ranks of the group have arrived, checking for a deadlock in between."""
         pause_s = 0.01
         for patience_s in _LOOKS_S:
             deadline_s = time.monotonic() + patience_s
@@ -132,7 +132,7 @@ class _DeadlockCheck:
             self._check_cycle()
 
     def _check_cycle(self) -> None:
-        """Raises `OtherGroup` if this rank waits for another rank that waits for this one in another group."""
+        """Raises `OtherGroup` if this rank waits for another one that waits for this one in another group."""
         if reason := self.error_from_other_rank():  # the rank that found it first has exited
             raise OtherGroup(reason)
         for rank in self._ranks if self._rank in self._ranks[:_FIRST] else self._ranks[:_FIRST]:
@@ -152,7 +152,7 @@ class _DeadlockCheck:
                 raise OtherGroup(message)
 
     def _record_of(self, rank: int) -> _WaitRecord | None:
-        """Returns what a rank has written about the group that it waits in, or None."""
+        """Returns the record of the group in which a rank waits, or None if it does not wait."""
         if rank == self._rank or not self._store.check([self._record_key(rank)]):
             return None
         if not (text := self._store.get(self._record_key(rank)).decode()):
@@ -161,8 +161,8 @@ class _DeadlockCheck:
         return found
 
     def error_from_other_rank(self) -> str:
-        """Returns the error text that another rank has written for this wait. Returns "" if there is none or the store
-        is gone.
+        """Returns the error text that another rank has written for this wait, or "" if there is none or the store is
+        gone.
         """
         with contextlib.suppress(RuntimeError):
             if self._store.check([self._verdict_key(self._token)]):
@@ -171,28 +171,28 @@ class _DeadlockCheck:
         return ""
 
     def withdraw(self) -> None:
-        """Undoes the count of this arrival, so that ranks agree on the number of the next one."""
+        """Takes back the count of this arrival, so that ranks agree on the number of the next one."""
         with contextlib.suppress(RuntimeError):
             self._store.add(self._shared_key("arrived"), -1)
             self._store.add(self._arrivals_key(self._group, self._rank), -1)
 
     def remove_record(self) -> None:
-        """Removes this rank's wait from the store."""
+        """Removes this rank's record from the store."""
         with contextlib.suppress(RuntimeError):
             self._store.set(self._record_key(self._rank), "")
 
     def _arrivals_key(self, group: str, rank: int) -> str:
-        """Returns the store's key of the number of a rank's arrivals in a group."""
+        """Returns the key in the store for the number of a rank's arrivals in a group."""
         return f"{self._prefix}/{group}/arrivals/{rank}"
 
     def _record_key(self, rank: int) -> str:
-        """Returns the store's key of a rank's `_WaitRecord`."""
+        """Returns the key in the store for a rank's record."""
         return f"{self._prefix}/waits/{rank}"
 
     def _verdict_key(self, token: str) -> str:
-        """Returns the store's key of the error that another rank writes for this wait."""
+        """Returns the key in the store for the error that another rank writes for a wait."""
         return f"{self._prefix}/reason/{token}"
 
     def _shared_key(self, what: str) -> str:
-        """Returns the store's key of a value that all ranks of this arrival share."""
+        """Returns the key in the store for a value that all ranks of this arrival share."""
         return f"{self._prefix}/{self._group}/{self._arrival}/{what}"

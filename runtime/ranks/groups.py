@@ -1,4 +1,4 @@
-"""The process groups of the ranks that train together, one per communication class.
+"""The process groups of the ranks that train together: one for each class of communication.
 
 Contract
     Each communication class has its own group, so that classes do not wait for each other. Handshakes stay on the
@@ -65,11 +65,12 @@ class Groups:
     """The process groups of the ranks that train together.
 
     Args:
-        group: the ranks that train together, or None for a single process, which may `join` a group later.
+        group: the process group of the ranks that train together, or None for a single process, which may `join` one
+            later.
 
     Attributes:
-        meshes: the meshes of tables on a grid of these ranks (`embrace_fx.runtime.tables.layouts`).
-        refuse: reports an error that this rank is about to raise to ranks that may be waiting for it.
+        meshes: device meshes for tables that are sharded on a grid of these ranks.
+        refuse: tells ranks that may be waiting that this rank is about to raise an error.
     """
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
@@ -109,7 +110,9 @@ class Groups:
         self._end = weakref.finalize(self, end_groups, self._liveness, self._made)
 
     def _create_groups(self, group: dist.ProcessGroup) -> str:
-        """Creates the groups of the calling thread. Returns a text unique to this attempt of the job."""
+        """Creates the process groups for the calling thread. Returns a text that is unique to this attempt of the
+        job.
+        """
         on_host = supports_device(group, CPU)
         if on_host:  # a message to a dead rank fails at once, but creating a group would wait
             self._hosts = group
@@ -124,7 +127,7 @@ class Groups:
         return self.gather(uuid4().hex, str)[0]
 
     def close(self) -> None:
-        """Ends the groups and threads of this object, on this rank only. Nothing may be in flight."""
+        """Destroys the process groups and ends the threads, on this rank only. Nothing may be in flight."""
         self._closed, self._hosts = CLOSED, None
         self._groups.clear()
         self._carriers.clear()
@@ -132,14 +135,14 @@ class Groups:
         self._end()
 
     def leave_fork(self) -> None:
-        """Closes this object in a forked child, whose connections belong to the parent."""
+        """Closes this object in a forked child, because its connections belong to the parent."""
         self._closed, self._liveness, self.refuse = FORKED, None, lambda reason: None
         if isinstance(self._end, weakref.finalize):
             self._end.detach()
 
     @property
     def is_open(self) -> bool:
-        """Returns whether the groups can still be used."""
+        """Whether the process groups can still be used."""
         return not self._closed
 
     def check_open(self) -> None:
@@ -149,19 +152,19 @@ class Groups:
             raise RuntimeError(self._closed)
 
     def check_fork(self) -> None:
-        """Raises `RuntimeError` in a forked child."""
+        """Raises `RuntimeError` in a forked child process."""
         if self._closed == FORKED:
             raise fork_error()
 
     def open_lanes(self, device: torch.device = CPU, lanes: Collection[Lane] = CLASS_LANES) -> None:
-        """Creates the groups of the launcher. Only one thread launches on a group. Collective; requires several ranks.
+        """Creates the process groups on which the launcher launches. Collective; requires several ranks.
 
         With gloo, each class has its own group. With NCCL, urgent classes share one group and all others another,
         because launches run one after the other in the launcher's order.
 
         Args:
-            device: of the tensors to send.
-            lanes: the classes with launches.
+            device: the device of the tensors to send.
+            lanes: the classes of communication for which to create groups.
         """
         if self.world_size < dist.get_world_size():
             self._check_group_counts()
@@ -178,40 +181,43 @@ class Groups:
                 self._connect(name, device)
 
     def channels(self, device: torch.device) -> Mapping[Lane, str]:
-        """Maps each class to the channel of its launches. Launches of a channel have the same order on all ranks."""
+        """Maps each class of communication to its channel. Launches of a channel are made in the same order on all
+        ranks.
+        """
         return _OF_NCCL if self.uses_nccl(device) else LANE_GROUP
 
     def connect(self, device: torch.device) -> None:
-        """Connects the main group before its first use, if it is NCCL's. Collective."""
+        """Connects the main process group before its first use, if its backend is NCCL. Collective."""
         if not self._connected and self.uses_nccl(device):
             self._connected = True
             self._connect(CLASSES[0], device)
 
     def open_group(self, name: str, backend: str | None = None) -> dist.ProcessGroup:
-        """Returns the group of that name, and creates it first if needed. Collective; requires at least two ranks."""
+        """Returns the process group with this name, creating it if needed. Collective; requires at least two ranks."""
         if name not in self._groups:
             self._groups[name] = self._new_group(name, backend)
         return self._groups[name]
 
     def join_group(self) -> dist.ProcessGroup:
-        """Returns a group in which `Join` counts ranks without batches: the user's group if it supports CPU tensors,
-        else a host group. Collective.
+        """Returns the process group in which torch's `Join` counts ranks without batches: the user's group if it
+        supports CPU tensors. Collective.
         """
         assert self.group is not None
         return self.group if supports_device(self.group, CPU) else self.open_group("joins", "gloo")
 
     def process_group(self, name: str) -> dist.ProcessGroup | None:
-        """Returns a communication class's group, or None on a single process."""
+        """Returns the process group of a class of communication, or None for a single process."""
         return self._groups.get(name)
 
     def message_waiter(self, name: str) -> Worker | None:
-        """Returns the worker thread that waits for the messages of a launcher's class, or None for other classes."""
+        """Returns the worker thread that waits for messages of a class of communication, or None."""
         if name in LANE_GROUPS and name not in self._waiters:
             self._waiters[name] = Worker("messages")
         return self._waiters.get(name)
 
     def _check_group_counts(self) -> None:
-        """Checks that all ranks are in equally many groups, because torch names new groups by that number. Collective.
+        """Checks that all ranks are in equally many process groups, because torch numbers new groups by that.
+        Collective.
 
         Raises:
             ValueError: the numbers differ, and these are not all ranks of the job.
@@ -231,12 +237,11 @@ class Groups:
             )
 
     def sub_group(self, name: str, parts: Sequence[Sequence[int]], backend: str | None = None) -> dist.ProcessGroup:
-        """Creates one group for each list of ranks in `parts`, and returns the one that has this rank. Collective among
-        all ranks.
+        """Creates a process group for each list of ranks, and returns the one that this rank is in. Collective.
 
         Args:
-            parts: lists of global ranks, without overlap.
-            backend: None for the back ends of this group.
+            parts: disjoint lists of global ranks.
+            backend: the backend, or None for that of the main group.
         """
         assert self.group is not None
         if self.world_size < dist.get_world_size():
@@ -252,10 +257,10 @@ class Groups:
     def _new_group(
         self, name: str, backend: str | None = None, urgent: bool = False, ranks: Sequence[int] | None = None
     ) -> Any:
-        """Creates a group of these ranks, or of `ranks` among them.
+        """Creates a process group of all ranks that train together, or of `ranks` among them.
 
         Args:
-            backend: None for the back ends of this group.
+            backend: the backend, or None for that of the main group.
 
         Returns:
             The group, or None if this rank is not in it.
@@ -285,7 +290,9 @@ class Groups:
         return created
 
     def _connect(self, name: str, device: torch.device) -> None:
-        """Makes NCCL connect a group now, in the same order on all ranks, so that no step has to wait for it."""
+        """Makes NCCL connect a process group now, in the same order on all ranks, so that no step has to wait for
+        it.
+        """
         group, own = self._groups[name], torch.zeros(self.world_size, device=device)
         with self.watching(), setup_collectives(device):
             dist.all_reduce(own, group=group)
@@ -293,14 +300,14 @@ class Groups:
             all_gather_single(own.new_empty(own.numel() ** 2), own, group=group)
 
     def uses_nccl(self, device: torch.device) -> bool:
-        """Returns whether NCCL sends tensors of a device."""
+        """Returns whether NCCL sends tensors of this device."""
         assert self.group is not None
         return (
             device.type == "cuda" and supports_device(self.group, device) and "nccl" in backend_name(self.group, device)
         )
 
     def _sending_group(self, name: str, tensor: Tensor) -> tuple[dist.ProcessGroup, str]:
-        """Returns the group that sends a class's tensors of this device, and its back end.
+        """Returns (process group, backend) that send a tensor for a class of communication.
 
         This is the class's own group, or the host group if the class's does not support the device.
         """
@@ -312,23 +319,27 @@ class Groups:
         return found
 
     def host_group(self) -> dist.ProcessGroup:
-        """Returns the group for CPU tensors. Requires at least two ranks."""
+        """Returns the process group for CPU tensors. Requires at least two ranks."""
         assert self._hosts is not None
         return self._hosts
 
     def timeout(self) -> timedelta | None:
-        """Returns the user's timeout of messages; None on a single process, or if the back end does not report it."""
+        """Returns the timeout of the user's process group; None for a single process, or if the backend does not report
+        it.
+        """
         return group_timeout(self.group) if self.group is not None else None
 
     def missing_ranks(self) -> list[int]:
-        """Returns the ranks that no longer respond. Called after a message has failed."""
+        """Returns the ranks that no longer respond, after a collective has failed."""
         return self._liveness.missing() if self._liveness is not None else []
 
     def run_periodically(self, look: Callable[[Any, str], None]) -> str:
-        """Makes the liveness thread call a method a few times a second. Call on all ranks in the same order.
+        """Makes the liveness thread call a method a few times per second. All ranks must call this in the same
+        order.
 
         Args:
-            look: a bound method, referenced weakly. It gets the thread's own connection to the store, and a unique key
+            look: a bound method, referenced weakly. It gets the thread's connection to the store, and a prefix for its
+                keys.
             prefix.
 
         Returns:
@@ -341,7 +352,7 @@ class Groups:
         return name
 
     def gather(self, value: T, kind: Any) -> list[T]:
-        """Gathers a value of every rank, in rank order. For setup and failures, not for the path of a step.
+        """Gathers a value from every rank, in rank order. Meant for setup and failures, because it is slow.
 
         The value is sent as plain data (`embrace_fx.vocabulary.plain_data`) and checked on arrival.
 
@@ -349,7 +360,7 @@ class Groups:
             kind: the value's type, as a type hint; equal on all ranks.
 
         Raises:
-            RuntimeError: a rank sends more than `MOST_BYTES`, raised on every rank; or a value of another type arrived.
+            RuntimeError: a rank sends more than `MOST_BYTES` (raised on every rank), or a value of another type.
         """
         self.check_open()
         own = torch.frombuffer(bytearray(json.dumps(to_plain(value)).encode()), dtype=torch.uint8)
@@ -370,31 +381,30 @@ class Groups:
         return [_decode_gathered(kind, content, rank) for rank, content in enumerate(contents)]
 
     def reports(self, failure: str | None) -> dict[int, str]:
-        """Gathers the ranks' failures: rank -> text, for the ranks that failed. Collective."""
+        """Gathers the error texts of the ranks that have failed, by rank. Collective."""
         return {rank: text for rank, text in enumerate(self.gather(failure, str | None)) if text is not None}
 
     def check_none_failed(self, failure: Exception | None) -> None:
-        """Raises `PeerFailure` on every rank if any has failed. Collective."""
+        """Raises `PeerFailure` on every rank if `failure` is not None on any rank. Collective."""
         if found := self.reports(None if failure is None else failure_text(failure)):
             raise PeerFailure(found) from failure
 
     def watching(self, what: object = "") -> contextlib.AbstractContextManager[None]:
-        """Returns a context that adds the names of dead or stuck ranks to the error of a collective that fails in
-        it.
+        """Returns a context that adds the names of dead or stuck ranks to the error of a collective inside it.
 
         Args:
-            what: the name, in `progress`, of the launch that the block waits for.
+            what: the name, in `LaunchLog`, of the launch that is waited for.
         """
         return contextlib.nullcontext() if self._liveness is None else NamesFailedRanks(self._liveness, what)
 
     def name_ranks(self, error: RuntimeError, what: object = "") -> None:
-        """Raises the error of a failed collective with the names of ranks, if they are known."""
+        """Raises the error of a failed collective, with the names of the ranks that caused it if they are known."""
         if self._liveness is not None and not is_known_to_all_ranks(error):
             self._liveness.raise_named(error, str(what))
 
 
 def _decode_gathered(kind: Any, content: bytes, rank: int) -> Any:
-    """Decodes a value of type `kind` that `rank` has sent, or raises."""
+    """Decodes a value that `rank` has sent. Raises if it is not of type `kind`."""
     try:
         return from_plain(kind, json.loads(content))
     except (ValueError, RecursionError) as error:
@@ -405,7 +415,7 @@ def _decode_gathered(kind: Any, content: bytes, rank: int) -> Any:
 
 
 def end_groups(liveness: LivenessCheck | None, groups: list[dist.ProcessGroup]) -> None:
-    """Ends the liveness thread and destroys the process groups of all ranks of the job, on this rank.
+    """Ends the liveness thread, and destroys process groups on this rank if they contain all ranks of the job.
 
     Groups of fewer ranks stay, because torch would give the next group the name, and thus the addresses, of the
     destroyed one. Waits `_FAREWELL_S` at most, because a collective may still be running.
@@ -414,7 +424,7 @@ def end_groups(liveness: LivenessCheck | None, groups: list[dist.ProcessGroup]) 
         liveness.close()
 
     def destroy() -> None:
-        """Destroys the groups that still exist."""
+        """Destroys the process groups that still exist."""
         registered = dist.distributed_c10d._world.pg_map
         while groups:
             group = groups.pop()

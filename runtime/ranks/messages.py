@@ -1,4 +1,4 @@
-"""An AlltoAll of single messages.
+"""Sends an AlltoAll as separate point-to-point messages.
 
 gloo's own AlltoAll starts with sends. A sender waits until its receiver is ready, and that notice queues behind the
 data that the receiver is sending. Here each rank posts all receives first, so that both directions of a link are used:
@@ -20,10 +20,10 @@ from embrace_fx.runtime.ranks.worker import Worker
 
 
 class Messages:
-    """Several point-to-point messages in flight, with the methods of a single collective's `Work`.
+    """Several point-to-point messages in flight, with the methods of a collective's `Work`.
 
     Args:
-        waiter: waits for the messages if a future of their end is requested, which gloo does not provide.
+        waiter: a thread that waits for the messages if `get_future` is called, because gloo provides no future.
     """
 
     def __init__(self, works: Sequence[dist.Work], waiter: Worker | None = None) -> None:
@@ -42,14 +42,14 @@ class Messages:
             _wait_all(self._works)
 
     def get_future(self) -> Future[None]:
-        """Returns the future of the work, as a collective's does. Called once."""
+        """Returns a future for the end of all messages. May be called once."""
         assert self._waiter is not None
         self._end = self._waiter.submit(partial(_wait_all, self._works))
         return self._end
 
 
 def _wait_all(works: Sequence[dist.Work]) -> None:
-    """Waits until all of these works have ended."""
+    """Waits for all of these messages."""
     for work in works:
         work.wait()
 
@@ -61,14 +61,14 @@ def send_parts(
     waiter: Worker | None = None,
     backend: str = "",
 ) -> Messages:
-    """Sends one message to every other rank of a group and receives one from each; copies this rank's own part.
+    """Sends one message to, and receives one from, every other rank of a process group. Copies this rank's own part.
 
     Both sides know the sizes. Over gloo and NCCL.
 
     Args:
-        sent: for each rank.
-        received: from each rank, written; of the same sizes as the sender's.
-        backend: the group's back end for these tensors, if the caller knows it.
+        sent: the tensor for each rank.
+        received: the memory for the tensor from each rank, of the sender's size.
+        backend: the name of the group's backend for these tensors, if known.
     """
     own, ranks = group.rank(), group.size()
     if received[own].numel():
@@ -100,17 +100,17 @@ def send_parts(
 
 
 def send_one(tensor: Tensor, to: int, group: dist.ProcessGroup) -> None:
-    """Sends a contiguous tensor to a rank of a group, which calls `receive_one`. Returns once it is sent."""
+    """Sends a contiguous tensor to another rank, which calls `receive_one`, and waits until it is sent."""
     _transfer(dist.isend, tensor, to, group)
 
 
 def receive_one(tensor: Tensor, source: int, group: dist.ProcessGroup) -> None:
-    """Receives a tensor that a rank of a group sends with `send_one`, of the same size."""
+    """Receives a tensor of known size that another rank sends with `send_one`."""
     _transfer(dist.irecv, tensor, source, group)
 
 
 def _transfer(operation: Callable[..., Any], tensor: Tensor, peer: int, group: dist.ProcessGroup) -> None:
-    """Sends or receives one tensor and waits for it."""
+    """Sends or receives one tensor, and waits for it."""
     # A batch, because NCCL creates a communicator of two ranks for a single message.
     for work in dist.batch_isend_irecv([dist.P2POp(operation, tensor, group=group, group_peer=peer)]):
         work.wait()

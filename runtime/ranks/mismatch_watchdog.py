@@ -1,4 +1,4 @@
-"""Detects a rank that waits in a call while others wait for it in another collective; raises on all ranks.
+"""A watchdog that detects ranks which wait for each other in different calls, and raises on all of them.
 
     rank 0   evaluates: its handshake waits for rank 1; or it raises on an op that parts do not support
     rank 1   waits in torch.distributed.barrier() for rank 0
@@ -51,13 +51,13 @@ _ELSEWHERE = (
 
 @dataclass(frozen=True)
 class _StoppedRank:
-    """The record that a rank writes to the store when it has waited for long, or is about to raise.
+    """What a rank writes to the store when it has waited for long, or is about to raise.
 
     Attributes:
-        rank: in the model's process group.
-        announced: the number of handshakes that it has begun.
-        reason: the error that it raises, or "" if it waits in the last handshake.
-        begun: process group -> number of collectives that it has begun there.
+        rank: the rank in the model's process group.
+        announced: how many handshakes the rank has begun.
+        reason: the error that the rank raises, or "" if it waits in its last handshake.
+        begun: process group -> how many collectives the rank has begun in it.
     """
 
     rank: int
@@ -67,11 +67,11 @@ class _StoppedRank:
 
 
 class MismatchWatchdog:
-    """Detects, in a thread of each rank, that ranks wait for each other in different calls.
+    """A thread of each rank that detects ranks which wait for each other in different calls.
 
     Attributes:
-        announced: the number of handshakes that this rank has begun.
-        waiting_since_s: start of the current wait for a handshake, by `time.monotonic`, or None if there is none.
+        announced: how many handshakes this rank has begun.
+        waiting_since_s: when the current wait for a handshake began, in seconds of `time.monotonic`, or None.
     """
 
     def __init__(self) -> None:
@@ -83,10 +83,10 @@ class MismatchWatchdog:
         self._found: tuple[FrameType, PeerFailure] | None = None  # a collective that cannot complete, and the reason
 
     def watch(self, communicator: Communicator, look: Callable[[Any, str], None]) -> None:
-        """Starts the watchdog; later calls do nothing.
+        """Starts the watchdog, at the first call.
 
         Args:
-            look: a method of the caller that calls this object's `check`.
+            look: a method that calls `check`; the thread calls it repeatedly.
         """
         if self._name or communicator.group is None:
             return
@@ -95,7 +95,7 @@ class MismatchWatchdog:
         itself = weakref.ref(self)
 
         def explain(_: logging.LogRecord) -> bool:
-            """Raises or logs the reason for an error that torch logs, while the watchdog exists."""
+            """Raises or logs the reason for an error that torch logs, as long as the watchdog exists."""
             if (error := sys.exc_info()[1]) is not None and (found := itself()) is not None:
                 found.explain(error)
             return True
@@ -112,13 +112,12 @@ class MismatchWatchdog:
             self.waiting_since_s = None
 
     def check(self, store: Any, name: str, answer: Callable[[str], PeerFailure]) -> None:
-        """Records a long wait of this rank; or checks whether this rank is blocked in a collective that cannot
-        complete.
+        """Reports a long wait of this rank, or checks whether this rank is in a collective that cannot complete.
 
         Args:
-            store: a store that only this thread uses.
-            name: a unique prefix of keys, equal on all ranks.
-            answer: announces a failure to the waiting rank, and returns the error that both then raise.
+            store: a store of torch.distributed that only this thread uses.
+            name: a prefix for keys that is unique, and equal on all ranks.
+            answer: tells the waiting rank about a failure, and returns the error that both then raise.
         """
         self._name = name
         if (since_s := self.waiting_since_s) is not None:
@@ -143,15 +142,15 @@ class MismatchWatchdog:
         print(f"embrace_fx: {self._found[1]}", file=sys.stderr, flush=True)
 
     def refuse(self, reason: str) -> None:
-        """Records, for other ranks, that this rank is about to raise."""
+        """Tells other ranks that this rank is about to raise an error."""
         with contextlib.suppress(RuntimeError):  # the store may be gone
             self._write_record(dist.distributed_c10d._get_default_store(), _RAISES, reason)
 
     def explain(self, error: BaseException) -> None:
-        """Raises the reason for a collective that failed because a rank did not join it.
+        """Raises the reason for the error of a collective that failed because a rank did not take part.
 
         Raises:
-            PeerFailure: names that rank and its reason.
+            PeerFailure: names the rank and its reason.
         """
         frame = _find_collective(traceback.walk_tb(error.__traceback__))
         if frame is None:
@@ -165,12 +164,12 @@ class MismatchWatchdog:
             raise PeerFailure({other.rank: other.reason}) from error
 
     def _write_record(self, store: Any, what: str, reason: str = "") -> None:
-        """Writes this rank's `_StoppedRank` record to the store."""
+        """Writes this rank's record to the store."""
         begun = {str(name): _collectives_begun(group) for group, name in dist.distributed_c10d._world.pg_names.items()}
         store.set(self._name + what, json.dumps(to_plain(_StoppedRank(self._rank, self.announced, reason, begun))))
 
     def _find_stopped_rank(self, store: Any, frame: FrameType, what: str, announced: int) -> _StoppedRank | None:
-        """Returns the record of a rank that stopped at a handshake before this collective, or None."""
+        """Returns the record of a rank that stopped before the collective which this rank is in, or None."""
         if not store.check([self._name + what]):
             return None
         other: _StoppedRank = from_plain(_StoppedRank, json.loads(store.get(self._name + what).decode()))
@@ -184,7 +183,7 @@ _HANDSHAKE = MismatchWatchdog.wait_for.__code__
 
 
 def _collectives_begun(group: dist.ProcessGroup) -> int:
-    """Returns the number of collectives that this rank has begun in a group; 0 if its back ends do not count them."""
+    """Returns how many collectives this rank has begun in a process group, or 0 if its backends do not count them."""
     try:
         return int(group._get_sequence_number_for_group())  # type: ignore[attr-defined]
     except RuntimeError:
@@ -192,7 +191,7 @@ def _collectives_begun(group: dist.ProcessGroup) -> int:
 
 
 def _find_collective(frames: Iterable[tuple[FrameType, int]]) -> FrameType | None:
-    """Returns the frame of a collective that needs all ranks of its group."""
+    """Returns the stack frame of a collective that needs all ranks of its process group, or None."""
     for frame, _ in frames:
         file, name = frame.f_code.co_filename, frame.f_code.co_name
         for there, names in _TOGETHER.items():  # inlined, because it runs a few times a second
@@ -204,7 +203,7 @@ def _find_collective(frames: Iterable[tuple[FrameType, int]]) -> FrameType | Non
 
 
 def _group_of(frame: FrameType) -> dist.ProcessGroup:
-    """Returns the process group of the collective that `frame` runs."""
+    """Returns the process group of the collective that runs in a stack frame."""
     of = frame.f_locals
     found = of.get("group") or of.get("process_group") or dist.group.WORLD
     assert isinstance(found, dist.ProcessGroup)

@@ -1,4 +1,4 @@
-"""Announces reads of sharded tables, so that a read on one rank alone raises at once on all ranks.
+"""Announces reads of sharded tables, so that a read that only some ranks make raises at once on all ranks.
 
     rank 0   computes a norm: announces it        rank 0, rank 1   raise the same error
     rank 1   calls the model: announces that
@@ -27,9 +27,9 @@ class SharedRead:
     """A read of a sharded table that all ranks must make together.
 
     Attributes:
-        what: "norm of the sharded words.weight"; equal on all ranks.
-        value: this rank's numbers, or None if the read is not a reduction.
-        reduce_op: the reduction over ranks.
+        what: the read in words, such as "norm of the sharded words.weight"; equal on all ranks.
+        value: this rank's part of the result, or None if the read is not a reduction.
+        reduce_op: how the parts of all ranks are reduced.
     """
 
     what: str
@@ -38,17 +38,17 @@ class SharedRead:
 
     @property
     def hash(self) -> int:
-        """Returns a number by which ranks compare their reads."""
+        """A number by which ranks compare which read they make."""
         return crc32(f"{self.what} {self.reduce_op}".encode())
 
     def error_if_alone(self) -> str:
-        """Returns the error for a rank that reads a table although the others do not."""
+        """Returns the error text for a read that not all ranks make."""
         text = _LOSS_ALONE if self.what.startswith("loss of logits") else _ALONE
         return text.format(self.what, place_of_main_thread())
 
     def encode_value(self, most: int) -> tuple[int, ...]:
-        """Returns this rank's value as 64-bit integers. Returns () if the value is on a device, or has more than `most`
-        numbers.
+        """Returns this rank's value as at most `most` 64-bit integers, to send with its announcement, or () if it is on
+        a device or has more numbers.
         """
         value = self.value
         if value is None or not 0 < value.numel() <= most or value.device.type != "cpu" or value.is_complex():
@@ -56,7 +56,7 @@ class SharedRead:
         return tuple(value.detach().reshape(-1).to(_widest_dtype(value)).view(torch.int64).tolist())
 
     def reduce_values(self, numbers: Sequence[Sequence[int]]) -> Tensor | None:
-        """Reduces the values that ranks sent with their announcements. Returns None if they sent none."""
+        """Reduces the values that ranks have sent with their announcements, or returns None if they sent none."""
         value = self.value
         if value is None or not numbers[0]:
             return None
@@ -69,7 +69,7 @@ class SharedRead:
 
 
 def _widest_dtype(value: Tensor) -> torch.dtype:
-    """Returns the widest dtype of a tensor's kind: float64 or int64."""
+    """Returns float64 for a floating-point tensor, int64 for an integer one."""
     return torch.float64 if value.is_floating_point() else torch.int64
 
 

@@ -1,4 +1,4 @@
-"""Checks that all ranks announce the same step."""
+"""Checks that all ranks have announced the same step."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ _ACTIVITIES = ("training", "accumulating gradients (no_sync)", "evaluating (eval
 
 
 def check_activities(activities: Sequence[int]) -> None:
-    """Raises `PeerFailure` if ranks call the model in different modes.
+    """Raises `PeerFailure` if ranks call the model in different modes: training, accumulating or evaluating.
 
     Args:
-        activities: the activity of every rank.
+        activities: the mode of every rank.
     """
     if len(set(activities)) > 1:
         raise PeerFailure(
@@ -31,7 +31,11 @@ def check_activities(activities: Sequence[int]) -> None:
 
 
 def check_programs(programs: Sequence[int]) -> None:
-    """Raises `PeerFailure` if a rank is about to launch other collectives than rank 0."""
+    """Raises `PeerFailure` if a rank is about to launch other collectives than rank 0.
+
+    Args:
+        programs: for each rank, a hash of the collectives.
+    """
     others = [rank for rank, program in enumerate(programs) if program != programs[0]]
     if others:
         raise PeerFailure(dict.fromkeys(others, OTHER_PROGRAM))
@@ -52,8 +56,8 @@ _RUN_BY_ONE_RANK = (
 
 
 def check_steps(announcements: Sequence[HandshakeMessage], communicator: Communicator) -> None:
-    """Raises `PeerFailure` if ranks have taken different numbers of optimizer steps, or have run different ops on
-    sharded tables.
+    """Raises `PeerFailure` if ranks have run different numbers of optimizer steps, or different ops on sharded
+    tables.
     """
     if len({(each.steps, each.collective_ops) for each in announcements}) == 1:
         return

@@ -1,4 +1,4 @@
-"""The handshake of a step: each rank announces its next action before the step.
+"""The handshake before each step: ranks announce to each other what they do next, and raise if they differ.
 
 Contract
     Every step begins with an exchange of flags, activity and sizes. A rank that has failed reports it there, and all
@@ -53,11 +53,11 @@ _NOT_JOINED = "it called the model outside of join(), but another rank is inside
 
 @dataclass(frozen=True, slots=True)
 class MessageFormat:
-    """The layout of announcements on the wire. It is the same on all ranks; otherwise the exchange would hang.
+    """Which numbers an announcement contains; the same on all ranks, because otherwise the exchange would hang.
 
     Attributes:
-        tables: the count of tables that exchange ids under the plan.
-        watched: other tables whose number of looked-up rows is announced.
+        tables: the number of tables whose ids are exchanged under the plan.
+        watched: other tables for which ranks announce how many rows they look up.
     """
 
     tables: int = 0
@@ -65,7 +65,7 @@ class MessageFormat:
 
     @property
     def sizes(self) -> int:
-        """Returns the most sizes that an announcement can have: a state, and the rows of this batch and of the next
+        """The maximum number of sizes in an announcement: a state, and the row counts of this batch and of the next
         one.
         """
         return 1 + 2 * self.tables
@@ -73,20 +73,21 @@ class MessageFormat:
 
 @dataclass(slots=True)
 class HandshakeMessage:
-    """One rank's announcement of its next step.
+    """One rank's announcement of what it does next.
 
     Attributes:
-        kind: `STEP`, `BACKWARD`, `GAVE_UP`, `JOIN` or `QUESTION`.
+        kind: what the rank does next: `STEP`, `BACKWARD`, `GAVE_UP`, `JOIN` or `QUESTION`.
         activity: `TRAINING`, `ACCUMULATING`, `EVALUATING` or `JOINED`.
-        failure: why the rank has failed; "" for another rank, whose reason is not known yet; None if it has not failed.
+        failure: the reason why the rank has failed; "" if another rank's reason is not known yet; None if it has not
+            failed.
         asks_to_plan: whether the rank requests a new plan.
         does_not_fit: whether the rank's batch does not fit the plan. All ranks then change the plan before the step.
-        steps: the number of optimizer steps so far; 0 under `join`, where ranks may differ.
-        program: hash of the step's launches, 0 without launches. A backward sends the number of its call
+        steps: the number of the rank's optimizer steps so far; 0 under `join`, where ranks may differ.
+        program: a hash of the collectives that the step launches, or 0. A backward sends the number of its call
             (`BackwardBarrier`), and a question its own hash.
-        buffers: hash of the buffers to synchronize, or `CHANGED_BUFFERS`.
-        collective_ops: the number of ops on parts of tables so far; negative if not sent.
-        rows_seen: watched table -> number of rows that the batch reads; negative if unknown.
+        buffers: a hash of the names of the buffers to synchronize, or `CHANGED_BUFFERS`.
+        collective_ops: the number of ops on shards of tables that all ranks must run, so far; negative if not sent.
+        rows_seen: watched table -> how many rows the batch reads; negative if unknown.
         sizes: further numbers of the step.
     """
 
@@ -103,7 +104,7 @@ class HandshakeMessage:
     sizes: tuple[int, ...] = ()
 
     def encode(self, form: MessageFormat) -> list[int]:
-        """Encodes the announcement as numbers, equally many on each rank."""
+        """Encodes the announcement as integers, as many as on every other rank."""
         marks = self.kind << _KIND | _FAILED * (self.failure is not None)
         marks |= _ASKS_TO_PLAN * self.asks_to_plan | _DOES_NOT_FIT * self.does_not_fit
         head = marks | self.steps << _BITS, self.activity, self.program, self.buffers, self.collective_ops
@@ -112,10 +113,10 @@ class HandshakeMessage:
 
     @classmethod
     def decode(cls, numbers: Sequence[int], form: MessageFormat, sizes: int) -> HandshakeMessage:
-        """Decodes the numbers of `encode`.
+        """Decodes integers that `encode` returned.
 
         Args:
-            sizes: the number of sizes that were sent.
+            sizes: how many sizes were sent.
         """
         first, activity, program, buffers, collective_ops, *others = numbers
         steps, marks = divmod(first, 1 << _BITS)
@@ -136,7 +137,7 @@ class HandshakeMessage:
 
 
 def activity_code(*, train: bool, reduces: bool) -> int:
-    """Returns the code of a call's mode: training, accumulating or evaluating.
+    """Returns the number that stands for a call's mode: training, accumulating or evaluating.
 
     Args:
         reduces: whether its backward reduces gradients.
@@ -153,7 +154,7 @@ Exchange = tuple[list[int], Tensor, Any]
 
 @dataclass(frozen=True, slots=True)
 class _PendingHandshake:
-    """A handshake whose exchange is in flight, with the function to call once all ranks have announced the step."""
+    """A handshake in progress, with the function to call once all ranks have announced the step."""
 
     own: HandshakeMessage
     launched: Exchange
@@ -161,15 +162,16 @@ class _PendingHandshake:
 
 
 class StepHandshake:
-    """This rank's side of the handshakes in which all ranks announce what they do next, one before each step.
+    """Exchanges announcements with the other ranks before each step: what each rank does next, and whether it has
+    failed.
 
     Attributes:
-        form: the form on the wire, under the plan in use.
-        of_step: this rank's announcement of the next step, without sizes.
-        asked_to_plan: whether any rank requested a new plan in the last announcement.
-        buffers_differ: whether, in the last announcement, buffers differed or a rank had changed its own.
-        trouble: returns why this rank cannot take the next step, as found by another thread, or None if it can.
-        rows_read: table -> rows that each rank reads, if announced.
+        form: which numbers an announcement contains, under the current plan.
+        of_step: this rank's announcement for the next step, without sizes.
+        asked_to_plan: whether any rank has requested a new plan in the last handshake.
+        buffers_differ: whether, in the last handshake, buffers to synchronize differed or a rank had changed its own.
+        trouble: function that returns why this rank cannot run the next step, as found by another thread, or None.
+        rows_read: table -> how many rows each rank reads, if announced.
     """
 
     def __init__(self, communicator: Communicator) -> None:
@@ -186,18 +188,18 @@ class StepHandshake:
         communicator.set_read_announcer(self.announce_read)
 
     def announce_step(self, sizes: Sequence[int], failure: str | None = None) -> list[tuple[int, ...]]:
-        """Announces the next step with these sizes. Returns every rank's sizes. Raises like `announce`.
+        """Announces the next step with these sizes, and returns the sizes of every rank. Raises like `announce`.
 
         Args:
-            failure: an error found after `of_step` was built.
+            failure: an error that this rank found after it had set `of_step`, or None.
         """
         return self.announce(self._message(sizes, failure))
 
     def announce_ahead(self, then: Callable[[], None]) -> None:
-        """Announces the next step without waiting for the other ranks. `wait` waits for them and raises.
+        """Announces the next step without waiting for the other ranks. `wait` does that.
 
         Args:
-            then: called once every rank is known to continue.
+            then: called once all ranks have announced that they continue.
         """
         own = self._message((), None)
         if own.failure is not None or self.communicator.world_size == 1:
@@ -208,25 +210,25 @@ class StepHandshake:
         self._ahead = _PendingHandshake(own, self._start_exchange(own), then)
 
     def wait(self) -> None:
-        """Waits for a handshake started by `announce_ahead`; raises like `announce`."""
+        """Waits for the handshake that `announce_ahead` has started. Raises like `announce`."""
         if (ahead := self._ahead) is not None:
             self._ahead = None
             self._finish_exchange(ahead.own, ahead.launched)
             ahead.then()
 
     def _message(self, sizes: Sequence[int], failure: str | None) -> HandshakeMessage:
-        """Returns this rank's announcement of the next step."""
+        """Returns this rank's announcement for the next step, with sizes and failure."""
         own = self.of_step
         own.failure = own.failure or failure or self.trouble()
         own.sizes, own.collective_ops = tuple(sizes), self.communicator.collective_ops
         return own
 
     def announce(self, message: HandshakeMessage) -> list[tuple[int, ...]]:
-        """Announces a step. Returns every rank's sizes.
+        """Exchanges announcements with all ranks, and returns the sizes of every rank.
 
         Raises:
-            PeerFailure: a rank has failed, or ranks do different things; on all ranks.
-            PlanDoesNotFit: a rank's batch does not fit the plan; on all ranks.
+            PeerFailure: a rank has failed, or ranks do different things. Raised on every rank.
+            PlanDoesNotFit: a rank's batch does not fit the plan. Raised on every rank.
         """
         self.wait()
         if self.communicator.world_size == 1:
@@ -239,13 +241,13 @@ class StepHandshake:
         return self._finish_exchange(message, self._start_exchange(message))
 
     def watch(self) -> None:
-        """Starts the watchdog for calls that some ranks never make; later calls do nothing. Call on all ranks in the
+        """Starts the watchdog for calls that only some ranks make, at the first call. All ranks must call this in the
         same order.
         """
         self._watchdog.watch(self.communicator, self._check_mismatch)
 
     def _start_exchange(self, message: HandshakeMessage) -> Exchange:
-        """Starts the exchange of an announcement."""
+        """Starts exchanging an announcement with all ranks."""
         communicator = self.communicator
         communicator.check_open()
         self._watchdog.announced += 1
@@ -254,7 +256,7 @@ class StepHandshake:
         return self.launch(message)
 
     def _finish_exchange(self, message: HandshakeMessage, launched: Exchange) -> list[tuple[int, ...]]:
-        """Waits for an announcement's exchange. Returns every rank's sizes, or raises.
+        """Waits for the announcements of all ranks. Returns the sizes of every rank, or raises.
 
         Reads the full announcements only where the numbers differ or a rank reports something.
         """
@@ -268,8 +270,8 @@ class StepHandshake:
         return [tuple(row[first : first + len(message.sizes)]) for row in rows]
 
     def _check_messages(self, message: HandshakeMessage, messages: Sequence[HandshakeMessage]) -> list[tuple[int, ...]]:
-        """Compares all announcements. Returns every rank's sizes, or raises if a rank has failed or steps do not
-        match.
+        """Compares the announcements of all ranks. Returns the sizes of every rank, or raises if a rank has failed or
+        steps differ.
         """
         self.asked_to_plan = any(each.asks_to_plan for each in messages)
         self.rows_read = {name: tuple(each.rows_seen[name] for each in messages) for name in self.form.watched}
@@ -286,7 +288,7 @@ class StepHandshake:
         return [each.sizes for each in messages]
 
     def gather_activities(self, activity: int) -> list[int]:
-        """Exchanges the ranks' activities before a step, `JOINED` for a rank without batches. Collective."""
+        """Exchanges the modes in which ranks call the model next; `JOINED` for a rank without batches. Collective."""
         self.wait()
         self.communicator.check_open()
         own = HandshakeMessage(JOIN, activity)
@@ -295,10 +297,10 @@ class StepHandshake:
     def _exchange_until_aligned(
         self, message: HandshakeMessage, rows: Sequence[Sequence[int]]
     ) -> list[HandshakeMessage]:
-        """Returns every rank's announcement. Repeats the exchange until all ranks announce the same kind of step.
+        """Repeats the exchange until all ranks announce the same kind of step. Returns their announcements.
 
         Args:
-            rows: the results of the first exchange.
+            rows: the numbers of all ranks from the first exchange.
         """
         everyone = self._decode_all(message, rows)
         while (kinds := {each.kind for each in everyone}) & {BACKWARD, GAVE_UP, QUESTION}:
@@ -312,16 +314,18 @@ class StepHandshake:
         return everyone
 
     def _check_mismatch(self, store: Any, name: str) -> None:
-        """Runs one check of the watchdog, on the liveness thread: looks for ranks that wait in different calls.
+        """Runs one check for ranks that wait in different calls. Called by the liveness thread.
 
         Args:
-            store: a store that only this thread uses.
-            name: a unique prefix of keys, equal on all ranks.
+            store: a store of torch.distributed that only this thread uses.
+            name: a prefix for keys that is unique, and equal on all ranks.
         """
         self._watchdog.check(store, name, self._answer_with_failure)
 
     def _answer_with_failure(self, failure: str) -> PeerFailure:
-        """Answers other ranks' announcement with a failure, from another thread, while the main thread is blocked."""
+        """Answers the other ranks' announcement with a failure while the main thread is blocked. Called by another
+        thread.
+        """
         self._watchdog.announced += 1
         self.communicator.progress.begin_step()
         own = HandshakeMessage(failure=failure)
@@ -337,7 +341,7 @@ class StepHandshake:
         return [HandshakeMessage.decode(row, form, sizes) for row in rows]
 
     def _wait_for_numbers(self, launched: Exchange) -> list[list[int]]:
-        """Waits for an exchange started by `launch`. Returns the numbers of each rank."""
+        """Waits for an exchange. Returns the numbers of each rank."""
         _, everyone, work = launched
         try:
             try:
@@ -355,7 +359,7 @@ class StepHandshake:
         return found
 
     def launch(self, message: HandshakeMessage) -> Exchange:
-        """Starts the exchange of this rank's announcement with those of the others."""
+        """Starts exchanging this rank's announcement with those of all ranks."""
         communicator, encoded = self.communicator, message.encode(self.form)
         numbers = torch.tensor(encoded, dtype=torch.int64, device="cpu")
         everyone = numbers.new_empty((communicator.world_size, numbers.numel()))
@@ -365,21 +369,23 @@ class StepHandshake:
     # -- in the middle of a call ---------------------------------------------------------------------------------------
 
     def give_up(self, failure: str) -> None:
-        """Announces that this rank cannot finish a forward that it has announced. Requires at least two ranks."""
+        """Announces that this rank cannot finish a forward that it has announced before. Requires at least two
+        ranks.
+        """
         self.wait()
         self._given_up = failure
         own = HandshakeMessage(GAVE_UP)
         self.reports(self._decode_all(own, self._wait_for_numbers(self.launch(own))), failure)
 
     def announce_read(self, what: str, value: Tensor | None, reduce_op: Any) -> Tensor | None:
-        """Announces a read of a sharded table, which all ranks must make. Returns the numbers sent with the
-        announcement, reduced over ranks.
+        """Announces a read of a sharded table, which all ranks must make together. Returns the values sent with the
+        announcements, reduced over ranks.
 
         Args:
             what, value, reduce_op: as for `embrace_fx.runtime.ranks.questions.SharedRead`.
 
         Raises:
-            PeerFailure: not all ranks read it; on every rank.
+            PeerFailure: not all ranks make this read. Raised on every rank.
         """
         question = SharedRead(what, value, reduce_op)
         own = HandshakeMessage(QUESTION, program=question.hash, sizes=question.encode_value(self.form.sizes))
@@ -396,9 +402,7 @@ class StepHandshake:
         return question.reduce_values([each.sizes for each in everyone])
 
     def reports(self, messages: Sequence[HandshakeMessage], failure: str | None) -> dict[int, str]:
-        """Returns the reasons, by rank, why ranks cannot continue. Collective if any rank has a reason: they then
-        exchange the texts.
-        """
+        """Returns the reasons, by rank, why ranks cannot continue. Collective if any rank has one."""
         kinds, found = {each.kind for each in messages}, dict[int, str]()
         if QUESTION in kinds:
             self.communicator.collective_ops = 0  # all ranks restart the count of ops on parts
@@ -409,12 +413,16 @@ class StepHandshake:
         return found
 
     def _log_abandoned_call(self, reports: Mapping[int, str]) -> None:
-        """Logs that all ranks have given up the previous call."""
+        """Logs that all ranks have abandoned the previous call.
+
+        Args:
+            reports: the reasons by rank.
+        """
         told = "; ".join(f"rank {rank}: {text.removesuffix('.')}" for rank, text in sorted(reports.items()))
         warnings.warn(f"All ranks have given up the previous call: {told}.", RuntimeWarning, stacklevel=2)
 
     def record_rows(self, tables: Sequence[str], sizes: Sequence[Sequence[int]]) -> None:
-        """Records the announced rows: `sizes` by rank and table; negative if unknown."""
+        """Records how many rows each rank reads of each table; negative if unknown."""
         self.rows_read.update(zip(tables, zip(*sizes, strict=True), strict=False))
 
     def all_gather_ids(
@@ -426,7 +434,7 @@ class StepHandshake:
         tables: Sequence[str],
         spaces: Mapping[str, RowSpace],
     ) -> InFlight:
-        """Implements the op `all_gather_ids`; the announcement exchanges the sizes."""
+        """Implements the op `all_gather_ids`. The handshake exchanges how many ids each rank sends."""
         counts = [u.numel() for u in unique]
         everyone = self.announce_step(counts, describe_bad_id(unique, tables, num_rows, spaces))
         self.record_rows(tables, everyone)

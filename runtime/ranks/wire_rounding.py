@@ -1,4 +1,4 @@
-"""Rounds gradients and rows for the wire, with error feedback, and measures the error.
+"""Rounds gradients and rows before they are sent, adds rounding errors to the next gradient, and measures the error.
 
 Contract
     A rank adds the rounding error of a gradient to the next one that it sends (error feedback). For a bucket it keeps
@@ -27,30 +27,34 @@ MEASURED_EVERY = 16
 
 @dataclass
 class _ErrorSums:
-    """The sums of squared errors and squared values, over the measured roundings."""
+    """Sums of squared rounding errors and of squared exact values."""
 
     calls: int = 0
     of_errors: float | Tensor = 0.0
     of_values: float | Tensor = 0.0
 
     def add(self, exact: Tensor, arrived: Tensor) -> None:
-        """Adds the squares of a rounding's errors and of the exact values."""
+        """Adds the error of one rounding.
+
+        Args:
+            exact, arrived: the values before and after.
+        """
         self.of_errors = self.of_errors + (arrived - exact).float().square().sum()
         self.of_values = self.of_values + exact.float().square().sum()
 
     @property
     def relative_rms(self) -> float | None:
-        """Returns the relative root mean square error, or None if nothing but zeros was measured."""
+        """The root mean square error divided by that of the exact values, or None if they were all zero."""
         return sqrt(float(self.of_errors) / float(self.of_values)) if float(self.of_values) else None
 
 
 @dataclass
 class Rounding:
-    """The rounding of a model's gradients and rows for the wire: their formats, and this rank's rounding errors for
-    error feedback.
+    """Rounds a model's gradients and rows before they are sent. Keeps this rank's rounding errors, to add them to the
+    next gradients.
 
     Attributes:
-        form: the format of tables' rows, their gradients, and dense gradients.
+        form: the format to round to: "exact", "bf16", "fp16" or "int8".
     """
 
     form: Format = "exact"
@@ -58,22 +62,26 @@ class Rounding:
     _errors: dict[str, _ErrorSums] = field(default_factory=dict)
 
     def forget(self) -> None:
-        """Drops the rounding errors that are kept for error feedback."""
+        """Drops the rounding errors that would be added to the next gradients."""
         self._left.clear()
 
     def encode_rows(self, columns: Tensor, pieces: Pieces) -> Tensor:
-        """Rounds looked-up rows to their wire format."""
+        """Rounds looked-up rows, and returns them in the form in which they are sent.
+
+        Args:
+            pieces: the shapes (rows, columns) of what each rank gets.
+        """
         self._measure("rows", columns, lambda: round_trip(columns, pieces, self.form))
         return encode(columns, pieces, self.form)
 
     def encode(self, rounded: Tensor, pieces: Pieces) -> Tensor:
-        """Encodes row gradients that are already rounded, without a further error."""
+        """Returns row gradients that are already rounded in the form in which they are sent, without a further
+        error.
+        """
         return encode(rounded, pieces, self.form)
 
     def round_rows(self, rows: Tensor, ids: Tensor, form: Format, grid_columns: int, table: str) -> Tensor:
-        """Rounds row gradients to their wire format, after adding the errors of earlier roundings
-        (`embrace::round_rows`).
-        """
+        """Implements the op `round_rows`: rounds row gradients after adding the errors of earlier roundings."""
         kept = self._left.get(table)
         wanted = rows.float()
         if kept is not None and kept[0].numel():
@@ -89,7 +97,9 @@ class Rounding:
         return sent.to(rows.dtype)
 
     def rounded_bucket(self, flat: Tensor, pieces: Pieces, name: str) -> Tensor:
-        """Rounds a dense gradient, or a mean of it, to its form on the wire; keeps the error."""
+        """Rounds a dense gradient, or a mean of it, after adding the error of its last rounding. Keeps the new
+        error.
+        """
         kept = self._left.get(name)
         wanted = flat.float() if kept is None else flat.float() + kept[1]
         coded = encode(wanted, pieces, self.form)
@@ -99,20 +109,20 @@ class Rounding:
         return coded
 
     def _measure(self, kind: str, exact: Tensor, arrived: Callable[[], Tensor]) -> None:
-        """Adds the rounding error of every `MEASURED_EVERY`-th call to the totals of `kind`."""
+        """Adds the error of a rounding to the sums for `kind`, at every `MEASURED_EVERY`-th call."""
         error = self._errors.setdefault(kind, _ErrorSums())
         error.calls += 1
         if error.calls % MEASURED_EVERY == 1:
             error.add(exact, arrived())
 
     def rounds(self, values: Tensor) -> bool:
-        """Returns whether a tensor is sent in fewer bits than it has."""
+        """Returns whether values of this dtype are rounded when they are sent."""
         return (
             self.form != "exact" and values.is_floating_point() and Wire(values.element_size(), self.form).is_narrower
         )
 
     def report(self) -> str:
-        """Returns lines about the rounded values and this rank's error, or "" if nothing is rounded."""
+        """Returns lines for a report: what is rounded, and this rank's rounding errors, or "" if nothing is rounded."""
         lines = []
         for kind, made_good in (
             ("rows", ""),
@@ -126,5 +136,5 @@ class Rounding:
 
 
 def _without_nonfinite(error: Tensor) -> Tensor:
-    """Replaces inf and nan in an error by zero, so that the next gradient is finite."""
+    """Replaces inf and nan in a rounding error by zero, so that the next gradient is finite."""
     return error.nan_to_num_(0.0, 0.0, 0.0)

@@ -1,4 +1,4 @@
-"""A thread that runs jobs in order and signals the end of each."""
+"""A thread that runs functions in order, and signals the end of each."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch.futures import Future
 
 
 class Worker:
-    """A thread that runs jobs first in, first out. It ends with this object, or with the process."""
+    """A thread that runs functions in order. It ends with this object, or with the process."""
 
     def __init__(self, name: str) -> None:
         self._jobs = SimpleQueue[Any]()
@@ -24,14 +24,14 @@ class Worker:
         weakref.finalize(self, self._jobs.put, None).atexit = False
 
     def submit(self, job: Callable[[], Any]) -> Any:
-        """Enqueues a job. Returns a future of its result or error."""
+        """Adds a function to the queue. Returns a future of its result or error."""
         end: Any = torch._C.Future([])  # each method of `torch.futures.Future` would add a Python call
         self._jobs.put((job, end))
         return end
 
 
 def _run_jobs(jobs: SimpleQueue[Any]) -> None:
-    """Runs the jobs of a queue in order, until the queue yields None."""
+    """Runs the functions of a queue in order, until the queue yields None."""
     while (next_ := jobs.get()) is not None:
         job, end = next_
         try:
@@ -45,7 +45,7 @@ def _run_jobs(jobs: SimpleQueue[Any]) -> None:
 
 
 def _raise_error(error: Exception, _: object) -> None:
-    """Raises an error in place of a result."""
+    """Raises an error in place of returning a result."""
     raise error
 
 
@@ -56,9 +56,9 @@ class FutureWork:
         self._future = future
 
     def get_future(self) -> Future[Any]:
-        """Returns the future."""
+        """Returns the wrapped future."""
         return self._future
 
     def wait(self) -> Any:
-        """Waits for the future, and returns its value."""
+        """Waits for the future, and returns its result."""
         return self._future.wait()

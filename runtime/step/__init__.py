@@ -1,1 +1,3 @@
-"""One call of a model and its backward, as a program; whichever optimizer steps behind it."""
+"""Runs one call of a model and its backward as a compiled program, and hooks the optimizers that step its
+parameters.
+"""

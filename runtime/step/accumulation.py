@@ -1,4 +1,5 @@
-"""Watches autograd accumulate gradients: a backward's begin, its gradients, its end or failure.
+"""Follows autograd while it accumulates gradients, for eager calls: when a backward begins, which gradients it
+computes, how it ends.
 
 Contract
     A backward begins where autograd reaches a result of the model, or a parameter that the loss reads by itself, before
@@ -39,9 +40,10 @@ class _EagerBackward:
 
     Attributes:
         before: parameter -> its `.grad` before the backward, if it had one.
-        kept: parameters of `before` whose hooks must find the sum in `.grad`.
-        reached: parameters whose gradients have been accumulated, in that order.
-        task: the engine's number for the backward. A nested backward, for example of a checkpoint, has another number.
+        kept: parameters in `before` whose hooks must see the sum in `.grad`.
+        reached: parameters whose gradients have been accumulated, in order.
+        task: the autograd engine's number for the backward. A nested backward, such as that of a checkpoint, has
+            another one.
     """
 
     step: GradientStep
@@ -52,7 +54,7 @@ class _EagerBackward:
 
 
 class _End:
-    """The callback that autograd's engine calls at the end of a backward."""
+    """A callback that the autograd engine calls at the end of a backward."""
 
     def __init__(self, accumulation: Accumulation) -> None:
         self._accumulation: Accumulation | None = accumulation
@@ -68,10 +70,11 @@ class _End:
 
 
 class Accumulation:
-    """Follows autograd as it accumulates the gradients of one model's parameters.
+    """Follows autograd while it accumulates the gradients of one model's parameters.
 
     Args:
-        look: a weak reference to a method, called with a backward's gradients by parameter before their exchange.
+        look: a weak reference to a method that is called with a backward's gradients, by parameter, before they are
+            exchanged.
 
     Attributes:
         parameters: name -> parameter, for parameters whose gradients are exchanged.
@@ -89,7 +92,7 @@ class Accumulation:
         self._nests: bool | None = None  # whether a backward has contained another one, or None before the first
 
     def watch(self, parameters: Mapping[str, nn.Parameter]) -> None:
-        """Starts to watch the autograd nodes that accumulate the gradients of these parameters."""
+        """Starts watching the autograd nodes that accumulate the gradients of these parameters."""
         if [*map(id, parameters.values())] == [*map(id, self.parameters.values())]:
             return
         self.forget()
@@ -113,7 +116,9 @@ class Accumulation:
         self.parameters, self._last = {}, None
 
     def expect(self, step: GradientStep, results: Any) -> None:
-        """Registers a call whose results have been returned, so that their backward is recognized as the call's."""
+        """Registers a call whose results have been returned, so that a backward from these results is attributed to
+        it.
+        """
         self._waiting = [each for each in self._waiting if each() is not None] + [weakref.ref(step)]
         leaves = [leaf for leaf in _tensors_in(results) if leaf.requires_grad and leaf.grad_fn is not None]
         step.end_forward(leaves)
@@ -123,8 +128,8 @@ class Accumulation:
             node.register_prehook(partial(_on_backward_node, itself, step))
 
     def begin(self, step: GradientStep | None) -> None:
-        """Begins the backward of a call. If `step` is None, because the backward did not start at a call's results,
-        takes the last call.
+        """Begins the backward of a call. If the backward did not start at a call's results (`step` is None), it is
+        attributed to the last call.
         """
         if not self._accumulates_parameters():
             return
@@ -145,14 +150,14 @@ class Accumulation:
             step.begin_backward(of_results=of_results)
 
     def _accumulates_parameters(self) -> bool:
-        """Returns whether the running backward accumulates parameters' gradients, as `torch.autograd.grad` does not."""
+        """Returns whether the running backward accumulates into `.grad`, which `torch.autograd.grad` does not."""
         try:
             return any(torch._C._will_engine_execute_node(node) for _, node in self._nodes.values())
         except RuntimeError:  # torch raises if `torch.autograd.grad` asks for a parameter's gradient
             return False
 
     def end(self) -> None:
-        """Ends the backward, and exchanges its gradients. Collective."""
+        """Ends the backward, and reduces its gradients over ranks. Collective."""
         self._nests = bool(self._nests)
         step, gradients = self._finish_backward()
         if (look := self._look()) is not None:
@@ -161,7 +166,7 @@ class Accumulation:
         self._last = step
 
     def fail(self) -> None:
-        """Announces to the other ranks that this rank's backward has raised. Does not raise their failures."""
+        """Tells the other ranks that this rank's backward has raised. Does not raise errors of other ranks."""
         if self.backward is None:
             return
         step, _ = self._finish_backward()
@@ -169,9 +174,7 @@ class Accumulation:
             step.exchange({}, RuntimeError(_RAISED))
 
     def _finish_backward(self) -> tuple[GradientStep, dict[str, Tensor]]:
-        """Ends the backward and restores `.grad`. Returns the step, and its gradients in the order of their
-        accumulation.
-        """
+        """Ends the backward, and restores `.grad`. Returns the call, and its gradients in the order of accumulation."""
         backward, self.backward = self.backward, None
         assert backward is not None
         found = [(name, self.parameters[name].grad) for name in backward.reached]
@@ -185,14 +188,16 @@ class Accumulation:
         return backward.step, gradients
 
     def _added_by(self, backward: _EagerBackward, name: str) -> Tensor:
-        """Returns the part of `.grad` that this backward has added."""
+        """Returns what this backward has added to a parameter's `.grad`."""
         found = self.parameters[name].grad
         assert found is not None
         return found.detach() - backward.before[name] if name in backward.kept else found.detach()
 
 
 def _on_accumulated(itself: weakref.ref[Accumulation], name: str, *_: Any) -> None:
-    """Records that autograd has accumulated a parameter's gradient. Sends its bucket if that is complete."""
+    """Called when autograd has accumulated a parameter's gradient. Sends the parameter's bucket if that completes
+    it.
+    """
     accumulation = itself()
     if accumulation is None or (backward := accumulation.backward) is None:
         return
@@ -206,7 +211,9 @@ def _on_accumulated(itself: weakref.ref[Accumulation], name: str, *_: Any) -> No
 
 
 def _on_backward_node(itself: weakref.ref[Accumulation], step: GradientStep | None, *_: Any) -> None:
-    """Begins a backward when its first node runs. In a running backward, records that it contains another call too."""
+    """Called when the first node of a call's backward runs. Begins a backward, or records that the running one contains
+    this call too.
+    """
     accumulation = itself()
     if accumulation is None:
         return
@@ -217,7 +224,7 @@ def _on_backward_node(itself: weakref.ref[Accumulation], step: GradientStep | No
 
 
 def _tensors_in(results: Any) -> Sequence[Tensor]:
-    """Returns the tensors in a call's results, also those in containers and objects."""
+    """Returns the tensors in a call's results, also inside containers and objects."""
     found: list[Tensor] = []
     waiting, seen = [results], set[int]()
     while waiting:

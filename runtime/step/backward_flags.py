@@ -1,4 +1,4 @@
-"""The flags of a backward: one tiny exchange between ranks under it, read at its end.
+"""Checks at the end of a backward that all ranks have succeeded, by exchanging a few numbers (flags) while it runs.
 
 On the host it is gathered, in one message's time; an AllReduce's ring would take 2 (N-1) of them, one after the other,
 each behind the gradients on their way.
@@ -31,12 +31,12 @@ def launch_flags(
     communicator: Communicator,
     streams: Streams | None,
 ) -> Finish:
-    """Begins the exchange of flags at the end of a backward. Collective.
+    """Starts exchanging the flags of a backward between ranks. Returns a function that waits for them. Collective.
 
     Args:
-        scalars: the step's scalar results.
-        used: the parameters that its backward reaches, as `UsedParameters.words` encodes them.
-        written: how many of the tensors that the backward reads were written since the forward; or `FAILED`.
+        scalars: the step's scalar results, which must be finite.
+        used: the parameters that the backward reaches, encoded by `UsedParameters.words`.
+        written: how many tensors that the backward reads were written since the forward, or `FAILED`.
         streams: the streams of the results' device, or None if they are on the host.
 
     Returns:
@@ -53,7 +53,9 @@ def launch_flags(
         read = _exchange_flags_on_device(streams, scalars, used, written, communicator)
 
     def finish(names: str, failure: Exception | None, is_harmless: Callable[[], bool]) -> tuple[int, ...]:
-        """Reads the flags of all ranks, raises the failures among them, and returns the counts of gradients."""
+        """Waits for the flags of all ranks. Raises if any rank has failed, or returns how many ranks' backwards reach
+        each parameter.
+        """
         flags, size = read(), communicator.world_size
         not_finite, writes, counts = flags[:size], flags[size : 2 * size], flags[2 * size :]
         if not any(writes) and not any(not_finite):
@@ -78,21 +80,23 @@ def launch_flags(
 
 
 def _list_ranks(counts: Sequence[int]) -> str:
-    """Lists the ranks whose count is not zero."""
+    """Returns, as text, the ranks whose count is not zero."""
     return ", ".join(str(rank) for rank, count in enumerate(counts) if count)
 
 
 def _exchange_flags(
     scalars: Sequence[Tensor], used: Sequence[int], written: int, communicator: Communicator
 ) -> Callable[[], list[int]]:
-    """Exchanges, by rank, the count of scalars that are not finite and `written`, then the sum of `used`."""
+    """Starts exchanging, for each rank, how many scalars are not finite and `written`; and the sum of `used` over
+    ranks.
+    """
     numbers = [scalar.item() for scalar in scalars]
     own = [len(numbers) - sum(map(math.isfinite, numbers)), written, *used]
     communicator.progress.record(_NAME)
     launched = communicator.gather_equal(torch.tensor(own, dtype=torch.int64, device="cpu"), "ids")
 
     def read() -> list[int]:
-        """Waits for the flags, and returns them flat with the counts summed over ranks."""
+        """Waits for the flags. Returns them as a flat list, with `used` summed over ranks."""
         flags = communicator.wait(launched, _NAME)
         return [*flags[:, :2].t().flatten().tolist(), *flags[:, 2:].sum(0).tolist()]
 
@@ -102,7 +106,7 @@ def _exchange_flags(
 def _exchange_flags_on_device(
     streams: Streams, scalars: Sequence[Tensor], used: Sequence[int], written: int, communicator: Communicator
 ) -> Callable[[], list[int]]:
-    """Exchanges the flags on a device. The host enqueues the whole backward, and then waits for the forward's end."""
+    """Starts exchanging the flags of a backward on a device. The host then waits only for the end of the forward."""
     size, rank = communicator.world_size, communicator.rank
     there = streams.record("loss ready")
     with streams.on("ids", "backward flags"):

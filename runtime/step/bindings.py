@@ -1,4 +1,4 @@
-"""Binds the ops of a program to the communicator, the launcher, the flow, and the gradients that a model has left."""
+"""Binds the ops of a program to the runtime functions that run them: communicator, launcher, tables and copies."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ from embrace_fx.vocabulary.submissions import compute_up_to
 
 
 class Bindings:
-    """Maps the nodes of one graph to the runtime functions that they call.
+    """Maps the nodes of one graph to the runtime functions that run them.
 
     Args:
-        buckets: the buckets that the graph reduces, in launch order, or None.
-        flow: launches the exchanges.
-        links: the links for which exchanges are cut.
-        copies: copies saved values out of memory and back, or None.
+        buckets: names of the parameters of each bucket that the graph reduces, in launch order, or None.
+        flow: the pipeline that launches exchanges and keeps updates for the next step.
+        links: the cluster for which the sizes of messages are chosen.
+        copies: offloads and reloads saved values, or None.
         keeps_buckets: whether buckets on a host keep their memory from one step to the next.
     """
 
@@ -80,31 +80,31 @@ class Bindings:
         }
 
     def call(self, node: fx.Node) -> Callable[..., Any] | None:
-        """Returns the function that a node calls, or None if the node runs a kernel or a torch op."""
+        """Returns the runtime function that runs a node, or None if the node runs a kernel or one of torch's ops."""
         found = self._kernel(node) or self._function_of(node)
         return found and _rename_call(partial(found), node.name)
 
     def _function_of(self, node: fx.Node) -> Callable[..., Any] | None:
-        """Returns the function that runs a node's op, or None if the op itself runs."""
+        """Returns the runtime function that runs a node's op, or None if the op runs itself."""
         op, launch = op_name(node), self._flow.launcher.launch_of(node)
         if launch is not None and op in _OF_LAUNCH:
             return partial(_OF_LAUNCH[op](self._flow, launch.what), launch)
         return self._made[op](node) if op in self._made else self._on_the_spot.get(op)
 
     def _wait_function(self, node: fx.Node) -> Callable[..., Any]:
-        """Returns the function that waits for a launch."""
+        """Returns the function that waits for a collective."""
         launch, flow = node.all_input_nodes[0], self._flow
         if op_name(launch) in HEAD_LAUNCHES:
             return self._heads.end_function(node)
         return self._communicator.wait if flow.launcher.launch_of(launch) is None else flow.await_launch
 
     def _packer(self, node: fx.Node) -> Packer:
-        """Returns the function that packs a bucket."""
+        """Returns the object that packs a bucket's gradients into one tensor."""
         scales, names = self._communicator.comm_hook is None, self._buckets[node.meta["bucket"]]
         return Packer(self._state, names, scales=scales, keeps_memory=self._keeps_buckets)
 
     def _gather_ids_function(self, node: fx.Node) -> Callable[..., Any]:
-        """Returns the function that gathers ids."""
+        """Returns the function that gathers the ids of all ranks."""
         return partial(self._announcements.all_gather_ids, tables=node.meta["tables"], spaces=self._spaces)
 
     def _copy_function(self, node: fx.Node) -> Callable[..., Any]:
@@ -113,7 +113,7 @@ class Bindings:
         return _copy_call(self._copies, self._flow.recorder, node)
 
     def _lookup_function(self, node: fx.Node) -> Callable[..., Any]:
-        """Returns the function that looks up rows of a table, after applying the steps that the rows have deferred."""
+        """Returns the function that looks up rows of a table, after applying their deferred optimizer steps."""
         role, state = node.all_input_nodes[0].meta["role"], self._state
         name = role.table if isinstance(role, Shard) else role.name
 
@@ -125,7 +125,7 @@ class Bindings:
         return look_up_rows
 
     def _comm_hook_function(self, comm_hook: CommHook, node: fx.Node) -> Callable[..., Any]:
-        """Returns the function with which the user's communication hook reduces a bucket."""
+        """Returns the function that reduces a bucket with the user's communication hook."""
         packed = node.all_input_nodes[0]
         if op_name(packed) != "embrace::pack_bucket":  # some all_reduce nodes reduce counts of ids instead of buckets
             return self._communicator.all_reduce_
@@ -156,7 +156,7 @@ _OF_LAUNCH: Mapping[str, Callable[[CommPipeline, str], Callable[..., Any]]] = {
 
 
 def _copy_call(copies: Copies, recorder: Recorder, node: fx.Node) -> Callable[..., Any]:
-    """Makes the function of a node that begins or awaits a copy."""
+    """Returns the function that begins an offload or a reload, or that waits for one."""
     launch, until, name = launch_of(node), compute_up_to(node), op_name(node)
     assert launch is not None
 
@@ -176,7 +176,7 @@ def _copy_call(copies: Copies, recorder: Recorder, node: fx.Node) -> Callable[..
 
 
 def _rename_call(call: Callable[..., Any], node: str) -> Callable[..., Any]:
-    """Returns a call with the name by which the lowered program's source code shows it."""
+    """Returns a function that calls `call`, under the name by which the program's source code shows it."""
     call.__name__ = node
     return call
 
@@ -191,7 +191,7 @@ def _exchange_gradient_(
     group: str,
     group_size: int,
 ) -> InFlight:
-    """Runs the op `exchange_gradient_` to its end, for gradients that no launcher sends."""
+    """Runs the op `exchange_gradient_`: exchanges a gradient sparsely, at once, without a launcher."""
     channel = Channel(communicator.process_group(group))
     with communicator.watching():
         exchange_gradient_(flat, ExchangeKind(rows, strategy, scheme), channel, links)

@@ -1,4 +1,4 @@
-"""One call of the model as one node of the user's autograd graph.
+"""Makes one call of the model a single node of the user's autograd graph.
 
 Gradients of parameters that are to be differentiated again (`create_graph=True`) raise where they are: a mean over
 ranks is no function that autograd knows. Under DDP, too, what is made of it again is wrong.
@@ -25,11 +25,11 @@ TWICE = (
 
 
 class CallNode(torch.autograd.Function):
-    """One call of the model as one node of the user's autograd graph."""
+    """The autograd function of one call of the model."""
 
     @staticmethod
     def forward(ctx: Any, step: Step, anchor: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
-        """Runs the step's forward as one node of autograd."""
+        """Runs the step's forward."""
         ctx.step = step
         ctx.set_materialize_grads(False)
         results = spanned("forward", step.forward)
@@ -59,11 +59,11 @@ class CallNode(torch.autograd.Function):
 
 
 class _NotDifferentiable(torch.autograd.Function):
-    """An autograd function that returns a gradient, and raises if the gradient is differentiated."""
+    """An autograd function that passes on a gradient, and raises if that gradient is differentiated."""
 
     @staticmethod
     def forward(ctx: Any, gradient: Tensor) -> Tensor:
-        """Returns a view of a gradient."""
+        """Returns a view of the gradient."""
         return gradient.view_as(gradient)
 
     @staticmethod
@@ -73,7 +73,7 @@ class _NotDifferentiable(torch.autograd.Function):
 
 
 def refuse_second_derivatives(program: Program) -> None:
-    """Makes the gradients of a backward with `create_graph=True` raise if they are differentiated again."""
+    """Makes the gradients of a backward with `create_graph=True` raise if they are differentiated."""
     program.flow.wait()
     with torch.enable_grad():
         for parameter in program.state.parameters():

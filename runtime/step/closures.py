@@ -1,4 +1,5 @@
-"""The loss of a closure: optimizers that decide by it see the mean over ranks, their callers what the closure returned.
+"""Closures of optimizers: an optimizer that decides by the loss gets its mean over ranks, while the caller gets this
+rank's own.
 
 optimizer.step(closure)      inside LBFGS    float(closure()) is the mean, the same on all ranks
                              afterwards      what the step returns is this rank's own loss, as under DDP
@@ -17,21 +18,21 @@ from embrace_fx.runtime.ranks.communicator import Communicator
 
 
 def find_closure(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Callable[[], Any] | None:
-    """Finds the closure among the arguments of an optimizer's step; the first one is the optimizer."""
+    """Returns the closure among the arguments of `Optimizer.step`, or None."""
     return args[1] if len(args) > 1 else kwargs.get("closure")
 
 
 def with_closure(
     args: tuple[Any, ...], kwargs: Mapping[str, Any], closure: Callable[[], Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Returns the arguments of an optimizer's step with another closure."""
+    """Returns the arguments of `Optimizer.step` with the closure replaced."""
     if len(args) > 1:
         return (args[0], closure, *args[2:]), dict(kwargs)
     return args, {**kwargs, "closure": closure}
 
 
 class _LossNumber(float):
-    """A loss whose `float()` is the mean over ranks while an optimizer steps, and this rank's own loss otherwise."""
+    """A loss whose `float()` is the mean over ranks while an optimizer steps, and this rank's own loss afterwards."""
 
     mean: float | None = None
 
@@ -43,10 +44,10 @@ class _LossNumber(float):
 
 
 class MeanLoss:
-    """A closure that returns, while an optimizer steps, the mean of its losses over ranks.
+    """A closure for an optimizer's step that returns the mean of the loss over ranks. Collective.
 
     Args:
-        closure: evaluates the loss of this rank's batch, and its gradients. Collective.
+        closure: the user's closure, which computes the loss of this rank's batch and its gradients.
     """
 
     def __init__(self, closure: Callable[[], Any], communicator: Communicator) -> None:
@@ -70,7 +71,7 @@ class MeanLoss:
         return number
 
     def restore(self) -> None:
-        """Restores this rank's own losses in the objects that the step has received."""
+        """Restores this rank's own losses in the objects that the optimizer has received."""
         for mean, loss in self._tensors:
             mean.copy_(loss)
         for number in self._numbers:

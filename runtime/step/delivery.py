@@ -1,4 +1,4 @@
-"""Delivers what a backward found to where optimizers find it: dense gradients, rows, and launches in flight.
+"""Stores the results of a backward where optimizers find them: dense gradients, rows, and gradients still in flight.
 
 Gradients have the layouts that autograd makes; an optimizer's class may take others.
 """
@@ -30,7 +30,7 @@ from embrace_fx.vocabulary.graph import (
 
 
 def delivered(roles: Sequence[OutputRole]) -> list[str]:
-    """Returns the parameters that get a gradient from a backward with these outputs."""
+    """Returns the names of parameters that get a gradient from a backward with these outputs."""
     found: dict[str, None] = {}
     for role in roles:
         match role:
@@ -46,13 +46,13 @@ def delivered(roles: Sequence[OutputRole]) -> list[str]:
 
 
 class _SortedOutputs:
-    """The outputs of a backward, sorted by the way in which they are delivered."""
+    """The outputs of a backward, sorted by how their gradients are stored."""
 
     def __init__(self, roles: Sequence[OutputRole]) -> None:
         self.roles = roles  # kept alive, because they are compared by identity
         self.dense: list[tuple[int, str]] = []
         self.of_shards: list[tuple[int, str]] = []
-        # (tables, place of ids, place of rows) of a table or row space.
+        # (tables, place of ids, place of rows) of a table or joined table.
         self.of_rows: dict[str, tuple[Sequence[str], int, int]] = {}
         self.pending: list[PendingGradients] = []
         self.pending_rows: list[tuple[int, PendingRows]] = []
@@ -73,12 +73,12 @@ class _SortedOutputs:
 
 @dataclass(frozen=True)
 class Delivery:
-    """Delivers the results of one program's backwards: dense gradients to `.grad`, rows to tables, launches to the
-    flow.
+    """Stores the gradients that one program's backwards compute: dense ones in `.grad`, rows in tables, those in flight
+    as futures.
 
     Attributes:
-        synchronised: whether gradients are the mean over all ranks; else they add to this rank's own sum (`no_sync`).
-        own: whether dense gradients are this rank's own, as its hooks expect them.
+        synchronised: whether gradients are the mean over all ranks, rather than this rank's own under `no_sync`.
+        own: whether dense gradients are this rank's own, as its gradient hooks expect them.
     """
 
     state: ModelState
@@ -125,13 +125,13 @@ class Delivery:
         absent_here: frozenset[str],
         tangents: Sequence[Tensor],
     ) -> None:
-        """Writes dense gradients to `.grad`.
+        """Stores dense gradients in `.grad`.
 
         Args:
             places: (index among the outputs, parameter name).
-            absent: parameters that no rank's backward reaches.
-            absent_here: parameters that this rank's backward does not reach.
-            tangents: the gradients of the results, with which the backward began.
+            absent: names of parameters that no rank's backward reaches.
+            absent_here: names of parameters that this rank's backward does not reach.
+            tangents: the gradients of the model's results, from which the backward began.
         """
         state, given = self.state, set[int]()
         ignored, unreached = state.ignored, absent if self.synchronised else absent_here
@@ -155,10 +155,10 @@ class Delivery:
                 _deliver_dense(state, name, value, self.synchronised, self.own)
 
     def _deliver_buckets(self, pending: Sequence[PendingGradients], absent: frozenset[str]) -> None:
-        """Writes the gradients of reduced buckets to the parameters' `.grad`, as pending gradients.
+        """Stores the gradients of buckets in `.grad` while the buckets are still being reduced.
 
         Args:
-            absent: parameters that no rank's backward reaches.
+            absent: names of parameters that no rank's backward reaches.
         """
         if not pending:
             return
@@ -177,7 +177,7 @@ class Delivery:
 
 
 def _deliver_local(state: ModelState, name: str, gradient: Tensor) -> None:
-    """Adds the gradient of a parameter that ranks do not share to its `.grad`, as autograd does."""
+    """Adds the gradient of a parameter that ranks do not synchronize to its `.grad`, as autograd does."""
     parameter = state.parameter(name)
     if name in state.hooked:
         gradient = run_tensor_hooks(parameter, gradient)
@@ -187,11 +187,11 @@ def _deliver_local(state: ModelState, name: str, gradient: Tensor) -> None:
 
 
 def _deliver_dense(state: ModelState, name: str, gradient: Tensor, synchronised: bool, own: bool) -> None:
-    """Writes a dense gradient to its parameter's `.grad`, or adds it there, after the parameter's hooks have run.
+    """Stores a dense gradient in its parameter's `.grad`, or adds it there, after running the parameter's hooks.
 
     Args:
         synchronised: whether it is the mean over ranks.
-        own: whether it is this rank's own gradient, as hooks expect it.
+        own: whether it is this rank's own, as hooks expect it.
     """
     parameter = state.parameter(name)
     hooks = own and name in state.hooked
@@ -216,8 +216,8 @@ def _deliver_dense(state: ModelState, name: str, gradient: Tensor, synchronised:
 
 
 def in_supported_layouts(optimizer: Optimizer) -> Iterator[tuple[nn.Parameter, Tensor]]:
-    """Yields the parameters whose gradients have a layout that the optimizer does not support, each with its gradient
-    converted.
+    """Yields (parameter, converted gradient) for gradients whose layout, sparse or dense, the optimizer does not
+    support.
     """
     takes_any, wants = accepts_sparse(optimizer), type(optimizer) is SparseAdam
     for group in optimizer.param_groups:

@@ -1,4 +1,4 @@
-"""Reduces the gradient of a parameter that a loss reads outside of the model's call.
+"""Reduces gradients of parameters that a loss reads directly, outside of the model's call.
 
     loss = model(x) + penalty(model.module.scale)
 
@@ -23,13 +23,13 @@ from embrace_fx.runtime.tables.table_shard import TableShard
 
 
 class ExternalGradients:
-    """Hooks that reduce the gradients of parameters that a loss reads outside of the model's call.
+    """Hooks that reduce the gradients of parameters that a loss reads directly, outside of the model's call.
 
     The model's own backward never runs these nodes, because it puts gradients into `.grad` directly.
 
     Args:
-        state: of the model.
-        communicator: of the ranks that train together.
+        state: the model's parameters and tables.
+        communicator: the communicator of the ranks that train together.
     """
 
     def __init__(self, state: ModelState, communicator: Communicator) -> None:
@@ -40,10 +40,10 @@ class ExternalGradients:
         self._handles: list[Any] = []
 
     def watch(self, unused: frozenset[str]) -> None:
-        """Watches all parameters that are trained at present.
+        """Adds hooks to all parameters that currently require gradients.
 
         Args:
-            unused: the parameters that the model's own graphs do not read.
+            unused: names of the parameters that the model's own graphs do not read.
         """
         self._unused = unused
         self.stop()
@@ -59,7 +59,7 @@ class ExternalGradients:
                 self._nodes.append(node)
 
     def stop(self) -> None:
-        """Removes the hooks that watch parameters."""
+        """Removes the hooks."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -99,7 +99,7 @@ class ExternalGradients:
         return (None,)
 
     def _runs_through_a_call(self) -> bool:
-        """Returns whether the running backward also runs through a call of the model.
+        """Returns whether the running backward also contains a call of the model, so that all ranks run it.
 
         All ranks run such a backward. Any other may run on this rank only.
         """

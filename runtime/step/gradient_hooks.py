@@ -1,4 +1,4 @@
-"""Hooks on parameters' gradients: they see this rank's own, before it is reduced, as under DDP.
+"""Runs the user's gradient hooks on this rank's own gradients, before they are reduced, as under DDP.
 
 `parameter.register_hook` may replace the gradient; `register_post_accumulate_grad_hook` finds it in `.grad`, and what
 it leaves there is what is reduced. Neither runs for a parameter that this rank's backward does not reach.
@@ -15,17 +15,16 @@ from torch import Tensor, nn
 
 
 def is_hooked(parameter: Tensor) -> bool:
-    """Returns whether a parameter has gradient hooks."""
+    """Returns whether a parameter has gradient hooks of the user."""
     return bool(parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None))
 
 
 class NodeHook(partial[Any]):
-    """A hook that a compiled model has put on a node of autograd."""
+    """A hook that a compiled model has added to an autograd node."""
 
 
 def has_node_hooks(parameter: nn.Parameter) -> bool:
-    """Returns whether the autograd node that would accumulate a parameter's gradient has hooks. Under a compiled model
-    that node never runs.
+    """Returns whether the user has added hooks to the autograd node that accumulates a parameter's gradient.
 
     Hooks of another compiled model that holds the parameter do not count.
     """
@@ -40,11 +39,11 @@ def has_node_hooks(parameter: nn.Parameter) -> bool:
 
 
 def _no_op(*_: object) -> None:
-    """Does nothing, as a hook that is registered only to reach the node's other hooks."""
+    """Does nothing: a hook that is registered only to get access to a node's other hooks."""
 
 
 def run_tensor_hooks(parameter: nn.Parameter, gradient: Tensor) -> Tensor:
-    """Runs a parameter's gradient hooks on a gradient, and returns the gradient that they leave."""
+    """Runs a parameter's tensor hooks on a gradient, and returns the gradient that they return."""
     for hook in tuple((parameter._backward_hooks or {}).values()):
         changed = hook(gradient)
         gradient = gradient if changed is None else changed
@@ -52,12 +51,11 @@ def run_tensor_hooks(parameter: nn.Parameter, gradient: Tensor) -> Tensor:
 
 
 def run_accumulate_hooks(parameter: nn.Parameter, gradient: Tensor, there: Tensor | None) -> Tensor:
-    """Runs a parameter's post-accumulate hooks, which read and write `.grad`. Returns the gradient that they leave, to
-    be reduced.
+    """Runs a parameter's post-accumulate hooks, which read and write `.grad`. Returns the gradient to be reduced.
 
     Args:
-        gradient: the gradient to reduce: this backward's, plus the sum that backwards under `no_sync` have left.
-        there: the other gradients in `.grad`, which the hooks find in the sum.
+        gradient: the gradient to reduce: this backward's plus earlier ones under `no_sync`.
+        there: other gradients in `.grad`, which hooks must see in the sum.
     """
     hooks: dict[int, Callable[[Tensor], None]] | None = getattr(parameter, "_post_accumulate_grad_hooks", None)
     if not hooks:
@@ -80,6 +78,6 @@ def _take_gradient(parameter: nn.Parameter) -> Tensor | None:
 
 
 def run_unreduced_hooks(parameter: nn.Parameter) -> None:
-    """Runs a parameter's post-accumulate hooks on the gradient in `.grad`, when the gradient is not reduced."""
+    """Runs a parameter's post-accumulate hooks on `.grad` under `no_sync`, when the gradient is not reduced."""
     for hook in tuple((getattr(parameter, "_post_accumulate_grad_hooks", None) or {}).values()):
         hook(parameter)

@@ -1,4 +1,4 @@
-"""One call of a model under the eager route: an announcement, the user's forward, and an exchange of gradients."""
+"""One call of a model whose forward runs eagerly: ranks only announce the call and exchange its gradients."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from embrace_fx.vocabulary.version_snapshot import VersionSnapshot
 
 
 class GradientStep(Step):
-    """One call of a model on the eager route. The forward and backward run as written; the program only exchanges
+    """One call of a model on the eager route: forward and backward run eagerly, and a program exchanges the
     gradients.
 
     Args:
-        program: the program of a graph of gradients.
-        names: the parameters of that graph, in its order.
-        rows: table -> the rows of an earlier gradient.
-        in_rows: parameters whose gradients stay sparse (COO); all others become dense.
+        program: the program that exchanges gradients.
+        names: the parameters whose gradients the program exchanges, in its order.
+        rows: table -> rows of an earlier gradient.
+        in_rows: names of parameters whose gradients stay sparse (COO); all others become dense.
     """
 
     def __init__(
@@ -43,20 +43,20 @@ class GradientStep(Step):
         self._taken: dict[int, Tensor] = {}  # index of a parameter -> gradient in the layout of its exchange
 
     def announce(self) -> None:
-        """Announces the step, and runs the empty forward of the program. Collective.
+        """Announces the call to the other ranks, and begins the program. Collective.
 
         Raises:
-            PeerFailure: a rank has failed; on every rank.
+            PeerFailure: a rank has failed. Raised on every rank.
         """
         call_without_autograd(self.forward)
         self._results = []
 
     def _snapshot_reads(self, values: Values, results: Sequence[Any], made: Sequence[int]) -> VersionSnapshot:
-        """Returns no tensors, because autograd itself checks for writes."""
+        """Returns an empty snapshot, because autograd itself detects writes to tensors that the backward reads."""
         return VersionSnapshot()
 
     def _begin_forward(self) -> tuple[Values, ForwardVariant]:
-        """Announces a training step on a host in advance, so that ranks meet at the head of its backward, before any
+        """Announces a training step on a host in advance, so that ranks meet at the start of its backward, before any
         launch.
 
         If ranks share buffers, which they send before the forward, they meet here.
@@ -69,18 +69,19 @@ class GradientStep(Step):
         return {}, ForwardVariant()
 
     def end_forward(self, results: Sequence[Any]) -> None:
-        """Ends the forward, and keeps its results, whose scalars must be finite."""
+        """Ends the forward, and keeps its results, whose scalars will be checked for being finite."""
         self.program.flow.mark_forward()
         self._results = [each.detach() for each in results if isinstance(each, Tensor)]
 
     def begin_backward(self, *, of_results: bool) -> None:
-        """Announces to the other ranks that this rank begins its backward.
+        """Tells the other ranks that this rank begins its backward.
 
         Args:
-            of_results: whether it begins at the call's results, not at a parameter that a loss of its own reads.
+            of_results: whether the backward begins at the call's results, rather than at a parameter that a loss reads
+                directly.
 
         Raises:
-            PeerFailure: another rank is known not to, or has failed before; raised on every rank.
+            PeerFailure: another rank will not run this backward, or has failed. Raised on every rank.
         """
         self.program.state.awaiting_backward.discard(self)
         self.program.announcements.wait()
@@ -93,10 +94,10 @@ class GradientStep(Step):
         super()._begin_backward(BackwardVariant(), twice=False)
 
     def add(self, name: str, gradient: Tensor) -> None:
-        """Adds a parameter's gradient, and sends the parameter's bucket once that is complete.
+        """Adds a parameter's gradient. Sends the parameter's bucket if that completes it.
 
         Raises:
-            RuntimeError: a gradient that was sent, or reduced by an earlier backward, is accumulated again.
+            RuntimeError: the gradient has already been sent, or an earlier backward has reduced it.
         """
         if self._sent is None:
             return
@@ -110,16 +111,17 @@ class GradientStep(Step):
             call_without_autograd(self._sent.run_ready, self._taken)
 
     def exchange(self, gradients: Mapping[str, Tensor], failure: Exception | None = None) -> None:
-        """Delivers the means over ranks of the accumulated gradients. Collective.
+        """Reduces the accumulated gradients over ranks, and stores the means in `.grad`. Collective.
 
         Args:
-            gradients: parameter -> gradient, of those that this rank's backward has reached.
-            failure: the error that ended the backward early, or None.
+            gradients: parameter -> gradient, for parameters that this rank's backward has reached.
+            failure: the error that ended this rank's backward, or None.
 
         Raises:
-            RuntimeError: an earlier backward of this call has reduced one of these gradients.
-            PeerFailure: a rank has failed; on every rank.
-            FloatingPointError: a scalar result of any rank is not finite, nor are its gradients; on every rank.
+            RuntimeError: an earlier backward of this call has already reduced one of these gradients.
+            PeerFailure: a rank has failed. Raised on every rank.
+            FloatingPointError: a scalar result of any rank is not finite, and neither are its gradients. Raised on
+                every rank.
         """
         program, opened = self.program, self._opened
         assert opened is not None
@@ -139,12 +141,12 @@ class GradientStep(Step):
             self._reduced.update(gradients)
 
     def _nonfinite_is_harmless(self, tangents: Sequence[Tensor | None]) -> bool:
-        """Returns whether the gradients are finite although the loss is not."""
+        """Returns whether all gradients are finite although the loss is not."""
         values = [each._values() if each.is_sparse else each for each in tangents if each is not None]
         return all(bool(each.isfinite().all()) for each in values)
 
     def _begin_backward(self, variant: BackwardVariant, twice: bool) -> None:
-        """Raises the call's failure, if there is one, before a backward begins."""
+        """Begins a backward, or raises the failure of the call if it has failed."""
         if self._failure is not None:
             raise self._failure  # the other ranks learn of it like of any failure
 
@@ -155,7 +157,7 @@ class GradientStep(Step):
         tangents: Sequence[Tensor | None],
         announce_end: Callable[[], None],
     ) -> tuple[Any, ...]:
-        """Runs the backward on this call's gradients, each in the layout that ranks exchange."""
+        """Runs the program's backward on the call's gradients, each in the layout in which ranks exchange it."""
         taken, self._taken = self._taken, {}
         for k, (name, tangent) in enumerate(zip(self._names, tangents, strict=True)):
             if k in taken:
@@ -170,7 +172,7 @@ class GradientStep(Step):
         return backward.run(self._leaves, values, taken)
 
     def _to_exchange_layout(self, name: str, gradient: Tensor | None) -> Tensor:
-        """Returns a gradient in the layout of its exchange; zeros for None."""
+        """Converts a gradient to the layout in which ranks exchange it, sparse or dense. Returns zeros for None."""
         in_rows = name in self._in_rows
         if gradient is None:
             parameter = self.program.state.parameter(name)

@@ -1,4 +1,4 @@
-"""The loss of a sharded head outside of the model, as one node of the user's autograd graph.
+"""Computes a loss outside of the model from logits of a sharded output layer, as one autograd node.
 
 Contract
     Collective, in the forward and in the backward: ranks meet before each. The table's gradient is added to its `.grad`
@@ -37,10 +37,10 @@ _GROUP = "embedding"
 
 @dataclass(frozen=True)
 class LossArguments:
-    """A sharded output layer, and the options of the `F.cross_entropy` call on its logits.
+    """A sharded output layer, and the options of `F.cross_entropy` on its logits.
 
     Attributes:
-        reduction: the number of the reduction, as in `aten.nll_loss_forward`.
+        reduction: the reduction's number, as in `aten.nll_loss_forward`.
         smoothing: the label smoothing, or 0 if `weight` is given, because both together are not supported.
     """
 
@@ -54,11 +54,13 @@ class LossArguments:
 
 
 class HeadLoss(torch.autograd.Function):
-    """Negative log-likelihoods of labels (M,) under logits of hidden states (M, D)."""
+    """The autograd function for the cross entropy of labels (M,) and a sharded output layer's hidden states (M, D)."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, bias: Tensor | None, head: LossArguments, labels: Tensor) -> Tensor:
-        """Computes the loss of a sharded head over all ranks, and saves the backward's inputs. Collective."""
+        """Computes the loss over all ranks' shards of the output layer, and saves what the backward needs.
+        Collective.
+        """
         promise, state, communicator = head.promise, head.state, head.communicator
         table, ranks, rank = state.tables[promise.table], communicator.world_size, communicator.rank
         communicator.wait_for_ranks(f"loss of logits of the sharded {promise.table}")
@@ -93,7 +95,9 @@ class HeadLoss(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        """Computes the gradients of the hidden states and the bias, and delivers the shard's. Collective."""
+        """Computes the gradients of the hidden states and the bias, and stores the gradient of the output layer's
+        shard. Collective.
+        """
         head = ctx.head
         promise, state, communicator = head.promise, head.state, head.communicator
         hidden, local, own_bias, _, labels, all_labels, positions, counts, log_sums, *saved = ctx.saved_tensors
@@ -126,7 +130,9 @@ class HeadLoss(torch.autograd.Function):
 def _gradient_coefficients(
     head: LossArguments, gradient: Tensor, log_sums: Tensor, positions: Tensor, labels: Tensor, num_rows: int
 ) -> Tensor:
-    """Returns the factors of each position's gradient, under the loss's weights, smoothing and reduction."""
+    """Returns the factors of each position's gradient, which depend on the loss's class weights, label smoothing and
+    reduction.
+    """
     of_sums = None
     if head.smoothing:
         scored = max(len(positions), 1) if head.reduction == 1 else 1

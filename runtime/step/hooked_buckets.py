@@ -1,4 +1,4 @@
-"""Buckets that a communication hook of the user's reduces, as DDP has it: `hook(state, bucket) -> Future[Tensor]`.
+"""Reduces buckets with a communication hook of the user, as DDP does: `hook(state, bucket) -> Future[Tensor]`.
 
 Contract
     A hook gets this rank's own sum of gradients, divided by nothing, in the order of the buckets, on the thread that
@@ -20,23 +20,23 @@ from embrace_fx.runtime.ranks.communicator import InFlight
 
 @dataclass(frozen=True)
 class CommHook:
-    """A user's communication hook with its state."""
+    """A communication hook of the user, with its state."""
 
     state: object
     hook: Callable[[Any, Any], Any]
 
     @property
     def name(self) -> str:
-        """The name by which ranks check that they have registered the same hook."""
+        """The hook's name, by which ranks check that all have registered the same one."""
         return str(getattr(self.hook, "__qualname__", type(self.hook).__qualname__))
 
 
 class HookedBucket:
-    """The argument of a hook, with the methods of torch's `GradBucket`, which Python cannot create.
+    """The bucket that is passed to a communication hook, with the methods of torch's `GradBucket`.
 
     Args:
-        flat: the gradients, one after the other.
-        parameters: the parameters of the gradients.
+        flat: all gradients of the bucket in one tensor.
+        parameters: the parameters of these gradients.
     """
 
     def __init__(self, flat: Tensor, parameters: Sequence[nn.Parameter], index: int, *, is_last: bool) -> None:
@@ -46,7 +46,7 @@ class HookedBucket:
         self._is_last = is_last
 
     def index(self) -> int:
-        """Returns the index of the bucket, the same at each step of a plan."""
+        """Returns the bucket's index, which is the same in every step of a plan."""
         return self._index
 
     def is_last(self) -> bool:
@@ -66,13 +66,13 @@ class HookedBucket:
         return self._parameters
 
     def gradients(self) -> list[Tensor]:
-        """Lists the gradient of each parameter, as views of the flat tensor."""
+        """Returns the gradient of each parameter, as views of the flat tensor."""
         parts = self._flat.split([parameter.numel() for parameter in self._parameters])
         return [part.view(parameter.shape) for part, parameter in zip(parts, self._parameters, strict=True)]
 
 
 def run_comm_hook(comm_hook: CommHook, flat: Tensor, bucket: HookedBucket) -> InFlight:
-    """Runs a communication hook on a bucket. The result of its future replaces the flat tensor.
+    """Runs a communication hook on a bucket. Its result will replace `flat`.
 
     Raises:
         TypeError: the hook returns no future.
@@ -87,7 +87,7 @@ def run_comm_hook(comm_hook: CommHook, flat: Tensor, bucket: HookedBucket) -> In
 
 
 class _HookReduction:
-    """The reduction of a bucket by a hook, in flight."""
+    """The reduction of a bucket by a communication hook, in progress."""
 
     def __init__(self, future: torch._C.Future[Any], flat: Tensor, name: str) -> None:
         self._future = future
@@ -95,7 +95,7 @@ class _HookReduction:
         self._name = name
 
     def wait(self) -> None:
-        """Waits for the future, and writes its result over the flat tensor.
+        """Waits for the hook's future, and copies its result to the flat tensor.
 
         Raises:
             TypeError: the result is not a tensor of that size.

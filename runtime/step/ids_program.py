@@ -1,4 +1,4 @@
-"""The ids' phases of a graph as functions that can run ahead of their batch."""
+"""Builds the part of a program that finds a batch's rows, which can run before the batch's own step."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from embrace_fx.vocabulary.ops import draws_random_numbers, op_name
 
 
 def make_ids_program(graph: TrainingGraph, state: ModelState, unique_phase: Runnable) -> IdsProgram:
-    """Builds the functions that find a batch's rows and their routing, and that can run ahead of the batch's own
+    """Builds the functions that find the rows of a batch and route its ids. They can run before the batch's own
     step.
 
     Args:
-        unique_phase: the unique phase as it runs in its batch's own step.
+        unique_phase: the phase that finds a batch's unique rows, as it runs in the batch's own step.
     """
     gathers = [n for n in graph.phases["ids"].graph.nodes if op_name(n) == "embrace::all_gather_ids"]
     sent = [node.meta["role"].name for gather in gathers for node in gather.args[0]]
@@ -53,7 +53,8 @@ def make_ids_program(graph: TrainingGraph, state: ModelState, unique_phase: Runn
 def _unique_on_device(
     graph: TrainingGraph, state: ModelState, sent: Sequence[str]
 ) -> Callable[[Sequence[Any]], tuple[Values, list[Tensor]]]:
-    """Returns the function that finds a batch's unique rows on a device, padded to a fixed length.
+    """Returns a function that finds a batch's unique rows on a device, padded to a fixed length, so that the host need
+    not wait.
 
     Args:
         sent: names of the unique rows, by table.
@@ -61,13 +62,13 @@ def _unique_on_device(
     counts: dict[str, Tensor] = {}
 
     def device_function(node: fx.Node) -> Callable[..., Any] | None:
-        """Returns the function that a node calls on the device if it finds unique ids, else None."""
+        """Returns a function for a node that finds unique ids, or None for other nodes."""
         if op_name(node) != "embrace::unique_ids":
             return None
         name = next(user.name for user in node.users if user.args[1] == 0)
 
         def unique_ids_on_device(ids: Sequence[Tensor], num_rows: int, padding_idx: int) -> list[Tensor]:
-            """Finds unique ids, padded to a fixed length, and stores their count."""
+            """Finds unique ids, padded to a fixed length, and stores their number."""
             rows, counts[name], where = padded_unique_ids(ids, num_rows, padding_idx)
             return [rows, *where]
 
@@ -76,7 +77,7 @@ def _unique_on_device(
     unique = make_runnable(graph.phases["unique"], state, device_function)
 
     def unique_on_device(leaves: Sequence[Any]) -> tuple[Values, list[Tensor]]:
-        """Runs the unique phase on the device. Returns its values, and the number of unique ids of each table."""
+        """Runs the phase on the device. Returns its values, and how many unique ids each table has."""
         values = unique.run_and_save(leaves, {})
         found = [counts[name] for name in sent]
         counts.clear()
@@ -86,7 +87,7 @@ def _unique_on_device(
 
 
 def _make_routing(graph: TrainingGraph, state: ModelState) -> Callable[[Values, list[Tensor]], None]:
-    """Returns the function that runs the ids phase, given the ids that all ranks have exchanged."""
+    """Returns a function that runs the ids phase on ids that all ranks have already exchanged."""
     unpacked: list[list[Tensor]] = []
 
     def gathered_ids(node: fx.Node) -> Callable[..., Any] | None:
@@ -99,7 +100,7 @@ def _make_routing(graph: TrainingGraph, state: ModelState) -> Callable[[Values, 
     route = make_runnable(graph.phases["ids"], state, gathered_ids)
 
     def routing(values: Values, of_tables: list[Tensor]) -> None:
-        """Routes the gathered ids of all tables."""
+        """Runs the ids phase with the gathered ids of all tables, and adds its results to `values`."""
         unpacked.append(of_tables)
         route.run_and_save((), values)
 
@@ -107,7 +108,7 @@ def _make_routing(graph: TrainingGraph, state: ModelState) -> Callable[[Values, 
 
 
 def _can_run_ahead(unique: fx.GraphModule, forward: fx.GraphModule) -> bool:
-    """Returns whether a batch's ids can be computed before its step: they need no random numbers and no values that a
+    """Returns whether a batch's ids can be computed before its step: without random numbers, and without values that a
     forward writes.
     """
     written = {role.of for _, role in outputs_of(forward) if isinstance(role, Mutation)}

@@ -1,4 +1,4 @@
-"""Makes the launches that the others wait for, with zeros for values, where a rank cannot finish a phase.
+"""Makes the launches that other ranks wait for, with zeros, when this rank cannot finish a phase.
 
 Contract
     A rank that fails in the middle of a phase (out of memory, a label outside of its classes) submits what it has not
@@ -29,13 +29,13 @@ Call = Callable[..., Any]
 
 @dataclass(frozen=True)
 class _RegisteredLaunch:
-    """A launch that a phase makes, with what is needed to make it if the phase fails.
+    """A launch of a phase, with what is needed to make it if the phase fails.
 
     Attributes:
-        id: the launch's id, or None if it goes through no launcher.
-        call: the function that the launch's node calls.
-        arguments: the node's arguments, with `Saved` roles for values that phases have saved.
-        like: the tensor that the launch sends, as captured.
+        id: the launch's id, or None if it is made immediately, without the launcher.
+        call: the function that makes the launch.
+        arguments: the function's arguments. Values that phases save are given by their `Saved` roles.
+        like: the fake tensor that the launch sends.
     """
 
     op: str
@@ -46,14 +46,13 @@ class _RegisteredLaunch:
 
 
 class MissingLaunches:
-    """Makes the launches that a failed rank has not made in a phase, with zeros as values, because other ranks wait for
-    them.
+    """Makes the launches that a failed phase has not made, with zeros as values, because other ranks wait for them.
 
     Args:
-        flow: the flow, whose launcher makes the launches in its order. All others are made immediately.
+        flow: the pipeline whose launcher makes the launches in its order.
 
     Attributes:
-        on_the_spot: whether any launch is made immediately, without a launcher.
+        on_the_spot: whether the phase makes some launches immediately, without the launcher.
     """
 
     def __init__(self, communicator: Communicator, flow: CommPipeline) -> None:
@@ -65,7 +64,7 @@ class MissingLaunches:
         self._made = 0  # count of launches made without a launcher in this run of the phase
 
     def add(self, node: fx.Node, call: Call) -> Call:
-        """Registers a node that launches. Returns the function that the node is to call."""
+        """Registers a node that launches. Returns the function that the node must call, which counts its calls."""
         op = op_name(node)
         if op not in SUBMISSIONS | LAUNCHES or not self._flow.shares_failures:
             return call
@@ -79,10 +78,10 @@ class MissingLaunches:
         return call if launch is not None else self._counting(call)
 
     def _counting(self, call: Call) -> Call:
-        """Wraps a call so that it counts as made."""
+        """Wraps a function so that its calls are counted."""
 
         def launched(*arguments: Any) -> Any:
-            """Counts the call and makes it."""
+            """Counts the call, and makes it."""
             self._made += 1
             return call(*arguments)
 
@@ -90,7 +89,7 @@ class MissingLaunches:
         return launched
 
     def begin(self, values: Values) -> Values:
-        """Begins a phase, and returns the values that its missing launches would need."""
+        """Begins a phase. Returns the saved values that its missing launches would need."""
         self._made = 0
         found = Values()
         for name in self._names:
@@ -99,7 +98,7 @@ class MissingLaunches:
         return found
 
     def submit(self, values: Values) -> None:
-        """Makes the launches that the failed phase has not made, and waits for those that are made without a
+        """Makes the launches that the failed phase has not made. Waits for those that do not go through the
         launcher.
 
         Args:
@@ -119,13 +118,13 @@ class MissingLaunches:
             self._communicator.wait(launched)
 
     def _make(self, launch: _RegisteredLaunch, values: Values) -> Any:
-        """Makes a missing launch, with a void tensor if its input does not exist."""
+        """Makes a missing launch, with zeros for inputs that do not exist."""
         first, *rest = (values[each.name] if isinstance(each, Saved) else each for each in launch.arguments)
         void = first if launch.like is None else self._zeros(launch, rest)
         return launch.call(void, *rest)
 
     def _zeros(self, launch: _RegisteredLaunch, arguments: list[Any]) -> Tensor | None:
-        """Returns zeros of the size that a launch sends, or None if the launch needs none."""
+        """Returns zeros in the shape that a launch sends, or None if it needs no tensor."""
         like, rank = launch.like, self._communicator.rank
         assert like is not None
         if launch.op in ("embrace::submit_rows", "embrace::gather_counts"):
@@ -148,13 +147,13 @@ class MissingLaunches:
 
 
 def _needs_lookahead(launch: _RegisteredLaunch) -> bool:
-    """Returns whether a launch needs the next batch."""
+    """Returns whether a launch is made only if the next batch is known."""
     return launch.id is not None and launch.id.needs_lookahead
 
 
 def _to_saved_role(argument: Any) -> Any:
-    """Converts an argument for later use: a saved value to its role, another node to None. Returns a constant
-    unchanged.
+    """Converts a node's argument to what can be kept: a saved value to its role, another node to None. Returns
+    constants unchanged.
     """
     if isinstance(argument, fx.Node):
         role = argument.meta.get("role")

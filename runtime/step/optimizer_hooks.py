@@ -1,4 +1,4 @@
-"""Whichever optimizer steps a model's parameters, stepping its sharded tables and what is still on its way too.
+"""Hooks on optimizers, so that their steps also update sharded tables and apply gradients that are still in flight.
 
 Contract
     Optimizers stay what they are; torch calls hooks around their steps. Before one, gradients that torch's step can
@@ -35,11 +35,11 @@ from embrace_fx.runtime.tables.known_optimizers import KnownOptimizers
 from embrace_fx.runtime.tables.local_storage import Rows
 from embrace_fx.runtime.tables.member import Member
 from embrace_fx.runtime.tables.model_state import ModelState
-from embrace_fx.runtime.tables.optimizer_state import own_state_of, state_dict_to_load, state_dict_with_parts
+from embrace_fx.runtime.tables.optimizer_state import convert_loaded_state, state_dict_to_load, state_dict_with_shards
 from embrace_fx.runtime.tables.table import Table
 from embrace_fx.runtime.tables.table_shard import TableShard
 from embrace_fx.runtime.tables.update_rule import DenseUpdate, SparseUpdate
-from embrace_fx.vocabulary.exactness import ELEMENT_WISE, needs_whole
+from embrace_fx.vocabulary.exactness import ELEMENT_WISE, whole_table_reason
 from embrace_fx.vocabulary.operation_id import OPTIMIZER, OWN_CODE
 from embrace_fx.vocabulary.row_wise import NOT_ON_A_GRID, RowWiseAdagrad
 
@@ -48,17 +48,17 @@ Hook = Callable[..., Any]
 
 @dataclass
 class _OptimizerStep:
-    """One optimizer step in progress, while torch's own part of it runs.
+    """The state of one optimizer step, from its pre-hook to its post-hook.
 
     Attributes:
-        hidden: (parameter, its `.grad` to restore after the step, its `.grad` during the step).
-        buckets: parameter id -> its bucket, if the update is left to the next forward.
-        late: the exchanges of tables whose update is left to the next forward.
-        joined: row spaces to update by rows immediately, and their gradients.
+        hidden: (parameter, the `.grad` to restore after the step, its `.grad` during the step).
+        buckets: id of a parameter -> its bucket, if the update is left to the next forward.
+        late: row exchanges of tables whose update is left to the next forward.
+        joined: (joined table, gradient) to update by rows immediately.
         rows: tables to update by rows immediately.
-        dense: tables to update by gradients of all rows immediately.
-        own: tables that the optimizer's class itself steps.
-        replicas: data-parallel tables to update by rows, with their gradients.
+        dense: tables to update immediately by a gradient of all rows.
+        own: tables that the optimizer's own step updates.
+        replicas: unsharded tables to update by rows, with their gradients.
     """
 
     hidden: list[tuple[nn.Parameter, Tensor, Tensor | None]] = field(default_factory=list)
@@ -71,13 +71,13 @@ class _OptimizerStep:
     replicas: list[tuple[Member, Tensor]] = field(default_factory=list)
 
     def hide(self, parameter: nn.Parameter, instead: Tensor | None = None) -> None:
-        """Hides a gradient from torch's step: sets `.grad` to None, or to `instead`."""
+        """Hides a gradient from the optimizer's own step: sets `.grad` to None, or to `instead`."""
         assert parameter.grad is not None
         self.hidden.append((parameter, parameter.grad, instead))
         parameter.grad = instead
 
     def hide_all(self, tables: Sequence[Member]) -> None:
-        """Hides each table's gradient, if there is one."""
+        """Hides the gradients of tables from the optimizer's own step."""
         parameters = [table.parameter for table in tables]
         found = [(parameter, parameter.grad, None) for parameter in parameters]
         self.hidden += [each for each in found if each[1] is not None]  # type: ignore[misc]
@@ -85,7 +85,7 @@ class _OptimizerStep:
             parameter.grad = None
 
     def restore(self, *, raised: bool) -> None:
-        """Restores hidden gradients. After a step that raised, skips those that were cleared or replaced since."""
+        """Restores the hidden gradients. After a step that raised, skips those that were cleared or replaced since."""
         for parameter, gradient, instead in reversed(self.hidden):
             if not raised or parameter.grad is instead:
                 parameter.grad = gradient
@@ -93,17 +93,17 @@ class _OptimizerStep:
 
 
 class OptimizerHooks:
-    """Hooks on a model's optimizers, so that their steps also update sharded tables and gradients in flight.
+    """Hooks on a model's optimizers, so that their steps also update sharded tables and apply gradients in flight.
 
     Args:
-        state: the model's, with its sharded tables.
-        unshard: (tables, reason) -> None: makes tables whole that an optimizer needs whole. Collective.
+        state: the model's parameters and tables.
+        unshard: called with (tables, reason), makes tables whole that an optimizer needs whole. Collective.
 
     Attributes:
-        known_optimizers: the optimizers that are known.
-        replicas: data-parallel tables updated by rows, whose gradients become rows at the step.
+        known_optimizers: the optimizers that have hooks.
+        replicas: unsharded tables that are updated by rows.
         recorder: records the time of each step.
-        of_any_layout: whether some gradients may be sparse, as autograd makes them.
+        of_any_layout: whether some gradients may be sparse.
     """
 
     def __init__(
@@ -119,11 +119,11 @@ class OptimizerHooks:
         self._steps: dict[int, _OptimizerStep] = {}  # id of an optimizer -> its step
 
     def follow(self, flow: CommPipeline) -> None:
-        """Makes the hooks use the given pipeline from now on."""
+        """Sets the pipeline whose gradients in flight the hooks apply."""
         self._flow, self.recorder = flow, flow.recorder
 
     def listen(self) -> None:
-        """Adopts, from now on, every optimizer that is about to step a parameter of the model."""
+        """From now on, adds hooks to every optimizer that is about to step a parameter of the model."""
         handle = register_optimizer_step_pre_hook(_make_hook(self, OptimizerHooks._before_any_step))
         weakref.finalize(self, handle.remove)
 
@@ -135,7 +135,7 @@ class OptimizerHooks:
             return
         for parameter, state in list(optimizer.state.items()):  # state that was loaded before the optimizer was adopted
             if isinstance(parameter, nn.Parameter) and isinstance(state, dict):
-                optimizer.state[parameter] = own_state_of(parameter, state, self._state)
+                optimizer.state[parameter] = convert_loaded_state(parameter, state, self._state)
         optimizer.register_step_pre_hook(_make_hook(self, OptimizerHooks._before_step))
         optimizer.register_step_post_hook(_make_hook(self, OptimizerHooks._after_step))
         optimizer.register_state_dict_pre_hook(_make_hook(self, OptimizerHooks._apply_all))
@@ -143,7 +143,7 @@ class OptimizerHooks:
         optimizer.register_load_state_dict_pre_hook(_make_hook(self, OptimizerHooks._on_load_state_dict))
 
     def _before_any_step(self, optimizer: Optimizer, *_: Any) -> None:
-        """Adopts an optimizer that is about to step, if it holds a parameter of the model."""
+        """Adds hooks to an optimizer that is about to step, if it has a parameter of the model."""
         if not hasattr(optimizer, "_optimizer_state_dict_pre_hooks"):
             return  # wraps another optimizer, whose step calls this too, or steps by ops on parameters
         if not self.known_optimizers.has(optimizer):
@@ -158,8 +158,8 @@ class OptimizerHooks:
     # -- steps ---------------------------------------------------------------------------------------------------------
 
     def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Prepares an optimizer's step: waits for the gradients that it reads, and hides those that its class cannot
-        apply.
+        """Runs before an optimizer's step: waits for gradients that the step reads, and hides those that the
+        optimizer's class cannot apply.
         """
         if (last := self._steps.pop(id(optimizer), None)) is not None:  # it raised; or it is of a class derived from
             last.restore(raised=True)  # the one whose step begins: nothing of it is hidden
@@ -169,7 +169,7 @@ class OptimizerHooks:
         if closure is None and self._state.awaiting_backward:
             _refuse_without_gradients(optimizer)
         elif closure is not None and not isinstance(closure, MeanLoss):
-            closure = self._wrap_closure(closure, decides=bool(needs_whole(type(optimizer))))
+            closure = self._wrap_closure(closure, decides=bool(whole_table_reason(type(optimizer))))
             found = with_closure(args, kwargs, closure)
         self._sort_gradients(optimizer)
         if self.of_any_layout:
@@ -178,11 +178,11 @@ class OptimizerHooks:
         return found
 
     def _wrap_closure(self, closure: Callable[[], Any], *, decides: bool) -> Callable[[], Any]:
-        """Wraps a closure so that its gradients have arrived before a step reads them.
+        """Wraps an optimizer's closure so that its gradients have arrived when it returns.
 
         Args:
-            decides: whether the optimizer may evaluate the closure several times and choose its step by the loss, as
-                LBFGS does.
+            decides: whether the optimizer decides by the loss, and may evaluate the closure several times, as LBFGS
+                does.
         """
 
         def evaluate() -> Any:
@@ -199,7 +199,7 @@ class OptimizerHooks:
         return lambda: loss
 
     def _sort_gradients(self, optimizer: Optimizer) -> None:
-        """Decides how each gradient is applied: by torch's step, by rows, or in the next forward."""
+        """Decides how each gradient is applied: by the optimizer's own step, by rows, or in the next forward."""
         held = self._held_tables(optimizer)
         self._state.pending.close()
         step = self._steps[id(optimizer)] = _OptimizerStep()
@@ -224,7 +224,7 @@ class OptimizerHooks:
             self._flow.buckets.release(optimizer)
 
     def _held_tables(self, optimizer: Optimizer) -> list[Member]:
-        """Returns the sharded tables that an optimizer holds.
+        """Returns the sharded tables among an optimizer's parameters.
 
         Raises:
             RuntimeError: the step would use gradients that each rank has accumulated on its own.
@@ -249,7 +249,7 @@ class OptimizerHooks:
         return held
 
     def _sort_tables(self, step: _OptimizerStep, tables: Sequence[Member], optimizer: Optimizer) -> None:
-        """Decides how each table's gradient is applied, and hides it from torch's step if that does not apply it."""
+        """Decides how each table's gradient is applied. Hides it unless the optimizer's own step applies it."""
         done: set[int] = set()
         for exchange in step.late:
             done.update(map(id, exchange.table.members))
@@ -281,11 +281,11 @@ class OptimizerHooks:
                 step.own.append(table)
 
     def _take_over_tables(self, optimizer: Optimizer, held: Sequence[Member]) -> Sequence[Member]:
-        """Records `optimizer` as that of its sharded tables. Returns those that it may step sharded; makes the others
+        """Records that `optimizer` updates these tables. Returns those that it can update sharded, and makes the others
         whole.
         """
         whole: list[str] = []
-        if reason := needs_whole(type(optimizer)):
+        if reason := whole_table_reason(type(optimizer)):
             whole = [table.name for table in held]
         elif type(optimizer) is RowWiseAdagrad:
             whole, reason = [table.name for table in held if table.grid is not None], NOT_ON_A_GRID
@@ -301,7 +301,7 @@ class OptimizerHooks:
         return [table for table in held if table.name not in whole] if whole else held
 
     def _row_updated_replicas(self, optimizer: Optimizer) -> list[Member]:
-        """Returns the replicated tables of an optimizer whose step changes only rows with a gradient."""
+        """Returns an optimizer's unsharded tables, if its step changes only rows with a gradient."""
         own = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         found = [table for table in self.replicas if id(table.parameter) in own]
         for table in found:
@@ -309,8 +309,8 @@ class OptimizerHooks:
         return [table for table in found if not table.rule.moves_all]
 
     def _may_defer(self, optimizer: Optimizer) -> bool:
-        """Returns whether the update may be left to the next forward, because torch's own step would change nothing
-        else.
+        """Returns whether the update may be left to the next forward: the optimizer's step must change nothing but
+        these parameters.
         """
         if type(optimizer) not in (*ELEMENT_WISE, RowWiseAdagrad):
             return False  # other optimizers may write into their groups while they step
@@ -322,13 +322,13 @@ class OptimizerHooks:
         return all(map(hasattr, hooks, repeat("optimizer_hooks")))
 
     def _exchanges_of(self, tables: Sequence[Member]) -> list[RowExchange]:
-        """Returns the row exchanges of tables, each once."""
+        """Returns the row exchanges of these tables, each once."""
         of_table = self._flow.of_table
         return list(dict.fromkeys([of_table[table.name] for table in tables if table.name in of_table]))
 
     @staticmethod
     def _exchanges_in_flight(exchanges: Sequence[RowExchange], tables: Sequence[Member]) -> list[RowExchange]:
-        """Lists the exchanges with gradients in flight that belong to these tables alone."""
+        """Returns the row exchanges whose gradients are in flight and that serve only these tables."""
         own, found = set(map(id, tables)), list[RowExchange]()
         for exchange in exchanges:
             if own.issuperset(map(id, exchange.table.members)) and exchange.gradient.may_defer():
@@ -336,7 +336,7 @@ class OptimizerHooks:
         return found
 
     def _after_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Ends an optimizer's step: restores hidden gradients, and applies or defers the updates of tables and
+        """Runs after an optimizer's step: restores hidden gradients, and applies or defers the updates of tables and
         buckets.
         """
         if (kwargs or args[1:]) and isinstance(closure := find_closure(args, kwargs), MeanLoss):
@@ -357,16 +357,16 @@ class OptimizerHooks:
         self.recorder.mark(OPTIMIZER)
 
     def _step_tables(self, optimizer: Optimizer, step: _OptimizerStep) -> None:
-        """Updates the tables whose gradients were hidden from torch's step."""
+        """Updates the tables whose gradients were hidden from the optimizer's own step."""
         moved_all, rewritten = set(map(id, step.own + step.dense)), set[int]()
         for table in step.dense + step.rows:
             held = table.open_gradient()
-            if not held.is_late and held.is_dense:  # the loop has made the gradient dense
+            if not held.is_in_flight and held.is_dense:  # the loop has made the gradient dense
                 rewritten.add(id(table))
         if type(optimizer) is RowWiseAdagrad:
             self._step_row_wise(step)
         else:
-            for unit, rows in (*step.joined, *(self._state.group_by_space(step.rows) if step.rows else ())):
+            for unit, rows in (*step.joined, *(self._state.group_by_joined_table(step.rows) if step.rows else ())):
                 rule = unit.begin_step()
                 rule.finish([rows])
                 if rule.moves_all:
@@ -382,7 +382,8 @@ class OptimizerHooks:
             exchange.record_step(moved_all=bool(tables & moved_all), of_all=of_all, rewritten=rewrote)
 
     def _step_row_wise(self, step: _OptimizerStep) -> None:
-        """Steps RowWiseAdagrad. A row space is updated at once, or table by table if some table's gradient was read.
+        """Updates tables of RowWiseAdagrad. A joined table is updated at once, unless the gradient of one of its tables
+        was read.
 
         Which gradients were read differs by rank, but rows are in the same order on all ranks.
         """
@@ -400,7 +401,7 @@ class OptimizerHooks:
             rule.finish([])
 
     def _count_step(self, optimizer: Optimizer) -> None:
-        """Counts an optimizer step. Ranks compare their counts before the next call."""
+        """Counts an optimizer step. Ranks compare their counts at the next call of the model."""
         grads = [parameter.grad for group in optimizer.param_groups for parameter in group["params"]]
         if grads.count(None) < len(grads):
             self._communicator.progress.optimizer_steps += 1
@@ -408,8 +409,8 @@ class OptimizerHooks:
 
     @staticmethod
     def _unscale(optimizer: Optimizer, step: _OptimizerStep) -> bool:
-        """Unscales gradients applied by rows, as torch's own step does for a GradScaler. Returns False to skip the
-        step.
+        """Divides the gradients that are applied by rows by the scale of a `GradScaler`. Returns False if the step must
+        be skipped.
         """
         found_inf, scale = optimizer.__dict__.get("found_inf"), optimizer.__dict__.get("grad_scale")
         if found_inf is not None and bool(torch.as_tensor(found_inf).item() > 0):
@@ -424,26 +425,28 @@ class OptimizerHooks:
     # -- state dicts ---------------------------------------------------------------------------------------------------
 
     def _apply_all(self, *_: Any) -> None:
-        """Applies all pending updates, before code reads the optimizer's state."""
+        """Applies all pending updates before code reads the optimizer's state."""
         self._state.pending.close()
         self._flow.apply()
         self._state.flush_tables()
 
     def _on_state_dict(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """Converts a state dict that torch has made: applies pending updates, and replaces each table's state by this
-        rank's shard.
-        """
-        return state_dict_with_parts(optimizer, state_dict, self._state, self._communicator)
+        """Applies pending updates, and replaces each sharded table's state in a state dict by this rank's shard."""
+        return state_dict_with_shards(optimizer, state_dict, self._state, self._communicator)
 
     def _on_load_state_dict(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """Returns this rank's parts of a state dict to load, after pending updates."""
+        """Applies pending updates, and returns a state dict to load with this rank's shards."""
         self._apply_all()
         self._flow.resend_rows()
         return state_dict_to_load(optimizer, state_dict, self._state, self._communicator)
 
 
 def _gradient_rows(gradient: Tensor, *, every: bool) -> Rows:
-    """Returns the rows of a whole table's gradient: all rows, or those that are not zero."""
+    """Returns the ids and rows of an unsharded table's gradient.
+
+    Args:
+        every: whether to return all rows, or only those that are not zero.
+    """
     if gradient.is_sparse:
         gradient = gradient.coalesce()
         return gradient.indices()[0], gradient.values()
@@ -452,7 +455,7 @@ def _gradient_rows(gradient: Tensor, *, every: bool) -> Rows:
 
 
 def _refuse_without_gradients(optimizer: Optimizer) -> None:
-    """Raises if a backward has reached no parameter, because the step would do nothing."""
+    """Raises if no backward has computed a gradient, because the step would do nothing."""
     if all(parameter.grad is None for group in optimizer.param_groups for parameter in group["params"]):
         raise RuntimeError(
             "optimizer.step(): none of its parameters has a gradient, and a call of the model waits for its backward. "
@@ -462,7 +465,7 @@ def _refuse_without_gradients(optimizer: Optimizer) -> None:
 
 
 def _make_hook(optimizer_hooks: OptimizerHooks, method: Callable[..., Any]) -> Hook:
-    """Returns a hook that runs without gradients, and refers to its model weakly."""
+    """Wraps a method as a hook that runs without gradients and refers to the model weakly."""
     itself = weakref.ref(optimizer_hooks)
 
     def call(*args: Any) -> Any:
@@ -481,7 +484,7 @@ def _make_hook(optimizer_hooks: OptimizerHooks, method: Callable[..., Any]) -> H
 
 
 def _move_hook(hooks: Any, optimizer_hooks: OptimizerHooks, *, last: bool) -> None:
-    """Moves this model's hook to the end, or to the beginning, of the hooks of its kind."""
+    """Moves this model's hook to the last or first place among an optimizer's hooks of its kind."""
     for key, hook in list(hooks.items()):
         owner = getattr(hook, "optimizer_hooks", None)
         if owner is not None and owner() is optimizer_hooks:

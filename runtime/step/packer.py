@@ -1,4 +1,4 @@
-"""Packs the gradients of one bucket into flat memory, which a later step takes again once nothing refers to it."""
+"""Packs the gradients of one bucket into one tensor, whose memory later steps reuse."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class Packer:
     """Packs the gradients of one bucket into one flat tensor, whose memory later steps reuse.
 
     Args:
-        scales: False if a hook of the user divides by the count of ranks.
+        scales: whether to divide by the number of ranks; False if the user's communication hook does.
         keeps_memory: whether memory on a host is kept between steps, because the system zeroes newly allocated memory.
             A device's allocator keeps memory by itself.
     """
@@ -52,8 +52,8 @@ class Packer:
         return flat.detach()  # a separate tensor, so that references to it can be counted
 
     def _gradient_to_reduce(self, name: str, gradient: Tensor) -> Tensor:
-        """Returns a parameter's gradient to reduce: with the sum that earlier backwards have left added, and after the
-        parameter's hooks.
+        """Returns a parameter's gradient in the form to reduce: after its hooks, and with the sum of backwards under
+        `no_sync`.
         """
         state = self._state
         if name not in state.hooked or name in state.unreached:
@@ -64,6 +64,6 @@ class Packer:
 
 
 def _is_shared(kept: Tensor) -> bool:
-    """Returns whether another tensor, such as a `.grad`, shares this tensor's memory."""
+    """Returns whether another tensor, such as a `.grad`, shares the memory of this one."""
     storage = kept.untyped_storage()
     return int(torch._C._storage_Use_Count(storage._cdata)) > 2  # `kept` and `storage` are the two references

@@ -1,4 +1,4 @@
-"""A partitioned graph made ready to run: its phases lowered, and what running them has to know. `step.py` runs it."""
+"""A program: the phases of a partitioned graph as functions, and what is needed to run them. `step.py` runs it."""
 
 from __future__ import annotations
 
@@ -45,11 +45,11 @@ if TYPE_CHECKING:  # importing Inductor takes seconds, so only its users import 
 
 @dataclass(frozen=True)
 class LoweredPhase:
-    """A forward or a backward, ready to run.
+    """A forward or backward phase as a function.
 
     Attributes:
-        missing: if the phase fails, makes the launches that other ranks wait for.
-        absent: launches that this phase leaves out, so that the launcher does not wait for them.
+        missing: makes the launches that other ranks wait for if the phase fails.
+        absent: launches that this variant of the phase does not make, so that the launcher does not wait for them.
     """
 
     run: Runnable | StreamingBackward
@@ -58,34 +58,35 @@ class LoweredPhase:
 
 
 class Program:
-    """The runnable form of one graph: its phases as functions, and the facts needed to run them.
+    """A graph in the form in which it runs: its phases as functions, and the facts needed to run them.
 
     Args:
-        graph: partitioned.
+        graph: a partitioned graph.
         buckets: the buckets that the graph reduces, in launch order, or None if gradients stay this rank's own
             (`no_sync`).
         result_constants: results that are not tensors, by their index among the flattened results.
-        head: builds the announcement of a step on a flattened batch.
-        share_buffers: called once every rank has announced this same program, before anything reads a buffer; None:
-            ranks share none.
-        flow: launches the exchanges, and keeps the updates that an overlapped graph leaves to the next step.
-        links: the links for which exchanges are cut.
-        regions: compiles the compute between communications, or None to call every op separately.
-        variants: variant of a step -> the graph with its phase, or None if the graph serves every step.
-        copies: copies saved values out of memory and back, if the graph does this.
-        of_gradients: whether the backward begins with gradients that arrive one by one.
+        head: builds this rank's announcement of a step from a flattened batch.
+        share_buffers: called before anything reads a buffer, once all ranks have announced this program; None if ranks
+            share no buffers.
+        flow: the pipeline that launches exchanges and keeps updates for the next step.
+        links: the cluster for which sizes of messages are chosen.
+        regions: compiles the compute between two communications, or None to call each op separately.
+        variants: variant of a step, such as the first one -> the graph with its phase, or None if the graph serves
+            every step.
+        copies: offloads and reloads saved values, or None.
+        of_gradients: whether the backward is given gradients one by one, as on the eager route.
         scores_nothing: returns, for a batch's leaves, whether a loss is a mean over labels of which the batch has none.
 
     Attributes:
-        unique, ids: the phases that run before forward and backward.
+        unique, ids: the phases that run before the forward.
         has_backward: whether there is a backward; an evaluation has none.
-        ids_program: the ids' phases as functions that can run ahead of their batch.
-        overlaps_steps: whether the forward awaits communication that the previous step has left.
-        announces: whether the ids' exchange makes the announcement.
-        synchronised: whether gradients are reduced.
+        ids_program: the functions that find a batch's rows, which can run before the batch's step.
+        overlaps_steps: whether the forward awaits communication that the previous step has started.
+        announces: whether the exchange of ids also announces the step.
+        synchronised: whether gradients are reduced over ranks.
         results: indices of the flattened results that the forward computes.
         differentiable: the indices of `results` that have a gradient.
-        promised: index of a result that is hidden states -> the promised logits that the user gets instead.
+        promised: index of a result that is hidden states -> the logits that the user gets instead, computed when read.
         differentiable_places: the positions of `differentiable` in `results`.
     """
 
@@ -130,7 +131,7 @@ class Program:
         self.promised = graph.promised
 
     def _lower(self, graph: TrainingGraph, bound: Bindings) -> None:
-        """Lowers all phases of a graph."""
+        """Makes functions of all phases of a graph."""
         phases, state = graph.phases, self.state
         self.unique = make_runnable(phases["unique"], state, bound.call, self.regions)
         self.ids = make_runnable(phases["ids"], state, bound.call)
@@ -142,7 +143,7 @@ class Program:
         self.ids_program = make_ids_program(graph, state, self.unique)
 
     def _bind(self, graph: TrainingGraph) -> Bindings:
-        """Returns the runtime functions that the nodes of a graph call."""
+        """Returns the runtime functions for the nodes of a graph."""
         return Bindings(
             graph,
             self.state,
@@ -155,17 +156,17 @@ class Program:
         )
 
     def _lower_phase(self, phase: str, graph: TrainingGraph, bound: Bindings) -> LoweredPhase:
-        """Lowers a phase, and registers its launches, which a failing rank must still make."""
+        """Makes a function of a phase, and registers its launches, which must be made even if the phase fails."""
         module, is_last = graph.phases[phase], phase == "backward"
         missing = MissingLaunches(self.communicator, self.flow)
 
         def call(node: fx.Node) -> Callable[..., Any] | None:
-            """Returns the function that runs a node, counted among the launches."""
+            """Returns the function that runs a node. Counts its calls if it launches."""
             found = bound.call(node)
             return found and missing.add(node, found)
 
         def lower_part(part: fx.GraphModule) -> Runnable:
-            """Lowers a part of the phase."""
+            """Makes a function of a part of the phase."""
             return make_runnable(part, self.state, call, self.regions, last=is_last)
 
         launcher = self.flow.launcher
@@ -174,7 +175,7 @@ class Program:
         return LoweredPhase(run, missing, launcher.missing_from({*submitted(module)}, forward=not is_last))
 
     def phase(self, variant: StepVariant) -> LoweredPhase:
-        """Returns the phase of a step's variant, which is lowered at its first use."""
+        """Returns the phase for a variant of a step, making its function at the first call."""
         key = variant.phase if variant.is_steady or self.variants is None else variant
         if key not in self._lowered:
             assert self.variants is not None
@@ -189,18 +190,20 @@ class Program:
         return {name: run.source for name, run in runs.items()}
 
     def compute_as(self, graph: TrainingGraph) -> None:
-        """Replaces the backward by one that computes the same in another order, from the next backward on."""
+        """Replaces the backward, from the next one on, by one that computes the same in another order."""
         self._lowered = {key: each for key, each in self._lowered.items() if _is_of_forward(key)}
         self._lowered["backward"] = self._lower_phase("backward", graph, self._bind(graph))
         self._record_backward_reads(graph)
 
     def _record_communication(self, graph: TrainingGraph) -> None:
-        """Stores whether ranks announce rows, and which communication crosses steps."""
+        """Stores whether the program announces its rows, and which of its communication overlaps the next step."""
         self.overlaps_steps = overlaps_steps(graph)
         self.announces = any(op_name(node) == "embrace::all_gather_ids" for node in graph.phases["ids"].graph.nodes)
 
     def _record_results(self, graph: TrainingGraph) -> None:
-        """Stores which results the forward computes, which have a gradient, and which parameters get one from each."""
+        """Stores which results the forward computes, which of them have a gradient, and which parameters get a gradient
+        from each.
+        """
         self.results = [r.index for _, r in outputs_of(graph.phases["forward"]) if isinstance(r, Result)]
         self.differentiable = frozenset(role.index for _, role in graph.inputs() if isinstance(role, Tangent))
         found = enumerate(self.results)
@@ -210,7 +213,7 @@ class Program:
         self.used = UsedParameters(state.names, graph.results_behind, delivered(roles), size, state.ignored)
 
     def _record_backward_reads(self, graph: TrainingGraph) -> None:
-        """Stores which values the backward reads. Writing one of them before the backward is an error."""
+        """Stores which tensors the backward reads. Writing one of them before the backward is an error."""
         roles = [role for _, role in inputs_of(graph.phases["backward"])] if self.has_backward else []
         self._leaves_read = [role.index for role in roles if isinstance(role, BatchInput)]
         self._parameters_read = [role.name for role in roles if isinstance(role, Parameter)]
@@ -226,7 +229,7 @@ class Program:
         self._read_after = {"ids": after_forward | saved.get("forward", nothing), "forward": after_forward}
 
     def drop_unread(self, values: Values, phase: Literal["ids", "forward"]) -> None:
-        """Drops saved values that no phase after `phase` reads."""
+        """Removes saved values that no phase after `phase` reads."""
         if not self.overlaps_steps:
             for name in values.keys() - self._read_after[phase]:
                 del values[name]
@@ -240,7 +243,7 @@ class Program:
         return VersionSnapshot.of_tensors_in(found)
 
     def name_written(self, written: Sequence[Tensor], leaves: Sequence[Any]) -> str:
-        """Names the values whose memory was written, or returns "" if none was."""
+        """Returns the names of the tensors in `written`, for an error message, or "" if there are none."""
         if not written:
             return ""
         names = {storage_id(leaf): "a tensor of the batch" for leaf in leaves if isinstance(leaf, Tensor)}
@@ -254,10 +257,10 @@ class Program:
 
 
 def _is_computed_with(node: fx.Node) -> bool:
-    """Returns whether any op reads a value, other than communication that crosses steps."""
+    """Returns whether anything reads a value besides communication that overlaps the next step."""
     return any(not op_name(user).startswith("embrace::") for user in node.users)
 
 
 def _is_of_forward(key: StepVariant | str) -> bool:
-    """Returns whether a lowered phase is a forward."""
+    """Returns whether a phase is a forward, given its name or variant."""
     return key == "forward" or isinstance(key, ForwardVariant)

@@ -1,4 +1,5 @@
-"""Logits of a sharded head that are made when they are read, and whose loss is computed without making them.
+"""Logits of a sharded output layer that are computed only when they are read. A loss of them is computed from the
+shards.
 
     out = model(ids)                                     # hidden states (.., D), shown as logits (.., V)
     loss = F.cross_entropy(out.view(-1, V), labels)      # each rank computes its columns: the sharded head
@@ -47,11 +48,10 @@ _CHANGED = (
 
 @dataclass(frozen=True)
 class LogitsSource:
-    """The source of promised logits besides the hidden states: table, bias, and element-wise steps after the
-    product.
+    """What logits are computed from, besides hidden states: the table, the bias, and the steps after the product.
 
     Attributes:
-        steps: the count of optimizer steps before the model's call.
+        steps: how many optimizer steps had run at the model's call.
     """
 
     promise: PromisedLogits
@@ -64,14 +64,14 @@ class LogitsSource:
     def of_call(
         cls, promise: PromisedLogits, state: ModelState, communicator: Communicator, *, trains: bool
     ) -> LogitsSource:
-        """Returns the source of a call's logits. Drops a gathered copy of the table that is out of date."""
+        """Returns the source for the logits of a call. Drops a gathered copy of the table if it is outdated."""
         steps, local = communicator.progress.optimizer_steps, state.tables[promise.table].local
         if trains or (promise.table in state.gathered and not state.gathered[promise.table].is_current(local, steps)):
             state.gathered.pop(promise.table, None)
         return cls(promise, state, communicator, steps, local._version)
 
     def dtype(self, hidden: Tensor) -> torch.dtype:
-        """Returns the dtype of logits made from hidden states."""
+        """Returns the dtype of logits computed from these hidden states."""
         return last_dtype(self.promise.steps) or hidden.dtype
 
     def cast(self, dtype: torch.dtype) -> LogitsSource:
@@ -87,11 +87,11 @@ class LogitsSource:
             raise RuntimeError(_STALE.format(self.promise.table, self.promise.table))
 
     def parameters(self) -> list[Tensor]:
-        """Returns the table, and the bias if there is one."""
+        """Returns the table and, if there is one, the bias."""
         return [self.state.parameter(name) for name in (self.promise.table, self.promise.bias) if name]
 
     def compute(self, hidden: Tensor, parameters: Sequence[Tensor] | None = None) -> Tensor:
-        """Computes the logits (.., V) of hidden states with the whole table. Collective.
+        """Computes the logits (.., V) of hidden states from the whole table. Collective.
 
         Args:
             parameters: the parameters to use instead of the source's own.
@@ -106,7 +106,7 @@ class LogitsSource:
             return apply_steps(F.linear(hidden, weight, *bias), self.promise.steps)[-1]
 
     def _gather_table(self, weight: TableShard) -> Tensor:
-        """Returns the whole table, which stays gathered."""
+        """Gathers the whole table, and caches it."""
         gathered, name = self.state.gathered, self.promise.table
         if name not in gathered:
             local = self.state.tables[name].local.detach()
@@ -116,12 +116,12 @@ class LogitsSource:
 
 @dataclass(eq=False)
 class LogitsState:
-    """The state of logits, shared by their views: their values, if computed, and whether a loss has read them.
+    """The state that logits share with views of them: their values, if computed, and whether a loss has used them.
 
     Attributes:
-        before: the logits of which these are a view.
-        is_scored: whether a loss of these, or of a view, was computed without making them.
-        is_hooked: whether somebody has asked for their gradient.
+        before: the state of the logits of which these are a view, or None.
+        is_scored: whether a loss of these logits, or of a view, was computed from the shards.
+        is_hooked: whether user code wants the gradient of the logits.
     """
 
     before: LogitsState | None
@@ -131,7 +131,7 @@ class LogitsState:
     is_hooked: bool = False
 
     def chain(self) -> Iterator[LogitsState]:
-        """Yields these logits, and then the logits of which they are a view."""
+        """Yields the state of these logits, then that of the logits of which they are a view, and so on."""
         found: LogitsState | None = self
         while found is not None:
             yield found
@@ -139,7 +139,7 @@ class LogitsState:
 
     @property
     def is_changed(self) -> bool:
-        """Returns whether values or gradients no longer belong to the hidden states and the table."""
+        """Whether the logits' values or gradients were changed, so that they no longer belong to the hidden states."""
         return self.is_hooked or (self.value is not None and self.value._version != self.version)
 
 
@@ -148,7 +148,7 @@ class _LogitsFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, make: Callable[[], Logits], hidden: Tensor, *parameters: Tensor) -> Logits:
-        """Makes logits as one node of autograd."""
+        """Returns logits whose values are not computed yet."""
         logits = make()
         ctx.save_for_backward(hidden)
         ctx.made, ctx.source, ctx.is_log = logits.made, logits.source, logits.is_log
@@ -169,26 +169,27 @@ class _LogitsFunction(torch.autograd.Function):
 
 
 class _ValuesFunction(torch.autograd.Function):
-    """The autograd function that returns a result's values, and passes gradients on to the logits."""
+    """The autograd function that returns the values of logits, and passes gradients on to the logits."""
 
     @staticmethod
     def forward(ctx: Any, logits: Logits, values: Tensor) -> Tensor:
-        """Returns the values of logits as their result."""
+        """Returns the computed values."""
         return values
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        """Passes a gradient on to the logits."""
+        """Passes the gradient of the values on to the logits."""
         return gradient, None
 
 
 class Logits(Tensor):
-    """Logits (.., V), or their log-softmax, whose values are computed only when code reads them.
+    """Logits (.., V), or their log-softmax, whose values are computed only when they are read.
 
     Attributes:
         hidden: the hidden states (.., D), with their autograd graph.
-        base: makes these logits from others, of which they may be a view, or None to make them from `source`.
-        node: the logits' own node in autograd's graph. Another function that returns the logits changes `grad_fn`.
+        base: computes these logits from others, such as those of which they are a view; None to compute them from
+            `source`.
+        node: the autograd node of the logits. Another autograd function that returns them changes `grad_fn`.
     """
 
     hidden: Tensor
@@ -213,7 +214,7 @@ class Logits(Tensor):
         inputs = (hidden, *source.parameters()) if hidden.requires_grad else (hidden,)
 
         def make() -> Logits:
-            """Makes the tensor of promised logits, without their values."""
+            """Creates the tensor, without values."""
             found: Any = Tensor._make_wrapper_subclass(
                 cls, (*hidden.shape[:-1], rows), dtype=source.dtype(hidden), device=hidden.device
             )
@@ -226,7 +227,7 @@ class Logits(Tensor):
         return found
 
     def make(self) -> Tensor:
-        """Computes the values of the logits, once. Collective."""
+        """Computes the values, at the first call. Collective."""
         made = self.made
         if made.value is None:
             with torch.inference_mode(mode=False), torch.set_grad_enabled(self.hidden.requires_grad):
@@ -239,12 +240,14 @@ class Logits(Tensor):
 
     @property
     def is_made(self) -> bool:
-        """Returns whether values are known or were changed, here or in the logits of which these are a view."""
+        """Whether the values were computed or changed, here or in the logits of which these are a view."""
         return self.grad_fn is not self.node or any(each.value is not None for each in self.made.chain())
 
     def derived(self, hidden: Tensor, base: Callable[[], Tensor], source: LogitsSource | None = None) -> Logits:
-        """Returns logits for other hidden states, such as a slice of these. `base` computes their values from these
-        logits.
+        """Returns logits for other hidden states, such as a slice of these.
+
+        Args:
+            base: computes their values from those of these logits.
         """
         return Logits(hidden, source or self.source, base, self.made, is_log=self.is_log)
 
@@ -274,8 +277,8 @@ class Logits(Tensor):
 
 
 def _on_gradient_request(logits: Sequence[Logits]) -> None:
-    """Records that user code wants the gradient of logits. Raises if a loss has already been computed without the
-    logits.
+    """Records that user code wants the gradient of logits. Raises if a loss has already been computed from the
+    shards.
     """
     for each in logits:
         if any(made.is_scored for made in each.made.chain()):
@@ -284,7 +287,7 @@ def _on_gradient_request(logits: Sequence[Logits]) -> None:
 
 
 def _replace_by_values(tree: Any) -> Any:
-    """Replaces all promised logits in a tree by their values. Collective."""
+    """Replaces all logits in a tree of arguments by their values. Collective."""
     return pytree.tree_map_only(Logits, Logits.make, tree)
 
 
@@ -307,7 +310,7 @@ _OF_GRADIENTS = frozenset({torch.autograd.grad, Tensor.register_hook, Tensor.ret
 
 
 def _reshape(func: Any, logits: Logits, *args: Any, **kwargs: Any) -> Any:
-    """Implements reshapes of the leading dimensions without computing values."""
+    """Implements reshapes of the leading dimensions without computing the logits' values."""
     with torch._C.DisableTorchFunctionSubclass():
         shape = func(torch.empty(logits.shape, device="meta"), *args, **kwargs).shape
     if not shape or shape[-1] != logits.shape[-1]:
@@ -317,17 +320,17 @@ def _reshape(func: Any, logits: Logits, *args: Any, **kwargs: Any) -> Any:
 
 
 def _keep_hidden(func: Any, logits: Logits, *args: Any, **kwargs: Any) -> Any:
-    """Implements ops whose result has the same hidden states, without computing values."""
+    """Implements ops whose result has the same hidden states, without computing the logits' values."""
     return logits.derived(logits.hidden, lambda: func(logits.make(), *args, **kwargs))
 
 
 def _detach(func: Any, logits: Logits) -> Any:
-    """Implements `detach` without computing values."""
+    """Implements `detach` without computing the logits' values."""
     return logits.derived(logits.hidden.detach(), lambda: func(logits.make()))
 
 
 def _index(func: Any, logits: Logits, index: Any) -> Any:
-    """Implements indexing of the leading dimensions without computing values."""
+    """Implements indexing of the leading dimensions without computing the logits' values."""
     indices = index if isinstance(index, tuple) else (index,)
     behind = indices[next((k for k, each in enumerate(indices) if each is Ellipsis), -1) + 1 :]
     has_ellipsis = any(each is Ellipsis for each in indices)
@@ -340,9 +343,7 @@ def _index(func: Any, logits: Logits, index: Any) -> Any:
 
 
 def _cast(func: Any, logits: Logits, *args: Any, **kwargs: Any) -> Any:
-    """Implements casts without computing values. A log-softmax computes them, because it does not commute with
-    casts.
-    """
+    """Implements casts without computing values. A log-softmax must compute them, because a cast changes its result."""
     with torch._C.DisableTorchFunctionSubclass():
         like = torch.empty((0,), dtype=logits.dtype, device=logits.device)
         found = func(like, *args, **kwargs)
@@ -369,12 +370,12 @@ def _log_softmax(func: Any, logits: Logits, dim: Any = None, *args: Any, **kwarg
 
 
 def _nll_loss(func: Any, logits: Logits, target: Any, *args: Any, **kwargs: Any) -> Any:
-    """Implements `nll_loss` of promised log-probabilities by the sharded output layer, where that is possible."""
+    """Implements `nll_loss` of log-probabilities, from the shards if possible."""
     return _sharded_loss(logits, target, *args, **kwargs) if logits.is_log else NotImplemented
 
 
 def _cross_entropy(func: Any, logits: Logits, target: Any, *args: Any, **kwargs: Any) -> Any:
-    """Implements `cross_entropy` of promised logits by the sharded output layer, where that is possible."""
+    """Implements `cross_entropy` of logits, from the shards if possible."""
     return NotImplemented if logits.is_log else _sharded_loss(logits, target, *args, **kwargs)
 
 
@@ -391,8 +392,8 @@ def _sharded_loss(
     reduction: str = "mean",
     label_smoothing: float = 0.0,
 ) -> Any:
-    """Computes a loss of logits by the sharded output layer, with the arguments of `F.cross_entropy`. Returns
-    NotImplemented if it does not support them. Collective.
+    """Computes the cross entropy of logits from the shards of the output layer. Returns `NotImplemented` if they do not
+    support its options. Collective.
     """
     is_plain = size_average is None and reduce is None and not (label_smoothing and weight is not None)
     is_plain = is_plain and 0.0 <= label_smoothing <= 1.0
@@ -414,7 +415,7 @@ def _sharded_loss(
 
 
 def _in_autocast(logits: Logits) -> LogitsSource:
-    """Returns the source of logits as a softmax reads them, which is in float32 under autocast."""
+    """Returns the source of the logits as a softmax reads them: under autocast, in float32."""
     enabled = torch.is_autocast_enabled(logits.device.type)
     return logits.source.cast(torch.float32) if enabled and logits.dtype.itemsize < 4 else logits.source
 

@@ -1,4 +1,5 @@
-"""Row-wise Adagrad over shards: a row's step needs the squares of all its columns, and each rank has some.
+"""RowWiseAdagrad on sharded tables: updating a row needs the sum of squares over all of its columns, which lie on
+several ranks.
 
 They are added up in one exchange a step, of all tables, which the thread that steps the optimizer launches: once their
 gradients have arrived. Rows are updated in the next forward, before any of them is looked up.
@@ -20,12 +21,12 @@ from embrace_fx.runtime.tables.update_rule import SparseUpdate
 from embrace_fx.vocabulary.operation_id import ROW_NORMS
 
 Step = tuple[SparseUpdate, Rows]
-"""Of a table or a row space, and the gradient that it takes."""
+"""Of a table or a joined table, and the gradient that it takes."""
 
 
 def sum_squares_over_ranks(steps: Sequence[Step], communicator: Communicator, recorder: Recorder) -> None:
-    """Starts summing the squares of rows over ranks, and makes the steps of one optimizer wait for the sums.
-    Collective, with equal rows in the same order.
+    """Starts summing the squares of rows over ranks, and makes the updates of one optimizer wait for the sums.
+    Collective.
     """
     if not steps:
         return
@@ -37,7 +38,7 @@ def sum_squares_over_ranks(steps: Sequence[Step], communicator: Communicator, re
 
 
 class _RowNorms:
-    """Sums of squares (K,) of rows, in flight to be summed over ranks."""
+    """Sums of squares (K,) of rows that are being summed over ranks."""
 
     def __init__(self, squares: Tensor, communicator: Communicator, recorder: Recorder) -> None:
         self._squares, self._communicator, self._recorder = squares, communicator, recorder
@@ -47,7 +48,7 @@ class _RowNorms:
         self._launched = communicator.all_reduce_(squares, "sum", "dense") if travels else None
 
     def of(self, rows: slice, dtype: torch.dtype) -> Tensor:
-        """Waits for the sums and returns those of some rows."""
+        """Waits for the sums, and returns those of `rows`."""
         if (launched := self._launched) is not None:
             self._launched = None
             with self._recorder.waiting(ROW_NORMS):

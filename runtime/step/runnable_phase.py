@@ -1,4 +1,4 @@
-"""A phase of a partitioned graph as a function of the batch, the model's state, and what earlier phases saved."""
+"""Makes a function of a phase: from the batch, the model's state, and values that earlier phases saved."""
 
 from __future__ import annotations
 
@@ -62,11 +62,11 @@ class Runnable:
         return self.run(arguments)
 
     def source(self) -> str:
-        """Returns the Python code that runs."""
+        """Returns the Python code of the function."""
         return phase_source(self.run)
 
     def run_and_save(self, leaves: Sequence[Any], values: Values) -> Values:
-        """Runs the phase, and adds the values that it saves to `values`."""
+        """Runs the phase, and stores the values that it saves in `values`."""
         store_saved(self.roles, self(leaves, values, {}), values)
         return values
 
@@ -79,12 +79,12 @@ def make_runnable(
     *,
     last: bool = False,
 ) -> Runnable:
-    """Lowers a phase to a `Runnable`.
+    """Makes a function of a phase.
 
     Args:
-        call: returns what a node calls, or None for a kernel or torch's own op.
-        regions: compiles the compute between communications, or None to call every op separately.
-        last: whether no later phase reads the values that this phase reads.
+        call: returns the runtime function that runs a node, or None for a kernel or one of torch's ops.
+        regions: compiles the compute between two communications, or None to call each op separately.
+        last: whether no later phase reads the values that this phase reads, so that they can be freed.
     """
     sources: list[tuple[int, Any]] = []
     for _, role in inputs_of(module):
@@ -106,20 +106,22 @@ def make_runnable(
 
 
 def make_reader(module: fx.GraphModule, state: ModelState) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
-    """Returns a function from a flattened batch to the outputs of a graph without collectives."""
+    """Returns a function that computes the outputs of a graph without collectives from a flattened batch."""
     run = make_runnable(module, state)
     return lambda leaves: run(leaves, {}, {})
 
 
 def store_saved(roles: Sequence[OutputRole], outputs: Sequence[Any], values: Values) -> None:
-    """Stores the outputs that a phase saves in `values`, by role."""
+    """Stores those outputs of a phase that later phases read in `values`, by role."""
     for role, value in zip(roles, outputs, strict=True):
         if isinstance(role, Saved):
             values[role.name] = value
 
 
 def call_without_autograd(call: Callable[..., Result], *arguments: Any, **options: Any) -> Result:
-    """Calls a part of a program without gradients, which its graph computes, and without autocast."""
+    """Calls a part of a program without autograd and autocast, because its graph contains gradients and casts as
+    nodes.
+    """
     had_gradients = torch.is_grad_enabled()
     torch._C._set_grad_enabled(False)  # `torch.no_grad` is eight calls of Python
     try:
@@ -132,7 +134,7 @@ def call_without_autograd(call: Callable[..., Result], *arguments: Any, **option
 
 
 def without_user_autocast() -> contextlib.AbstractContextManager[None]:
-    """Returns a context without autocast, because the graph has casts as nodes, and autocast would cast again."""
+    """Returns a context without autocast, because a graph contains casts as nodes, and autocast would cast again."""
     enabled = torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")
     return _without_autocast() if enabled else _AS_IT_IS
 

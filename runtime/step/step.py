@@ -45,7 +45,7 @@ def run_step(program: Program, leaves: Sequence[Any], *, train: bool, following:
 
     Args:
         train: whether a backward will follow, from results that require grad.
-        following: the next batch, if known.
+        following: the next batch, or None if it is not known.
     """
     step = Step(program, leaves, following)
     with without_user_autocast():
@@ -62,9 +62,7 @@ def run_step(program: Program, leaves: Sequence[Any], *, train: bool, following:
 
 
 def _run_and_unpack(program: Program, step: Step, leaves: Sequence[Any], train: bool) -> tuple[Tensor, ...]:
-    """Runs a step's forward as a node of autograd, or without autograd if it does not train. Returns the tensors among
-    its results.
-    """
+    """Runs a step's forward, as an autograd node if it trains. Returns the tensors among its results."""
     if train and program.has_backward:
         inputs = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
         anchor = torch.empty((), requires_grad=True, device="cpu")
@@ -82,8 +80,8 @@ class OpenedBackward:
     """A backward that has begun on this rank.
 
     Attributes:
-        gate: finds out whether all ranks are in the backward, or None if no other rank is waited for.
-        needed: values from which this rank makes the launches that others wait for, if the backward fails.
+        gate: waits until all ranks are in the backward, or None if this rank waits for no other.
+        needed: the values from which this rank would make the launches that others wait for, if the backward fails.
     """
 
     gate: BackwardBarrier | None
@@ -93,7 +91,7 @@ class OpenedBackward:
 
 
 class Step:
-    """One call of the model, from its announcement to the end of its backward."""
+    """One call of the model, from its announcement to other ranks until the end of its backward."""
 
     def __init__(self, program: Program, leaves: Sequence[Any], following: NextBatch | None) -> None:
         self.program = program
@@ -108,7 +106,7 @@ class Step:
         self._read_again = VersionSnapshot()
 
     def forward(self) -> list[Any]:
-        """Announces the call, runs its forward, and keeps what the backward needs."""
+        """Announces the call to the other ranks, runs its forward, and keeps what the backward needs."""
         program = self.program
         program.announcements.of_step = program.head(self._leaves)
         values, variant = self._begin_forward()
@@ -135,9 +133,7 @@ class Step:
         return read + sharing_memory((results[k] for k in made), read) if made else read
 
     def _run_forward(self, forward: LoweredPhase, values: Values) -> tuple[Any, ...]:
-        """Runs the forward and returns its outputs. If it fails, informs the other ranks, and makes the launches that
-        they wait for.
-        """
+        """Runs the forward. If it fails, tells the other ranks, and makes the launches that they wait for."""
         program = self.program
         needed = forward.missing.begin(values)
         try:
@@ -152,7 +148,7 @@ class Step:
             raise
 
     def _begin_forward(self) -> tuple[Values, ForwardVariant]:
-        """Returns the values of the ids' phases, and the variant of the forward."""
+        """Runs the phases that exchange ids. Returns their values, and the variant of the forward."""
         program = self.program
         if program.overlaps_steps:
             following, self._following = self._following, None
@@ -176,14 +172,14 @@ class Step:
     def backward(
         self, tangents: Sequence[Tensor | None], *, for_parameters: bool, twice: bool = False
     ) -> list[Tensor | None]:
-        """Runs the backward, delivers the parameters' gradients, and returns the gradients of the batch's tensors.
+        """Runs the backward, stores the parameters' gradients, and returns the gradients of the batch's tensors.
 
         Args:
-            for_parameters: whether parameters get gradients, which `torch.autograd.grad` of inputs does not want.
-            twice: whether the gradients will be differentiated again.
+            for_parameters: whether parameters get gradients, which they do not under `torch.autograd.grad` of inputs.
+            twice: whether `create_graph=True` was given.
 
         Raises:
-            RuntimeError: `twice` is True; or this is a second backward; or as `launch_flags` says.
+            RuntimeError: `twice` is True, or this is a second backward, or for a reason in `launch_flags`.
         """
         program = self.program
         if self._values is None:
@@ -212,17 +208,17 @@ class Step:
         return self._batch_gradients(roles, outputs)
 
     def join_backward(self) -> None:
-        """Takes part in the other ranks' backward, with nothing to compute or send."""
+        """Takes part in the other ranks' backward without computing anything."""
         if (gate := self._enter_backward(0)) is not None:
             self._check_barrier(gate)
         self._launch_flags(self.program.used.words(()), 0)("", None, lambda: True)
 
     def _enter_backward(self, call: int) -> BackwardBarrier | None:
-        """Announces that this rank has entered its backward. Returns the barrier, or None if there are no other
-        ranks.
+        """Tells the other ranks that this rank has entered its backward. Returns the barrier to wait at, or None for a
+        single rank.
 
         Args:
-            call: the number of the call, as in `BackwardBarrier`.
+            call: the number of the model's call, as in `BackwardBarrier`.
         """
         if not self.program.flow.shares_failures:
             return None
@@ -231,10 +227,10 @@ class Step:
         return BackwardBarrier(program.announcements, call)
 
     def _open_backward(self, values: Values) -> OpenedBackward:
-        """Begins a backward: announces it, and opens its launch window.
+        """Begins a backward: tells the other ranks, and opens its window of launches.
 
         Raises:
-            PeerFailure: a rank is known not to be in this backward; raised on every rank that is.
+            PeerFailure: another rank will not run this backward. Raised on every rank that runs it.
         """
         program, flow = self.program, self.program.flow
         gate = self._enter_backward(1 + program.communicator.progress.step - self._announced)
@@ -255,16 +251,16 @@ class Step:
         *,
         twice: bool,
     ) -> tuple[tuple[Any, ...], Sequence[OutputRole], tuple[int, ...]]:
-        """Runs the backward to its end, and checks with all ranks that it has succeeded.
+        """Runs the backward to its end, and checks that it has succeeded on all ranks.
 
         Args:
-            used: the parameters that the backward reaches, as `UsedParameters.words` encodes them.
+            used: the parameters that the backward reaches, encoded by `UsedParameters.words`.
 
         Returns:
             The backward's outputs, their roles, and how many ranks' backwards reach each parameter.
 
         Raises:
-            PeerFailure, FloatingPointError, RuntimeError: as `launch_flags` says, on every rank.
+            PeerFailure, FloatingPointError, RuntimeError: as for `launch_flags`, on every rank.
         """
         flow, gate, backward = self.program.flow, opened.gate, opened.phase
         finish: Finish | None = None
@@ -277,7 +273,7 @@ class Step:
                 finish = self._launch_flags(used, written)
 
             def announce_end() -> None:
-                """Checks the gradients' writers and launches the flags of the backward, once."""
+                """Starts exchanging the backward's flags, at the first call."""
                 nonlocal finish
                 if gate is not None:
                     self._check_barrier(gate)
@@ -307,13 +303,13 @@ class Step:
         return outputs, backward.run.roles, reached
 
     def _begin_backward(self, variant: BackwardVariant, twice: bool) -> None:
-        """Begins the backward's exchanges. Raises if a second derivative is requested."""
+        """Begins the exchanges of the backward. Raises if second derivatives are requested."""
         self.program.flow.begin_backward(self.program.ids_program, variant)
         if twice:  # the other ranks learn of it like of any failure
             raise RuntimeError(TWICE)
 
     def _call_waiting(self, call: Callable[..., Met], *arguments: Any) -> Met:
-        """Makes a call that waits for all other ranks, and records the wait. With a device, the host does not wait."""
+        """Calls a function that waits for other ranks, and records the time of the wait."""
         flow = self.program.flow
         return flow.recorder.timed(ANNOUNCEMENT, call, *arguments) if flow.shares_failures else call(*arguments)
 
@@ -330,10 +326,10 @@ class Step:
         tangents: Sequence[Tensor | None],
         announce_end: Callable[[], None],
     ) -> tuple[Any, ...]:
-        """Returns the backward's outputs.
+        """Runs the backward, and returns its outputs.
 
         Args:
-            announce_end: announces the end to the other ranks. It may be called once the backward cannot fail any more.
+            announce_end: to be called once the backward can no longer fail.
         """
         program = self.program
         dense = {
@@ -345,7 +341,7 @@ class Step:
         return backward.run(self._leaves, values, dense)
 
     def _check_barrier(self, gate: BackwardBarrier) -> None:
-        """Raises PeerFailure if a rank is not in this backward. Nothing of the backward has been sent then."""
+        """Raises PeerFailure if a rank is not in this backward, before anything of the backward is sent."""
         if gate.future.done():
             gate.wait()
         else:
@@ -357,13 +353,14 @@ class Step:
     def _fail_backward(
         self, backward: LoweredPhase, gate: BackwardBarrier, needed: Values, used: Sequence[int], failure: Exception
     ) -> None:
-        """Keeps other ranks from hanging after `failure` ended this rank's backward, and reports the failure to them.
+        """Tells the other ranks that this rank's backward failed, and makes the launches that they wait for.
 
         Args:
             backward: the phase that failed.
             gate: the barrier of the backward.
             needed: the values from which the launches that other ranks wait for are made.
             used: the parameters that the backward reaches, encoded by `UsedParameters.words`.
+            failure: the error that ended the backward.
         """
         flow = self.program.flow
         self._check_barrier(gate)
@@ -375,7 +372,7 @@ class Step:
         failure.add_note(TOLD)
 
     def _nonfinite_is_harmless(self, tangents: Sequence[Tensor | None]) -> bool:
-        """Returns whether results that are not finite leave the same gradients as under DDP.
+        """Returns whether gradients are the same as under DDP although a result is not finite.
 
         A mean over no labels is nan, with gradients of zero; a loop may have replaced a result before its backward.
         """
@@ -388,13 +385,13 @@ class Step:
         return not harmful or self.program.scores_nothing(self._leaves)
 
     def _launch_flags(self, used: Sequence[int], written: int) -> Finish:
-        """Begins the exchange of this backward's flags. Returns the function that ends it."""
+        """Starts exchanging this backward's flags. Returns the function that waits for them."""
         scalars = [r for r in self._results if isinstance(r, Tensor) and r.dim() == 0 and r.is_floating_point()]
         on = streams.choose_streams(scalars[0].device) if scalars else None
         return launch_flags(scalars, used, written, self.program.communicator, on)
 
     def _batch_gradients(self, roles: Sequence[OutputRole], outputs: Sequence[Any]) -> list[Tensor | None]:
-        """Returns the gradients of the batch's tensors that require one, in the order of the batch."""
+        """Returns the gradients of those tensors of the batch that require one, in the order of the batch."""
         found = {
             role.of.index: value
             for role, value in zip(roles, outputs, strict=True)

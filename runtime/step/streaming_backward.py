@@ -1,4 +1,4 @@
-"""A backward of gradients alone, run in pieces: a bucket leaves once its gradients are there.
+"""A backward of the eager route that runs in pieces, so that each bucket is sent as soon as its gradients exist.
 
 Autograd runs the backward then, and accumulates one gradient after the other.
 
@@ -24,12 +24,11 @@ _Output = tuple[fx.Node | None, OutputRole]
 
 
 class StreamingBackward:
-    """A lowered backward of the eager route that runs piece by piece, so that each bucket is sent as soon as its
-    gradients exist.
+    """A backward of the eager route that runs in pieces, so that each bucket is sent as soon as its gradients exist.
 
     Args:
-        module: the phase.
-        lower: makes a part of it ready to run.
+        module: the graph of the backward.
+        lower: makes a function of a part of it.
     """
 
     def __init__(self, module: fx.GraphModule, lower: Callable[[fx.GraphModule], Runnable]) -> None:
@@ -50,14 +49,17 @@ class StreamingBackward:
         return "\n".join(piece.source() for piece in (*[piece for piece, _ in self._pieces], self._rest))
 
     def begin(self) -> None:
-        """Begins a backward, of which nothing has run."""
+        """Begins a backward: no piece has run."""
         self._run, self._values = 0, Values()
         # For each piece, the gradients that have not been recorded yet.
         self._missing = [set(needed) for _, needed in self._pieces]
 
     def record(self, tangent: int) -> bool | None:
-        """Records that a gradient exists. Returns whether the next piece can run, or None if the gradient has been sent
-        already.
+        """Records that a gradient exists. Returns whether the next piece can run, or None if the gradient was already
+        sent.
+
+        Args:
+            tangent: the gradient's index.
         """
         piece = self._piece_of.get(tangent)
         if piece is None:
@@ -73,7 +75,7 @@ class StreamingBackward:
         return self._run < len(self._pieces) and self._pieces[self._run][1] <= tangents.keys()
 
     def run_ready(self, tangents: Mapping[int, Tensor]) -> None:
-        """Runs the pieces whose gradients exist, in order."""
+        """Runs, in order, the pieces whose gradients exist."""
         while self.may_run(tangents):
             piece, _ = self._pieces[self._run]
             self._run += 1
@@ -88,7 +90,7 @@ class StreamingBackward:
 
 
 def _split_by_bucket(module: fx.GraphModule) -> list[fx.GraphModule]:
-    """Splits a backward into pieces: one per bucket, and a last one with all other nodes."""
+    """Splits a backward into one piece per bucket, and a last one for all other nodes."""
     left = dict.fromkeys(node for node in module.graph.nodes if node.op == "call_function")
     found = []
     for node in [*left]:
@@ -106,7 +108,7 @@ def _split_by_bucket(module: fx.GraphModule) -> list[fx.GraphModule]:
 
 
 def _extract(module: fx.GraphModule, nodes: Collection[fx.Node], outputs: Sequence[_Output]) -> fx.GraphModule:
-    """Returns the graph of some nodes. What they read from other nodes becomes a saved value."""
+    """Returns the graph of some nodes. Values that they read from other nodes become saved values."""
     read = {each for node in nodes for each in node.all_input_nodes} | {value for value, _ in outputs}
     graph, env = fx.Graph(), dict[fx.Node, fx.Node]()
     for node in module.graph.nodes:

@@ -1,4 +1,4 @@
-"""Counts over ranks the parameters that a backward gives a gradient, in a few numbers that are summed.
+"""Counts how many ranks' backwards give each parameter a gradient, by summing a few integers over ranks.
 
 DDP finds the same with `find_unused_parameters`: a parameter that no backward reaches keeps its `.grad`
 as it was.
@@ -20,16 +20,16 @@ _REMEMBERED = 64
 
 
 class UsedParameters:
-    """Counts, over ranks, which parameters the backwards of a program give a gradient.
+    """Counts how many ranks' backwards give each parameter a gradient.
 
     Each parameter has a field of a few bits, which counts ranks. The numbering is by `names`, the same on all ranks,
     whatever their programs.
 
     Args:
-        names: every parameter of the model, in the model's order.
-        behind: parameter -> the results that its gradient comes from, if it gets a gradient.
-        delivered: the parameters whose gradients the program delivers.
-        local: parameters that ranks do not share, which are left out.
+        names: all parameters of the model, in the model's order.
+        behind: parameter -> the results of the model through which it gets a gradient.
+        delivered: names of the parameters that get a gradient from the program.
+        local: names of parameters that ranks do not synchronize, which are left out.
     """
 
     def __init__(
@@ -54,11 +54,11 @@ class UsedParameters:
         self._absent: dict[tuple[int, ...], frozenset[str]] = {}
 
     def words(self, given: tuple[int, ...], unreduced: Collection[str] = ()) -> tuple[int, ...]:
-        """Encodes the parameters that a backward reaches as a few numbers, which ranks sum.
+        """Encodes the parameters that this rank's backward reaches as integers, to be summed over ranks.
 
         Args:
-            given: the results that the backward starts from, by index.
-            unreduced: parameters with this rank's own sum, which is reduced too, reached or not.
+            given: indices of the results from which the backward starts.
+            unreduced: names of parameters with gradients from `no_sync`, which are reduced whether reached or not.
         """
         found = self._words.get(given)
         if found is None:
@@ -66,14 +66,16 @@ class UsedParameters:
         return self._set_fields(self._reached(given).union(unreduced)) if unreduced else found
 
     def local_unreached(self, results: tuple[int, ...]) -> frozenset[str]:
-        """Returns the parameters that ranks do not share and that a backward from these results does not reach."""
+        """Returns the parameters that ranks do not synchronize and that a backward from these results does not
+        reach.
+        """
         return self._local - self._reached(results) if self._local else self._local
 
     def absent(self, counts: tuple[int, ...]) -> frozenset[str]:
         """Returns the parameters that no rank's backward reaches.
 
         Args:
-            counts: the sums of all ranks' words.
+            counts: the sums over ranks of `words`.
         """
         found = self._absent.get(counts)
         return _remember(self._absent, counts, self._find_absent(counts)) if found is None else found
@@ -82,19 +84,21 @@ class UsedParameters:
         """Returns the parameters that at least one rank's backward reaches.
 
         Args:
-            counts: the sums of all ranks' words, of any program.
+            counts: the sums over ranks of `words`.
         """
         mask = (1 << self._field) - 1
         places = self._place.items() if counts else ()
         return [name for name, (word, field) in places if counts[word] >> field * self._field & mask]
 
     def _reached(self, given: tuple[int, ...]) -> set[str]:
-        """Returns the parameters that a backward reaches from the given results."""
+        """Returns the parameters that a backward from these results reaches."""
         starts = frozenset(given)
         return {name for sources, members in self._groups if not starts.isdisjoint(sources) for name in members}
 
     def _set_fields(self, reached: Collection[str]) -> tuple[int, ...]:
-        """Returns the numbers that ranks sum: a field of a few bits, set to 1, for each name."""
+        """Returns integers with a field of a few bits for each parameter, 1 for those in `reached`. Summed over ranks,
+        each field counts ranks.
+        """
         words = [0] * -(-len(self._place) // self._per_word)
         for name in reached:
             if name in self._place:  # parameters that ranks do not share are left out
@@ -103,14 +107,14 @@ class UsedParameters:
         return tuple(words)
 
     def _find_absent(self, counts: tuple[int, ...]) -> frozenset[str]:
-        """Returns the delivered parameters that no rank has reached."""
+        """Returns the parameters that the program gives a gradient, but that no rank's backward reaches."""
         mask = (1 << self._field) - 1
         places = ((name, *self._place[name]) for name in self._delivered)
         return frozenset(name for name, word, field in places if not counts[word] >> field * self._field & mask)
 
 
 def _remember(kept: dict[Key, Value], key: Key, value: Value) -> Value:
-    """Stores a value in a cache, which is emptied when it is full. Returns the value."""
+    """Stores a value in a cache, which is emptied first if it is full. Returns the value."""
     if len(kept) >= _REMEMBERED:
         kept.clear()
     kept[key] = value

@@ -1,4 +1,4 @@
-"""Results that are views, made tensors that the user may write in place: `logits = model(x); logits += bias`.
+"""Makes a model's results tensors that the user may write in place: `logits = model(x); logits += bias`.
 
 Autograd refuses to write a view that a custom function returns, since the function's gradient would no longer be that
 of what the view shows. Here no result with a gradient shares memory with another one, nor with an input (capture copies
@@ -17,11 +17,11 @@ from embrace_fx.vocabulary.version_snapshot import VersionSnapshot
 
 
 def writable_results(results: Sequence[Any], differentiable: Iterable[int]) -> tuple[list[Any], list[int]]:
-    """Returns the results of a call with views replaced by plain tensors, which count their own writes.
+    """Replaces results that are views by plain tensors, whose version counters count writes.
 
     Args:
-        results: of a program's call.
-        differentiable: places of the results with a gradient. Other results may be written without a check.
+        results: the results of a program.
+        differentiable: indices of the results with a gradient. Other results may be written freely.
 
     Returns:
         The results, and the places of the replaced views.
@@ -36,7 +36,7 @@ def writable_results(results: Sequence[Any], differentiable: Iterable[int]) -> t
 
 
 def sharing_memory(made: Iterable[Tensor], read: VersionSnapshot) -> VersionSnapshot:
-    """Returns the tensors among `made` that share memory with tensors that the backward reads.
+    """Returns a snapshot of the tensors in `made` that share memory with tensors that the backward reads.
 
     Args:
         made: plain tensors that `writable_results` made.
@@ -48,5 +48,5 @@ def sharing_memory(made: Iterable[Tensor], read: VersionSnapshot) -> VersionSnap
 
 
 def storage_id(tensor: Tensor) -> int:
-    """Returns a number that is equal for tensors with the same storage."""
+    """Returns an integer that is equal for tensors with the same storage."""
     return int((tensor.held.stored() if isinstance(tensor, TableShard) else tensor).untyped_storage()._cdata)

@@ -1,4 +1,4 @@
-"""This rank's part of a table's gradient: as rows, dense, or still in flight; and the gradients of a row space.
+"""Stores the gradient of a table shard: as rows, as a dense tensor, or still in flight between ranks.
 
 Shape legend: V' x d this rank's part of the table; K rows with a gradient.
 """
@@ -31,7 +31,7 @@ _WRITTEN_TOO_LATE = (
 
 
 class _ViewToken:
-    """An object that each view of a gradient keeps alive, so that the gradient can tell whether views exist.
+    """A token that each view of a gradient keeps alive, so that the gradient can tell whether views exist.
 
     Args:
         of: the gradient.
@@ -42,19 +42,19 @@ class _ViewToken:
 
 
 class GradientStorage(LocalStorage):
-    """Storage of a gradient: as rows, dense, or in flight. Aliases of the gradient share it.
+    """Stores the gradient of a table shard: as rows, dense, or in flight. Aliases of the gradient share the storage.
 
     A view, or a write that is not element-wise, makes the gradient dense permanently.
 
     Args:
-        like: this rank's part of the table (V', d).
+        like: the table shard (V', d), whose shape and dtype the gradient has.
         layout: the table's layout.
         siblings: returns the gradients of all sharded tables, in the same order on all ranks.
         no_dense: the reason why the gradient cannot be dense, or "" if it can.
 
     Attributes:
-        unreduced: whether this is this rank's own sum of backwards under `no_sync`.
-        late: the future that delivers this gradient, and its index there; None once it has arrived.
+        unreduced: whether this is this rank's own sum of gradients under `no_sync`, before reduction.
+        late: (the future that delivers this gradient, its index there), or None once it has arrived.
     """
 
     of_gradient, unreduced = True, False
@@ -81,26 +81,26 @@ class GradientStorage(LocalStorage):
         self._viewer: weakref.ref[_ViewToken] = weakref.ref(_ViewToken(self))
 
     @property
-    def is_late(self) -> bool:
-        """Returns whether the gradient is still in flight."""
+    def is_in_flight(self) -> bool:
+        """Whether the gradient is still being exchanged between ranks."""
         return self.late is not None
 
     @property
     def is_zero(self) -> bool:
-        """Returns whether the gradient is zero because nothing was added since it was created or zeroed."""
+        """Whether the gradient is zero because nothing was added since it was created or zeroed."""
         return self.late is None and self.local is None and not self._rows
 
     def waits_for(self, future: GradientFuture[Sequence[Rows]]) -> bool:
-        """Returns whether the gradient is still in flight and this future delivers it."""
+        """Returns whether the gradient is still in flight and `future` delivers it."""
         return self.late is not None and self.late[0] is future
 
     def set_future(self, future: GradientFuture[Sequence[Rows]], k: int) -> None:
-        """Makes this gradient the k-th result of a future, without waiting for it."""
+        """Makes this gradient the k-th one that `future` delivers, without waiting for it."""
         self.set_zero()
         self.late = future, k
 
     def wait(self) -> None:
-        """Waits for a gradient in flight.
+        """Waits for the gradient if it is still in flight.
 
         Raises:
             RuntimeError: the caller wrote rows that are no longer part of the gradient.
@@ -113,7 +113,7 @@ class GradientStorage(LocalStorage):
             raise RuntimeError(_WRITTEN_TOO_LATE)
 
     def add_rows(self, ids: Tensor, rows: Tensor) -> None:
-        """Adds a row gradient with unique ids."""
+        """Adds a gradient of some rows: unique ids (K,) and rows (K, d)."""
         self.wait()
         self._norms = {}
         if self.local is None:
@@ -124,7 +124,7 @@ class GradientStorage(LocalStorage):
             self._read.append(ids)
 
     def set_zero(self) -> None:
-        """Sets the gradient to zero, in place if views exist."""
+        """Sets the gradient to zero. If views of it exist, they become zero too."""
         self.unreduced = False
         if self.local is not None and self._viewer() is not None:
             self.local.zero_()
@@ -134,14 +134,14 @@ class GradientStorage(LocalStorage):
         self._norms, self._seen, self._left = {}, VersionSnapshot(), VersionSnapshot()
 
     def set_dense(self, dense: Tensor) -> None:
-        """Makes the gradient dense and uses a tensor as its memory."""
+        """Makes the gradient a dense tensor that uses the memory of `dense`."""
         self._check_dense()
         self.unreduced = False
         self.replace(dense)
         self.late, self._rows, self._read, self._norms = None, [], None, {}
 
     def add_dense(self, gradient: Tensor) -> None:
-        """Adds a gradient of all rows (V', d). The first one becomes the gradient's memory."""
+        """Adds a gradient of all rows (V', d). If it is the first one, its memory is used."""
         if self.is_zero and self._viewer() is None:
             self.set_dense(gradient)
             return
@@ -150,17 +150,19 @@ class GradientStorage(LocalStorage):
 
     @property
     def is_dense(self) -> bool:
-        """Waits for the gradient. Returns whether it is stored as a dense tensor."""
+        """Whether the gradient is stored as a dense tensor. Waits for it if it is in flight."""
         self.wait()
         return self.local is not None
 
     @property
     def is_of_all_rows(self) -> bool:
-        """Returns whether rows that no lookup read may have a gradient."""
+        """Whether rows that no lookup has read may have a gradient."""
         return self.is_dense and self._read is None
 
     def rows(self) -> Rows:
-        """Returns the coalesced row gradient. If dense, returns the rows that were read or are not zero."""
+        """Returns the gradient as unique ids (K,) and rows (K, d). A dense one yields the rows that were read or are
+        not zero.
+        """
         self.wait()
         if self.local is not None and self._read is None:
             return torch.arange(self.shape[0], device=self.device), self.local
@@ -175,7 +177,7 @@ class GradientStorage(LocalStorage):
         return self._rows[0]
 
     def dense(self) -> Tensor:
-        """Returns the gradient (V', d) for reading."""
+        """Returns the gradient as a dense tensor (V', d), for reading only."""
         self.wait()
         if self.local is not None:
             return self.local
@@ -186,12 +188,12 @@ class GradientStorage(LocalStorage):
         return dense
 
     def _check_dense(self) -> None:
-        """Raises if the gradient must not become dense."""
+        """Raises if the gradient is not allowed to become dense."""
         if self._no_dense:
             raise RuntimeError(self._no_dense)
 
     def memory(self) -> Tensor:
-        """Converts the gradient to a dense tensor for good, and returns that tensor (V', d)."""
+        """Makes the gradient dense permanently, and returns its tensor (V', d)."""
         if not self.is_dense:
             self._left = VersionSnapshot.of_tensors_in(
                 self._handed_out()
@@ -203,7 +205,9 @@ class GradientStorage(LocalStorage):
         return self.local
 
     def shown_rows(self) -> Rows | None:
-        """Returns the rows in memory that the caller may write, or None while views of the dense gradient exist."""
+        """Returns the stored ids and rows, which the caller may write, or None while views of the dense gradient
+        exist.
+        """
         self.wait()
         if self.local is not None and (self._read is None or self._viewer() is not None):
             return None
@@ -212,7 +216,7 @@ class GradientStorage(LocalStorage):
         return rows
 
     def _handed_out(self) -> tuple[Tensor, ...]:
-        """Returns the memory that `shown_rows` has handed out."""
+        """Returns the rows that `shown_rows` has returned and that callers may still hold."""
         return tuple([rows for _, rows in self._rows]) if self._are_shown and self._viewer() is not None else ()
 
     def viewer(self) -> object:
@@ -229,11 +233,11 @@ class GradientStorage(LocalStorage):
         return self.memory()
 
     def values(self) -> Tensor:
-        """Returns the stored elements: those that may differ from zero."""
+        """Returns the stored elements. All others are zero."""
         return self.local if self.is_dense and self.local is not None else self.rows()[1]
 
     def map(self, change: Callable[[Tensor], Tensor]) -> None:
-        """Applies an element-wise function, which must map zero to zero, to the stored elements."""
+        """Applies an element-wise function that maps zero to zero to the stored elements, in place."""
         if self.is_dense:
             assert self.local is not None
             self.local.copy_(change(self.local))
@@ -256,7 +260,9 @@ class GradientStorage(LocalStorage):
         return other
 
     def norm(self, order: float) -> Tensor:
-        """Computes the norm of the whole gradient. Collective: one reduction serves all tables, as clipping needs."""
+        """Returns the norm of the whole gradient over all ranks. Collective: the first call reduces the norms of all
+        tables, as clipping needs.
+        """
         own = self._known_norms()
         if order not in own:
             known = [held for held in self._siblings() if order not in held._known_norms()]
@@ -267,14 +273,14 @@ class GradientStorage(LocalStorage):
         return own[order]
 
     def _known_norms(self) -> dict[float, Tensor]:
-        """Returns the cached norms by order; clears them after a write."""
+        """Returns the norms computed since the last write, by order."""
         of = self._handed_out() if self.local is None else (self.local,)
         if not self._seen.is_current_for(of) or any(each.is_inference() for each in of):
             self._norms, self._seen = {}, VersionSnapshot.of_tensors_in(of)
         return self._norms
 
     def own_norm(self, order: float) -> Tensor:
-        """Computes the norm of this rank's part."""
+        """Returns the norm of this rank's shard of the gradient."""
         values = self.values() if order >= 0 else self.dense()  # rows without a gradient are zero
         wide = torch.promote_types(self.dtype, torch.float32)  # half precision would overflow at the square of 256
         if values.numel():
@@ -285,7 +291,7 @@ class GradientStorage(LocalStorage):
 
 
 def sum_rows(parts: Sequence[Rows]) -> Rows:
-    """Sums several row gradients into one, with sorted, unique ids."""
+    """Sums several row gradients (ids, rows) into one, with sorted, unique ids."""
     if len(parts) == 1:
         return parts[0]
     ids, rows = (torch.cat(each) for each in zip(*parts, strict=True))
@@ -294,7 +300,7 @@ def sum_rows(parts: Sequence[Rows]) -> Rows:
 
 
 def _reduce_norms(gradients: Sequence[GradientStorage], order: float) -> list[Tensor]:
-    """Reduces the ranks' norms of several gradients to norms of the whole. Collective."""
+    """Returns the norms of several gradients over all ranks. Collective."""
     first = gradients[0]
     own = [held.own_norm(order) for held in gradients]
     if first.layout.is_alone:
@@ -305,7 +311,9 @@ def _reduce_norms(gradients: Sequence[GradientStorage], order: float) -> list[Te
 
 
 def norm_reduction(order: float) -> tuple[float, dist.ReduceOp.RedOpType]:
-    """Returns how norms of parts give the norm of the whole: the power that they are raised to, and their reduction."""
+    """Returns (the power to which each rank raises the norm of its shard, the reduction that combines these powers over
+    ranks).
+    """
     if abs(order) == float("inf"):
         return 1.0, dist.ReduceOp.MAX if order > 0 else dist.ReduceOp.MIN
     return order or 1.0, dist.ReduceOp.SUM
@@ -314,7 +322,7 @@ def norm_reduction(order: float) -> tuple[float, dist.ReduceOp.RedOpType]:
 def _reduce_numbers(
     held: GradientStorage, values: Sequence[Tensor], reduce_op: dist.ReduceOp.RedOpType
 ) -> list[Tensor]:
-    """Reduces several numbers over ranks in one message, in the widest of their dtypes. Collective."""
+    """Reduces several numbers over ranks in one collective, in the widest of their dtypes."""
     widest = max((value.dtype for value in values), key=lambda dtype: dtype.itemsize)
     joined = torch.stack([value.to(widest) for value in values])
     held.layout.reduce(joined, reduce_op, "" if joined.is_cuda else "norm")
@@ -325,10 +333,11 @@ def _reduce_numbers(
 
 
 class TableGradient:
-    """The `.grad` objects of a table's members, which one backward delivers together and a later one may reuse.
+    """The `.grad` objects of all parameters in a table. One backward fills them together, and a later one may reuse
+    them.
 
     Attributes:
-        holds: whether memory of the last gradients is still held.
+        holds: whether the memory of the last gradients is still allocated.
     """
 
     def __init__(self, members: Sequence[Member]) -> None:
@@ -341,35 +350,36 @@ class TableGradient:
 
     def deliver(
         self,
-        late: GradientFuture[Sequence[Rows]],
-        absent: Collection[str] = (),
+        future: GradientFuture[Sequence[Rows]],
+        without_gradient: Collection[str] = (),
         rows: Rows | None = None,
         *,
         unreduced: bool = False,
     ) -> None:
-        """Makes each member's `.grad` the gradient of a future, or adds it to an existing `.grad`.
+        """Sets the `.grad` of each parameter in the table to its gradient from a future, or adds it to an existing
+        `.grad`.
 
         Args:
-            absent: names of members without a gradient.
-            rows: ids (K,) and rows (K, d) of all members, if they have arrived.
-            unreduced: whether the gradients are this rank's own sums.
+            without_gradient: names of parameters that get no gradient.
+            rows: ids (K,) and rows (K, d) of all parameters, if they have arrived.
+            unreduced: whether the gradients are this rank's own sums, not yet reduced.
         """
-        if not absent and self._are_free():
+        if not without_gradient and self._are_free():
             for k, (_, parameter, part, held) in enumerate(self._given):
-                held.late, held.unreduced = (late, k), unreduced
+                held.late, held.unreduced = (future, k), unreduced
                 parameter.grad = part
         else:
             for k, member in enumerate(self._members):
-                if member.name not in absent:
-                    member.add_late_gradient(late, k, unreduced=unreduced)
-            self._given = self._reusable_gradients(late)
-        self._late, self._rows, self.holds = (late, rows, True) if self._given else (None, None, False)
+                if member.name not in without_gradient:
+                    member.add_future_gradient(future, k, unreduced=unreduced)
+            self._given = self._reusable_gradients(future)
+        self._late, self._rows, self.holds = (future, rows, True) if self._given else (None, None, False)
 
     def _reusable_gradients(
         self, late: GradientFuture[Sequence[Rows]]
     ) -> list[tuple[Member, nn.Parameter, TableShard, GradientStorage]]:
-        """Returns the gradient objects for reuse in later backwards, if each holds only this gradient; else an empty
-        list.
+        """Returns the gradient objects that later backwards can reuse, or [] unless every `.grad` is only this
+        gradient.
         """
         found = []
         for member in self._members:
@@ -381,7 +391,9 @@ class TableGradient:
         return found
 
     def _are_free(self) -> bool:
-        """Returns whether the last backward's gradient objects can be reused: dropped, unread and not referenced."""
+        """Returns whether the last backward's gradient objects can be reused: nothing has read them or refers to them
+        any more.
+        """
         late, (alone, of_gradient) = self._late, _ALONE
         for member, parameter, part, held in self._given:
             if member.parameter is not parameter or parameter.grad is not None:
@@ -393,14 +405,14 @@ class TableGradient:
         return bool(self._given)
 
     def free_dropped(self) -> None:
-        """Frees the memory of gradients that the loop has dropped."""
+        """Frees the memory of gradients that the training loop no longer refers to."""
         if self._are_free():
             self._late, self._rows, self.holds = GradientFuture(tuple), None, False
             for k, (_, _, _, held) in enumerate(self._given):
                 held.late = self._late, k
 
     def count_in_flight(self, late: GradientFuture[Sequence[Rows]]) -> int:
-        """Returns how many members' `.grad` is still in flight in this future."""
+        """Returns how many parameters' `.grad` still waits for this future."""
         if late is self._late and self._given:
             for member, parameter, part, held in self._given:
                 is_same = member.parameter is parameter and parameter.grad is part
@@ -411,14 +423,16 @@ class TableGradient:
         return sum([member.waits_for(late) for member in self._members])
 
     def rows(self) -> Rows | None:
-        """Returns the row gradient of all members, or None if the loop has replaced or changed a `.grad`."""
+        """Returns the ids and rows of the gradient of all parameters in the table, or None if the training loop has
+        replaced or changed a `.grad`.
+        """
         if self._rows is None or self._late is None or self.count_in_flight(self._late) < len(self._members):
             self._rows = None
         return self._rows
 
 
 def _expected_references() -> tuple[int, int]:
-    """Returns the reference counts of a gradient and its storage that mean that no other code refers to them."""
+    """Returns the reference counts of a gradient and of its storage if no other code refers to them."""
     made: Any = torch.empty(0, device="cpu")
     made.held = object()
     given = [(None, None, made, made.held)]

@@ -1,4 +1,4 @@
-"""The history of a table: the steps without a gradient that each row has yet to apply.
+"""Records the optimizer steps that rows without a gradient have deferred, to apply them when the rows are next read.
 
 Contract
     A row applies its deferred steps, all at once, when it is next read. Its values and state then equal those of the
@@ -6,7 +6,7 @@ Contract
     before a step that cannot be deferred.
     One step calls `begin`. For rows with gradients it then calls `apply_deferred`, the update and `record_applied`. At
     its end it calls `record`.
-    The tables of a row space share the history of the space. A step of a single table uses its own history. One kind
+    The tables of a joined table share the history of the space. A step of a single table uses its own history. One kind
     of history is closed before the other is opened.
 
 Forms of steps. Values that the steps share for all rows are float64 tensors with one number per step.
@@ -46,14 +46,14 @@ ROWS_AT_ONCE = 1 << 16
 
 
 class History:
-    """The steps that rows of a table, or of a row space, have deferred.
+    """The optimizer steps that rows of a table without a gradient have deferred and have yet to apply.
 
     Args:
-        store: the rows.
-        members: first row of each table of a row space -> the table's history.
+        store: the rows and their optimizer state.
+        members: for a joined table: first row of each of its tables -> that table's history.
 
     Attributes:
-        open: the steps that some rows have not applied, or None if there are none.
+        open: the steps that some rows have yet to apply, or None if there are none.
     """
 
     def __init__(self, store: RowStore, members: Mapping[int, History] | None = None) -> None:
@@ -62,7 +62,7 @@ class History:
         self._members = tuple(members.values()) if members else ()
         self._space: History | None = None
         self._with = self, *self._members  # histories that are closed together
-        self._first = 0  # the table's first row in the row space
+        self._first = 0  # the table's first row in the joined table
         self._before = 0  # the number of steps before the open ones
         self._taken: Tensor | None = None
         for first, each in (members or {}).items():
@@ -71,11 +71,11 @@ class History:
 
     @property
     def has_deferred(self) -> bool:
-        """Returns whether any row may have deferred steps."""
+        """Whether any row may have deferred steps."""
         return any(map(_OPEN, self._with))
 
     def begin(self, optimizer: Optimizer, options: Mapping[str, Any]) -> None:
-        """Begins a step that rows may defer. Call it before any of its rows are updated."""
+        """Begins an optimizer step that rows may defer. Call it before the step updates any row."""
         local, known = self._store.local, self.open
         form = deferred_steps_class(type(optimizer), options, local.dtype)
         assert form is not None
@@ -86,14 +86,14 @@ class History:
             self._taken = torch.zeros(len(local), dtype=torch.int32, device=local.device)
 
     def record_applied(self, places: Tensor) -> None:
-        """Records that the rows at these places (K,) have applied the current step."""
+        """Records that the rows at `places` (K,) have applied the current step."""
         assert self.open is not None
         assert self._taken is not None
         self._taken.index_fill_(0, places, self._before + self.open.count + 1)
 
     def record(self, options: Mapping[str, Any]) -> None:
-        """Adds the current step, which all rows that have not applied it defer. Call it while the optimizer state is
-        still that before the step.
+        """Adds the current step for all rows that have not applied it. Call it before the step changes the optimizer
+        state.
         """
         assert self.open is not None
         self.open.record(options, {} if self.open.count else self._store.state)
@@ -101,7 +101,7 @@ class History:
             self.close()
 
     def apply_deferred(self, places: Tensor) -> None:
-        """Applies the deferred steps of the rows at places (K,), before they are read."""
+        """Applies the deferred steps of the rows at `places` (K,), before they are read."""
         if self.open is not None:
             self.apply_open(places, self._store.local, self._store.state)
         elif self._space is not None and self._space.open is not None:
@@ -111,28 +111,28 @@ class History:
                 each.apply_deferred(own)
 
     def _split_by_member(self, places: Tensor) -> Iterator[tuple[History, Tensor]]:
-        """Yields each member table's history with its own share of the places (K,)."""
+        """For a joined table, yields the history of each of its tables with its share of `places` (K,)."""
         firsts = torch.tensor([each._first for each in self._members[1:]], device=places.device)
         of = torch.bucketize(places, firsts, right=True)
         for k, each in enumerate(self._members):
             yield each, places[of == k] - each._first
 
     def apply_open(self, places: Tensor, local: Tensor, state: Mapping[str, Any]) -> None:
-        """Applies the deferred steps to rows, given by places (K,), of `local` and `state`."""
+        """Applies the deferred steps to the rows at `places` (K,) of the weights `local` and the optimizer state."""
         assert self.open is not None
         assert self._taken is not None
         if self.open.count:
             self.open.apply_to(local, state, places, self._taken)
 
     def close(self) -> None:
-        """Applies all deferred steps to all rows. Do not call it during a step."""
+        """Applies all deferred steps to all rows, and starts an empty history. Do not call it during a step."""
         for each in self._with:
             if each.open is not None:
                 each._close()
             each.open = None
 
     def _close(self) -> None:
-        """Applies all deferred steps to the rows that have not applied them yet."""
+        """Applies the deferred steps to all rows that have not applied them yet."""
         assert self.open is not None
         assert self._taken is not None
         if self.open.count:
@@ -149,7 +149,7 @@ _OPEN = attrgetter("open")
 
 
 class SkippedSteps(ABC):
-    """Several deferred steps, in a form that applies all of them to a row at once.
+    """Several optimizer steps without a gradient, in a form that applies all of them to a row at once.
 
     Args:
         device: the table's device.
@@ -163,26 +163,27 @@ class SkippedSteps(ABC):
         self._device = device
 
     def fits(self, options: Mapping[str, Any]) -> bool:
-        """Returns whether a step with these options can be added."""
+        """Returns whether an optimizer step with these options can be added."""
         return True
 
     @abstractmethod
     def record(self, options: Mapping[str, Any], state: Mapping[str, Any]) -> None:
-        """Adds one step with these options. For the first step, `state` is the table's state before it."""
+        """Adds one step with these options. For the first step, `state` is the optimizer state before it."""
 
     @abstractmethod
     def apply_to(self, local: Tensor, state: Mapping[str, Any], ids: Tensor, taken: Tensor) -> None:
-        """Applies the deferred steps to rows, in place, and updates `taken`.
+        """Applies the deferred steps to rows in place, and updates their counts in `taken`.
 
         Args:
             ids: row ids (K,), with possible duplicates.
             taken: (V',) integers, updated in place: the number of steps that each row has applied. Rows with more than
                 `count` do not change.
+            local: the table's weights (V', d).
         """
 
     @abstractmethod
     def end(self) -> None:
-        """Frees the memory reserved for further steps."""
+        """Ends the history, and frees the memory reserved for further steps."""
 
 
 _READ = ("momentum", "dampening", "weight_decay", "eps", "alpha")
@@ -193,25 +194,29 @@ _READ = ("momentum", "dampening", "weight_decay", "eps", "alpha")
 def deferred_steps_class(
     kind: type[Optimizer], options: Mapping[str, Any], dtype: torch.dtype
 ) -> type[SkippedSteps] | None:
-    """Returns the class for the deferred steps of an optimizer class under these options, or None."""
+    """Returns the class that can represent deferred steps of an optimizer with these options, or None if its steps
+    cannot be deferred.
+    """
     if dtype not in (torch.float32, torch.float64) or options.get("differentiable") or options.get("capturable"):
         return None
     if _count_tensors(options, _READ) or getattr(options["lr"], "requires_grad", False):
         return None
     if kind in (Adam, AdamW):
-        return Decaying if _can_defer_adam(options) else None
+        return DeferredAdam if _can_defer_adam(options) else None
     if kind is SGD:
-        return None if options["momentum"] != 0 and options["dampening"] != 0 else Linear
-    return Linear if kind is RMSprop and options["weight_decay"] == 0 else None
+        return None if options["momentum"] != 0 and options["dampening"] != 0 else DeferredSGD
+    return DeferredSGD if kind is RMSprop and options["weight_decay"] == 0 else None
 
 
 def _count_tensors(values: Mapping[str, Any], names: Iterable[str]) -> int:
-    """Counts the values that are tensors."""
+    """Returns how many of the values with these names are tensors."""
     return sum([isinstance(values.get(name), Tensor) for name in names])
 
 
 def _can_defer_adam(options: Mapping[str, Any]) -> bool:
-    """Returns whether Adam's momentum without gradients decays faster than its denominator."""
+    """Returns whether Adam's steps can be deferred: without gradients its momentum must decay faster than its
+    denominator.
+    """
     beta1, beta2 = options["betas"]
     if isinstance(beta1, Tensor) or isinstance(beta2, Tensor):
         return False
@@ -223,12 +228,12 @@ def _can_defer_adam(options: Mapping[str, Any]) -> bool:
 
 
 def _decay_factor(options: Mapping[str, Any]) -> float:
-    """Returns the factor of one step's decoupled weight decay."""
+    """Returns the factor by which one step's decoupled weight decay multiplies weights."""
     return 1.0 - float(options["lr"]) * float(options["weight_decay"])
 
 
-class Decaying(SkippedSteps):
-    """The deferred steps of Adam and AdamW.
+class DeferredAdam(SkippedSteps):
+    """Deferred steps of Adam and AdamW, as running products and sums of their coefficients.
 
     After step t of the history, a row with m, v, w from step s has (betas b1, b2, decay lambda, e the optimizer's step
     count):
@@ -248,11 +253,11 @@ class Decaying(SkippedSteps):
         self._amsgrad: bool | None = None
 
     def fits(self, options: Mapping[str, Any]) -> bool:
-        """Returns whether a step with these options can be added."""
+        """Returns whether an optimizer step with these options can be added."""
         return self._amsgrad in (None, options["amsgrad"])
 
     def record(self, options: Mapping[str, Any], state: Mapping[str, Any]) -> None:
-        """Adds the coefficients of one step."""
+        """Adds one step, by its coefficients."""
         if self._coefficients is None:
             self._coefficients = torch.zeros((MOST_STEPS + 1, COLUMNS), dtype=torch.float64, device=self._device)
             self._counted = round(float(state["step"]))
@@ -277,7 +282,7 @@ class Decaying(SkippedSteps):
         self._bounds = (max(largest, size), min(least, eps), max(ratio, beta1 / math.sqrt(beta2)))
 
     def apply_to(self, local: Tensor, state: Mapping[str, Any], ids: Tensor, taken: Tensor) -> None:
-        """Applies to each row the steps after its `taken` count."""
+        """Applies to each row the steps after the `taken` ones."""
         assert self._coefficients is not None
         greatest = state["max_exp_avg_sq"] if self._amsgrad else None
         averages = Averages(state["exp_avg"], state["exp_avg_sq"], greatest)
@@ -286,15 +291,15 @@ class Decaying(SkippedSteps):
         )
 
     def end(self) -> None:
-        """Ends the history and frees unused memory."""
+        """Ends the history, and frees memory reserved for further steps."""
         if self._coefficients is not None:
             self._coefficients = self._coefficients[: self.count + 1].clone()
         if self._moments is not None:
             self._moments.end()
 
 
-class Linear(SkippedSteps):
-    """The deferred steps of SGD and RMSprop.
+class DeferredSGD(SkippedSteps):
+    """Deferred steps of SGD and RMSprop, as linear maps of a weight and its momentum.
 
     For every step s of the history, stores the map from s to the end, w = a w_s + b u_s and u = c w_s + d u_s for a
     weight and its momentum, and the factor of the averages. A new step multiplies every map.
@@ -306,7 +311,7 @@ class Linear(SkippedSteps):
         self._maps: Tensor | None = None
 
     def record(self, options: Mapping[str, Any], state: Mapping[str, Any]) -> None:
-        """Adds one step, by multiplying the maps of all earlier steps with its own."""
+        """Adds one step, by multiplying the maps of all earlier steps by its own."""
         if self._maps is None:
             self._maps = torch.zeros((MOST_STEPS + 1, 5), dtype=torch.float64, device=self._device)
             self._maps[0] = self._maps.new_tensor(_IDENTITY)
@@ -320,7 +325,7 @@ class Linear(SkippedSteps):
         self._maps[self.count] = self._maps.new_tensor(_IDENTITY)
 
     def apply_to(self, local: Tensor, state: Mapping[str, Any], ids: Tensor, taken: Tensor) -> None:
-        """Applies to each row the map of all steps after its `taken` count."""
+        """Applies to each row the map of all steps after the `taken` ones."""
         assert self._maps is not None
         rested = taken.index_select(0, ids)
         if not local.is_cuda:  # on the CPU, where the selection needs no synchronization
@@ -343,7 +348,7 @@ class Linear(SkippedSteps):
         taken.index_copy_(0, ids, rested.clamp(min=self.count))
 
     def end(self) -> None:
-        """Ends the history and frees unused memory."""
+        """Ends the history, and frees memory reserved for further steps."""
         if self._maps is not None:
             self._maps = self._maps[: self.count + 1].clone()
 
@@ -352,7 +357,7 @@ _IDENTITY = (1.0, 0.0, 0.0, 1.0, 1.0)
 
 
 def _step_map(options: Mapping[str, Any]) -> tuple[tuple[float, float, float, float], float]:
-    """Returns one step without a gradient as a 2 x 2 map of a weight and its momentum, and the factor of the
+    """Returns one step without a gradient as a 2 x 2 linear map of a weight and its momentum, and the factor of running
     averages.
     """
     lr, momentum = float(options["lr"]), options["momentum"]

@@ -1,4 +1,6 @@
-"""The optimizers known to update a model's parameters, and their policies for table rows without a gradient."""
+"""Keeps track of the optimizers that update a model's parameters, and of how they treat table rows without a
+gradient.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,7 @@ from embrace_fx.vocabulary.exactness import DenseUpdatePolicy, RowUpdates
 
 
 class KnownOptimizers:
-    """The known optimizers of a model's parameters, by weak reference, in the order of registration.
+    """The optimizers known to update a model's parameters, in the order of registration. Holds weak references.
 
     Attributes:
         on_new: called with each new optimizer.
@@ -27,15 +29,15 @@ class KnownOptimizers:
 
     @property
     def optimizers(self) -> list[Optimizer]:
-        """Returns the known optimizers that still exist."""
+        """The known optimizers that still exist."""
         return [optimizer for known in self._known if (optimizer := known()) is not None]
 
     def has(self, optimizer: Optimizer) -> bool:
-        """Returns whether an optimizer is known."""
+        """Returns whether an optimizer has been registered."""
         return weakref.ref(optimizer) in self._known
 
     def add(self, optimizer: Optimizer) -> bool:
-        """Registers an optimizer. Returns whether it is new."""
+        """Registers an optimizer. Returns False if it was registered before."""
         if self.has(optimizer):
             return False
         self._known.append(weakref.ref(optimizer))
@@ -52,7 +54,12 @@ class KnownOptimizers:
         ]
 
     def dense_update_policy(self, parameter: Tensor, row_updates: RowUpdates) -> DenseUpdatePolicy:
-        """Returns how a table's rows without a gradient are updated. Assumes a common optimizer if none is known."""
+        """Returns how the optimizer of a table updates rows without a gradient. If none is known, assumes a common
+        one.
+
+        Args:
+            row_updates: the user's option.
+        """
         held = self.find(parameter)
         if len(held) == 1:
             (optimizer, group) = held[0]

@@ -1,4 +1,4 @@
-"""Placements of a sharded table, by columns or on a grid of rows and columns, and transfers between them.
+"""Computes which rows and columns of a sharded table each rank owns, and moves shards between layouts.
 
 By columns, a rank has the columns that torch.chunk gives it, which `torch.distributed.checkpoint` can re-shard. On a
 `Grid`, a rank has some columns of the rows with id % rows == r.
@@ -26,8 +26,11 @@ Slices = tuple[slice, slice]
 
 
 def make_mesh(communicator: Communicator, device_type: str, grid: Grid | None) -> DeviceMesh | None:
-    """Returns the device mesh of sharded tables, or None on a single process. The first call for a grid is collective,
-    because each row and column of the grid gets a process group."""
+    """Returns the device mesh for sharding tables by columns (`grid` is None) or on a grid, or None for a single
+    process.
+
+    The first call for a grid is collective, because each row and column of the grid gets a process group.
+    """
     group = communicator.group
     if group is None or communicator.world_size == 1:
         return None
@@ -43,25 +46,27 @@ def make_mesh(communicator: Communicator, device_type: str, grid: Grid | None) -
     return found
 
 
-def owned_part(shape: Sequence[int], grid: Grid, rank: int) -> Slices:
-    """Returns the rows and columns of a table (V, D) that a rank owns, as slices."""
+def owned_slices(shape: Sequence[int], grid: Grid, rank: int) -> Slices:
+    """Returns the rows and columns of a table (V, D) that `rank` owns, as slices."""
     return grid.own_rows(shape[0], rank), slice(*own_columns(shape[1], grid.columns, grid.place(rank)[1]))
 
 
-def this_ranks_part(shape: Sequence[int], mesh: DeviceMesh) -> Slices:
+def own_slices(shape: Sequence[int], mesh: DeviceMesh) -> Slices:
     """Returns the rows and columns of a table that this rank owns, as slices."""
     place = mesh.get_coordinate()  # Do not use its groups: torch may return an equal mesh with destroyed groups.
     assert place is not None
     grid = Grid(*mesh.shape) if mesh.ndim > 1 else Grid(1, mesh.size())
-    return owned_part(shape, grid, place[0] * grid.columns + place[1] if mesh.ndim > 1 else place[0])
+    return owned_slices(shape, grid, place[0] * grid.columns + place[1] if mesh.ndim > 1 else place[0])
 
 
 def scatter_table(table: Tensor, group: dist.ProcessGroup, grid: Grid | None) -> Tensor:
-    """Scatters rank 0's table (V, D). Returns this rank's part (V', d). Each rank passes a table of the same shape."""
+    """Scatters rank 0's table (V, D), and returns this rank's shard (V', d). Collective. Every rank passes a tensor of
+    the table's shape.
+    """
     if goes_through_host(table, group):
         return scatter_table(table.cpu(), group, grid).to(table.device)
     size, rank = dist.get_world_size(group), dist.get_rank(group)
-    parts = [owned_part(table.shape, grid or Grid(1, size), r) for r in range(size)]
+    parts = [owned_slices(table.shape, grid or Grid(1, size), r) for r in range(size)]
     if rank > 0:
         own = torch.empty_like(table[parts[rank]], memory_format=torch.contiguous_format)
         if own.numel():
@@ -77,11 +82,13 @@ def scatter_table(table: Tensor, group: dist.ProcessGroup, grid: Grid | None) ->
 
 @torch.no_grad()
 def regrid(local: Tensor, shape: Sequence[int], old: Grid, new: Grid, group: dist.ProcessGroup) -> Tensor:
-    """Moves this rank's part of a table from one grid to another by an AlltoAll of the overlaps. Collective."""
+    """Changes the grid on which a table is sharded, by an AlltoAll of the parts that change their rank. Returns this
+    rank's new shard. Collective.
+    """
     if goes_through_host(local, group):
         return regrid(local.cpu(), shape, old, new, group).to(local.device)
     size, rank = dist.get_world_size(group), dist.get_rank(group)
-    had, wanted = ([owned_part(shape, grid, r) for r in range(size)] for grid in (old, new))
+    had, wanted = ([owned_slices(shape, grid, r) for r in range(size)] for grid in (old, new))
     sent = [local[_relative_to(had[rank], _intersection(had[rank], each))].reshape(-1) for each in wanted]
     places = [_relative_to(wanted[rank], _intersection(each, wanted[rank])) for each in had]
     moved = local.new_empty([len(range(length)[own]) for length, own in zip(shape, wanted[rank], strict=True)])
@@ -95,12 +102,17 @@ def regrid(local: Tensor, shape: Sequence[int], old: Grid, new: Grid, group: dis
 
 
 def _intersection(a: Slices, b: Slices) -> Slices:
-    """Returns the rows and columns that two parts share."""
+    """Returns the rows and columns that two shards have in common."""
     first = max(a[1].start, b[1].start)
     return a[0] if b[0].step == 1 else b[0], slice(first, max(first, min(a[1].stop, b[1].stop)))
 
 
 def _relative_to(part: Slices, common: Slices) -> Slices:
-    """Converts rows and columns of a table to indices within a part."""
+    """Converts rows and columns of a table to indices into a shard.
+
+    Args:
+        part: the shard's rows and columns.
+        common: the rows and columns to convert.
+    """
     rows = common[0] if part[0].step == 1 else slice(None)
     return rows, slice(common[1].start - part[1].start, common[1].stop - part[1].start)

@@ -1,4 +1,4 @@
-"""Storage of this rank's part of a table or of its optimizer state, and futures of pending gradients."""
+"""Stores this rank's shard of a table or of its optimizer state, and represents gradients that are still in flight."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from embrace_fx.vocabulary.modes import outside_of_modes
 
 
 class LocalStorage:
-    """Storage of this rank's part of a tensor, shared by all aliases of the tensor.
+    """Stores this rank's shard of a tensor. All aliases of the tensor share it.
 
     Args:
-        local: this rank's part.
-        keeps: an object to keep alive as long as this storage.
+        local: this rank's shard.
+        keeps: an object to keep alive as long as this storage exists.
     """
 
     def __init__(self, local: Tensor, keeps: object = None) -> None:
@@ -27,42 +27,42 @@ class LocalStorage:
         self._keeps = keeps
 
     def dense(self) -> Tensor:
-        """Returns this rank's part for reading, after pending updates."""
+        """Applies pending updates, and returns this rank's shard for reading."""
         if self.on_use is not None:
             self.on_use()
         return self.stored()
 
     def stored(self) -> Tensor:
-        """Returns this rank's part as stored, without applying pending updates."""
+        """Returns this rank's shard as it is, without applying pending updates."""
         assert self.local is not None
         return self.local
 
     def memory(self) -> Tensor:
-        """Returns this rank's part for writes and views, after pending updates."""
+        """Applies pending updates, and returns this rank's shard for writes and views."""
         return self.dense()
 
     is_elsewhere = False
     """Whether most rows are outside of memory."""
 
     def by_ids(self) -> Tensor:
-        """Returns this rank's part for a graph that reads rows only by ids, without applying deferred steps."""
+        """Returns this rank's shard for a graph that looks up rows and applies their deferred steps itself."""
         return self.memory()
 
     def replace(self, local: Tensor) -> None:
-        """Replaces this rank's part by another tensor of the same shape."""
+        """Replaces this rank's shard by another tensor of the same shape."""
         self.shape, self.dtype, self.device = local.shape, local.dtype, local.device
         self.local = local
 
     def record_write(self) -> None:
-        """Increments the version counter after an op on the part, because ops below autograd do not."""
+        """Increments the shard's version counter after a write. Ops below autograd do not."""
         if self.local is not None:
             torch.autograd.graph.increment_version(self.local)
 
     def check_write(self) -> None:
-        """Raises `RuntimeError` if a write would be lost."""
+        """Raises `RuntimeError` if writes to this storage would be lost."""
 
     def storage_of_view(self, view: Tensor) -> LocalStorage:
-        """Returns the storage of a view into this memory."""
+        """Returns a storage for `view`, a view of this storage's memory."""
         return LocalStorage(view, self.viewer())
 
     of_gradient = False
@@ -70,15 +70,15 @@ class LocalStorage:
 
     @property
     def is_dense(self) -> bool:
-        """Returns whether all elements are in memory."""
+        """Whether all elements are in memory."""
         return True
 
     def values(self) -> Tensor:
-        """Returns the elements that may differ from zero: here, all."""
+        """Returns the elements that may differ from zero: all of them, unless a subclass stores only rows."""
         return self.dense()
 
     def map(self, change: Callable[[Tensor], Tensor]) -> None:
-        """Applies an element-wise function to the elements, in place."""
+        """Applies an element-wise function to the stored elements, in place."""
         own = self.memory()
         own.copy_(change(own))
 
@@ -92,7 +92,7 @@ class LocalStorage:
 
     @property
     def unreduced(self) -> bool:
-        """Returns whether the gradient is this rank's own sum, which is reduced in a later backward."""
+        """Whether this is a gradient that is only this rank's own sum, to be reduced in a later backward."""
         of = getattr(self._keeps, "of", None)
         gradient = of() if of is not None else None
         return gradient is not None and gradient.unreduced
@@ -102,15 +102,15 @@ class LocalStorage:
         return self._keeps
 
     def pinned(self) -> Tensor:
-        """Returns this rank's part as a tensor that the caller may keep and write."""
+        """Returns this rank's shard as a tensor that the caller may keep and write."""
         return self.memory()
 
 
 class CopyStorage(LocalStorage):
-    """Storage of a copy, whose writes raise, because they would be lost.
+    """Stores a copy of a tensor. Writes to the copy raise, because they would not reach the tensor.
 
     Args:
-        refusal: message of the error.
+        refusal: the message of the error.
     """
 
     def __init__(self, local: Tensor, refusal: str) -> None:
@@ -118,11 +118,11 @@ class CopyStorage(LocalStorage):
         self._refusal = refusal
 
     def check_write(self) -> None:
-        """Raises `RuntimeError`, because a write to a copy would be lost."""
+        """Raises `RuntimeError`, because the write would not reach the original tensor."""
         raise RuntimeError(self._refusal)
 
     def storage_of_view(self, view: Tensor) -> LocalStorage:
-        """Returns the storage of a view of the copy, whose writes raise too."""
+        """Returns a storage for a view of the copy, to which writes raise too."""
         return CopyStorage(view, self._refusal)
 
 
@@ -137,15 +137,15 @@ GONE = (
 
 
 class GradientFuture(Generic[Landed]):
-    """A future of gradients in flight to the parameters of a table, a row space or a bucket. The `.grad` of these
-    already refers to it.
+    """A future that delivers the gradients of several parameters that are still being exchanged. Each `.grad` already
+    refers to it.
 
     Args:
-        wait: waits for the gradients. It must hold the model weakly: the garbage collector does not follow autograd's
-            reference to `.grad`, so a gradient that held its model would leak it.
+        wait: function that waits for the gradients. It must hold the model weakly: the garbage collector does not
+            follow autograd's reference to `.grad`, so a gradient that held its model would leak it.
 
     Attributes:
-        landed: one gradient per parameter; None until the first wait.
+        landed: the gradients, one per parameter, or None before the first wait.
     """
 
     def __init__(self, wait: Callable[[], Sequence[Landed]]) -> None:
@@ -153,7 +153,7 @@ class GradientFuture(Generic[Landed]):
         self.landed: Sequence[Landed] | None = None
 
     def now(self) -> Sequence[Landed]:
-        """Waits for the gradients and returns them.
+        """Waits for the gradients, and returns them.
 
         Raises:
             RuntimeError: the model has been deleted.

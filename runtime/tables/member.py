@@ -1,4 +1,4 @@
-"""A table of one parameter, by itself or in a row space: its gradient and its optimizer.
+"""A table that stores a single parameter, alone or as a member of a joined table.
 
 The table's parameter stays the same object and becomes a part (`table_shard.py`). On a single process it stays a plain
 tensor.
@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from embrace_fx.runtime.tables.gradient_storage import GradientStorage
 from embrace_fx.runtime.tables.local_storage import GradientFuture, Rows
-from embrace_fx.runtime.tables.own_step import hyperparameters, is_of_rows, same_options, step_tensor
+from embrace_fx.runtime.tables.own_step import has_row_values, hyperparameters, same_options, step_tensor
 from embrace_fx.runtime.tables.row_store import RowStore
 from embrace_fx.runtime.tables.shard_layout import Layout
 from embrace_fx.runtime.tables.table import Table
@@ -28,27 +28,27 @@ from embrace_fx.runtime.tables.update_rule import (
     Options,
     SparseUpdate,
     dense_update_policy,
-    not_deferrable,
+    not_deferrable_error,
 )
 from embrace_fx.vocabulary.exactness import STILL, RowUpdates
 from embrace_fx.vocabulary.plan import Grid
 
 
 class Member(Table):
-    """A table of one parameter: this rank's part, its gradient, and its optimizer.
+    """A table that stores a single parameter, with its gradient and its optimizer.
 
     Args:
-        parameter: the table's parameter, which holds this rank's part.
+        parameter: the parameter, of which this rank stores a shard.
         layout: the table's layout.
-        row_updates: the semantics that the user chose.
-        may_defer: returns, at each step, whether updates of rows without a gradient may be deferred.
-        gradients: returns the gradients of all sharded tables, in the same order on all ranks.
-        store: makes the row store of this table.
+        row_updates: the user's option: when rows without a gradient are updated.
+        may_defer: function that returns, in each step, whether updates of rows without a gradient may be deferred.
+        gradients: function that returns the gradients of all sharded tables, in the same order on all ranks.
+        store: function that makes this table's row store.
 
     Attributes:
         optimizer: the optimizer that updates the table; None until it is known.
-        is_read_densely: for a replica, whether rows that no lookup read may have a gradient.
-        has_sparse_gradient: whether `.grad` is sparse (COO), as the lookups request.
+        is_read_densely: whether rows that no lookup read may have a gradient; for an unsharded table.
+        has_sparse_gradient: whether the lookups request a sparse (COO) `.grad`.
     """
 
     def __init__(
@@ -76,12 +76,12 @@ class Member(Table):
 
     @property
     def held(self) -> GradientStorage | None:
-        """Returns the storage of `.grad`, or None if there is no gradient or it is zero."""
+        """The storage of the parameter's `.grad`, or None if it has no gradient or a zero one."""
         held = None if self.parameter.grad is None else self.open_gradient()
         return None if held is None or held.is_zero else held
 
     def open_gradient(self) -> GradientStorage:
-        """Returns the gradient that a backward adds to: `.grad`'s, or a new one of zeros."""
+        """Returns the storage to which a backward adds gradients: that of `.grad`, or a new one of zeros."""
         gradient = self.parameter.grad
         if isinstance(gradient, TableShard) and isinstance(gradient.held, GradientStorage):
             return gradient.held
@@ -99,23 +99,31 @@ class Member(Table):
         self.parameter.grad = TableShard(held, self.layout, "the gradient of ", sparse=sparse)
         return held
 
-    def add_gradient(self, ids: Tensor, rows: Tensor, absent: Collection[str] = (), *, unreduced: bool = False) -> None:
-        """Adds a coalesced row gradient, ids (K,) and rows (K, d), to `.grad`, unless the table is `absent`."""
-        if self.name in absent:
+    def add_gradient(
+        self, ids: Tensor, rows: Tensor, without_gradient: Collection[str] = (), *, unreduced: bool = False
+    ) -> None:
+        """Adds a gradient with unique ids (K,) and rows (K, d) to `.grad`, unless the parameter is in
+        `without_gradient`.
+        """
+        if self.name in without_gradient:
             return
         held = self.open_gradient()
         held.add_rows(ids, rows)
         held.unreduced = unreduced
 
-    def add_dense_gradient(self, gradient: Tensor, absent: Collection[str] = (), *, unreduced: bool = False) -> None:
-        """Adds a gradient of all rows (V', d) of this rank's part to `.grad`, unless the table is `absent`."""
-        if self.name not in absent:
+    def add_dense_gradient(
+        self, gradient: Tensor, without_gradient: Collection[str] = (), *, unreduced: bool = False
+    ) -> None:
+        """Adds a gradient of all rows (V', d) of this rank's shard to `.grad`, unless the parameter is in
+        `without_gradient`.
+        """
+        if self.name not in without_gradient:
             held = self.open_gradient()
             held.add_dense(gradient)
             held.unreduced = unreduced
 
-    def add_late_gradient(self, future: GradientFuture[Sequence[Rows]], k: int, *, unreduced: bool) -> None:
-        """Makes `.grad` the k-th gradient of a future, or adds that gradient to `.grad`."""
+    def add_future_gradient(self, future: GradientFuture[Sequence[Rows]], k: int, *, unreduced: bool) -> None:
+        """Sets `.grad` to the k-th gradient of a future, or adds that gradient to an existing `.grad`."""
         held = self.open_gradient()
         if held.is_zero:
             held.set_future(future, k)
@@ -125,12 +133,12 @@ class Member(Table):
         held.unreduced = unreduced
 
     def waits_for(self, future: GradientFuture[Sequence[Rows]]) -> bool:
-        """Returns whether `.grad` is still in flight and this future delivers it."""
+        """Returns whether `.grad` is still in flight and `future` delivers it."""
         held = self.held
         return held is not None and held.waits_for(future)
 
     def whole_gradient(self) -> Tensor | None:
-        """Returns the gradient of the whole table (V, D), None if there is none. Collective."""
+        """Returns the gradient of the whole table (V, D), or None if there is none. Collective."""
         if self.parameter.grad is None:
             return None
         held = self.open_gradient()
@@ -144,7 +152,7 @@ class Member(Table):
         return torch.sparse_coo_tensor(rows, whole.index_select(0, rows[0]), whole.shape, is_coalesced=True)
 
     def add_whole_gradient(self, gradient: Tensor) -> None:
-        """Adds this rank's part of a whole table's gradient (V, D) to `.grad`."""
+        """Adds this rank's shard of a gradient of the whole table (V, D) to `.grad`."""
         rows, columns = self.layout.axes
         if gradient.is_sparse:
             ids, values = gradient.coalesce().indices()[0] - rows.own.start, gradient.coalesce().values()
@@ -158,7 +166,8 @@ class Member(Table):
     # -- memory --------------------------------------------------------------------------------------------------------
 
     def predicted_bytes(self, ranks: int) -> tuple[int, int, int | None]:
-        """Predicts the bytes of parameters, gradient and optimizer state on the rank with the most.
+        """Predicts the bytes of weights, gradient and optimizer state on the rank with the most, if the table is
+        sharded over `ranks` ranks.
 
         A gradient counts all rows if steps are dense, and nothing if it is kept as rows. The bytes of state are None
         while the optimizer is unknown.
@@ -173,18 +182,18 @@ class Member(Table):
             return parameters, parameters, None
         gradient, none = parameters if self.rule is DenseUpdate else 0, self.local[:0]
         made = step_tensor(self.optimizer, hyperparameters(group), none.clone(), none.clone(), {})
-        kept = sum(columns if value.dim() > 1 else 1 for value in made.values() if is_of_rows(value, 0))
+        kept = sum(columns if value.dim() > 1 else 1 for value in made.values() if has_row_values(value, 0))
         return parameters, gradient, rows * kept * each
 
     def held_bytes(self) -> tuple[int, int, int]:
-        """Returns the bytes of parameters, gradient and optimizer state on this rank."""
+        """Returns the bytes of weights, gradient and optimizer state that this rank holds."""
         held, (weights, state) = self.held, self.store.held_bytes()
-        return weights, 0 if held is None or held.is_late else held.values().nbytes, state
+        return weights, 0 if held is None or held.is_in_flight else held.values().nbytes, state
 
     # -- steps ---------------------------------------------------------------------------------------------------------
 
     def param_group(self) -> Options:
-        """Returns the param group that holds the table's parameter; an empty one if the loop has removed it."""
+        """Returns the optimizer's param group of the parameter, or an empty one if the training loop has removed it."""
         assert self.optimizer is not None
         groups: Sequence[dict[str, Any]] = self.optimizer.param_groups
         g, p = self._at  # the index it had last time
@@ -197,19 +206,17 @@ class Member(Table):
                     return group
         return {}
 
-    def is_one(self) -> bool:
+    def can_update_jointly(self) -> bool:
         """Returns True, because a table of one parameter is always updated by one update."""
         return self.optimizer is not None
 
     def steps_by(self, optimizer: Optimizer | None, options: Options) -> bool:
-        """Returns whether a step of this optimizer with these options would update the table. False if the table has
-        another optimizer or other options by now.
-        """
+        """Returns whether this optimizer updates the table, and currently with these options."""
         return self.optimizer is optimizer and same_options(options, hyperparameters(self.param_group()))
 
     @property
     def rule(self) -> type[SparseUpdate]:
-        """Returns the class that updates this table under its optimizer's present options."""
+        """The class that updates this table, for its optimizer's current options."""
         options = self.param_group()
         if not options:
             return SparseUpdate  # no step changes the table
@@ -219,11 +226,11 @@ class Member(Table):
         if policy == "either" and self._may_rest():
             return DeferredUpdate
         if self.store.refusal:
-            raise RuntimeError(not_deferrable(self.name, type(self.optimizer_of_members)))
+            raise RuntimeError(not_deferrable_error(self.name, type(self.optimizer_of_members)))
         return DenseUpdate
 
     def step_dense(self) -> None:
-        """Runs one step with a gradient of all rows."""
+        """Runs one optimizer step that updates all rows, for a gradient of all rows."""
         gradient = self.open_gradient().memory()
         self.flush()
         self.store.keep(step_tensor(self.optimizer_of_members, self.param_group(), self.local, gradient, self.state))

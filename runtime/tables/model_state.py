@@ -1,4 +1,4 @@
-"""Looks up the parameters, buffers and tables that the model has at the moment of the lookup."""
+"""Gives access to the parameters, buffers and tables that a model currently has."""
 
 from __future__ import annotations
 
@@ -22,30 +22,34 @@ from embrace_fx.vocabulary.modes import outside_of_modes
 
 
 class Prefetcher(Protocol):
-    """The interface for prefetching: receives the rows that upcoming batches read, under `lookahead`."""
+    """The interface through which `lookahead` announces which rows upcoming batches read."""
 
-    def step(self, leaves: Sequence[Any], coming: UpcomingBatch | None, ahead: int) -> None:
-        """Receives the arguments of a training call, and the batch of `ahead` calls later if it is known."""
+    def step(self, leaves: Sequence[Any], upcoming: UpcomingBatch | None, ahead: int) -> None:
+        """Called before each training call, with the call's arguments and, if known, the batch of `ahead` calls
+        later.
+        """
 
     def end_call(self, *, train: bool) -> None:
-        """Ends a call of the model."""
+        """Called after each call of the model."""
 
 
 _OPEN = attrgetter("history.open")
 
 
 class UpcomingBatch(Protocol):
-    """The interface of an upcoming batch."""
+    """The interface of a batch that `lookahead` has read before the model is called with it."""
 
     def is_batch(self, leaves: Sequence[Any]) -> bool:
-        """Returns whether flattened arguments are those of this batch."""
+        """Returns whether the flattened arguments of a call are those of this batch."""
 
     def rows(self) -> dict[str, Tensor]:
-        """Returns the rows that the batch looks up in each table."""
+        """Returns the ids that the batch looks up in each table."""
 
 
 def ignored_names(model: nn.Module) -> frozenset[str]:
-    """Returns the names of parameters and buffers that DDP ignores: each rank keeps its own."""
+    """Returns the names of parameters and buffers that DDP is told to ignore, so that each rank keeps its own
+    values.
+    """
     return frozenset(getattr(model, "_ddp_params_and_buffers_to_ignore", ()))
 
 
@@ -54,7 +58,7 @@ OFTEN = 2
 
 
 class ParameterReads:
-    """Detects a training loop that reads all parameters in every step.
+    """Detects a training loop that reads all parameters after every step.
 
     Deferring row updates costs more than it saves if all rows are read after each step. `in_every_step` changes only
     while parameters are read: no update is pending then, so that a step is never applied in two ways.
@@ -68,21 +72,21 @@ class ParameterReads:
         self.restart()
 
     def restart(self) -> None:
-        """Forgets all reads. A changed plan reads parameters although the loop does not."""
+        """Forgets all recorded reads."""
         self._in_a_row, self._stepped, self._missed = 0, set(), False
 
     @property
     def in_every_step(self) -> bool:
-        """Returns whether the loop reads all parameters in every step."""
+        """Whether the training loop reads all parameters after every step."""
         return self._in_a_row >= OFTEN
 
     def record_step(self, optimizer: Optimizer) -> None:
-        """Records that an optimizer has stepped."""
+        """Records that an optimizer step has run."""
         self._missed |= id(optimizer) in self._stepped
         self._stepped.add(id(optimizer))
 
     def record(self) -> None:
-        """Records a read of all parameters. Several reads between two steps count once."""
+        """Records that all parameters are read."""
         if self._stepped:
             self._in_a_row = 1 if self._missed else self._in_a_row + 1
             self._stepped.clear()
@@ -91,12 +95,13 @@ class ParameterReads:
 
 @dataclass(frozen=True)
 class GatheredTable:
-    """A table that was gathered, with what is needed to tell whether it is still current.
+    """A cached copy of a whole table, with what is needed to tell whether it is still current.
 
     Attributes:
-        local: this rank's part at that time. The reference keeps the memory from being reused for another tensor.
-        version: version counter of `local`.
-        steps: number of optimizer steps.
+        local: this rank's shard when the table was gathered. The reference prevents its memory from being reused for
+            another tensor.
+        version: the version counter of `local` at that time.
+        steps: the number of optimizer steps at that time.
     """
 
     whole: Tensor
@@ -105,12 +110,17 @@ class GatheredTable:
     steps: int
 
     def is_current(self, local: Tensor, steps: int) -> bool:
-        """Returns whether the table has not changed since it was gathered: same part, same number of steps."""
+        """Returns whether the table is unchanged since it was gathered.
+
+        Args:
+            local: this rank's shard now.
+            steps: the number of optimizer steps so far.
+        """
         return (local.data_ptr(), local._version, steps) == (self.local.data_ptr(), self.version, self.steps)
 
 
 class ModelState:
-    """The parameters, buffers and tables that a model has now.
+    """The parameters, buffers and tables that a model currently has.
 
     Args:
         model: the user's model.
@@ -125,9 +135,9 @@ class ModelState:
         """Names of parameters and buffers that each rank keeps for itself, as with DDP."""
         self.tables: dict[str, Member] = {}
         self.hints: Prefetcher | None = None
-        """Receives the rows of upcoming batches if tables lie beyond memory."""
+        """Receives the rows of upcoming batches if tables are larger than memory."""
         self.spaces: dict[str, Table] = {}
-        """Name of a row space -> its tables as one."""
+        """Name of a joined table -> its tables as one."""
         self.gathered: dict[str, GatheredTable] = {}
         """Whole tables, gathered for logits outside of training."""
         self.reads = ParameterReads()
@@ -152,16 +162,20 @@ class ModelState:
         """Calls whose results are alive and have had no backward."""
 
     def table(self, name: str) -> Table:
-        """Returns the table or row space that launches name."""
+        """Returns the table or joined table with this name."""
         return self.spaces.get(name) or self.tables[name]
 
     def units(self) -> list[Table]:
-        """Returns the tables that are exchanged: row spaces, and tables outside of row spaces."""
+        """Returns the tables whose rows are exchanged together: joined tables, and tables that are not joined with
+        others.
+        """
         joined = {id(table) for space in self.spaces.values() for table in space.members}
         return [*self.spaces.values(), *[table for table in self.tables.values() if id(table) not in joined]]
 
-    def group_by_space(self, tables: Iterable[Member]) -> Iterator[tuple[Table, Rows]]:
-        """Yields (table, gradient): a row space where one joint update equals an update per table, else its tables."""
+    def group_by_joined_table(self, tables: Iterable[Member]) -> Iterator[tuple[Table, Rows]]:
+        """Groups tables that one update can treat as one. Yields (joined table, its gradient), or (table, its gradient)
+        for the others.
+        """
         left = {id(table): table for table in tables}
         for space in self.spaces.values() if left else ():
             own = list(map(id, space.members))
@@ -172,17 +186,17 @@ class ModelState:
         yield from ((table, table.open_gradient().rows()) for table in left.values())
 
     def gradients(self) -> list[GradientStorage]:
-        """Returns the stored gradients of the tables, in the order of the plan."""
+        """Returns the stored gradients of all tables, in the order of the plan."""
         return [held for table in self.tables.values() if (held := table.held) is not None]
 
     def gradients_reader(self) -> Callable[[], list[GradientStorage]]:
-        """Returns a function that calls `gradients`, and that refers to the tables only weakly."""
+        """Returns a function that returns the stored gradients of all tables. It holds only weak references."""
         itself = ref(self)
         return lambda: [] if (state := itself()) is None else state.gradients()
 
     @property
     def layouts(self) -> dict[str, Layout]:
-        """Maps each name of a sharded table to its layout."""
+        """Maps the name of each sharded table to its layout: which rows and columns each rank has."""
         tables = {table.parameter: table.layout for table in self.tables.values() if table.layout.mesh is not None}
         if not tables:  # a plain dict lookup, because every call of a lookup layer does it
             return {}
@@ -191,19 +205,19 @@ class ModelState:
 
     @property
     def has_deferred_rows(self) -> bool:
-        """Returns whether any table has rows with deferred updates."""
+        """Whether any table has rows with deferred updates."""
         # A hot path of every step: no Python call per table.
         return any(map(_OPEN, self.tables.values())) or any(map(_OPEN, self.spaces.values()))
 
     def flush_tables(self) -> None:
-        """Applies the deferred updates of all tables, before parameters are read. Requires that no step is pending."""
+        """Applies the deferred updates of all tables. No optimizer step may be pending."""
         with outside_of_modes():
             for table in self.units():
                 table.flush()
         self.reads.record()
 
     def refresh(self, model: nn.Module) -> None:
-        """Looks parameters and buffers up again, after modules were replaced."""
+        """Looks up parameters and buffers again, after modules of the model were replaced."""
         for known, kind in ((self._parameters, "_parameters"), (self._buffers, "_buffers")):
             known.clear()  # change the dict in place, because other objects refer to it
             known.update(_find_owners(model, kind))
@@ -211,17 +225,17 @@ class ModelState:
         self._record_parameters()
 
     def _record_parameters(self) -> None:
-        """Records every parameter, so that renamed or removed ones are recognized."""
+        """Records every parameter by name, to recognize parameters that are renamed or removed later."""
         self._known = {name: self.parameter(name) for name in self.names}
 
     def parameters_were_loaded(self) -> None:
-        """Takes over parameters after a load, which may have replaced the objects."""
+        """Looks up parameters again after a load, which may have replaced the objects."""
         self._record_parameters()
         for name, table in self.tables.items():
             table.parameter = self._known[name]
 
     def parameter(self, name: str) -> nn.Parameter:
-        """Returns the current parameter of a name, or the last one if the model no longer has that name."""
+        """Returns the current parameter with this name, or the last one that had it."""
         owner, key = self._parameters[name]
         try:
             found: nn.Parameter | None = owner[key]
@@ -230,7 +244,7 @@ class ModelState:
         return self._known[name] if found is None else found
 
     def parameters(self, names: Collection[str] | None = None) -> list[nn.Parameter]:
-        """Returns the parameters of `names`, or all, without walking the modules."""
+        """Returns the parameters with these names, or all, without walking the modules."""
         names, found = self.names if names is None else names, list[nn.Parameter]()
         try:
             for owner, key in map(self._parameters.__getitem__, names):  # inlined, because it runs several times a step
@@ -240,15 +254,17 @@ class ModelState:
         return found
 
     def table_parameters(self) -> list[nn.Parameter]:
-        """Returns the parameters of the tables."""
+        """Returns the parameters that are stored in tables."""
         return [table.parameter for table in self.tables.values()]
 
     def any_parameter(self) -> nn.Parameter | None:
-        """Returns one parameter, for the device that all share, or None if the model has none."""
+        """Returns any parameter, for the device that all share, or None if the model has none."""
         return next(map(self.parameter, self.names), None)
 
     def with_unreduced(self, name: str, gradient: Tensor) -> Tensor:
-        """Returns a gradient plus the sum that backwards under `no_sync` have left in the parameter's `.grad`."""
+        """Returns a gradient plus the sum of this rank's gradients under `no_sync`, which the parameter's `.grad`
+        holds.
+        """
         left = self.parameter(name).grad if name in self.unreduced else None
         if left is None:
             return gradient
@@ -256,32 +272,32 @@ class ModelState:
         return left + gradient if gradient.is_sparse else gradient + left
 
     def place_of_parameter(self, name: str) -> tuple[Mapping[str, Any], str]:
-        """Returns the module's dict that holds a parameter, and the key in it."""
+        """Returns (the module's dict that holds a parameter, the parameter's key in it)."""
         return self._parameters[name]
 
     def shard_reader(self, name: str) -> Callable[[], Tensor]:
-        """Returns a function that reads the shard of a table or row space."""
+        """Returns a function that reads the current shard of a table."""
         if name in self.spaces:
             return lambda: self.spaces[name].local
         owner, key = self._parameters[name]
 
         def read_shard() -> Tensor:  # the dict may hold another parameter by then
-            """Reads the shard from the parameter that the module holds now."""
+            """Returns the shard of the parameter that the module currently holds."""
             found = owner[key]
             return found.held.by_ids() if isinstance(found, TableShard) else found.detach()
 
         return read_shard
 
-    def buffers_in(self, is_meant: Callable[[dict[str, Any]], bool]) -> list[str]:
-        """Returns the names of the buffers whose owner `is_meant` selects.
+    def buffers_in(self, selects: Callable[[dict[str, Any]], bool]) -> list[str]:
+        """Returns the names of the buffers of some modules.
 
         Args:
-            is_meant: (dict of buffers of a module) -> whether to return its buffers.
+            selects: receives a module's dict of buffers, and returns whether to include its buffers.
         """
-        return [name for name, (owner, _) in self._buffers.items() if is_meant(owner)]
+        return [name for name, (owner, _) in self._buffers.items() if selects(owner)]
 
     def buffer_names(self) -> list[str]:
-        """Returns one name of every buffer."""
+        """Returns one name of every buffer, also of shared ones."""
         found: dict[int, str] = {}
         for name, (owner, key) in self._buffers.items():
             if owner.get(key) is not None:
@@ -289,20 +305,20 @@ class ModelState:
         return list(found.values())
 
     def buffers_except(self, names: Collection[str]) -> list[Tensor]:
-        """Returns all buffers except those named."""
+        """Returns all buffers except those with these names."""
         found = [owner.get(key) for name, (owner, key) in self._buffers.items() if name not in names]
         return [each for each in found if each is not None]
 
     def place_of_buffer(self, name: str) -> tuple[Mapping[str, Any], str]:
-        """Returns the module's dict that holds a buffer, and the key in it."""
+        """Returns (the module's dict that holds a buffer, the buffer's key in it)."""
         return self._buffers[name]
 
 
 def _find_owners(model: nn.Module, kind: str) -> list[tuple[str, tuple[dict[str, Any], str]]]:
-    """Returns, for every name of a parameter or buffer, the dict that holds it and its key.
+    """Returns, for every name of a parameter or buffer, the module's dict that holds it and its key there.
 
     Args:
-        kind: the attribute of modules that holds them: "_parameters" or "_buffers".
+        kind: which dicts of modules to search: "_parameters" or "_buffers".
     """
     found = []
     for prefix, module in model.named_modules(remove_duplicate=False):

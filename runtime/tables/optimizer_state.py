@@ -1,4 +1,5 @@
-"""Optimizer state of sharded tables: parts for users, plain tensors for the runtime, and state dicts.
+"""Converts optimizer state of sharded tables: to shards for users, to plain tensors for the runtime, and for state
+dicts.
 
 Contract
     State to load may be whole or in parts. A rank keeps its part of a sharded table's state, and all of other state.
@@ -14,8 +15,8 @@ from torch.optim import Optimizer
 
 from embrace_fx.runtime.tables.local_storage import LocalStorage
 from embrace_fx.runtime.tables.shard_layout import Layout
-from embrace_fx.runtime.tables.state_dicts import in_state_dict_form
-from embrace_fx.runtime.tables.table_shard import TableShard, cut_own_part, gather_whole
+from embrace_fx.runtime.tables.state_dicts import to_state_dict_form
+from embrace_fx.runtime.tables.table_shard import TableShard, cut_own_shard, gather_whole
 
 if TYPE_CHECKING:
     from embrace_fx.runtime.ranks.communicator import Communicator
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 
 
 def read_state(optimizer: Optimizer, parameter: nn.Parameter) -> dict[str, Any]:
-    """Returns an optimizer's state of a table, with this rank's parts as plain tensors (V', d)."""
+    """Returns an optimizer's state of a table, with this rank's shards as plain tensors (V', d)."""
     kept = optimizer.state.get(parameter) or {}
     found, shape = dict(kept), None
     for key, value in found.items():
@@ -37,7 +38,7 @@ def read_state(optimizer: Optimizer, parameter: nn.Parameter) -> dict[str, Any]:
 
 
 def write_state(optimizer: Optimizer, parameter: nn.Parameter, state: Mapping[str, Any]) -> None:
-    """Stores values, in the form that `read_state` returns, in an optimizer's state."""
+    """Stores optimizer state of a table, given in the form that `read_state` returns."""
     kept = optimizer.state[parameter] if state else {}
     for key, value in state.items():
         known = kept.get(key)
@@ -49,10 +50,10 @@ def write_state(optimizer: Optimizer, parameter: nn.Parameter, state: Mapping[st
 
 
 def to_user_state(parameter: nn.Parameter, value: Any) -> Any:
-    """Converts a value of the runtime to the form in `optimizer.state`.
+    """Converts a value of optimizer state from the runtime's form to the one in `optimizer.state`.
 
-    A tensor with one element per element of the table, or of this rank's part, becomes a `TableShard`. Other values are
-    returned unchanged.
+    A tensor with one element per element of the table, or of this rank's shard, becomes a `TableShard`. Other values
+    are returned unchanged.
     """
     if not isinstance(parameter, TableShard) or isinstance(value, TableShard) or not isinstance(value, Tensor):
         return value
@@ -63,24 +64,26 @@ def to_user_state(parameter: nn.Parameter, value: Any) -> Any:
     return TableShard(LocalStorage(value), parameter.spread, "the optimizer's state of ")
 
 
-def own_state(parameter: nn.Parameter, layout: Layout, state: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns this rank's part of a table's optimizer state. Collective like `cut_own_part`."""
+def cut_own_state(parameter: nn.Parameter, layout: Layout, state: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns this rank's shard of a table's optimizer state. Collective like `cut_own_shard`."""
     tensors = {key: value for key, value in state.items() if isinstance(value, Tensor)}
-    return {**state, **{key: to_user_state(parameter, cut_own_part(v, layout)) for key, v in tensors.items()}}
+    return {**state, **{key: to_user_state(parameter, cut_own_shard(v, layout)) for key, v in tensors.items()}}
 
 
-def whole_state_of(parameter: nn.Parameter, state: Mapping[str, Any]) -> dict[str, Any]:
-    """Gathers an optimizer's state of a table. Collective."""
+def gather_state(parameter: nn.Parameter, state: Mapping[str, Any]) -> dict[str, Any]:
+    """Gathers an optimizer's state of a table on every rank. Collective."""
     return {key: gather_whole(to_user_state(parameter, value)) for key, value in state.items()}
 
 
 # -- state dicts -------------------------------------------------------------------------------------------------------
 
 
-def state_dict_with_parts(
+def state_dict_with_shards(
     optimizer: Optimizer, state_dict: dict[str, Any], model: ModelState, communicator: Communicator
 ) -> dict[str, Any]:
-    """Replaces the state of sharded tables in a state dict by parts by columns. Collective if a table is on a grid."""
+    """Returns an optimizer's state dict in which the state of sharded tables is sharded by columns. Collective if a
+    table is on a grid.
+    """
     shown = dict(state_dict["state"])
     tables = {table.parameter: table for table in model.tables.values()}
     for key, parameter in _numbered_parameters(optimizer, state_dict):
@@ -91,39 +94,39 @@ def state_dict_with_parts(
             continue
         with communicator.watching():
             state = {name: to_user_state(parameter, value) for name, value in shown[key].items()}
-            shown[key] = {name: in_state_dict_form(v) if isinstance(v, TableShard) else v for name, v in state.items()}
+            shown[key] = {name: to_state_dict_form(v) if isinstance(v, TableShard) else v for name, v in state.items()}
     return {**state_dict, "state": shown}
 
 
 def state_dict_to_load(
     optimizer: Optimizer, state_dict: dict[str, Any], model: ModelState, communicator: Communicator
 ) -> dict[str, Any]:
-    """Replaces the state of sharded tables in a state dict by this rank's parts. Collective if the parts must be
-    exchanged.
+    """Returns an optimizer's state dict in which the state of sharded tables is this rank's shards. Collective if
+    shards must be exchanged.
     """
     loaded = dict(state_dict["state"])
     with communicator.watching():
         for key, parameter in _numbered_parameters(optimizer, state_dict):
-            own = own_state_of(parameter, loaded.get(key, {}), model)
+            own = convert_loaded_state(parameter, loaded.get(key, {}), model)
             if key in loaded:
                 loaded[key] = own
     return {**state_dict, "state": loaded}
 
 
-def own_state_of(parameter: nn.Parameter, state: dict[str, Any], model: ModelState) -> dict[str, Any]:
-    """Converts loaded state of a parameter to this rank's: a part for a sharded table, else all. Collective like
-    `state_dict_to_load`.
+def convert_loaded_state(parameter: nn.Parameter, state: dict[str, Any], model: ModelState) -> dict[str, Any]:
+    """Converts one parameter's loaded optimizer state to what this rank needs: a shard for a sharded table, else all of
+    it. Collective like `state_dict_to_load`.
     """
     table = next((table for table in model.tables.values() if table.parameter is parameter), None)
     if table is not None and table.store.refusal:
         raise RuntimeError(table.store.refusal)
     if table is not None:
-        return own_state(parameter, table.layout, state)
+        return cut_own_state(parameter, table.layout, state)
     return {key: gather_whole(value) for key, value in state.items()}
 
 
 def _numbered_parameters(optimizer: Optimizer, state_dict: dict[str, Any]) -> list[tuple[int, nn.Parameter]]:
-    """Returns an optimizer's parameters with their indices in a state dict."""
+    """Returns the parameters of an optimizer with their numbers in a state dict."""
     numbers = [key for group in state_dict["param_groups"] for key in group["params"]]
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     return list(zip(numbers, parameters, strict=False))

@@ -1,4 +1,5 @@
-"""Runs an optimizer's own step on other tensors: some rows of a table, or a whole row space.
+"""Runs an optimizer's own step on tensors that are not its parameters: on some rows of a table, or on a joined
+table.
 
 The optimizer is element-wise (`embrace_fx.vocabulary.exactness`): a step on some rows and their state changes them as a
 step on the whole table would.
@@ -28,7 +29,7 @@ State = MutableMapping[str, Any]
 
 
 def hyperparameters(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the present options of a param group, without its parameters."""
+    """Returns the current options of a param group, without its parameters."""
     found = {**group}
     found.pop("params", None)
     for name, value in found.items():
@@ -37,15 +38,15 @@ def hyperparameters(group: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def plain_options(group: Mapping[str, Any], but: str = "") -> tuple[tuple[str, Hashable], ...] | None:
-    """Returns the options of a param group as a hashable key, or None if some are tensors or other objects.
+def plain_options(group: Mapping[str, Any], except_for: str = "") -> tuple[tuple[str, Hashable], ...] | None:
+    """Returns the options of a param group as a hashable key, or None if some options are not plain values.
 
     Args:
-        but: name of an option to leave out.
+        except_for: name of an option to leave out.
     """
     found: list[tuple[str, Hashable]] = []
     for name, value in group.items():  # called several times a step, so no comprehension and no helper
-        if name not in ("params", but):
+        if name not in ("params", except_for):
             kinds = map(type, value) if type(value) is tuple else (type(value),)
             if not PLAIN.issuperset(kinds):
                 return None
@@ -57,15 +58,15 @@ Decide = TypeVar("Decide", bound=Callable[..., Any])
 
 
 def cached_by_options(decide: Decide) -> Decide:
-    """Decorator that caches a function of an optimizer class and its options, if all options are plain values."""
+    """Decorator that caches a function of (optimizer class, options) for options that are all plain values."""
 
     @lru_cache(maxsize=256)
     def call_cached(optimizer_class: Hashable, plain: tuple[tuple[str, Hashable], ...], *rest: Hashable) -> Any:
-        """Calls the function for options that are plain values; cached."""
+        """Calls the decorated function with options given as a hashable key. Cached."""
         return decide(optimizer_class, dict(plain), *rest)
 
     def call(optimizer_class: type[Optimizer], options: Mapping[str, Any], *rest: Any) -> Any:
-        """Calls `decide`, or takes its result from the cache if all options are plain values."""
+        """Calls the decorated function, through the cache if all options are plain values."""
         plain = plain_options(options)
         if plain is None:
             return decide(optimizer_class, options, *rest)
@@ -78,7 +79,7 @@ PLAIN = frozenset({float, bool, int, str, type(None)})
 
 
 def same_options(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    """Returns whether two steps have equal options."""
+    """Returns whether two steps have the same options."""
     if one.keys() != other.keys():
         return False
     for key, value in one.items():
@@ -98,12 +99,12 @@ def accepts_sparse(optimizer: Optimizer) -> bool:
 def step_groups(
     optimizer: Optimizer, groups: Sequence[dict[str, Any]], state: MutableMapping[Any, Any] | None = None
 ) -> None:
-    """Runs an optimizer's own step on other param groups, in place of its own.
+    """Runs an optimizer's own step on `groups` instead of the optimizer's own param groups.
 
     The optimizer keeps its own groups meanwhile, because another thread may clear gradients or change learning rates.
 
     Args:
-        state: replaces the optimizer's state for this step.
+        state: state to use instead of the optimizer's own.
     """
     before = dict(optimizer.__dict__)
     another: Optimizer = object.__new__(type(optimizer))
@@ -130,7 +131,7 @@ def step_groups(
 
 
 def _step_without_wrapper(step: Any, optimizer: Optimizer) -> None:
-    """Runs an optimizer class's step without the six calls by which torch's wrapper switches gradients off."""
+    """Runs an optimizer's step without torch's wrapper, whose six calls only disable gradients."""
     switches = getattr(getattr(step, "__code__", None), "co_name", "") == "_use_grad"
     if not switches or optimizer.defaults["differentiable"]:
         step(optimizer)
@@ -151,11 +152,12 @@ _OF_ITS_STEP = ("param_groups", *_HOOKS, "grad_scale", "found_inf")
 def step_tensor(
     optimizer: Optimizer, options: Mapping[str, Any], values: Tensor, gradient: Tensor, state: Mapping[str, Any]
 ) -> State:
-    """Updates `values` in place by a gradient of the same shape. Returns their new state.
+    """Runs one optimizer step on `values` in place. Returns their new optimizer state.
 
     Args:
-        options: the step's param group options.
-        state: the values' state, changed in place. Empty before the first step.
+        options: the options of the step's param group.
+        state: the optimizer state of `values`, changed in place. Empty before the first step.
+        gradient: of the same shape as `values`.
     """
     parameter = values.detach()  # shares memory; the constructor of nn.Parameter would apply pending updates
     parameter.grad = gradient if type(optimizer) is not SparseAdam else _to_sparse(gradient)
@@ -165,18 +167,18 @@ def step_tensor(
 
 
 def _to_sparse(gradient: Tensor) -> Tensor:
-    """Returns a gradient as a sparse tensor of all rows."""
+    """Returns a dense gradient as a sparse (COO) tensor with all rows."""
     ids = torch.arange(gradient.shape[0], device=gradient.device).unsqueeze(0)
     return torch.sparse_coo_tensor(ids, gradient, gradient.shape, is_coalesced=True, check_invariants=False)
 
 
-def is_of_rows(value: Any, rows: int) -> bool:
-    """Returns whether a state entry has one value, or one row of values, per row of the table."""
+def has_row_values(value: Any, rows: int) -> bool:
+    """Returns whether an entry of optimizer state has one value, or one row of values, for each row of the table."""
     return isinstance(value, Tensor) and value.dim() > 0 and value.shape[0] == rows
 
 
 def read_state_rows(state: Mapping[str, Any], ids: Tensor, rows: int) -> State:
-    """Copies the state of some rows, and the counters, of a table with `rows` rows."""
+    """Copies the optimizer state of some rows, and the step counters, of a table with `rows` rows."""
     found: State = {}
     for key, value in state.items():  # called several times a step, so no helper
         if not isinstance(value, Tensor):
@@ -189,13 +191,20 @@ def read_state_rows(state: Mapping[str, Any], ids: Tensor, rows: int) -> State:
 
 
 def with_own_counters(state: Mapping[str, Any], rows: int) -> State:
-    """Returns the state with copies of its counters, because a step increments them in place."""
-    counters = {key: value for key, value in state.items() if isinstance(value, Tensor) and not is_of_rows(value, rows)}
+    """Returns the optimizer state with copies of the step counters, because a step increments counters in place."""
+    counters = {
+        key: value for key, value in state.items() if isinstance(value, Tensor) and not has_row_values(value, rows)
+    }
     return {**state, **{key: value.clone() for key, value in counters.items()}}
 
 
 def write_state_rows(state: Mapping[str, Any], of_rows: Mapping[str, Any], ids: Tensor, rows: int) -> None:
-    """Writes the state of some rows back to the table's state, without the counters."""
+    """Writes the optimizer state of some rows back into the table's state, except the step counters.
+
+    Args:
+        of_rows: the state of the rows `ids`.
+        rows: the number of rows of the table.
+    """
     for key, value in of_rows.items():
         whole = state.get(key)
         if isinstance(whole, Tensor) and whole.dim() > 0 and whole.shape[0] == rows:
@@ -209,7 +218,7 @@ _ELEMENTS = 1 << 17
 def step_rows(
     optimizer: Optimizer, options: Mapping[str, Any], local: Tensor, state: Mapping[str, Any], ids: Tensor, rows: Tensor
 ) -> State:
-    """Updates rows `ids` (K,) of a part (V', d) and their state, except counters, by gradients (K, d).
+    """Runs one optimizer step on the rows `ids` (K,) of a shard (V', d), with gradients `rows` (K, d).
 
     Returns:
         The counters after the step; empty if there are no rows.
@@ -224,13 +233,14 @@ def step_rows(
         after = step_tensor(optimizer, options, values, gradients, read_state_rows(state, some, total))
         local.index_copy_(0, some, values)
         write_state_rows(state, after, some, total)
-    return {key: value for key, value in after.items() if not is_of_rows(state.get(key), total)}
+    return {key: value for key, value in after.items() if not has_row_values(state.get(key), total)}
 
 
 def step_rows_on_device(
     optimizer: Optimizer, options: Mapping[str, Any], local: Tensor, state: Mapping[str, Any], ids: Tensor, rows: Tensor
 ) -> bool:
-    """Updates rows `ids` (K,) of a part (V', d) and their state, except counters, in place with a CUDA kernel.
+    """Runs one optimizer step on the rows `ids` (K,) of a shard (V', d), with gradients `rows` (K, d), in place with a
+    CUDA kernel.
 
     Returns:
         Whether a kernel exists; if not, nothing has changed.
@@ -255,7 +265,7 @@ def step_rows_on_device(
 
 
 def _adam_step(optimizer_class: type[Optimizer], options: Mapping[str, Any], step_count: float) -> gpu.AdamStep:
-    """Returns the coefficients of a step of an optimizer of Adam's kind."""
+    """Returns the coefficients of one step of Adam or a variant."""
     beta1, beta2 = options["betas"]
     size, rest = options["lr"] / (1 - beta1**step_count), (1 - beta2**step_count) ** -0.5
     decay, shrink = options.get("weight_decay", 0.0), 1.0
@@ -268,32 +278,38 @@ def _adam_step(optimizer_class: type[Optimizer], options: Mapping[str, Any], ste
 
 
 def counters_after(optimizer: Optimizer, options: Mapping[str, Any], local: Tensor, state: Mapping[str, Any]) -> State:
-    """Runs a step on no rows of a part (V', d), so that only the counters advance. Returns them."""
+    """Advances the step counters by a step that updates no rows of a shard (V', d). Returns them."""
     none = torch.empty(0, dtype=torch.int64, device=local.device)
     of_none = read_state_rows(state, none, local.shape[0])
     after = step_tensor(optimizer, options, local[:0].clone(), local[:0].clone(), of_none)
-    return {key: value for key, value in after.items() if not is_of_rows(value, 0)}
+    return {key: value for key, value in after.items() if not has_row_values(value, 0)}
 
 
 @cached_by_options
 def state_names(optimizer_class: type[Optimizer], options: Mapping[str, Any]) -> frozenset[str]:
-    """Returns the names of the state entries that steps of a class need, if `first_state` knows the class."""
+    """Returns the names of the state entries that steps of an optimizer class need, if `first_state` supports the
+    class.
+    """
     if optimizer_class not in ELEMENT_WISE and optimizer_class is not RowWiseAdagrad:
         return frozenset()
     return frozenset(_state_of_row(optimizer_class, options, options, torch.zeros((1, 1), device="cpu")))
 
 
 def first_state(optimizer: Optimizer, options: Mapping[str, Any], local: Tensor) -> State:
-    """Returns the state of a part (V', d) before its first step, for classes in `ELEMENT_WISE` and RowWiseAdagrad."""
+    """Returns the optimizer state of a shard (V', d) before its first step. Supports classes in `ELEMENT_WISE` and
+    RowWiseAdagrad.
+    """
     row = local.new_zeros((1, *local.shape[1:]))
     found = _state_of_row(type(optimizer), options, optimizer.defaults, row)
-    return {k: v.expand(local.shape[: v.dim()]).clone() if is_of_rows(v, 1) else v for k, v in found.items()}
+    return {k: v.expand(local.shape[: v.dim()]).clone() if has_row_values(v, 1) else v for k, v in found.items()}
 
 
 def _state_of_row(
     optimizer_class: type[Optimizer], options: Mapping[str, Any], defaults: Mapping[str, Any], row: Tensor
 ) -> Mapping[str, Any]:
-    """Returns the state that an optimizer creates for a parameter (1, d) at the beginning of its first step."""
+    """Returns the optimizer state that an optimizer creates for a parameter of one row at the beginning of its first
+    step.
+    """
     if optimizer_class is RowWiseAdagrad:
         return {"sum": new_sums(row, options)}
     if optimizer_class is SGD:  # its first momentum is the gradient, as after a momentum of zero

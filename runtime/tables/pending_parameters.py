@@ -1,4 +1,4 @@
-"""Parameters with pending updates, between calls, steps and backwards: any access applies the updates first.
+"""Parameters with pending updates: the first access between calls, steps and backwards applies the updates.
 
 Contract
     Outside of `closed()` blocks, a dense parameter has a class with `__torch_function__`, and the storage of a table's
@@ -53,10 +53,10 @@ _WITHOUT_VALUES = frozenset(
 
 
 class PendingParameter(nn.Parameter):
-    """A parameter with a pending update. Any access applies the update first.
+    """A parameter whose update is pending. The first access applies the update.
 
     Attributes:
-        plain: the class that the parameter has when no update is pending.
+        plain: the parameter's class when no update is pending.
         updates: all pending updates of the model, which are applied together.
         lock: held while updates are applied, and while `.grad` is read or set.
     """
@@ -112,7 +112,7 @@ class PendingParameter(nn.Parameter):
         self.grad = None
 
     def as_subclass(self, cls: Any) -> Any:
-        """Applies the pending update, and returns the parameter as a subclass."""
+        """Applies the pending update, and returns the parameter as an instance of a tensor subclass."""
         return _apply_pending(self).as_subclass(cls)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
@@ -123,19 +123,20 @@ class PendingParameter(nn.Parameter):
 
 
 class UpdateGroup:
-    """The pending updates of some parameters, which are applied together at the first access.
+    """Parameters whose pending updates are applied together at the first access of any of them. While it is armed, an
+    access does so.
 
     Args:
-        parameters: yields the parameters with a pending update, or with rows read ahead.
-        apply: applies all updates.
+        parameters: function that yields the parameters whose updates are pending or whose rows have been sent ahead.
+        apply: function that applies all pending updates.
         lock: the model's lock.
-        own: yields the model's own tensors that share memory with parameters.
+        own: function that yields the model's own tensors that share memory with parameters.
 
     Attributes:
-        inside: whether a step is running, which handles pending updates itself.
-        dense: parameters whose class is replaced.
-        stale: whether there may be unguarded pending updates, or references to parameter memory.
-        is_open: whether any parameter is guarded.
+        inside: whether a step is running, which applies pending updates itself.
+        dense: the armed parameters, whose class has been replaced by `PendingParameter`.
+        stale: whether updates may be pending for parameters that are not armed.
+        is_open: whether any parameter is armed.
     """
 
     inside, stale, is_open = False, True, False
@@ -160,12 +161,12 @@ class UpdateGroup:
         self._opener = 0  # the id of the training thread, which arms the parameters
 
     def open(self) -> None:
-        """Arms the parameters: the next access applies the updates. Applies them now if other tensors share the
+        """Arms the parameters: the next access applies their updates. Applies them now if other tensors share the
         memory.
         """
         self.stale = False
         parameters = list(self._parameters())
-        if parameters and (share_memory(parameters, self._own()) or _any_held_by_torch(parameters)):
+        if parameters and (memory_is_shared(parameters, self._own()) or _any_held_by_torch(parameters)):
             self._apply()
             return
         self._opener, self.is_open = threading.get_ident(), bool(parameters)
@@ -182,13 +183,13 @@ class UpdateGroup:
                 parameter.__class__ = self._kinds.get(plain) or self._pending_class(plain)
 
     def _apply(self) -> None:
-        """Applies the updates outside of torch modes, because tracing and transforms read parameters too."""
+        """Applies the updates outside of any torch mode, because tracing and transforms read parameters too."""
         with outside_of_modes():
             self._apply_now()
 
     @contextlib.contextmanager
     def _mark_applying(self) -> Iterator[None]:
-        """Marks the updates as being applied."""
+        """Opens a context during which the updates count as being applied."""
         self._applies = True
         try:
             yield
@@ -196,14 +197,14 @@ class UpdateGroup:
             self._applies = False
 
     def _pending_class(self, plain: type[nn.Parameter]) -> type[PendingParameter]:
-        """Returns the pending class of parameters of this plain class. Makes it at the first call."""
+        """Returns the subclass of `PendingParameter` for parameters of this class, creating it at the first call."""
         bases = (PendingParameter,) if plain is nn.Parameter else (PendingParameter, plain)
         its_own = {"plain": plain, "updates": self, "lock": self._lock, "__module__": __name__}
         made = self._kinds[plain] = type(PendingParameter.__name__, bases, its_own)
         return made
 
     def close(self) -> None:
-        """Disarms the parameters."""
+        """Disarms the parameters: accesses apply nothing."""
         with self._lock:
             if self.dense:
                 self.disarm_dense()
@@ -213,7 +214,9 @@ class UpdateGroup:
             self.stale, self.is_open = True, False
 
     def disarm_dense(self) -> None:
-        """Disarms dense parameters for a step, which handles pending updates itself. The caller holds the lock."""
+        """Disarms dense parameters for the duration of a step, which applies pending updates itself. The caller holds
+        the lock.
+        """
         self.stale = True
         for parameter in self.dense:
             if issubclass(kind := type(parameter), PendingParameter):  # isinstance() would call the metaclass
@@ -222,7 +225,7 @@ class UpdateGroup:
         self.is_open = bool(self._held)
 
     def apply(self) -> None:
-        """Applies the pending updates on an access."""
+        """Applies the pending updates. Called at an access of an armed parameter."""
         with self._lock:
             self.stale = True  # the caller may keep a reference to the memory
             # A step or another thread is already applying the updates.
@@ -241,13 +244,13 @@ class UpdateGroup:
 
 
 class PendingUpdates:
-    """All pending updates of a model, and the stand-ins for optimizers' states.
+    """All pending updates of a model, which any access to its parameters or optimizer states applies.
 
     Attributes:
-        lock: held while updates are applied, and while guards are set or removed.
-        kinds: the groups of updates.
-        states: the stand-ins for optimizers' states.
-        inside: number of active `closed` contexts.
+        lock: held while updates are applied, and while parameters are armed or disarmed.
+        kinds: the groups of parameters that are armed together.
+        states: the objects that replace the states of optimizers while updates are pending.
+        inside: how many `closed` contexts are open.
     """
 
     def __init__(self) -> None:
@@ -259,21 +262,21 @@ class PendingUpdates:
         self.inside = 0
 
     def watch(self, kinds: tuple[UpdateGroup, ...], optimizers: Callable[[], Iterable[Optimizer]]) -> None:
-        """Sets the groups of updates to guard, and the optimizers whose state to guard."""
+        """Sets which groups of parameters to arm, and which optimizers' states to watch."""
         self.kinds, self._optimizers = kinds, optimizers
         for kind in kinds:
             kind.states_aside = self._with_plain_states
 
     def closed(self, *, grows: bool = True) -> contextlib.AbstractContextManager[None]:
-        """Returns a context in which no parameter is armed, for code that handles pending updates itself.
+        """Returns a context in which no parameter is armed, for code that applies pending updates itself.
 
         Args:
-            grows: whether parameters without a guard may have pending updates at the end.
+            grows: whether updates may become pending in the context.
         """
         return _ClosedContext(self, grows)
 
     def close(self) -> None:
-        """Removes all guards until the next `open`."""
+        """Disarms all parameters and optimizer states until the next `open`."""
         with self.lock:
             if self.states:
                 self.restore_states()
@@ -281,17 +284,15 @@ class PendingUpdates:
                 kind.close()
 
     def open(self) -> None:
-        """Sets the guards, unless a `closed` context is active."""
+        """Arms all parameters and optimizer states, unless a `closed` context is open."""
         with self.lock:
             for kind in self.kinds:
                 kind.stale = True
             if not self.inside:
-                self.watch_stale()
+                self.rearm_stale()
 
-    def watch_stale(self) -> None:
-        """Arms parameters again for which updates may have been added since the last `open`. The caller holds the
-        lock.
-        """
+    def rearm_stale(self) -> None:
+        """Arms groups that may have got pending updates since they were last armed. The caller holds the lock."""
         if self.states:
             self.restore_states()
         grown = is_open = False
@@ -311,19 +312,23 @@ class PendingUpdates:
             self._replace_states()
 
     def _replace_states(self) -> None:
-        """Replaces the states of optimizers that have stepped by `PendingState` objects."""
+        """Replaces the states of optimizers that have stepped by `PendingState` objects, which apply updates when
+        read.
+        """
         for optimizer in self._stepped:
             self.states.append(PendingState(optimizer, self.apply))
 
     def restore_states(self) -> None:
-        """Puts the plain states back into the optimizers, in place of the stand-ins that apply pending updates."""
+        """Puts the optimizers' own states back in place of the `PendingState` objects."""
         states, self.states = self.states, []
         for state in states:
             state.restore()
 
     @contextlib.contextmanager
     def _with_plain_states(self) -> Iterator[None]:
-        """Puts plain states into the optimizers, and pending ones again if updates are still pending."""
+        """Opens a context in which optimizers have their own states. At its end, `PendingState` objects return if
+        updates are still pending.
+        """
         self.restore_states()
         try:
             yield
@@ -364,14 +369,14 @@ class _ClosedContext(contextlib.AbstractContextManager[None]):
                 kind.inside = updates.inside > 0
                 kind.stale |= self._grows and not kind.is_open
             if not updates.inside:
-                updates.watch_stale()
+                updates.rearm_stale()
 
 
-def share_memory(parameters: Sequence[Tensor], own: Iterable[Tensor] = ()) -> bool:
-    """Returns whether other tensors or processes may access the parameters' memory.
+def memory_is_shared(parameters: Sequence[Tensor], own: Iterable[Tensor] = ()) -> bool:
+    """Returns whether other tensors or processes may access the memory of these parameters.
 
     Args:
-        own: the model's own tensors that share it, which do not count.
+        own: the model's own tensors that share the memory, which do not count.
     """
     counts: dict[int, int] = {}
     holders: dict[int, int] = {}
@@ -392,8 +397,8 @@ def share_memory(parameters: Sequence[Tensor], own: Iterable[Tensor] = ()) -> bo
 
 
 def is_held_by_torch(parameter: Tensor) -> bool:
-    """Returns whether torch's C++ code refers to the parameter, such as a TorchScript module, and so reads it without
-    its class.
+    """Returns whether torch's C++ code refers to a parameter, such as a TorchScript module. It then reads the parameter
+    without calling its Python class.
     """
     node = torch.autograd.graph.get_gradient_edge(parameter).node if parameter.requires_grad else None
     uses: int = parameter._use_count()  # type: ignore[attr-defined]
@@ -401,12 +406,14 @@ def is_held_by_torch(parameter: Tensor) -> bool:
 
 
 def _any_held_by_torch(parameters: Sequence[Any]) -> bool:
-    """Returns whether `is_held_by_torch` holds for any dense parameter. Each may have a gradient accumulator node."""
+    """Returns whether torch's C++ code refers to any of these parameters, besides autograd's accumulator of its
+    gradient.
+    """
     return max([parameter._use_count() for parameter in parameters if type(parameter) is not TableShard], default=0) > 2
 
 
 def _max_references(optimizers: Iterable[Any]) -> int:
-    """Returns the largest reference count of a tensor in the optimizers' states."""
+    """Returns the highest reference count of any tensor in the optimizers' states."""
     most = 0
     for optimizer in optimizers:  # this loop is a hot path: it runs for every parameter in every step
         for state in optimizer.state.values():
@@ -418,7 +425,7 @@ def _max_references(optimizers: Iterable[Any]) -> int:
 
 @cache
 def _min_references() -> int:
-    """Returns the reference count of a state tensor that nothing else refers to."""
+    """Returns the reference count of a tensor in an optimizer's state that nothing else refers to."""
     return _max_references([SimpleNamespace(state={"": {"": torch.empty(1, device="cpu")}})])
 
 
@@ -428,7 +435,7 @@ def is_gradient_referenced(parameter: nn.Parameter) -> bool:
     other.grad = torch.empty(0, device="cpu")
     gradient, alone = parameter.grad, other.grad
     assert gradient is not None
-    return getrefcount(gradient) > getrefcount(alone) or share_memory([gradient])
+    return getrefcount(gradient) > getrefcount(alone) or memory_is_shared([gradient])
 
 
 _IN_A_GRAPH = (
@@ -447,13 +454,13 @@ def _apply_pending(parameter: Any) -> Any:
 
 
 def apply_pending(*values: Any) -> None:
-    """Applies the pending updates of parameters in values, including nested lists, tuples and dicts."""
+    """Applies the pending updates of all parameters in `values`, also in nested lists, tuples and dicts."""
     for parameter in list(_pending_in(values)):
         _apply_pending(parameter)
 
 
 def _pending_in(value: Any) -> Iterator[PendingParameter]:
-    """Yields the pending parameters among an op's arguments."""
+    """Yields the parameters with pending updates in a value that may be nested."""
     if isinstance(value, PendingParameter):
         yield value
     elif isinstance(value, list | tuple):

@@ -1,4 +1,4 @@
-"""Optimizer state with pending updates: any read applies them first."""
+"""Optimizer state with pending updates: the first read applies them."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ _LOOKS = (
 
 
 class PendingState(defaultdict[Any, Any]):
-    """Replaces `optimizer.state` while updates are pending, and applies them on a read.
+    """Stands in for `optimizer.state` while updates are pending. The first read applies the updates.
 
     Args:
         optimizer: the optimizer.
-        apply: applies the pending updates.
+        apply: function that applies the pending updates.
     """
 
     def __init__(self, optimizer: Optimizer, apply: Callable[[], None]) -> None:
@@ -44,12 +44,12 @@ class PendingState(defaultdict[Any, Any]):
         optimizer.state = self
 
     def apply_and_get(self) -> Any:
-        """Applies the updates and returns the state."""
+        """Applies the pending updates, and returns the optimizer's own state."""
         self._apply()
         return self.real
 
     def restore(self) -> None:
-        """Puts the optimizer's state back, unless the user has assigned another one."""
+        """Puts the optimizer's own state back, unless the user has assigned another one."""
         if self.optimizer.state is self:
             self.optimizer.state = self.real
             return

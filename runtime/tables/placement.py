@@ -1,4 +1,4 @@
-"""Shards and unshards parameters, and initializes those on the meta device."""
+"""Turns parameters into shards and back, and initializes parameters on the meta device."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from embrace_fx.runtime.ranks.communicator import Communicator
-from embrace_fx.runtime.tables.layouts import make_mesh, scatter_table, this_ranks_part
+from embrace_fx.runtime.tables.layouts import make_mesh, own_slices, scatter_table
 from embrace_fx.runtime.tables.member import Member
-from embrace_fx.runtime.tables.optimizer_state import whole_state_of
+from embrace_fx.runtime.tables.optimizer_state import gather_state
 from embrace_fx.runtime.tables.shard_layout import Layout
-from embrace_fx.runtime.tables.table_shard import TableShard, become_part, become_whole
+from embrace_fx.runtime.tables.table_shard import TableShard, become_shard, become_whole
 from embrace_fx.vocabulary.plan import Grid
-from embrace_fx.vocabulary.random_state import random_state_kept
+from embrace_fx.vocabulary.random_state import restored_random_state
 
 _BLOCK_ELEMENTS = 1 << 20
 """Elements of a table initialized at once, about the most that a rank has of whole rows."""
 
 
 def set_parameter(model: nn.Module, old: nn.Parameter, new: nn.Parameter) -> None:
-    """Replaces the parameter `old` by `new` in every module that has it."""
+    """Replaces a parameter by another one in every module that has it."""
     for module in model.modules():
         for key, value in module._parameters.items():
             if value is old:
@@ -35,7 +35,7 @@ def set_parameter(model: nn.Module, old: nn.Parameter, new: nn.Parameter) -> Non
 
 @contextlib.contextmanager
 def whole_parameters(model: nn.Module, sharded: Mapping[str, torch.Size]) -> Iterator[None]:
-    """Replaces shards and meta parameters by whole ones on the model's device, during a capture.
+    """Opens a context in which shards and meta parameters are replaced by whole fake tensors, for a capture.
 
     The replacements are fake tensors: a capture reads no values, and a whole table may exceed the memory.
     """
@@ -64,13 +64,14 @@ def shard_parameter(
     grid: Grid | None = None,
     mesh: DeviceMesh | None = None,
 ) -> Layout:
-    """Makes a parameter this rank's part of rank 0's table. Returns its layout. Collective.
+    """Turns a parameter into this rank's shard of rank 0's values. Returns its layout: which rows and columns each rank
+    has. Collective.
 
     A single process keeps the whole table.
 
     Args:
-        shape: of the whole table, (V, D).
-        mesh: the table's mesh, if the values are this rank's part already.
+        shape: the shape (V, D) of the whole table.
+        mesh: the table's device mesh, if the parameter already is this rank's shard.
     """
     local = parameter.detach()
     if mesh is None and (mesh := make_mesh(communicator, parameter.device.type, grid)) is not None:
@@ -80,32 +81,32 @@ def shard_parameter(
         local = scatter_table(local, group, grid)
     layout = Layout.of_table(name, shape, mesh, weakref.ref(communicator))
     if mesh is not None:
-        become_part(parameter, local, layout)
+        become_shard(parameter, local, layout)
     return layout
 
 
 def unshard_parameter(table: Member, optimizers: Sequence[Optimizer]) -> None:
-    """Gathers a table, its gradient and its optimizer state on every rank. Collective."""
+    """Makes a sharded table whole on every rank, with its gradient and optimizer state. Collective."""
     parameter, gradient = table.parameter, table.whole_gradient()
     parameter.grad = None
     for optimizer in optimizers:
         if parameter in optimizer.state:
-            optimizer.state[parameter] = whole_state_of(parameter, optimizer.state[parameter])
+            optimizer.state[parameter] = gather_state(parameter, optimizer.state[parameter])
     if isinstance(parameter, TableShard):
         become_whole(parameter, table.layout.whole(table.local), table.name)
     parameter.grad = gradient
 
 
 def broadcast_state(
-    model: nn.Module, apart: Collection[str], communicator: Communicator, *, buffers: bool = True, source: int = 0
+    model: nn.Module, except_for: Collection[str], communicator: Communicator, *, buffers: bool = True, source: int = 0
 ) -> None:
-    """Broadcasts the parameters and buffers that all ranks replicate, from one rank. Collective.
+    """Broadcasts the replicated parameters and buffers of one rank to all. Collective.
 
     Args:
-        apart: names of parameters and buffers that are not replicated.
+        except_for: names of parameters and buffers that are not replicated.
     """
     named = [*model.named_parameters(), *(model.named_buffers() if buffers else ())]
-    communicator.broadcast([tensor.detach() for name, tensor in named if name not in apart], source)
+    communicator.broadcast([tensor.detach() for name, tensor in named if name not in except_for], source)
 
 
 def initialize_meta(
@@ -113,19 +114,19 @@ def initialize_meta(
     sharded: Mapping[str, Grid | None],
     optimizers: Sequence[Optimizer],
     communicator: Communicator,
-    lazily: Sequence[nn.Parameter] = (),
+    leave: Sequence[nn.Parameter] = (),
 ) -> dict[str, DeviceMesh]:
-    """Initializes parameters and buffers on the meta device with their modules' `reset_parameters`. Collective.
+    """Initializes parameters and buffers on the meta device by calling their modules' `reset_parameters`. Collective.
 
-    A sharded table is initialized in blocks of rows, and each rank keeps its part of them. The values do not depend on
-    the number of ranks, and no rank has the whole table at once. All ranks seed the generator alike.
+    A sharded table is initialized in blocks of rows, of which each rank keeps its shard, so that no rank ever holds the
+    whole table. The values do not depend on the number of ranks, because all ranks seed the generator equally.
 
     Args:
-        sharded: table name -> its grid; None by columns.
-        lazily: parameters to leave on the meta device.
+        sharded: name of a table to shard -> its grid, or None to shard by columns.
+        leave: parameters to leave on the meta device.
 
     Returns:
-        Table name -> its mesh, for tables that became shards.
+        Name -> device mesh, for tables that were sharded.
 
     Raises:
         ValueError: a module has meta parameters and no `reset_parameters`.
@@ -137,11 +138,11 @@ def initialize_meta(
     device_type = torch.get_default_device().type
     seed = torch.tensor([torch.initial_seed() % 2**63], device="cpu")
     communicator.broadcast([seed])
-    with random_state_kept(torch.get_default_device()):
+    with restored_random_state(torch.get_default_device()):
         torch.manual_seed(int(seed))
         for path, module in model.named_modules():
             own = {key: p for key, p in module._parameters.items() if p is not None and p.is_meta}
-            own = {key: p for key, p in own.items() if all(p is not each for each in lazily)}
+            own = {key: p for key, p in own.items() if all(p is not each for each in leave)}
             meta_buffers = any(b is not None and b.is_meta for b in module._buffers.values())
             if not own and not meta_buffers:
                 continue
@@ -162,7 +163,11 @@ def initialize_meta(
 
 
 def _initialize_module(module: nn.Module, own: Mapping[str, nn.Parameter], optimizers: Sequence[Optimizer]) -> None:
-    """Gives a module's meta parameters and buffers memory, and lets the module initialize them."""
+    """Allocates a module's meta parameters and buffers, and lets the module initialize them.
+
+    Args:
+        own: the module's own parameters by name.
+    """
     for parameter in own.values():
         _set_values(optimizers, parameter, torch.empty_like(parameter, device=torch.get_default_device()))
     for key, buffer in module._buffers.items():
@@ -172,11 +177,11 @@ def _initialize_module(module: nn.Module, own: Mapping[str, nn.Parameter], optim
 
 
 def _initialize_shard(module: nn.Module, key: str, optimizers: Sequence[Optimizer], mesh: DeviceMesh) -> None:
-    """Lets a module initialize a sharded table in blocks of rows and keeps this rank's part."""
+    """Lets a module initialize a table in blocks of rows, and keeps this rank's shard of each."""
     whole = module._parameters[key]
     assert whole is not None
     rows, columns = whole.shape
-    own_rows, own_columns = this_ranks_part(whole.shape, mesh)
+    own_rows, own_columns = own_slices(whole.shape, mesh)
     every = own_rows.step
     own_shape = len(range(rows)[own_rows]), len(range(columns)[own_columns])
     local = torch.empty(own_shape, dtype=whole.dtype, device=torch.get_default_device())
@@ -201,7 +206,8 @@ def _initialize_shard(module: nn.Module, key: str, optimizers: Sequence[Optimize
 
 
 def _set_values(optimizers: Sequence[Optimizer], parameter: nn.Parameter, values: Tensor) -> None:
-    """Gives a meta parameter and its optimizer state their values. The parameter stays the same object.
+    """Gives values to a meta parameter, and to the state that its optimizer has already created. The parameter stays
+    the same object.
 
     Raises:
         ValueError: an optimizer other than Adagrad has created state before its first step.
@@ -223,7 +229,8 @@ def _set_values(optimizers: Sequence[Optimizer], parameter: nn.Parameter, values
 
 
 def _row_blocks(rows: int, columns: int) -> list[tuple[int, int]]:
-    """Splits a table into blocks of rows whose random numbers, drawn in order, equal those of the whole table.
+    """Divides a table into blocks of rows (start, end). Drawing random numbers block by block gives the same values as
+    for the whole table.
 
     Torch's CPU generators draw 16 numbers at a time, so each block has a multiple of 16 elements, and the last one at
     least 16.

@@ -1,4 +1,4 @@
-"""Row stores: where the rows of a table and their optimizer state are.
+"""Row stores: where a table's rows and their optimizer state are kept.
 
 Contract
     A table addresses rows by *places*, which index the weights and the state.
@@ -22,7 +22,7 @@ from torch import Tensor
 
 from embrace_fx.runtime.tables.history import History
 from embrace_fx.runtime.tables.optimizer_state import read_state, write_state
-from embrace_fx.runtime.tables.own_step import is_of_rows
+from embrace_fx.runtime.tables.own_step import has_row_values
 from embrace_fx.runtime.tables.table_shard import TableShard
 
 if TYPE_CHECKING:
@@ -33,14 +33,14 @@ _VERSION = attrgetter("_version")
 
 
 class RowStore:
-    """The storage of the rows of a table and of their optimizer state. This class keeps one table in memory.
+    """Where a table's rows and their optimizer state are kept. This base class keeps one table in memory.
 
     Attributes:
         history: the deferred steps of the rows.
-        refusal: the reason why all rows cannot be in memory at once; "" if they can.
-        remark: a line for reports, besides the bytes, or "".
-        needs_host: whether the host must know the row ids of each lookup on the device.
-        joined: the tensors, besides the parameters, that own the rows' memory.
+        refusal: the reason why not all rows can be in memory at once, or "" if they can.
+        remark: an additional line for reports, or "".
+        needs_host: whether the host must know the ids that are looked up on the device.
+        joined: tensors, besides the parameters, that own the rows' memory.
     """
 
     history: History
@@ -55,12 +55,12 @@ class RowStore:
 
     @property
     def local(self) -> Tensor:
-        """Returns the weights (S, d) of the rows in memory."""
+        """The weights (S, d) of the rows in memory."""
         parameter = self.member.parameter
         return parameter.held.stored() if isinstance(parameter, TableShard) else parameter.detach()
 
     def places(self, ids: Tensor, *, to_write: bool = False) -> Tensor:
-        """Returns the indices of rows (K,) in `local` and `state`. They are valid until the next call of `places`.
+        """Returns the positions of rows (K,) in `local` and `state`, valid until the next call.
 
         Args:
             to_write: whether the caller will write the rows.
@@ -68,33 +68,35 @@ class RowStore:
         return ids
 
     def look_up(self, ids: Tensor, *, to_write: bool = False) -> Tensor:
-        """Returns the indices of rows (K,) in `local`, for a lookup.
+        """Returns the positions of rows (K,) in `local`, for a lookup.
 
         Args:
-            to_write: whether deferred steps will be applied to the rows first.
+            to_write: whether the caller will apply deferred steps to the rows.
         """
         return ids
 
     def record(self, ids: Tensor, host_ids: Tensor) -> None:
-        """Records that the device ids (K,) are among the ids `host_ids`. Does nothing here, because the host need
-        not know them.
+        """Records that the ids (K,) on the device are among `host_ids`. Does nothing here, because the host need not
+        know them.
         """
 
     def record_rows(self, ids: Tensor, rows: Tensor) -> None:
-        """Records the host's copy `ids` (K,) of device ids. Does nothing here, because the host need not know them."""
+        """Records the host's copy of the ids (K,) on the device. Does nothing here, because the host need not know
+        them.
+        """
 
     @property
     def state(self) -> Mapping[str, Any]:
-        """Returns the optimizer state of the rows in `local` as plain tensors. `keep` stores changed values."""
+        """The optimizer state of the rows in `local`, as plain tensors. Changes must be stored with `keep`."""
         return MappingProxyType(read_state(self.member.optimizer_of_members, self.member.parameter))
 
     @property
     def entries(self) -> Mapping[str, Any]:
-        """Returns the optimizer state for a look at its keys and types. Values may not be plain tensors."""
+        """The optimizer state, for inspecting its keys and types. Values may not be plain tensors."""
         return self.member.optimizer_of_members.state.get(self.member.parameter) or {}
 
-    def is_alike(self) -> bool:
-        """Returns whether all tables in the store have the same state entries and equal counters."""
+    def has_uniform_state(self) -> bool:
+        """Returns whether all tables in the store have the same state entries and equal step counters."""
         return True
 
     def keep(self, state: Mapping[str, Any]) -> None:
@@ -102,17 +104,17 @@ class RowStore:
         write_state(self.member.optimizer_of_members, self.member.parameter, state)
 
     def add_missing_state(self, first: Mapping[str, Any]) -> None:
-        """Adds the entries of a table's first optimizer state that it lacks."""
+        """Adds entries of the initial optimizer state that a table lacks."""
         known = self.entries
         self.keep({key: value for key, value in first.items() if known.get(key) is None})
 
     def held_bytes(self) -> tuple[int, int]:
-        """Returns the bytes of the weights and of the state in memory."""
+        """Returns the bytes in memory of (the weights, the optimizer state)."""
         state = self.state.values() if self.member.optimizer is not None else ()
         return self.local.nbytes, sum(value.nbytes for value in state if isinstance(value, Tensor))
 
     def join(self, members: Sequence[Member], bounds: Sequence[int]) -> RowStore:
-        """Returns one store with the rows of several tables, the first of which has these rows.
+        """Returns one store for the rows of several tables, of which this is the first.
 
         Args:
             bounds: the first row of each table, and the total number of rows.
@@ -121,7 +123,7 @@ class RowStore:
 
 
 class JoinedRows(RowStore):
-    """The rows of several tables in memory, as one matrix of which the tables' parts are views."""
+    """The rows of several tables in one matrix in memory. Each table's shard is a view of it."""
 
     def __init__(self, members: Sequence[Member], bounds: Sequence[int]) -> None:
         self.member, self._members, self._bounds = members[0], members, bounds
@@ -131,7 +133,7 @@ class JoinedRows(RowStore):
 
     @property
     def local(self) -> Tensor:
-        """Returns all tables' parts as one tensor (V', d)."""
+        """The weights of all tables as one tensor (V', d)."""
         parts = [*map(_LOCAL, self._members)]
         if not self.joined or not all(map(is_, parts, self._views)):  # ten times a step: without a call per table
             found, self._views = _join_rows(self._bounds, parts, self._use_joined_memory)
@@ -139,46 +141,48 @@ class JoinedRows(RowStore):
         return self.joined[0]
 
     def _use_joined_memory(self, k: int, view: Tensor) -> None:
-        """Makes table k's part a view of the joined memory."""
+        """Makes table k's shard a view of the joint matrix."""
         parameter = self._members[k].parameter
         assert isinstance(parameter, TableShard)
         parameter.held.replace(view)
 
     @property
     def state(self) -> Mapping[str, Any]:
-        """Returns the state of all rows: one tensor per entry with rows, and the first table's counters."""
+        """The optimizer state of all rows: for each entry one tensor of all rows, and the first table's step
+        counters.
+        """
         return self._state.current()
 
-    def is_alike(self) -> bool:
+    def has_uniform_state(self) -> bool:
         """Returns whether the first table's counters are those of all tables."""
-        return self._state.is_alike()
+        return self._state.has_uniform_state()
 
     def keep(self, state: Mapping[str, Any]) -> None:
         """Stores optimizer state that a step has changed in each table's state."""
-        of_rows = {key: value for key, value in state.items() if is_of_rows(value, self._bounds[-1])}
+        of_rows = {key: value for key, value in state.items() if has_row_values(value, self._bounds[-1])}
         if of_rows:
-            self._state.keep_rows(of_rows)
+            self._state.store_rows(of_rows)
         self._state.keep({key: value for key, value in state.items() if key not in of_rows})
 
 
 def _join_rows(
-    bounds: Sequence[int], parts: Sequence[Tensor], move: Callable[[int, Tensor], None]
+    bounds: Sequence[int], parts: Sequence[Tensor], set_view: Callable[[int, Tensor], None]
 ) -> tuple[Tensor, list[Tensor]]:
-    """Copies the rows of `parts` into one tensor (V', d). Returns it and each table's view.
+    """Copies the rows of `parts` into one tensor (V', d). Returns it, and the view of it for each table.
 
     Args:
         bounds: the first row of each table, and the end of the last one.
-        move: called with a table's index and the view that replaces its part.
+        set_view: called with each table's index and its view.
     """
     found = parts[0].new_empty((bounds[-1], *parts[0].shape[1:]))
     views = [found[first:last] for first, last in pairwise(bounds)]
     for k, (part, view) in enumerate(zip(parts, views, strict=True)):
-        move(k, view.copy_(part))
+        set_view(k, view.copy_(part))
     return found, views
 
 
 class JoinedState:
-    """The optimizer state of several tables, joined to one tensor per entry.
+    """The optimizer state of several tables, as one tensor per entry for the rows of all tables.
 
     The joined state is cached as long as the memory is the same and no counter was written, so that a lookup needs no
     call per table. The cache holds no reference to parts of the state: such a reference would look like a user's.
@@ -193,9 +197,9 @@ class JoinedState:
         self._joined: dict[str, Any] = {}
         self._is_alike = False
 
-    def is_alike(self) -> bool:
+    def has_uniform_state(self) -> bool:
         """Returns whether all tables have the same state entries and equal counters."""
-        if not self._is_known():
+        if not self._is_current():
             states = self._states()
             if not all(_have_equal_counters(state, states[0]) for state in states):
                 return False
@@ -203,20 +207,20 @@ class JoinedState:
         return self._is_alike
 
     def current(self) -> dict[str, Any]:
-        """Returns the state of all rows as one tensor (V', d) per entry, and the first table's counters."""
-        if not self._is_known():
+        """Returns the state of all rows as one tensor (V', d) per entry, with the first table's step counters."""
+        if not self._is_current():
             self._join(self._states())
         return dict(self._joined)
 
     def _states(self) -> list[dict[str, Any]]:
-        """Returns the state of each table."""
+        """Returns each table's optimizer state."""
         return [read_state(member.optimizer_of_members, member.parameter) for member in self._members]
 
     def _join(self, states: Sequence[Mapping[str, Any]]) -> None:
-        """Joins the tables' states: tensors with a value per row become one tensor for all tables."""
+        """Joins the tables' states: entries with a value per row become views of one tensor."""
         joined, rows, known = dict(states[0]), self._bounds[1], self._of_rows
         self._of_rows = {}
-        for key in [key for key, value in joined.items() if is_of_rows(value, rows)]:
+        for key in [key for key, value in joined.items() if has_row_values(value, rows)]:
             parts = [each[key] for each in states]
             is_known = key in known and all(map(is_, parts, known[key][1]))
             self._of_rows[key] = (
@@ -234,13 +238,13 @@ class JoinedState:
         write_state(self._members[k].optimizer_of_members, self._members[k].parameter, {key: view})
 
     def _record_versions(self) -> None:
-        """Stores the version counters of the step counters, to detect writes by other code."""
+        """Records the version counters of the step counters, to detect writes by other code."""
         tensors = {key: values for key, values in self._counters.items() if isinstance(values[0], Tensor)}
         counted = {key: values for key, values in tensors.items() if True not in map(Tensor.is_inference, values)}
         self._versions = {key: [*map(_VERSION, values)] for key, values in counted.items()}
 
-    def _is_known(self) -> bool:
-        """Returns whether the joined state is still valid: same memory, and no counter written."""
+    def _is_current(self) -> bool:
+        """Returns whether the joined state is still valid: the memory is the same, and no counter was written."""
         optimizer = self._members[0].optimizer
         if not self._kept or optimizer is None:
             return False
@@ -262,18 +266,18 @@ class JoinedState:
         now = chain.from_iterable(map(self._counters.__getitem__, self._versions))
         return [*map(_VERSION, now)] == [*chain.from_iterable(self._versions.values())]
 
-    def keep_rows(self, state: Mapping[str, Tensor]) -> None:
-        """Stores entries with a value per row. Skips joined entries, because the step has changed them in place."""
+    def store_rows(self, state: Mapping[str, Tensor]) -> None:
+        """Stores entries with a value per row. Skips entries that a step has changed in place."""
         for key, value in state.items():
             if value is not self._joined.get(key):
                 for k, (first, last) in enumerate(pairwise(self._bounds)):
                     self._use_joined_memory(key, k, value[first:last])
 
     def keep(self, counters: Mapping[str, Any]) -> None:
-        """Stores the counters, which a step has changed, in each table's state."""
+        """Stores step counters, which a step has changed, in each table's state."""
         if not counters:
             return
-        if self._is_alike and self._is_known() and self._versions.keys() >= counters.keys():
+        if self._is_alike and self._is_current() and self._versions.keys() >= counters.keys():
             for key, value in counters.items():
                 torch._foreach_copy_(self._counters[key], [value] * len(self._members))
             self._joined |= {key: self._counters[key][0] for key in counters}
@@ -285,6 +289,6 @@ class JoinedState:
 
 
 def _have_equal_counters(state: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    """Returns whether two tables' states have the same entries and equal counters."""
+    """Returns whether two tables' states have the same entries and equal step counters."""
     counters = [key for key, value in other.items() if not isinstance(value, Tensor) or not value.dim()]
     return state.keys() == other.keys() and [state[key] for key in counters] == [other[key] for key in counters]

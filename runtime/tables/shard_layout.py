@@ -1,4 +1,4 @@
-"""Layouts: which elements of a table, of a view or of optimizer state this rank has.
+"""Layouts: which elements of a table, of a view of it, or of its optimizer state this rank has.
 
 Contract
     A layout describes the whole tensor, as if it were on one rank. Decisions that all ranks must take alike (which
@@ -24,24 +24,24 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from embrace_fx.runtime.ranks.communicator import Communicator
 from embrace_fx.runtime.ranks.gathering import all_gather_single
-from embrace_fx.runtime.tables.layouts import this_ranks_part
+from embrace_fx.runtime.tables.layouts import own_slices
 from embrace_fx.vocabulary.plan import Grid
 
 E = TypeVar("E", bound=Exception)
 
 
 class NotAView(Exception):
-    """Raised if the result on this rank is not a view of this rank's part."""
+    """Raised if the result of a view op is not a view of this rank's shard."""
 
 
 @dataclass(frozen=True)
 class Axis:
-    """One dimension of a layout, with the indices that this rank has of it.
+    """One dimension of a layout, with the range of its indices that this rank has.
 
     Attributes:
         own: the indices that this rank has.
-        of: the table dimension and its indices that this axis represents, equal on all ranks; empty if every rank has
-            all.
+        of: the dimension of the table, and the range of its indices, that this axis represents; equal on all ranks.
+            Empty if every rank has all indices.
     """
 
     size: int
@@ -54,17 +54,17 @@ class Axis:
         return cls(size, range(size))
 
     @property
-    def is_tables(self) -> bool:
-        """Returns whether the axis is a whole dimension of the table."""
+    def is_table_dimension(self) -> bool:
+        """Whether the axis is a whole dimension of the table."""
         return len(self.of) == len(("rows or columns", "size", "ranks"))
 
     @property
     def index(self) -> slice:
-        """Returns this rank's indices as a slice."""
+        """This rank's indices as a slice."""
         return slice(self.own.start, self.own.stop, self.own.step) if len(self.own) else slice(0, 0)
 
     def slice_axis(self, indices: slice) -> tuple[Axis, slice]:
-        """Returns a slice of the axis, and the slice of this rank's indices."""
+        """Slices the axis. Returns the new axis, and the slice to apply to this rank's elements."""
         picks, own = range(self.size)[indices], self.own
         if not self.of:
             return Axis.whole(len(picks)), indices
@@ -87,17 +87,19 @@ class Axis:
 
 @dataclass(frozen=True)
 class Layout:
-    """The layout of a table, or of a view, over the ranks.
+    """Describes which elements of a table, or of a view of it, each rank has.
 
     Attributes:
         name: the table's name.
         mesh: the device mesh, or None if this rank has the whole table.
-        communicator: returns the communicator of these ranks; None once the model is closed or deleted.
-        group: the process group of all ranks of the mesh, which a mesh of rows and columns does not have.
-        shape, stride: of the whole tensor. A table's shape is (V, D).
-        axes: the dimensions; before a view merged them, if `is_flat`.
+        communicator: function that returns the communicator of these ranks, or None once the model is closed or
+            deleted.
+        group: the process group of all ranks of the mesh.
+        shape, stride: the shape and stride of the whole tensor. A table's shape is (V, D).
+        axes: the dimensions; if `is_flat`, those before a view merged them.
         chosen: indices that views have selected in sharded dimensions, so that only one rank has the elements.
-        operands: hash of the tensors and numbers that the elements were computed with, which may differ between ranks.
+        operands: a hash of other tensors and numbers that the elements were computed with, to detect that they differ
+            between ranks.
     """
 
     name: str
@@ -121,41 +123,39 @@ class Layout:
         mesh: DeviceMesh | None = None,
         communicator: Callable[[], Communicator | None] = lambda: None,
     ) -> Layout:
-        """Returns a table's layout over a mesh."""
+        """Returns the layout of a table that is sharded over a mesh."""
         axes = tuple(map(Axis.whole, shape))
         if mesh is not None:
             grid = Grid(*mesh.shape) if mesh.ndim > 1 else Grid(1, mesh.size())
-            parts = zip(
-                ("rows", "columns"), shape, this_ranks_part(shape, mesh), (grid.rows, grid.columns), strict=True
-            )
+            parts = zip(("rows", "columns"), shape, own_slices(shape, mesh), (grid.rows, grid.columns), strict=True)
             axes = tuple([Axis(size, range(size)[own], (dim, size, n) if n > 1 else ()) for dim, size, own, n in parts])
         known = communicator()
         group = known.group if known is not None else None
         return cls(name, mesh, communicator, shape, (), (), group=group).with_axes(axes)
 
     def with_axes(self, axes: tuple[Axis, ...], chosen: tuple[object, ...] = ()) -> Layout:
-        """Returns the layout of a contiguous tensor with other axes over the same ranks."""
+        """Returns the layout of a contiguous tensor with other axes, over the same ranks."""
         shape = torch.Size(axis.size for axis in axes)
         stride = torch.empty(shape, device="meta").stride()
         return replace(self, shape=shape, stride=stride, axes=axes, chosen=chosen)
 
     @property
     def is_alone(self) -> bool:
-        """Returns whether this rank has the whole table, so that nothing is exchanged."""
+        """Whether this rank has the whole table, so that nothing is exchanged."""
         return self.mesh is None
 
     @property
     def grid(self) -> Grid | None:
-        """Returns the grid of the table, or None if it is sharded by columns."""
+        """The grid on which the table is sharded, or None if it is sharded by columns."""
         return Grid(*self.mesh.shape) if self.mesh is not None and self.mesh.ndim > 1 else None
 
     @property
     def is_table(self) -> bool:
-        """Returns whether this is the layout of a whole table rather than of a view."""
+        """Whether this is the layout of a whole table, rather than of a view."""
         return len(self.axes) == 2 and self.fits(Layout.of_table(self.name, self.shape, self.mesh, self.communicator))
 
     def by_columns(self) -> Layout:
-        """Returns the layout of the same table by columns over the same ranks."""
+        """Returns the layout of the same table if it were sharded by columns over the same ranks."""
         if self.grid is None:
             return self
         assert self.group is not None
@@ -164,10 +164,11 @@ class Layout:
         return Layout.of_table(self.name, self.shape, mesh, self.communicator)
 
     def reduce(self, value: Tensor, reduce_op: dist.ReduceOp.RedOpType, asked: str) -> Tensor:
-        """Reduces a tensor over the ranks in place. Collective.
+        """Reduces a tensor over the ranks, in place. Collective.
 
         Args:
-            asked: the operation's name, for error messages; "" skips the handshake, in a device's step.
+            asked: the operation's name for error messages, or "" in a device's step, to skip the comparison of ranks'
+                requests.
         """
         if self.mesh is None:
             return value
@@ -182,13 +183,15 @@ class Layout:
         return value
 
     def for_result(self, others: Sequence[Layout], operands: Sequence[Tensor], numbers: Sequence[Any]) -> Layout:
-        """Returns the layout of a result computed from these layouts, whole tensors and numbers."""
+        """Returns the layout of a result computed from tensors of these layouts, from whole tensors and from
+        numbers.
+        """
         found = sum(each.operands for each in others) + sum(map(_hash_tensor, operands))
         found += hash(tuple(numbers)) & _BITS if numbers else 0
         return replace(self, operands=found & _BITS)
 
     def _describe_request(self, asked: str) -> str:
-        """Describes a request for an error message, in words that are equal on all ranks if the requests are.
+        """Describes a request for an error message. Ranks with equal requests get equal text.
 
         Args:
             asked: the name of the operation.
@@ -197,18 +200,18 @@ class Layout:
         return f"{request} with operands of hash {computed:x}" if computed else request
 
     def watching(self) -> contextlib.AbstractContextManager[None]:
-        """Returns a context that names missing or stuck ranks in the error of a failed collective."""
+        """Returns a context that adds the names of missing or stuck ranks to the error of a failed collective."""
         communicator = self.communicator()
         return contextlib.nullcontext() if communicator is None else communicator.watching()
 
     def count_collective_op(self) -> None:
-        """Counts an op on parts that all ranks must run. Ranks compare their counts before a step."""
+        """Counts an op on shards that all ranks must run. Ranks compare their counts before a step."""
         communicator = self.communicator() if self.mesh is not None else None
         if communicator is not None and threading.current_thread() is threading.main_thread():
             communicator.collective_ops += 1
 
     def report(self, error: E) -> E:
-        """Reports an error to ranks that may be waiting. Returns the error for the caller to raise.
+        """Reports an error to ranks that may be waiting for this one. Returns the error, for the caller to raise.
 
         Raises:
             RuntimeError: this is a forked child process.
@@ -219,15 +222,20 @@ class Layout:
         return error
 
     def wait_for_ranks(self) -> None:
-        """Returns once all ranks have asked for the whole tensor. Collective."""
+        """Waits until all ranks have requested the whole tensor. Collective."""
         self.reduce(torch.zeros(1, device="cpu"), dist.ReduceOp.SUM, _ALL)
 
     def whole(self, own: Tensor) -> Tensor:
-        """Gathers the parts of all ranks on every rank. Collective."""
+        """Gathers the shards of all ranks into the whole tensor, on every rank. Collective."""
         if self.mesh is None:
             return own.detach().clone()
         cut = [dim for dim, axis in enumerate(self.axes) if axis.of]
-        if self.shape.numel() and not self.chosen and len(cut) == self.mesh.ndim == 1 and self.axes[cut[0]].is_tables:
+        if (
+            self.shape.numel()
+            and not self.chosen
+            and len(cut) == self.mesh.ndim == 1
+            and self.axes[cut[0]].is_table_dimension
+        ):
             return self._gathered(own, cut[0]).view(self.shape)
         whole = torch.zeros([axis.size for axis in self.axes], dtype=own.dtype, device=own.device)
         part = whole[tuple(axis.index for axis in self.axes)]
@@ -236,14 +244,14 @@ class Layout:
         return self.sum_disjoint(whole).view(self.shape)
 
     def sum_disjoint(self, whole: Tensor) -> Tensor:
-        """Combines tensors that have each element on one rank and zero on the others. Collective."""
+        """Sums tensors in which each element is on one rank, and zero on the others. Collective."""
         # Sum bytes, because a sum of floats would lose the sign of -0.0.
         return (
             self.reduce(whole.view(-1).view(torch.uint8), dist.ReduceOp.SUM, _ALL).view(whole.dtype).view(whole.shape)
         )
 
     def gather_ids(self, ids: Tensor) -> tuple[Tensor, slice]:
-        """Concatenates the ids of all ranks. Returns them, and the slice of them that is this rank's. Collective."""
+        """Concatenates the ids of all ranks. Returns them, and the slice that has this rank's ids. Collective."""
         assert self.mesh is not None
         ranks = self.mesh.mesh.flatten().tolist()
         at, count = ranks.index(self.mesh.get_rank()), ids.shape[1]
@@ -256,7 +264,7 @@ class Layout:
         return self.reduce(every, dist.ReduceOp.SUM, "rows"), mine
 
     def _gathered(self, part: Tensor, dim: int) -> Tensor:
-        """Gathers parts along the sharded column dimension, in which the last ranks may have fewer columns."""
+        """Gathers shards along the dimension of columns, of which the last ranks may have fewer."""
         assert self.mesh is not None
         sizes = [axis.size for axis in self.axes]
         part = part.reshape([len(axis.own) for axis in self.axes]).movedim(dim, 0)
@@ -273,31 +281,35 @@ class Layout:
 
     @property
     def is_flat(self) -> bool:
-        """Returns whether a view has merged dimensions."""
+        """Whether a view has merged dimensions."""
         return self.shape != torch.Size(axis.size for axis in self.axes)
 
     @property
-    def is_apart(self) -> bool:
-        """Returns whether the ranks have different elements of the tensor."""
+    def is_sharded(self) -> bool:
+        """Whether ranks have different elements of the tensor, rather than replicas."""
         return bool(self.chosen) or any(axis.of for axis in self.axes)
 
     def fits(self, other: Layout) -> bool:
-        """Returns whether two layouts give every rank the same elements."""
+        """Returns whether two layouts give each rank the same elements."""
         mine, theirs = ([(axis.size, axis.of) for axis in each.axes] for each in (self, other))
         return self.shape == other.shape and self.chosen == other.chosen and mine == theirs
 
     def meta(self, dtype: torch.dtype | None = None) -> Tensor:
-        """Returns a meta tensor with the shape and stride of the whole."""
+        """Returns a meta tensor with the shape and stride of the whole tensor."""
         return torch.empty_strided(self.shape, self.stride, dtype=dtype, device="meta")
 
     def cut(self, whole: Tensor) -> Tensor:
-        """Returns this rank's part of a whole tensor, as a view if possible."""
+        """Returns this rank's shard of a whole tensor, as a view if possible."""
         parts = whole.reshape([axis.size for axis in self.axes])[tuple(axis.index for axis in self.axes)]
         return parts.reshape(-1) if self.is_flat else parts
 
 
 def without_axes(layout: Layout, dims: Sequence[int], *, keep: bool) -> Layout:
-    """Returns the layout after a reduction over dimensions that are not sharded."""
+    """Returns the layout of a reduction over dimensions that are not sharded.
+
+    Args:
+        keep: whether reduced dimensions stay, with size 1.
+    """
     axes = [Axis.whole(1) if dim in dims else axis for dim, axis in enumerate(layout.axes) if keep or dim not in dims]
     return layout.with_axes(tuple(axes), layout.chosen)
 
@@ -307,7 +319,7 @@ _BITS = (1 << 48) - 1
 
 
 def _hash_tensor(operand: Tensor) -> Tensor:
-    """Hashes a tensor's values in order, without a device synchronization."""
+    """Hashes the values of a tensor in order, without synchronizing with the device."""
     values = torch.view_as_real(operand) if operand.is_complex() else operand
     bits = values.detach().to(torch.float64).contiguous().view(-1).view(torch.int64)
     return (bits * torch.arange(1, 2 * len(bits), 2, device=bits.device)).sum() & _BITS
@@ -332,13 +344,13 @@ Dim = tuple[int | None, int, int]
 
 
 def apply_view(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], layout: Layout, local: Tensor) -> Any:
-    """Applies a view op to a layout and this rank's part. Returns one (layout, part) or a list of them.
+    """Applies a view op to this rank's shard. Returns (layout, shard) of the result, or a list of them.
 
     Args:
-        args: the op's arguments without the tensor.
+        args: the op's arguments, without the tensor.
 
     Raises:
-        NotAView: the result on some rank would not be a view of its part.
+        NotAView: the result on some rank would not be a view of its shard.
     """
     whole = func(layout.meta(), *args, **kwargs)  # raises torch's errors, and computes shapes
     if func in _RESHAPES:
@@ -364,7 +376,7 @@ def apply_view(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], layout
 
 
 def arguments_by_name(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns all arguments but the first by name, including defaults."""
+    """Returns an op's arguments, except the first, by name, with defaults filled in."""
     schema = func._schema.arguments[1:]
     found = {argument.name: argument.default_value for argument in schema if argument.has_default_value()}
     found.update({argument.name: value for argument, value in zip(schema, args, strict=False)})
@@ -372,7 +384,7 @@ def arguments_by_name(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any])
 
 
 def _mixed_digits(number: int, bases: Sequence[int]) -> list[int]:
-    """Returns the digits of a number in a mixed base."""
+    """Returns the digits of a number in a mixed-radix system with these bases."""
     found = []
     for base in bases:
         digit, number = divmod(number, base)
@@ -381,7 +393,7 @@ def _mixed_digits(number: int, bases: Sequence[int]) -> list[int]:
 
 
 def _view_dims(picked: Tensor, sizes: Sequence[int], bases: Sequence[int]) -> list[Dim]:
-    """Returns the dimensions of a view of memory whose axes have `sizes` and strides `bases`."""
+    """Returns the dimensions of a view of memory whose axes have these sizes and strides (`bases`)."""
     found: list[Dim] = [(None, size, 0) for size in picked.shape]
     free = set(range(len(sizes)))
     # An inserted dimension of size 1 may have the stride of an axis.
@@ -397,12 +409,13 @@ def _view_dims(picked: Tensor, sizes: Sequence[int], bases: Sequence[int]) -> li
 def _locate_view(
     layout: Layout, local: Tensor, whole: Tensor, dims: Sequence[Dim], first: Sequence[int]
 ) -> tuple[Layout, Tensor]:
-    """Returns the layout and this rank's part of a view.
+    """Returns the layout of a view, and this rank's shard of it.
 
     Args:
         whole: a meta tensor with the shape and stride of the view.
         dims: the dimensions of the view.
-        first: the first index that it picks of each axis; the only one if the axis has no dimension.
+        first: for each axis, the first index that the view has, which is the only one if the view has no such
+            dimension.
     """
     chosen, offset = layout.chosen, local.storage_offset()
     # An element on another rank has no index, even of an axis that every rank has whole.
@@ -437,7 +450,7 @@ def _locate_view(
 
 
 def _reshape(layout: Layout, local: Tensor, whole: Tensor) -> tuple[Layout, Tensor]:
-    """Returns the view that merges dimensions of a part, or restores merged ones."""
+    """Returns the layout and shard of a view that merges dimensions, or restores merged ones."""
     sizes = [len(axis.own) for axis in layout.axes]
     is_back = whole.shape == torch.Size(axis.size for axis in layout.axes)
     if not local.numel():

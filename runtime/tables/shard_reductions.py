@@ -1,4 +1,4 @@
-"""Reductions of parts, over all elements or along dimensions.
+"""Reductions of sharded tensors, over all elements or along dimensions.
 
 Contract
     A reduction over a sharded dimension is collective: every rank must call it, and gets the whole result as a plain
@@ -28,7 +28,7 @@ _SUM, _MAX, _MIN = dist.ReduceOp.SUM, dist.ReduceOp.MAX, dist.ReduceOp.MIN
 
 @dataclass(frozen=True)
 class _Reduction:
-    """A reduction that was called: its dimensions and options, how many elements each result is of, and its dtype."""
+    """A call of a reduction: its dimensions and options, the number of elements per result, and its dtype."""
 
     dims: tuple[int, ...]
     keep: bool
@@ -38,7 +38,7 @@ class _Reduction:
 
     @classmethod
     def from_call(cls, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> _Reduction:
-        """Reads a reduction from its arguments. Raises the error that torch raises for them."""
+        """Reads the arguments of a reduction's call. Raises as torch does if they are invalid."""
         part, named = args[0], arguments_by_name(func, args[1:], kwargs)
         looks = func(part.spread.meta(part.dtype), *args[1:], **kwargs)
         dim, dims = named.get("dim"), part.dim()
@@ -48,17 +48,18 @@ class _Reduction:
         return cls(asked, bool(named.get("keepdim")), named, count, looks.dtype)
 
     def is_over_all(self, part: TableShard) -> bool:
-        """Returns whether the reduction is over all dimensions."""
+        """Returns whether the reduction is over all dimensions of `part`."""
         return len(self.dims) == part.dim()
 
 
-def _reduce_part(
-    part: TableShard, asked: _Reduction, func: Any, of_part: Callable[..., Tensor], reduce_op: Any
+def _reduce_shard(
+    part: TableShard, asked: _Reduction, func: Any, reduce_local: Callable[..., Tensor], reduce_op: Any
 ) -> Tensor:
-    """Reduces a part over some dimensions: the values of this rank first, then over ranks if needed.
+    """Reduces a sharded tensor over some dimensions: this rank's values first, then over ranks if these dimensions are
+    sharded.
 
     Args:
-        of_part: (values, dims) -> the reduction of this rank's values, with dimensions kept.
+        reduce_local: function of (values, dims) that reduces this rank's values, keeping dimensions with size 1.
     """
     layout = part.spread
     if layout.is_flat and not asked.is_over_all(part):
@@ -69,10 +70,10 @@ def _reduce_part(
         axes_of = [len(axis.own) for axis in axes]
         local = local.reshape(axes_of) if local.numel() == torch.Size(axes_of).numel() else local
     if layout.chosen or any(axes[dim].of for dim in dims):
-        own = _reduce_over_ranks(part, local, dims, of_part, reduce_op, _op_text(func))
+        own = _reduce_over_ranks(part, local, dims, reduce_local, reduce_op, _op_text(func))
     else:
-        own, result = of_part(local, dims), without_axes(layout, dims, keep=asked.keep)
-        if result.is_apart:
+        own, result = reduce_local(local, dims), without_axes(layout, dims, keep=asked.keep)
+        if result.is_sharded:
             return part.like(LocalStorage(own.view([len(axis.own) for axis in result.axes])), result)
     if not asked.keep:
         return own.view(without_axes(layout, dims, keep=False).shape)
@@ -80,22 +81,27 @@ def _reduce_part(
 
 
 def _reduce_over_ranks(
-    part: TableShard, local: Tensor, dims: tuple[int, ...], of_part: Callable[..., Tensor], reduce_op: Any, asked: str
+    part: TableShard,
+    local: Tensor,
+    dims: tuple[int, ...],
+    reduce_local: Callable[..., Tensor],
+    reduce_op: Any,
+    asked: str,
 ) -> Tensor:
-    """Reduces the parts of all ranks, and keeps the reduced dimensions with size 1. Collective.
+    """Reduces the shards of all ranks, keeping reduced dimensions with size 1. Collective.
 
     Args:
         local: this rank's values.
-        of_part: (values, dims) -> the reduction of this rank's values.
+        reduce_local: function of (values, dims) that reduces this rank's values.
         asked: the op's name, for error messages.
     """
     layout = part.spread
-    narrow = of_part(local.new_ones((1,) * max(1, len(layout.axes))), dims).dtype
+    narrow = reduce_local(local.new_ones((1,) * max(1, len(layout.axes))), dims).dtype
     dtype, none = torch.int32 if narrow == torch.bool else narrow, _neutral_value(narrow, reduce_op)
     whole = torch.full(without_axes(layout, dims, keep=True).shape, none, dtype=dtype, device=local.device)
     if local.numel():
         index = tuple(slice(0, 1) if dim in dims else axis.index for dim, axis in enumerate(layout.axes))
-        whole[index] = of_part(local, dims).to(dtype).view(whole[index].shape)
+        whole[index] = reduce_local(local, dims).to(dtype).view(whole[index].shape)
     if dtype.is_floating_point and reduce_op != _SUM:  # MAX and MIN ignore nan, so it is reduced separately
         no_number = whole.isnan()
         compared = whole.masked_fill(no_number, none)
@@ -113,18 +119,20 @@ def _op_text(func: Any) -> str:
     return name.removeprefix("aten::").removeprefix("linalg_vector_")
 
 
-def _booleans_as_numbers(set_: Tensor, dtype: torch.dtype, reduce_op: Any) -> Tensor:
-    """Encodes booleans as numbers for a reduction."""
-    return set_.to(dtype) if reduce_op == _MAX else -set_.to(dtype)
+def _booleans_as_numbers(values: Tensor, dtype: torch.dtype, reduce_op: Any) -> Tensor:
+    """Converts booleans to numbers for a reduction over ranks, which does not support booleans."""
+    return values.to(dtype) if reduce_op == _MAX else -values.to(dtype)
 
 
 def _transit_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Returns the dtype of values in transit, so that half precision is rounded only once."""
+    """Returns the dtype in which values are sent between ranks, so that half precision is rounded only once."""
     return torch.promote_types(dtype, torch.float32) if dtype.is_floating_point else dtype
 
 
 def _neutral_value(dtype: torch.dtype, reduce_op: Any) -> Any:
-    """Returns the reduction of no values: the sum, or the least or greatest value of a dtype."""
+    """Returns the result of a reduction of no values: 0 for a sum, the lowest or highest value of the dtype for a
+    maximum or minimum.
+    """
     if reduce_op == _SUM or dtype == torch.bool:
         return int(reduce_op == _MIN)
     if dtype.is_floating_point:
@@ -133,36 +141,36 @@ def _neutral_value(dtype: torch.dtype, reduce_op: Any) -> Any:
 
 
 def _is_of_gradient(part: TableShard, asked: _Reduction) -> bool:
-    """Returns whether the reduction is over all elements of a gradient, which may be kept as rows."""
+    """Returns whether the reduction is over all elements of a gradient, which may be stored as rows."""
     return part.held.of_gradient and asked.is_over_all(part) and not asked.keep
 
 
 def _sum(func: Any, args: Any, kwargs: Any) -> Any:
-    """Sums the local values and adds up the ranks' sums, in a wider dtype than the result's."""
+    """Implements `sum`: sums this rank's values, then the sums of all ranks, in a wider dtype than the result's."""
     part, asked = args[0], _Reduction.from_call(func, args, kwargs)
     dtype = _transit_dtype(asked.dtype)
     if _is_of_gradient(part, asked):
         found = part.spread.reduce(aten.sum.default(part.held.values(), dtype=dtype), _SUM, _op_text(func))
     else:
-        found = _reduce_part(part, asked, func, lambda v, dims: v.sum(dims, keepdim=True, dtype=dtype), _SUM)
+        found = _reduce_shard(part, asked, func, lambda v, dims: v.sum(dims, keepdim=True, dtype=dtype), _SUM)
     return found.to(asked.dtype)
 
 
 def _count_nonzero(func: Any, args: Any, kwargs: Any) -> Any:
-    """Counts the values that are not zero, as a sum over ranks."""
+    """Implements `count_nonzero`: sums the ranks' counts."""
     rest = (*args[1:], *kwargs.values())
     return _sum(aten.sum.dim_IntList if rest else aten.sum.default, (args[0] != 0, *rest), {})
 
 
 def _mean(func: Any, args: Any, kwargs: Any) -> Any:
-    """Sums, then divides by the number of whole elements."""
+    """Implements `mean`: divides the sum over ranks by the number of elements of the whole tensor."""
     asked = _Reduction.from_call(func, args, kwargs)
     total = _sum(aten.sum.dim_IntList, (args[0], list(asked.dims), asked.keep), {"dtype": _transit_dtype(asked.dtype)})
     return (total / max(1, asked.count)).to(asked.dtype)
 
 
 def _variance(func: Any, args: Any, kwargs: Any) -> Any:
-    """Sums the squared distances from the mean, then divides by the corrected count."""
+    """Implements `var` and `std`: sums squared distances from the mean, then divides by the corrected count."""
     part, asked = args[0], _Reduction.from_call(func, args, kwargs)
     correction, values = asked.named.get("correction"), part.to(_transit_dtype(part.dtype))
     apart = values - values.mean(list(asked.dims), keepdim=True)
@@ -176,13 +184,13 @@ def _min_or_max(func: Any, args: Any, kwargs: Any) -> Any:
     part, asked, name = args[0], _Reduction.from_call(func, args, kwargs), func._schema.name.removeprefix("aten::")
     reduce_op = _MAX if name in ("max", "amax", "any") else _MIN
     if name in ("any", "all"):
-        return _reduce_part(part, asked, func, lambda v, dims: getattr(v.bool(), name)(dims, keepdim=True), reduce_op)
+        return _reduce_shard(part, asked, func, lambda v, dims: getattr(v.bool(), name)(dims, keepdim=True), reduce_op)
     extreme = "amax" if reduce_op == _MAX else "amin"
-    return _reduce_part(part, asked, func, lambda v, dims: getattr(v, extreme)(dims, keepdim=True), reduce_op)
+    return _reduce_shard(part, asked, func, lambda v, dims: getattr(v, extreme)(dims, keepdim=True), reduce_op)
 
 
 def _norm(func: Any, args: Any, kwargs: Any) -> Any:
-    """Implements norms. A gradient in flight or stored as rows computes its own."""
+    """Implements norms. A gradient that is in flight or stored as rows computes its own norm."""
     part = args[0]
     # The call that gradient clipping makes.
     if part.held.of_gradient and len(args) < 3 and not kwargs and part.dtype.is_floating_point:
@@ -198,17 +206,17 @@ def _norm(func: Any, args: Any, kwargs: Any) -> Any:
         return total.view([1] * part.dim()) if asked.keep else total
     power, reduce_op = norm_reduction(order)
 
-    def of_part(values: Tensor, dims: tuple[int, ...]) -> Tensor:
-        """Returns the norm of this rank's values, to the power in which norms add up."""
+    def power_sum(values: Tensor, dims: tuple[int, ...]) -> Tensor:
+        """Returns the norm of this rank's values, raised to the power that makes norms of shards add up."""
         norm: Tensor = torch.linalg.vector_norm(values, order, dims, keepdim=True, dtype=wide)
         return norm.pow(power)
 
-    found = _reduce_part(part, asked, func, of_part, reduce_op)
+    found = _reduce_shard(part, asked, func, power_sum, reduce_op)
     return found.pow(1.0 / power).to(asked.dtype)
 
 
 def _renorm(func: Any, args: Any, kwargs: Any) -> Any:
-    """Scales slices whose norm is above a bound down to it."""
+    """Implements `renorm`: scales down slices whose norm exceeds a maximum."""
     part, order, dim, most = args
     func(part.spread.meta(part.dtype), *args[1:])
     others = [each for each in range(part.dim()) if each != dim % part.dim()]
@@ -218,7 +226,7 @@ def _renorm(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _dot(func: Any, args: Any, kwargs: Any) -> Any:
-    """Computes the dot product of two parts of one layout, summed over ranks. Collective."""
+    """Implements `dot` of two tensors with the same layout: sums the products over ranks. Collective."""
     one, other = args
     if not isinstance(one, TableShard) or not isinstance(other, TableShard) or not one.spread.fits(other.spread):
         return NotImplemented
@@ -226,7 +234,7 @@ def _dot(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _equal(func: Any, args: Any, kwargs: Any) -> Any:
-    """Implements `torch.equal`: returns whether the parts are equal on every rank."""
+    """Implements `torch.equal`: returns whether the shards are equal on every rank."""
     one, other = args
     if not isinstance(one, TableShard):
         one, other = other, one
@@ -241,7 +249,7 @@ def _equal(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _unscaled(func: Any, args: Any, kwargs: Any) -> Any:
-    """Implements `GradScaler`'s unscaling, and finds infinite values on any rank."""
+    """Implements the unscaling of gradients by `GradScaler`, and detects infinite values on any rank."""
     gradients, found_inf, inverse_scale = args
     parts = [g for g in gradients if isinstance(g, TableShard)]
     plain = [g for g in gradients if not isinstance(g, TableShard)]

@@ -1,4 +1,4 @@
-"""Reads and writes of a part's rows by ids, and gradients stored as rows.
+"""Reads and writes rows of a shard by ids, also for gradients stored as rows.
 
 Contract
     A rank writes its own columns of the rows. Reads return whole rows.
@@ -27,7 +27,9 @@ aten = torch.ops.aten
 
 
 def _to_own_indices(ids: Tensor, axis: Axis) -> tuple[Tensor, Tensor | None]:
-    """Converts ids to this rank's indices. Returns them and a mask of the ids on this rank, None if all are."""
+    """Converts ids to indices in this rank's shard. Returns them, and a mask of the ids that lie on this rank, or None
+    if all do.
+    """
     _check_ids(ids, axis)
     ids = torch.where(ids < 0, ids + axis.size, ids)
     if not axis.of:
@@ -38,19 +40,21 @@ def _to_own_indices(ids: Tensor, axis: Axis) -> tuple[Tensor, Tensor | None]:
 
 
 def _unravel(ids: Tensor, sizes: Sequence[int]) -> list[Tensor]:
-    """Converts ids into a flat tensor to ids along its dimensions."""
+    """Converts ids into a flattened tensor to ids along its dimensions."""
     ids, _ = _to_own_indices(ids, Axis.whole(prod(sizes)))
     return list(torch.unravel_index(ids, sizes))
 
 
 def _check_ids(ids: Tensor, axis: Axis) -> None:
-    """Raises if ids are out of an axis's bounds."""
+    """Raises if ids are out of the bounds of an axis."""
     if ids.numel() and not bool(((ids >= -axis.size) & (ids < axis.size)).all()):
         raise IndexError(f"index out of bounds for a dimension of size {axis.size}")
 
 
 def _ids_of(indices: Sequence[Any], part: TableShard) -> list[Tensor] | None:
-    """Returns the ids along the leading dimensions, or None if the indices are not ids or are parts themselves."""
+    """Returns the ids along the leading dimensions that an index expression selects, or None if it has other indices or
+    sharded ones.
+    """
     found: list[Tensor] = []
     while indices and indices[-1] is None:
         indices = indices[:-1]
@@ -69,7 +73,7 @@ def _ids_of(indices: Sequence[Any], part: TableShard) -> list[Tensor] | None:
 
 
 def _own_values(values: Tensor, shape: Sequence[int], axes: Sequence[Axis], rows: int) -> Tensor | None:
-    """Returns this rank's columns of values that are broadcast to `shape`, or None if they cannot be cut."""
+    """Returns this rank's columns of values that are broadcast to `shape`, or None if columns cannot be selected."""
     if isinstance(values, TableShard):
         mine = [axis.of for axis in values.spread.axes]
         fits = values.shape == torch.Size(shape) and mine == [()] * rows + [axis.of for axis in axes]
@@ -109,7 +113,7 @@ def _index_put(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _masked_put(part: TableShard, mask: TableShard, values: Any, accumulate: bool) -> Any:
-    """Writes one value where a mask of the same layout is true."""
+    """Writes one value wherever a mask of the same layout is true."""
     if (
         not mask.spread.fits(part.spread)
         or mask.dtype != torch.bool
@@ -123,12 +127,12 @@ def _masked_put(part: TableShard, mask: TableShard, values: Any, accumulate: boo
 
 
 def _index_put_copy(func: Any, args: Any, kwargs: Any) -> Any:
-    """Implements `index_put`: writes values at ids into a copy of a part."""
+    """Implements `index_put`: writes values at ids into a copy of a shard."""
     return _index_put(func, (args[0].clone(), *args[1:]), kwargs) if isinstance(args[0], TableShard) else NotImplemented
 
 
 def _index_op(func: Any, args: Any, kwargs: Any) -> Any:
-    """Implements `index_fill_`, `index_copy_`, `index_add_` and their out-of-place forms."""
+    """Implements `index_fill_`, `index_copy_` and `index_add_`, and their variants that are not in-place."""
     part, dim, ids, value = args[:4]
     if not isinstance(part, TableShard) or isinstance(ids, TableShard) or part.spread.is_flat or not part.dim():
         return NotImplemented
@@ -156,7 +160,7 @@ def _index_op(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _index_read(func: Any, args: Any, kwargs: Any) -> Any:
-    """Implements `x[ids]`: returns whole rows, because ranks may read different ids. Collective."""
+    """Implements `x[ids]`. Returns whole rows, because ranks may read different ids. Collective."""
     part, indices = args
     if not isinstance(part, TableShard) or part.spread.is_flat or part.spread.chosen or part.spread.is_alone:
         return NotImplemented
@@ -165,7 +169,7 @@ def _index_read(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _select_index(func: Any, args: Any, kwargs: Any) -> Any:
-    """Implements `index_select` by rows."""
+    """Implements `index_select` of rows."""
     part, dim, ids = args
     return (
         _index_read(func, (part, [ids]), {})
@@ -175,7 +179,7 @@ def _select_index(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _read_whole_rows(part: TableShard, ids: Sequence[Tensor]) -> Tensor:
-    """Reads whole rows for this rank's ids; each rank sends its columns of the rows of all. Collective."""
+    """Reads whole rows for this rank's ids. Each rank sends its columns of the rows that any rank reads. Collective."""
     layout, axes, rest = part.spread, part.spread.axes[: len(ids)], part.spread.axes[len(ids) :]
     for each, axis in zip(ids, axes, strict=True):
         _check_ids(each, axis)
@@ -193,13 +197,13 @@ def _read_whole_rows(part: TableShard, ids: Sequence[Tensor]) -> Tensor:
 
 
 def _row_gradient_storage(part: Any) -> Any:
-    """Returns the storage of a gradient that is kept as rows, or None for any other part."""
+    """Returns the storage of a gradient that is stored as rows, or None for any other value."""
     held = part.held if isinstance(part, TableShard) else None
     return None if held is None or held.is_dense else held
 
 
 def _zero_rows(func: Any, args: Any, kwargs: Any) -> Any:
-    """Sets a gradient kept as rows to zero."""
+    """Sets a gradient that is stored as rows to zero."""
     if not args[0].held.of_gradient:
         return NotImplemented
     args[0].held.set_zero()
@@ -207,7 +211,7 @@ def _zero_rows(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _map_rows(func: Any, args: Any, kwargs: Any) -> Any:
-    """Applies an element-wise op that keeps zero to a gradient kept as rows."""
+    """Applies an element-wise op that maps zero to zero to a gradient that is stored as rows."""
     (part, *given), held = args, _row_gradient_storage(args[0])
     tensors = [each for each in (*given, *kwargs.values()) if isinstance(each, Tensor)]
     if held is None or any(isinstance(each, TableShard) or each.dim() for each in tensors):
@@ -224,7 +228,7 @@ _LINEAR = frozenset({aten.mul_.Tensor, aten.mul_.Scalar, aten.div_.Tensor, aten.
 
 
 def _add_rows(func: Any, args: Any, kwargs: Any) -> Any:
-    """Adds another gradient kept as rows to this one, in place, for `add_`, or returns `NotImplemented`."""
+    """Implements `add_` of two gradients stored as rows. Returns `NotImplemented` for other operands."""
     held, other = _row_gradient_storage(args[0]), _row_gradient_storage(args[1])
     if held is None or other is None or kwargs or not args[0].spread.fits(args[1].spread):
         return NotImplemented
@@ -236,7 +240,7 @@ def _add_rows(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _writable_rows(part: TableShard, asked: str) -> Rows:
-    """Returns writable ids (K,) and this rank's columns of their rows (K, d).
+    """Returns the ids (K,) and this rank's columns of the rows (K, d) of a gradient, which the caller may write.
 
     Raises:
         RuntimeError: the ranks have different rows, or views of the dense gradient exist.
@@ -249,7 +253,7 @@ def _writable_rows(part: TableShard, asked: str) -> Rows:
 
 
 def _sparse_values(func: Any, args: Any, kwargs: Any) -> Any:
-    """Returns the rows of a sparse gradient as a part."""
+    """Implements `values()` of a sparse gradient: returns its rows as a shard."""
     part: TableShard = args[0]
     ids, rows = _writable_rows(part, "its values()")
     layout = part.spread.with_axes((Axis.whole(len(ids)), *part.spread.axes[1:]))
@@ -257,17 +261,17 @@ def _sparse_values(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _indices(func: Any, args: Any, kwargs: Any) -> Tensor:
-    """Returns the row ids of a part that shows a sparse gradient."""
+    """Implements `indices()` of a sparse gradient: returns the ids of its rows."""
     return _writable_rows(args[0], "its indices()")[0][None]
 
 
 def _nnz(func: Any, args: Any, kwargs: Any) -> int:
-    """Returns the count of rows of a part that shows a sparse gradient."""
+    """Implements `_nnz()` of a sparse gradient: returns the number of its rows."""
     return len(_writable_rows(args[0], "the number of rows")[0])
 
 
 def _to_dense(func: Any, args: Any, kwargs: Any) -> Any:
-    """Implements `to_dense`: returns a copy of a sparse gradient as a dense part."""
+    """Implements `to_dense()`: returns a copy of a sparse gradient as a dense shard."""
     part: TableShard = args[0]
     dtype = kwargs.get("dtype") or (args[1] if len(args) > 1 else None) or part.dtype
     return part.like(LocalStorage(part.held.dense().to(dtype, copy=True)), part.spread)
@@ -285,13 +289,15 @@ _OF_SPARSE: Mapping[Any, Rule] = {
 
 
 def _sparse_property(func: Any, args: Any, kwargs: Any) -> Any:
-    """Answers by the part if it shows a sparse gradient, else as torch answers for a dense tensor."""
+    """Implements properties of sparse tensors, for a gradient that looks sparse. Other shards answer as dense tensors
+    do.
+    """
     part: TableShard = args[0]
     return _OF_SPARSE[func](func, args, kwargs) if part.is_sparse else func(part.new_zeros([0] * part.dim()), *args[1:])
 
 
 def _sparse_norm(func: Any, args: Any, kwargs: Any) -> Any:
-    """Returns the norm of a sparse gradient by the rule of dense parts."""
+    """Implements the norm of a sparse gradient, as for dense shards."""
     order, dims, *keep = (*args[1:], None, None)[: max(2, len(args) - 1)]
     return torch.linalg.vector_norm(
         args[0], 2.0 if order is None else order, dims or None, bool(keep and keep[0]), **kwargs
@@ -299,7 +305,7 @@ def _sparse_norm(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _refuse_lookup(func: Any, args: Any, kwargs: Any) -> Any:
-    """Raises, because each rank has only some columns of a table outside of the compiled model."""
+    """Raises, because outside of the compiled model each rank has only some columns of the looked-up rows."""
     if args[0].spread.is_alone:
         return NotImplemented
     raise args[0].spread.report(

@@ -1,4 +1,4 @@
-"""The rule of each torch op for parts of a table.
+"""Implements torch's ops for shards of a table: one rule for each op.
 
     op                                              result
     ----------------------------------------------  ---------------------------------------------------------------
@@ -52,10 +52,10 @@ aten = torch.ops.aten
 
 
 def run_op(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """Runs an op that has parts among its arguments, by the rule for that op.
+    """Runs an op that has shards among its arguments, by the rule for that op.
 
     Raises:
-        RuntimeError: the op is not supported on parts; on every rank.
+        RuntimeError: the op has no rule for shards. Raised on every rank.
     """
     leaves = flatten_call(args, kwargs)
     parts = [leaf for leaf in leaves if isinstance(leaf, TableShard)]
@@ -79,13 +79,13 @@ def run_op(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
 
 
 def _run_rule(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], parts: Sequence[TableShard]) -> Any:
-    """Runs an op on parts by its rule, or raises if there is none."""
+    """Runs an op on shards by its rule, or raises if it has none."""
     first = parts[0]
     is_alone = first.spread.is_alone
     summed = True in [part.held.unreduced for part in parts]
     # A `_foreach_` op follows the rule of its single-tensor op.
     if summed and func not in _OF_SUMS and not func._schema.name.startswith("aten::_foreach_"):
-        raise first.not_reduced(func._schema.name)
+        raise first.not_reduced_error(func._schema.name)
     if not is_alone and is_recorded(func, args, kwargs):
         return run_recorded(_RULES.get(func), func, args, kwargs)
     rule = _RULES.get(func)
@@ -117,12 +117,12 @@ def _run_rule(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], parts: S
 
 
 def _alias(func: Any, args: Any, kwargs: Any) -> Any:
-    """Implements `detach` and `alias`: returns a part that shares this part's storage."""
+    """Implements `detach` and `alias`: returns a shard with the same storage."""
     return args[0].like(args[0].held)
 
 
 def _view(func: Any, args: Any, kwargs: Any) -> Any:
-    """Returns the part, or the parts, that a view op makes."""
+    """Implements view ops: returns the shard, or list of shards, that views this one."""
     part = args[0]
     if func is aten.view.default and torch.Size(args[1]) == part.shape:
         return _alias(func, args, kwargs)
@@ -154,7 +154,7 @@ def _element_wise(func: Any, args: Any, kwargs: Any) -> Any:
         func(*pytree.tree_map_only(Tensor, _as_meta, args), **pytree.tree_map_only(Tensor, _as_meta, kwargs))
         return NotImplemented
 
-    def own(leaf: Tensor) -> Tensor:
+    def own_values(leaf: Tensor) -> Tensor:
         """Returns this rank's values of an operand."""
         if isinstance(leaf, TableShard):
             local = leaf.held.memory() if writes and leaf is args[0] else leaf.held.dense()
@@ -163,7 +163,7 @@ def _element_wise(func: Any, args: Any, kwargs: Any) -> Any:
             return layout.cut(leaf) if leaf.numel() > 1 else leaf
         return _own_elements(leaf, tuple(map(Axis.whole, leaf.shape)), layout)
 
-    plain_args, plain_kwargs = pytree.tree_map_only(Tensor, own, (args, kwargs))
+    plain_args, plain_kwargs = pytree.tree_map_only(Tensor, own_values, (args, kwargs))
     result = func(*plain_args, **plain_kwargs)
     if writes:
         return args[0]
@@ -179,21 +179,21 @@ def _element_wise(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _write_out(func: Any, args: Any, kwargs: Any) -> Any:
-    """Implements element-wise ops with `out=` a part."""
+    """Implements element-wise ops with a shard as `out=`."""
     out = kwargs["out"]
     found = func.overloadpacket(*args, **{key: value for key, value in kwargs.items() if key != "out"})
     return out.copy_(found) if found.shape == out.shape else NotImplemented
 
 
 def _as_meta(leaf: Tensor) -> Tensor:
-    """Returns the leaf without memory, in the shape of the whole value."""
+    """Returns a meta tensor with the shape of the whole tensor."""
     if isinstance(leaf, TableShard):
         return leaf.spread.meta(leaf.dtype)
     return leaf.to("meta")
 
 
 def _common_layout(parts: Sequence[TableShard], leaves: Sequence[Tensor]) -> Layout | None:
-    """Returns the layout of an element-wise result, or None if its operands are sharded differently."""
+    """Returns the layout of an element-wise op's result, or None if its operands are sharded differently."""
     first, shape = parts[0].spread, torch.broadcast_shapes(*(leaf.shape for leaf in leaves))
     if any(part.spread.is_flat for part in parts):
         alike = all(part.spread.fits(first) for part in parts)
@@ -212,7 +212,7 @@ def _common_layout(parts: Sequence[TableShard], leaves: Sequence[Tensor]) -> Lay
 
 
 def _own_elements(operand: Tensor, axes: tuple[Axis, ...], layout: Layout) -> Tensor:
-    """Returns this rank's elements of an operand, whole or a part."""
+    """Returns this rank's elements of an operand, which is a shard or a whole tensor."""
     index = [slice(None)] * len(axes)
     for dim, (axis, wanted) in enumerate(zip(axes, layout.axes[len(layout.axes) - len(axes) :], strict=True)):
         if axis.size == wanted.size and axis.own != wanted.own:
@@ -220,8 +220,8 @@ def _own_elements(operand: Tensor, axes: tuple[Axis, ...], layout: Layout) -> Te
     return operand[tuple(index)] if any(each != slice(None) for each in index) else operand
 
 
-def _like_part(func: Any, args: Any, kwargs: Any) -> Any:
-    """Implements `clone`, `_to_copy`, `zeros_like` and the like: returns a part of the same layout."""
+def _new_shard(func: Any, args: Any, kwargs: Any) -> Any:
+    """Implements `clone`, `_to_copy`, `zeros_like` and similar ops: returns a shard of the same layout."""
     part = args[0]
     if func is aten.clone.default and not kwargs:
         return part.like(part.held.copied())
@@ -233,7 +233,7 @@ def _like_part(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _new_plain(func: Any, args: Any, kwargs: Any) -> Any:
-    """Returns a plain tensor with the part's device and dtype."""
+    """Implements `new_empty` and similar ops: returns a plain tensor with the shard's device and dtype."""
     return func(args[0].held.dense()[:0], *args[1:], **kwargs)
 
 
@@ -254,7 +254,7 @@ def _random(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _foreach(func: Any, args: Any, kwargs: Any) -> Any:
-    """Implements `_foreach_` ops: applies them to plain tensors together, and to parts one by one."""
+    """Implements `_foreach_` ops: applies the op to all plain tensors at once, and to each shard separately."""
     tensors = next(value for value in args if isinstance(value, list | tuple))
     lists = [value for value in (*args, *kwargs.values()) if isinstance(value, list | tuple)]
     parts = sorted({k for each in lists for k, value in enumerate(each) if isinstance(value, TableShard)})
@@ -262,23 +262,25 @@ def _foreach(func: Any, args: Any, kwargs: Any) -> Any:
     one_by_one = partial(func._op_dk, torch._C.DispatchKey.CompositeExplicitAutograd)
     for chosen, call in (([k for k in range(len(tensors)) if k not in parts], func), (parts, one_by_one)):
 
-        def of(value: Any, chosen: Sequence[int] = chosen) -> Any:
+        def items_of(value: Any, chosen: Sequence[int] = chosen) -> Any:
             """Returns the chosen items of a list argument, or any other argument unchanged."""
             is_list = isinstance(value, list | tuple) and len(value) == len(tensors)
             return [value[k] for k in chosen] if is_list else value
 
-        results = call(*map(of, args), **{key: of(value) for key, value in kwargs.items()}) if chosen else None
+        results = (
+            call(*map(items_of, args), **{key: items_of(value) for key, value in kwargs.items()}) if chosen else None
+        )
         for k, result in zip(chosen, results or (), strict=False):
             found[k] = result
     return None if func._schema.is_mutable else found
 
 
 def _run_on_whole(func: Any, args: Any, kwargs: Any) -> Any:
-    """Implements all other ops on a rank that has the whole table."""
+    """Implements all other ops, for a rank that has the whole table."""
     shares = func._schema.is_mutable or any(each.alias_info is not None for each in func._schema.returns)
 
     def plain(part: TableShard) -> Tensor:
-        """Returns the whole table's values as a plain tensor."""
+        """Returns the whole table as a plain tensor."""
         return part.held.pinned() if shares else part.held.dense()
 
     plain_args, plain_kwargs = pytree.tree_map_only(TableShard, plain, (args, kwargs))
@@ -303,7 +305,7 @@ _RULES: Mapping[Any, Rule] = MappingProxyType(
         aten.alias.default: _alias,
         aten.detach_.default: lambda func, args, kwargs: args[0],
         **dict.fromkeys(VIEWS, _view),
-        **dict.fromkeys((aten.clone.default, aten._to_copy.default, *LIKE), _like_part),
+        **dict.fromkeys((aten.clone.default, aten._to_copy.default, *LIKE), _new_shard),
         **dict.fromkeys(NEW, _new_plain),
         **dict.fromkeys(
             (

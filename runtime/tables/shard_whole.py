@@ -1,4 +1,4 @@
-"""Computes ops that parts cannot support on whole tensors, which the ranks gather.
+"""Runs ops that shards do not support on whole tensors, which are gathered from all ranks.
 
     loss = model(x) + (model.module.words.weight[x] - anchor).square().sum()
 
@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from embrace_fx.runtime.tables.local_storage import CopyStorage, LocalStorage
-from embrace_fx.runtime.tables.pending_parameters import share_memory
+from embrace_fx.runtime.tables.pending_parameters import memory_is_shared
 from embrace_fx.runtime.tables.shard_layout import VIEWS, Layout
 from embrace_fx.runtime.tables.table_shard import Rule, TableShard, gather_whole
 from embrace_fx.vocabulary import proxies
@@ -36,10 +36,10 @@ aten = torch.ops.aten
 
 
 def run_on_gathered(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Runs an op on whole tensors, which the ranks gather. Collective.
+    """Runs an op on whole tensors, which are gathered from all ranks. Collective.
 
     Raises:
-        RuntimeError: the op writes into a part, or is a collective; on every rank.
+        RuntimeError: the op writes into a shard or is a collective. Raised on every rank.
     """
     parts = {id(leaf): leaf for leaf in flatten_call(args, kwargs) if isinstance(leaf, TableShard)}
     first, arguments = next(iter(parts.values())), func._schema.arguments
@@ -59,19 +59,19 @@ def run_on_gathered(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -
 
 
 def as_read_only(part: TableShard, result: Any, func: Any) -> Any:
-    """Wraps the gathered copies in a result as read-only parts, so that writes into them raise."""
+    """Wraps gathered tensors in a result as read-only, so that writes into them raise instead of being lost."""
     refusal = str(part.refused(f"a write into the result of {func._schema.name.split('::')[-1]}()"))
 
-    def read(copy: Tensor) -> TableShard:
-        """Returns a part that holds a read-only copy of the whole tensor."""
+    def wrap(copy: Tensor) -> TableShard:
+        """Wraps one gathered tensor as read-only."""
         layout = replace(Layout.of_table(part.spread.name, copy.shape), stride=copy.stride())
         return part.like(CopyStorage(copy, refusal), layout)
 
-    return pytree.tree_map_only(Tensor, read, result)
+    return pytree.tree_map_only(Tensor, wrap, result)
 
 
 def flatten_call(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
-    """Flattens an op's arguments. Skips pytree for the common case without containers."""
+    """Flattens an op's arguments. Avoids pytree if no argument is a container."""
     given = [*args, *kwargs.values()]
     return given if _LEAVES.issuperset(map(type, given)) else pytree.tree_leaves(given)
 
@@ -89,7 +89,7 @@ def is_recorded(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bo
 
 
 def run_recorded(rule: Rule | None, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Computes an op that autograd records: by its rule if that reduces to whole results, else on whole tensors."""
+    """Runs an op that autograd records: by its rule if the result is a whole tensor, otherwise on gathered tensors."""
     if rule is not None:
         with torch.no_grad():
             found = rule(func, args, kwargs)
@@ -99,7 +99,7 @@ def run_recorded(rule: Rule | None, func: Any, args: tuple[Any, ...], kwargs: di
 
 
 def _is_collective(func: Any) -> bool:
-    """Returns whether the caller is a collective: an op, or a copy inside one that takes lists of lists of tensors."""
+    """Returns whether a collective calls this op, directly or for a copy of its arguments."""
     if func.namespace in ("c10d", "_c10d_functional", "c10d_functional"):
         return True
     callers = (frame.f_code.co_filename for frame, _ in walk_stack(sys._getframe(1)))
@@ -131,18 +131,18 @@ _OF_ONE = frozenset({*VIEWS, *ALIASES, aten.clone.default, aten._to_copy.default
 
 
 def memory_to_share(part: TableShard, references: int | None = None) -> Tensor:
-    """Returns memory for a tensor that will share a part's. Collective if the table is sharded.
+    """Returns memory of a shard for another tensor to share. Collective if the table is sharded.
 
     Args:
-        references: to the part, during `.data =`, or None if another reference is certain.
+        references: how many references to the shard exist during `.data =`, or None if there certainly is another one.
 
     Raises:
-        RuntimeError: something else refers to the part or its memory.
+        RuntimeError: something else refers to the shard or its memory.
     """
     if part.spread.is_alone:
         return part.held.pinned()
     if part.held.unreduced:
-        raise part.not_reduced("sharing the memory")
+        raise part.not_reduced_error("sharing the memory")
     if references is None or references > _setter_references() or _shares_memory(part):
         raise RuntimeError(
             f"`tensor.data = x` or set_(): x is {part.what} or computed from it, and something else refers to x. The "
@@ -153,37 +153,37 @@ def memory_to_share(part: TableShard, references: int | None = None) -> Tensor:
 
 
 def _shares_memory(part: TableShard) -> bool:
-    """Returns whether anything besides this part refers to its memory."""
+    """Returns whether anything besides this shard refers to its memory."""
     alone = part.like(LocalStorage(torch.empty(0, device="cpu")))
     if sys.getrefcount(part.held) > sys.getrefcount(alone.held):
         return True
-    return not part.held.of_gradient and share_memory([part])
+    return not part.held.of_gradient and memory_is_shared([part])
 
 
 @cache
 def _setter_references() -> int:
-    """Returns the reference count that a tensor without other references has during `.data =`."""
+    """Returns the reference count, during `.data =`, of a tensor without other references."""
     found = []
 
     class FailingTensor(Tensor):
-        """A tensor subclass whose ops always fail."""
+        """A tensor subclass on which every op fails."""
 
         @classmethod
         def __torch_dispatch__(cls, *_: Any) -> Any:
             raise NotImplementedError
 
     def count(_: Any, references: int) -> Tensor:
-        """Stores the number of references."""
+        """Stores the reference count."""
         found.append(references)
         return torch.empty(0, device="cpu")
 
-    proxies.share_memory(FailingTensor, count)
+    proxies.share_memory_on_assignment(FailingTensor, count)
     torch.empty(0, device="cpu").data = Tensor._make_wrapper_subclass(FailingTensor, (0,), device=torch.device("cpu"))
     return found[0]
 
 
 def set_memory(func: Any, args: Any, kwargs: Any) -> Any:
-    """Implements `set_` with a part as the target or the source."""
+    """Implements `set_`, with a shard as the target or the source."""
     tensor, source = args
     if not isinstance(tensor, TableShard):
         return func(tensor, memory_to_share(source))
@@ -191,4 +191,4 @@ def set_memory(func: Any, args: Any, kwargs: Any) -> Any:
     return tensor
 
 
-proxies.share_memory(TableShard, memory_to_share)
+proxies.share_memory_on_assignment(TableShard, memory_to_share)

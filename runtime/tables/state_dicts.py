@@ -1,9 +1,8 @@
-"""State dicts that contain sharded tables as parts by columns: creates, loads and gathers them.
+"""Creates, loads and gathers state dicts in which sharded tables are shards by columns.
 
 `torch.distributed.checkpoint` saves and loads parts. It gets DTensors where it gathers or splits tables itself.
-Pickling
-a part raises, because the file would hold only one rank's columns. `whole_state` returns a state dict that one rank can
-write.
+Pickling a part raises, because the file would hold only one rank's columns. `gather_state_dict` returns a state dict
+that one rank can write.
 """
 
 from __future__ import annotations
@@ -18,27 +17,27 @@ from torch.distributed.tensor import DTensor
 
 from embrace_fx.runtime.tables.local_storage import CopyStorage, LocalStorage
 from embrace_fx.runtime.tables.shard_layout import Layout
-from embrace_fx.runtime.tables.table_shard import TableShard, cut_own_part, gather_whole
+from embrace_fx.runtime.tables.table_shard import TableShard, cut_own_shard, gather_whole
 
 
-def insert_parts(state_dict: dict[str, Any], names: Iterable[str], *, prefix: str = "") -> None:
-    """Replaces tables in a state dict by this rank's parts by columns. Collective if a table lies on a grid.
+def insert_shards(state_dict: dict[str, Any], names: Iterable[str], *, prefix: str = "") -> None:
+    """Replaces tables in a state dict by this rank's shards by columns. Collective if a table is on a grid.
 
     Args:
-        names: all names of the tables.
-        prefix: of the model's names in the state dict.
+        names: all names of the sharded tables.
+        prefix: what the state dict puts before the model's names.
     """
     shown: dict[int, Tensor] = {}  # convert a tied parameter once
     for name in names:
         value = state_dict.get(prefix + name)
         if isinstance(value, TableShard) and not value.held.is_elsewhere:
             if id(value.held) not in shown:
-                shown[id(value.held)] = in_state_dict_form(value)
+                shown[id(value.held)] = to_state_dict_form(value)
             state_dict[prefix + name] = shown[id(value.held)]
 
 
 def check_names(module: nn.Module, state_dict: Mapping[str, Any], prefix: str) -> None:
-    """Raises `RuntimeError` if a state dict has no name of the model, so that nothing would be loaded."""
+    """Raises `RuntimeError` if a state dict has none of the model's names, so that nothing would be loaded."""
     named = (*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False))
     own = dict.fromkeys(prefix + name for name, _ in named)
     given = [name for name in state_dict if name.startswith(prefix)]
@@ -50,9 +49,9 @@ def check_names(module: nn.Module, state_dict: Mapping[str, Any], prefix: str) -
         )
 
 
-def in_state_dict_form(part: TableShard) -> Tensor:
-    """Returns a part in its form in a state dict: by columns, as a copy if the table is on a grid. Collective on a
-    grid.
+def to_state_dict_form(part: TableShard) -> Tensor:
+    """Converts a shard to its form in a state dict: sharded by columns, as a copy if the table is on a grid. Collective
+    on a grid.
 
     Returns a DTensor if `torch.distributed.checkpoint` will gather it or split a whole tensor by it.
     """
@@ -60,8 +59,8 @@ def in_state_dict_form(part: TableShard) -> Tensor:
         return part
     if part.spread.grid is not None:
         layout = part.spread.by_columns()
-        part = part.like(CopyStorage(cut_own_part(part, layout), _OF_A_GRID), layout)
-    return part.shard() if _is_gathered() else part
+        part = part.like(CopyStorage(cut_own_shard(part, layout), _OF_A_GRID), layout)
+    return part.to_dtensor() if _will_be_gathered() else part
 
 
 _OF_A_GRID = (
@@ -70,8 +69,8 @@ _OF_A_GRID = (
 )
 
 
-def _is_gathered() -> bool:
-    """Returns whether the caller of `state_dict()` is `torch.distributed.checkpoint`."""
+def _will_be_gathered() -> bool:
+    """Returns whether `torch.distributed.checkpoint` calls `state_dict()` and will gather its tensors."""
     frame: Any = sys._getframe(1)
     while frame is not None:
         if frame.f_globals.get("__name__") == _CHECKPOINTS and (info := frame.f_locals.get("info")) is not None:
@@ -83,22 +82,22 @@ def _is_gathered() -> bool:
 _CHECKPOINTS = "torch.distributed.checkpoint.state_dict"
 
 
-def convert_to_own(
+def convert_state_dict(
     state_dict: dict[str, Any],
     layouts: Mapping[str, Layout],
     parameter: Callable[[str], Tensor],
     *,
     prefix: str = "",
 ) -> None:
-    """Converts a state dict in place to the placements of the model that loads it.
+    """Converts a state dict in place to the layouts of the model that loads it.
 
-    Values of sharded tables, whole or in parts, become this rank's parts. Parts of tables that are whole here are
-    gathered. Collective if parts are gathered, or move between columns and a grid.
+    Values of sharded tables become this rank's shards, and shards of tables that are whole here are gathered.
+    Collective if shards are gathered, or move between columns and a grid.
 
     Args:
-        layouts: layouts of the tables, by all of their names.
-        parameter: returns the model's parameter of a name.
-        prefix: as for `insert_parts`.
+        layouts: the layouts of sharded tables, by all of their names.
+        parameter: function that returns the model's parameter with a name.
+        prefix: as for `insert_shards`.
     """
     for name, value in state_dict.items():
         if not isinstance(value, Tensor) or not name.startswith(prefix):
@@ -108,18 +107,18 @@ def convert_to_own(
         elif value.shape == layout.shape and not (isinstance(value, TableShard) and value.spread.fits(layout)):
             own = parameter(name.removeprefix(prefix))
             check_in_memory(own)
-            held = cut_own_part(value, layout)
+            held = cut_own_shard(value, layout)
             state_dict[name] = own.like(LocalStorage(held)) if isinstance(own, TableShard) else held
 
 
 def check_in_memory(value: Any) -> None:
-    """Raises `RuntimeError` if the value is a table that lies beyond memory: on every rank, before any transfer."""
+    """Raises `RuntimeError` on every rank if the value is a table larger than memory, which cannot be gathered."""
     if isinstance(value, TableShard) and value.held.is_elsewhere:
         value.held.dense()
 
 
-def whole_state(state: Any) -> Any:
-    """Returns a nested state dict with each sharded table gathered as a plain tensor on every rank. Collective.
+def gather_state_dict(state: Any) -> Any:
+    """Returns a nested state dict with each sharded table gathered as a plain tensor, on every rank. Collective.
 
     Other values stay the same objects. Tables are gathered in the order of their keys as text, because ranks may have
     inserted them in different orders.
@@ -128,7 +127,7 @@ def whole_state(state: Any) -> Any:
         return gather_whole(state.detach())
     if isinstance(state, dict):
         found = copy.copy(state)
-        values = {key: whole_state(state[key]) for key in sorted(state, key=str)}
+        values = {key: gather_state_dict(state[key]) for key in sorted(state, key=str)}
         found.update({key: values[key] for key in state})
         return found
-    return [whole_state(each) for each in state] if isinstance(state, list) else state
+    return [gather_state_dict(each) for each in state] if isinstance(state, list) else state

@@ -1,4 +1,5 @@
-"""Parts: this rank's share of a table, of its gradient, of its optimizer state, or of a view of these.
+"""`TableShard`: the tensor class for this rank's shard of a table, of its gradient, of its optimizer state, or of a
+view.
 
 Contract
     A part has the shape of the whole tensor, so that no op mistakes it for the whole. Each op either returns the result
@@ -35,13 +36,13 @@ REFUSAL = (
 
 
 class TableShard(Tensor):
-    """This rank's part of a tensor, with the shape of the whole tensor.
+    """This rank's shard of a tensor. Its shape is that of the whole tensor.
 
     Attributes:
-        held: the part's memory.
-        spread: the layout, which says which elements of which table the part has.
-        kind: the role of the tensor, in words: "", "the gradient of ", "the optimizer's state of ".
-        is_sparse: whether the gradient looks like the sparse (COO) one that autograd would make.
+        held: where the shard's elements are stored.
+        spread: the layout: which elements of which table each rank has.
+        kind: what the tensor is, in words: "", "the gradient of ", "the optimizer's state of ".
+        is_sparse: whether a gradient presents itself as the sparse (COO) tensor that autograd would create.
     """
 
     answer: ClassVar[Callable[[Any, tuple[Any, ...], Mapping[str, Any]], Any]]
@@ -72,18 +73,18 @@ class TableShard(Tensor):
         return cls.answer(func, args, kwargs or {})
 
     def like(self, storage: LocalStorage, layout: Layout | None = None) -> TableShard:
-        """Returns another part of the same table with other storage."""
+        """Returns another shard of the same table, with another storage."""
         if layout is None:
             return type(self)(storage, self.spread, self.kind, sparse=self.is_sparse)
         return type(self)(storage, layout, self.kind)
 
     @property
     def what(self) -> str:
-        """Describes the tensor for error messages, as in "the gradient of words.weight"."""
+        """A description of the tensor for error messages, such as "the gradient of words.weight"."""
         return f"{self.kind}the sharded {self.spread.name}"
 
     def refused(self, asked: str) -> RuntimeError:
-        """Returns the error for an operation, named by `asked`, that a part of a table does not support."""
+        """Returns the error for an operation, named by `asked`, that shards do not support."""
         return self.spread.report(
             RuntimeError(
                 f"{_without_namespace(asked)} is not supported on {self.what}, of which this rank holds only a part: "
@@ -93,12 +94,14 @@ class TableShard(Tensor):
             )
         )
 
-    def _not_saved(self) -> TypeError:
-        """Returns the error to raise if a part of a table is saved or pickled."""
+    def _save_error(self) -> TypeError:
+        """Returns the error to raise if a shard is saved or pickled."""
         return self.spread.report(TypeError(REFUSAL.format(f"a part of {self.what}")))
 
-    def not_reduced(self, asked: str) -> RuntimeError:
-        """Returns the error for reading a gradient that has not been reduced yet, by an operation named `asked`."""
+    def not_reduced_error(self, asked: str) -> RuntimeError:
+        """Returns the error for an operation, named by `asked`, that reads a gradient before it is reduced over
+        ranks.
+        """
         return RuntimeError(
             f"{_without_namespace(asked)} of {self.what}: under no_sync(), each rank has only its own sum until the "
             "next backward outside of no_sync(). Read the gradient after that backward, or keep the table whole: "
@@ -107,13 +110,13 @@ class TableShard(Tensor):
 
     @torch.no_grad()
     def full_tensor(self) -> Tensor:
-        """Returns the whole tensor on every rank. Collective, like DTensor's method."""
+        """Returns the whole tensor on every rank, like DTensor's method. Collective."""
         if self.held.unreduced:
-            raise self.not_reduced("full_tensor()")
+            raise self.not_reduced_error("full_tensor()")
         return self.spread.whole(self.held.dense())
 
     def to_local(self) -> Tensor:
-        """Returns this rank's part as a plain tensor that shares memory, like DTensor's method."""
+        """Returns this rank's shard as a plain tensor with the same memory, like DTensor's method."""
         return self.held.memory().detach()
 
     # Methods of Tensor that do not dispatch an op.
@@ -144,7 +147,7 @@ class TableShard(Tensor):
         return self.full_tensor().tolist()
 
     def numpy(self, *, force: bool = False) -> Any:
-        """Returns all elements as an array: writable if it shares memory, read-only if it is a copy."""
+        """Returns the whole table as an array: writable if it shares the shard's memory, read-only if it is a copy."""
         own = self.spread.is_alone and not isinstance(self.held, CopyStorage)
         array = (self.held.memory() if own else self.full_tensor()).numpy(force=force)
         array.flags.writeable = own
@@ -154,23 +157,23 @@ class TableShard(Tensor):
         return format(self.item() if self.dim() == 0 else str(self), spec)
 
     def apply_(self, function: Callable[[Any], Any]) -> TableShard:
-        """Applies a Python function to this rank's values in place."""
+        """Applies a Python function to each of this rank's values, in place."""
         self.held.memory().apply_(function)
         self.held.record_write()
         return self
 
     def map_(self, *given: Any) -> TableShard:
-        """Applies `map_` to the values; only a rank that holds the whole table can."""
+        """Implements `map_`, for a rank that has the whole table."""
         self._require_whole("map_()").map_(*given)
         return self
 
     def map2_(self, *given: Any) -> TableShard:
-        """Applies `map2_` to the values; only a rank that holds the whole table can."""
+        """Implements `map2_`, for a rank that has the whole table."""
         self._require_whole("map2_()").map2_(*given)
         return self
 
     def share_memory_(self) -> TableShard:
-        """Moves this rank's values into shared memory."""
+        """Moves this rank's values into memory that other processes can share."""
         self.held.memory().share_memory_()
         return self
 
@@ -181,17 +184,17 @@ class TableShard(Tensor):
     # Methods that `torch.distributed.checkpoint` calls.
 
     def __create_write_items__(self, name: str, value: object) -> Any:
-        shard = self.shard()
+        shard = self.to_dtensor()
         return shard.__create_write_items__(name, shard)
 
     def __create_chunk_list__(self) -> Any:
-        return self.shard().__create_chunk_list__()
+        return self.to_dtensor().__create_chunk_list__()
 
     def __get_tensor_shard__(self, index: object) -> Tensor:
         return self.to_local()
 
-    def shard(self) -> DTensor:
-        """Returns this rank's part of a table by columns as a DTensor that shares memory."""
+    def to_dtensor(self) -> DTensor:
+        """Returns this rank's shard of a table by columns as a DTensor with the same memory."""
         layout, shape = self.spread, self.shape
         if layout.mesh is None or layout.grid is not None or not layout.is_table:
             raise self.refused("torch.distributed.checkpoint of a tensor that is not a table sharded by columns")
@@ -204,11 +207,13 @@ class TableShard(Tensor):
         return 0 if _is_staged() else self._require_whole("data_ptr()").data_ptr()
 
     def new_empty(self, *size: Any, **options: Any) -> Tensor:
-        """Returns an empty plain tensor, or an empty part while a state dict is staged for an asynchronous save."""
+        """Returns an empty plain tensor, or an empty shard while a state dict is staged for an asynchronous save."""
         return torch.empty_like(self, **options) if _is_staged() else super().new_empty(*size, **options)
 
     def _require_whole(self, asked: str) -> Tensor:
-        """Returns the values if this rank has the whole table. Otherwise raises the error for the operation `asked`."""
+        """Returns the values if this rank has the whole table. Otherwise raises the error for the operation named by
+        `asked`.
+        """
         if not self.spread.is_alone:
             raise self.refused(asked)
         return self.held.memory()
@@ -228,12 +233,12 @@ class TableShard(Tensor):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         if not self.spread.is_alone:
-            raise self._not_saved()
+            raise self._save_error()
         return self.held.dense().__reduce_ex__(protocol)
 
     def _typed_storage(self) -> NoReturn:
-        """Raises, because `torch.save` would save only this rank's part."""
-        raise self._not_saved()
+        """Raises, because `torch.save` would save only this rank's shard."""
+        raise self._save_error()
 
 
 forward_methods(
@@ -249,7 +254,7 @@ def _without_namespace(asked: str) -> str:
 
 
 def _is_staged() -> bool:
-    """Returns whether a caller stages a state dict for an asynchronous save, which copies parts unchanged."""
+    """Returns whether a caller is staging a state dict for an asynchronous save, which copies shards unchanged."""
     return sys._getframe(2).f_globals.get("__name__") in _STAGING
 
 
@@ -259,19 +264,19 @@ Rule = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 """(op, args, kwargs) -> the op's result, with parts among the arguments; NotImplemented to try another rule."""
 
 
-def become_part(parameter: nn.Parameter, local: Tensor, layout: Layout) -> None:
-    """Turns a parameter into this rank's part of a table. It stays the same object."""
+def become_shard(parameter: nn.Parameter, local: Tensor, layout: Layout) -> None:
+    """Turns a parameter into this rank's shard of a table, in place."""
     part = TableShard(LocalStorage(local), layout)
     _swap(parameter, nn.Parameter(part, parameter.requires_grad), layout.name)
 
 
 def become_whole(parameter: nn.Parameter, whole: Tensor, name: str) -> None:
-    """Turns a part into the whole parameter. It stays the same object."""
+    """Turns a shard into the whole parameter, in place."""
     _swap(parameter, nn.Parameter(whole, parameter.requires_grad), name)
 
 
 def _swap(parameter: nn.Parameter, other: nn.Parameter, name: str) -> None:
-    """Swaps the contents of two parameters, like `torch.utils.swap_tensors`, even if other references exist."""
+    """Swaps the contents of two parameters, like `torch.utils.swap_tensors`, but allows other references to them."""
     gradient, parameter.grad = parameter.grad, None
     # Attributes that users have set.
     own = {key: value for key, value in vars(parameter).items() if key not in _OF_A_PART}
@@ -285,7 +290,7 @@ def _swap(parameter: nn.Parameter, other: nn.Parameter, name: str) -> None:
 
 
 def _raise_stale_backward(name: str, gradients: object) -> NoReturn:
-    """Raises for the backward of a loss that was computed before the table was placed."""
+    """Raises the error for a backward of a loss that was computed before the table was sharded or unsharded."""
     raise RuntimeError(
         f"backward(): the loss was computed before the table {name} was placed. Call the model first, then compute "
         "the loss."
@@ -296,14 +301,15 @@ _OF_A_PART = ("held", "spread", "kind", "is_sparse", "_is_param")
 
 
 def to_plain(tensor: Tensor) -> Tensor:
-    """Returns this rank's part as a plain tensor. Returns any other tensor unchanged."""
+    """Returns a shard as a plain tensor of this rank's elements, or any other tensor unchanged."""
     return tensor.held.memory() if isinstance(tensor, TableShard) else tensor.detach()
 
 
-def cut_own_part(value: Tensor, layout: Layout) -> Tensor:
-    """Cuts this rank's part (V', d) out of a table's values, whole or in parts. Returns other values unchanged.
+def cut_own_shard(value: Tensor, layout: Layout) -> Tensor:
+    """Returns this rank's shard (V', d) of a table's values, which may be whole or sharded. Returns other values
+    unchanged.
 
-    Collective if the values are parts with other rows or columns.
+    Collective if the values are sharded differently.
     """
     if value.shape != layout.shape:
         return value
@@ -320,7 +326,5 @@ def cut_own_part(value: Tensor, layout: Layout) -> Tensor:
 
 
 def gather_whole(value: Any) -> Any:
-    """Returns the whole tensor of a part or DTensor, gathered from all ranks. Returns other values unchanged.
-    Collective.
-    """
+    """Gathers the whole tensor of a shard or DTensor from all ranks. Returns other values unchanged. Collective."""
     return value.full_tensor() if isinstance(value, TableShard | DTensor) else value

@@ -1,4 +1,4 @@
-"""Update rules: how one step changes a table's rows with and without a gradient.
+"""Update rules: how one optimizer step changes a table's rows with and without a gradient.
 
     SparseUpdate     rows without a gradient do not change, by the optimizer's own rule or because the user chose "lazy"
     DenseUpdate      all rows are updated at once
@@ -27,8 +27,8 @@ from embrace_fx.runtime.tables.own_step import (
     State,
     cached_by_options,
     counters_after,
+    has_row_values,
     hyperparameters,
-    is_of_rows,
     read_state_rows,
     step_rows,
     step_rows_on_device,
@@ -47,7 +47,7 @@ Options = Mapping[str, Any]
 
 
 class SparseUpdate:
-    """One step of a table that changes only rows with a gradient.
+    """One optimizer step of a table that changes only rows with a gradient.
 
     Args:
         table: the table, whose current options the step uses.
@@ -68,9 +68,8 @@ class SparseUpdate:
         self._awaited: tuple[Rows, Callable[[], Tensor]] | None = None
 
     def apply(self, ids: Tensor, rows: Tensor) -> None:
-        """Updates rows with sorted, unique ids (K,) by their gradients (K, d).
-
-        May be called several times in a step, with different rows.
+        """Updates rows with sorted, unique ids (K,) by their gradients (K, d). A step may call this several times, for
+        different rows.
         """
         is_whole = type(self.optimizer) is not RowWiseAdagrad or rows.shape[1] == self.table.shape[1]
         assert is_whole, "the squares of a shard's rows must be summed over ranks first"
@@ -80,7 +79,9 @@ class SparseUpdate:
             self._counted = step_rows(self.optimizer, self._of_some, local, state, ids, rows) or self._counted
 
     def finish(self, parts: Sequence[Rows]) -> None:
-        """Updates the remaining rows: by gradients, ids (K,) and rows (K, d), or without if the rule does."""
+        """Ends the step: updates the rows of `parts`, ids (K,) and gradients (K, d), and then, in subclasses, rows
+        without a gradient.
+        """
         if self._awaited is not None:
             (ids, rows), squares = self._awaited
             places, store = self.table.places(ids, to_write=True), self.table.store
@@ -92,26 +93,26 @@ class SparseUpdate:
         self._advance_counters()
 
     def add_for_finish(self, rows: Rows, squares: Callable[[], Tensor]) -> None:
-        """Adds rows for `finish`, for RowWiseAdagrad, whose step of a row needs all of its columns.
+        """Adds rows to be updated by `finish`, for RowWiseAdagrad, which needs all columns of a row to update it.
 
         Args:
-            squares: waits for the rows' sums of squares over all columns (K,), and returns them.
+            squares: function that waits for, and returns, the sums of squares (K,) of the rows over all columns.
         """
         self._awaited = rows, squares
 
     def _advance_counters(self) -> None:
-        """Advances the step counters, which all rows share."""
+        """Advances the optimizer's step counters, which all rows share."""
         store = self.table.store
         if self._counted and self._of_some is self.options:
             store.keep(self._counted)
             return
         local, state = store.local, store.state
-        if not all(is_of_rows(value, local.shape[0]) for value in state.values()):
+        if not all(has_row_values(value, local.shape[0]) for value in state.values()):
             store.keep(counters_after(self.optimizer, self.options, local, state))
 
 
 class DenseUpdate(SparseUpdate):
-    """One step of a table that changes all rows at once."""
+    """One optimizer step of a table that changes all rows."""
 
     moves_all = True
 
@@ -120,19 +121,19 @@ class DenseUpdate(SparseUpdate):
         self._applied: list[Tensor] = []  # the ids that `apply` has updated in this step
 
     def apply(self, ids: Tensor, rows: Tensor) -> None:
-        """Updates some rows before `finish` updates the others."""
+        """Updates some rows early. `finish` then updates the others."""
         step_rows(self.optimizer, self.options, self.table.store.local, self.table.store.state, ids, rows)
         self._applied.append(ids)
 
     def finish(self, parts: Sequence[Rows]) -> None:
-        """Updates all other rows by one dense step. Rows updated before keep their result."""
+        """Updates all rows that `apply` has not updated, in one dense step."""
         store = self.table.store
         local, state = store.local, store.state
         total, gradient = local.shape[0], torch.zeros_like(local)
         for ids, rows in parts:
             gradient.index_copy_(0, ids, rows)
         done = [(ids, local.index_select(0, ids), read_state_rows(state, ids, total)) for ids in self._applied]
-        # Clone the counters until `keep`: in a row space they are the first table's.
+        # Clone the counters until `keep`: in a joined table they are the first table's.
         after = step_tensor(self.optimizer, self.options, local, gradient, with_own_counters(state, total))
         for ids, values, of_rows in done:
             local.index_copy_(0, ids, values)
@@ -141,7 +142,7 @@ class DenseUpdate(SparseUpdate):
 
 
 class DeferredUpdate(SparseUpdate):
-    """One step of a table that rows without a gradient defer until they are next read."""
+    """One optimizer step of a table that rows without a gradient defer until they are next read."""
 
     moves_all = True
 
@@ -151,7 +152,7 @@ class DeferredUpdate(SparseUpdate):
         self._history.begin(self.optimizer, self.options)
 
     def apply(self, ids: Tensor, rows: Tensor) -> None:
-        """Applies the steps that these rows have skipped, and then this one."""
+        """Applies to these rows the steps that they have deferred, and then this step."""
         places, store = self.table.places(ids, to_write=True), self.table.store
         local, state = store.local, store.state
         self._history.apply_open(places, local, state)
@@ -176,7 +177,7 @@ def dense_update_policy(
     """Returns how an optimizer class with these options updates rows without a gradient."""
     if optimizer_class in (SparseAdam, RowWiseAdagrad):
         return "lazy" if optimizer_class is SparseAdam else ""
-    if optimizer_class in ELEMENT_WISE and steps_rows(options):
+    if optimizer_class in ELEMENT_WISE and can_step_rows(options):
         if row_updates == "lazy":
             return "lazy"
         if optimizer_class in (SGD, Adagrad) and not options.get("momentum") and options["weight_decay"] == 0:
@@ -184,8 +185,8 @@ def dense_update_policy(
     return "sweep" if deferred_steps_class(optimizer_class, options, dtype) is None else "either"
 
 
-def steps_rows(options: Options) -> bool:
-    """Returns whether a step can update single rows, which it cannot if it is differentiable or capturable."""
+def can_step_rows(options: Options) -> bool:
+    """Returns whether a step can update single rows, which is not possible if it is differentiable or capturable."""
     lr = options["lr"]
     if options.get("differentiable") or options.get("capturable") or (isinstance(lr, Tensor) and lr.requires_grad):
         return False
@@ -193,8 +194,8 @@ def steps_rows(options: Options) -> bool:
     return not (options.get("dampening") and options.get("momentum"))
 
 
-def not_deferrable(table: str, optimizer_class: type[Optimizer]) -> str:
-    """Returns the error text for an optimizer that must update all rows in each step."""
+def not_deferrable_error(table: str, optimizer_class: type[Optimizer]) -> str:
+    """Returns the error text for an optimizer whose updates of rows without a gradient cannot be deferred."""
     return (
         f"table_memory: {optimizer_class.__name__}, with its options, changes every row of {table} in each step, but "
         "memory holds only a working set. Use SGD without dampening, Adam or AdamW (weight decay decoupled or none), "

@@ -1,4 +1,4 @@
-"""Writes a state dict with sharded tables to one file, without any rank having a table whole.
+"""Saves a state dict with sharded tables to one file, without ever holding a whole table on a rank.
 
 Contract
     The file contains plain tensors, as `torch.save` would write them, and `torch.load` reads it. Rank 0 first writes a
@@ -23,15 +23,15 @@ from torch._subclasses import FakeTensorMode
 from embrace_fx.runtime.ranks.backends import goes_through_host
 from embrace_fx.runtime.ranks.messages import receive_one, send_one
 from embrace_fx.runtime.tables.state_dicts import check_in_memory
-from embrace_fx.runtime.tables.table_shard import TableShard, cut_own_part
+from embrace_fx.runtime.tables.table_shard import TableShard, cut_own_shard
 from embrace_fx.vocabulary.ops import own_columns
 
 _BLOCK_ELEMENTS = 1 << 20
 
 
 @torch.no_grad()
-def write_whole(state: dict[str, Any], path: Path) -> None:
-    """Writes a state dict with whole tensors. Collective over the ranks of its tables."""
+def save_gathered(state: dict[str, Any], path: Path) -> None:
+    """Saves a state dict with whole tensors, gathered from all ranks. Collective."""
     values = list(_tensors_in_order(state))
     for each in values:
         check_in_memory(each)
@@ -52,7 +52,7 @@ def write_whole(state: dict[str, Any], path: Path) -> None:
     for value, place in zip(values, places, strict=True):
         if isinstance(value, TableShard) and group is not None:
             with value.spread.watching():
-                _write_table(value, place, group)
+                _gather_columns(value, place, group)
         elif place is not None:
             place.copy_(value)
     if writes:
@@ -65,7 +65,7 @@ def write_whole(state: dict[str, Any], path: Path) -> None:
 
 
 def _tensors_in_order(state: Any) -> Iterator[Tensor]:
-    """Yields the tensors of a state dict in the order of their keys as text, which is equal on all ranks."""
+    """Yields the tensors of a state dict, sorted by their keys as text, so that the order is equal on all ranks."""
     if isinstance(state, Tensor):
         yield state
     elif isinstance(state, dict):
@@ -87,9 +87,14 @@ def _with_placeholders(state: Any) -> Any:
     return state
 
 
-def _write_table(part: TableShard, place: Tensor | None, group: dist.ProcessGroup) -> None:
-    """On the rank that writes, receives all ranks' columns into a table (V, D); on the others, sends this rank's."""
-    size, local = dist.get_world_size(group), cut_own_part(part, part.spread.by_columns())
+def _gather_columns(part: TableShard, place: Tensor | None, group: dist.ProcessGroup) -> None:
+    """Gathers all ranks' columns of a table into `place` (V, D) on the rank that writes; other ranks send theirs.
+    Collective.
+
+    Args:
+        place: the table in the file, or None on other ranks.
+    """
+    size, local = dist.get_world_size(group), cut_own_shard(part, part.spread.by_columns())
     by_host = goes_through_host(local, group)
     rows_a_block = max(1, _BLOCK_ELEMENTS // max(1, part.shape[1]))
     for block in local.split(rows_a_block) if place is None else ():

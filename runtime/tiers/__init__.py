@@ -1,1 +1,3 @@
-"""Tables beyond memory: a working set of rows in memory, and the other rows in a file or, for CUDA, in host memory."""
+"""Tables larger than memory: some rows are in memory (the working set), the others in a file or, for CUDA, in host
+memory.
+"""

@@ -1,4 +1,4 @@
-"""Computes the maximum memory of a table beyond memory from its rows and slots.
+"""Computes how much memory a table larger than memory needs. A slot is the place of one row in memory.
 
 Besides the slots, only fixed buffers hold records. With slots in 32 parts, three parts may wait to be written, two be
 read by two threads, one be initialized, two apply deferred steps, and one stay with the allocator. On a device, four
@@ -27,39 +27,39 @@ _PARTS, _FEWEST, _MOST = 32, 8, 1 << 12
 
 
 def transfer_rows(slots: int) -> int:
-    """Returns how many rows are read, written or moved at once, for this number of slots."""
+    """Returns how many rows are read or written at once, if memory has `slots` rows."""
     return min(max(slots // _PARTS, _FEWEST), _MOST)
 
 
 def row_bytes(rows: int, columns: Mapping[str, Column]) -> float:
-    """Returns the bytes of memory per row of the table."""
+    """Returns the bytes of memory for bookkeeping, per row of the table."""
     return PLACE_BYTES + NUMBER_BYTES / block_size(Records(columns).nbytes, rows)
 
 
 def slot_bytes(columns: Mapping[str, Column]) -> float:
-    """Returns the bytes of memory per slot, including its share of buffers."""
+    """Returns the bytes of memory for each row in memory, including its share of transfer buffers."""
     of_columns = sum(column.nbytes for column in columns.values())
     return of_columns + SLOT_BYTES + Records(columns).nbytes * (LEAVING + OTHERS) / _PARTS
 
 
-def own_bytes(columns: Mapping[str, Column]) -> int:
-    """Returns the bytes of memory of a working set that do not depend on its slots."""
+def fixed_bytes(columns: Mapping[str, Column]) -> int:
+    """Returns the bytes of memory that do not depend on how many rows are in memory."""
     return Records(columns).nbytes * (LEAVING + OTHERS) * _FEWEST + 128
 
 
-def least_bytes(rows: int, slots: int, columns: Mapping[str, Column]) -> int:
-    """Returns the bytes of memory of a table with so many rows and slots, at most."""
-    return ceil(rows * row_bytes(rows, columns) + slots * slot_bytes(columns)) + own_bytes(columns)
+def memory_bytes(rows: int, slots: int, columns: Mapping[str, Column]) -> int:
+    """Returns the maximum bytes of memory of a table with `rows` rows, `slots` of them in memory."""
+    return ceil(rows * row_bytes(rows, columns) + slots * slot_bytes(columns)) + fixed_bytes(columns)
 
 
 @dataclass(frozen=True)
 class Tier:
-    """The limit of memory for one table, and the columns of its rows.
+    """The memory limit of one table that is larger than memory, and the columns of its rows.
 
     Attributes:
-        memory: bytes for its working set; below 1, the share of its rows.
-        whole: the value asked for, which tables may share.
-        columns: name -> column of a row on this rank.
+        memory: bytes of memory for its rows; below 1, the share of its rows to keep in memory.
+        whole: the limit that the user gave, which several tables may share.
+        columns: name -> column (weights or optimizer state) of a row on this rank.
     """
 
     memory: float
@@ -67,15 +67,15 @@ class Tier:
     columns: Mapping[str, Column]
 
     def slots(self, rows: int, table: str) -> int:
-        """Counts the rows that stay in memory.
+        """Returns how many rows the limit allows in memory.
 
         Raises:
-            ValueError: none would.
+            ValueError: it allows none.
         """
         if self.memory < 1:
             return max(1, min(rows, ceil(self.memory * rows)))
         each = row_bytes(rows, self.columns)
-        found = int((self.memory - rows * each - own_bytes(self.columns)) // slot_bytes(self.columns))
+        found = int((self.memory - rows * each - fixed_bytes(self.columns)) // slot_bytes(self.columns))
         if found < 1:
             raise ValueError(
                 f"table_memory: {int(self.whole):,} bytes are too few for {table}. It needs at least "
@@ -85,14 +85,18 @@ class Tier:
         return min(rows, found)
 
     def table_memory_text(self, slots: int, rows: int) -> str:
-        """Returns the `table_memory` that keeps this many rows in memory, as text."""
+        """Returns, as text, the `table_memory` that would keep this many rows in memory."""
         if self.memory < 1:
             return f"{ceil(slots / rows * 1e4) / 1e4:g}"
-        return f"{ceil(least_bytes(rows, slots, self.columns) * self.whole / self.memory):,} bytes"
+        return f"{ceil(memory_bytes(rows, slots, self.columns) * self.whole / self.memory):,} bytes"
 
     def row_memory(
         self, table: str, rows: int, at_once: int, draws: Draws, storage: tuple[StorageTier, ...]
     ) -> RowMemory:
-        """Predicts the reads and writes of a table's rows, `at_once` of which all ranks read in a step."""
-        sizes = slot_bytes(self.columns), row_bytes(rows, self.columns), own_bytes(self.columns)
+        """Returns the prediction of how many rows of the table each step reads from storage and writes back.
+
+        Args:
+            at_once: how many rows all ranks together read in a step.
+        """
+        sizes = slot_bytes(self.columns), row_bytes(rows, self.columns), fixed_bytes(self.columns)
         return RowMemory(rows, self.slots(rows, table), *sizes, Records(self.columns).nbytes, at_once, draws, storage)

@@ -1,4 +1,4 @@
-"""Saves and loads models with tables beyond memory: one file of rows per rank and table, and one for everything else.
+"""Saves and loads models with tables larger than memory: one file of rows per rank and table, and one main file.
 
 A rank writes its columns of the rows that differ from their first values, in ascending order and blocks, with their
 deferred steps. A loading rank reads the files of all ranks whose columns it needs in parallel. No rank holds a whole
@@ -27,12 +27,12 @@ from torch.optim import Optimizer
 
 from embrace_fx.runtime.ranks.communicator import Communicator
 from embrace_fx.runtime.tables.model_state import ModelState
-from embrace_fx.runtime.tables.optimizer_state import own_state_of, to_user_state
-from embrace_fx.runtime.tables.state_dicts import whole_state
+from embrace_fx.runtime.tables.optimizer_state import convert_loaded_state, to_user_state
+from embrace_fx.runtime.tables.state_dicts import gather_state_dict
 from embrace_fx.runtime.tiers.record_file import TierError
 from embrace_fx.runtime.tiers.records import WEIGHTS, Column, Records
 from embrace_fx.runtime.tiers.slot_history import NO_HISTORIES, ClosedHistory, align_parts, read_histories
-from embrace_fx.runtime.tiers.tiered_table import SlotRows, beyond_memory
+from embrace_fx.runtime.tiers.tiered_table import SlotRows, tables_larger_than_memory
 from embrace_fx.runtime.tiers.working_set import ROWS_AT_ONCE
 from embrace_fx.vocabulary.ops import own_columns
 
@@ -42,12 +42,12 @@ REST = "checkpoint.pt"
 def save(
     model: nn.Module, state: ModelState, optimizers: Sequence[Optimizer], communicator: Communicator, folder: Path
 ) -> None:
-    """Writes model and optimizers into a folder. Collective; requires that no update is pending.
+    """Saves a model and its optimizers into a folder. Collective. No update may be pending.
 
     Raises:
-        TierError: a rank cannot write; on every rank.
+        TierError: a rank cannot write its files. Raised on every rank.
     """
-    beyond = beyond_memory(state.tables)
+    beyond = tables_larger_than_memory(state.tables)
     token = communicator.gather(uuid4().hex[:8], str)[0]
     ranks = communicator.world_size
     files = {name: [f"{k}.{r}-of-{ranks}.{token}.rows" for r in range(ranks)] for k, name in enumerate(beyond)}
@@ -60,7 +60,7 @@ def save(
             _save_rows(table, folder / files[name][communicator.rank])
     others = {k: v for k, v in model.state_dict().items() if k not in beyond}
     with communicator.watching():
-        rest = whole_state({"model": others, "optimizers": [_optimizer_part(each, state) for each in optimizers]})
+        rest = gather_state_dict({"model": others, "optimizers": [_optimizer_part(each, state) for each in optimizers]})
     rest["tables"] = {
         name: {"shape": tuple(table.member.shape), "files": files[name], **table.to_checkpoint()}
         for name, table in beyond.items()
@@ -73,12 +73,12 @@ def save(
 def load(
     model: nn.Module, state: ModelState, optimizers: Sequence[Optimizer], communicator: Communicator, folder: Path
 ) -> None:
-    """Reads a checkpoint that `save` wrote on any number of ranks. Collective; requires that no update is pending.
+    """Loads a checkpoint that `save` has written, on any number of ranks. Collective. No update may be pending.
 
     Raises:
-        TierError: the checkpoint is missing, damaged or of another model; on every rank.
+        TierError: the checkpoint is missing, damaged or of another model. Raised on every rank.
     """
-    beyond = beyond_memory(state.tables)
+    beyond = tables_larger_than_memory(state.tables)
     with _fail_together(communicator, f"Loading the checkpoint in {folder}"):
         rest = torch.load(folder / REST, map_location="cpu", weights_only=True)
         _check_fits(rest, state, optimizers)
@@ -100,14 +100,14 @@ def load(
                     k: v.to(parameter.device) if _is_on_parameter_device(v) else v
                     for k, v in saved["state"][number].items()
                 }
-                own = own_state_of(parameter, there, state)
+                own = convert_loaded_state(parameter, there, state)
                 optimizer.state[parameter] = own
             elif not any(parameter is table.member.parameter for table in beyond.values()):
                 optimizer.state.pop(parameter, None)
 
 
 def _is_on_parameter_device(value: Any) -> bool:
-    """Returns whether state is on its parameter's device. Counters stay on the host."""
+    """Returns whether a value of optimizer state belongs on its parameter's device. Step counters stay on the host."""
     return isinstance(value, Tensor) and value.dim() > 0
 
 
@@ -126,7 +126,7 @@ def _load_whole(table: SlotRows, values: torch.Tensor, state: Mapping[str, Any],
 
 
 def _pop_table_state(rest: dict[str, Any], table: SlotRows, optimizers: Sequence[Optimizer]) -> dict[str, Any]:
-    """Removes a table's optimizer state from a checkpoint's, and returns it."""
+    """Removes a table's optimizer state from the contents of a checkpoint's main file, and returns it."""
     for optimizer, saved in zip(optimizers, rest["optimizers"], strict=True):
         for number, parameter in enumerate(_parameters(optimizer)):
             if parameter is table.member.parameter:
@@ -136,21 +136,27 @@ def _pop_table_state(rest: dict[str, Any], table: SlotRows, optimizers: Sequence
 
 
 def _check_fits(rest: Mapping[str, Any], state: ModelState, optimizers: Sequence[Optimizer]) -> None:
-    """Raises if a checkpoint does not fit the model and its optimizers."""
-    beyond = {name: tuple(table.member.shape) for name, table in beyond_memory(state.tables).items()}
+    """Raises if a checkpoint does not fit the model or its optimizers.
+
+    Args:
+        rest: the contents of the checkpoint's main file.
+    """
+    beyond = {name: tuple(table.member.shape) for name, table in tables_larger_than_memory(state.tables).items()}
     saved = {name: of_table["shape"] for name, of_table in rest["tables"].items()}
     saved |= {name: tuple(rest["model"][name].shape) for name in beyond.keys() & rest["model"].keys()}
     if saved != beyond:
         raise TierError(
-            f"its tables beyond memory are {saved}, but this model's are {beyond}; pass the same names in table_memory"
+            f"the checkpoint was saved with table_memory for {saved}, but this model uses it for {beyond}. Pass the "
+            "same names in table_memory."
         )
     names = {*rest["model"], *saved}
     if missing := sorted(set(state.names).difference(names)):
-        raise TierError(f"it lacks {', '.join(missing)}")
+        raise TierError(f"the checkpoint lacks {', '.join(missing)}")
     groups = [[len(group["params"]) for group in optimizer.param_groups] for optimizer in optimizers]
     if groups != [each["sizes"] for each in rest["optimizers"]]:
         raise TierError(
-            f"its optimizers have {[each['sizes'] for each in rest['optimizers']]} parameters, not {groups}"
+            f"the checkpoint's optimizers have {[each['sizes'] for each in rest['optimizers']]} parameters, but this "
+            f"model's have {groups}"
         )
 
 
@@ -160,7 +166,7 @@ def _parameters(optimizer: Optimizer) -> list[nn.Parameter]:
 
 
 def _optimizer_part(optimizer: Optimizer, state: ModelState) -> dict[str, Any]:
-    """Returns an optimizer's options, and its state by parameter index, without tables beyond memory."""
+    """Returns an optimizer's options, and its state by parameter number, without tables larger than memory."""
     tables, found = {table.parameter: table for table in state.tables.values()}, {}
     for number, parameter in enumerate(_parameters(optimizer)):
         table, own = tables.get(parameter), optimizer.state.get(parameter) or {}
@@ -171,9 +177,7 @@ def _optimizer_part(optimizer: Optimizer, state: ModelState) -> dict[str, Any]:
 
 
 def _write_main_file(rest: dict[str, Any], folder: Path) -> None:
-    """Writes everything except rows as the folder's main file, and deletes row files that the new file does not
-    name.
-    """
+    """Writes the folder's main file, which has everything except rows, and deletes row files that it does not name."""
     being_written = folder / f"{REST}.part"
     with being_written.open("wb") as file:
         torch.save(rest, file)
@@ -188,7 +192,11 @@ def _write_main_file(rest: dict[str, Any], folder: Path) -> None:
 
 @contextlib.contextmanager
 def _fail_together(communicator: Communicator, action: str) -> Iterator[None]:
-    """Opens a context for this rank's own work. At its end, every rank raises if any rank has failed. Collective."""
+    """Opens a context for work of this rank. At its end, every rank raises if any rank has failed. Collective.
+
+    Args:
+        action: the work in words, for the error.
+    """
     failure = None
     try:
         yield
@@ -202,7 +210,7 @@ def _fail_together(communicator: Communicator, action: str) -> Iterator[None]:
 
 
 def _save_rows(table: SlotRows, path: Path) -> None:
-    """Writes this rank's rows to a file. Requires that no update is pending."""
+    """Writes this rank's rows of a table to a file. No update may be pending."""
     with path.open("wb") as file:
         for _, records in table.changed_rows():
             file.write(records.numpy().data)
@@ -213,10 +221,11 @@ def _save_rows(table: SlotRows, path: Path) -> None:
 def _load_rows(
     table: SlotRows, paths: Sequence[Path], closed: Sequence[ClosedHistory], communicator: Communicator
 ) -> None:
-    """Replaces this rank's columns of all rows of a table with those in the files of the ranks that saved.
+    """Replaces this rank's columns of all rows of a table by those in files, which may be from another number of
+    ranks.
 
     Args:
-        closed: the histories in the checkpoint.
+        closed: the deferred optimizer steps in the checkpoint.
 
     Raises:
         TierError: a file is damaged.
@@ -242,12 +251,12 @@ def _load_rows(
 def _read_blocks(
     columns: Mapping[str, Column], path: Path, cut: range, shared: range, count: int, stack: contextlib.ExitStack
 ) -> Iterator[tuple[Tensor, dict[str, Tensor]]]:
-    """Yields the rows of a file in blocks of at most `count`: (row ids (K,), their columns `shared`).
+    """Yields the rows of a file in blocks of at most `count`: (row ids (K,), the `shared` columns).
 
     Args:
-        cut: the columns of the table that the file has.
+        cut: the columns of the table that are in the file.
         shared: those of them that this rank needs.
-        stack: closes the file.
+        stack: closes the file at its end.
     """
     file = stack.enter_context(path.open("rb"))
     records = Records({k: replace(c, size=(len(cut),)) if c.size else c for k, c in columns.items()})

@@ -1,4 +1,4 @@
-"""Chooses the rows to evict: first rows without a known next use, then those with the farthest.
+"""Chooses which rows to evict from memory: first rows without a known next use, then those used latest.
 
 Contract
     A slot's mark is the number of the last call that used it. If a later step is known to use it, the mark is above all
@@ -25,7 +25,7 @@ _SHARE = 64
 
 
 class EvictionPolicy:
-    """Decides which slots to evict, by a mark for each slot, and keeps the list of free slots.
+    """Decides which slots (places of one row each in memory) to evict, and keeps the list of free ones.
 
     Attributes:
         step: the number of the current step.
@@ -40,20 +40,20 @@ class EvictionPolicy:
 
     @property
     def nbytes(self) -> int:
-        """Returns the bytes of memory of the marks and of a list of all slots."""
+        """The bytes of memory that the policy needs at most."""
         return self._marks.nbytes + 4 * len(self._marks)
 
     def begin_step(self, step_number: int) -> None:
-        """Begins a step. Rows read ahead for earlier steps may be evicted."""
+        """Begins a step. Rows that were read ahead for earlier steps may now be evicted."""
         self.step = step_number
         self._before, self._began = self._began, self._call
 
     def begin_call(self) -> None:
-        """Begins a call of the model, whose slots count as used last."""
+        """Begins a call of the model. Slots that it uses count as the most recently used."""
         self._call += 1
 
     def use(self, slots: Tensor) -> None:
-        """Marks slots (K,) that this call uses."""
+        """Marks slots (K,) as used by the current call."""
         marks = self._marks.index_select(0, slots)
         known = (marks > _KNOWN) & (marks < _SOON - self.step)
         self._marks.index_copy_(0, slots, torch.where(known, marks, self._call))
@@ -69,25 +69,26 @@ class EvictionPolicy:
             self._marks.index_copy_(0, slots, marks)
 
     def expect(self, slots: Tensor, due: int) -> None:
-        """Marks slots (K,) as used by step `due`."""
+        """Records that step `due` will use slots (K,)."""
         self._marks.index_fill_(0, slots, _SOON - due)
 
     def take_free(self, count: int) -> Tensor:
-        """Takes `count` free slots, and returns them."""
+        """Removes `count` slots from the free ones, and returns them."""
         left = len(self.free) - count
         taken, self.free = self.free[left:].to(torch.int64), self.free[:left]
         return taken
 
     def free_slots(self, slots: Tensor) -> None:
-        """Marks slots (K,) as free."""
+        """Adds slots (K,) to the free ones."""
         self._marks.index_fill_(0, slots, _FREE)
         self.free = torch.cat([self.free, slots.to(torch.int32)])
 
     def choose_evictions(self, count: int, due: int | None = None) -> tuple[Tensor, bool]:
-        """Returns about `count` slots to evict first, and whether there may be more.
+        """Chooses about `count` slots to evict. Returns them, and whether more could be evicted.
 
         Args:
-            due: if given, returns only slots not used before that step, nor since the step before the current one.
+            due: if given, chooses only slots that are not used before this step, nor since the step before the current
+                one.
         """
         # Rows read for an earlier step may have pending gradients, so treat them as used by the current call.
         self._marks.masked_fill_((self._marks > _SOON - self.step) & (self._marks <= _SOON), self._call)

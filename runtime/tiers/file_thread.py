@@ -1,4 +1,4 @@
-"""Reads and writes a table's records in threads, in the order of the calls.
+"""Reads and writes a table's records (a row's weights and optimizer state) in threads, in the order of the calls.
 
 Contract
     A read sees all earlier writes. No other code accesses a slot while a read fills it. After a write has failed, every
@@ -25,7 +25,7 @@ from torch import Tensor
 from embrace_fx.runtime.launch.recorder import RecordedCopy, Recorder
 from embrace_fx.runtime.launch.spans import span
 from embrace_fx.runtime.tiers.budget import LEAVING, transfer_rows
-from embrace_fx.runtime.tiers.initial import FirstOfTables
+from embrace_fx.runtime.tiers.initial import InitialValuesOfTables
 from embrace_fx.runtime.tiers.record_file import HostRecords, RecordFile
 from embrace_fx.runtime.tiers.records import TAKEN, WEIGHTS, Records
 from embrace_fx.runtime.tiers.slots import Leave, Slots
@@ -42,11 +42,11 @@ _ALL = torch.iinfo(torch.int64).max
 
 
 class ReadResult(NamedTuple):
-    """The result of a read.
+    """The result of reading rows into slots.
 
     Attributes:
-        arrivals: arguments for the slots' `arrive`.
-        taken: the minimum of the rows' applied steps.
+        arrivals: the arguments for the calls of `Slots.arrive`.
+        taken: the lowest number of deferred steps that any of the rows has applied.
     """
 
     arrivals: Sequence[Any]
@@ -54,18 +54,19 @@ class ReadResult(NamedTuple):
 
 
 class FileThread:
-    """Reads and writes a table's records in the background, in the order of the calls.
+    """Reads and writes a table's records (a row's weights and optimizer state) in the background, in the order of the
+    calls.
 
     Args:
-        table: its name.
-        slots: the slots to fill.
+        table: the table's name.
+        slots: the places in memory into which rows are read.
         count: the number of slots.
-        recorder: returns the recorder of reads, writes and waits.
+        recorder: function that returns the recorder of reads, writes and waits.
 
     Attributes:
-        part: the maximum number of records per read or write.
-        nbytes: bytes of host memory for records.
-        error: the error of a write, or None. `WorkingSet.forget` resets it.
+        part: the maximum number of records in one read or write.
+        nbytes: bytes of host memory for buffers.
+        error: the error of a failed write, or None.
     """
 
     def __init__(
@@ -98,14 +99,18 @@ class FileThread:
         self._writes = deque((_WRITTEN, torch.empty(0, dtype=torch.int32, device="cpu"), room) for room in leaving)
 
     def write(self, numbers: Tensor, rows: Tensor, leave: Leave) -> None:
-        """Starts writing rows (K,), at most a part, at record numbers (K,)."""
+        """Starts writing the rows (K,), at most `part` of them, as records with these numbers (K,).
+
+        Args:
+            leave: copies the rows out of their slots.
+        """
         watch = self._watch(self._writing, rows.numel())
         with span("submit", self._writing):
             room = self._free_buffer()
             leaving = leave(None if room is None else room[: rows.numel()])
 
             def write() -> None:
-                """Writes the records. An error is raised by a later call."""
+                """Writes the records. If that fails, a later call raises the error."""
                 try:
                     with watch:
                         self._file.write(numbers, self._records.sign(leaving(), rows))
@@ -115,7 +120,7 @@ class FileThread:
             self._writes[-1] = self._begin_write(write), numbers, room
 
     def _begin_write(self, write: Callable[[], None]) -> Future[None]:
-        """Writes immediately, or in the thread if it has pending writes or a recent write had to wait."""
+        """Runs `write` immediately, or in the thread if other writes are pending or a recent one was slow."""
         if self._by_thread or not self._has_written():
             self._by_thread = max(self._by_thread - 1, 0)
             return self._writer.submit(write)
@@ -125,8 +130,8 @@ class FileThread:
         return _WRITTEN
 
     def read(self, numbers: Tensor, rows: Tensor | None = None) -> Tensor:
-        """Reads the records (K, B) at ascending numbers (K,), at most `part` of them, and checks that they contain rows
-        (K,) if given.
+        """Reads the records (K, B) with these ascending numbers (K,), at most `part` of them. Checks that they are of
+        `rows` (K,), if given.
 
         On the host, the result is valid until the next call or the next `read_into_slots`.
         """
@@ -139,17 +144,23 @@ class FileThread:
         return self._reader.submit(self._read, numbers, rows, self._to_read_here, behind).result()
 
     def copy(self, count: int, leave: Leave) -> Tensor:
-        """Copies `count` records, at most a part. On the host, the result is valid until the next write."""
+        """Copies `count` rows, at most `part`, out of their slots. On the host, the result is valid until the next
+        write.
+
+        Args:
+            leave: copies the rows out of their slots.
+        """
         room = self._free_buffer()
         return leave(None if room is None else room[:count])()
 
     def read_into_slots(
-        self, rows: Tensor, numbers: Tensor, slots: Tensor, initial: FirstOfTables
+        self, rows: Tensor, numbers: Tensor, slots: Tensor, initial: InitialValuesOfTables
     ) -> Future[ReadResult]:
-        """Starts to read rows (K,) into slots (K,). Returns a future.
+        """Starts reading rows (K,) into slots (K,). Returns a future.
 
         Args:
-            numbers: (K,) the numbers of their records, or -1 for rows with their first values.
+            numbers: (K,) the numbers of the rows' records, or -1 for rows that were never written.
+            initial: the initial values of such rows.
         """
         self._raise_write_error()
         numbers, order = numbers.sort()
@@ -174,7 +185,7 @@ class FileThread:
         return all(map(self._slots.has_arrived, future.result().arrivals))
 
     def await_rows(self, future: Future[ReadResult]) -> ReadResult:
-        """Waits for rows that are being read."""
+        """Waits for a read of rows into slots."""
         with self._recorder().waiting(self._reading) if not future.done() else nullcontext():
             come = future.result()
             for arrival in come.arrivals:
@@ -182,14 +193,14 @@ class FileThread:
         return come
 
     def await_writes(self) -> None:
-        """Waits until all submitted rows are written."""
+        """Waits until all pending writes have ended."""
         if not self._has_written():
             with self._recorder().waiting(self._writing):
                 wait([written for written, _, _ in self._writes])
         self._raise_write_error()
 
     def _free_buffer(self) -> Tensor | None:
-        """Waits for the oldest write, and returns its memory for records; None for a device, which needs none."""
+        """Waits for the oldest write, and returns its buffer for reuse, or None for a device, which needs no buffer."""
         self._writes.rotate(-1)
         written, _, room = self._writes[-1]
         if not written.done():
@@ -199,7 +210,7 @@ class FileThread:
         return room
 
     def _raise_write_error(self) -> None:
-        """Raises the error of a write that has failed."""
+        """Raises the error of an earlier write that failed."""
         if self.error is not None:
             raise self.error
 
@@ -208,14 +219,14 @@ class FileThread:
         return all(written.done() for written, _, _ in self._writes)
 
     def _pending_writes_of(self, numbers: Tensor) -> list[Future[None]]:
-        """Returns the pending writes that a read of these record numbers (K,) must wait for."""
+        """Returns the pending writes that must end before these records (K,) can be read."""
         pending = [(written, at) for written, at, _ in self._writes if not written.done()]
         return [written for written, at in pending if bool(torch.isin(at, numbers).any())]
 
     def _read(
         self, numbers: Tensor, rows: Tensor | None, into: Tensor | None, writes: Sequence[Future[None]]
     ) -> Tensor:
-        """Reads records, after the pending writes of them have ended."""
+        """Reads records, after pending writes of them have ended."""
         wait(writes)
         self._raise_write_error()
         return self._file.read(numbers, rows, into)
@@ -223,8 +234,8 @@ class FileThread:
     def _read_cached_rows(
         self, rows: Tensor, numbers: Tensor, slots: Tensor, read: Callable[..., Tensor | None]
     ) -> tuple[int, int]:
-        """Reads rows (K,) that are in the page cache, until one needs the disk. Returns the number of read rows, and
-        their least number of applied steps.
+        """Reads rows (K,) from the page cache, up to the first one that needs the disk. Returns how many it read, and
+        the lowest number of steps that they have applied.
         """
         taken = _ALL
         with self._watch(self._reading, len(rows)):
@@ -242,15 +253,16 @@ class FileThread:
         rows: Tensor,
         numbers: Tensor,
         slots: Tensor,
-        initial: FirstOfTables,
+        initial: InitialValuesOfTables,
         taken: int,
         watch: RecordedCopy,
         writes: Sequence[Future[None]],
     ) -> ReadResult:
-        """Reads rows (K,), sorted by record number, into their slots. Rows without a record get their first values.
+        """Reads rows (K,), sorted by record number, into their slots. Rows that were never written get their initial
+        values.
 
         Args:
-            taken: an upper bound for the minimum of applied steps.
+            taken: an upper bound for the number of applied steps to return.
             writes: pending writes to wait for first.
         """
         arrivals, begin = [], int((numbers < 0).sum())
@@ -270,7 +282,7 @@ class FileThread:
         return ReadResult(arrivals, taken)
 
     def _watch(self, launch: OperationId, rows: int) -> RecordedCopy:
-        """Returns a watch over the read or write of rows."""
+        """Returns an object that records the time of one read or write of `rows` rows."""
         return RecordedCopy(launch, rows * self._records.nbytes, self._recorder(), on_host=True)
 
 

@@ -1,4 +1,4 @@
-"""Computes the first values of rows that were never written, from a seed, the row and the column.
+"""Computes the initial values of rows that were never written, from a seed, the row and the column.
 
 Each value is the sum of twelve uniform 16-bit numbers minus its mean, scaled to variance 1, which is nearly normal. The
 sums are integers, so that the bits do not depend on the machine, or on the order and grouping of rows.
@@ -21,12 +21,12 @@ _WORDS = _FIELDS // 4
 
 
 @dataclass(frozen=True)
-class FirstValues:
-    """The first values of an embedding's rows, computed from seed, row and column: normal numbers, and zeros for
-    padding.
+class InitialValues:
+    """The initial values of an embedding's rows, computed from seed, row and column: normal numbers, and zeros for the
+    padding row.
 
     Attributes:
-        columns: this rank's columns, out of `width`.
+        columns: the columns that this rank has, out of `width`.
     """
 
     columns: range
@@ -41,14 +41,14 @@ class FirstValues:
         return found if self.padding is None else found.masked_fill_((rows == self.padding).unsqueeze(1), 0.0)
 
 
-class FirstOfTables:
-    """The first values of several tables, whose rows are numbered one table after the other.
+class InitialValuesOfTables:
+    """The initial values of several tables, whose rows are numbered one table after another.
 
     Args:
-        tables: first row -> the table's first values.
+        tables: first row of each table -> the table's initial values.
     """
 
-    def __init__(self, tables: Mapping[int, FirstValues]) -> None:
+    def __init__(self, tables: Mapping[int, InitialValues]) -> None:
         self.tables = dict(sorted(tables.items()))
         self._bounds = torch.tensor([*self.tables][1:], dtype=torch.int64, device="cpu")
 
@@ -65,7 +65,7 @@ class FirstOfTables:
 
 
 def normal_rows(rows: Tensor, columns: range, width: int, seed: int, dtype: torch.dtype) -> Tensor:
-    """Computes this rank's columns of rows (K,) of a table with `width` columns: (K, d) normal numbers."""
+    """Computes this rank's columns of rows (K,) of a table: (K, d) normally distributed numbers."""
     along = np.arange(columns.start, columns.stop, dtype=np.uint64)
     element: Words = rows.numpy().astype(np.uint64)[:, None] * np.uint64(width) + along
     total = np.zeros(element.shape, dtype=np.int64)
@@ -82,7 +82,7 @@ _STEP = np.uint64(0x9E3779B97F4A7C15)
 
 
 def _mix(counter: Words) -> Words:
-    """Mixes counters by the output function of SplitMix64 (Steele, Lea and Flood, OOPSLA 2014)."""
+    """Mixes the bits of counters, by the output function of SplitMix64 (Steele, Lea and Flood, OOPSLA 2014)."""
     mixed = counter * _STEP
     mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

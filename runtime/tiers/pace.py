@@ -1,4 +1,6 @@
-"""Measures the time to read and to write a row: in the user's directory, or in host memory for a device."""
+"""Measures how long reading and writing a row takes: on disk in the user's directory, or in host memory for a
+device.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,7 @@ READ_ROWS, APART_BYTES, WRITTEN_BYTES = 128, 1 << 20, 1 << 20
 
 
 def measure_disk(directory: str | Path, records: Records) -> tuple[float, float]:
-    """Returns (ms to read a row, ms to write a row) on the disk, with the kernel's page cache dropped.
+    """Returns (ms to read a row from disk, ms to write a row), measured without the kernel's page cache.
 
     Raises:
         TierError: rows cannot be written or read there.
@@ -40,7 +42,7 @@ def measure_disk(directory: str | Path, records: Records) -> tuple[float, float]
 
 
 def measure_host(records: Records) -> tuple[float, float]:
-    """Returns (ms to gather a row of host memory into pinned memory, ms to write one back)."""
+    """Returns (ms to gather a row from host memory into pinned memory, ms to write one back)."""
     apart = -(-APART_BYTES // records.nbytes)
     rest, rows = HostRecords(READ_ROWS * apart, records), torch.arange(0, READ_ROWS * apart, apart, device="cpu")
     packed, took_ms = _sample_records(rows, records), (0.0, 0.0)

@@ -1,4 +1,4 @@
-"""Stores records, each a row's values and optimizer state, in a file, or in host memory for a device.
+"""Stores records, each a row's weights and optimizer state, in a file, or in host memory for a device.
 
 Contract
     The file has no name. It disappears with its process and cannot be mistaken for a checkpoint. Its length covers all
@@ -26,18 +26,18 @@ from embrace_fx.runtime.tiers.records import Records
 
 
 class TierError(RuntimeError):
-    """A row cannot be read from its file or written to it."""
+    """Raised if a row cannot be read from its file or written to it."""
 
 
 class RecordFile:
-    """The records of a table on this rank, in a file.
+    """Stores the rows of a table that are on this rank in a file, as records: a row's weights and optimizer state.
 
     Args:
-        directory: of the file.
-        table: its name, for errors.
+        directory: the folder for the file.
+        table: the table's name, for errors.
         count: the maximum number of records.
-        records: their columns.
-        pinned: whether reads return pinned memory, from which a device copies.
+        records: the format of a record.
+        pinned: whether reads return pinned memory, from which a device can copy.
 
     Raises:
         TierError: the file cannot be created.
@@ -60,7 +60,7 @@ class RecordFile:
         os.posix_fadvise(self.descriptor, 0, 0, os.POSIX_FADV_RANDOM)
 
     def write(self, numbers: Tensor, records: Tensor) -> None:
-        """Writes records (K, B) uint8 at numbers (K,), with one write per run of consecutive numbers.
+        """Writes records (K, B) uint8 under numbers (K,), with one write for each run of consecutive numbers.
 
         Raises:
             TierError: a write failed.
@@ -81,11 +81,11 @@ class RecordFile:
             ) from error
 
     def read(self, numbers: Tensor, rows: Tensor | None = None, into: Tensor | None = None) -> Tensor:
-        """Reads records (K, B) at ascending numbers (K,), all of which have been written.
+        """Reads the records (K, B) with these ascending numbers (K,). All must have been written.
 
         Args:
-            rows: (K,) the expected row ids; None accepts any.
-            into: memory for at least K records; None allocates it.
+            rows: (K,) the row ids that the records must have, or None to accept any.
+            into: memory for at least K records, or None to allocate it.
 
         Raises:
             TierError: a read failed, or a record differs from what was written.
@@ -116,7 +116,7 @@ class RecordFile:
         return records
 
     def read_cached(self, numbers: Tensor, rows: Tensor | None = None, into: Tensor | None = None) -> Tensor | None:
-        """Reads records without waiting for the disk. Returns None if one needs the disk or is wrong.
+        """Reads records from the page cache. Returns None if one needs the disk or is damaged.
 
         Args:
             numbers, rows, into: as for `read`.
@@ -131,14 +131,14 @@ class RecordFile:
         return None if bool(self._find_wrong(records, rows).any()) else records
 
     def _output_buffer(self, numbers: Tensor, into: Tensor | None) -> Tensor:
-        """Returns memory for the records: the head of `into`, or newly allocated memory."""
+        """Returns memory for the records that are read: the head of `into`, or new memory."""
         if into is not None:
             return into[: numbers.numel()]
         size = numbers.numel(), self._records.nbytes
         return torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=self._pinned)
 
     def _runs(self, numbers: Tensor, records: Tensor) -> Iterator[tuple[int, memoryview]]:
-        """Yields, for each run of consecutive record numbers, its offset in the file and its bytes in `records`."""
+        """Yields, for each run of consecutive record numbers, (its offset in the file, its bytes in `records`)."""
         nbytes, data, found = self._records.nbytes, records.numpy().data.cast("B"), numbers.numpy()
         starts = np.flatnonzero(np.diff(found) != 1) + 1
         firsts = [0, *starts.tolist()]
@@ -146,17 +146,18 @@ class RecordFile:
             yield int(found[first]) * nbytes, data[first * nbytes : stop * nbytes]
 
     def _find_wrong(self, records: Tensor, rows: Tensor | None) -> Tensor:
-        """Returns a mask of records whose checksum or row id is wrong."""
+        """Returns a mask of the records whose checksum or row id is wrong."""
         wrong = self._records.wrong(records)
         return wrong if rows is None else wrong.logical_or_(self._records.rows(records) != rows)
 
 
 class HostRecords:
-    """The records of a table on this rank, in host memory.
+    """Stores the rows of a table that are on this rank in host memory, as records: a row's weights and optimizer
+    state.
 
     Args:
         count: the number of rows.
-        records: their columns.
+        records: the format of a record.
     """
 
     def __init__(self, count: int, records: Records) -> None:
@@ -164,27 +165,29 @@ class HostRecords:
 
     @property
     def nbytes(self) -> int:
-        """Returns the bytes of memory once every row has been written."""
+        """The bytes of memory once every row has been written."""
         return self._all.nbytes
 
     def write(self, numbers: Tensor, records: Tensor) -> None:
-        """Writes records (K, B) uint8 at numbers (K,)."""
+        """Writes records (K, B) uint8 under numbers (K,)."""
         self._all.index_copy_(0, numbers.to(torch.int64), records)
 
     def read(self, numbers: Tensor, rows: Tensor | None = None, into: Tensor | None = None) -> Tensor:
-        """Reads records (K, B) at numbers (K,) into new memory, without a check of their rows."""
+        """Reads the records (K, B) with these numbers (K,) into new memory, without checking that they are of
+        `rows`.
+        """
         into = torch.empty((numbers.numel(), self._all.shape[1]), dtype=torch.uint8, device="cpu", pin_memory=True)
         return torch.index_select(self._all, 0, numbers, out=into)
 
     # -- record numbers, as in `RecordLog` -----------------------------------------------------------------------------
 
     def take_numbers(self, rows: Tensor) -> Tensor:
-        """Returns the record numbers (K,) of rows (K,), which are the row ids."""
+        """Returns a record number for each of rows (K,), which is the row's id."""
         return rows.to(torch.int32)
 
     def free_numbers(self, numbers: Tensor) -> None:
-        """Does nothing, because a row keeps its number."""
+        """Does nothing, because each row keeps its record number."""
 
     def needs_empty_block(self, count: int) -> bool:
-        """Returns False, because each row has its own record."""
+        """Returns False: each row has its own record, so space never needs to be freed."""
         return False

@@ -1,4 +1,4 @@
-"""Assigns numbers to the records of a log-structured file, so that a batch of rows needs few writes.
+"""Assigns record numbers (places in a log-structured file), so that a batch of rows needs few writes.
 
 Contract
     A record is never overwritten: it gets a new number, and its old one is freed. Numbers are grouped in blocks, and a
@@ -31,17 +31,17 @@ temporary of the search for the sparsest."""
 
 
 def block_size(record_bytes: int, records: int) -> int:
-    """Returns the number of records per block of a file."""
+    """Returns the number of records per block of a file with `records` records."""
     return max(_FEWEST, min(_BLOCK_BYTES // record_bytes, records // _BLOCKS))
 
 
 class RecordLog:
-    """Assigns the record numbers of a file, and keeps track of those in use.
+    """Assigns record numbers (places in a file), and keeps track of those in use.
 
     Args:
-        records: the maximum of numbers in use.
-        at_once: the maximum of numbers taken together.
-        block: the numbers per block.
+        records: the maximum number of records in use.
+        at_once: the maximum number of record numbers assigned at once.
+        block: the number of records per block.
     """
 
     def __init__(self, records: int, at_once: int, block: int) -> None:
@@ -56,16 +56,16 @@ class RecordLog:
 
     @property
     def nbytes(self) -> int:
-        """Returns the bytes of memory of the bookkeeping."""
+        """The bytes of memory for bookkeeping."""
         return self._in_use.nbytes + self._full.nbytes + self._blocks * self._empty.itemsize
 
     @property
     def size(self) -> int:
-        """Returns the number of records that the file can hold."""
+        """The number of records that the file can hold."""
         return self._blocks * self.block
 
     def needs_empty_block(self, count: int) -> bool:
-        """Returns whether `take(count)` needs a block to be emptied first."""
+        """Returns whether a block must be emptied before `count` record numbers can be assigned."""
         short = count - (self._end - self._next) - (len(self._empty) - 1) * self.block
         begins = -(-short // self.block)
         if begins <= 0:
@@ -74,7 +74,7 @@ class RecordLog:
         return begun > self._blocks or (begun > _FEW and begun * self.block > 4 * (self._count + count))
 
     def take_numbers(self, rows: Tensor) -> Tensor:
-        """Takes numbers (K,) for rows (K,), in runs."""
+        """Assigns a free record number to each of rows (K,), consecutive where possible. Returns the numbers (K,)."""
         found: list[range] = []
         count = rows.numel()
         self._count += count
@@ -88,7 +88,7 @@ class RecordLog:
         return concatenate_runs(found)
 
     def free_numbers(self, numbers: Tensor) -> None:
-        """Frees record numbers (K,)."""
+        """Makes record numbers (K,) free again."""
         if not numbers.numel():
             return
         blocks, counts = (numbers // self.block).unique(return_counts=True)
@@ -105,7 +105,7 @@ class RecordLog:
         return range(first, first + self.block)
 
     def _open_block(self) -> None:
-        """Closes the block that was written last, and opens an empty or a new one."""
+        """Chooses an empty block, or adds a new one, for the next records."""
         if self._end:
             last = (self._end - 1) // self.block
             if int(self._in_use[last]):
@@ -120,5 +120,5 @@ class RecordLog:
 
 
 def concatenate_runs(runs: Sequence[range]) -> Tensor:
-    """Returns the numbers (K,) of several runs."""
+    """Returns the numbers (K,) of several ranges."""
     return torch.cat([torch.arange(r.start, r.stop, dtype=torch.int32, device="cpu") for r in (range(0), *runs)])

@@ -1,4 +1,4 @@
-"""Packs a row's id and columns as a record: bytes with a checksum.
+"""Packs a row's id, weights and optimizer state as a record: bytes with a checksum.
 
 Shape legend: K records of B bytes, B a multiple of 8: the checksum, the row id, and each column padded to 8 bytes.
 """
@@ -21,7 +21,7 @@ _HEAD = 2 * _WORD
 
 @dataclass(frozen=True)
 class Column:
-    """A tensor with one entry per row.
+    """Describes a tensor with one entry per row: the weights, or an entry of the optimizer state.
 
     Attributes:
         size: the shape of one row's entry.
@@ -34,16 +34,16 @@ class Column:
 
     @property
     def nbytes(self) -> int:
-        """Returns the bytes of a row's entry."""
+        """The bytes of one row's entry."""
         return torch.Size(self.size).numel() * self.dtype.itemsize
 
     def filled(self, count: int, device: torch.device | str = "cpu") -> Tensor:
-        """Returns the initial values of (count,) rows."""
+        """Returns the initial values for `count` rows."""
         return torch.full((count, *self.size), self.fill, dtype=self.dtype, device=device)
 
 
 class Records:
-    """The format of a row's record: its id, these columns and a checksum, as bytes."""
+    """The format of a record: a row's id, its columns (weights and optimizer state) and a checksum, as bytes."""
 
     def __init__(self, columns: Mapping[str, Column]) -> None:
         self.columns = dict(columns)
@@ -57,11 +57,11 @@ class Records:
         self._factors = (words * _GOLDEN).bitwise_or_(1)
 
     def pack(self, rows: Tensor, values: Mapping[str, Tensor]) -> Tensor:
-        """Packs rows (K,) with column values (K, ...) as records (K, B) uint8."""
+        """Packs rows (K,) with the values (K, ...) of their columns as records (K, B) uint8."""
         return self.sign(self.place(values), rows)
 
     def place(self, values: Mapping[str, Tensor], into: Tensor | None = None) -> Tensor:
-        """Packs columns as records without row ids and checksums, on the columns' device."""
+        """Packs columns as records that lack row ids and checksums, on the columns' device."""
         like = next(iter(values.values()))
         records = torch.zeros((len(like), self.nbytes), dtype=torch.uint8, device=like.device) if into is None else into
         for key, of_column in self.unpack(records).items():
@@ -72,14 +72,14 @@ class Records:
         return records
 
     def sign(self, records: Tensor, rows: Tensor) -> Tensor:
-        """Writes the row ids (K,) and checksums into records, in place."""
+        """Writes row ids (K,) and checksums into records, in place."""
         words = records.view(torch.int64)
         words[:, 1] = rows
         words[:, 0] = self._sums(words)
         return records
 
     def unpack(self, records: Tensor) -> dict[str, Tensor]:
-        """Returns views (K, ...) of the records' columns."""
+        """Returns the columns of records as views (K, ...)."""
         found = {}
         for key, column in self.columns.items():
             of_column = records[:, self._at[key] : self._at[key] + column.nbytes]
@@ -91,10 +91,10 @@ class Records:
         return records.view(torch.int64)[:, 1]
 
     def wrong(self, records: Tensor) -> Tensor:
-        """Returns a mask (K,) of the records whose checksum does not match."""
+        """Returns a mask (K,) of the records whose checksum is wrong."""
         words = records.view(torch.int64)
         return words[:, 0] != self._sums(words)
 
     def _sums(self, words: Tensor) -> Tensor:
-        """Computes checksums (K,), never 0. Each word has its own factor, to detect a change of any one word."""
+        """Computes checksums (K,), which are never 0. A change of any one word changes the checksum."""
         return words[:, 1:].mv(self._factors).bitwise_or_(1)

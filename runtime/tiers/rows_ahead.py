@@ -1,4 +1,4 @@
-"""Prefetches rows of tables beyond memory that upcoming batches of all ranks will read.
+"""Reads ahead the rows of tables larger than memory that upcoming batches of all ranks need.
 
 Contract
     At each training call, every rank passes the rows that its batch some calls later reads. Ranks gather them in a
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from embrace_fx.runtime.ranks.communicator import Communicator
 from embrace_fx.runtime.tables.model_state import ModelState, UpcomingBatch
-from embrace_fx.runtime.tiers.tiered_table import SlotRows, beyond_memory
+from embrace_fx.runtime.tiers.tiered_table import SlotRows, tables_larger_than_memory
 from embrace_fx.runtime.tiers.working_set import WorkingSet
 
 Rows = dict[WorkingSet, Tensor]
@@ -28,11 +28,11 @@ Rows = dict[WorkingSet, Tensor]
 
 
 class RowsAhead:
-    """Prefetches, from files, the rows that upcoming batches of all ranks will read.
+    """Reads ahead, from files, the rows that upcoming batches of all ranks need.
 
     Args:
-        state: the model's state, with tables beyond memory.
-        communicator: of the ranks. With several ranks, the constructor is collective.
+        state: the model's parameters and tables.
+        communicator: the communicator of the ranks. With several ranks, the constructor is collective.
     """
 
     def __init__(self, state: ModelState, communicator: Communicator) -> None:
@@ -50,30 +50,30 @@ class RowsAhead:
             # A daemon, because a gather blocked by a dead rank must not block this process's exit.
             threading.Thread(target=_gather_loop, args=(self._jobs, self._group), daemon=True).start()
 
-    def step(self, leaves: Sequence[Any], coming: UpcomingBatch | None, ahead: int) -> None:
-        """Begins a training step, and starts to read the rows of a known later batch.
+    def step(self, leaves: Sequence[Any], upcoming: UpcomingBatch | None, ahead: int) -> None:
+        """Begins a training step, and starts reading the rows of a later batch if it is known.
 
         Args:
-            leaves: of the current batch.
-            coming: the batch of `ahead` calls later, or None if it is not known.
+            leaves: the flattened arguments of the current batch.
+            upcoming: the batch of `ahead` calls later, or None if it is not known.
         """
         self._number += 1
         places = self._file_tables()
         for memory in dict.fromkeys(each.memory for each in places.values()):
             memory.begin_step(self._number)
         if self._group is None:
-            self._step_alone(leaves, coming, ahead, places)
+            self._step_alone(leaves, upcoming, ahead, places)
         elif ahead > 1:  # else the result would arrive no earlier than the lookup
             found: Future[Rows] = Future()
             self._coming.append((self._number + ahead, found))
-            self._jobs.put((coming, places, found))
+            self._jobs.put((upcoming, places, found))
             while self._coming and self._coming[0][1].done():
                 due, done = self._coming.popleft()
                 if done.exception() is None:
                     _read_ahead(done.result(), due)
 
     def end_call(self, *, train: bool) -> None:
-        """Ends a call: counts it if it trains, and forgets the ids of its lookup."""
+        """Ends a call of the model. Counts it if it trains, and forgets which ids it looked up."""
         places = self._file_tables().values()
         for rows in places:
             rows.expect(None)
@@ -81,35 +81,37 @@ class RowsAhead:
             memory.counts.steps += train
 
     def _file_tables(self) -> dict[str, SlotRows]:
-        """Returns the tables and row spaces that are kept in files."""
-        return beyond_memory({**self._state.tables, **self._state.spaces})
+        """Returns the tables whose rows are stored in files, by name."""
+        return tables_larger_than_memory({**self._state.tables, **self._state.spaces})
 
     def _step_alone(
-        self, leaves: Sequence[Any], coming: UpcomingBatch | None, ahead: int, places: Mapping[str, SlotRows]
+        self, leaves: Sequence[Any], upcoming: UpcomingBatch | None, ahead: int, places: Mapping[str, SlotRows]
     ) -> None:
-        """Reads ahead the known rows of upcoming calls; on a device, those that were known one call earlier."""
+        """Reads ahead in a single process: the rows of known upcoming calls. On a device, only of those known one call
+        earlier.
+        """
         late = int(any(each.needs_host for each in places.values()))
         while self._upcoming and self._upcoming[0][0] <= self._number:
             due, batch = self._upcoming.popleft()
             if late and due == self._number and batch.is_batch(leaves):
                 for name in (rows := batch.rows()).keys() & places.keys():
                     places[name].expect(rows[name])
-        if coming is not None:
-            self._upcoming.append((self._number + ahead, coming))
+        if upcoming is not None:
+            self._upcoming.append((self._number + ahead, upcoming))
             if len(self._upcoming) > late:
                 due, batch = self._upcoming[-1 - late]
                 _read_ahead(_looked_up_rows(batch, places), due)
 
 
 def _read_ahead(rows: Rows, due: int) -> None:
-    """Asks each working set to read the rows that step `due` looks up."""
+    """Makes each table start reading the rows that step `due` will look up."""
     for memory, numbers in rows.items():
         if numbers.numel():
             memory.read_ahead(numbers, due)
 
 
 def _looked_up_rows(batch: UpcomingBatch | None, places: Mapping[str, SlotRows]) -> Rows:
-    """Returns the rows that a batch looks up."""
+    """Returns the rows that a batch looks up in each table."""
     none = torch.empty(0, dtype=torch.int64, device="cpu")
     found = {each.memory: [none] for each in places.values()}
     for name, ids in ({} if batch is None else batch.rows()).items():
@@ -119,11 +121,13 @@ def _looked_up_rows(batch: UpcomingBatch | None, places: Mapping[str, SlotRows])
 
 
 _Job = tuple[UpcomingBatch | None, Mapping[str, SlotRows], Future[Rows]]
-"""An upcoming batch, the tables and row spaces, and the future of the rows."""
+"""An upcoming batch, the tables and joined tables, and the future of the rows."""
 
 
 def _gather_loop(jobs: SimpleQueue[_Job], group: dist.ProcessGroup) -> None:
-    """Gathers the rows of all ranks until a gather fails. The failure is reported elsewhere."""
+    """Runs in a thread: gathers the rows that all ranks will read, until a gather fails. The failure is reported
+    elsewhere.
+    """
     size = dist.get_world_size(group)
     while True:
         coming, places, found = jobs.get()

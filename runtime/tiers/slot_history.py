@@ -1,4 +1,4 @@
-"""The deferred steps of tables beyond memory, which a row applies when it is next in memory.
+"""Deferred optimizer steps of tables larger than memory: a row applies them when it is next in memory.
 
 Contract
     When a table in memory would apply the deferred steps of all rows, only rows in slots do. The history is then
@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from embrace_fx.runtime.kernels.decay import Moments
-from embrace_fx.runtime.tables.history import Decaying, History, SkippedSteps
+from embrace_fx.runtime.tables.history import DeferredAdam, History, SkippedSteps
 from embrace_fx.runtime.tables.row_store import RowStore
 from embrace_fx.runtime.tiers.records import TAKEN, WEIGHTS
 
@@ -29,7 +29,9 @@ if TYPE_CHECKING:
 
 
 class ClosedHistory(NamedTuple):
-    """Steps of some rows of a working set, with `before` steps before them, which rows apply when they arrive."""
+    """Optimizer steps that some rows have deferred and apply when they are next read. `before` is the number of earlier
+    steps.
+    """
 
     before: int
     steps: SkippedSteps
@@ -37,7 +39,7 @@ class ClosedHistory(NamedTuple):
 
 
 class ClosedHistories:
-    """The closed histories of a working set."""
+    """All closed histories of a table: optimizer steps that rows apply when they are next read."""
 
     def __init__(self, memory: WorkingSet) -> None:
         self._memory = memory
@@ -45,16 +47,18 @@ class ClosedHistories:
 
     @property
     def steps(self) -> int:
-        """Returns the number of steps after all closed histories."""
+        """The number of steps up to the end of the last history."""
         return max([each.before + each.steps.count for each in self._closed], default=0)
 
     def add(self, closed: ClosedHistory) -> None:
-        """Adds a history: rows in slots apply it now, and other rows when they arrive."""
+        """Adds a history. Rows in memory apply it now, and other rows when they are read."""
         self._closed.append(closed)
         self.apply_on_arrival(self._memory.in_use(closed.rows), closed.before)
 
     def apply_on_arrival(self, slots: Tensor, taken: int) -> None:
-        """Applies the histories to rows in slots (K,), each of which has applied at least `taken` steps."""
+        """Applies the histories to rows that were just read into slots (K,), each of which has applied at least `taken`
+        steps.
+        """
         due = [each for each in self._closed if each.before + each.steps.count > taken]
         if due and slots.numel():
             self._memory.mark_written(slots)
@@ -63,14 +67,18 @@ class ClosedHistories:
                     self.apply_steps(self._memory.to_index(self.with_rows(some, rows)), before, steps)
 
     def with_rows(self, slots: Tensor, rows: range) -> Tensor:
-        """Returns those of slots (K,) that hold some of the rows."""
+        """Returns those of slots (K,) that hold one of these rows."""
         if len(rows) == self._memory.num_rows:
             return slots
         held = self._memory.row_of.index_select(0, slots)
         return slots[(held >= rows.start) & (held < rows.stop)]
 
     def apply_steps(self, slots: Tensor, before: int, steps: SkippedSteps) -> None:
-        """Applies steps to rows in slots (K,), on the slots' device, unless a row has applied them."""
+        """Applies steps to the rows in slots (K,), except those that have already applied them.
+
+        Args:
+            before: the number of steps before these.
+        """
         columns, until = dict(self._memory.columns), before + steps.count
         weights, of_rows = columns.pop(WEIGHTS), columns.pop(TAKEN)
         taken = of_rows.index_select(0, slots)
@@ -84,7 +92,7 @@ class ClosedHistories:
             of_rows.index_copy_(0, slots, taken.clamp_(min=until))
 
     def to_checkpoint(self, rows: range) -> dict[str, Any]:
-        """Returns the histories of a table's rows for a checkpoint."""
+        """Returns the histories of one table's rows, to be saved."""
         found = []
         for before, steps, of in self._closed:
             if max(of.start, rows.start) < min(of.stop, rows.stop):
@@ -92,13 +100,13 @@ class ClosedHistories:
         return {"closed": found}
 
     def load(self, rows: range, saved: Mapping[str, Any]) -> None:
-        """Replaces the histories of a table's rows by those that `saved` returned."""
+        """Replaces the histories of one table's rows by those that `to_checkpoint` returned."""
         left = [each._replace(rows=other) for each in self._closed for other in _other_rows(each.rows, rows)]
         self._closed = [*left, *read_histories(saved, rows, self._memory.columns[TAKEN].device)]
 
 
 def read_histories(saved: Mapping[str, Any], rows: range, device: torch.device) -> list[ClosedHistory]:
-    """Returns the histories of rows that `ClosedHistories.to_checkpoint` has written.
+    """Reads the histories that `ClosedHistories.to_checkpoint` returned from a checkpoint.
 
     Raises:
         ValueError: another version wrote them.
@@ -109,7 +117,7 @@ def read_histories(saved: Mapping[str, Any], rows: range, device: torch.device) 
             raise ValueError(f"another version of embrace_fx wrote its deferred steps ({each['form']})")
         made = object.__new__(form)
         vars(made).update({key: _to_device(device, value) for key, value in each["fields"].items()})
-        if form is Decaying and made._moments is not None:
+        if form is DeferredAdam and made._moments is not None:
             moments, made._moments = made._moments, None
             if device.type == "cpu":
                 made._moments = object.__new__(Moments)
@@ -119,12 +127,12 @@ def read_histories(saved: Mapping[str, Any], rows: range, device: torch.device) 
 
 
 def align_parts(parts: Sequence[dict[str, Tensor]], histories: Sequence[ClosedHistory]) -> None:
-    """Brings the columns of rows that several ranks have saved to the same step.
+    """Brings the rows that several ranks have saved to the same optimizer step.
 
     Ranks hold different rows in memory at times, and only rows in memory have applied a closed history.
 
     Args:
-        parts: column -> its values in the same rows (K, ...), for each rank. Parts that are behind are replaced.
+        parts: for each rank, column -> values (K, ...) of the same rows. Those that are behind are replaced.
     """
     latest = torch.stack([part[TAKEN] for part in parts]).amax(0)
     for part in parts:
@@ -142,11 +150,11 @@ def align_parts(parts: Sequence[dict[str, Tensor]], histories: Sequence[ClosedHi
 
 
 class SlotHistory(History):
-    """The history of a table with rows beyond memory: the steps that its rows have deferred.
+    """The deferred optimizer steps of a table larger than memory.
 
     Args:
-        rows: its rows in the working set.
-        members: the histories of a row space's tables.
+        rows: the table's rows.
+        members: for a joined table: the histories of its tables.
     """
 
     rows: range
@@ -156,28 +164,28 @@ class SlotHistory(History):
         super().__init__(store, {each.rows.start: each for each in members})
         self.rows, self._closed, self._tables, self._taken = rows, memory.closed, members, memory.columns[TAKEN]
         for each in members:
-            each._first = 0  # the tables share the row space's slots
+            each._first = 0  # the tables share the joined table's slots
 
     def begin(self, optimizer: Optimizer, options: Mapping[str, Any]) -> None:
-        """Begins a step. A history that it opens begins after all closed ones."""
+        """Begins an optimizer step. If no history is open, a new one begins after all closed ones."""
         known = self.open
         super().begin(optimizer, options)
         if self.open is not known:
             self._before = self._closed.steps
 
     def _close(self) -> None:
-        """Ends the open steps. Rows apply them as they arrive."""
+        """Closes the open history. Rows apply it when they are next read."""
         if self.open is not None and self.open.count:
             self.open.end()
             self._closed.add(ClosedHistory(self._before, self.open, self.rows))
 
     def _split_by_member(self, places: Tensor) -> Iterator[tuple[SlotHistory, Tensor]]:
-        """Yields each table's history with the places that hold rows of it."""
+        """For a joined table, yields each table's history with the slots in `places` that hold its rows."""
         for each in self._tables:
             yield each, self._closed.with_rows(places, each.rows)
 
     def apply_open(self, places: Tensor, local: Tensor, state: Mapping[str, Any]) -> None:
-        """Applies the open history to rows in slots."""
+        """Applies the open history to the rows in slots `places`."""
         assert self.open is not None
         if self.open.count:
             self._closed.apply_steps(places, self._before, self.open)
@@ -188,14 +196,14 @@ NO_HISTORIES: Mapping[str, Any] = {"closed": []}
 _FORMS: Mapping[str, type[Any]] = {form.__name__: form for form in SkippedSteps.__subclasses__()}
 
 
-def _other_rows(rows: range, than: range) -> list[range]:
-    """Returns the rows that are not among others."""
-    parts = range(rows.start, min(rows.stop, than.start)), range(max(rows.start, than.stop), rows.stop)
+def _other_rows(rows: range, excluded: range) -> list[range]:
+    """Returns the ranges of `rows` that are not in `excluded`."""
+    parts = range(rows.start, min(rows.stop, excluded.start)), range(max(rows.start, excluded.stop), rows.stop)
     return [part for part in parts if part]
 
 
 def _to_cpu(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the fields that a checkpoint can hold, with tensors on the CPU."""
+    """Returns the fields that a checkpoint can store, with tensors on the CPU."""
     found = {key: value for key, value in fields.items() if not isinstance(value, torch.device)}
     return {
         key: vars(value) if isinstance(value, Moments) else _to_device("cpu", value) for key, value in found.items()

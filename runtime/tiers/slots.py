@@ -1,4 +1,4 @@
-"""The slots that hold rows in memory, on the host or on a device.
+"""Slots: places in host or device memory that hold one row each.
 
 Contract
     Records arrive and leave in the order of the calls. On a device, only the thread that writes records waits for the
@@ -26,11 +26,11 @@ Leave = Callable[[Tensor | None], Leaving]
 
 
 class Arrival(NamedTuple):
-    """A copy of rows to a device that has been started.
+    """A copy of rows to the device that has been started.
 
     Attributes:
-        event: recorded after the copy.
-        copied: slots (K,) and their records.
+        event: a CUDA event recorded after the copy.
+        copied: pairs of slots (K,) and their records on the device.
     """
 
     event: Event
@@ -38,10 +38,10 @@ class Arrival(NamedTuple):
 
 
 class Slots:
-    """Slots in host memory.
+    """Slots in host memory, each of which holds one row.
 
     Attributes:
-        columns: name -> (S, ...).
+        columns: name -> values (S, ...) of all slots.
         pinned: whether records are copied from pinned memory.
         arriving_share: divisor of the slots: the maximum share of rows that arrive at a time.
     """
@@ -54,8 +54,11 @@ class Slots:
         self.columns = {key: column.filled(count, device) for key, column in records.columns.items()}
 
     def copy_out(self, places: Tensor, into: Tensor | None) -> Leaving:
-        """Copies the rows in slots (K,) into memory for records, or returns a function that does once a device has
-        finished.
+        """Starts copying the rows in slots `places` (K,) out as records. Returns a function that waits for the copy and
+        returns it.
+
+        Args:
+            into: memory for the records, or None to allocate it.
         """
         assert into is not None
         for key, of_column in self._records.unpack(into).items():
@@ -63,11 +66,11 @@ class Slots:
         return lambda: into
 
     def copy_in(self, slots: Tensor, records: Tensor) -> Any:
-        """Copies records into slots (K,), from the thread that has read them. Returns what `arrive` needs."""
+        """Copies records into slots (K,), on the thread that has read them. Returns the argument for `arrive`."""
         self.put(slots, records)
 
     def put(self, slots: Tensor, records: Tensor) -> None:
-        """Writes records into slots."""
+        """Writes records into slots (K,)."""
         for key, values in self._records.unpack(records).items():
             self.columns[key].index_copy_(0, slots, values)
 
@@ -76,7 +79,7 @@ class Slots:
         return True
 
     def arrive(self, copy: Any) -> None:
-        """Makes later reads of the slots see the rows of a copy."""
+        """Completes a copy: later reads of its slots see the new rows."""
 
     def to_index(self, slots: Tensor) -> Tensor:
         """Returns slots (K,) as an index tensor on the columns' device."""
@@ -91,7 +94,7 @@ class Slots:
 
 
 class DeviceSlots(Slots):
-    """Slots in device memory. Copies to and from the host run on their own streams.
+    """Slots in device memory. Copies to and from the host run on CUDA streams of their own.
 
     Args:
         streams: the device's streams.
@@ -105,7 +108,7 @@ class DeviceSlots(Slots):
         self._device, self._streams = device, streams
 
     def copy_out(self, places: Tensor, into: Tensor | None) -> Leaving:
-        """Begins to copy slots to the host, and returns a function that waits for the copy."""
+        """Starts copying rows to the host. Returns a function that waits for the copy and returns it."""
         streams, places = self._streams, self.to_index(places)
         records = self._records.place({key: column.index_select(0, places) for key, column in self.columns.items()})
         ready = streams.record("rows to leave")
@@ -115,31 +118,31 @@ class DeviceSlots(Slots):
             copy, left = streams.to_host(records), streams.record("rows have left")
 
         def leaving() -> Tensor:
-            """Waits for the copy and returns it."""
+            """Waits for the copy, and returns it."""
             streams.wait_on_host(left)
             return copy
 
         return leaving
 
     def copy_in(self, slots: Tensor, records: Tensor) -> Arrival:
-        """Begins to copy records to the device, on the storage stream."""
+        """Starts copying records to the device, on the storage stream."""
         streams = self._streams
         with streams.on("storage", "rows come"):
             copied = streams.to_device(slots), streams.to_device(records)
             return Arrival(streams.record("rows have come"), copied)
 
     def has_arrived(self, coming: Arrival) -> bool:
-        """Returns whether an arrival's copy has ended."""
+        """Returns whether a copy to the device has ended."""
         return bool(coming.event.query())
 
     def arrive(self, coming: Arrival) -> None:
-        """Writes an arrival into its slots, in the current stream after the copy."""
+        """Writes the copied rows into their slots, on the current stream after the copy."""
         self._streams.wait(coming.event)
         self._streams.keep(*coming.copied)
         self.put(*coming.copied)
 
     def to_index(self, slots: Tensor) -> Tensor:
-        """Returns places as an index on the device."""
+        """Returns slots (K,) as an index tensor on the device."""
         return self._streams.to_device(slots)
 
     def use_device(self) -> None:

@@ -1,4 +1,4 @@
-"""Rows of tables beyond memory, which are addressed by slots of a working set.
+"""Tables larger than memory: their rows are read and updated in slots (places of one row each in memory).
 
 Contract
     Rows are read into memory when they are looked up or updated. They get the same bits as in a table in memory with
@@ -20,10 +20,10 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from embrace_fx.runtime.tables.local_storage import LocalStorage
 from embrace_fx.runtime.tables.member import Member
 from embrace_fx.runtime.tables.optimizer_state import read_state, write_state
-from embrace_fx.runtime.tables.own_step import State, first_state, hyperparameters, is_of_rows
+from embrace_fx.runtime.tables.own_step import State, first_state, has_row_values, hyperparameters
 from embrace_fx.runtime.tables.row_store import JoinedState, RowStore
 from embrace_fx.runtime.tables.table import Table
-from embrace_fx.runtime.tiers.initial import FirstOfTables
+from embrace_fx.runtime.tiers.initial import InitialValuesOfTables
 from embrace_fx.runtime.tiers.record_file import TierError
 from embrace_fx.runtime.tiers.records import TAKEN, WEIGHTS, Column
 from embrace_fx.runtime.tiers.slot_history import SlotHistory
@@ -37,10 +37,10 @@ REFUSAL = (
 
 
 class FileStorage(LocalStorage):
-    """Storage of a part with only some rows in memory, which can be read and written only by ids.
+    """Stores a shard of which only some rows are in memory, so that it can be read and written only by ids.
 
     Args:
-        like: a tensor of its size, without memory.
+        like: a meta tensor of the shard's shape.
     """
 
     def __init__(self, like: Tensor, refusal: str) -> None:
@@ -50,27 +50,28 @@ class FileStorage(LocalStorage):
     is_elsewhere = True
 
     def _refuse(self, local: object = None) -> NoReturn:
-        """Refuses to give or take all rows."""
+        """Raises, because all rows cannot be read or replaced at once."""
         raise RuntimeError(self._refusal)
 
     dense = memory = replace = _refuse
 
     def by_ids(self) -> Tensor:
-        """Returns the values that are in memory."""
+        """Returns the rows that are in memory."""
         return self.stored()
 
 
 class SlotRows(RowStore):
-    """Rows of one or more tables beyond memory, which are read and updated in the slots of a working set.
+    """The rows of one or more tables larger than memory. They are read and updated in slots (places of one row each in
+    memory).
 
     Args:
-        member: the table, or the first of several.
-        memory: the working set.
-        first: the table's first row in the working set.
-        tables: of several tables in one working set, in its order: each table's rows.
+        member: the table, or the first of several that share the memory.
+        memory: the slots, and the storage for all other rows.
+        first: the table's first row in the working set, in which the rows of all its tables are numbered.
+        tables: the range of rows of each table, if several share the memory.
 
     Attributes:
-        rows: the rows in the working set.
+        rows: the range of this table's rows in the working set.
     """
 
     history: SlotHistory
@@ -96,20 +97,20 @@ class SlotRows(RowStore):
             self._set_counters({key: value for key, value in state.items() if key not in self._columns})
 
     def _set_counters(self, counters: Mapping[str, Any]) -> None:
-        """Makes step counters those of the table. Any that are missing are as before its first step."""
+        """Sets the table's step counters. Missing ones get their values before the first step."""
         optimizer = self.member.optimizer
         assert optimizer is not None
         _, first = first_row_state(optimizer, self.member.param_group(), self.local[:0])
         optimizer.state[self.member.parameter] = {**first, **counters}
 
     def join(self, members: Sequence[Member], bounds: Sequence[int]) -> RowStore:
-        """Returns the rows of several tables in this working set as one store."""
+        """Returns one store for the rows of several tables that share this memory."""
         tables = [each.store for each in members if isinstance(each.store, SlotRows)]
         return SlotRows(members[0], self.memory, tables=tables, counters=JoinedState(members, bounds))
 
     @property
     def local(self) -> Tensor:
-        """The weights in the slots."""
+        """The weights in all slots."""
         return self.memory.columns[WEIGHTS]
 
     def numbers(self, ids: Tensor) -> Tensor:
@@ -117,11 +118,11 @@ class SlotRows(RowStore):
         return ids + self.rows.start if self.rows.start else ids
 
     def places(self, ids: Tensor, *, to_write: bool = False) -> Tensor:
-        """Returns the slots of rows (K,), after missing rows have been read."""
+        """Returns the slots of rows (K,), after reading missing rows into memory."""
         return self.memory.places(self.numbers(ids), host_ids=self._rows_on_host(ids), to_write=to_write)
 
     def look_up(self, ids: Tensor, *, to_write: bool = False) -> Tensor:
-        """Returns the slots of rows (K,) for a lookup.
+        """Returns the slots of rows (K,) for a lookup, after reading missing rows into memory.
 
         If a row cannot be read, other errors are raised at the next handshake, because other ranks wait for this rank's
         rows.
@@ -139,26 +140,26 @@ class SlotRows(RowStore):
 
     @property
     def needs_host(self) -> bool:  # type: ignore[override]
-        """Returns whether row ids are needed on the host."""
+        """Whether the host must know the ids that are looked up on the device."""
         return self.local.is_cuda
 
     def expect(self, rows: Tensor | None) -> None:
-        """Sets the host rows (K,) that contain the ids of the next lookup; None if they are not known."""
+        """Sets which rows (K,), on the host, include those of the next lookup, or None if they are not known."""
         self._expected = rows
 
     def record_rows(self, ids: Tensor, rows: Tensor) -> None:
-        """Records the host's copy of a batch's ids, and starts to read their rows."""
+        """Records the host's copy of a batch's ids, and starts reading their rows."""
         self._on_host[ids] = rows
         self.memory.read_ahead(self.numbers(rows), self.memory.step + 1)
 
     def record(self, ids: Tensor, host_ids: Tensor) -> None:
-        """Records which host ids contain the device ids (K,)."""
+        """Records that the ids (K,) on the device are among `host_ids`."""
         if ids.is_cuda:
             self._on_host[ids] = self._rows_on_host(host_ids)
 
     def _rows_on_host(self, ids: Tensor) -> Tensor | None:
-        """Returns host rows (K,) that include those of `ids`, or None if `ids` are on the host themselves. Waits for a
-        copy of `ids` if no such rows are known.
+        """Returns rows (K,) on the host that include those of `ids`, or None if `ids` are on the host themselves.
+        Copies `ids` to the host if no such rows are known.
         """
         if not ids.is_cuda:
             return None
@@ -171,22 +172,22 @@ class SlotRows(RowStore):
 
     @property
     def counters(self) -> dict[str, Any]:
-        """Returns the step counters, which all rows share."""
+        """The step counters, which all rows share."""
         return read_state(self.member.optimizer_of_members, self.member.parameter)
 
     @property
     def state(self) -> Mapping[str, Any]:
-        """Returns the counters and the state columns of the working set."""
+        """The step counters, and the optimizer state in all slots."""
         return {**self.counters, **self._columns}
 
     @property
     def entries(self) -> Mapping[str, Any]:
-        """Returns the counters and the state columns of the working set."""
+        """The step counters, and the optimizer state in all slots."""
         return self.state
 
-    def is_alike(self) -> bool:
+    def has_uniform_state(self) -> bool:
         """Returns whether all tables have equal counters."""
-        return self._joined is None or self._joined.is_alike()
+        return self._joined is None or self._joined.has_uniform_state()
 
     def keep(self, state: Mapping[str, Any]) -> None:
         """Stores the counters that a step has changed."""
@@ -196,13 +197,13 @@ class SlotRows(RowStore):
             self._joined.keep(state)
 
     def add_missing_state(self, first: Mapping[str, Any]) -> None:
-        """Adds the counters of a table's first optimizer state that it lacks.
+        """Adds step counters of the initial optimizer state that the table lacks.
 
         Raises:
-            RuntimeError: rows lack a column, which cannot be added later.
+            RuntimeError: the rows lack an entry of the state, which cannot be added later.
         """
         super().add_missing_state(
-            {key: value for key, value in first.items() if not is_of_rows(value, len(self.local))}
+            {key: value for key, value in first.items() if not has_row_values(value, len(self.local))}
         )
         if lacking := first.keys() - self.state.keys():
             raise RuntimeError(
@@ -213,55 +214,55 @@ class SlotRows(RowStore):
     # -- checkpoints and reports ---------------------------------------------------------------------------------------
 
     def to_checkpoint(self) -> dict[str, Any]:
-        """Returns the contents of a checkpoint besides rows. Requires that no update is pending."""
+        """Returns what a checkpoint stores of the table besides its rows. No update may be pending."""
         self.member.flush()
         first = self.memory.initial.tables[self.rows.start]
         found = {"histories": self.memory.closed.to_checkpoint(self.rows), "seed": first.seed, "padding": first.padding}
         return {**found, "counters": self.counters}
 
     def load(self, saved: Mapping[str, Any]) -> None:
-        """Restores the contents that `saved` has returned."""
+        """Restores what `to_checkpoint` has returned."""
         tables = self.memory.initial.tables
         values = replace(tables[self.rows.start], seed=saved["seed"], padding=saved["padding"])
-        self.memory.initial = FirstOfTables({**tables, self.rows.start: values})
+        self.memory.initial = InitialValuesOfTables({**tables, self.rows.start: values})
         self.history.close()
         self.memory.closed.load(self.rows, saved["histories"])
         self._set_counters(saved["counters"])
 
     def changed_rows(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yields (row ids of the table, records) of the rows that differ from their first values."""
+        """Yields blocks of (row ids, records) of all rows that differ from their initial values."""
         for rows, records in self.memory.changed_rows(self.rows):
             own = rows - self.rows.start
             yield own, self.memory.records.sign(records, own) if self.rows.start else records
 
     @property
     def remark(self) -> str:  # type: ignore[override]
-        """Returns lines about the working set for reports; "" except for the first table of a file."""
+        """Lines about the rows in memory, for reports, or "" unless this is the first table that shares the memory."""
         return "" if self.rows.start else self.memory.report
 
     def held_bytes(self) -> tuple[int, int]:
-        """Returns this table's share of the bytes of weights and of state in memory."""
+        """Returns this table's share of the bytes in memory of (weights, optimizer state)."""
         weights, others = self.local.nbytes, self.memory.nbytes - self.local.nbytes
         return self._share(weights), self._share(others)
 
     def _share(self, nbytes: int) -> int:
-        """Returns this table's share of the working set's bytes."""
+        """Returns this table's share of the memory's bytes."""
         return nbytes * len(self.rows) // self.memory.num_rows
 
 
-def beyond_memory(tables: Mapping[str, Table]) -> dict[str, SlotRows]:
-    """Returns the rows of the tables beyond memory, by name."""
+def tables_larger_than_memory(tables: Mapping[str, Table]) -> dict[str, SlotRows]:
+    """Returns the row stores of the tables larger than memory, by name."""
     return {name: table.store for name, table in tables.items() if isinstance(table.store, SlotRows)}
 
 
 def first_row_state(optimizer: Optimizer, group: Mapping[str, Any], like: Tensor) -> tuple[dict[str, Column], State]:
-    """Returns the columns of a table's optimizer state, and the counters before the first step.
+    """Returns the columns of a table's optimizer state, and the step counters before the first step.
 
     Args:
-        like: weights (0, d) of the table.
+        like: a tensor (0, d) with the dtype of the table's weights.
     """
     first = first_state(optimizer, hyperparameters(group), like.new_empty((1, *like.shape[1:])))
-    of_rows = {key: value for key, value in first.items() if is_of_rows(value, 1)}
+    of_rows = {key: value for key, value in first.items() if has_row_values(value, 1)}
     fills = {key: float(value.view(-1)[0]) if value.numel() else 0.0 for key, value in of_rows.items()}
     columns = {key: Column(tuple(v.shape[1:]), v.dtype, fills[key]) for key, v in of_rows.items()}
     return columns, {key: value for key, value in first.items() if key not in columns}

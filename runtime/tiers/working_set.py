@@ -1,4 +1,4 @@
-"""The working set: the rows of a table that are in memory, and the locations of all rows.
+"""The working set: the rows of a table that are in memory, and where all other rows are stored.
 
 Contract
     A *slot* holds a row's weights and optimizer state, with one tensor per column. A row that was never written is
@@ -27,10 +27,10 @@ import torch
 from torch import Tensor
 
 from embrace_fx.runtime.launch.recorder import Recorder
-from embrace_fx.runtime.tiers.budget import least_bytes, transfer_rows
+from embrace_fx.runtime.tiers.budget import memory_bytes, transfer_rows
 from embrace_fx.runtime.tiers.eviction_policy import EvictionPolicy
 from embrace_fx.runtime.tiers.file_thread import FileThread, ReadResult
-from embrace_fx.runtime.tiers.initial import FirstOfTables
+from embrace_fx.runtime.tiers.initial import InitialValuesOfTables
 from embrace_fx.runtime.tiers.record_file import HostRecords, RecordFile, TierError
 from embrace_fx.runtime.tiers.record_log import RecordLog, block_size, concatenate_runs
 from embrace_fx.runtime.tiers.records import Column, Records
@@ -43,7 +43,7 @@ ROWS_AT_ONCE = 1 << 13
 
 @dataclass
 class Counts:
-    """The counters of a working set that reports show: rows found, read and written."""
+    """Counts of rows that were found in memory, read and written, for reports."""
 
     steps: int = 0
     asked: int = 0
@@ -53,7 +53,7 @@ class Counts:
     written: int = 0
 
     def report(self, record_bytes: int) -> str:
-        """Returns a line with the hit rate and the bytes moved."""
+        """Returns a line with the hit rate and the bytes read and written."""
         found, waited = (n / max(self.asked, 1) for n in (self.asked - self.brought, self.missed))
         read, written = (n * record_bytes / max(self.steps, 1) / 2**20 for n in (self.read, self.written))
         return (
@@ -63,24 +63,26 @@ class Counts:
 
 
 class WorkingSet:
-    """The rows of one or more tables that are in memory, in slots, and where the other rows are.
+    """The rows of one or more tables that are in memory, and where all other rows are stored. A slot is a place of one
+    row in memory.
 
     Args:
-        table: its name, or that of a row space, whose rows are numbered one table after the other.
+        table: the name of the table, or of a joined table, whose rows are numbered one table after another.
         rows: the number of rows.
-        slots: the number of rows in memory.
-        columns: the columns of a row. Weights have their first values from `initial`.
-        initial: the first values of the tables.
-        directory: of the file; None to store rows in host memory.
-        recorder: as for `FileThread`.
-        device: of the slots.
+        slots: the number of rows that fit in memory.
+        columns: name -> column of a row (weights or optimizer state); as an attribute, name -> values (S, ...) in the
+            slots.
+        initial: the initial values of the tables' rows.
+        directory: the folder for the file, or None to store rows in host memory.
+        recorder: function that returns the recorder of reads, writes and waits.
+        device: the device of the slots.
 
     Attributes:
-        failure: a permanent error of the file, which the next handshake reports to all ranks, or "" if there is none.
+        failure: a permanent error of the file, which the next handshake reports to all ranks, or "".
         initial: replaced when a checkpoint is loaded.
         columns: name -> (S, ...), the values in the slots.
-        closed: deferred steps that rows apply when they arrive.
-        row_of: (S,) the row in each slot, or -1 for none.
+        closed: deferred optimizer steps that rows apply when they are read into memory.
+        row_of: (S,) the row in each slot, or -1 if it is free.
     """
 
     def __init__(
@@ -89,7 +91,7 @@ class WorkingSet:
         rows: int,
         slots: int,
         columns: Mapping[str, Column],
-        initial: FirstOfTables,
+        initial: InitialValuesOfTables,
         directory: str | Path | None,
         recorder: Callable[[], Recorder] = Recorder,
         device: torch.device | str = "cpu",
@@ -124,10 +126,10 @@ class WorkingSet:
         self._waiting: list[tuple[Tensor, int]] = []  # rows to read ahead, and the step that needs them
 
     def places(self, ids: Tensor, *, host_ids: Tensor | None = None, to_write: bool = False) -> Tensor:
-        """Reads missing rows into slots, and returns the slots (K,) of the rows.
+        """Reads missing rows into memory, and returns the slots (K,) of all rows `ids`.
 
         Args:
-            host_ids: host rows that include the ids (K,), if these are on a device.
+            host_ids: rows on the host that include `ids` (K,), if those are on a device.
         """
         slots: Tensor | None = self._call_unless_failed(
             self._load_missing, ids if host_ids is None else host_ids, to_write
@@ -139,7 +141,7 @@ class WorkingSet:
         return self._on_device.index_select(0, ids).to(torch.int64).sub_(1)
 
     def _call_unless_failed(self, call: Callable[..., Any], *args: Any) -> Any:
-        """Calls a function that reads or writes rows. Returns None once the file has failed. Handshakes report it."""
+        """Calls a function that reads or writes rows. Does nothing and returns None once the file has failed."""
         if self.failure:
             return None
         try:
@@ -149,22 +151,22 @@ class WorkingSet:
             return None
 
     def _load_missing(self, ids: Tensor, to_write: bool) -> Tensor:
-        """Reads the missing rows of ids (K,) into slots. Returns the slots."""
+        """Reads the rows among `ids` (K,) that are not in memory. Returns the slots of all of them."""
         self._next_use.begin_call()
         where = self._where.index_select(0, ids)
         missing = where <= 0
         if bool(missing.any()):
-            self._bring_missing(ids, where, missing)
+            self._read_missing(ids, where, missing)
             where = self._where.index_select(0, ids)
         slots = where.to(torch.int64).sub_(1)
-        self._await(slots)
+        self._await_reads(slots)
         self._next_use.use(slots)
         if to_write:
             self._dirty.index_fill_(0, slots, True)
         return slots
 
     def read_ahead(self, ids: Tensor, due: int) -> None:
-        """Starts reading rows (K,) that step `due` will look up, and keeps in memory those that are there.
+        """Starts reading the rows (K,) that step `due` will look up, and keeps those that are already in memory.
 
         Rows without room are read at a later call, those of nearer steps first. Rows with pending gradients are not
         evicted for them.
@@ -172,7 +174,7 @@ class WorkingSet:
         self._call_unless_failed(self._read_waiting, ids, due)
 
     def _read_waiting(self, ids: Tensor, due: int) -> None:
-        """Reads the rows of later steps that wait for room, the earliest step's first, while there is room."""
+        """Starts reading rows of later steps that have waited for free slots, those of the earliest step first."""
         waiting, self._waiting = sorted([*self._waiting, (ids, due)], key=itemgetter(1)), []
         for rows, step in waiting:
             if step > self.step:
@@ -181,7 +183,7 @@ class WorkingSet:
                 self._waiting += [(left, step)] if left.numel() else []
 
     def _read_some(self, ids: Tensor, due: int) -> Tensor:
-        """Starts to read as many of the rows (K,) as have room. Returns the other rows."""
+        """Starts reading as many of the rows (K,) as slots can be freed for. Returns the others."""
         self._take_arrived()
         where = self._where.index_select(0, ids)
         self._next_use.expect(where[where > 0].to(torch.int64).sub_(1), due)
@@ -190,54 +192,56 @@ class WorkingSet:
         if count > 0:
             self._make_room(count, due)
             count = min(count, len(self._next_use.free))
-            self._begin(rows[:count], slots := self._next_use.take_free(count))
+            self._start_read(rows[:count], slots := self._next_use.take_free(count))
             self._next_use.expect(slots, due)
         return rows[max(count, 0) :]
 
     def begin_step(self, step_number: int) -> None:
-        """Begins a step. Rows read ahead for earlier steps may be evicted."""
+        """Begins a step. Rows that were read ahead for earlier steps may now be evicted."""
         self._next_use.begin_step(step_number)
         self._take_arrived()
 
     @property
     def step(self) -> int:
-        """Returns the number of the current step."""
+        """The number of the current step."""
         return self._next_use.step
 
     def _take_arrived(self) -> None:
-        """Finishes the reads that have completed."""
+        """Completes the reads that have ended."""
         while self._coming and self._thread.has_arrived(self._coming[0][0]):
             self._await_oldest()
 
     def mark_written(self, slots: Tensor) -> None:
-        """Marks slots as different from their records in the file."""
+        """Marks slots (K,) as changed, so that their rows are written before they are evicted."""
         self._dirty.index_fill_(0, slots, True)
 
-    def in_use(self, of: range) -> Tensor:
-        """Returns the slots (K,) that hold rows of one table, given by its range of rows."""
-        return ((self.row_of >= of.start) & (self.row_of < of.stop) & ~self._arriving).nonzero().view(-1)
+    def in_use(self, table_rows: range) -> Tensor:
+        """Returns the slots (K,) that hold rows of one table."""
+        return (
+            ((self.row_of >= table_rows.start) & (self.row_of < table_rows.stop) & ~self._arriving).nonzero().view(-1)
+        )
 
     def to_index(self, slots: Tensor) -> Tensor:
         """Returns slots (K,) on the columns' device."""
         return self._slots.to_index(slots)
 
     def store(self, rows: Tensor, values: Mapping[str, Tensor]) -> None:
-        """Writes rows (K,) that have no slot into the file, with columns (K, ...) or their initial values."""
+        """Writes rows (K,) that are not in memory to storage, with these values (K, ...) or their initial ones."""
         for first in range(0, rows.numel(), self.part):
             some = slice(first, first + self.part)
             own = {key: value[some] for key, value in values.items()}
-            self._write(rows[some], lambda into, own=own: partial(self.records.place, own, into))  # type: ignore[misc]
+            self._start_write(rows[some], lambda into, own=own: partial(self.records.place, own, into))  # type: ignore[misc]
         self._thread.await_writes()
 
-    def changed_rows(self, of: range) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yields rows (K,) of a table that differ from their first values, in ascending order, with their records (K,
-        B), which are valid until the next iteration.
+    def changed_rows(self, table_rows: range) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yields blocks of a table's rows that differ from their initial values: (ascending rows (K,), records (K, B)
+        valid until the next iteration).
         """
         self._await_all()
         self._thread.await_writes()
         kept = self._dirty | (self._number >= 0)
-        for begin in range(of.start, of.stop, ROWS_AT_ONCE):
-            where = self._where[begin : min(begin + ROWS_AT_ONCE, of.stop)].to(torch.int64)
+        for begin in range(table_rows.start, table_rows.stop, ROWS_AT_ONCE):
+            where = self._where[begin : min(begin + ROWS_AT_ONCE, table_rows.stop)].to(torch.int64)
             stored = where < 0
             in_slots = (where > 0) & kept[(where - 1).clamp_(min=0)]
             for found in (stored | in_slots).nonzero().view(-1).split(self.part):
@@ -245,10 +249,10 @@ class WorkingSet:
                     yield found + begin, self._records_of(found + begin, where.index_select(0, found))
 
     def _records_of(self, rows: Tensor, where: Tensor) -> Tensor:
-        """Returns copies of the records of rows (K,).
+        """Returns copies of the records (weights and optimizer state) of rows (K,).
 
         Args:
-            where: (K,) entries of the map of rows.
+            where: (K,) entries of the map from rows to their places.
         """
         slots, stored = (where - 1).clamp_(min=0), (where < 0).nonzero().view(-1)
         records = self._thread.copy(len(rows), partial(self._slots.copy_out, slots))
@@ -258,31 +262,31 @@ class WorkingSet:
             records.index_copy_(0, at, self._thread.read(numbers, rows.index_select(0, at)))
         return self.records.sign(records, rows)
 
-    def forget(self, of: range) -> None:
-        """Resets the rows of a table to their first values."""
+    def forget(self, table_rows: range) -> None:
+        """Resets the rows of a table to their initial values."""
         while self._coming:
             with suppress(TierError):  # errors of rows that are reset do not matter
                 self._await_oldest()
         with suppress(TierError):
             self._thread.await_writes()
         self._thread.error, self.failure = None, ""
-        for where in self._where[of.start : of.stop].split(ROWS_AT_ONCE):
+        for where in self._where[table_rows.start : table_rows.stop].split(ROWS_AT_ONCE):
             slots = where[where > 0].to(torch.int64).sub_(1)
             numbers = torch.cat([-where[where < 0] - 1, self._number.index_select(0, slots)])
             self._log.free_numbers(numbers[numbers >= 0])
             where.zero_()
-            self._vacate(slots)
+            self._mark_free(slots)
         if self._on_device is not None:
-            self._on_device[of.start : of.stop].zero_()
+            self._on_device[table_rows.start : table_rows.stop].zero_()
 
     @property
     def num_rows(self) -> int:
-        """Returns the number of rows of all tables."""
+        """The number of rows of all tables."""
         return self._where.numel()
 
     @property
     def nbytes(self) -> int:
-        """Returns the bytes of memory on the slots' device, without temporaries."""
+        """The bytes of memory on the slots' device, without temporaries."""
         columns = sum(each.nbytes for each in self.columns.values())
         if self._on_device is not None:
             return columns + self._on_device.nbytes
@@ -291,7 +295,7 @@ class WorkingSet:
 
     @property
     def report(self) -> str:
-        """Returns a line for a report."""
+        """A line about reads and writes, for a report."""
         rest = ""
         if isinstance(self.file, HostRecords):
             rest = f", others in host memory, up to {self.file.nbytes / 2**20:,.2f} MiB"
@@ -302,29 +306,33 @@ class WorkingSet:
 
     # -- moving rows ---------------------------------------------------------------------------------------------------
 
-    def _bring_missing(self, ids: Tensor, where: Tensor, missing: Tensor) -> None:
-        """Reads the missing rows of ids (K,), without evicting those that are present."""
+    def _read_missing(self, ids: Tensor, where: Tensor, missing: Tensor) -> None:
+        """Reads those of the rows `ids` (K,) that are not in memory, without evicting the others.
+
+        Args:
+            where: (K,) entries of the map from rows to their places.
+        """
         new = ids[missing].unique()
         self.counts.missed += int(missing.sum())
         with self._next_use.pinned(where[~missing].to(torch.int64).sub_(1)):
             self._make_room(new.numel())
         if len(self._next_use.free) < new.numel():
             needed = ids.unique().numel()
-            nbytes = least_bytes(self._where.numel(), needed, self.records.columns)
+            nbytes = memory_bytes(self._where.numel(), needed, self.records.columns)
             raise TierError(
                 f"table_memory: a step reads or writes {needed:,} rows of {self._table} at once, which take "
                 f"{nbytes:,} bytes, but memory has room for only {self.slots:,} rows. Raise table_memory, or use "
                 "smaller batches."
             )
         for some in new.split(self._at_once):
-            self._begin(some, self._next_use.take_free(some.numel()))
+            self._start_read(some, self._next_use.take_free(some.numel()))
             self._await_all()
 
     def _make_room(self, count: int, due: int | None = None) -> None:
-        """Evicts rows until `count` slots are free, or no more rows may be evicted.
+        """Evicts rows until `count` slots are free, or until no more rows may be evicted.
 
         Args:
-            due: if given, the step for which room is made: only rows not used before it are evicted.
+            due: the step that needs the slots, so that only rows not used before it are evicted; None to evict any.
         """
         more = True
         while more and (short := count - len(self._next_use.free)) > 0:
@@ -333,8 +341,8 @@ class WorkingSet:
                 self._evict(some)
 
     def _evict(self, slots: Tensor) -> None:
-        """Empties slots. Changed rows are written to the file first."""
-        self._await(slots)
+        """Evicts the rows in these slots (K,). Changed rows are written to storage first."""
+        self._await_reads(slots)
         rows, number = self.row_of.index_select(0, slots), self._number.index_select(0, slots)
         dirty = self._dirty.index_select(0, slots)
         self._where.index_copy_(0, rows, -number - 1)  # the entry is 0 if the row has no record
@@ -344,17 +352,21 @@ class WorkingSet:
             written, before = slots[dirty], number[dirty]
             self._log.free_numbers(before[before >= 0])
             self._where.index_fill_(0, rows[dirty], 0)
-            self._write(rows[dirty], partial(self._slots.copy_out, written))
+            self._start_write(rows[dirty], partial(self._slots.copy_out, written))
             self.counts.written += written.numel()
-        self._vacate(slots)
+        self._mark_free(slots)
 
-    def _vacate(self, slots: Tensor) -> None:
-        """Marks slots as free."""
+    def _mark_free(self, slots: Tensor) -> None:
+        """Marks slots (K,) as free."""
         self.row_of.index_fill_(0, slots, -1)
         self._next_use.free_slots(slots)
 
-    def _write(self, rows: Tensor, leave: Leave) -> None:
-        """Starts writing rows (K,), at most a part, whose previous records have been freed."""
+    def _start_write(self, rows: Tensor, leave: Leave) -> None:
+        """Starts writing rows (K,) to storage. Their previous records must have been freed.
+
+        Args:
+            leave: copies the rows out of their slots.
+        """
         while self._log.needs_empty_block(rows.numel()):
             self._empty_block()
         numbers = self._log.take_numbers(rows)
@@ -362,7 +374,7 @@ class WorkingSet:
         self._thread.write(numbers, rows, leave)
 
     def _empty_block(self) -> None:
-        """Moves the valid records of the sparsest block to other blocks."""
+        """Moves the records in use of the emptiest block of the file to other blocks."""
         assert isinstance(self._log, RecordLog)
         for numbers in concatenate_runs([self._log.emptiest_block()]).split(self.part):
             records = self._thread.read(numbers.to(torch.int64))
@@ -378,10 +390,10 @@ class WorkingSet:
             moved = self._log.take_numbers(rows[left])
             self._where.index_copy_(0, rows[left], -moved - 1)
             if left.numel():
-                self._thread.write(moved, rows[left], partial(_selected, records, left))
+                self._thread.write(moved, rows[left], partial(_copy_selected, records, left))
 
-    def _begin(self, rows: Tensor, slots: Tensor) -> None:
-        """Starts to read rows (K,) into free slots (K,)."""
+    def _start_read(self, rows: Tensor, slots: Tensor) -> None:
+        """Starts reading rows (K,) into free slots (K,)."""
         number = -self._where.index_select(0, rows) - 1
         self.counts.brought += rows.numel()
         self.counts.read += int((number >= 0).sum())
@@ -394,24 +406,24 @@ class WorkingSet:
         self._number.index_copy_(0, slots, number)
         self._arriving.index_fill_(0, slots, True)
 
-    def _await(self, slots: Tensor) -> None:
-        """Waits for reads into slots (K,)."""
+    def _await_reads(self, slots: Tensor) -> None:
+        """Waits for pending reads into slots (K,)."""
         while self._coming and bool(self._arriving.index_select(0, slots).any()):
             self._await_oldest()
 
     def _await_all(self) -> None:
-        """Waits until all reads have ended."""
+        """Waits until all pending reads have ended."""
         while self._coming:
             self._await_oldest()
 
     def _await_oldest(self) -> None:
-        """Waits for the oldest read, and puts its rows into their slots."""
+        """Waits for the oldest pending read, and puts its rows into their slots."""
         coming, slots = self._coming.popleft()
         self._arriving.index_fill_(0, slots, False)
         self.closed.apply_on_arrival(slots, self._thread.await_rows(coming).taken)
 
 
-def _selected(records: Tensor, only: Tensor, into: Tensor | None) -> Leaving:
-    """Copies some of the records (K, B), given by `only`. Returns a function that returns the copies."""
+def _copy_selected(records: Tensor, only: Tensor, into: Tensor | None) -> Leaving:
+    """Copies the records given by `only` from records (K, B). Returns a function that returns the copies."""
     found = torch.index_select(records, 0, only, out=into)
     return lambda: found

@@ -15,7 +15,7 @@ from embrace_fx import admm
 from embrace_fx.admm.model import Data, read_data, read_weights
 from embrace_fx.admm.progress import Best
 from embrace_fx.admm.setup import rescale_weights
-from embrace_fx.admm.update import iterate
+from embrace_fx.admm.update import run_epoch
 from embrace_fx.admm.weights import Consensus
 from embrace_fx.runtime.ranks.failure import DeadRank, PeerFailure
 from tests.admm.problems import modules, weighed_words
@@ -71,7 +71,7 @@ def test_ranks_compute_what_the_formulas_say() -> None:
     for _ in range(2):
         for state, data, u in zip(states, shards, duals, strict=True):
             state.agreed = start.from_flat(z)
-            iterate(state, data, 16, Consensus(start.from_flat(z - u), 0.5))
+            run_epoch(state, data, 16, Consensus(start.from_flat(z - u), 0.5))
             state.iteration += 1
         contributions = [state.weights.flat() + u for state, u in zip(states, duals, strict=True)]
         z = (contributions[0] + contributions[1]) / 2

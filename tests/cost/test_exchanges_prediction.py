@@ -15,7 +15,7 @@ from torch import Tensor
 
 from embrace_fx.cost.exchanges import Prediction, Scheme, predict
 from embrace_fx.cost.links import Cluster, Work, passes_work
-from embrace_fx.cost.sparsity import Sparsity, even_ranges, measure
+from embrace_fx.cost.sparsity import Sparsity, measure_sparsity, range_starts
 from embrace_fx.runtime.exchanges.blocks import cut_rows
 from embrace_fx.runtime.exchanges.gradient import RowSet
 from embrace_fx.runtime.exchanges.in_place import STRATEGY_OF, exchange_gradient_
@@ -110,7 +110,7 @@ def predicted(variant: str, gradient: str, world_size: int) -> Prediction:
 
 def sparsity_of(units: Sequence[RowSet]) -> Sparsity:
     first = units[0]
-    return measure([each.ids for each in units], first.num_rows, first.width, first.rows.itemsize)
+    return measure_sparsity([each.ids for each in units], first.num_rows, first.width, first.rows.itemsize)
 
 
 def scheme_of(way: Way) -> Scheme:
@@ -183,10 +183,10 @@ def test_work_of_streams_by_hand() -> None:
 
 
 def test_sparsity_is_measured() -> None:
-    sparsity = measure([torch.tensor(ids) for ids in ([0, 1], [1], [1, 2, 7])], 8, width=3, itemsize=4)
+    sparsity = measure_sparsity([torch.tensor(ids) for ids in ([0, 1], [1], [1, 2, 7])], 8, width=3, itemsize=4)
     assert sparsity.units_by_rank == (2, 1, 3)
     # Neighbours: {0, 1}, {1, 2, 7}, {0, 1, 2, 7}.
     assert sparsity.unions == pytest.approx((2.0, 3.0, 4.0))
     # Ranges 0-1, 2-4, 5-7 have four, one and one of the six; of the union, two, one and one of the four.
-    assert even_ranges(8, 3) == [0, 2, 5]
+    assert range_starts(8, 3) == [0, 2, 5]
     assert (sparsity.push_imbalance, sparsity.pull_imbalance) == (4 * 3 / 6, 2 * 3 / 4)

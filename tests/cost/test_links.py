@@ -22,12 +22,12 @@ from embrace_fx.cost.links import (
     all_gather,
     all_reduce,
     all_to_all,
-    bucket_bytes,
-    chunk_bytes,
+    choose_bucket_bytes,
+    choose_chunk_bytes,
     exchange,
-    gather_ids,
     launch_ms,
     passes_work,
+    predict_id_exchange,
 )
 
 RANKS = st.integers(2, 8)
@@ -42,8 +42,8 @@ RANKS = st.integers(2, 8)
         (all_gather(100, 4), Exchange(300, 3)),
         (all_to_all(100, 4), Exchange(75, 3)),
         # Two counts, one of them with the ids, and the longest rank's 5 ids.
-        (gather_ids((4, 5), 100), Exchange(8 + 4 * 6, 1)),
-        (gather_ids((4, 5), 2**31), Exchange(8 + 8 * 6, 1)),
+        (predict_id_exchange((4, 5), 100), Exchange(8 + 4 * 6, 1)),
+        (predict_id_exchange((4, 5), 2**31), Exchange(8 + 8 * 6, 1)),
     ],
     ids=str,
 )
@@ -155,10 +155,10 @@ def test_what_a_message_takes_at_least_is_that_of_the_links_it_uses(ranks: int, 
 
 
 def test_chunks_of_machines_are_cut_for_what_they_take() -> None:
-    size = chunk_bytes(MACHINES, 8, "all_to_all")
+    size = choose_chunk_bytes(MACHINES, 8, "all_to_all")
     start_up_ms = launch_ms(MACHINES, "all_to_all", 0, 8)
     assert size == MIN_CHUNK_BYTES or launch_ms(MACHINES, "all_to_all", size, 8) == pytest.approx(10 * start_up_ms)
-    assert chunk_bytes(MACHINES, 4) == chunk_bytes(Cluster(8000.0, 0.125), 4)
+    assert choose_chunk_bytes(MACHINES, 4) == choose_chunk_bytes(Cluster(8000.0, 0.125), 4)
 
 
 @pytest.mark.parametrize(
@@ -176,7 +176,7 @@ def test_start_up_takes_a_tenth_of_a_chunk(
     ranks: int, collective: Collective, bandwidth: float, latency_ms: float
 ) -> None:
     cluster = Cluster(bandwidth, latency_ms)
-    size = chunk_bytes(cluster, ranks, collective)
+    size = choose_chunk_bytes(cluster, ranks, collective)
 
     def start_up_share(own_bytes: int) -> float:
         start_up_ms = exchange(collective, own_bytes, ranks).messages * latency_ms
@@ -188,9 +188,9 @@ def test_start_up_takes_a_tenth_of_a_chunk(
 
 
 def test_a_bucket_is_a_chunk_and_no_more_than_there_is() -> None:
-    assert bucket_bytes(SLOW, 4, 10**8) == chunk_bytes(SLOW, 4)
-    assert bucket_bytes(SLOW, 4, 1000) == 1000
-    assert bucket_bytes(SLOW, 4, 0) == 1
+    assert choose_bucket_bytes(SLOW, 4, 10**8) == choose_chunk_bytes(SLOW, 4)
+    assert choose_bucket_bytes(SLOW, 4, 1000) == 1000
+    assert choose_bucket_bytes(SLOW, 4, 0) == 1
 
 
 @given(RANKS, st.integers(10**7, 10**9), st.floats(1e5, 1e7), st.floats(0.2, 2.0), st.floats(0.0, 1.0))
@@ -203,5 +203,5 @@ def test_buckets_that_the_end_of_the_backward_awaits_are_as_many_as_end_first(
         own_ms = launch_ms(cluster, "all_reduce", 0, max(ranks, 2)) + BUCKET_ROUNDS * round_ms
         return launch_ms(cluster, "all_reduce", ceil(total / count), max(ranks, 2)) + count * own_ms
 
-    count = ceil(total / bucket_bytes(cluster, ranks, total, read_later=False))
+    count = ceil(total / choose_bucket_bytes(cluster, ranks, total, read_later=False))
     assert late_ms(count) <= 1.05 * min(map(late_ms, (1, *range(max(count - 3, 1), count + 4), 2 * count)))

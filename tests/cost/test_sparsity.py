@@ -8,7 +8,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from embrace_fx.cost.sparsity import even_ranges, extrapolate, imbalance, in_blocks, independent_ranks, measure
+from embrace_fx.cost.sparsity import (
+    extrapolate,
+    imbalance,
+    in_blocks,
+    independent_ranks,
+    measure_sparsity,
+    range_starts,
+)
 from tests.support.exchange_cases import random_sparsity
 
 V = 20_000
@@ -25,7 +32,7 @@ def batch(rank: int, skew: float) -> Tensor:
 def test_unions_grow_from_a_ranks_own_to_all(ranks: int, num_units: int, data: st.DataObject) -> None:
     sets = data.draw(st.lists(st.sets(st.integers(0, num_units - 1)), min_size=ranks, max_size=ranks))
     ids = [torch.tensor(sorted(own), dtype=torch.int64) for own in sets]
-    sparsity = measure(ids, num_units, width=4, itemsize=4)
+    sparsity = measure_sparsity(ids, num_units, width=4, itemsize=4)
     assert sparsity.units_by_rank == tuple(own.numel() for own in ids)
     assert sparsity.unions[-1] == torch.cat(ids).unique().numel()
     assert list(sparsity.unions) == sorted(sparsity.unions)
@@ -36,7 +43,7 @@ def test_unions_grow_from_a_ranks_own_to_all(ranks: int, num_units: int, data: s
 @pytest.mark.parametrize("skew", [1.0, 3.0, 6.0])
 @pytest.mark.parametrize("ranks", [4, 16])
 def test_extrapolated_unions_are_about_what_ranks_would_have(skew: float, ranks: int) -> None:
-    true = measure([batch(rank, skew).unique() for rank in range(ranks)], V, 8, 4)
+    true = measure_sparsity([batch(rank, skew).unique() for rank in range(ranks)], V, 8, 4)
     for known in (1, 2):
         found = extrapolate([batch(rank, skew) for rank in range(known)], V, 8, 4, ranks)
         assert found.mean_units == pytest.approx(true.mean_units, rel=0.05)
@@ -57,11 +64,11 @@ def test_independent_ranks_by_hand() -> None:
 
 def test_what_was_measured_in_one_line() -> None:
     ids = [torch.tensor([0, 1, 2, 3]), torch.tensor([2, 3, 4, 7])]
-    found = str(measure(ids, 8, 4, 4, draws=20))
+    found = str(measure_sparsity(ids, 8, 4, 4, total_ids=20))
     assert found == (
         "density 50.00%, ids per row 2.5, overlap of two ranks 50%, g(2) 1.50, skew 1.5 (of the union 1.3)"
     )
-    assert str(measure(ids[:1], 8, 4, 4)) == "density 50.00%, ids per row 1.0, skew 1.0 (of the union 1.0)"
+    assert str(measure_sparsity(ids[:1], 8, 4, 4)) == "density 50.00%, ids per row 1.0, skew 1.0 (of the union 1.0)"
 
 
 def test_rows_in_blocks() -> None:
@@ -75,6 +82,6 @@ def test_rows_in_blocks() -> None:
 
 
 def test_imbalance_of_even_ranges() -> None:
-    assert even_ranges(8, 3) == [0, 2, 5]
+    assert range_starts(8, 3) == [0, 2, 5]
     assert imbalance(torch.tensor([0, 1, 7]), 8, 2) == pytest.approx(2 * 2 / 3)
     assert imbalance(torch.zeros(0, dtype=torch.int64), 8, 2) == 1.0

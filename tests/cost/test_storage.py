@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from embrace_fx.cost.sparsity import measure
+from embrace_fx.cost.sparsity import measure_sparsity
 from embrace_fx.cost.storage import Draws, RowMemory, StorageTier
 
 V, IDS = 2000, 64
@@ -46,7 +46,7 @@ def lacked(steps: list[Tensor], slots: int) -> float:
 def memory(slots: int, storage: tuple[StorageTier, ...], law: str = "Zipf, 1") -> RowMemory:
     """What is predicted from twenty batches of as many ranks, whose steps are one batch's."""
     unique = [ids.unique() for ids in drawn(LAWS[law], 20)]
-    found = Draws.fit(measure(unique, V, 8, 4, draws=20 * IDS))
+    found = Draws.fit(measure_sparsity(unique, V, 8, 4, total_ids=20 * IDS))
     return RowMemory(V, slots, 100.0, 4.0, 0, 64, 50, replace(found, ids=IDS), storage)
 
 

@@ -45,12 +45,12 @@ def _calls(rank: int, layers: int) -> int:
 
 
 def _few_and_many(rank: int, world_size: int) -> tuple[int, int]:
-    bucket_bytes = cost.bucket_bytes
-    cost.bucket_bytes = lambda *arguments, **options: 1 << 20  # one bucket
+    bucket_bytes = cost.choose_bucket_bytes
+    cost.choose_bucket_bytes = lambda *arguments, **options: 1 << 20  # one bucket
     try:
         return _calls(rank, FEW), _calls(rank, MANY)
     finally:
-        cost.bucket_bytes = bucket_bytes
+        cost.choose_bucket_bytes = bucket_bytes
 
 
 def test_a_gradient_takes_few_calls() -> None:

@@ -107,7 +107,7 @@ def _by_a_glance(
 
     torch.manual_seed(0)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(findings, "quick_links", lambda *_: glanced)
+        patch.setattr(findings, "estimate_links", lambda *_: glanced)
         patch.setattr(findings, "measure_links", links_between)
         model = embrace_fx.compile(Chain(20_000))
         _train(model, rank, 2, words=20_000)
@@ -204,7 +204,9 @@ def test_a_tied_table_with_labels_is_captured_where_its_head_is_worth_sharding()
 def _priced(rank: int, world_size: int) -> list[float]:
     """Bytes that a step sends by the plan for which links are measured."""
     sent: list[float] = []
-    glance = mock.patch("embrace_fx.planning.findings.quick_links", lambda of, sent_bytes, on: sent.append(sent_bytes))
+    glance = mock.patch(
+        "embrace_fx.planning.findings.estimate_links", lambda of, sent_bytes, on: sent.append(sent_bytes)
+    )
     model, ids = embrace_fx.compile(Labelled()), torch.randint(20_000, (3, 5))
     with glance:
         model(ids, ids).backward()

@@ -1,4 +1,4 @@
-"""Joining the tables of a row space: the same values, one lookup and one gradient where all are plain lookups."""
+"""Joining the tables of a joined table: the same values, one lookup and one gradient where all are plain lookups."""
 
 from __future__ import annotations
 

@@ -10,8 +10,8 @@ from embrace_fx.cost import links as cost
 from embrace_fx.passes.node_cost import node_time_estimator
 from embrace_fx.passes.overlap.submit_early import SubmitGradientsEarly
 from embrace_fx.passes.pipeline import overlap_passes, run_passes, training_passes
-from embrace_fx.passes.planner.grouping import Joinable, plan_spaces
-from embrace_fx.passes.scheduler.step_graph import blocks
+from embrace_fx.passes.planner.grouping import Joinable, plan_joined_tables
+from embrace_fx.passes.scheduler.step_graph import compute_blocks
 from embrace_fx.vocabulary.graph import TrainingGraph
 from embrace_fx.vocabulary.operation_id import compute_id
 from embrace_fx.vocabulary.ops import op_name
@@ -32,7 +32,9 @@ def overlapped() -> tuple[TrainingGraph, TrainingGraph]:
 def share_of_backward(graph: TrainingGraph, table: str) -> float:
     """How much of a backward's compute is over when a table's gradient leaves."""
     of_backward = [
-        block for block in blocks(graph, node_time_estimator(cost.Cluster().compute)) if block.id.kind == "backward"
+        block
+        for block in compute_blocks(graph, node_time_estimator(cost.Cluster().compute))
+        if block.id.kind == "backward"
     ]
     place = [block.id for block in of_backward].index(compute_id("backward", table))
     return sum(block.ms for block in of_backward[: place + 1]) / sum(block.ms for block in of_backward)
@@ -69,4 +71,4 @@ def test_nothing_moves_before_the_head() -> None:
 
 def test_tables_whose_gradients_can_be_had_at_different_places_are_no_space() -> None:
     graph = captured()
-    assert plan_spaces(graph, [Joinable(table, 0, 1000) for table in graph.tables], overlaps=True) == ()
+    assert plan_joined_tables(graph, [Joinable(table, 0, 1000) for table in graph.tables], overlaps=True) == ()

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch.optim import SGD
 
 import embrace_fx
-from embrace_fx.cost.sparsity import measure, with_units
+from embrace_fx.cost.sparsity import measure_sparsity, with_units_by_rank
 from embrace_fx.passes.planner.asked_strategies import Strategy
 from embrace_fx.passes.planner.decide import decide
 from embrace_fx.passes.planner.plan_fit import used_parameters
@@ -105,11 +105,11 @@ def test_on_the_border_the_strategy_in_use_stays() -> None:
 def test_ranks_have_as_much_in_common_with_other_numbers_of_rows(ranks: int, units: int, other: int, seed: int) -> None:
     random = torch.Generator().manual_seed(seed)
     ids = [torch.randperm(200, generator=random)[:units] for _ in range(ranks)]
-    found = measure(ids, 200, 4, 8)
-    same, moved = with_units(found, (units,) * ranks), with_units(found, (other,) * ranks)
+    found = measure_sparsity(ids, 200, 4, 8)
+    same, moved = with_units_by_rank(found, (units,) * ranks), with_units_by_rank(found, (other,) * ranks)
     assert same.unions == pytest.approx(found.unions)
     assert moved.unions[0] == pytest.approx(other)
     assert all(other <= union <= min(200, k * other) + 1e-6 for k, union in enumerate(moved.unions, start=1))
     if units < 200:  # of a whole table, equal ranks and independent ones have the same union
-        alike = with_units(measure([ids[0]] * ranks, 200, 4, 8), (other,) * ranks)
+        alike = with_units_by_rank(measure_sparsity([ids[0]] * ranks, 200, 4, 8), (other,) * ranks)
         assert alike.unions == pytest.approx((other,) * ranks)

@@ -46,10 +46,10 @@ class Way:
         """Has this way's blocks and slots chosen."""
         with pytest.MonkeyPatch.context() as patch:
             if self.block_size:
-                patch.setattr(omnireduce, "cheapest_block", lambda *_: self.block_size)
+                patch.setattr(omnireduce, "fastest_block_size", lambda *_: self.block_size)
             if self.slots:
-                patch.setattr(omnireduce, "streaming_of", self._streaming_of)
-                patch.setattr(prediction, "streaming_of", self._streaming_of)
+                patch.setattr(omnireduce, "choose_streaming", self._streaming_of)
+                patch.setattr(prediction, "choose_streaming", self._streaming_of)
             yield
 
     def _streaming_of(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import importlib
 
-from tqdm import tqdm
+from tqdm import tqdm  # type: ignore[import-untyped]
 
 gc.disable()  # a rank enables it: what is imported here stays
 

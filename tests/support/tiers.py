@@ -23,8 +23,8 @@ from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer, RMSprop
 import embrace_fx
 from embrace_fx.runtime.tables.member import Member
 from embrace_fx.runtime.tables.shard_layout import Layout
-from embrace_fx.runtime.tables.table_shard import TableShard, become_part
-from embrace_fx.runtime.tiers.initial import FirstOfTables, FirstValues
+from embrace_fx.runtime.tables.table_shard import TableShard, become_shard
+from embrace_fx.runtime.tiers.initial import InitialValues, InitialValuesOfTables
 from embrace_fx.runtime.tiers.record_file import RecordFile
 from embrace_fx.runtime.tiers.records import TAKEN, WEIGHTS, Column
 from embrace_fx.runtime.tiers.tiered_table import FileStorage, SlotRows, first_row_state
@@ -61,12 +61,12 @@ def beyond_memory(table: Tensor, make: Make, slots: int, directory: str | Path) 
     optimizer = make([parameter])
     columns = {WEIGHTS: Column((table.shape[1],), table.dtype), TAKEN: Column((), torch.int64)}
     columns |= first_row_state(optimizer, optimizer.param_groups[0], table[:0])[0]
-    initial = FirstOfTables({0: FirstValues(range(table.shape[1]), 0, table.dtype)})
+    initial = InitialValuesOfTables({0: InitialValues(range(table.shape[1]), 0, table.dtype)})
     memory = WorkingSet("t", len(table), slots, columns, initial, directory)
     memory.store(torch.arange(len(table)), {WEIGHTS: table})
     like = torch.empty_strided(tuple(table.shape), (0, 0), dtype=table.dtype)
     layout = Layout.of_table("t", table.shape)
-    become_part(parameter, like, layout)
+    become_shard(parameter, like, layout)
     assert isinstance(parameter, TableShard)
     parameter.held = FileStorage(like, "expected rows by ids")
     store = partial(SlotRows, memory=memory)
@@ -328,10 +328,10 @@ def _do(deed: str, step: int, batch: Any, compiled: Any, optimizer: Optimizer, s
 
 
 def _plan_anew(compiled: Any) -> None:
-    """Puts a plan in use whose row space has all tables, as a planner makes it."""
+    """Puts a plan in use whose joined table has all tables, as a planner makes it."""
     programs = session_of(compiled).programs
     plan = programs.pipeline.plan
-    spaces = (plan.space_of(sorted(plan.sharded)),) if plan.spaces else ()
+    spaces = (plan.join_tables(sorted(plan.sharded)),) if plan.spaces else ()
     programs.change(replace(plan, spaces=spaces), "a test")
 
 

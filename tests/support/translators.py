@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from embrace_fx.cost import links as cost
 from embrace_fx.passes.pipeline import overlap_passes, run_passes, training_passes
-from embrace_fx.passes.scheduler.step_graph import Sizes, build
+from embrace_fx.passes.scheduler.step_graph import Sizes, build_step_graph
 from embrace_fx.vocabulary.graph import TrainingGraph
 from embrace_fx.vocabulary.operation_id import OperationId
 from embrace_fx.vocabulary.plan import Decision, Plan
@@ -61,4 +61,4 @@ def steps_of_translator(name: str, sent: dict[OperationId, int] | None = None) -
     graph, plan = translator(name)
     row_bytes = {table: plan[table].sent_bytes_per_step // 2 for table in plan.sharded}
     sizes = Sizes(sent or {}, row_bytes, BATCH * LENGTH * 4 * (plan.world_size - 1))
-    return build(graph, sizes, None, cost.Cluster(), plan.world_size)
+    return build_step_graph(graph, sizes, None, cost.Cluster(), plan.world_size)

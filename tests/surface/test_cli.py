@@ -15,7 +15,7 @@ from click.testing import CliRunner
 
 from embrace_fx import cli
 from embrace_fx.cli import examine
-from embrace_fx.cli.side_by_side import loss_of
+from embrace_fx.cli.side_by_side import find_loss
 from embrace_fx.viz import dot, save, trace
 from tests.support import timelines
 
@@ -91,7 +91,7 @@ def test_a_trace_becomes_a_page_with_the_same_figures(folder: Path) -> None:
     timeline = timelines.timeline(schedule)
     save(folder / "trace.json", schedule=schedule, timeline=timeline)
     assert "wrote page.html" in run("show", "trace.json", "--output", "page.html")
-    assert trace.read(folder / "trace.json") == (schedule, timeline)
+    assert trace.read_trace(folder / "trace.json") == (schedule, timeline)
     assert "measured" in (folder / "page.html").read_text()
     assert "wrote steps.dot" in run("show", "trace.json", "--output", "steps.dot")
     assert (folder / "steps.dot").read_text() == dot.render(schedule)
@@ -164,6 +164,6 @@ def test_two_ranks_probe_their_links_and_compare_two_systems(folder: Path) -> No
 def test_bench_finds_the_loss_in_what_a_model_returns() -> None:
     loss, logits = torch.tensor(2.0), torch.ones(3)
     for results in (loss, SimpleNamespace(loss=loss, first=torch.tensor(1.0)), {"logits": logits, "total": loss}):
-        assert loss_of(results) is loss
+        assert find_loss(results) is loss
     with pytest.raises(ValueError, match="without a scalar"):
-        loss_of(logits)
+        find_loss(logits)

@@ -12,7 +12,7 @@ from torch import nn
 import embrace_fx
 from embrace_fx.passes.overlap.order import OrderCompute
 from embrace_fx.passes.pipeline import CompiledGraph, run_passes
-from embrace_fx.viz.drawing import fold
+from embrace_fx.viz.drawing import fold_nodes
 from embrace_fx.viz.graphs import Graphs
 from embrace_fx.vocabulary.graph import PHASES
 from embrace_fx.vocabulary.ops import LAUNCHES, SUBMISSIONS, op_name
@@ -48,7 +48,7 @@ def test_passes_over_phases_are_compared_by_phases(graphs: Graphs) -> None:
 
 def test_a_folded_graph_has_each_launch_once_and_all_else_in_blocks(graphs: Graphs) -> None:
     parts = {phase: graphs[phase] for phase in PHASES}
-    cells = fold(parts)
+    cells = fold_nodes(parts)
     nodes = [node for module in parts.values() for node in module.graph.nodes]
     launches = [node for node in nodes if op_name(node) in SUBMISSIONS | LAUNCHES]
     assert [cell.nodes[0] for cell in cells if cell.lane != "compute"] == launches
@@ -83,7 +83,7 @@ def test_what_cannot_be_drawn_is_refused(graphs: Graphs, tmp_path: Path) -> None
 def test_what_each_pass_took_is_known(compiled: CompiledGraph) -> None:
     assert set(compiled.ms) == set(compiled.graphs) - {"captured", *PHASES}
     assert all(ms >= 0 for ms in compiled.ms.values())
-    assert "shard_tables" in compiled.times()
+    assert "shard_tables" in compiled.describe_times()
 
 
 def test_what_runs_as_python() -> None:

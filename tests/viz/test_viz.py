@@ -106,7 +106,7 @@ def test_held_memory_is_a_line_above_its_steps(
     root = ET.fromstring(saved(tmp_path, ".svg", schedule, measured))
     assert [line.get("class") for line in root.iter(f"{SVG}polyline")] == ["memory"]
     (tmp_path / "trace.json").write_text(saved(tmp_path, ".json", schedule, measured))
-    found, also = trace.read(tmp_path / "trace.json")
+    found, also = trace.read_trace(tmp_path / "trace.json")
     assert found is not None
     assert (also.memory if also is not None else found.predicted.memory) == points
 

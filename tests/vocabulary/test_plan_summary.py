@@ -7,7 +7,7 @@ import os
 import pytest
 
 from embrace_fx.vocabulary.plan import Candidate, Decision, Plan
-from embrace_fx.vocabulary.plan_summary import LONGEST, advice, summary
+from embrace_fx.vocabulary.plan_summary import LONGEST, give_advice, summarize
 from embrace_fx.vocabulary.plan_text import render
 
 
@@ -20,18 +20,18 @@ def table(name: str, strategy: str, candidates: tuple[Candidate, ...] = ()) -> D
 def test_the_line_is_short_and_names_tables_as_far_as_there_is_room() -> None:
     long = [table(f"model.encoder.embeddings.word_embeddings_{k}.weight", "alltoall") for k in range(5)]
     few = [table("user.weight", "alltoall"), table("item.weight", "allreduce")]
-    assert len(summary(Plan(64, tuple(long), ()))) <= LONGEST
-    assert summary(Plan(64, tuple(long), ())).startswith(
+    assert len(summarize(Plan(64, tuple(long), ()))) <= LONGEST
+    assert summarize(Plan(64, tuple(long), ())).startswith(
         "5 tables sharded, 0 whole; a rank sends 10.0 MiB per step, DDP "
     )
-    assert "sharded: user.weight, 1 whole" in summary(Plan(2, tuple(few), ()))
-    assert len(summary(Plan(1, tuple(few), ()))) <= LONGEST
-    assert summary(Plan(2, (), ())).startswith("0 tables sharded, 0 whole; a rank sends 0 B per step")
+    assert "sharded: user.weight, 1 whole" in summarize(Plan(2, tuple(few), ()))
+    assert len(summarize(Plan(1, tuple(few), ()))) <= LONGEST
+    assert summarize(Plan(2, (), ())).startswith("0 tables sharded, 0 whole; a rank sends 0 B per step")
 
 
 def test_the_report_says_how_to_shard_a_whole_table_and_how_to_have_the_plan_again() -> None:
     slower = Candidate("alltoall", "", 100, 3.0, 0, "3.00 times the time")
-    told = advice(Plan(2, (table("item.weight", "allreduce", (slower,)),), ()))
+    told = give_advice(Plan(2, (table("item.weight", "allreduce", (slower,)),), ()))
     assert 'strategy={"item.weight": "alltoall"} would shard item.weight for +2.0 ms a step' in told
     assert 'compile(model, plan="plan.json") repeats it' in told
 

@@ -1,4 +1,4 @@
-"""The Triton kernels that `runtime/kernels` and the row updates call for CUDA tensors.
+"""Triton kernels for CUDA tensors, which `runtime/kernels` and the row updates call.
 
 Contract
     Every function here has an equivalent in torch ops, which is used for CPU tensors and for tensors that `supports`
@@ -46,13 +46,15 @@ def __getattr__(name: str) -> Any:
 
 
 class AdamStep(NamedTuple):
-    """A step of Adam, AdamW (lazy) or SparseAdam: w -= step_size * m / (sqrt(v) * correction + eps).
+    """The coefficients of one step of Adam, AdamW (lazy) or SparseAdam: w -= step_size * m / (sqrt(v) * correction +
+    eps).
 
     Attributes:
-        step_size: the learning rate over the bias correction of m (Adam), times the root of v's (SparseAdam).
+        step_size: the learning rate divided by the bias correction of m (Adam), or also multiplied by the root of v's
+            (SparseAdam).
         correction: 1 / sqrt(1 - beta2^t) for Adam and AdamW; 1 for SparseAdam, which adds eps to the uncorrected root.
-        weight_decay: added to the gradient, times the weight (Adam).
-        shrink: the factor of the weight before the step, 1 - lr * weight_decay (AdamW).
+        weight_decay: the factor of the weight that is added to the gradient (Adam).
+        shrink: the factor by which the weight is multiplied before the step, 1 - lr * weight_decay (AdamW).
     """
 
     step_size: float

@@ -1,4 +1,5 @@
-"""Converts rows to column blocks and back, for the AlltoAll of a sharded table (EmbRace, ICPP 2022, section 4.1).
+"""Triton kernels that convert rows to blocks of columns and back, for the AlltoAll of a sharded table (EmbRace, ICPP
+2022, section 4.1).
 
 Shape legend: as in `embrace_fx/vocabulary/ops.py`. A block is what one rank owns of the columns,
 w = ceil(D / N) wide; the last may be narrower, and ranks beyond it own none.
@@ -29,7 +30,7 @@ def _move_columns(
     rows, positions, flat, count, width: tl.constexpr, block_width: tl.constexpr,
     PACK: tl.constexpr, SELECTED: tl.constexpr, EVEN: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Triton kernel: copies one tile between rows and their flat blocks of columns."""
+    """Triton kernel: copies one tile between rows and their blocks of columns."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     first = tl.program_id(1) * block_width
     if EVEN:  # known to be divisible by 16 if the block width is, whereas a minimum is not
@@ -70,12 +71,12 @@ def _launch_tiles(
 
 @on_tensor_device
 def pack_columns(rows: Tensor, group_size: int, positions: Tensor | None = None) -> Tensor:
-    """Converts rows, or those at some positions, to blocks of columns by owner, flat (U * D,), in one pass.
+    """Converts rows to blocks of columns, one for each rank that owns them, flat (U * D,), in one pass.
 
     Args:
         rows: (U', D), contiguous.
-        group_size: the count N of ranks.
-        positions: (U,) int64 into the rows, or None for all, U = U'.
+        group_size: the number of ranks N.
+        positions: (U,) int64, which rows to convert, or None for all.
 
     Raises:
         ValueError: the rows are not contiguous.
@@ -89,13 +90,14 @@ def pack_columns(rows: Tensor, group_size: int, positions: Tensor | None = None)
 
 @on_tensor_device
 def unpack_columns(flat: Tensor, out: Tensor, group_size: int, positions: Tensor | None = None) -> Tensor:
-    """Writes the rows of received blocks into `out` in one pass, and returns it: the inverse of `pack_columns`.
+    """Converts received blocks of columns to rows of `out` in one pass, and returns `out`: the inverse of
+    `pack_columns`.
 
     Args:
         flat: (U * D,), contiguous, block after block.
         out: (U', D), contiguous, written.
-        group_size: the count N of ranks.
-        positions: (U,) int64, unique, of the rows in `out`, or None for all in order, U = U'.
+        group_size: the number of ranks N.
+        positions: (U,) int64, unique: where in `out` each row belongs, or None for all in order.
 
     Raises:
         ValueError: `flat` or `out` is not contiguous.

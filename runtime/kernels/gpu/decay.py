@@ -1,4 +1,4 @@
-"""Applies deferred steps of Adam to rows in one launch, with one read and write of each row's averages.
+"""Applies deferred Adam steps to rows in one kernel, which reads and writes each row's averages once.
 
 The sum over a row's deferred steps is computed in registers, and ends early for rows with few of them or without
 momentum. A row with duplicate ids is processed by the first program that claims it.
@@ -24,7 +24,7 @@ def _decay(
     largest: tl.float64, least_eps: tl.float64, bit: tl.float64,
     AMSGRAD: tl.constexpr, STRIDE: tl.constexpr, SUM: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Triton kernel: applies the deferred Adam steps of one row to the row and its averages."""
+    """Triton kernel: applies deferred Adam steps to one row and its averages."""
     row = tl.load(ids + tl.program_id(0))
     begun = tl.atomic_max(taken + row, until)
     if begun < until:

@@ -1,4 +1,4 @@
-"""Sums rows of equal ids.
+"""Triton kernels that sum rows with equal ids.
 
 `find_segments` sorts the ids. `sum_segments` gives each sum to one program, which adds its rows in the order in which
 they came: rank after rank, so that the bits do not depend on timing. A hash of the ids instead of the sort would still
@@ -27,7 +27,7 @@ def _sum_segments(
     rows, order, starts, ends, out, count, width: tl.constexpr, scale: tl.float64,
     SUM: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Triton kernel: writes one tile of the scaled sums of each segment's rows."""
+    """Triton kernel: writes one tile of the scaled sums of rows."""
     segment = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     start = tl.load(starts + segment, mask=segment < count, other=0)
@@ -50,11 +50,11 @@ Segments = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
 def find_segments(ids: Tensor, padding_rows: Sequence[int]) -> Segments:
-    """Finds which rows are summed. The host waits once, for the number of sums.
+    """Finds which rows are summed (those with equal ids). The host waits once, for the number of sums.
 
     Args:
-        ids: (R,) int64, from 0.
-        padding_rows: the ids to leave out.
+        ids: (R,) int64, the id of each row.
+        padding_rows: ids to leave out.
     """
     in_order, order = ids.sort(stable=True)
     first = in_order.diff(prepend=in_order.new_full((1,), -1)) != 0
@@ -66,7 +66,12 @@ def find_segments(ids: Tensor, padding_rows: Sequence[int]) -> Segments:
 
 
 def known_segments(ids: Tensor, number: Tensor) -> Segments:
-    """Finds the segments of sums whose ids (K,) are known, by the number (R,) of the sum that each row goes into."""
+    """Finds which rows are summed, if the ids of the sums are known.
+
+    Args:
+        ids: (K,) the ids of the sums.
+        number: (R,) the number of the sum to which each row is added.
+    """
     in_order, order = number.sort(stable=True)
     bounds = torch.searchsorted(in_order, torch.arange(len(ids) + 1, device=ids.device))
     return ids, order, bounds[:-1], bounds[1:]
@@ -74,11 +79,12 @@ def known_segments(ids: Tensor, number: Tensor) -> Segments:
 
 @on_tensor_device
 def sum_segments(flat: Tensor, found: Segments, columns: int, scale: float) -> list[Tensor]:
-    """Sums rows, times `scale`. Returns sorted ids (K,) and rows (K, d).
+    """Sums rows and multiplies them by `scale`. Returns sorted ids (K,) and sums (K, d).
 
     Args:
-        flat: (R * d,), contiguous: the rows in the order of the ids.
-        columns: the width d.
+        flat: (R * d,), contiguous: the rows, in the order of their ids.
+        columns: the width d of a row.
+        found: the result of `find_segments` or `known_segments`.
 
     Raises:
         ValueError: `flat` is not contiguous.

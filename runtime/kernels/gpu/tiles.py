@@ -1,4 +1,4 @@
-"""Helpers of the Triton kernels: tiles, offsets, dtypes of sums, and argument checks."""
+"""Helpers of the Triton kernels: tile sizes, offsets, dtypes for sums, and checks of arguments."""
 
 from __future__ import annotations
 
@@ -21,23 +21,23 @@ _MAX_COLUMNS = 1024
 
 
 class Tile(NamedTuple):
-    """The rows x columns that one Triton program processes with the default 4 warps."""
+    """The rows and columns that one Triton program processes."""
 
     rows: int
     columns: int
 
     def grid(self, rows: int, columns: int) -> tuple[int, int]:
-        """Returns the launch grid for (rows, columns): one program per tile."""
+        """Returns the Triton launch grid for (rows, columns): one program per tile."""
         return triton.cdiv(rows, self.rows), triton.cdiv(columns, self.columns)
 
 
 def choose_tile(columns: int, itemsize: int, tensors: int = 1) -> Tile:
-    """Returns the tile for rows with `columns` columns.
+    """Returns the tile size for rows with `columns` columns.
 
     Args:
-        columns: the columns of a row. The tile's columns are a power of two, with the rest masked.
+        columns: the number of columns of a row. The tile's columns are a power of two, with the rest masked.
         itemsize: bytes of an element.
-        tensors: the count of tensors from which a program loads a tile.
+        tensors: from how many tensors a program loads a tile.
     """
     wide = min(triton.next_power_of_2(columns), _MAX_COLUMNS)
     share = triton.next_power_of_2(triton.cdiv(tensors, 2))
@@ -46,8 +46,8 @@ def choose_tile(columns: int, itemsize: int, tensors: int = 1) -> Tile:
 
 @triton.jit
 def offsets(ids, count, width: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Returns the offsets of a tile's elements in a tensor (count, width), those in the rows `ids` of a table, and a
-    mask of the elements that exist.
+    """Returns the offsets of a tile's elements in a tensor (count, width), their offsets in the rows `ids` of a table,
+    and a mask of those that exist.
     """
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
@@ -57,16 +57,18 @@ def offsets(ids, count, width: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.con
 
 
 def sum_type(dtype: torch.dtype) -> Any:
-    """Returns the dtype for sums of values of a dtype."""
+    """Returns the dtype in which to sum values of a dtype."""
     return tl.float64 if dtype == torch.float64 else tl.float32
 
 
 def on_tensor_device(launch: Callable[Concatenate[Tensor, P], R]) -> Callable[Concatenate[Tensor, P], R]:
-    """Wraps a launch to run on the device of its first argument, because Triton takes the current device."""
+    """Decorator: runs a function that launches a kernel with its first argument's device as the current one, which
+    Triton uses.
+    """
 
     @wraps(launch)
     def on_device(tensor: Tensor, /, *args: P.args, **kwargs: P.kwargs) -> R:
-        """Launches the kernel on the device of its first tensor."""
+        """Calls the function with the device of `tensor` as the current one."""
         with torch.cuda.device_of(tensor):
             return launch(tensor, *args, **kwargs)
 
@@ -74,10 +76,10 @@ def on_tensor_device(launch: Callable[Concatenate[Tensor, P], R]) -> Callable[Co
 
 
 def require_contiguous(where: str, **tensors: Tensor) -> None:
-    """Raises if a tensor is not contiguous, because kernels address rows as contiguous memory.
+    """Raises `ValueError` if a tensor is not contiguous, because kernels address rows as contiguous memory.
 
-    Raises:
-        ValueError: a tensor is not contiguous.
+    Args:
+        where: the function's name, for the message.
     """
     for name, tensor in tensors.items():
         if not tensor.is_contiguous():

@@ -1,4 +1,4 @@
-"""Optimizer updates of rows, with one read and write of each updated row and its state.
+"""Triton kernels for optimizer updates of rows. Each reads and writes an updated row and its state once.
 
 The formulas are those of torch's single-tensor updates, in which every operation is a pass over (K, d) values. Values
 are computed at least in float32 and rounded once, when stored, so a bfloat16 table loses less precision than with
@@ -31,25 +31,25 @@ from embrace_fx.runtime.kernels.gpu.tiles import choose_tile, offsets, on_tensor
 
 @triton.jit
 def _quotient(x, y):
-    """Returns x / y with correct rounding."""
+    """Returns x / y, correctly rounded."""
     return x / y if x.dtype == tl.float64 else tl.div_rn(x, y)
 
 
 @triton.jit
 def _root(x):
-    """Returns the square root with correct rounding."""
+    """Returns the square root of x, correctly rounded."""
     return tl.sqrt(x) if x.dtype == tl.float64 else tl.sqrt_rn(x)
 
 
 @triton.jit
 def _load(values, at, inside, SUM: tl.constexpr):
-    """Loads values in the dtype of sums; zero where `inside` is false."""
+    """Loads values and casts them to the dtype for sums. Where `inside` is false, returns zero."""
     return tl.load(values + at, mask=inside, other=0.0).to(SUM)
 
 
 @triton.jit
 def _store(values, at, value, inside):
-    """Stores a value in the dtype of its destination."""
+    """Casts a value to the dtype of its destination, and stores it."""
     tl.store(values + at, value.to(values.dtype.element_ty), mask=inside)
 
 
@@ -58,7 +58,7 @@ def _load_descent(
     rows, shard, source, target, inside, weight_decay,
     DECAY: tl.constexpr, MAXIMIZE: tl.constexpr, SUM: tl.constexpr,
 ):  # fmt: skip
-    """Loads a tile. Returns its gradients as a minimizer uses them (sign and weight decay applied), and its weights."""
+    """Loads a tile. Returns its gradients, with sign and weight decay applied as for minimizing, and its weights."""
     gradient = _load(rows, source, inside, SUM)
     weight = _load(shard, target, inside, SUM)
     if MAXIMIZE:
@@ -91,14 +91,14 @@ def _sgd(
 
 @on_tensor_device
 def sgd_rows(shard: Tensor, buffer: Tensor | None, ids: Tensor, rows: Tensor, options: Mapping[str, Any]) -> None:
-    """Applies SGD without dampening, in place.
+    """Applies one SGD step, without dampening, to the rows `ids`, in place.
 
     Args:
-        shard: (V, d), contiguous, written.
-        buffer: (V, d), `momentum_buffer`, contiguous, written, or None without momentum.
-        ids: (K,) int64, unique.
+        shard: (V, d), the weights, contiguous, changed in place.
+        buffer: (V, d), the optimizer state `momentum_buffer`, contiguous, changed in place, or None without momentum.
+        ids: (K,) int64, unique: the rows to update.
         rows: (K, d), contiguous: the gradients.
-        options: of torch's SGD.
+        options: the options of torch's SGD.
 
     Raises:
         ValueError: an argument is not contiguous.
@@ -141,14 +141,14 @@ def adagrad_rows(
     options: Mapping[str, Any],
     step_size: float,
 ) -> None:
-    """Applies Adagrad, in place.
+    """Applies one Adagrad step to the rows `ids`, in place.
 
     Args:
-        shard: (V, d), contiguous, written.
-        sums: (V, d), `sum`, contiguous, written.
-        ids: (K,) int64, no two the same.
+        shard: (V, d), the weights, contiguous, changed in place.
+        sums: (V, d), the optimizer state `sum`, contiguous, changed in place.
+        ids: (K,) int64, unique: the rows to update.
         rows: (K, d), contiguous: the gradients.
-        options: of torch's Adagrad.
+        options: the options of torch's Adagrad.
         step_size: the learning rate after its decay.
 
     Raises:
@@ -193,11 +193,11 @@ def _adam(
 
 @on_tensor_device
 def adam_rows(shard: Tensor, averages: Averages, ids: Tensor, rows: Tensor, step: AdamStep) -> None:
-    """Applies a step of Adam's kind, in place.
+    """Applies one step of Adam, AdamW or SparseAdam to the rows `ids`, in place.
 
     Args:
-        shard, averages: (V, d), contiguous, written.
-        ids: (K,) int64, no two the same.
+        shard, averages: (V, d) each: the weights and running averages, contiguous, changed in place.
+        ids: (K,) int64, unique: the rows to update.
         rows: (K, d), contiguous: the gradients.
 
     Raises:

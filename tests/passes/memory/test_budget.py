@@ -15,7 +15,7 @@ import embrace_fx
 from embrace_fx.cost.links import CORE
 from embrace_fx.passes.dropout import EagerDropout
 from embrace_fx.passes.memory.budget import Memory, apply_choice
-from embrace_fx.passes.memory.choose import TimedStep, choices
+from embrace_fx.passes.memory.choose import TimedStep, eviction_sequences
 from embrace_fx.passes.memory.memory_simulator import MemorySimulator
 from embrace_fx.passes.memory.regions import can_recompute
 from embrace_fx.passes.node_cost import node_ms, node_time_estimator
@@ -51,7 +51,7 @@ def test_what_is_simulated_of_a_choice_is_what_its_graph_holds(blocks: Callable[
     before, written = step_memory(graph), written_by(graph.module)
     step = TimedStep(before, node_time_estimator(CORE))
     simulator = MemorySimulator(step)
-    for growing in choices(step, lambda node: can_recompute(node, written)):
+    for growing in eviction_sequences(step, lambda node: can_recompute(node, written)):
         for count in (1, len(growing) // 2, len(growing)):
             choice = growing.first(count)
             simulated, found = simulator.simulate(choice, 0), step_memory(apply_choice(graph, step, choice, 0))

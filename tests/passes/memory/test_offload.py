@@ -27,7 +27,7 @@ from embrace_fx.passes.memory.offload import InsertCopies, offloadable_values
 from embrace_fx.passes.partition import Partition
 from embrace_fx.passes.pipeline import run_passes
 from embrace_fx.passes.scheduler.launch_order import schedule
-from embrace_fx.passes.scheduler.step_graph import build_single
+from embrace_fx.passes.scheduler.step_graph import build_single_process
 from embrace_fx.passes.step_memory import Storage, step_memory
 from embrace_fx.passes.verifier.invariants import VerificationError, verify
 from embrace_fx.runtime.memory.copies import FileCopies, PinnedCopies
@@ -58,7 +58,7 @@ def names_of(graph: TrainingGraph, op: str) -> list[str]:
 
 def test_copies_are_lanes_of_schedule_and_timeline() -> None:
     graph = run_passes(offloading(), (Partition(),)).graph
-    shown = schedule(build_single(graph, CORE), "2d")
+    shown = schedule(build_single_process(graph, CORE), "2d")
 
     values = [name.removesuffix("_offload") for name in names_of(graph, OFFLOAD)]
     assert values

@@ -57,7 +57,7 @@ def test_buckets_are_blocks_of_the_forward_the_last_one_first(
     assert all(buckets)
     dtypes = {f"p{k}": dtype for k, (_, dtype) in enumerate(gradients)}
     assert {bucket[0] for bucket in blocks if set(bucket) & alone} == alone
-    limit = cost.bucket_bytes(LINK, 4, sum(sizes[name] for name in reduced - alone))
+    limit = cost.choose_bucket_bytes(LINK, 4, sum(sizes[name] for name in reduced - alone))
     for bucket in blocks:
         assert len(bucket) == 1 or not set(bucket) & alone
         assert len({dtypes[name] for name in bucket}) == 1

@@ -18,7 +18,7 @@ from embrace_fx.passes.node_cost import node_ms
 from embrace_fx.passes.planner import decide as deciding
 from embrace_fx.passes.planner.decide import decide
 from embrace_fx.passes.planner.pricing import Findings
-from embrace_fx.passes.planner.step_cost import AddedTime, added_times, cheapest_schedule, explain_choice, has_compute
+from embrace_fx.passes.planner.step_cost import StepTime, cheapest_schedule, explain_choice, has_compute, step_times
 from embrace_fx.vocabulary.plan import Plan
 from embrace_fx.vocabulary.row_space import RowSpace
 from embrace_fx.vocabulary.schedule import SCHEDULES
@@ -81,7 +81,7 @@ def test_the_schedule_of_tables_beyond_memory_is_weighed_too(cluster: Cluster, c
 
 
 def test_less_work_and_nothing_hidden_are_told_without_a_sign() -> None:
-    none, full = AddedTime(3.0, 2.0, 9.0), AddedTime(4.0, 5.5, 9.0)
+    none, full = StepTime(3.0, 2.0, 9.0), StepTime(4.0, 5.5, 9.0)
     assert explain_choice({"none": none, "2d": full}, "none") == (
         '"none": "2d" would hide no transfers and cost 3.5 ms of a processor'
     )
@@ -122,8 +122,8 @@ def test_a_schedule_in_use_stays_unless_another_is_clearly_faster(
     """The other schedules take 10 ms."""
     facts = tuple(replace(FACTS, name=name, shape=(10, 4)) for name in (TABLE, OTHER))
     auto = Findings(graph_of(1_000_000), facts, {TABLE: (120, 120)}, 2, schedule="auto")
-    found = {name: AddedTime(ms if name == "2d" else 10.0, 0.0, 0.0) for name in SCHEDULES}
-    monkeypatch.setattr(deciding, "added_times", lambda *_: found)
+    found = {name: StepTime(ms if name == "2d" else 10.0, 0.0, 0.0) for name in SCHEDULES}
+    monkeypatch.setattr(deciding, "step_times", lambda *_: found)
     in_use = decide(replace(auto, schedule="none"))
     assert decide(auto, SHARED, in_use, "given").schedule_name == chosen
 
@@ -131,16 +131,16 @@ def test_a_schedule_in_use_stays_unless_another_is_clearly_faster(
 @pytest.mark.parametrize(("waits_ms", "chosen"), [(7.2, "none"), (6.0, "2d")])
 def test_of_schedules_that_cannot_be_told_apart_the_one_with_least_work_is_chosen(waits_ms: float, chosen: str) -> None:
     """ "2d" costs 2 ms more work than "none", and hides 2.8 or 4 ms of 10."""
-    found: dict[str, AddedTime] = {name: AddedTime(10.0, 2.0, 0.0) for name in SCHEDULES}
-    found |= {"none": AddedTime(10.0, 1.0, 0.0)}
-    assert cheapest_schedule(found | {"2d": AddedTime(waits_ms, 3.0, 0.0)}) == chosen
+    found: dict[str, StepTime] = {name: StepTime(10.0, 2.0, 0.0) for name in SCHEDULES}
+    found |= {"none": StepTime(10.0, 1.0, 0.0)}
+    assert cheapest_schedule(found | {"2d": StepTime(waits_ms, 3.0, 0.0)}) == chosen
 
 
-def priced(**facts: Any) -> dict[str, AddedTime]:
+def priced(**facts: Any) -> dict[str, StepTime]:
     """Of processors that differ from those of SHORT."""
     plans = {name: planned(SHORT, schedule=name) for name in SCHEDULES}
     links = replace(SHORT, **facts)
-    return added_times(
+    return step_times(
         captured_graph_of(plans["none"]), {name: replace(plan, links=links) for name, plan in plans.items()}
     )
 

@@ -1,4 +1,4 @@
-"""The planner on tables that would share the start-ups of a row space, and would not be sharded each for itself."""
+"""The planner on tables that would share the start-ups of a joined table, and would not be sharded each for itself."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ from itertools import permutations
 import pytest
 from hypothesis import given, settings
 
-from embrace_fx.passes.scheduler.link_bound import one_link_ms
+from embrace_fx.passes.scheduler.link_bound import link_bound_ms
 from embrace_fx.vocabulary.schedule import Dependence, Operation, StepGraph
 from tests.support import windows
 from tests.support.windows import simulate
@@ -31,13 +31,13 @@ def blocks_that_wait(reduce_ms: tuple[float, ...]) -> StepGraph:
 def test_one_link_for_all_transfers() -> None:
     steps = blocks_that_wait((5.0, 5.0))
     # Both reduces lie between the first backward, 2 ms, and the last forward, 1 ms.
-    assert one_link_ms(steps) == 13.0
+    assert link_bound_ms(steps) == 13.0
     # What is not awaited within the step binds nothing: the delayed one has until the next backward's end.
     delayed = Operation("delayed", "gradients", "delayed", 4.0)
     further = (Dependence("backward 0", "delayed"), Dependence("delayed", "backward 0", distance=1))
     more = replace(steps, operations=(*steps.operations, delayed), dependences=(*steps.dependences, *further))
-    assert one_link_ms(more) == 14.0  # the link alone
-    assert one_link_ms(replace(steps, operations=steps.operations[:4], dependences=())) == 6.0
+    assert link_bound_ms(more) == 14.0  # the link alone
+    assert link_bound_ms(replace(steps, operations=steps.operations[:4], dependences=())) == 6.0
 
 
 @pytest.mark.parametrize("reduce_ms", [(1.0, 3.0, 1.0), (4.0, 0.5, 2.0, 1.0), (0.5, 0.5, 6.0), (3.0, 3.0, 3.0, 3.0)])
@@ -45,8 +45,8 @@ def test_no_order_of_launches_is_below_the_limit_of_one_link(reduce_ms: tuple[fl
     steps = blocks_that_wait(reduce_ms)
     launches = [each.name for each in steps.operations if each.is_communication]
     fastest = min(simulate(steps, order).step_ms for order in permutations(launches))
-    assert 3 * len(reduce_ms) <= one_link_ms(steps) <= fastest * (1 + EXACT)
-    assert fastest <= 1.2 * one_link_ms(steps)
+    assert 3 * len(reduce_ms) <= link_bound_ms(steps) <= fastest * (1 + EXACT)
+    assert fastest <= 1.2 * link_bound_ms(steps)
 
 
 @pytest.mark.long
@@ -59,4 +59,4 @@ def test_no_order_of_any_step_is_below_it(drawn: StepGraph) -> None:
             found_ms = simulate(drawn, order).step_ms
         except ValueError:  # it cannot be executed
             continue
-        assert one_link_ms(drawn) <= found_ms * (1 + EXACT)
+        assert link_bound_ms(drawn) <= found_ms * (1 + EXACT)

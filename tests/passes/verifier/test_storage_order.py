@@ -8,7 +8,7 @@ import pytest
 
 from embrace_fx.cost.storage import Draws, RowMemory, StorageTier
 from embrace_fx.passes.scheduler.launch_order import schedule
-from embrace_fx.passes.scheduler.storage_lane import with_measured_speed, with_read_ahead, with_storage
+from embrace_fx.passes.scheduler.storage_lane import add_storage_operations, set_read_ahead, with_measured_speed
 from embrace_fx.passes.verifier.storage_order import check_storage
 from embrace_fx.vocabulary.operation_id import BETWEEN, EARLY, END, START, compute_id, rows_id, storage_id
 from embrace_fx.vocabulary.schedule import Dependence, Operation, StepGraph
@@ -39,8 +39,8 @@ def drop(steps: StepGraph, before: str, after: str) -> StepGraph:
 
 
 def planned(batches: int, memory: RowMemory = MEMORY) -> tuple[StepGraph, RowMemory]:
-    of = with_read_ahead(memory, batches, 2)
-    return with_storage(STEPS, {"t": of}), of
+    of = set_read_ahead(memory, batches, 2)
+    return add_storage_operations(STEPS, {"t": of}), of
 
 
 @pytest.mark.parametrize(

@@ -48,7 +48,7 @@ def test_what_is_rounded_stays_as_it_is(form: Format, pieces: Pieces, seed: int)
 @given(PIECES)
 def test_the_wire_takes_the_bytes_that_are_planned(form: Format, pieces: Pieces) -> None:
     sent = encode(drawn(pieces, 0), pieces, form)
-    assert sent.nbytes == sum(rows * Wire(4, form).piece_bytes(columns) for rows, columns in pieces)
+    assert sent.nbytes == sum(rows * Wire(4, form).row_bytes(columns) for rows, columns in pieces)
 
 
 def test_blocks_of_a_dense_tensor_take_the_bytes_that_are_planned() -> None:
@@ -69,4 +69,4 @@ def test_tiny_and_zero_pieces_become_zero() -> None:
 
 def test_narrow_numbers_are_not_rounded() -> None:
     assert [Wire(2, each).is_narrower for each in FORMATS] == [False, False, False, True]
-    assert Wire(2, "bf16").piece_bytes(8) == 16
+    assert Wire(2, "bf16").row_bytes(8) == 16

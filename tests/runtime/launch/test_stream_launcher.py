@@ -242,12 +242,12 @@ def test_models_that_share_a_device_launch_in_the_order_of_the_calls() -> None:
 def test_a_backward_holds_nothing_back_if_models_share_a_device() -> None:
     """Another rank may not wait for the launch here. There it would leave after the other model's launches."""
     one, ranks = Device(), [Communicator(None) for _ in range(2)]
-    assert not one.queue.shares_device
+    shared = [one.queue.shares_device]
     one.streams.models.update(ranks)
     other = Device(streams=one.streams)
     one.launcher.open_window()
-    assert one.queue.shares_device
-    assert other.queue.shares_device
+    shared += [one.queue.shares_device, other.queue.shares_device]
+    assert shared == [False, True, True]
     (ticket,) = one.submit("bucket 1")  # behind the ids, which only the next forward submits
     one.launcher.end_backward(holds=False)
     other.submit("early rows")

@@ -83,7 +83,7 @@ def _links_thrice(rank: int, world_size: int, folder: str) -> tuple[list[int], b
         patch.setattr(measuring, "probe_cluster", probe)
         patch.setattr(measuring, "is_loopback", lambda *_: False)  # ranks of one host would have its usual links
         for holds in (True, True, False):  # the first run finds no file
-            patch.setattr(measuring, "still_holds", lambda *_, holds=holds: holds)
+            patch.setattr(measuring, "links_still_hold", lambda *_, holds=holds: holds)
             measuring._PROBED.clear()  # as a new process
             alike.append(measure_links(communicator, 2**30, CPU) == real)
             times.append(len(probed))
@@ -131,11 +131,11 @@ def test_links_are_those_of_a_host_if_one_exchange_is_as_fast(
         left[:] = [1.0, *factors]  # the first exchange connects the ranks
         return lambda: None
 
-    def alone_ms(*_: object) -> float:
+    def mean_ms(*_: object) -> float:
         return (left.pop(0) if len(left) > 1 else left[0]) * launch_ms(links, "all_reduce", sizes[-1], 2)
 
-    monkeypatch.setattr(measuring, "launch_of", launch)
-    monkeypatch.setattr(measuring, "alone_ms", alone_ms)
+    monkeypatch.setattr(measuring, "make_launch", launch)
+    monkeypatch.setattr(measuring, "mean_ms", mean_ms)
     communicator = cast(Communicator, SimpleNamespace(world_size=2, reduce_scalar=lambda found, _: found))
     assert measuring.is_loopback(communicator, links) is usual
 
@@ -160,12 +160,12 @@ def test_links_hold_where_a_large_exchange_takes_about_as_long(
     def median_ms(*_: object) -> float:
         return times * launch_ms(links, "all_reduce", sizes[-1], ranks)
 
-    monkeypatch.setattr(measuring, "launch_of", launch)
-    monkeypatch.setattr(measuring, "alone_ms", lambda *_: 0.0)
+    monkeypatch.setattr(measuring, "make_launch", launch)
+    monkeypatch.setattr(measuring, "mean_ms", lambda *_: 0.0)
     monkeypatch.setattr(measuring, "median_ms", median_ms)
 
     communicator = cast(Communicator, SimpleNamespace(world_size=ranks))
-    assert measuring.still_holds(communicator, links, on_one_host=on_one_host) is holds
+    assert measuring.links_still_hold(communicator, links, on_one_host=on_one_host) is holds
 
 
 def test_slow_links_are_checked_by_fewer_bytes() -> None:

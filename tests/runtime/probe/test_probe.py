@@ -71,9 +71,9 @@ def test_a_link_that_lets_a_first_burst_pass_has_no_negative_latency() -> None:
 def test_sizes_grow_until_bytes_tell_from_start_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """Eight ranks share two cores: start-up takes 60 ms, give or take 2, and a link of 24 kB per ms is to be found."""
     noise_ms = itertools.cycle((2.0, -2.0, 0.5))
-    monkeypatch.setattr(measuring, "launch_of", lambda _, __, own_bytes, ___: own_bytes)
+    monkeypatch.setattr(measuring, "make_launch", lambda _, __, own_bytes, ___: own_bytes)
     monkeypatch.setattr(
-        measuring, "alone_ms", lambda _, own_bytes, *__: 60 + next(noise_ms) + 2 * 7 / 8 * own_bytes / 24e3
+        measuring, "mean_ms", lambda _, own_bytes, *__: 60 + next(noise_ms) + 2 * 7 / 8 * own_bytes / 24e3
     )
     ranks = SimpleNamespace(world_size=8, reduce_scalar=lambda value, _: value)
     samples = measuring.time_collective(cast(Communicator, ranks), "all_reduce", 1, measuring.CPU)
@@ -94,8 +94,8 @@ def test_links_are_found_in_little_time(
         spent_ms.append(row * (start_up_ms + max(0.0, sent_ms - hidden * start_up_ms)))
         return spent_ms[-1] / row
 
-    monkeypatch.setattr(measuring, "launch_of", lambda _, __, own_bytes, ___: own_bytes)
-    monkeypatch.setattr(measuring, "alone_ms", time_ms)
+    monkeypatch.setattr(measuring, "make_launch", lambda _, __, own_bytes, ___: own_bytes)
+    monkeypatch.setattr(measuring, "mean_ms", time_ms)
     ranks = SimpleNamespace(world_size=8, reduce_scalar=lambda value, _: value)
 
     samples = measuring.time_collective(cast(Communicator, ranks), "all_reduce", 2, measuring.CPU)
@@ -127,7 +127,7 @@ def test_two_ranks_get_one_answer() -> None:
 
 def glanced(rank: int, world_size: int) -> tuple[Cluster | None, Cluster | None]:
     communicator = Communicator(dist.group.WORLD)
-    return measuring.quick_links(communicator, 2**30), measuring.quick_links(communicator, 1000)
+    return measuring.estimate_links(communicator, 2**30), measuring.estimate_links(communicator, 1000)
 
 
 def test_a_glance_gives_all_ranks_one_link_and_spares_small_steps() -> None:

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from embrace_fx.runtime.probe.processors import Load, taken_share
+from embrace_fx.runtime.probe.processors import Load, delay_share
 
 ONE = Load("a", (0, 1), threads=1, took_ms=50.0, wall_ms=100.0)
 
@@ -24,7 +24,7 @@ ONE = Load("a", (0, 1), threads=1, took_ms=50.0, wall_ms=100.0)
     ],
 )
 def test_the_share_of_a_transfer_that_compute_loses(ranks: list[Load], share: float) -> None:
-    assert taken_share(ranks) == pytest.approx(share)
+    assert delay_share(ranks) == pytest.approx(share)
 
 
 def test_a_rank_knows_its_cores() -> None:

@@ -104,7 +104,7 @@ def test_squares_have_a_place_in_every_schedule(schedule: ScheduleName) -> None:
 def look_and_train(rank: int, world_size: int, looks: bool, schedule: ScheduleName) -> list[Tensor]:
     """Tables after some steps; rank 0 alone looks at a gradient in each."""
     torch.manual_seed(0)
-    plain = Recommender((8, 12, 8)).double()  # the first and the last are a row space
+    plain = Recommender((8, 12, 8)).double()  # the first and the last are a joined table
     optimizer = embrace_fx.RowWiseAdagrad(plain.tables.parameters(), lr=0.1, initial_accumulator_value=0.1)
     rest = torch.optim.SGD(plain.top.parameters(), lr=0.1)
     how: dict[str, Any] = {"strategy": {"tables.*": "alltoall"}, "schedule": schedule}
@@ -133,7 +133,7 @@ def look_and_train(rank: int, world_size: int, looks: bool, schedule: ScheduleNa
 def test_rows_are_those_of_one_process(ranks: int, looks: bool, schedule: ScheduleName) -> None:
     """A rank that has looked at one steps table by table, the others the space: squares are in one order."""
     torch.manual_seed(0)
-    plain = Recommender((8, 12, 8)).double()  # the first and the last are a row space
+    plain = Recommender((8, 12, 8)).double()  # the first and the last are a joined table
     optimizer = embrace_fx.RowWiseAdagrad(plain.tables.parameters(), lr=0.1, initial_accumulator_value=0.1)
     rest = torch.optim.SGD(plain.top.parameters(), lr=0.1)
     for step in range(6):

@@ -1,4 +1,4 @@
-"""Tables of a row space that rest together, and apart, end where each would by dense updates of its own."""
+"""Tables of a joined table that rest together, and apart, end where each would by dense updates of its own."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch.optim import SGD, AdamW, Optimizer
 from embrace_fx.runtime.tables.member import Member
 from embrace_fx.runtime.tables.shard_layout import Layout
 from embrace_fx.runtime.tables.table import Table
-from embrace_fx.runtime.tables.table_shard import become_part
+from embrace_fx.runtime.tables.table_shard import become_shard
 from embrace_fx.runtime.tables.update_rule import DeferredUpdate
 from embrace_fx.vocabulary.row_space import RowSpace
 
@@ -35,13 +35,13 @@ def _tables(values: list[Tensor], make: Callable[..., Optimizer], *, rests: bool
     optimizer, found = make(parameters), []
     for k, parameter in enumerate(parameters):
         layout = Layout.of_table(f"t{k}", parameter.shape)
-        become_part(parameter, parameter.detach().clone(), layout)
+        become_shard(parameter, parameter.detach().clone(), layout)
         found.append(Member(parameter, layout, "exact", optimizer, may_defer=lambda: rests))
     return found
 
 
 def _space(tables: list[Member]) -> Table:
-    return Table.from_space(RowSpace.from_tables({table.name: table.shape[0] for table in tables}), tables)
+    return Table.from_members(RowSpace.from_tables({table.name: table.shape[0] for table in tables}), tables)
 
 
 @pytest.mark.parametrize("takes", TAKES)

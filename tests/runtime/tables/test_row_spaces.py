@@ -1,4 +1,4 @@
-"""Tables that are one row space: which ones, how ids are joined, and that training stays what it is."""
+"""Tables that are one joined table: which ones, how ids are joined, and that training stays what it is."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import SGD
 
 import embrace_fx
-from embrace_fx.passes.planner.grouping import Joinable, plan_spaces
+from embrace_fx.passes.planner.grouping import Joinable, plan_joined_tables
 from embrace_fx.runtime.flow.routing import route_padded
 from embrace_fx.runtime.kernels import join_ids
 from embrace_fx.vocabulary.row_space import SPACE_BYTES, RowSpace
@@ -55,7 +55,7 @@ def spaces(
 ) -> list[set[str]]:
     graph = analysed(model, *batch)
     tables = [Joinable(table, (groups or {}).get(table.parameter, 0), part_bytes) for table in graph.tables]
-    return [set(space.tables) for space in plan_spaces(graph, tables, overlaps=overlaps)]
+    return [set(space.tables) for space in plan_joined_tables(graph, tables, overlaps=overlaps)]
 
 
 def names(*numbers: int) -> set[str]:
@@ -71,7 +71,7 @@ def test_tables_read_together_are_one_space() -> None:
 
 def test_their_rows_are_below_each_other() -> None:
     graph = analysed(Many(6).double(), *BATCH)
-    (space,) = plan_spaces(graph, [Joinable(table, 0, 1) for table in graph.tables], overlaps=True)
+    (space,) = plan_joined_tables(graph, [Joinable(table, 0, 1) for table in graph.tables], overlaps=True)
     assert space.tables[0] == "tables.0.weight"
     rows = [ROWS[int(name.split(".")[1])] for name in space.tables]
     assert space.bounds == tuple(sum(rows[:k]) for k in range(len(rows) + 1))

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adagrad, Adam, AdamW, NAdam, Optimizer, RMSprop
 
 from embrace_fx.runtime.kernels import decay
-from embrace_fx.runtime.tables.history import Decaying, History, Linear, deferred_steps_class
+from embrace_fx.runtime.tables.history import DeferredAdam, DeferredSGD, History, deferred_steps_class
 from embrace_fx.runtime.tables.update_rule import DeferredUpdate
 from tests.support.tiers import OPTIMIZERS
 
@@ -160,13 +160,13 @@ def test_a_row_is_caught_up_once_however_often_it_is_named() -> None:
 @pytest.mark.parametrize(
     ("make", "form"),
     [
-        (partial(AdamW, lr=0.1), Decaying),
+        (partial(AdamW, lr=0.1), DeferredAdam),
         (partial(Adam, lr=0.1, weight_decay=0.1), None),
-        (partial(Adam, lr=0.1, weight_decay=0.1, decoupled_weight_decay=True), Decaying),
+        (partial(Adam, lr=0.1, weight_decay=0.1, decoupled_weight_decay=True), DeferredAdam),
         (partial(Adam, lr=0.1, betas=(0.999, 0.99)), None),
-        (partial(SGD, lr=0.1, momentum=0.9), Linear),
+        (partial(SGD, lr=0.1, momentum=0.9), DeferredSGD),
         (partial(SGD, lr=0.1, momentum=0.9, dampening=0.5), None),
-        (partial(RMSprop, lr=0.1, momentum=0.9), Linear),
+        (partial(RMSprop, lr=0.1, momentum=0.9), DeferredSGD),
         (partial(RMSprop, lr=0.1, weight_decay=0.1), None),
         (partial(Adagrad, lr=0.1, weight_decay=0.1), None),
         (partial(NAdam, lr=0.1), None),

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adam, Optimizer, RAdam
 
 import embrace_fx
-from embrace_fx.vocabulary.exactness import needs_whole
+from embrace_fx.vocabulary.exactness import whole_table_reason
 from tests.support.ranks import run_ranks
 from tests.support.reference import assert_same
 from tests.support.training import whole_parameters
@@ -144,7 +144,7 @@ def test_tables_are_sharded_where_an_optimizer_is_element_wise_and_whole_where_i
 )
 def test_what_is_element_wise_is_known_or_promised(make: Callable[[Any], Optimizer], expected: bool) -> None:
     optimizer = make([nn.Parameter(torch.ones(3, 4))])
-    assert (not needs_whole(type(optimizer))) is expected
+    assert (not whole_table_reason(type(optimizer))) is expected
 
 
 def _two_backwards_under_way(rank: int, world_size: int) -> str:

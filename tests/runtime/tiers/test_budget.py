@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from embrace_fx.runtime.tiers.budget import Tier
-from embrace_fx.runtime.tiers.initial import FirstOfTables, FirstValues
+from embrace_fx.runtime.tiers.initial import InitialValues, InitialValuesOfTables
 from embrace_fx.runtime.tiers.record_file import RecordFile
 from embrace_fx.runtime.tiers.records import TAKEN, WEIGHTS, Column
 from embrace_fx.runtime.tiers.working_set import WorkingSet
@@ -34,7 +34,7 @@ def columns_of(width: int) -> dict[str, Column]:
 
 def begin(budget: int, width: int, directory: str) -> WorkingSet:
     columns = columns_of(width)
-    initial = FirstOfTables({0: FirstValues(range(width), width, torch.float32)})
+    initial = InitialValuesOfTables({0: InitialValues(range(width), width, torch.float32)})
     return WorkingSet("t", ROWS, Tier(budget, budget, columns).slots(ROWS, "t"), columns, initial, directory)
 
 

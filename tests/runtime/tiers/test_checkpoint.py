@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import embrace_fx
-from embrace_fx.runtime.tables.history import Decaying
+from embrace_fx.runtime.tables.history import DeferredAdam
 from embrace_fx.runtime.tiers.checkpoint import REST
 from embrace_fx.runtime.tiers.records import TAKEN, WEIGHTS
 from embrace_fx.runtime.tiers.slot_history import ClosedHistory, align_parts
@@ -115,7 +115,7 @@ def test_checkpoint_survives_whatever_ends_a_process(seed: int, tmp_path: Path) 
 def test_columns_of_ranks_that_had_other_rows_in_memory_are_brought_to_one_step() -> None:
     """Rank 0 had rows 0 to 2 in memory when their history was closed, rank 1 rows 2 to 4."""
     options = torch.optim.Adam([torch.zeros(1)], lr=0.1).param_groups[0]
-    steps = Decaying(torch.device("cpu"))
+    steps = DeferredAdam(torch.device("cpu"))
     for count in range(3):
         steps.record(options, {"step": 5.0 + count})
     steps.end()

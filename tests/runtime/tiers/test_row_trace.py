@@ -13,7 +13,10 @@ V, AHEAD = 1200, 3
 
 def test_rows_looked_up_early_stay_until_their_gradients_are_applied(tmp_path: Path) -> None:
     """Rows are read ahead, looked up before their step begins, and updated two steps later: each comes once."""
-    table, steps = beyond_memory(torch.randn(V, 2), OPTIMIZERS["adamw"], 80, tmp_path), torch.arange(V).split(10)
+    table, steps = (
+        beyond_memory(torch.randn(V, 2), OPTIMIZERS["adamw"], 80, tmp_path),
+        torch.arange(V).split(10),
+    )
     with torch.no_grad():
         for step in range(2, 60):
             table.store.memory.begin_step(step)
@@ -27,7 +30,10 @@ def test_rows_looked_up_early_stay_until_their_gradients_are_applied(tmp_path: P
 
 def test_rows_are_read_as_soon_as_there_is_room(tmp_path: Path) -> None:
     """Rows of six steps do not fit. Those that find no room are read later, in time; none goes that is still needed."""
-    table, steps = beyond_memory(torch.randn(V, 2), OPTIMIZERS["adamw"], 48, tmp_path), torch.arange(V).split(10)
+    table, steps = (
+        beyond_memory(torch.randn(V, 2), OPTIMIZERS["adamw"], 48, tmp_path),
+        torch.arange(V).split(10),
+    )
     with torch.no_grad():
         for step in range(2, 60):
             table.store.memory.begin_step(step)

@@ -78,13 +78,13 @@ ROOMS = {
 @contextlib.contextmanager
 def finely_cut() -> Iterator[None]:
     """Buckets and chunks of a few elements: a model this small would be one of each."""
-    chunk_bytes, bucket_bytes = cost.chunk_bytes, cost.bucket_bytes
-    cost.chunk_bytes = lambda *arguments, **options: 160
-    cost.bucket_bytes = lambda *arguments, **options: 400
+    chunk_bytes, bucket_bytes = cost.choose_chunk_bytes, cost.choose_bucket_bytes
+    cost.choose_chunk_bytes = lambda *arguments, **options: 160
+    cost.choose_bucket_bytes = lambda *arguments, **options: 400
     try:
         yield
     finally:
-        cost.chunk_bytes, cost.bucket_bytes = chunk_bytes, bucket_bytes
+        cost.choose_chunk_bytes, cost.choose_bucket_bytes = chunk_bytes, bucket_bytes
 
 
 def compare(rank: int, world_size: int, names: Sequence[str], options: Mapping[str, Any]) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""How models read their tables: pairs, one lookup twice, bags beside lookups, tables of one row space."""
+"""How models read their tables: pairs, one lookup twice, bags beside lookups, tables of one joined table."""
 
 from __future__ import annotations
 
