@@ -244,9 +244,9 @@ _RATE = re.compile(r"(\d+(?:\.\d+)?) *([KMGT])(b|bit|B)(?:/s|ps)", re.IGNORECASE
 def make_cluster(bandwidth: str | None, device: str | None) -> Cluster:
     """Returns a cluster with the given link bandwidth and device, or `Cluster()` if neither is given.
 
-    >>> cluster_named("25Gb/s", None) == Cluster()
+    >>> make_cluster("25Gb/s", None) == Cluster()
     True
-    >>> cluster_named("3 GB/s", "h100").compute.launch_ms
+    >>> make_cluster("3 GB/s", "h100").compute.launch_ms
     0.005
     """
     from embrace_fx.cost.devices import DEVICES  # noqa: PLC0415

@@ -84,7 +84,7 @@ class Sparsity:
     def __str__(self) -> str:
         """Prints the sparsity of rows in one line.
 
-        >>> str(independent(100, 8, 4, (20, 20)))
+        >>> str(independent_ranks(100, 8, 4, (20, 20)))
         'density 20.00%, ids per row 1.0, overlap of two ranks 20%, g(2) 1.80, skew 1.0 (of the union 1.0)'
         """
         parts = [f"density {self.density:.2%}", f"ids per row {self.draws_per_unit:.1f}"]

@@ -17,7 +17,7 @@ def summarize(plan: Plan) -> str:
     >>> from embrace_fx.cost.links import Cluster
     >>> tables = [Decision("item", (9000, 8), True, "alltoall", "40 of 9000 rows read", 2048, 288000, 0.4)]
     >>> dense = [Decision("top", (8, 8), False, "allreduce", "dense gradient", 256, 256, 0.1)]
-    >>> print(summary(Plan(2, (*tables, *dense), (("top",),), links=Cluster(1e5, 0.1))).replace("; ", ";\\n"))
+    >>> print(summarize(Plan(2, (*tables, *dense), (("top",),), links=Cluster(1e5, 0.1))).replace("; ", ";\\n"))
     1 table sharded: item, 0 whole;
     a rank sends 2.2 KiB per step, DDP 281.5 KiB;
     model.report() says why

@@ -56,7 +56,7 @@ class RowSpace:
         """Decodes the number with which the op `embrace::join_ids` replaces an id outside its table. Returns (table,
         id).
 
-        >>> RowSpace(("user.weight", "item.weight"), (0, 10, 30)).outside(25 - 2 * 2**48)
+        >>> RowSpace(("user.weight", "item.weight"), (0, 10, 30)).decode_invalid_id(25 - 2 * 2**48)
         ('item.weight', 25)
         """
         number = (-value + OUTSIDE // 2) // OUTSIDE

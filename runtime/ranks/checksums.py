@@ -64,7 +64,7 @@ def describe_divergence(by_rank: Sequence[Mapping[str, int]]) -> str:
 
     Returns "" if all are equal.
 
-    >>> diverged([{"a": 1, "b": 2}, {"a": 1, "b": 3}])
+    >>> describe_divergence([{"a": 1, "b": 2}, {"a": 1, "b": 3}])
     "Replicas differ: b on rank 1 differs from rank 0's"
     """
     found = []
