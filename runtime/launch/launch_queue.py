@@ -246,7 +246,7 @@ class LaunchQueue:
         """Makes a launch. Its ticket completes when the collective ends."""
         assert ticket.launch is not None
         launched, ticket.launch = ticket.launch(), None
-        ticket.value, ticket.work, ticket.measured = launched.value, launched.work, launched.sent_bytes
+        ticket.value, ticket.work, ticket.measured = launched.value, launched.work, launched.measured
         if launched.work is None:
             self.complete(ticket)
         else:

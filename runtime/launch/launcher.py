@@ -161,7 +161,7 @@ class Launcher:
         queue, recording = self.queue, self.recorder.recording
         assert which in queue.windows[-1].expected, str(which)
         window = OUTSIDE if recording is None else recording.window
-        ticket = queue.ticket(which, launch, sent_bytes, window, queue=queue)
+        ticket = queue.ticket(which, launch, sent_bytes, window, queue)
         if is_profiled():
             with span("submit", which):
                 queue.enqueue(ticket)

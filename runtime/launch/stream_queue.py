@@ -23,7 +23,6 @@ import contextlib
 import math
 import threading
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
@@ -41,25 +40,23 @@ _REMEMBERED = 4 * IN_FLIGHT
 """Number of recent launches kept to find the one that a launch must wait for."""
 
 Place = tuple[int, int]
-"""A rank's position in the calls that all ranks make: (the window's number, how much it may still submit there)."""
+"""A rank's position in the calls that all ranks make: (the window's number, how much it may still submit there); a
+launch's: (the window's number, its place in the order)."""
 
 
-@dataclass
 class StreamTicket(Ticket):
-    """A submitted launch on a CUDA stream.
+    """A collective that a launcher launches on a CUDA stream.
 
     Attributes:
         place: (window, position in the launch order).
         ready: the CUDA event recorded when the launch was submitted.
         ended: the CUDA event recorded after the collective, or None if it has not been enqueued.
-        held: the tensors that the collective reads.
     """
 
-    place: tuple[int, int] = (0, 0)
-    ready: Event = None
+    place: Place
+    ready: Event
     ended: Event = None
-    held: tuple[Tensor, ...] = ()
-    queue: StreamQueue = field(default=None)  # type: ignore[assignment]
+    queue: StreamQueue
 
     def issue(self) -> None:
         """Enqueues the collective, if that has not been done.
@@ -89,11 +86,10 @@ class StreamTicket(Ticket):
         """
         if self.ended is None or self.queue.error is not None:
             self.issue()
-        assert self.value is not None
         streams = self.queue.streams
         streams.wait(self.ended)
         streams.keep(self.value)
-        self.done, self.held = True, ()
+        self.done, self.reads = True, ()
         self.queue.unwaited.pop(self.place, None)
         return self.value
 
@@ -115,7 +111,7 @@ class StreamQueue(LaunchQueue):
         self.shares_device = streams.are_shared()
         self.overtook = False
         self.tells: Place | None = None
-        self.unwaited: dict[tuple[int, int], StreamTicket] = {}
+        self.unwaited: dict[Place, StreamTicket] = {}
         self._issued: list[tuple[tuple[int, ...], Lane, Event]] = []  # place, class and end of launches, by place
         self._ends: dict[Lane, Event] = {}  # the end of each class's last launch
 
@@ -298,11 +294,11 @@ class StreamQueue(LaunchQueue):
             streams.last = (id(self), ticket.ended)
         else:
             streams.out_of_turn[id(self)] = ticket.ended
-        ticket.value, ticket.held = launched.value, launched.reads
+        ticket.value, ticket.reads = launched.value, launched.reads
         self._issued.insert(at, (place, ticket.id.lane, ticket.ended))
         self._ends[ticket.id.lane] = ticket.ended
         del self._issued[:-_REMEMBERED]
         recorder.step_times.sent_bytes += ticket.sent_bytes
         if recorded:
-            sent = ticket.sent_bytes if launched.sent_bytes is None else launched.sent_bytes()
+            sent = ticket.sent_bytes if launched.measured is None else launched.measured()
             recorder.record_transfer(Transfer(ticket.id, ticket.window, sent, started, over))

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from embrace_fx.runtime.launch.recorder import OUTSIDE
 from embrace_fx.runtime.ranks.communicator import InFlight
 from embrace_fx.vocabulary.operation_id import OperationId
 
@@ -22,31 +20,30 @@ class Dropped(Exception):
     """Raised when waiting for a launch that was dropped, because a rank has given up its backward."""
 
 
-@dataclass
-class Ticket:
-    """A submitted launch of a collective, which can be waited for.
+class Ticket(InFlight):
+    """A collective that a launcher launches in its turn.
+
+    Args:
+        which: the launch's id.
+        sent_bytes: the number of bytes that this rank sends, or a guess.
 
     Attributes:
         id: the launch's id.
+        launch: function that launches the collective, or None once it has been called.
         window: the recorder's number of the window in which it was submitted.
         done: whether the collective has completed or, on a device, the current stream waits for it.
+        dropped: whether the collective will never be launched.
+        wanted: whether a wait that flushes launches waits for it.
+        tells: whether the time in flight is that of the launch alone.
         started_s, ended_s: `time.perf_counter` when the collective was launched and when it completed.
     """
 
-    id: OperationId
-    launch: Launch | None
-    sent_bytes: int = 0
-    window: int = OUTSIDE
-    started_s: float = 0.0
-    ended_s: float = 0.0
-    value: Tensor | None = None
-    work: Any = None
-    measured: Callable[[], int] | None = None
-    queue: LaunchQueue = field(default=None)  # type: ignore[assignment]
-    done: bool = False
-    dropped: bool = False
-    wanted: bool = False  # whether a wait that flushes launches waits for it
-    tells: bool = True  # whether the time in flight is that of the launch alone
+    def __init__(self, which: OperationId, launch: Launch, sent_bytes: int, window: int, queue: LaunchQueue) -> None:
+        self.id, self.sent_bytes, self.window, self.queue = which, sent_bytes, window, queue
+        self.launch: Launch | None = launch
+        self.started_s = self.ended_s = 0.0
+        self.done = self.dropped = self.wanted = False
+        self.tells = True
 
     def drop(self) -> None:
         """Marks the launch as one that will never be made."""
@@ -77,5 +74,4 @@ class Ticket:
             raise queue.error
         if self.dropped:
             raise Dropped
-        assert self.value is not None
         return self.value

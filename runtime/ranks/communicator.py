@@ -30,19 +30,19 @@ from embrace_fx.runtime.ranks.wire_rounding import Rounding
 from embrace_fx.runtime.ranks.worker import FutureWork
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class InFlight:
     """A collective that may still be running. `wait` returns its result.
 
     Attributes:
-        sent_bytes: function that returns, after the end, the bytes that this rank has sent; None if they were known
+        measured: function that returns, after the end, the bytes that this rank has sent; None if they were known
             before.
         reads: further tensors that the collective reads, which must stay alive until it has ended.
     """
 
     value: Tensor
     work: Any
-    sent_bytes: Callable[[], int] | None = None
+    measured: Callable[[], int] | None = None
     reads: tuple[Tensor, ...] = ()
 
 

@@ -29,7 +29,7 @@ ENQUEUE = StreamQueue._enqueue
 
 def forgets_what_is_sent(self: Any, ticket: Any, *how: Any) -> None:
     ENQUEUE(self, ticket, *how)
-    ticket.held = ()
+    ticket.reads = ()
 
 
 def records_early(self: Any, ticket: Any, *how: Any) -> None:
