@@ -21,7 +21,7 @@ from embrace_fx.runtime.exchanges.gradient import RowSet
 from embrace_fx.runtime.exchanges.in_place import STRATEGY_OF, exchange_gradient_
 from tests.support.counting_channel import CountingChannel
 from tests.support.exchange_cases import PLAIN, Way
-from tests.support.ranks import run_ranks
+from tests.support.ranks import run_ranks, store
 from tests.support.wire import sent_by_connection
 
 V, D = 12_000, 24
@@ -66,9 +66,8 @@ class Sent:
 
 def all_ranks_here(world_size: int) -> None:
     """A barrier through the store's file: everything has arrived, so that connections have sent it, and no more."""
-    store = dist.distributed_c10d._get_default_store()
-    visits = store.add("visits", 1)
-    while store.add("visits", 0) < -(-visits // world_size) * world_size:
+    visits = store().add("visits", 1)
+    while store().add("visits", 0) < -(-visits // world_size) * world_size:
         time.sleep(0.001)
 
 

@@ -7,12 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 import embrace_fx
 from tests.eager.models import Asserting, labelled
-from tests.support.ranks import run_ranks
+from tests.support.ranks import run_ranks, store
 
 STEPS, PLANNED = 7, 4
 
@@ -44,13 +43,12 @@ def _one_after_the_other(rank: int, world_size: int) -> tuple[list[float], list[
     """Rank 1 begins each forward but the first ones once rank 0 has ended its own. Losses here, and under DDP."""
     torch.manual_seed(0)
     model: Any = _Noting()
-    store = dist.distributed_c10d._get_default_store()
 
     def begin(step: int) -> None:
         if step >= PLANNED and rank == 0:
-            model.after = lambda: store.set(f"ended {step}", "")
+            model.after = lambda: store().set(f"ended {step}", "")
         if step >= PLANNED and rank == 1:
-            store.wait([f"ended {step}"])
+            store().wait([f"ended {step}"])
 
     found = _losses(embrace_fx.compile(model, route="eager"), rank, begin)
     torch.manual_seed(0)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.dlpack import to_dlpack
 
 import embrace_fx
 from tests.support.beside import check, ids, run
@@ -181,7 +182,7 @@ def _raw(rank: int, world_size: int) -> str:
     model = embrace_fx.compile(_Tagger(), strategy="alltoall")
     model(torch.arange(6).view(2, 3))
     with pytest.raises(RuntimeError) as caught:
-        torch._C._to_dlpack(model.get_parameter("words.weight").data)
+        to_dlpack(model.get_parameter("words.weight").data)
     return str(caught.value)
 
 

@@ -31,6 +31,7 @@ from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -148,6 +149,12 @@ def fresh_ranks(world_size: int, fn: Callable[..., T], *args: Any, timeout_s: fl
     return [replace(o, exitcode=code) for o, code in zip(outcomes, pool.close(EXIT_S), strict=True)]
 
 
+def store() -> dist.Store:
+    """The store of the call that runs on this rank, which all of its ranks share."""
+    found: dist.Store = _of_process.store
+    return found
+
+
 def close_pool() -> None:
     """Ends the processes of the shared pool; a later call starts new ones."""
     _pool.close(EXIT_S)
@@ -168,6 +175,9 @@ def reset_torch_state() -> None:
 
 def _all_returned(outcomes: Sequence[Outcome[Any]]) -> bool:
     return all(outcome.exception is None for outcome in outcomes)
+
+
+_of_process = SimpleNamespace(store=None)
 
 
 @dataclass(frozen=True)
@@ -349,13 +359,9 @@ def _run_as_rank(
         faulthandler.register(signal.SIGUSR1, stacks)
         try:
             reset_torch_state()
-            dist.init_process_group(
-                "gloo",
-                init_method=f"file://{directory / 'store'}",
-                rank=rank,
-                world_size=world_size,
-                timeout=timedelta(seconds=GROUP_TIMEOUT_S),
-            )
+            _of_process.store = dist.FileStore(str(directory / "store"), world_size)
+            timeout = timedelta(seconds=GROUP_TIMEOUT_S)
+            dist.init_process_group("gloo", store=_of_process.store, rank=rank, world_size=world_size, timeout=timeout)
             with warnings.catch_warnings():
                 warnings.filters[:] = filters  # type: ignore[index]  # typed as a Sequence, is a list
                 return fn(rank, world_size, *args)

@@ -57,7 +57,8 @@ CASES = {name: _case(name) for name in TRAININGS}
 @pytest.mark.long
 @pytest.mark.parametrize("name", TRAININGS)
 def test_published_models_end_where_ddp_does(name: str) -> None:
-    check(__name__, name, rtol=1e-9, strategy="alltoall")
+    ddp = {"find_unused_parameters": name == "bart"}  # which has a table that nothing reads
+    check(__name__, name, ddp=ddp, rtol=1e-9, strategy="alltoall")
 
 
 @pytest.mark.long

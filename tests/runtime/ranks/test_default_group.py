@@ -9,7 +9,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed import distributed_c10d
 from torch.nn.parallel import DistributedDataParallel
 
 import embrace_fx
@@ -43,11 +42,11 @@ def _train(model: nn.Module, rank: int) -> list[float]:
 def _before_init_process_group() -> Iterator[None]:
     """The moment of a script before its default group: the pool's is put away for so long."""
     group = dist.group.WORLD
-    distributed_c10d._update_default_pg(None)
+    dist.group.WORLD = None
     try:
         yield
     finally:
-        distributed_c10d._update_default_pg(group)
+        dist.group.WORLD = group
 
 
 def _compiled_before_the_group(rank: int, world_size: int) -> tuple[list[float], list[float]]:

@@ -12,7 +12,7 @@ from torch import nn
 import embrace_fx
 from embrace_fx.runtime.ranks.group_deadlock import OtherGroup, check_group_deadlock
 from tests.support.inside import session_of
-from tests.support.ranks import run_ranks, run_ranks_expecting_errors
+from tests.support.ranks import run_ranks, run_ranks_expecting_errors, store
 
 
 def _model() -> nn.Module:
@@ -62,11 +62,10 @@ def _waits_elsewhere_first(rank: int, world_size: int) -> tuple[int, ...]:
     pairs = [dist.new_group(ranks) for ranks in ([0, 1], [1, 2])]
     if rank == 2:
         time.sleep(0.7)  # longer than the first look
-    store = dist.distributed_c10d._get_default_store()
     met_in = []
     for pair in reversed(pairs):
         if rank in dist.get_process_group_ranks(pair):
-            with check_group_deadlock(store, pair):
+            with check_group_deadlock(store(), pair):
                 dist.barrier(pair)
             met_in.append(dist.get_world_size(pair))
     return tuple(met_in)
