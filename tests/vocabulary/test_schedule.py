@@ -105,6 +105,11 @@ def test_memory_is_held_from_the_end_until_the_last_reader_ended() -> None:
     assert diagnose(Timeline(late, waits, 1, STEPS.dependences)).held_bytes == 100 + 70 + 70
 
 
+def test_what_the_first_operation_holds_counts() -> None:
+    first = Span(LOOKUPS, 0, 0, 0.0, 1.0)
+    assert diagnose(Timeline((first, Span(FORWARD, 0, 0, 1.0, 3.0)), (), 1, STEPS.dependences)).held_bytes == 70
+
+
 def test_what_is_freed_at_a_moment_makes_room_for_what_is_kept_from_then_on() -> None:
     lanes: tuple[tuple[str, Kind, Lane], ...] = (("a", "gradients", "embedding"), ("b", "lookups", "embedding"))
     operations = [Operation(name, kind, lane, 1.0, held_bytes=10) for name, kind, lane in lanes]

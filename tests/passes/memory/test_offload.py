@@ -8,6 +8,7 @@ import resource
 import signal
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -32,6 +33,7 @@ from embrace_fx.passes.step_memory import Storage, step_memory
 from embrace_fx.passes.verifier.invariants import VerificationError, verify
 from embrace_fx.runtime.memory.copies import FileCopies, PinnedCopies
 from embrace_fx.runtime.ranks.failure import PeerFailure
+from embrace_fx.session import offloading
 from embrace_fx.vocabulary.copy_ops import AWAIT_RELOAD, OFFLOAD, offload_id, reload_id
 from embrace_fx.vocabulary.graph import TrainingGraph
 from embrace_fx.vocabulary.ops import op_name
@@ -47,7 +49,7 @@ FAST = CopyRate(1e9)
 
 
 @functools.cache
-def offloading() -> TrainingGraph:
+def offloaded() -> TrainingGraph:
     """The joint graph of a step that offloads."""
     return run_passes(analysed(make(Block), IDS), (EagerDropout(), Memory(0.6, CORE, FAST))).graph
 
@@ -57,8 +59,8 @@ def names_of(graph: TrainingGraph, op: str) -> list[str]:
 
 
 def test_copies_are_lanes_of_schedule_and_timeline() -> None:
-    graph = run_passes(offloading(), (Partition(),)).graph
-    shown = schedule(build_single_process(graph, CORE), "2d")
+    graph = run_passes(offloaded(), (Partition(),)).graph
+    shown = schedule(build_single(graph, CORE), "2d")
 
     values = [name.removesuffix("_offload") for name in names_of(graph, OFFLOAD)]
     assert values
@@ -164,7 +166,7 @@ def _freed_too_early(nodes: dict[str, fx.Node]) -> None:
 def test_a_graph_that_reads_what_is_not_there_is_refused(
     change: Callable[[dict[str, fx.Node]], None], invariant: str
 ) -> None:
-    graph = offloading().edit()
+    graph = offloaded().edit()
     verify(graph, after="nothing")
     change({node.name: node for node in graph.graph.nodes})
     with pytest.raises(VerificationError, match=invariant):
@@ -173,7 +175,7 @@ def test_a_graph_that_reads_what_is_not_there_is_refused(
 
 def test_a_graph_that_holds_more_than_it_may_is_refused() -> None:
     """Everything reloaded where the backward begins."""
-    graph = offloading().edit()
+    graph = offloaded().edit()
     assert graph.memory_limit is not None
     reloads = [node for node in graph.graph.nodes if op_name(node) == "embrace::reload"]
     for node in reloads[1:]:
@@ -252,3 +254,16 @@ def test_room_in_the_file_is_used_again(tmp_path: Path) -> None:
         del stored
     assert copies._room <= 2 * 20480
     assert not list(tmp_path.iterdir())
+
+
+def test_the_rate_of_copies_is_in_milliseconds_of_the_estimates(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a machine that computes in 1 ms what counts as 4 ms, each ms of a copy counts as 4 ms, too."""
+    monkeypatch.setattr(offloading, "measure_pace", lambda *_: 4.0)
+    monkeypatch.setattr(FileCopies, "measure", lambda *_: (8.0, 3.0))
+    ranks = SimpleNamespace(check_none_failed=lambda _: None, gather=lambda own, _: [own])
+    options = SimpleNamespace(spill_to=tmp_path)
+    context: Any = SimpleNamespace(options=options, model=torch.nn.Linear(1, 1), communicator=ranks)
+    _, rate = offloading.set_up_offloading(context, CORE)
+    assert (rate.bytes_per_ms, rate.start_ms) == (2.0, 12.0)
