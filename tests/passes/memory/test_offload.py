@@ -60,7 +60,7 @@ def names_of(graph: TrainingGraph, op: str) -> list[str]:
 
 def test_copies_are_lanes_of_schedule_and_timeline() -> None:
     graph = run_passes(offloaded(), (Partition(),)).graph
-    shown = schedule(build_single(graph, CORE), "2d")
+    shown = schedule(build_single_process(graph, CORE), "2d")
 
     values = [name.removesuffix("_offload") for name in names_of(graph, OFFLOAD)]
     assert values
