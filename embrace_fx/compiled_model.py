@@ -50,12 +50,12 @@ class CompiledModel(nn.Module, Joinable):
         model = session.model
         self.__dict__["_session"] = session
         self.__dict__["_single"] = single
-        # The same dicts, not copies: a parameter replaced by its shard is replaced in both.
+        # Share the dicts, so that a parameter replaced by its shard is replaced in both modules.
         self._parameters = model._parameters
         self._buffers = model._buffers
         self._modules = model._modules
         self._non_persistent_buffers_set = model._non_persistent_buffers_set
-        # Torch may call it if the model is part of another module.
+        # Torch calls these hooks if the compiled model is part of another module.
         self._load_state_dict_pre_hooks = model._load_state_dict_pre_hooks
         self.__dict__["training"] = model.training
 

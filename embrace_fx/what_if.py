@@ -175,7 +175,7 @@ def plan(  # noqa: PLR0913
     announcements = StepHandshake(communicator)
     optimizer_hooks = OptimizerHooks(
         state, announcements, lambda names, reason: None
-    )  # no step runs, so these are never used
+    )  # options that are never used, because no step runs
     for each in optimizers:
         optimizer_hooks.known_optimizers.add(each)
     captured = [_capture_batch(model, state, each) for each in batches]

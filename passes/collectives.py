@@ -129,7 +129,7 @@ def aliased_inputs(node: fx.Node) -> list[fx.Node]:
     """Returns the inputs whose memory a node's result may share: the source of a view, or an input that the node writes
     in place.
     """
-    if node.target is operator.getitem:  # an item of a view is a view; an item of several results is a separate result
+    if node.target is operator.getitem:  # an item of a list of views is a view; other items are separate results
         return aliased_inputs(node.all_input_nodes[0])
     if is_wait(node):
         return node.all_input_nodes

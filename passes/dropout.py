@@ -112,7 +112,7 @@ def _replace_backwards(rewriter: Rewriter, mask: fx.Node, noise: fx.Node) -> Non
     for backward in list(mask.users):
         with rewriter.before(backward):
             gradient = rewriter.call(aten.mul.Tensor, backward.args[0], noise, name=f"{backward.name}_scaled")
-            # Later nodes may view the gradient, which must be contiguous; the product of a transposed one is not.
+            # Later nodes may view the gradient, so make it contiguous. The product of a transposed gradient is not.
             traced: Tensor = backward.meta["val"]
             if traced.is_contiguous() and not gradient.meta["val"].is_contiguous():
                 name = f"{backward.name}_contiguous"

@@ -82,7 +82,8 @@ class JoinExchanges:
             return graph
         result = graph.edit()
         rewriter = Rewriter(result.module)
-        for name, each in reversed([*self.exchanged.items()]):  # each placeholder is inserted at the head
+        # Reversed, because each placeholder is inserted before the others.
+        for name, each in reversed([*self.exchanged.items()]):
             if name in unread:
                 with rewriter.before(next(iter(rewriter.graph.nodes))):
                     rewriter.placeholder(name, Parameter(name), each.shape, each.dtype, each.device)
@@ -97,7 +98,7 @@ def idle_graph(name: str, parameter: Tensor) -> TrainingGraph:
     return aten.new_zeros(parameter, [])
     """
     graph = fx.Graph()
-    with FakeTensorMode(shape_env=ShapeEnv()):  # the number of rows is a new symbol
+    with FakeTensorMode(shape_env=ShapeEnv()):  # under this mode the number of rows is a new symbol
         value = torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
         nothing = value.new_zeros([])
     read = graph.create_node("placeholder", name, name=name)  # torch converts the name to an identifier

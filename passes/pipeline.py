@@ -141,7 +141,7 @@ def run_passes(analysed: TrainingGraph, passes: Iterable[Pass], earlier: Compile
     graphs = {**earlier.graphs} if earlier else {"captured": analysed.module}
     phases, ms = ({**earlier.phases}, {**earlier.ms}) if earlier else ({}, {})
     for name in graph.phases:
-        del graphs[name]  # they are added again below, so that phases come last
+        del graphs[name]  # delete and add again, so that the phases come last
     for each in passes:
         began = perf_counter()
         before, graph = graph, each(graph)

@@ -72,12 +72,12 @@ def scratch_bytes(node: fx.Node, expected: ExpectedSizes) -> int:
     hidden, width = w.hh.shape[0] // gates, w.ih.shape[1]
     if name == _LAYER:
         elements = sequences * hidden if cell == "lstm" else 0
-        if not last:  # the values that a backward would need
+        if not last:  # what would be saved for a backward is temporary here
             kept = {"lstm": gates + 1 + (w.projection is not None), "gru": gates + 1}.get(cell, 0)
             elements += rows * kept * hidden
     else:
         results = sum(prod(map(expected.number, tuple(each.shape))) for each in node.meta["val"])
-        # Bytes held during the whole loop; further bytes held only at its start, and only at its end.
+        # Bytes held during the whole loop, and more bytes held only at its start or only at its end.
         through, begins, ends = {
             "lstm": (rows * (own + (gates + 2) * hidden), rows * hidden, rows * own + sequences * gates * hidden),
             "gru": (rows * 6 * hidden, rows * hidden, 2 * gates * hidden * width),

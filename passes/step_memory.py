@@ -317,7 +317,7 @@ def simulate_memory(
             storage.names.append(node)
         for value in (node, *node.all_input_nodes):
             reads += [(k, position[saved.get(value, value)], storage.number) for storage in storages_of(value)]
-    for k, node in enumerate(nodes):  # memory that the op uses while it runs
+    for k, node in enumerate(nodes):  # temporary memory that the op uses while it runs
         reads += [(k, k, storage.number) for storage in add_storages(node, k, [scratch_bytes(node, expected)])]
     outlives = [storage.number for value in outputs for storage in storages_of(value)]
     by_column = np.array(reads, dtype=np.int64).reshape(-1, 3).T

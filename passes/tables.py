@@ -158,6 +158,6 @@ def _is_backward_of(backward: fx.Node, lookup: fx.Node) -> bool:
         return False
     if lookup.target is aten.embedding.default:
         return all(argument(backward, each) == argument(lookup, each) for each in ("padding_idx", "scale_grad_by_freq"))
-    # Two bags may read the same ids: they differ in the pieces of forward output that the backward reads.
+    # Two bags may read the same ids, so compare the outputs of the forward that the backward reads.
     offset2bag = argument(backward, "offset2bag")
     return isinstance(offset2bag, fx.Node) and offset2bag.args[0] is lookup

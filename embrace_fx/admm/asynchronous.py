@@ -42,7 +42,7 @@ from embrace_fx.runtime.ranks.communicator import Communicator
 from embrace_fx.runtime.ranks.failure import DeadRank
 
 MASTER = 0
-NUMBERS = len(fields(Sums))  # numbers at the start of a message
+NUMBERS = len(fields(Sums))  # how many numbers come before the vector in a message
 
 Order = Literal["go on", "end", "dead", "late"]
 ORDERS: tuple[Order, ...] = ("go on", "end", "dead", "late")
@@ -281,7 +281,7 @@ class Master:
             self._dismiss(Reply("end", state.best.weights.flat(), -1, state.best.iteration, state.best.loss))
         except LostWorker as lost:
             order, culprit = lost.args
-            with contextlib.suppress(LostWorker):  # the lost worker does not confirm the end
+            with contextlib.suppress(LostWorker):  # a lost worker does not confirm that training has ended
                 self._dismiss(Reply(order, state.agreed.flat(), culprit))
             raise lost_worker_error(order, culprit, self._communicator.rank) from lost.__cause__
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from embrace_fx.vocabulary.operation_id import OperationId
 
-# The part is "late", whose ids print only the name, because these operations are for a whole batch.
+# Use the part "late": its operation ids print without a part, and these operations are for a whole batch.
 COMPUTE = FORWARD, STATES, WEIGHTS, DUALS, MEAN, FIGURES = (
     OperationId("forward", "forward pass", "late"),
     OperationId("backward", "states", "late"),

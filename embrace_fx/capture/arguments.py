@@ -32,7 +32,8 @@ def flatten_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[li
     structures.
     """
     leaves = [*args, *kwargs.values()]
-    if _IN_NO_CONTAINER.issuperset(map(type, leaves)):  # the common case; pytree would make five Python calls each
+    # The common case: no containers, so skip pytree, which makes five Python calls per argument.
+    if _IN_NO_CONTAINER.issuperset(map(type, leaves)):
         names = len(args), *kwargs
         spec = _FLAT.get(names)
         if spec is None:
@@ -161,7 +162,7 @@ def argument_names(function: types.FunctionType, args: tuple[Any, ...], kwargs: 
     roots += [f"L[{name!r}]" if name in named else f"L[{rest!r}][{name!r}]" for name in kwargs]
     try:
         paths = [pytree.tree_flatten_with_path(value)[0] for value in (*args, *kwargs.values())]
-    except Exception:  # the user's object has raised, so its parts get no names
+    except Exception:  # an attribute of the user's object has raised, so its tensors get no names
         return {}
     names = [f"{root}{pytree.keystr(path)}" for root, found in zip(roots, paths, strict=True) for path, _ in found]
     return dict(enumerate(names))
@@ -188,5 +189,5 @@ def same_constant(one: Any, other: Any) -> bool:
         return one is other
     try:
         return bool(one == other)
-    except (TypeError, ValueError, RuntimeError):  # `==` may return no bool: arrays return an array
+    except (TypeError, ValueError, RuntimeError):  # `==` may not return a bool: for arrays it returns an array
         return False

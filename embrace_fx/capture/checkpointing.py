@@ -80,7 +80,8 @@ class _Regions:
         if mode is not None:
             nodes = mode.tracer.graph.nodes
             for node in itertools.islice(reversed(nodes), len(nodes) - before):
-                policy = node.meta.pop("recompute", None)  # set by a selective policy, or by Dynamo ("always")
+                # Set by a selective checkpointing policy, or by Dynamo ("always").
+                policy = node.meta.pop("recompute", None)
                 if "region" not in node.meta:
                     node.meta["region"], node.meta["kept"] = path, policy in _SAVING
 
@@ -93,7 +94,7 @@ def mark_backward(graph: fx.Graph) -> None:
     for node in graph.nodes:
         number = node.meta.get("seq_nr")
         if node.op == "call_function" and node.meta.get("partitioner_tag") != "is_backward" and number is not None:
-            # Autograd creates a backward node only for the first node with a sequence number.
+            # Of nodes with the same sequence number, autograd differentiates only the first.
             differentiated.setdefault(number, node.meta.get("region", ()))
     for node in graph.nodes:
         if node.meta.get("partitioner_tag") == "is_backward" and node.meta.get("seq_nr") in differentiated:

@@ -83,7 +83,7 @@ def _add_effects(effects: Effects, found: Any, tx: Any) -> None:
     for variable in found._get_modified_vars():
         source = variable.source
         if source is None or isinstance(source, TempLocalSource):
-            continue  # created by the forward itself; the object that stores it is also written
+            continue  # an object that the forward creates: the object that stores it is listed too
         written = found.store_attr_mutations.get(variable, {})
         if isinstance(variable, variables.NewGlobalVariable) or (isinstance(source, GlobalSource) and written):
             effects.globals += written
@@ -163,7 +163,7 @@ def _evaluated_or_none(name: str, scope: Mapping[str, Any]) -> Any:
     """Evaluates an expression. Returns None if it can no longer be evaluated."""
     try:
         return eval(name, dict(scope))
-    except Exception:  # the last call has replaced an object in the path
+    except Exception:  # an earlier call has replaced an object that the expression goes through
         return None
 
 

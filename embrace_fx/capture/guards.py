@@ -102,7 +102,7 @@ def to_dynamo_name(name: str, model_name: str) -> str:
 def name_of_model(model: nn.Module) -> str:
     """Returns Dynamo's name for the model among the locals of its forward."""
     code = traced_function(model).__code__
-    # A decorated forward has the model as the first of `*args`.
+    # If the forward is decorated, the model is the first item of `*args`.
     return f"L[{code.co_varnames[0]!r}]" if code.co_argcount else "L['args'][0]"
 
 
@@ -129,7 +129,7 @@ def collect_guards(gm: fx.GraphModule, model: nn.Module) -> Conditions:
             return False
         return root[1] == "G" or itself in name or root[2] in cells
 
-    output.skip_guards_check = True  # this check needs the batch's tensors, which are not in the frame
+    output.skip_guards_check = True  # the check would need the batch's tensors, which are not among the frame's locals
     with torch._dynamo.config.patch(skip_nnmodule_hook_guards=False):
         checks = _Guards(is_checked, code, output)
     manager = checks.guard_manager
@@ -172,7 +172,7 @@ def _guarded_value(builder: Any, guard: Any) -> object:
     """Returns the value that a guard checks, or None if it checks that the value does not exist."""
     try:
         found: object = builder.get(guard.originating_source)
-    except Exception:  # reading an absent value may raise anything
+    except Exception:  # reading a value that does not exist may raise any exception
         return None
     return found
 

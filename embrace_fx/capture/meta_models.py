@@ -48,7 +48,7 @@ def on_fake_cpu(model: nn.Module, batch: Any) -> Iterator[tuple[nn.Module, Any]]
     for module in twin.modules():
         for name, tensor in (*module._parameters.items(), *module._buffers.items()):
             if tensor is not None:
-                setattr(module, name, fake(tensor))  # lets recurrent layers update their list of weights
+                setattr(module, name, fake(tensor))  # `setattr` lets recurrent layers update their own list of weights
     leaves = pytree.tree_map_only(Tensor, lambda leaf: fake_mode.from_tensor(leaf, static_shapes=True), batch)
     with fake_mode:
         yield twin, leaves

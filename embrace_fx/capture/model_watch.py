@@ -121,7 +121,7 @@ class ModelWatch:
     def _gradient_settings(self) -> list[tuple[bool, torch.dtype, bool]]:
         """Returns, for each parameter, (whether it requires a gradient, its dtype, whether it has hooks)."""
         found = self._state.parameters()
-        hooked = [*map(any, map(_HOOKS, found))]  # inlines `is_hooked` to save a Python call each
+        hooked = [*map(any, map(_HOOKS, found))]  # inlines `is_hooked` to save a Python call per parameter
         return [(each.requires_grad, each.dtype, has) for each, has in zip(found, hooked, strict=True)]
 
     def _record_gradient_settings(self, settings: list[tuple[bool, torch.dtype, bool]]) -> None:
@@ -150,5 +150,5 @@ class ModelWatch:
 
 
 _HOOKS = attrgetter("_backward_hooks", "_post_accumulate_grad_hooks")
-# Copied per call, because TorchScript's modules have another dict.
+# Look the methods up at each call, because modules of TorchScript use another dict class.
 _keys, _values = methodcaller("keys"), methodcaller("values")

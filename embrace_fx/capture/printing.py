@@ -47,12 +47,12 @@ def defer_prints() -> Iterator[None]:
         """Records a call of `print` or `warnings.warn`, to be repeated after the graph has run."""
         category = [kwargs["category"]] if "category" in kwargs else []
         args = [_formatted(each) for each in (*args, *category)]
-        # A value of a checkpointed region is not known outside of it.
+        # A value computed inside a checkpointed region is not available outside of it.
         in_region = tx.output.current_tracer.parent is not None
         known = variables.ConstantVariable if in_region else _AS_THEY_ARE
         if kwargs.keys() - _HEEDED or not all(isinstance(each, known) for each in args):
             _break_graph(self.value)
-        # Use the forward's locals, because Dynamo drops those of called functions.
+        # Record the print in the forward's own frame, because Dynamo drops records of functions that it calls.
         tx.output.root_tx.debug_locals.append((self, args))
         return variables.ConstantVariable.create(None)
 

@@ -97,7 +97,7 @@ def _run_network(
 ) -> tuple[Tensor, ...]:
     """Runs a recurrent network, as one op for each layer and direction."""
     stack = _RnnOptions(cell, kernel, num_layers, 1 + bidirectional, dropout if train else 0.0, batch_sizes)
-    # Kernels need contiguous memory, time first. Copying here lets the backward read the same copy.
+    # Kernels need contiguous memory with time first. Copy here, so that the backward can read the same copy.
     input_TBI = input.transpose(0, 1).contiguous() if batch_first else input
     output, *states = _run_layers(stack, input_TBI, hx, params)
     return (output.transpose(0, 1) if batch_first else output, *states)

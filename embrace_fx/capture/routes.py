@@ -292,7 +292,7 @@ def _trace_with_dynamo(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str
     has_rnns = any(isinstance(each, nn.RNNBase) for each in model.modules())
     if not has_rnns:
         found = _export_with_dynamo(model, args, kwargs, reads_all)
-        if not _calls_rnns(found.gm):  # a model may call an RNN function without a module
+        if not _calls_rnns(found.gm):  # the model has RNN modules, or may call an RNN function directly
             return found
     with KeepRnnWhole(kernel="loop"):
         return _export_with_dynamo(model, args, kwargs, reads_all)

@@ -141,7 +141,7 @@ def show(saved: str, output: str | None) -> None:
             click.echo(str(planned))
             return
         schedule, timeline = trace.read_trace(source)
-        # Do not write beside the file: a page saved there may have more facts than one made from a .json.
+        # Do not write next to the file: that could overwrite a page with more details than a .json file holds.
         target = Path(output or Path(tempfile.mkdtemp(prefix="embrace-fx-"), f"{source.stem}.html"))
         save(target, schedule=schedule, timeline=timeline)
     click.echo(f"wrote {target}")

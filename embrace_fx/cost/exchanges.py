@@ -200,7 +200,7 @@ def _predict_hierarchical(sparsity: Sparsity) -> Prediction:
     work = _find_work(sparsity, max(sparsity.units_by_rank), copies=1)
     distance = 1
     while distance < paired:
-        # At this point, groups of this many neighbours have the same union.
+        # After the rounds so far, each group of this many neighbouring ranks has exchanged its union.
         sizes = [distance + max(0, min(distance, extra - first)) for first in range(0, paired, distance)]
         unions = [sent_bytes(sparsity.unions[size - 1]) for size in sizes]
         mean += fmean(unions) * paired / world_size

@@ -209,7 +209,7 @@ def with_units_by_rank(sparsity: Sparsity, units_by_rank: tuple[int, ...]) -> Sp
     ):
         way = (found - here) / (apart - here) if ranks > 1 and apart > here else 1.0
         unions.append(min(max(there + way * (apart_there - there), there), ranks * there, sparsity.num_units))
-    fullest = max(1.0, sparsity.num_units / max(there, 1.0))  # at most all units of a range are present
+    fullest = max(1.0, sparsity.num_units / max(there, 1.0))  # a range cannot have more units than its size
     return replace(
         drawn,
         unions=tuple(unions),

@@ -39,7 +39,7 @@ class EmbraceStrategy(DDPStrategy):
         if self.compiled is None or trainer.state.fn == TrainerFn.FITTING:
             super().setup(trainer)
             return
-        # Evaluates the network compiled by fit(). DDPStrategy would broadcast parameters; each rank has its own parts.
+        # Skip DDPStrategy's setup: it would broadcast parameters, but each rank has its own shards.
         assert self.accelerator is not None
         assert self.model is not None
         self.accelerator.setup(trainer)

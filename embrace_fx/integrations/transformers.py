@@ -26,7 +26,8 @@ class EmbraceTrainer(Trainer):
     def create_accelerator_and_postprocess(self) -> None:
         """Creates the trainer's accelerator, as an `EmbraceAccelerator`."""
         super().create_accelerator_and_postprocess()
-        self.accelerator.__class__ = EmbraceAccelerator  # `super()` has made an Accelerator from the arguments
+        # `super()` has created a plain Accelerator from the trainer's arguments.
+        self.accelerator.__class__ = EmbraceAccelerator
 
     def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: Any = None) -> nn.Module:
         """Returns the compiled model for an evaluation; for training, wraps the model as Transformers does."""

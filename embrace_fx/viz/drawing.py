@@ -73,7 +73,7 @@ def fold_nodes(modules: Mapping[str, fx.GraphModule]) -> list[Cell]:
     for phase, module in modules.items():
         cell_of: dict[fx.Node, int] = {}
         block: int | None = None
-        ends = True  # the next compute node begins a block
+        ends = True  # whether the next compute node begins a new block
         for node in module.graph.nodes:
             if node.op in ("placeholder", "output", "get_attr"):
                 continue

@@ -158,7 +158,7 @@ def _operation_data(picture: Picture) -> Iterator[dict[str, Any]]:
         runs: defaultdict[tuple[str, int, int], float] = defaultdict(float)
         for span in sorted(panel.timeline.spans, key=lambda span: span.start_ms):
             operations.setdefault(span.operation.name, span.operation)
-            # Waits may cut an operation into several spans.
+            # Add up spans, because waits may divide an operation into several.
             runs[span.operation.name, span.window, span.rank] += span.end_ms - span.start_ms
         of_panel: defaultdict[str, list[float]] = defaultdict(list)
         for (name, *_), took_ms in runs.items():

@@ -196,7 +196,7 @@ class Panel:
     def figures(self) -> tuple[Metric, ...]:
         """Returns the metrics of the panel, in the order in which they are shown."""
         d = self.diagnostics
-        # Most steps have no offloads, which are left out then.
+        # Leave out the lanes of copies that a step does not use.
         copies = tuple(lane for lane in COPIES if d.communication_ms.get(lane))
         classes = (*CLASS_LANES, *copies)
         computed = tuple(self._compute_metrics())

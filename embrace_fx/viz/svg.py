@@ -57,7 +57,7 @@ def svg_document(title: str, width: int, height: int, head: Sequence[str], lines
     return "\n".join(
         (
             f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" '
-            f'style="max-width:100%;height:auto" '  # lets the picture shrink on a narrow screen
+            f'style="max-width:100%;height:auto" '  # makes the picture shrink on a narrow screen
             f'viewBox="0 0 {width} {height}" role="img" aria-labelledby="{labels}">',
             f'<title id="title">{escape(title)}</title>',
             f"<style>{style_sheet(LIGHT)}@media (prefers-color-scheme:dark){{{_colour_rules(DARK)}}}</style>",
@@ -135,7 +135,7 @@ def _sections(picture: Picture) -> Iterator[_Section]:
     legend = _legend_section(picture, 62)
     yield legend
     top, facts = legend.bottom + 14, HoverTexts(picture)
-    # Panels have the same origin and scale, for comparison.
+    # Give all panels the same origin and scale, so that they can be compared.
     starts, ends = zip(*(panel.shown_ms for panel in picture.panels), strict=True)
     for panel in picture.panels:
         part = _panel_section(panel, _Axis(panel.origin_ms, min(starts), max(ends)), top, facts)

@@ -122,7 +122,7 @@ def compare_to_prediction(shares_ms: Mapping[Share, float], schedule: Schedule) 
     measured_ms = sum(shares_ms[part] for part in PREDICTED)
     if figures.step_ms <= 0 or abs(measured_ms - figures.step_ms) <= LEFT * figures.step_ms:
         return ""
-    # Compare the excess over the prediction, not the time itself.
+    # Compare how much each wait exceeds its prediction, not the wait itself.
     waits_ms = sum(shares_ms[lane] - figures.exposed_ms.get(lane, 0.0) for lane in WAITS)
     compute_ms = measured_ms - figures.step_ms - waits_ms
     is_waiting = abs(waits_ms) > abs(compute_ms)

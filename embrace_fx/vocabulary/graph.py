@@ -292,7 +292,7 @@ def copy_module(module: fx.GraphModule) -> fx.GraphModule:
     graph = fx.Graph()
     env: dict[fx.Node, fx.Node] = {}
     for node in module.graph.nodes:
-        copied = env[node] = graph.node_copy(node, env.__getitem__)  # `node_copy` copies the meta too
+        copied = env[node] = graph.node_copy(node, env.__getitem__)  # `node_copy` also copies the node's metadata
         if copied.name != node.name:
             copied.name = node.name
     graph._codegen = copy.copy(module.graph._codegen)

@@ -23,7 +23,7 @@ def outside_of_modes() -> Iterator[None]:
     flags = compiler._is_compiling_flag, compiler._is_exporting_flag
     # Disable function modes first, because they would intercept the guards below.
     functions = [_pop_mode() for _ in _get_current_function_mode_stack()]
-    if trace is not None:  # inside a kernel, setting the state may raise even if unchanged
+    if trace is not None:  # inside a kernel, setting the tracing state may raise even if it stays the same
         torch._C._set_tracing_state(None)  # type: ignore[attr-defined]
     compiler._is_compiling_flag = compiler._is_exporting_flag = False
     try:

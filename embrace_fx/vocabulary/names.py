@@ -69,7 +69,7 @@ class Name(str):
         return found
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        # This is the only function that torch.load(weights_only=True) may call and that returns a string.
+        # torch.load(weights_only=True) allows no other function that returns a string.
         return codecs.encode, (codecs.encode(str(self), "rot13"), "rot13")
 
     def _refuse_if_prefixed(self, prefix: object, matches: Any) -> None:

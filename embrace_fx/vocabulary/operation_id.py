@@ -17,22 +17,22 @@ LANES: tuple[Lane, ...] = ("compute", *CLASS_LANES, *COPIES)
 """Where an operation runs: on the rank's processor or device, on the network, or between memory and storage."""
 
 Kind = Literal[
-    "backward",  # compute of a block's gradients
-    "forward",  # compute of a block
-    "update",  # a bucket's parameters, or a table's rows, are updated
-    "rows",  # rows of the shard are looked up, or received rows joined
-    "own",  # code of the training loop
-    "loader",  # the next batch is read
+    "backward",  # backward compute of one block of the model
+    "forward",  # forward compute of one block of the model
+    "update",  # the update of a bucket's parameters or a table's rows
+    "rows",  # looking up rows of the shard, or joining received rows
+    "own",  # code of the user's training loop
+    "loader",  # reading the next batch from the data loader
     "ids",  # AllGather of the next batch's ids
     "gradients",  # AlltoAll of a table's row gradients: all, or the prior ones
     "lookups",  # AlltoAll of looked-up rows: all, late or early
-    "all_reduce",  # a chunk of a bucket
-    "positions",  # scored positions of a sharded output layer, or values computed from them
+    "all_reduce",  # AllReduce of a chunk of a bucket
+    "positions",  # exchange of labelled positions of a sharded output layer, or of values computed from them
     "delayed",  # AlltoAll of a piece of a table's delayed row gradients
-    "offload",  # a saved value is copied out of memory
-    "reload",  # a saved value is copied back
-    "read",  # rows of a table larger than memory are read
-    "write",  # rows of a table larger than memory are written
+    "offload",  # copying a saved value to the host or a file
+    "reload",  # copying a saved value back
+    "read",  # reading rows of a table larger than memory from storage
+    "write",  # writing such rows to storage
 ]
 
 HeadPart = Literal["counts", "labels", "hidden states", "statistics", "coefficients", "hidden gradients"]

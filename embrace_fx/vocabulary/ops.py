@@ -330,7 +330,7 @@ def pack_bucket(gradients: Sequence[Tensor], scale: float) -> Tensor:
 def unpack_bucket(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
     """Returns views into a flat tensor, with the shapes of `like` (the parameters)."""
     begin, starts = flat.storage_offset(), accumulate((t.numel() for t in like), initial=0)
-    # Twice as fast as a fake `view`, which uses torch's Python decomposition.
+    # `as_strided` is twice as fast as `view` on fake tensors, which uses torch's Python decomposition.
     return [flat.as_strided(t.shape, _strides(t.shape), begin + start) for t, start in zip(like, starts, strict=False)]
 
 

@@ -64,7 +64,7 @@ def from_plain(kind: Any, value: Any, where: str = "it") -> Any:
     if origin is list and isinstance(value, list):
         return [from_plain(arguments[0], v, f"{where}[{k}]") for k, v in enumerate(value)]
     if origin is dict and isinstance(value, list):
-        pair: Any = tuple.__class_getitem__(arguments)  # a type hint that this module has built
+        pair: Any = tuple.__class_getitem__(arguments)  # a type hint for a pair of key and value
         return dict(from_plain(pair, each, where) for each in value)
     if kind is Tensor and isinstance(value, list):
         return _integer_tensor(value, where)
@@ -81,7 +81,7 @@ def from_plain(kind: Any, value: Any, where: str = "it") -> Any:
         return float(value)
     if isinstance(kind, type) and type(value) is kind:
         return value
-    raise ValueError(f"{where} is {str(value)[:80]!r}")
+    raise ValueError(f"{where} is {str(value)[:80]!r}, which is no {getattr(kind, '__name__', kind)}")
 
 
 _hints = cache(get_type_hints)
@@ -146,6 +146,6 @@ def read_json(kind: type[T], path: str | Path) -> T:
     """
     content = json.loads(Path(path).read_text())
     if not isinstance(content, dict) or content.get("what") != kind.__name__:
-        raise ValueError(f"it is not marked as a {kind.__name__}")
+        raise ValueError(f"the file is not marked as a {kind.__name__}")
     found: T = from_plain(kind, content.get("value"), kind.__name__)
     return found

@@ -334,7 +334,7 @@ def check_grid(grid: Grid, parameter: str, shape: tuple[int, ...], world_size: i
     num_rows, columns = shape
     if grid.rows < 1 or grid.rows * grid.columns != world_size or grid.columns > columns or not grid.takes(num_rows):
         raise ValueError(
-            f"strategy: Grid({grid.rows}, {grid.columns}) does not fit {parameter}. Its rows * columns must be the "
-            f"{world_size} ranks, with at most {columns} columns, and rows that torch.chunk makes of {num_rows} rows. "
-            "Pass another Grid, or 'alltoall' to choose one automatically."
+            f"strategy: Grid({grid.rows}, {grid.columns}) does not fit {parameter}. rows * columns must be "
+            f"{world_size}, the number of ranks, with at most {columns} columns, and torch.chunk must be able to cut "
+            f"{num_rows} rows into `rows` parts. Pass another Grid, or 'alltoall' to choose one automatically."
         )

@@ -297,7 +297,7 @@ def diagnose(timeline: Timeline) -> Diagnostics:
     A step lasts from the first compute operation of a window to the first of the next; in a single window, to the end
     of its last one. Windows without compute are not counted.
     """
-    spans: dict[tuple[int, int], list[Span]] = defaultdict(list)  # a key: (rank, window)
+    spans: dict[tuple[int, int], list[Span]] = defaultdict(list)  # (rank, window) -> its spans
     for span in timeline.spans:
         spans[span.rank, span.window].append(span)
     waits: dict[tuple[int, int], list[Wait]] = defaultdict(list)
@@ -324,7 +324,7 @@ def diagnose(timeline: Timeline) -> Diagnostics:
     )
 
 
-_Window = tuple[int, int]  # rank, window
+_Window = tuple[int, int]  # (rank, window)
 
 
 def _category_times(

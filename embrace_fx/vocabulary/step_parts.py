@@ -9,14 +9,14 @@ from typing import Literal, get_args
 from embrace_fx.vocabulary.operation_id import BETWEEN, EARLY, Kind, OperationId
 
 Share = Literal[
-    "loader",  # the next batch is read
+    "loader",  # reading the next batch from the data loader
     "forward",  # compute of the forward, including lookups
     "backward",  # compute of the backward
     "optimizer",  # the optimizer's own step, and updates of tables and buckets
-    "your code",  # the training loop, between calls, backward and step
-    "ids",  # waits for ids, and for slower ranks
+    "your code",  # the training loop's own code, between the model's call, the backward and the optimizer's step
+    "ids",  # waits for the ids of other ranks, and for slower ranks
     "embedding",  # waits for rows of tables or their gradients, or for an output layer over a sharded table
-    "dense",  # waits for reduced gradients of everything else
+    "dense",  # waits for the reduced gradients of all other parameters
     "delayed",  # waits for gradients of rows that the next batch does not read
     "offload",  # waits for a saved value to be copied out
     "reload",  # waits for a saved value to be copied back
@@ -42,8 +42,8 @@ def time_category(operation: OperationId) -> Share:
     """
     if operation.lane != "compute":
         return operation.lane
-    # Optimizer and loader are measured separately, so this is the call's work before its forward.
+    # Optimizer and loader have their own operations, so this is the work of the call before its forward.
     if operation == BETWEEN:
         return "forward"
-    # This operation also applies delayed updates, which take far longer than the lookup of early rows.
+    # `EARLY` also applies delayed updates, which take far longer than looking up early rows.
     return "optimizer" if operation == EARLY else _OF_KIND[operation.kind]

@@ -203,7 +203,7 @@ def _offload(graph: TrainingGraph, values: set[str], limit: int, step: TimedStep
     """Inserts the offloads and reloads of the named values, in place."""
     found = step_memory(graph)
     output = graph.graph.output_node()
-    for node in found.nodes:  # nodes of the forward come before those of the backward
+    for node in found.nodes:  # in this order, nodes of the forward come before those of the backward
         output.prepend(node)
     leaving = offloadable_values(found)
     storages = [s for s in found.saved if s in leaving and leaving[s].name in values]

@@ -144,7 +144,7 @@ def _added_ms(copies: Sequence[PlacedCopy], starts_ms: Sequence[float], rate: Co
     """Returns the time that copies add to a step: waits for them, and the compute time that they take on shared
     cores.
     """
-    events: list[tuple[int, int, int]] = []  # events as (position, kind of event, copy)
+    events: list[tuple[int, int, int]] = []  # (position, kind of event, index of the copy)
     for k, copy in enumerate(copies):
         events += [(copy.storage.born + 1, 0, k), (copy.left, 1, k), (copy.comes, 2, k), (copy.reload_awaited_at, 3, k)]
     lanes = {0: 0.0, 2: 0.0}

@@ -74,7 +74,7 @@ class RecomputeCheap:
         if not chosen:
             return graph
         result = with_recomputed(graph, {node.name: number for number, nodes in enumerate(chosen) for node in nodes})
-        # All recomputed values may be held at the same time.
+        # Check the peak, because all recomputed values may be in memory at the same time.
         return result if step_memory(result).peak_bytes <= found.peak_bytes else graph
 
 
@@ -102,7 +102,7 @@ class _MinimumCuts:
         self._written = written_by(graph.module)
         self._forward = {node: k for k, node in enumerate(found.nodes[: found.backward])}
         self._storages = [s for s in found.storages if s.born < found.backward]
-        # Only inputs that the backward reads anyway, because the user may write others between forward and backward.
+        # Recompute only from inputs that the backward reads anyway. The user may write others before the backward.
         self._still_there = {
             value
             for node in found.nodes[found.backward :]

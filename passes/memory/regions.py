@@ -115,7 +115,7 @@ class _RecomputedCopies:
         self._chains = self._draw_chains(members["forward"])
         self._wanted: dict[Path, set[fx.Node]] = defaultdict(set)
         self._copies: dict[tuple[fx.Node, int], fx.Node] = {}
-        self._states: dict[fx.Node, fx.Node] = {}  # first draw of a chain -> the state before it
+        self._states: dict[fx.Node, fx.Node] = {}  # first draw of a chain -> the node of the random state before it
         self._unwritten: dict[fx.Node, fx.Node] = {}
 
     def insert(self) -> list[fx.Node]:

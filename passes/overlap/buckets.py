@@ -64,7 +64,8 @@ class ChunkBuckets:
             node
             for node in backward.graph.nodes
             if node.target in (ALL_REDUCE, EXCHANGE)
-            and node.all_input_nodes[0].target is embrace.pack_bucket.default  # a reduction of counts by another pass
+            # Other passes reduce counts, which are not packed.
+            and node.all_input_nodes[0].target is embrace.pack_bucket.default
         ]
         for bucket, launch in enumerate(launches):
             _split_reduction(Rewriter(backward), launch, bucket, self.chunks[bucket])
@@ -167,7 +168,7 @@ def _await_updates(phases: Phases, buckets: Sequence[tuple[str, ...]], chunks: S
     elsewhere, parameters = parameters_of(phases["backward"]), parameters_of(forward)
     for k, bucket in enumerate(buckets):
         read = [parameters[name] for name in bucket if name in parameters and parameters[name].users]
-        if not read:  # this batch does not read the bucket, but it must be updated
+        if not read:  # the forward does not read the bucket's parameters, but they must be updated
             read = [rewriter.copy_placeholder(elsewhere[bucket[0]])]
         readers = [min(node.users) for node in read if node.users] or [forward.graph.output_node()]
         with rewriter.before(min(readers)):

@@ -66,7 +66,7 @@ class _GridRoute:
 def _split_exchanges(phases: Phases, within_step: Collection[str]) -> None:
     """Splits the exchanges of all tables, except those in `within_step`, into submissions and waits."""
     forward, backward = phases["forward"], phases["backward"]
-    routes: dict[str, _GridRoute] = {}  # name of the ids that `coalesce` reads -> route
+    routes: dict[str, _GridRoute] = {}  # name of the ids that `coalesce` reads -> the node that routes them
     head = first_after_placeholders(forward.graph).prev  # updates and submissions are inserted after this node
     outputs = list(outputs_of(backward))
     trained = {role.table for _, role in outputs if isinstance(role, GradientOfRows)}
@@ -123,7 +123,7 @@ def _await_rows(
         sent = submit_rows(rewriter, table, (shard, ids, counts), dtype, trained=table in trained)
     with rewriter.before(join):
         flat = await_rows(rewriter, table, (ids, counts), dtype)
-    flat.meta["val"] = wait.meta["val"]  # later nodes use its symbol for the unknown size
+    flat.meta["val"] = wait.meta["val"]  # keep the wait's symbol for the unknown size, which later nodes refer to
     join.target = embrace.join_columns.default
     join.args = (flat, join.meta["val"].shape[1], 1)
     erase_chain(forward.graph, wait, keep={shard, ids})

@@ -81,7 +81,7 @@ def may_move(node: fx.Node) -> bool:
     if isinstance(node.target, torch._ops.HigherOrderOperator):
         return False
     if not isinstance(node.target, torch._ops.OpOverload):
-        return True  # calls of plain functions only read items of tuples or sizes
+        return True  # plain functions in the graph only read items of tuples and sizes
     if op_name(node) in _COMMUNICATE or node.target.namespace in _OTHERS:
         return False
     return not node.target._schema.is_mutable and not draws_random_numbers(node)

@@ -42,7 +42,8 @@ def with_buckets(plan: Plan, graph: TrainingGraph) -> Plan:
     read = {n: min((position[user] for user in parameters[n].users), default=len(position)) for n in produced}
     sizes = {name: node.meta["val"].numel() * node.meta["val"].element_size() for name, node in produced.items()}
     together = sum(sizes[name] for name in produced if name not in alone)
-    given = all(node.op == "placeholder" for node in produced.values())  # true for a graph of gradients alone
+    # Whether the graph only exchanges gradients, which are its inputs.
+    given = all(node.op == "placeholder" for node in produced.values())
     read_later = plan.schedule_name in INTO_FORWARD and not given
     limit = cost.choose_bucket_bytes(plan.links, plan.world_size, together, read_later=read_later)
     buckets: list[list[str]] = []
@@ -55,7 +56,7 @@ def with_buckets(plan: Plan, graph: TrainingGraph) -> Plan:
         buckets[-1].append(name)
         filled += sizes[name]
         dtype = produced[name].meta["val"].dtype
-    elsewhere = tuple(sorted(reduced - set(produced)))  # read only by other ranks' first batches
+    elsewhere = tuple(sorted(reduced - set(produced)))  # parameters that only other ranks' first batches read
     return replace(plan, buckets=(*map(tuple, reversed(buckets)), *((name,) for name in elsewhere)))
 
 
@@ -108,7 +109,7 @@ def _make_joined_table(tables: list[TableSpec]) -> RowSpace:
 
 def _can_be_joined(use: TableUse) -> bool:
     """Returns whether a lookup can read a joined table."""
-    if not use.lookup:  # a graph of gradients contains no lookups
+    if not use.lookup:  # a graph that only exchanges gradients has no lookups
         return False
     return use.padding_idx < 0 or (use.kind == "embedding" and not use.scale_grad_by_freq)
 
@@ -127,7 +128,8 @@ class _GraphOrder:
         self._position = {name: k for k, name in enumerate(self._nodes)}
         self._computes = [k for k, node in enumerate(graph.graph.nodes) if is_heavy(node)]
         computing = set(self._computes)
-        self._had: dict[fx.Node, int] = {}  # value -> position of the last compute node that it is or depends on
+        # Value -> position of the last compute node that it depends on, or of itself.
+        self._had: dict[fx.Node, int] = {}
         for k, node in enumerate(graph.graph.nodes):
             before = max((self._had[value] for value in node.all_input_nodes), default=0)
             self._had[node] = k if k in computing else before

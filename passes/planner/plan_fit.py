@@ -99,7 +99,7 @@ def fit_plan(plan: Plan, violations: Sequence[PlanViolation], why_whole: str = W
     """
     late = sorted({name for each in violations for name in each.late})
     whole = sorted({name for each in violations for name in each.whole})
-    # No lookup reads a pruned or parametrized table directly.
+    # A renamed table was pruned or parametrized: lookups no longer read it directly.
     whole += [name for name in plan.sharded if any(name == old for old, _ in violations[0].renamed)]
     reasons = dict.fromkeys(late, LATE) | dict.fromkeys(whole, why_whole)
     sparse = {name for each in violations for name in each.sparse}

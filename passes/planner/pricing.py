@@ -68,11 +68,11 @@ class ParameterFacts:
     shape: tuple[int, ...]
     itemsize: int
     trainable: bool
-    used: bool  # whether any rank's first batch uses it
+    used: bool  # whether any rank's first batch uses the parameter
     row_update_blocker: str | None
-    param_group: int = 0  # index among the param groups of all optimizers
+    param_group: int = 0  # the index of its param group among those of all optimizers
     dense_update_policy: DenseUpdatePolicy = ""
-    local: bool = False  # whether each rank has its own value
+    local: bool = False  # whether ranks do not synchronize the parameter
     adds_up_norms: bool = False  # whether its optimizer needs the sum of a row's squares over all ranks
     tied: tuple[str, ...] = ()  # other names of the parameter in the model
 
@@ -336,7 +336,7 @@ class Pricing:
                 found = replace(found, mean=narrow, critical=narrow)
             held = 0 if strategy == "allreduce" else 2 * found.mean.sent_bytes
             if strategy == "zen" and scheme == "balanced":
-                held += INDEX_BYTES * rows.num_units  # every server's index set, kept between steps
+                held += INDEX_BYTES * rows.num_units  # the index sets of all servers, which are kept between steps
             others_ms = around.time_ms(self.cluster) + upkeep.time_ms(self.cluster, "all_reduce")
             shared = replace(found, critical=replace(found.critical, messages=0)) if strategy == "allreduce" else found
             if rounds:  # count the rounding errors of the rank's own gradient and of its reduced share

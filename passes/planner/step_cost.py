@@ -90,11 +90,12 @@ def shard_exchange(
     """
     if not rows_by_rank:
         return cost.Exchange(0, 0)
-    sent_bytes = 0.0  # the sum over all ranks
+    sent_bytes = 0.0  # added up over all ranks
     grid = grid or Grid(1, world_size)
     chunks = [own_columns(table.embedding_dim, grid.columns, column) for column in range(grid.columns)]
     piece_bytes = [wire.row_bytes(last - first) for first, last in chunks]
-    for rank, rows in enumerate(rows_by_rank):  # each row read is received and sent once, except own pieces
+    # Each row that is read is received once and sent once, except the piece that the rank owns.
+    for rank, rows in enumerate(rows_by_rank):
         own_rows = local_rows[rank] if local_rows is not None else rows / grid.rows
         sent_bytes += 2 * (rows * sum(piece_bytes) - own_rows * piece_bytes[grid.place(rank)[1]])
     both_ways = cost.Exchange(round(sent_bytes / world_size), 2 * ONE_WAY[schedule] * (world_size - 1))

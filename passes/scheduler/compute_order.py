@@ -77,7 +77,7 @@ class Atoms:
         scale = {unit: measured[unit] / each for unit, each in estimated.items() if unit in measured and each}
         ms: dict[int, float] = {}
         for node, mask in found.needed_by.items():
-            if mask and not is_submission(node):  # submissions are the launcher's work
+            if mask and not is_submission(node):  # submissions take no compute time
                 ms[mask] = ms.get(mask, 0.0) + node_ms(node) * scale.get(unit_of_node.get(node, ""), 1.0)
         for place, unit in enumerate(found.units):
             if unit in measured and not estimated[unit]:

@@ -119,9 +119,9 @@ class _QueueSimulation:
         self._key = key
         self._needed = _first_need(machine)
         self._processor = self._link = 0.0  # when the processor, the link and each lane are free
-        self._finished: list[list[float]] = []  # ends of operations, window by window
-        self._ends: list[float | None] = []  # ends of this window's operations
-        self._ran = 0  # compute operations of this window that have run
+        self._finished: list[list[float]] = []  # for each simulated window, when its operations ended
+        self._ends: list[float | None] = []  # when this window's operations ended; None if they have not run
+        self._ran = 0  # how many compute operations of this window have run
         self._copies: list[int] = []  # copies of this window that have not run
 
     def window(self) -> list[int]:
@@ -135,7 +135,7 @@ class _QueueSimulation:
             if not times:
                 # No operation can run: `sequence` raises and names the blocked one.
                 machine.sequence([*order, *waiting])
-                raise AssertionError("a blocked order was not refused")
+                raise AssertionError("sequence() did not raise for an order that cannot run")
             self._link = max(self._link, min(times.values()))
             launched = min(
                 (k for k, ready in times.items() if ready <= self._link), key=partial(self._sort_key, times, begun)

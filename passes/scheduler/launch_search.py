@@ -49,7 +49,8 @@ class _Search:
         self.machine = machine
         self.starts_left = SEARCH_STARTS
         self.bound_ms = bound_ms * (1 + TOLERANCE)
-        self._draw = random.Random(0).random  # `random.random` gives equal numbers on all machines and versions
+        # `random.random` gives the same numbers on all machines and in all versions.
+        self._draw = random.Random(0).random
 
     def run(self, order: list[int]) -> WindowTimes | None:
         """Simulates a launch order. Returns None if it deadlocks."""
@@ -131,7 +132,7 @@ def _critical_blocks(path: list[tuple[int, int]], order: list[int]) -> Iterator[
     """
     position = {launch: k for k, launch in enumerate(order)}
     seen = set()
-    block: list[tuple[int, int]] = []  # critical operations as (window, position)
+    block: list[tuple[int, int]] = []  # (window, position) of critical operations
     for window, k in [*path, (-1, -1)]:
         here = (window, position.get(k, -1))
         if block and here != (block[-1][0], block[-1][1] + 1):

@@ -77,7 +77,8 @@ class LinkMachine:
         """Makes each copy start only after the program has submitted it and the previous copy in its direction has
         ended.
         """
-        self._copies_behind: dict[int, list[int]] = {}  # the last compute operation that it needs -> copies
+        # Compute operation -> the copies for which it is the last one needed.
+        self._copies_behind: dict[int, list[int]] = {}
         lanes: dict[str, list[int]] = {}
         last_need = {k: max(self.needs[k], default=-1) for k in range(self.copying, len(self.operations))}
         self.copies_in_order = sorted(last_need, key=lambda k: (last_need[k], k))
@@ -121,7 +122,9 @@ class LinkMachine:
                     f"{sorted(self.index)}."
                 )
         if distance < 0:
-            raise ValueError(f"{before!r} -> {after!r} depends on a later window ({distance}).")
+            raise ValueError(
+                f"The dependence {before!r} -> {after!r} has the distance {distance}. It must not be negative."
+            )
         first, second = self.index[before], self.index[after]
         if first < self.count and second < self.count:
             if distance == 0 and first >= second:
@@ -253,7 +256,7 @@ class LinkMachine:
         while window >= first:
             path.append((window, k))
             start = run.starts[window][k]
-            # The lane comes first: had the other causes ended earlier, the operation would have started no sooner.
+            # Put the lane first: if it is the cause, the operation could not have started earlier for any other reason.
             causes = [
                 *([previous[k]] if k in previous else []),
                 *((0, p) for p in self.needs[k]),

@@ -100,7 +100,8 @@ def compute_blocks(graph: TrainingGraph, node_ms: NodeMs) -> list[Block]:
     found = [early, *_backward_blocks(graph.phases["backward"], early, end, node_ms), end, between]
     ids = [node for node in graph.phases["ids"].graph.nodes if launch_of(node) == IDS]
     of_forward = list(_forward_blocks(graph.phases["forward"], between, node_ms))
-    if ids and IDS not in map(launch_of, between.submits):  # the calling thread exchanges this batch's ids itself
+    # No launch exchanges this batch's ids: the calling thread does.
+    if ids and IDS not in map(launch_of, between.submits):
         between.submits += ids
         for block in of_forward:
             if any(_is_lookup(node) for node in block.submits):
@@ -146,7 +147,7 @@ def _backward_blocks(backward: fx.GraphModule, early: Block, end: Block, node_ms
 def _forward_blocks(forward: fx.GraphModule, between: Block, node_ms: NodeMs) -> Iterator[Block]:
     """Yields the compute operations of the forward, in program order."""
     segment: Block | None = Block(START)
-    waiting = Block(START)  # compute after the last submission precedes the next await
+    waiting = Block(START)  # compute between the last submission and the next wait
     for node in forward.graph.nodes:
         if begun_or_awaited(node) is not None:
             yield _end_block(node, segment or waiting)
@@ -293,7 +294,8 @@ def build_step_graph(
     between = next(k for k, block in enumerate(found) if block.id == BETWEEN)
     found[between:between] = [Block(each) for each in BESIDE if each in durations]
     pieces = _count_pieces(found)
-    of_head: OperationId | None = None  # the calling thread begins these in the program's order
+    # The last exchange of an output layer: the calling thread starts these in program order.
+    of_head: OperationId | None = None
     for block in found:
         alone = block.id in (EARLY, END, BETWEEN, START, *BESIDE)
         name, served = str(block.id), () if alone else (block.id.what,)
@@ -361,7 +363,7 @@ def _sent_bytes(
     """
     if launch == IDS:
         return sizes.ids_bytes
-    if launch.kind == "positions":  # every rank sends each other one as much as it receives from it
+    if launch.kind == "positions":  # each pair of ranks sends equally much in both directions
         exchanged: Tensor = node.meta["val"]
         of_all_ranks = prod(map(expected.number, exchanged.shape)) * exchanged.element_size()
         return of_all_ranks // world_size * (world_size - 1)

@@ -48,7 +48,7 @@ def replays_draw_equally(graph: TrainingGraph) -> Iterator[Violation]:
     before the first draw.
     """
     drawn: dict[torch.device, list[str]] = {}
-    states: dict[str, tuple[torch.device, int]] = {}  # state -> (device, number of draws before it)
+    states: dict[str, tuple[torch.device, int]] = {}  # random state -> (its device, the number of draws before it)
     replays: dict[torch.device, _Replay] = {}
     for node in (node for module in running_modules(graph) for node in module.graph.nodes):
         name = op_name(node)

@@ -49,8 +49,8 @@ def freed_values_unread(graph: TrainingGraph) -> Iterator[Violation]:
     """Checks that no node reads an offloaded value, or a view of it, after the wait for its offload."""
     if not any(op_name(node) == AWAIT_OFFLOAD for module in running_modules(graph) for node in module.graph.nodes):
         return
-    freed: dict[str, str] = {}  # value -> the await that freed it
-    views: dict[str, set[str]] = {}  # value -> the names of all values in its memory
+    freed: dict[str, str] = {}  # value -> the wait that freed it
+    views: dict[str, set[str]] = {}  # value -> names of all values that share its memory
     for module in running_modules(graph):
         saved = {node: role.name for node, role in inputs_of(module) if isinstance(role, Saved)}
         for node in module.graph.nodes:

@@ -92,7 +92,7 @@ def verify(
         is_verified = previous is not None and module in (previous.module, before)
         for of_a_module in _OF_WHAT_PHASES_SAVE if is_verified else _OF_A_MODULE:
             _raise_first(of_a_module(scope), of_a_module.__name__, f"pass {after}, {phase} graph")
-        # A phase consists of nodes of the joint graph, which are already verified.
+        # The nodes of a phase are those of the joint graph, which are already verified.
         verified = verified | _nodes_by_name(module)
         handed_on |= {role.name for _, role in outputs_of(module) if isinstance(role, Saved)}
     for against_the_captured in _AGAINST_THE_CAPTURED:
@@ -197,7 +197,8 @@ def values_agree(scope: ModuleScope) -> Iterator[Violation]:
     changed = [
         node for node in scope.module.graph.nodes if not (is_derived(node) or is_unchanged(node, scope.verified))
     ]
-    with without_recording(mode):  # collect before yielding: a caller that stops iterating would leave the mode on
+    # Collect all before yielding, because a caller that stops iterating would leave the mode active.
+    with without_recording(mode):
         found = {node: find_disagreement(node, scope.module, mode) for node in changed}
     yield from (Violation(node, *pair, remedy) for node, pair in found.items() if pair is not None)
 
@@ -281,7 +282,7 @@ INVARIANTS = (*_OF_A_MODULE, *_AGAINST_THE_CAPTURED, *_OF_THE_GRAPH)
 def _raise_first(violations: Iterator[Violation], invariant: str, where: str) -> None:
     """Raises the first violation as an error, if there is one."""
     for v in violations:
-        # Without a source line, `source_of` returns the node's name again.
+        # `dict.fromkeys` removes duplicates: without a source line, `source_of` returns the node's name.
         places = [where, *([] if v.node is None else dict.fromkeys((f"node {v.node.name}", source_of(v.node))))]
         raise VerificationError(
             f"{invariant}: expected {v.expected}; in {', '.join(places)}; found {v.found}. To fix it: {v.remedy}."

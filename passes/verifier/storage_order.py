@@ -30,10 +30,10 @@ def check_storage(steps: StepGraph, memory: Mapping[str, RowMemory]) -> None:
         takes = {d.before for d in steps.dependences if d.after in sent and d.before in order}
         awaited = {d.after: d.distance for d in steps.dependences if d.before == read}
         if early := sorted(takes - awaited.keys()) or ([] if awaited else [f"any lookup of {table}"]):
-            raise ValueError(f"{read!r} does not precede {early[0]!r}, which looks its rows up.")
+            raise ValueError(f"{read!r} does not precede {early[0]!r}, which looks up the rows that it reads.")
         last = max(awaited, key=order.__getitem__)
         if not any((d.before, d.after, d.distance) == (last, write, 0) for d in steps.dependences):
-            raise ValueError(f"{write!r} does not follow {last!r}, which takes its rows' slots.")
+            raise ValueError(f"{write!r} does not follow {last!r}, after which the rows are evicted.")
         asked = [(d.before, d.distance) for d in steps.dependences if d.after == read and d.before in order]
         ahead = max(awaited.values())
         held = 1 + max(

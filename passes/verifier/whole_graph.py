@@ -53,10 +53,10 @@ def parameters_updated_once(graph: TrainingGraph, captured: TrainingGraph) -> It
             {"shard": 1},
             {"shard": 1, "ids": 1, "rows": 1},
         )
-        # The table's output layer has been sharded.
+        # The output layer is sharded, but the table's lookups are not yet.
         lookups_to_shard = not graph.phases and parts == {"dense": 1, "shard": 1}
         if not parts and any(name == promise.table for promise in graph.promised.values()):
-            continue  # a loss outside of the model provides its gradient
+            continue  # a loss outside of the model computes its gradient
         if parts not in legal and not lookups_to_shard:
             got = " and ".join(f"{count} x {part}" for part, count in sorted(parts.items())) or "none"
             remedy = "keep one Gradient or pending output, or the outputs of rows and of the shard"

@@ -54,7 +54,7 @@ class Channel:
     """
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
-        assert group is not None  # a single process has no peers
+        assert group is not None  # a single process creates no channel
         self._group = group
         self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
         self.sent_bytes = 0

@@ -21,7 +21,7 @@ _SECOND = 0xC4CEB9FE1A85EC53 - 2**64
 
 def murmur(ids: Tensor, seed: int) -> Tensor:
     """Hashes (K,) int64 ids by MurmurHash3's 64-bit finalizer, a bijection, after mixing in `seed`."""
-    key = (seed + 1 + 2**63) % 2**64 - 2**63  # wraps around; adds 1, because the finaliser maps zero to zero
+    key = (seed + 1 + 2**63) % 2**64 - 2**63  # 64-bit wrap-around; plus 1, because the finalizer maps zero to zero
     return _mix_bits(ids ^ _mix_bits(torch.tensor(key, device="cpu")))
 
 

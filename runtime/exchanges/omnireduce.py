@@ -95,7 +95,7 @@ class _BlockLanes:
 
     def __init__(self, num_blocks: int, world_size: int, lanes: int, device: torch.device) -> None:
         self.num_blocks, self.lanes = num_blocks, lanes
-        # First blocks of all ranges (N, 1).
+        # The first block of each aggregator's range (N, 1).
         self.starts = torch.tensor(range_starts(num_blocks, world_size), device=device).unsqueeze(1)
         self._none = blocks_per_lane(num_blocks, world_size, lanes)
         self._dtype = torch.uint8 if position_bytes(self._none) == 1 else torch.int32
@@ -127,7 +127,7 @@ class _BlockQueues:
         lengths = torch.bincount(queue, minlength=world_size * lanes).view(world_size, lanes)
         self._order = torch.argsort(queue, stable=True)
         self._blocks = blocks
-        # An additional entry, so that the head of an empty last queue can be read.
+        # Append an entry, so that the head of the last queue can be read even if it is empty.
         self._ids = torch.cat([blocks.ids[self._order], blocks.ids.new_full((1,), blocks.num_rows)])
         self._end = lengths.view(-1).cumsum(0).view(world_size, lanes)
         self._head = self._end - lengths

@@ -32,7 +32,7 @@ def encode_records(indices: Tensor, rows: Tensor, limit: int) -> Tensor:
 
 def row_bytes(rows: Tensor) -> Tensor:
     """Returns rows (K, d) of any dtype viewed as bytes (K, bytes) uint8."""
-    # A dimension of size one or zero may have any stride, which a view as bytes rejects.
+    # Set the strides, because a dimension of size one or zero may have any stride, and a view as bytes rejects that.
     return rows.contiguous().as_strided(rows.shape, (rows.shape[1], 1)).view(torch.uint8)
 
 
@@ -44,6 +44,6 @@ def decode_records(flat: Tensor, limit: int, width: int, dtype: torch.dtype) -> 
     indices = records[:, : index.itemsize].clone(memory_format=torch.contiguous_format).view(index)
     if index.itemsize % dtype.itemsize == 0 and flat.storage_offset() % dtype.itemsize == 0:
         rows = flat.view(dtype).view(-1, size // dtype.itemsize)[:, index.itemsize // dtype.itemsize :]
-    else:  # a view of bytes as a wider dtype needs an aligned address
+    else:  # copy, because viewing bytes as a wider dtype needs an aligned address
         rows = records[:, index.itemsize :].clone(memory_format=torch.contiguous_format).view(dtype)
     return indices.view(-1).to(torch.int64), rows

@@ -159,7 +159,7 @@ class Bucket(PendingUpdate):
         Args:
             tickets: the submitted launches to wait for.
         """
-        if self.sent is not None:  # from the previous step, if no forward has read the parameters since
+        if self.sent is not None:  # a reduction of the previous step, if no forward has read the parameters since
             self._finish()
         self.parameters, self.sent = self._find(self._names), (flat, tickets)
 
@@ -193,7 +193,7 @@ class Bucket(PendingUpdate):
 
     def wait_and_read(self, sent: _Sent) -> Sequence[Tensor]:
         """Waits for the gradients, because one of them is being read, and returns them."""
-        # Rows of the next forward may come before it in the order, and other buckets may have to wait longer.
+        # Rows of the next forward may come before this bucket in the launch order.
         with self._launcher.flushing(), torch._C.DisableTorchFunctionSubclass():
             return self._finish() if self.sent is sent else self._wait_for_gradients(sent)
 
@@ -232,7 +232,7 @@ class Bucket(PendingUpdate):
         updates, given = list[_Update](), list[tuple[nn.Parameter, Tensor, Tensor | None]]()
         for bucket, found in zip(buckets, landed, strict=True):
             if bucket.late is not None:
-                bucket.late.landed = found  # user code may still refer to the stand-ins
+                bucket.late.landed = found  # user code may still refer to the pending gradients
             updates += bucket.updates
             bucket.sent, bucket.late, bucket.updates, bucket.stepped = None, None, [], {}
             for parameter, gradient in zip(bucket.parameters, found, strict=True):
@@ -290,8 +290,8 @@ class Buckets:
         self._communicator = communicator
         self._launcher, self._recorder = launcher, launcher.recorder
         self.all = [Bucket(names, parameters, launcher) for names in buckets]
-        self._submitted: dict[OperationId, Ticket] = {}  # chunks of this window that no bucket has taken over
-        self._stood_in = False  # whether any `.grad` has been a stand-in
+        self._submitted: dict[OperationId, Ticket] = {}  # submitted chunks of this window that no bucket has taken over
+        self._stood_in = False  # whether any `.grad` has been a pending gradient
         self._any_sparse = False  # whether any gradient was sparse
 
     # -- backward ------------------------------------------------------------------------------------------------------
@@ -364,7 +364,7 @@ class Buckets:
             if not summed:
                 bucket.deliver(without)
                 continue
-            with self._launcher.flushing():  # rows of the next forward may come before the buckets in the order
+            with self._launcher.flushing():  # rows of the next forward may come before the buckets in the launch order
                 bucket.add_to_gradients(without)
 
     # -- updates -------------------------------------------------------------------------------------------------------
@@ -406,7 +406,8 @@ class Buckets:
                 if type(gradient) is PendingGradient:  # inlined, because it runs for every parameter in every step
                     late, n = gradient.late, gradient.place
                     if late.landed is not None:
-                        parameter.grad = late.landed[n]  # an assignment such as `p.grad *= 2` has put the stand-in back
+                        # An assignment such as `p.grad *= 2` has put the pending gradient back.
+                        parameter.grad = late.landed[n]
                     elif (found := bucket_of.get(id(late))) is not None and found.parameters[n] is parameter:
                         bucket = found if id(parameter) not in found.stepped else None
                 if bucket is not None and (takes_any or not gradient.is_sparse):

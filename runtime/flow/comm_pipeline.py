@@ -94,10 +94,11 @@ class CommPipeline:
         self._warn = warn
         self.after_announcement = after_announcement
         self._ahead: NextBatch | None = None
-        self._coming: NextBatch | None = None  # the next batch, from a forward's announcement to its submission
-        self._has_cut = False  # whether the last backward has cut the next batch's rows
+        # The next batch, from the forward's announcement until its ids are submitted.
+        self._coming: NextBatch | None = None
+        self._has_cut = False  # whether the last backward has split the next batch's rows in early and late ones
         self._left = False  # whether delayed gradients of the last backward are still to be applied
-        self._valid = True  # whether prefetched rows may be used
+        self._valid = True  # whether rows that were sent early may still be used
         self._handed_out = False  # whether the caller got parameters, which it may have written
         self._shares_device = False  # whether another model launches on any rank's device
         self.awaits_ids = False
@@ -166,7 +167,7 @@ class CommPipeline:
             following.current = {table: self.exchanges[table].routing(*found) for table, found in of_ranks.items()}
             self._coming = following
         variant = ForwardVariant(self._arrival(), self._coming is not None)
-        if variant.arrives == "other":  # the rows would wait for gradients that come later in the order
+        if variant.arrives == "other":  # the rows would wait for gradients that come later in the launch order
             self.launcher.queue.enqueue_submitted()
         self.launcher.skip(absent(variant))
         self._begin_compute()
@@ -278,7 +279,7 @@ class CommPipeline:
 
     def begin_backward(self, program: IdsProgram, variant: BackwardVariant) -> None:
         """Applies pending updates that the program has no node for."""
-        self.recorder.mark(OWN_CODE)  # counts the code since the forward, such as losses, as the loop's own
+        self.recorder.mark(OWN_CODE)  # counts code since the forward, such as the loss, as the training loop's own
         self.recorder.begin_window()
         self._has_cut = self._left = self.looks_ahead and variant.cut
         for bucket in self.buckets.all:

@@ -38,7 +38,8 @@ class DevicePipeline(CommPipeline):
         super().__init__(*arguments, **options)
         self.shares_failures = False  # the hosts do not know how far the devices are
         self._streams = streams
-        self._ids_known: Event = None  # the event after the last forward's ids
+        # Recorded once the last forward's ids are computed; None before the first forward.
+        self._ids_known: Event = None
 
     def make_clock(self) -> Clock:
         """Makes a clock that records events on streams."""

@@ -34,8 +34,8 @@ class HeadExchange:
 
     def __init__(self, communicator: Communicator, recorder: Recorder | None = None) -> None:
         self._communicator, self._recorder = communicator, recorder
-        self._counting: dict[str, InFlight] = {}  # table -> its last exchange of counts
-        self._watches: dict[OperationId, RecordedCopy] = {}  # spans of the launches in flight
+        self._counting: dict[str, InFlight] = {}  # table -> the last exchange of how many labels each rank scores
+        self._watches: dict[OperationId, RecordedCopy] = {}  # launch in flight -> the object that records its time
 
     def begin_function(self, node: fx.Node) -> Callable[..., InFlight]:
         """Returns the function that starts the exchange of a node."""

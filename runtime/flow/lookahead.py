@@ -39,7 +39,8 @@ class Lookahead:
         self._active: Callable[[], Any] = lambda: None
         self._current: Any = None
         self._coming: Any = None
-        self._current_flat = self._coming_flat = _NOTHING  # tensors recorded before anybody could write them
+        # Snapshots of the batches' tensors, taken before the loop could write them.
+        self._current_flat = self._coming_flat = _NOTHING
         self._further: deque[Any] = deque()
         self.known = False
         self._warned = False
@@ -75,7 +76,7 @@ class Lookahead:
             )
         self.batches = batches
         iterator = self._hold_one_batch(loader)
-        self._active = weakref.ref(iterator)  # a loop that is left drops its iterator
+        self._active = weakref.ref(iterator)  # weak, because leaving the loop drops its iterator
         return iterator
 
     def _hold_one_batch(self, loader: Iterable[Any]) -> Iterator[Any]:

@@ -117,7 +117,8 @@ class NextBatch:
         self.current: Mapping[str, Routing] = {}
         self._counts = counts
         self._read = [leaves[k] for k in program.reads]
-        self._seen = VersionSnapshot.of_tensors_in(self._read)  # a batch with a tensor written since is another batch
+        # A batch counts as another one if a tensor was written since.
+        self._seen = VersionSnapshot.of_tensors_in(self._read)
 
     def is_batch(self, leaves: Sequence[Any]) -> bool:
         """Returns whether a flattened batch equals this one in the tensors from which ids are computed."""
@@ -179,13 +180,14 @@ class DeviceBatch(NextBatch):
     def __init__(self, program: IdsProgram, leaves: Sequence[Any], values: Values, counts: Tensor, streams: Streams):
         super().__init__(program, leaves, values, counts)
         self._streams, self._of_tables = streams, counts
-        self._copies: list[Tensor] = []  # rows by table and their counts, in flight to the host
+        self._copies: list[Tensor] = []  # each table's rows and their number, being copied to the host
         self._copied: Event = None
         self._rank = 0
         self._tables: list[PaddedRouting] = []
         self._splits: dict[str, SplitAhead] = {}
-        self._sizes: Tensor | None = None  # the counts, in flight to the host
-        self._for_host: list[tuple[str, Member, Tensor]] = []  # ids in flight to tables that need them on the host
+        self._sizes: Tensor | None = None  # the numbers of rows, being copied to the host
+        # (name, table, ids) for tables that need their ids on the host.
+        self._for_host: list[tuple[str, Member, Tensor]] = []
 
     def copy_rows(self) -> None:
         """Starts copying the unique rows and the gathered ids to the host."""

@@ -83,7 +83,7 @@ class Routing:
             but: routings of all other rows, if known, so that no size is read from the device.
         """
         places = mask.nonzero().view(-1)
-        if but is None:  # one host read gives the end of each rank's places
+        if but is None:  # the host reads the number of each rank's rows once
             ends = torch.tensor([*accumulate(self.counts)], device=places.device)
             cuts = torch.searchsorted(places, ends).tolist()
             counts = tuple(map(sub, cuts, [0, *cuts]))
@@ -275,9 +275,9 @@ class SplitAhead:
         ids = current.ids
         late, prior = isin(following.ids, ids), isin(ids, following.ids)
         owner = _by_rank(current.counts, ids.device)[0] if current.owner is None else current.owner
-        # Sort keys: late rows, then early rows, then places of no row.
+        # Sort into late rows, early rows and padding.
         self._ahead = late.sort(stable=True, descending=True).indices
-        key = torch.add(ids, prior, alpha=-num_rows)  # sort keys: prior rows before all others
+        key = torch.add(ids, prior, alpha=-num_rows)  # sort keys that put prior rows before all others
         ordered, order = key.sort(stable=True)
         bounds = _delayed_bounds(num_rows, ids.device)
         if chunks == 1:
@@ -288,11 +288,11 @@ class SplitAhead:
             kind = torch.bucketize(key, bounds[:-1], right=True)
             self._places = kind.sort(stable=True).indices
             counted = [(following.owner, late), *((owner, kind == k) for k in range(chunks))]
-        if padding_rows:  # the place of rows without a sum, after all sums
+        if padding_rows:  # padding rows have no sum: they get the number after the last one
             ordered, order = torch.where(is_one_of(ids, padding_rows), num_rows, key).sort(stable=True)
         begins = torch.zeros(ids.numel() + 1, dtype=torch.bool, device=ids.device)
         torch.ne(ordered[1:], ordered[:-1], out=begins[2:])
-        number = begins.cumsum(0)  # index of the sum that each row goes into, plus one
+        number = begins.cumsum(0)  # number of the sum to which each row is added, plus one
         self._sums = torch.empty_like(order).scatter_(0, order, number[1:])
         # Rows of one sum have equal ids, so any order of writes is correct.
         self._ids = torch.empty_like(ids).scatter_(0, self._sums, ids)
@@ -317,7 +317,7 @@ class SplitAhead:
         late, *gradients = [tuple(sizes[k * ranks : (k + 1) * ranks]) for k in range(chunks + 1)]
         gradients.append(remaining_counts(current.counts, gradients))
         rows, numbers = [sizes[k : k + chunks + 1] for k in ((chunks + 1) * ranks, (chunks + 1) * (ranks + 1))]
-        ends = [number + (end > 0) for end, number in zip(rows, numbers, strict=True)]  # the first sum has number 0
+        ends = [number + (end > 0) for end, number in zip(rows, numbers, strict=True)]  # numbers of sums start at 0
         which = self._sums.index_select(0, self._places)
         sums, start, first = list[Sums](), 0, 0
         for of_piece, last in zip(gradients, ends, strict=True):

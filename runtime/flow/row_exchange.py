@@ -76,10 +76,10 @@ class RowExchange:
         self.isin = membership(table.shape[0], table.local.device)
         self.gradient = RowGradient(table, communicator, launcher, self._grid)
         self.sent: list[Sent] = []
-        self._early: Routing | None = None  # early rows of the next batch, once both batches are cut
-        # Prefetched rows: (ids, rows in the table, rows as sent).
+        self._early: Routing | None = None  # early rows of the next batch, once both batches' rows are split
+        # Rows that were sent early: (ids, rows in the table, rows as sent).
         self._preview: tuple[Tensor, Tensor, Tensor] | None = None
-        self._expected: tuple[Optimizer | None, Options] | None = None  # the step that early rows assume
+        self._expected: tuple[Optimizer | None, Options] | None = None  # the optimizer step that rows sent early assume
         self._stale = False  # whether the table was written since, or another step was taken
 
     def routing(self, ids: Tensor, counts: Tensor) -> Routing:
@@ -118,7 +118,7 @@ class RowExchange:
             (late,) = early.rest()
             self.gradient.begin_batch(batch)
             return late
-        self.gradient.apply()  # no row was early, or early rows were for another batch
+        self.gradient.apply()  # needed if no row was sent early, or the early rows were for another batch
         self.sent = []
         self.gradient.begin_batch(batch)
         return batch
@@ -178,7 +178,7 @@ class RowExchange:
             counts: how many rows each rank gets.
         """
         width, rank = self.table.shape[1], self._communicator.rank
-        kept = counts[rank][self._row]  # rows that this rank reads from its own part
+        kept = counts[rank][self._row]  # how many rows this rank reads from its own shard
         return self._launcher.submit(
             launch,
             lambda: self._communicator.send_rows(columns, counts, width, LANE_GROUP[launch.lane]),
@@ -227,7 +227,7 @@ class RowExchange:
     @property
     def usable(self) -> bool:
         """Whether rows that were sent early may still be valid. Does not compare their values with the table."""
-        # Early rows are by definition not read by the batch that ran then.
+        # The batch that ran when early rows were sent does not read them.
         is_of_batch = not self.sent or self.gradient.batch is not None
         return is_of_batch and not self._stale and self._expected is None
 
@@ -236,7 +236,7 @@ class RowExchange:
         if self._preview is None:
             return True
         ids, before, after = self._preview
-        # If so, the step that early rows assume has not changed the table yet.
+        # If True, the step that early rows assume has not changed the table yet.
         waits = self.gradient.step is not None or self.table.history.has_deferred
         return torch.equal(self.table.peek(ids), before if waits else after)
 

@@ -64,12 +64,12 @@ class RowGradient(PendingUpdate):
         self._launcher, self._recorder = launcher, launcher.recorder
         self._grid, (self._row, _) = grid, grid.place(communicator.rank)
         local = table.local
-        self._columns, self._dtype = local.shape[1], local.dtype  # options that do not change later
+        self._columns, self._dtype = local.shape[1], local.dtype  # cached, because they do not change
         self.batch: Routing | None = None
         self.prior: Routing | None = None
         self.parts: dict[OperationId, Sent] = {}
         self.step: SparseUpdate | None = None
-        self._late: GradientFuture[Sequence[Rows]] | None = None  # the future in `.grad`, once delivered
+        self._late: GradientFuture[Sequence[Rows]] | None = None  # the future to which `.grad` refers after `deliver`
         self._how: How = (local.dtype, 0, (), 1.0)
 
     # -- from its backward ---------------------------------------------------------------------------------------------
@@ -87,7 +87,7 @@ class RowGradient(PendingUpdate):
         self.prior = None
         left = [launch for launch in self.parts if launch.part != "delayed"] if self.step is not None else ()
         if left:
-            with self._launcher.flushing():  # rows of this forward come before them in the order
+            with self._launcher.flushing():  # rows of this forward come before the gradients in the launch order
                 for launch in left:
                     self.apply(launch)
 
@@ -114,7 +114,7 @@ class RowGradient(PendingUpdate):
             self._submit_rows(launch, rows, self.prior.rest()[launch.number])
             return self
         self.apply()
-        self.wait()  # for an earlier backward's gradient, because the step uses the sum
+        self.wait()  # wait for an earlier backward's gradient, because the optimizer step uses the sum
         batch = self.batch
         if batch is None or batch.ids is not ids:  # the gradient is not of the last forward's batch
             batch = Routing(ids, tuple(counts.tolist()), self._grid, self._communicator.rank)
@@ -304,5 +304,5 @@ def _wait_for_parts(parts: Iterable[Sent], table: Table, launcher: Launcher, how
 
 def _wait_out_of_order(parts: Iterable[Sent], table: Table, launcher: Launcher, how: How) -> list[Rows]:
     """Waits for parts of a gradient, even if launches that come earlier in the order are not submitted."""
-    with launcher.flushing():  # rows of the next forward may come before them in the order
+    with launcher.flushing():  # rows of the next forward may come before the gradients in the launch order
         return _wait_for_parts(parts, table, launcher, how)

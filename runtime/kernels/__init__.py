@@ -42,7 +42,7 @@ def join_ids(
     )
     if first.dim() == 2:
         flat = flat.view(len(sizes), sizes[0])
-    # Uses few kernels: an addition, a comparison with each bound, and a selection, minus one.
+    # Compare with both bounds, select and add, in as few kernels as possible.
     rows = (flat + torch.where(flat.clamp(first, last) == flat, shift, outside)).view(-1)
     if joined == len(ids):
         return [rows]
@@ -123,7 +123,7 @@ def padded_unique_ids(ids: Sequence[Tensor], num_rows: int, padding_idx: int) ->
     where = torch.empty_like(order).scatter_(0, order, places)[:given]
     unique = torch.zeros_like(ordered).scatter_(0, places, ordered)
     if padding_idx >= 0:
-        unique[:1].fill_(padding_idx)  # by index, the host would copy a number to the device and wait
+        unique[:1].fill_(padding_idx)  # assigning by index would copy a number to the device and wait
     count = torch.where(bad, -1, places[-1] + 1 if places.numel() else places.sum())
     parts = where.split([i.numel() for i in ids])
     return unique.clamp_(0, num_rows - 1), count, [part.view(i.shape) for part, i in zip(parts, ids, strict=True)]
@@ -260,7 +260,7 @@ def pack_bucket(gradients: Sequence[Tensor], scale: float) -> Tensor:
 
 def unpack_bucket(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
     """Implements the op `unpack_bucket`: returns views of a flat tensor with the shapes of `like`."""
-    if flat.is_sparse:  # a table with its own bucket has its gradient as rows
+    if flat.is_sparse:  # the gradient of a table that has a bucket of its own
         return [flat]
     parts, begin = list[Tensor](), flat.storage_offset()
     # Autograd must not see views, because loops call `detach_()` on gradients, which refuses views.

@@ -144,7 +144,8 @@ def decay_rows(shard: Tensor, averages: Averages, ids: Tensor, taken: Tensor, hi
     if behind.numel() == 0:
         return
     ids, rested = ids.index_select(0, behind), rested.index_select(0, behind)
-    if ids.numel() > _rows_per_block(shard):  # in a block, duplicates of an id apply the same steps to the same values
+    # In a single block, duplicates of an id do no harm: they write the same values.
+    if ids.numel() > _rows_per_block(shard):
         ids = torch._unique2(ids)[0]
         rested = taken.index_select(0, ids)
     rested = rested.to(torch.int64)
@@ -153,7 +154,8 @@ def decay_rows(shard: Tensor, averages: Averages, ids: Tensor, taken: Tensor, hi
         left = [_RemainingRows(ids, rested, None)]
     else:
         rows = _rows_per_block(shard)
-        blocks = zip(ids.unsafe_split(rows), rested.unsafe_split(rows), strict=True)  # no Python call
+        # `unsafe_split` makes no Python call per block.
+        blocks = zip(ids.unsafe_split(rows), rested.unsafe_split(rows), strict=True)
         leapt = (_apply_together(shard, averages, *block, history, history.moments) for block in blocks)
         left = [each for each in leapt if each is not None]
     for each in left:
@@ -262,12 +264,12 @@ def _apply_in_order(shard: Tensor, averages: Averages, rows: _RemainingRows, his
         divisors = torch.addcmul(eps.unsqueeze(-1), root[:active, None], roots.unsqueeze(-1))
         terms = (first[:active, None] * sizes.unsqueeze(-1)).div_(divisors)
         sums = _halving_sum(terms.view(active, blocks, STEPS_PER_BLOCK, -1))
-        # Both factors at the last step of each block (K, B, 2).
+        # The factors of momentum and root at the last step of each block (K, B, 2).
         ends = faded.view(active, blocks, STEPS_PER_BLOCK, 2)[:, :, -1]
         rest = largest[:active, None] * ends[..., LOG_BETA1, None]
         rest.div_(root[:active, None] * ends[..., LOG_BETA2, None] + history.least_eps)
         is_over = rest <= negligible[:active, None]
-        is_over |= (at[:, ::STEPS_PER_BLOCK] > until).unsqueeze(-1)  # the row's remaining steps are negligible
+        is_over |= (at[:, ::STEPS_PER_BLOCK] > until).unsqueeze(-1)  # blocks after the row's last step
         for block in range(blocks):
             moved[:active].add_(sums[:, block].masked_fill_(ended[:active], 0.0))
             ended[:active].logical_or_(is_over[:, block])

@@ -89,7 +89,7 @@ def _piece_positions(positions: Tensor, own: Sequence[int], grid_columns: int) -
     sizes = torch.tensor(own, device=device)
     of_row = sizes.repeat_interleave(sizes, output_size=positions.numel())
     first = (sizes.cumsum(0) - sizes).repeat_interleave(sizes, output_size=positions.numel())
-    # First the blocks of earlier rows of the grid, then the row's own chunks, each with `of_row` rows.
+    # Skip the blocks of earlier rows of the grid, and the other columns' blocks of this row.
     base = first * (grid_columns - 1) + torch.arange(positions.numel(), device=device)
     return base.unsqueeze(1) + of_row.unsqueeze(1) * torch.arange(grid_columns, device=device)
 

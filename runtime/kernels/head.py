@@ -79,7 +79,7 @@ def head_statistics(logits: Tensor, labels: Tensor, smooths: bool, steps: str, r
     Columns: the maximum, the sum of exponentials, the label's logit, and for smoothed labels the sum of the logits.
     """
     values = apply_steps(logits, steps)[-1].to(softmax_dtype(steps, logits.dtype))
-    top = values.amax(1).clamp(min=torch.finfo(values.dtype).min)  # all logits of a rank may be -inf
+    top = values.amax(1).clamp(min=torch.finfo(values.dtype).min)  # avoid nan if all logits of a rank are -inf
     total = (values - top[:, None]).exp_().sum(1)
     own, rows = _own_labels(labels, logits, rank, group_size)
     label = values.gather(1, rows[:, None])[:, 0].masked_fill(own.logical_not(), 0)

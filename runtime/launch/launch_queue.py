@@ -52,9 +52,9 @@ class LaunchWindow:
         self.held = held
         self.dropped = False
         self.order = order
-        self._passed = 0  # number of launches at the head of the order that are launched or will not come
+        self._passed = 0  # how many launches at the start of the order were made or will not be submitted
         self.number = number
-        self.waiting: dict[OperationId, Ticket] = {}  # launches that are submitted and not launched
+        self.waiting: dict[OperationId, Ticket] = {}  # launches that were submitted and not yet made
         self.expected = set(order)  # launches that may still be submitted
         self.in_forward = False
 
@@ -109,20 +109,20 @@ class LaunchQueue:
         self.at_once = at_once
         self.recorder = recorder
         self.channel = channel
-        self.lock = threading.RLock()  # acquired without a Python call, unlike a condition
-        self.changed = threading.Condition(self.lock)  # wakes the thread that watches time
+        self.lock = threading.RLock()  # unlike a condition, a lock is acquired without a Python call
+        self.changed = threading.Condition(self.lock)  # wakes the queue's thread
         self.arrived = threading.Condition(self.lock)  # a launch has arrived, failed, or was dropped
         self.windows: deque[LaunchWindow] = deque()
         self.in_flight: deque[Ticket] = deque()
         self.error: BaseException | None = None
         self.stopped = False
         self.issuing = False
-        self.wakes_s = -math.inf  # when the waiting thread wakes; -inf while it is awake
+        self.wakes_s = -math.inf  # when the queue's thread wakes next; -inf while it is awake
         self.flushes = 0
         self.shares_device = False
         self.draining = False
         self.moved_s = time.perf_counter()
-        self.took_s: dict[OperationId, float] = {}  # launch -> its last time alone in flight
+        self.took_s: dict[OperationId, float] = {}  # launch -> how long it took when it was last alone in flight
         self.callbacks: set[weakref.ref[Any]] = set()
         self.sleepers = 0
         self._end: Callable[[], object] = lambda: None
@@ -168,7 +168,7 @@ class LaunchQueue:
             if window.dropped:
                 ticket.drop()
             else:
-                if not any(map(WAITING, self.windows)):  # there is no standstill unless a launch waits
+                if not any(map(WAITING, self.windows)):  # a standstill begins now at the earliest
                     self.moved_s = max(self.moved_s, time.perf_counter())
                 window.waiting[ticket.id] = ticket
                 if ticket.sent_bytes >= LARGE_BYTES and self.wakes_s > -math.inf:
@@ -225,7 +225,7 @@ class LaunchQueue:
                 if not any(map(WAITING, self.windows)):
                     return
                 if (ticket := self.next()) is None:
-                    # The sleeping thread watches for a standstill. A launch that may be late is due earlier.
+                    # The thread wakes for a standstill. Wake it now if a late launch makes the next one due earlier.
                     wakes_s, last = self.wakes_s, self.in_flight[-1] if self.in_flight else None
                     may_be_late = last is not None and last.id in self.took_s and wakes_s > last.started_s + SHORTEST_S
                     if wakes_s == math.inf or (may_be_late and self.next_due_s() < wakes_s):
@@ -237,7 +237,7 @@ class LaunchQueue:
                 self._launch(ticket)
             except BaseException as error:
                 self.fail(error)
-                if not isinstance(error, Exception):  # an error such as KeyboardInterrupt is for the user's thread
+                if not isinstance(error, Exception):  # errors such as KeyboardInterrupt belong to the user's thread
                     raise
             finally:
                 self.issuing = False
@@ -267,7 +267,7 @@ class LaunchQueue:
                 ticket.sent_bytes = ticket.measured()
             self.in_flight.remove(ticket)
             if (took_s := ticket.ended_s - ticket.started_s) > STANDSTILL_S:
-                self.took_s.pop(ticket.id, None)  # not representative, because another rank was late
+                self.took_s.pop(ticket.id, None)  # forget the time, because another rank was late
             elif ticket.tells:
                 self.took_s[ticket.id] = took_s
             if self.sleepers:
@@ -314,7 +314,8 @@ class LaunchQueue:
         room = self.at_once - len(self.in_flight)
         if room < 0 and not standing_still:
             return None
-        if room == 0 and not standing_still:  # one more is launched if the last one is late or of unknown time
+        # Launch one more only if the last one is late or its usual time is unknown.
+        if room == 0 and not standing_still:
             last = self.in_flight[-1]
             took_s = self.took_s.get(last.id)
             if took_s is not None and now_s < last.started_s + max(LATE * took_s, SHORTEST_S):

@@ -28,7 +28,7 @@ class StepProfiler:
         if self._steps <= PROFILED_AFTER + PROFILED:
             return None
         if recorder.recording is None or recorder.recording is not self._recording:
-            self._steps = 0  # the user records these steps, so profile later ones
+            self._steps = 0  # start again later, because the user records these steps
             return None
         return make_profile(recorder.stop())
 
@@ -53,7 +53,7 @@ def make_profile(recording: Recording) -> Profile:
     windows = range(recording.window)
     spans: dict[OperationId, list[float]] = {}
     for span in compute_spans(recording):
-        if span.window in windows:  # sum of the pieces of an operation that waits have split
+        if span.window in windows:  # add up the pieces of an operation that waits have split
             spans.setdefault(span.operation, [0.0] * len(windows))[span.window] += (span.ended_s - span.started_s) * 1e3
     sent: dict[OperationId, list[int]] = {}
     took_ms: dict[OperationId, float] = {}

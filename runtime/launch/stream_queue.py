@@ -70,8 +70,8 @@ class StreamTicket(Ticket):
             raise self.queue.error
         if self.ended is None:
             raise RuntimeError(
-                f"'{self.id}' is waited for before it can leave: an earlier launch of class "
-                f"{self.id.lane!r} is still to be submitted. Submit or skip that one first."
+                f"'{self.id}' was awaited before it could be launched, because an earlier launch of class "
+                f"{self.id.lane!r} has not been submitted. Submit or skip that one first."
             )
 
     def has_ended(self) -> bool:
@@ -106,14 +106,15 @@ class StreamQueue(LaunchQueue):
 
     def __init__(self, recorder: Recorder, streams: Streams, channel: Mapping[Lane, str] = LANE_GROUP) -> None:
         super().__init__(recorder, channel)
-        self.moved_s = math.inf  # a standstill never lets classes overtake each other here
+        self.moved_s = math.inf  # time never lets a class of launches overtake another here
         self.streams = streams
         self.shares_device = streams.are_shared()
         self.overtook = False
         self.tells: Place | None = None
-        self.unwaited: dict[Place, StreamTicket] = {}
-        self._issued: list[tuple[tuple[int, ...], Lane, Event]] = []  # place, class and end of launches, by place
-        self._ends: dict[Lane, Event] = {}  # the end of each class's last launch
+        self.unwaited: dict[tuple[int, int], StreamTicket] = {}
+        # (position, lane, event at the end) of each launch, sorted by position.
+        self._issued: list[tuple[tuple[int, ...], Lane, Event]] = []
+        self._ends: dict[Lane, Event] = {}  # lane -> the event at the end of its last launch
 
     def issue(self, out_of_turn: bool = False, agreed: bool = False, follows: bool = False) -> None:
         """Enqueues all launches whose turn it is, or all submitted ones if `out_of_turn`.
@@ -168,7 +169,7 @@ class StreamQueue(LaunchQueue):
         """Opens a window, and waits for launches that nothing has awaited during a whole window."""
         super().open_window(order, held=held)
         self.shares_device = self.streams.are_shared()
-        # A launch not awaited in a whole window is never awaited. Its memory may be freed after this stream's wait.
+        # A launch that was not awaited during a whole window never will be. Wait, so that its memory can be freed.
         current = self.windows[-1].number
         for place, ticket in list(self.unwaited.items()):
             if place[0] < current - 1 and ticket.ended is not None:
@@ -243,7 +244,7 @@ class StreamQueue(LaunchQueue):
         if tells is not None:
             store.set(name, f"{tells}")
         if tells is not None or not self.lock.acquire(blocking=False):
-            return  # the thread that has the lock launches
+            return  # the thread that holds the lock makes the launch
         try:
             place, held = self.next_place(), any(window.waiting for window in self.windows)
         finally:

@@ -161,7 +161,7 @@ class _StreamClock(Clock):
 
     def seconds(self, moment: Any) -> float:
         """Converts an event to seconds of the host's clock."""
-        if isinstance(moment, float):  # a thread without a stream has taken the host's time
+        if isinstance(moment, float):  # a thread without a CUDA stream has used the host's clock
             return moment
         return self._zero_s + float(self._zero.elapsed_time(moment)) / 1e3
 
@@ -170,7 +170,7 @@ def choose_streams(device: torch.device) -> Streams | None:
     """Returns the CUDA streams for a model's collectives on this device, or None if a thread launches them instead."""
     if device.type != "cuda":
         return None
-    whichever = device == torch.device("cuda")  # each device has one set, under any of its names
+    whichever = device == torch.device("cuda")  # "cuda" without an index means the current device
     return _of_device(torch.device("cuda", torch.cuda.current_device()) if whichever else device)
 
 

@@ -22,7 +22,7 @@ def gather_timeline(communicator: Communicator, recording: Recording, steps: Ste
     """
     offset_s = _clock_offset(communicator)
     everyone = communicator.gather((recording, offset_s), tuple[Recording, float])
-    complete = min(each.window for each, _ in everyone)  # the last window may be incomplete
+    complete = min(each.window for each, _ in everyone)  # leave out the last window, which may be incomplete
     if not complete:
         everyone, complete = [(_single_step(each), offset) for each, offset in everyone], 1
     marks = everyone[0][0].marks

@@ -81,7 +81,7 @@ class RegionCompiler:
         """Compiles a region, or returns the compiled code of an equal region."""
         fake_mode = detect_fake_mode(_traced_tensors(region))
         assert fake_mode is not None
-        if fake_mode.shape_env is not None:  # clears pending symbols of ops that passes have run
+        if fake_mode.shape_env is not None:  # discard symbols left over from ops that passes have run
             fake_mode.shape_env.pending_fresh_unbacked_symbols.clear()
         with fake_mode:
             traced = make_fx(region.module, select_decomp_table(), tracing_mode="real")(*region.inputs)
@@ -92,7 +92,7 @@ class RegionCompiler:
         self._captures_cuda_graphs |= cuda_graph
         output = traced.graph.output_node()
         assert isinstance(output.args[0], list | tuple)
-        # User-visible outputs keep their strides.
+        # Mark all outputs as user-visible, so that Inductor keeps their strides.
         output.meta["user_visible_output_idxs"] = list(range(len(output.args[0])))
         with tracing(TracingContext(fake_mode)):
             compiled: Compiled = compile_fx_inner(

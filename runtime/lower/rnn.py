@@ -161,7 +161,7 @@ def _empty_results(layer: _Layer) -> list[Tensor]:
 
 def _mkldnn_weights(weights: Sequence[Tensor]) -> list[Tensor]:
     """Returns a layer's weights in the form that oneDNN takes."""
-    # Without biases the call still has arguments for them, which are not read.
+    # Without biases, pass the weights again: the call has arguments for biases, but does not read them.
     return [weight.contiguous() for weight in (weights if len(weights) == 4 else [*weights, *weights])]
 
 
@@ -170,7 +170,7 @@ def _mkldnn_forward(layer: _Layer) -> list[Tensor]:
     # oneDNN returns its workspace only if gradients are enabled. Autograd must not see parameters then: kernels are
     # called without the dispatcher, and autograd's record would keep the workspace as long as the output lives.
     weights, save, c0 = [weight.detach() for weight in layer.weights], layer.save, layer.c0
-    assert c0 is not None  # oneDNN has LSTMs only
+    assert c0 is not None  # oneDNN supports only LSTMs here
     with torch.set_grad_enabled(save):
         results = torch.ops.aten.mkldnn_rnn_layer(
             layer.input.detach().contiguous(), *_mkldnn_weights(weights), layer.h0.detach().contiguous(),

@@ -164,7 +164,8 @@ class FileCopies(Copies):
                 "one."
             ) from error
         self._room = 0
-        self._free: defaultdict[int, list[int]] = defaultdict(list)  # length -> offsets of free slots
+        # Number of bytes -> offsets of free slots of this size.
+        self._free: defaultdict[int, list[int]] = defaultdict(list)
         self._threads = {
             lane: ThreadPoolExecutor(1, thread_name_prefix=f"embrace_fx {lane}") for lane in ("offload", "reload")
         }
@@ -246,7 +247,7 @@ class Slot:
             read = os.preadv(self._file.descriptor, [data[done:]], self._begin + done)
             if read == 0:
                 there = os.fstat(self._file.descriptor).st_size
-                raise OSError(f"a file of {there:,} bytes, cut off before byte {self._begin + self._nbytes:,}")
+                raise OSError(f"the file has only {there:,} of {self._begin + self._nbytes:,} bytes")
             done += read
 
 

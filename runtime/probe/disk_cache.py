@@ -33,7 +33,7 @@ def cache_folder() -> Path | None:
     home = os.environ.get("XDG_CACHE_HOME")
     try:
         return (Path(home) if home else Path.home() / ".cache") / "embrace_fx"
-    except RuntimeError:  # the user has no home folder
+    except RuntimeError:  # the user has no home directory
         return None
 
 

@@ -44,7 +44,7 @@ def make_exchange_work(width: int, rows: int, device: torch.device) -> Callable[
 
 def make_scan_work(device: torch.device) -> Callable[[], None]:
     """Returns a function that searches a tensor of `SCANNED_BYTES` for non-zero rows."""
-    # Pages of zeros could share one physical page.
+    # Use ones, because pages of zeros could share one physical page.
     dense = torch.ones((SCANNED_BYTES // 4 // WIDE, WIDE), device=device)
 
     def scan() -> None:

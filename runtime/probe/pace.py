@@ -36,7 +36,7 @@ def measure_pace(device: torch.device, estimated: Compute, synchronize: Callable
         synchronize()
         return (time.perf_counter() - began) * 1e3
 
-    taken_ms(1)  # libraries initialize at the first call
+    taken_ms(1)  # warm up, because libraries initialize at the first call
     count = 1
     while taken_ms(count) < LONG_MS:
         count *= 2

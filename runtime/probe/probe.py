@@ -189,7 +189,7 @@ def measure_handling(communicator: Communicator, device: torch.device = CPU) -> 
     runs.append(make_exchange_work(NARROW, 1, device))
     scan_ms, claim_ms, wide_ms, narrow_ms, round_ms = (together_ms(communicator, run, device) for run in runs)
     wide_ms, narrow_ms = (max(ms - round_ms, 1e-6) for ms in (wide_ms, narrow_ms))
-    # Both times are a sum of passes over bytes and of a constant per row.
+    # Each measured time is a sum of passes over bytes and a constant per row; solve for both rates.
     passed = np.array([(PASSES * row_bytes[width], rows) for width, rows in HANDLED_ROWS.items()])
     pass_ms, unit_ms = np.linalg.solve(passed, (wide_ms, narrow_ms))
     if pass_ms <= 0 or unit_ms < 0:  # a device may take as long for few rows as for many
@@ -372,7 +372,7 @@ def fit_link(samples: Sequence[Sample]) -> Link:
         ValueError: fewer than two sizes.
     """
     if len({sample.sent.sent_bytes for sample in samples}) < 2:
-        raise ValueError(f"fit() needs samples of at least two sizes; got {list(samples)}.")
+        raise ValueError(f"fit_link() needs samples of at least two sizes; got {list(samples)}.")
     ascending = sorted(samples, key=lambda sample: sample.sent.sent_bytes)
     first, before, last = ascending[0], ascending[-2], ascending[-1]
     own_rate = last.sent.sent_bytes / last.time_ms

@@ -348,7 +348,8 @@ class Communicator(Groups):
             if turn is None:
                 return InFlight(written, collective(carrier, backend, written, *read), reads=read)
             with turn:
-                collective(carrier, backend, written, *read).wait()  # the current stream reads it next, so it waits
+                # Make the current stream wait, because it reads the result next.
+                collective(carrier, backend, written, *read).wait()
             return InFlight(written, None)
         on_host = [tensor.cpu() for tensor in (written, *read)]
         collective(*self._sending_group(group, on_host[0]), *on_host).wait()

@@ -188,7 +188,7 @@ class LivenessCheck:
         self._signatures = [f"embrace_fx/{name}/alive/{r}" for r in range(world_size)]
         self._readers = [f"embrace_fx/{name}/read/{r}" for r in range(world_size)]
         self._missing: list[int] = []
-        self.looks: list[Callable[[Any], None]] = []  # the liveness thread calls this in each iteration
+        self.looks: list[Callable[[Any], None]] = []  # functions that the liveness thread calls in each iteration
         self._wake, self._decided = threading.Event(), threading.Event()
         self._closed = False
         self._listener = threading.Thread(target=self._listen, name="embrace_fx liveness check", daemon=True)
@@ -205,7 +205,7 @@ class LivenessCheck:
 
     def missing(self) -> list[int]:
         """Runs a check, or takes part in one, and returns the ranks that do not respond."""
-        if threading.current_thread() is self._listener:  # no other thread takes part in the check
+        if threading.current_thread() is self._listener:  # the liveness thread cannot wait for its own check
             return []
         self._wake.set()
         self._decided.wait()
@@ -220,7 +220,7 @@ class LivenessCheck:
             if not self._closed:
                 self._missing = self._run_check()
         except RuntimeError:
-            self._missing = [0]  # the store is gone; without a launcher, rank 0's process ran it
+            self._missing = [0]  # the store is gone, so rank 0 is: without a launcher, its process ran the store
         self._decided.set()
 
     def _run_check(self) -> list[int]:

@@ -84,14 +84,14 @@ def _on_child_exit(before: Callable[..., Any] | int, number: int, frame: Any) ->
     child = int.from_bytes(_refused_child_memory()[:], "little")
     if child and _has_failed(child):
         _refused_child_memory()[:] = bytes(_BYTES)
-        raise RuntimeError(f"A child process has ended by an error: {FORKED}")
+        raise RuntimeError(f"A child process has failed: {FORKED}")
 
 
 def _has_failed(child: int) -> bool:
     """Returns whether a child process has exited with an error. Other code can still read its status afterwards."""
     try:
         found = os.waitid(os.P_PID, child, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-    except ChildProcessError:  # its status has been read, or it is a child of a child
+    except ChildProcessError:  # its status has already been read, or it is not a direct child
         return False
     return found is not None and found.si_code == os.CLD_EXITED and found.si_status != 0
 

@@ -125,7 +125,7 @@ class _DeadlockCheck:
             while time.monotonic() < deadline_s:
                 if self._store.check(
                     [self._shared_key("complete")]
-                ):  # polls, because TCPStore warns when a wait times out
+                ):  # poll instead of waiting, because TCPStore warns when a wait times out
                     return
                 time.sleep(pause_s)
                 pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
@@ -133,7 +133,7 @@ class _DeadlockCheck:
 
     def _check_cycle(self) -> None:
         """Raises `OtherGroup` if this rank waits for another one that waits for this one in another group."""
-        if reason := self.error_from_other_rank():  # the rank that found it first has exited
+        if reason := self.error_from_other_rank():  # another rank has found the deadlock first
             raise OtherGroup(reason)
         for rank in self._ranks if self._rank in self._ranks[:_FIRST] else self._ranks[:_FIRST]:
             other = self._record_of(rank)

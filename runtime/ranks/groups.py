@@ -114,7 +114,7 @@ class Groups:
         job.
         """
         on_host = supports_device(group, CPU)
-        if on_host:  # a message to a dead rank fails at once, but creating a group would wait
+        if on_host:  # check with a message first: it fails at once if a rank is dead, but creating a group would wait
             self._hosts = group
             self._check_group_counts()
         # One group for all classes: each gloo group has a thread that wakes a hundred times a second on the compute
@@ -226,7 +226,7 @@ class Groups:
             return
         are_all = self.world_size == dist.get_world_size()
         if not are_all:
-            gc.collect()  # garbage collection closes the groups of deleted models
+            gc.collect()  # collect garbage first, which closes the groups of deleted models
         counts = self.gather(len(dist.distributed_c10d._world.pg_names), int)
         if len(set(counts)) > 1 and not are_all:
             raise ValueError(
@@ -268,7 +268,7 @@ class Groups:
         assert self.group is not None
         ranks, options = list(ranks or dist.get_process_group_ranks(self.group)), None
         own = dist.get_backend_config(self.group)
-        if backend is None and "nccl" in own:  # without it, torch would use the default group's timeout
+        if backend is None and "nccl" in own:  # set NCCL's options, because torch would use the default group's timeout
             backend = own
         timeout = group_timeout(self.group)
         if urgent:

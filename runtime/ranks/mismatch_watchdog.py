@@ -79,7 +79,7 @@ class MismatchWatchdog:
         self._rank = 0
         self._name = ""  # prefix of keys in the store, equal on all ranks
         self.waiting_since_s: float | None = None
-        self._written = 0  # the last handshake written as a wait
+        self._written = 0  # the number of the last handshake that was reported as a long wait
         self._found: tuple[FrameType, PeerFailure] | None = None  # a collective that cannot complete, and the reason
 
     def watch(self, communicator: Communicator, look: Callable[[Any, str], None]) -> None:

@@ -263,7 +263,7 @@ class StepHandshake:
         rows, head = self._wait_for_numbers(launched), launched[0][:_HEAD]
         if head[0] & (_FAILED | _ASKS_TO_PLAN | _DOES_NOT_FIT) or [row[:_HEAD] for row in rows].count(head) < len(rows):
             return self._check_messages(message, self._exchange_until_aligned(message, rows))
-        watched = self.form.watched  # fast path: all ranks sent equal numbers and no report
+        watched = self.form.watched  # fast path: all ranks sent equal numbers, and none reports a failure
         first, self.asked_to_plan, self._given_up = _HEAD + len(watched), False, None
         self.buffers_differ = message.buffers == CHANGED_BUFFERS
         self.rows_read = dict(zip(watched, zip(*[row[_HEAD:first] for row in rows], strict=True), strict=True))
@@ -331,7 +331,7 @@ class StepHandshake:
         own = HandshakeMessage(failure=failure)
         try:
             self._exchange_until_aligned(own, self._wait_for_numbers(self.launch(own)))
-        except PeerFailure as told:  # another rank reads a sharded table
+        except PeerFailure as told:  # raised if another rank reads a sharded table on its own
             return told
         return PeerFailure(self.communicator.reports(failure))
 
@@ -405,7 +405,7 @@ class StepHandshake:
         """Returns the reasons, by rank, why ranks cannot continue. Collective if any rank has one."""
         kinds, found = {each.kind for each in messages}, dict[int, str]()
         if QUESTION in kinds:
-            self.communicator.collective_ops = 0  # all ranks restart the count of ops on parts
+            self.communicator.collective_ops = 0  # all ranks restart their counts of ops on shards together
         else:
             found = {rank: _WENT_ON for rank, each in enumerate(messages) if each.kind in (STEP, JOIN)}
         if kinds & {GAVE_UP, QUESTION}:

@@ -91,7 +91,7 @@ class Rounding:
         pieces = [(rows.shape[0], width) for width in column_widths(rows.shape[1], grid_columns)]
         sent = round_trip(split_columns(wanted, grid_columns), pieces, form)
         sent = join_columns(sent, rows.shape[1], grid_columns)
-        ids, order = ids.sort()  # the padding row comes first
+        ids, order = ids.sort()  # sort, because the padding row comes first
         self._left[table] = ids, _without_nonfinite(wanted - sent).index_select(0, order)
         self._measure("gradients of rows", wanted, lambda: sent)
         return sent.to(rows.dtype)

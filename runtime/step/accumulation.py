@@ -87,8 +87,9 @@ class Accumulation:
         self._nodes: dict[str, tuple[nn.Parameter, Any]] = {}
         self._handles: list[Any] = []
         self.backward: _EagerBackward | None = None
-        self._waiting: list[weakref.ref[GradientStep]] = []  # calls whose backwards may still come, in order
-        self._last: GradientStep | None = None  # the call of the last backward, for one of parameters alone
+        self._waiting: list[weakref.ref[GradientStep]] = []  # calls whose backward may still run, in order
+        # The call of the last backward, to which a backward of parameters alone belongs.
+        self._last: GradientStep | None = None
         self._nests: bool | None = None  # whether a backward has contained another one, or None before the first
 
     def watch(self, parameters: Mapping[str, nn.Parameter]) -> None:
@@ -99,7 +100,7 @@ class Accumulation:
         self.parameters = dict(parameters)
         itself = weakref.ref(
             self
-        )  # C++ holds the hook out of the garbage collector's sight, so refer to this object weakly
+        )  # refer to this object weakly, because the garbage collector cannot see that C++ holds the hook
         for name, parameter in parameters.items():
             with torch.enable_grad():
                 node: Any = torch.autograd.graph.get_gradient_edge(parameter).node
@@ -153,7 +154,7 @@ class Accumulation:
         """Returns whether the running backward accumulates into `.grad`, which `torch.autograd.grad` does not."""
         try:
             return any(torch._C._will_engine_execute_node(node) for _, node in self._nodes.values())
-        except RuntimeError:  # torch raises if `torch.autograd.grad` asks for a parameter's gradient
+        except RuntimeError:  # torch raises under `torch.autograd.grad` of a parameter
             return False
 
     def end(self) -> None:

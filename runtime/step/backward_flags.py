@@ -116,7 +116,8 @@ def _exchange_flags_on_device(
         own[size + rank] = written
         flags = streams.to_device(torch.tensor([*own, *used], device="cpu"))
         values = torch.stack(list(scalars))
-        torch.sum((values - values).ne(0), dim=0, out=flags[rank])  # inf - inf and nan - nan are nan
+        # Counts values that are not finite: inf - inf and nan - nan are nan.
+        torch.sum((values - values).ne(0), dim=0, out=flags[rank])
         communicator.wait(communicator.all_reduce_(flags, "sum", "ids"))
         copy, done = streams.to_host(flags), streams.record("backward flags done")
     return lambda: streams.read(done, copy)

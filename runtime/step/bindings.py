@@ -127,7 +127,7 @@ class Bindings:
     def _comm_hook_function(self, comm_hook: CommHook, node: fx.Node) -> Callable[..., Any]:
         """Returns the function that reduces a bucket with the user's communication hook."""
         packed = node.all_input_nodes[0]
-        if op_name(packed) != "embrace::pack_bucket":  # some all_reduce nodes reduce counts of ids instead of buckets
+        if op_name(packed) != "embrace::pack_bucket":  # an AllReduce of counts of ids, not of a bucket
             return self._communicator.all_reduce_
         state, index = self._state, packed.meta["bucket"]
         names, last = self._buckets[index], index == len(self._buckets) - 1

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from embrace_fx.runtime.step.step import Step
 
 TWICE = (
-    "backward(create_graph=True) of the compiled model: its gradients cannot be differentiated again. Pass "
-    "route='eager' to compile(), which allows it for the batch's gradients."
+    "backward(create_graph=True): gradients of a compiled model cannot be differentiated again. To differentiate "
+    "gradients with respect to the batch, pass route='eager' to compile()."
 )
 
 
@@ -44,11 +44,10 @@ class CallNode(torch.autograd.Function):
         """Runs the step's backward, and returns the gradients of the inputs."""
         program, twice = ctx.step.program, torch.is_grad_enabled()
         program.state.graph_task = torch._C._current_graph_task_id()
-        anchor, _ = ctx.next_functions[
-            0
-        ]  # `torch.autograd.grad` and `backward(inputs=...)` run no node beyond the inputs, so not the anchor
+        anchor, _ = ctx.next_functions[0]
+        # `torch.autograd.grad` and `backward(inputs=...)` stop at their inputs, so they do not run the anchor's node.
         wanted = torch._C._will_engine_execute_node(anchor)
-        # No tensor of the batch gets a gradient.
+        # Only the anchor has a next function, so no tensor of the batch gets a gradient.
         final = twice and wanted and not program.state.tables and len(ctx.next_functions) == 1
         run, options = ctx.step.backward, {"for_parameters": wanted, "twice": twice and not final}
         with program.state.pending.closed(grows=program.overlaps_steps):

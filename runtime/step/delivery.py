@@ -49,10 +49,10 @@ class _SortedOutputs:
     """The outputs of a backward, sorted by how their gradients are stored."""
 
     def __init__(self, roles: Sequence[OutputRole]) -> None:
-        self.roles = roles  # kept alive, because they are compared by identity
+        self.roles = roles  # keep the roles alive, because they are compared by identity
         self.dense: list[tuple[int, str]] = []
         self.of_shards: list[tuple[int, str]] = []
-        # (tables, place of ids, place of rows) of a table or joined table.
+        # Name of a table -> (its parameters, index of the ids among the outputs, index of the rows).
         self.of_rows: dict[str, tuple[Sequence[str], int, int]] = {}
         self.pending: list[PendingGradients] = []
         self.pending_rows: list[tuple[int, PendingRows]] = []
@@ -85,7 +85,7 @@ class Delivery:
     flow: CommPipeline
     synchronised: bool
     own: bool
-    _sorted: dict[int, _SortedOutputs] = field(default_factory=dict)  # id of roles -> the same roles by kind
+    _sorted: dict[int, _SortedOutputs] = field(default_factory=dict)  # id of the roles -> the sorted outputs
 
     def __call__(
         self,
@@ -168,7 +168,7 @@ class Delivery:
                 parameter = self.state.parameter(name)
                 if parameter.grad is not None and is_gradient_referenced(parameter):
                     kept[parameter] = parameter.grad
-                parameter.grad = None  # the bucket includes the accumulated part
+                parameter.grad = None  # the bucket already includes the gradient accumulated there
                 self.state.unreduced.discard(name)
         self.flow.buckets.deliver([role.bucket for role in pending], [self.state.parameter(name) for name in absent])
         for parameter, gradient in kept.items():

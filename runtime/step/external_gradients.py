@@ -83,7 +83,7 @@ class ExternalGradients:
             return None
         if not state.synchronised and table is None:
             if name not in self._unused:
-                return None  # the gradient is added to a sum that is reduced later
+                return None  # under `no_sync` the gradient is added to a sum that is reduced later
             raise RuntimeError(
                 f"backward() under no_sync(): the loss reads {name} itself, besides the model's call, and nothing "
                 "would reduce that gradient. Move what reads it into the model's forward()."

@@ -28,11 +28,12 @@ def has_node_hooks(parameter: nn.Parameter) -> bool:
 
     Hooks of another compiled model that holds the parameter do not count.
     """
-    if getattr(parameter, "_in_backward_optimizers", None):  # torch.distributed.optim sets this attribute
+    # Set by `torch.distributed.optim` for optimizers that step in the backward.
+    if getattr(parameter, "_in_backward_optimizers", None):
         return True
     with torch.inference_mode(False), torch.enable_grad():
         node = torch.autograd.graph.get_gradient_edge(parameter).node
-    handle: Any = node.register_hook(_no_op)  # hooks of a node share one dict, which only a handle shows
+    handle: Any = node.register_hook(_no_op)  # all hooks of a node are in one dict, to which only a handle refers
     hooks = handle.hooks_dict_ref()
     handle.remove()
     return not all(isinstance(hook, NodeHook) for hook in (hooks or {}).values())

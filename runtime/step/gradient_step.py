@@ -126,7 +126,7 @@ class GradientStep(Step):
         program, opened = self.program, self._opened
         assert opened is not None
         if self._of_results and not self._reduced.isdisjoint(gradients):
-            failure = RuntimeError(SECOND)  # under DDP each rank would add its own gradients to the means
+            failure = RuntimeError(SECOND)  # under DDP, each rank would add its own gradients to the mean gradients
         self._opened, self._sent, self._failure = None, None, failure
         given = tuple([k for k, name in enumerate(self._names) if name in gradients])
         used = program.used.words(given, program.state.unreduced)
@@ -136,7 +136,7 @@ class GradientStep(Step):
             absent_here = program.used.absent(used) | program.used.local_unreached(given)
             program.deliver(roles, outputs, program.used.absent(counts), absent_here, ())
             program.flow.mark_end()
-        self._results = []  # which have been checked, and may be large
+        self._results = []  # release the results, which have been checked and may be large
         if self._of_results and not program.deliver.own:
             self._reduced.update(gradients)
 
@@ -148,7 +148,7 @@ class GradientStep(Step):
     def _begin_backward(self, variant: BackwardVariant, twice: bool) -> None:
         """Begins a backward, or raises the failure of the call if it has failed."""
         if self._failure is not None:
-            raise self._failure  # the other ranks learn of it like of any failure
+            raise self._failure  # the other ranks are told as about any failure
 
     def _call_backward(
         self,
@@ -181,8 +181,8 @@ class GradientStep(Step):
 
 
 _AGAIN = (
-    "backward(): the gradient of {} was accumulated again after it had been sent, by a backward within the backward. "
-    "Take the step once more: it will wait for all of them"
+    "backward(): the gradient of {} was accumulated again after it had been sent, by a backward nested in this one. "
+    "Run the step again: it will then send gradients only when all are complete"
 )
 
 

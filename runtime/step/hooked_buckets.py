@@ -78,7 +78,7 @@ def run_comm_hook(comm_hook: CommHook, flat: Tensor, bucket: HookedBucket) -> In
         TypeError: the hook returns no future.
     """
     future = comm_hook.hook(comm_hook.state, bucket)
-    if not isinstance(future, torch._C.Future):  # futures of works have the base class
+    if not isinstance(future, torch._C.Future):  # collectives return futures of the base class
         raise TypeError(
             f"the communication hook {comm_hook.name} must return a torch.futures.Future of the reduced bucket, not "
             f"{type(future).__name__}: dist.all_reduce(bucket.buffer(), async_op=True).get_future(), say."

@@ -105,7 +105,7 @@ class MissingLaunches:
             values: the result of `begin`.
         """
         if self._flow.awaits_ids and any(map(_needs_lookahead, self._launches)):
-            self._flow.await_ids()  # early and late rows are not separated yet
+            self._flow.await_ids()  # this separates early and late rows
         made, under_way = self._made, list[InFlight]()
         for each in self._launches:
             if each.id is None and made:
@@ -128,8 +128,8 @@ class MissingLaunches:
         like, rank = launch.like, self._communicator.rank
         assert like is not None
         if launch.op in ("embrace::submit_rows", "embrace::gather_counts"):
-            return None  # looks up its rows itself, or scores no position
-        if launch.op in HEAD_LAUNCHES:  # the count of rows may be known only to the exchange
+            return None  # the launch looks up its rows itself, or has no labelled positions
+        if launch.op in HEAD_LAUNCHES:  # only the exchange knows how many rows to send
             arguments[0] = None
             return torch.zeros((0, *like.shape[1:]), dtype=like.dtype, device=like.device)
         if launch.op in ("embrace::submit_chunk", "_c10d_functional::all_reduce_", "embrace::exchange_gradient_"):

@@ -145,13 +145,13 @@ class OptimizerHooks:
     def _before_any_step(self, optimizer: Optimizer, *_: Any) -> None:
         """Adds hooks to an optimizer that is about to step, if it has a parameter of the model."""
         if not hasattr(optimizer, "_optimizer_state_dict_pre_hooks"):
-            return  # wraps another optimizer, whose step calls this too, or steps by ops on parameters
+            return  # an optimizer that wraps another one, whose own step runs this hook
         if not self.known_optimizers.has(optimizer):
             own = {id(parameter) for parameter in self._state.parameters()}
             if own.isdisjoint([id(p) for group in optimizer.param_groups for p in group["params"]]):
                 return
             self.adopt(optimizer)
-        # The user's hooks see ordinary gradients: before our hooks hide them, and after our hooks restore them.
+        # Run the user's hooks before ours hide gradients and after ours restore them, so that they see ordinary ones.
         _move_hook(optimizer._optimizer_step_pre_hooks, self, last=True)
         _move_hook(optimizer._optimizer_step_post_hooks, self, last=False)
 
@@ -161,8 +161,9 @@ class OptimizerHooks:
         """Runs before an optimizer's step: waits for gradients that the step reads, and hides those that the
         optimizer's class cannot apply.
         """
-        if (last := self._steps.pop(id(optimizer), None)) is not None:  # it raised; or it is of a class derived from
-            last.restore(raised=True)  # the one whose step begins: nothing of it is hidden
+        # A step is left over if it raised, or if a subclass's step is now calling its base class's step.
+        if (last := self._steps.pop(id(optimizer), None)) is not None:
+            last.restore(raised=True)
         self.recorder.mark(OWN_CODE)
         found: tuple[Any, ...] | None = None
         closure = find_closure(args, kwargs) if kwargs or args[1:] else None
@@ -195,7 +196,7 @@ class OptimizerHooks:
 
         if decides:
             return MeanLoss(evaluate, self._communicator)
-        loss = evaluate()  # evaluated here, because gradients are taken before the class's step
+        loss = evaluate()  # evaluate the closure here, because gradients are sorted before the optimizer's own step
         return lambda: loss
 
     def _sort_gradients(self, optimizer: Optimizer) -> None:
@@ -210,7 +211,7 @@ class OptimizerHooks:
         step.late = self._exchanges_in_flight(exchanges, tables) if may_wait else []
         for exchange in exchanges:
             if exchange.gradient.step is not None:
-                exchange.gradient.apply()  # applies the last step's gradient first
+                exchange.gradient.apply()  # apply the previous step's gradient first
         self._sort_tables(step, tables, optimizer)
         for table in replicas:
             if (gradient := table.parameter.grad) is not None:
@@ -220,7 +221,7 @@ class OptimizerHooks:
             hidden = self._flow.buckets.hide_late(optimizer, {id(table.parameter) for table in tables})
             step.buckets = {key: bucket for key, (_, _, bucket) in hidden.items()}
             step.hidden += [(parameter, gradient, None) for parameter, gradient, _ in hidden.values()]
-        else:  # torch's step reads all gradients, or rows must be cut out of whole gradients now
+        else:  # the optimizer's own step reads all gradients, or rows must be taken from dense gradients now
             self._flow.buckets.release(optimizer)
 
     def _held_tables(self, optimizer: Optimizer) -> list[Member]:
@@ -240,11 +241,10 @@ class OptimizerHooks:
                         names.append(table.name)
         if names:
             raise RuntimeError(
-                "optimizer.step(): the sharded tables have gradients from backwards under no_sync() alone "
-                f"({', '.join(names)}): no backward outside of it has read them since. Under DDP each rank would step "
-                "its own copy; of a sharded table there is only one. Read the tables in the last backward of a step, "
-                "and leave no_sync() for it, or keep the tables whole: "
-                f"strategy={{{names[0]!r}: 'allreduce'}}."
+                f"optimizer.step(): the sharded tables {', '.join(names)} have gradients only from backwards under "
+                "no_sync(), which are not reduced. Under DDP each rank would step its own copy, but a sharded table "
+                "has only one. Run the last backward of each step outside of no_sync(), with a batch that reads these "
+                f"tables, or keep them whole: strategy={{{names[0]!r}: 'allreduce'}}."
             )
         return held
 
@@ -294,7 +294,7 @@ class OptimizerHooks:
         for table in held:
             if table.optimizer is not optimizer:
                 for exchange in self._exchanges_of([table]):
-                    exchange.gradient.apply()  # applies the step that another optimizer has taken
+                    exchange.gradient.apply()  # apply the step of another optimizer first
                 if table.optimizer is not None:
                     table.flush()
                 table.optimizer = optimizer
@@ -361,7 +361,7 @@ class OptimizerHooks:
         moved_all, rewritten = set(map(id, step.own + step.dense)), set[int]()
         for table in step.dense + step.rows:
             held = table.open_gradient()
-            if not held.is_in_flight and held.is_dense:  # the loop has made the gradient dense
+            if not held.is_in_flight and held.is_dense:  # the training loop has made the gradient dense
                 rewritten.add(id(table))
         if type(optimizer) is RowWiseAdagrad:
             self._step_row_wise(step)

@@ -41,7 +41,7 @@ class Packer:
         if kept is not None and (kept.dtype != parts[0].dtype or _is_shared(kept)):
             kept = None
         if len(parts) == 1:
-            flat = torch.mul(parts[0].reshape(-1), scale, out=kept)  # one pass over the memory
+            flat = torch.mul(parts[0].reshape(-1), scale, out=kept)  # multiply into the kept memory in one pass
         else:
             flat = torch.cat([part.reshape(-1) for part in parts], out=kept)
             if scale != 1.0:
@@ -66,4 +66,4 @@ class Packer:
 def _is_shared(kept: Tensor) -> bool:
     """Returns whether another tensor, such as a `.grad`, shares the memory of this one."""
     storage = kept.untyped_storage()
-    return int(torch._C._storage_Use_Count(storage._cdata)) > 2  # `kept` and `storage` are the two references
+    return int(torch._C._storage_Use_Count(storage._cdata)) > 2  # the two references are `kept` and `storage`

@@ -121,7 +121,7 @@ class Program:
         self.head = head
         self.scores_nothing = scores_nothing
         alone = self.communicator.world_size == 1
-        # A single process reduces nothing, so its sums accumulate from the first backward on.
+        # A single process reduces nothing: gradients are final, and also this rank's own.
         self.deliver = Delivery(state, flow, buckets is not None or alone, buckets is None or alone)
         self._buckets, self._links = buckets, links
         self._lower(graph, self._bind(graph))

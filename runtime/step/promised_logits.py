@@ -37,12 +37,12 @@ _STALE = (
     "stepped or written since the model was called. Or keep the table whole: strategy={{{!r}: 'allreduce'}}."
 )
 _SCORED = (
-    "the gradient of logits must be asked for before their loss is computed: a loss of logits that nobody has read "
-    "goes around them. Call logits.retain_grad() or register_hook() above the loss."
+    "the gradient of logits must be requested before their loss is computed, because the loss of unread logits is "
+    "computed without them. Call logits.retain_grad() or register_hook() before the loss."
 )
 _CHANGED = (
     "backward(): a custom autograd function was applied to logits that were also written in place, or whose gradient "
-    "was asked for. Apply it to a copy: function.apply(logits + 0)."
+    "was requested. Apply it to a copy: function.apply(logits + 0)."
 )
 
 

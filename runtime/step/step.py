@@ -97,12 +97,12 @@ class Step:
         self.program = program
         self._leaves = leaves
         self._following = following
-        self.anchor: Any = None  # a node that every backward of this call reaches
-        self._announced = 0  # count of announcements up to this call's own
-        # Parameters with unreduced sums, which are reduced in any case.
+        self.anchor: Any = None  # an input whose autograd node every backward of this call reaches
+        self._announced = 0  # how many steps were announced, including this call
+        # Parameters with gradients from `no_sync`, which are reduced even if this backward does not reach them.
         self.unreduced: Collection[str] = program.state.unreduced
         self._values: Values | None = None
-        self._results: list[Any] = []  # tensors and sizes that the model returns
+        self._results: list[Any] = []  # the tensors and sizes that the model returns
         self._read_again = VersionSnapshot()
 
     def forward(self) -> list[Any]:
@@ -223,7 +223,7 @@ class Step:
         if not self.program.flow.shares_failures:
             return None
         program = self.program
-        program.flow.wait()  # for gradients of an earlier backward, which stays valid if this one fails
+        program.flow.wait()  # wait for gradients of an earlier backward, which must stay valid if this one fails
         return BackwardBarrier(program.announcements, call)
 
     def _open_backward(self, values: Values) -> OpenedBackward:
@@ -239,7 +239,8 @@ class Step:
         needed = backward.missing.begin(values)
         flow.open_window(gate, backward.absent)
         if gate is not None and backward.missing.on_the_spot:
-            self._check_barrier(gate)  # launches without a launcher are made immediately
+            # Wait at the barrier now, because launches without a launcher are made immediately.
+            self._check_barrier(gate)
         return OpenedBackward(gate, variant, backward, needed)
 
     def _close_backward(
@@ -269,7 +270,7 @@ class Step:
         try:
             self._begin_backward(opened.variant, twice)
             written, names = self._written_tensors()
-            if gate is None:  # on the host, all flags are read at the end, including those of failures
+            if gate is None:  # without a barrier, other ranks learn of failures from the flags at the end
                 finish = self._launch_flags(used, written)
 
             def announce_end() -> None:
@@ -305,7 +306,7 @@ class Step:
     def _begin_backward(self, variant: BackwardVariant, twice: bool) -> None:
         """Begins the exchanges of the backward. Raises if second derivatives are requested."""
         self.program.flow.begin_backward(self.program.ids_program, variant)
-        if twice:  # the other ranks learn of it like of any failure
+        if twice:  # the other ranks are told as about any failure
             raise RuntimeError(TWICE)
 
     def _call_waiting(self, call: Callable[..., Met], *arguments: Any) -> Met:
@@ -316,7 +317,8 @@ class Step:
     def _written_tensors(self) -> tuple[int, str]:
         """Returns how many tensors that the backward reads were written since the forward, and their names as text."""
         written = self._read_again.written()
-        self._read_again = VersionSnapshot()  # the backward frees values after their last use
+        # Drop the snapshot, so that the backward can free values after their last use.
+        self._read_again = VersionSnapshot()
         return len(written), self.program.name_written(written, self._leaves)
 
     def _call_backward(

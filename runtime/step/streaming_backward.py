@@ -120,4 +120,4 @@ def _extract(module: fx.GraphModule, nodes: Collection[fx.Node], outputs: Sequen
             env[node] = graph.node_copy(node, env.__getitem__)
     output = graph.output(tuple(env[value] if value is not None else None for value, _ in outputs))
     output.meta["roles"] = tuple(role for _, role in outputs)
-    return LateModule(module, graph)  # only its lowered form runs
+    return LateModule(module, graph)  # a module that generates no code, because only the lowered pieces run

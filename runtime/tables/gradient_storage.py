@@ -72,11 +72,12 @@ class GradientStorage(LocalStorage):
         self.layout = layout
         self._siblings = siblings
         self._norms: dict[float, Tensor] = {}  # norms of the whole table by order; cleared by writes
-        self._seen = VersionSnapshot()  # the memory that `_norms` were computed from
+        self._seen = VersionSnapshot()  # snapshot of the memory from which `_norms` were computed
         self.late: tuple[GradientFuture[Sequence[Rows]], int] | None = None
         self._rows: list[Rows] = []
-        self._read: list[Tensor] | None = None  # if dense, the rows with a gradient from lookups, or None for all rows
-        # Whether the caller may write the rows; and rows handed out earlier, which the gradient no longer uses.
+        # If dense: the ids of rows with a gradient from lookups, or None for all rows.
+        self._read: list[Tensor] | None = None
+        # Whether callers may hold the stored rows; and a snapshot of rows handed out earlier, which are no longer used.
         self._are_shown, self._left = False, VersionSnapshot()
         self._viewer: weakref.ref[_ViewToken] = weakref.ref(_ViewToken(self))
 
@@ -197,7 +198,7 @@ class GradientStorage(LocalStorage):
         if not self.is_dense:
             self._left = VersionSnapshot.of_tensors_in(
                 self._handed_out()
-            )  # a write to rows handed out earlier would now be lost
+            )  # raises if rows that were handed out earlier have been written, because that would now be lost
             dense, read = self.dense(), [ids for ids, _ in self._rows]
             self._rows, self.local, self._read = [], dense, read
             self._seen = VersionSnapshot.of_tensors_in([dense])  # the values are the same, so the norms stay valid
@@ -342,7 +343,7 @@ class TableGradient:
 
     def __init__(self, members: Sequence[Member]) -> None:
         self._members = members
-        # The gradient objects that the last backward has given to members.
+        # The gradient objects that the last backward has put into `.grad`.
         self._given: list[tuple[Member, nn.Parameter, TableShard, GradientStorage]] = []
         self._late: GradientFuture[Sequence[Rows]] | None = None  # the future of the last backward
         self._rows: Rows | None = None

@@ -61,9 +61,9 @@ class History:
         self._store = store
         self._members = tuple(members.values()) if members else ()
         self._space: History | None = None
-        self._with = self, *self._members  # histories that are closed together
+        self._with = self, *self._members  # histories that must be closed together
         self._first = 0  # the table's first row in the joined table
-        self._before = 0  # the number of steps before the open ones
+        self._before = 0  # how many steps came before the open ones
         self._taken: Tensor | None = None
         for first, each in (members or {}).items():
             each.close()
@@ -307,7 +307,7 @@ class DeferredSGD(SkippedSteps):
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
-        # (T + 1, 5): for each step, the map of all later ones and their factor of the averages.
+        # (T + 1, 5): for each step, the 2 x 2 map of all later steps, and their factor of the averages.
         self._maps: Tensor | None = None
 
     def record(self, options: Mapping[str, Any], state: Mapping[str, Any]) -> None:

@@ -72,7 +72,7 @@ def scatter_table(table: Tensor, group: dist.ProcessGroup, grid: Grid | None) ->
         if own.numel():
             receive_one(own, 0, group)
         return own
-    # Point to point, because scatter needs pieces of one size, and parts may differ in size or be empty.
+    # Send point to point, because scatter needs equal sizes, and shards may differ in size or be empty.
     for r in range(1, size):
         piece = table[parts[r]].contiguous()
         if piece.numel():

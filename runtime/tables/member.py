@@ -67,7 +67,7 @@ class Member(Table):
         self.row_updates = row_updates
         self.optimizer = optimizer
         self.is_read_densely = self.has_sparse_gradient = False
-        self._at = 0, 0  # param group and index in the optimizer
+        self._at = 0, 0  # (param group, index in it) of the parameter in its optimizer, as last found
         self._may_rest = may_defer
         self._gradients = gradients
         super().__init__(layout.name, (self,), (0, layout.shape[0]), store(self))
@@ -87,13 +87,13 @@ class Member(Table):
             return gradient.held
         like = self.parameter.held.stored() if isinstance(self.parameter, TableShard) else self.parameter.detach()
         held = GradientStorage(like, self.layout, self._gradients, self.store.refusal)
-        if isinstance(gradient, TableShard):  # the gradient may have been computed from parts of another layout
+        if isinstance(gradient, TableShard):  # the gradient may be a shard of another layout
             if not gradient.spread.fits(self.layout):
                 raise gradient.refused(f"setting it as the gradient of {self.name}, which has other rows or columns")
             held.set_dense(gradient.held.memory())
             gradient.held = held
             return held
-        if gradient is not None:  # a gradient that the user has set
+        if gradient is not None:  # a plain gradient that the user has set
             held.set_dense(self.layout.cut(gradient).contiguous())
         sparse = self.has_sparse_gradient and gradient is None
         self.parameter.grad = TableShard(held, self.layout, "the gradient of ", sparse=sparse)
@@ -196,7 +196,7 @@ class Member(Table):
         """Returns the optimizer's param group of the parameter, or an empty one if the training loop has removed it."""
         assert self.optimizer is not None
         groups: Sequence[dict[str, Any]] = self.optimizer.param_groups
-        g, p = self._at  # the index it had last time
+        g, p = self._at  # try the position that the parameter had last time
         if g < len(groups) and p < len(known := groups[g]["params"]) and known[p] is self.parameter:
             return groups[g]
         for g, group in enumerate(groups):
@@ -219,7 +219,7 @@ class Member(Table):
         """The class that updates this table, for its optimizer's current options."""
         options = self.param_group()
         if not options:
-            return SparseUpdate  # no step changes the table
+            return SparseUpdate  # no optimizer updates the table
         policy = dense_update_policy(type(self.optimizer_of_members), options, self.row_updates, self.parameter.dtype)
         if policy in STILL:
             return SparseUpdate

@@ -66,7 +66,7 @@ class ParameterReads:
 
     _in_a_row: int
     _stepped: set[int]  # ids of optimizers that have stepped since the last read
-    _missed: bool  # an optimizer has stepped twice since the last read
+    _missed: bool  # whether an optimizer has stepped twice since the last read
 
     def __init__(self) -> None:
         self.restart()
@@ -198,7 +198,7 @@ class ModelState:
     def layouts(self) -> dict[str, Layout]:
         """Maps the name of each sharded table to its layout: which rows and columns each rank has."""
         tables = {table.parameter: table.layout for table in self.tables.values() if table.layout.mesh is not None}
-        if not tables:  # a plain dict lookup, because every call of a lookup layer does it
+        if not tables:  # fast path, because every call of a lookup layer comes here
             return {}
         named = ((name, self.parameter(name)) for name in self.names)
         return {name: tables[parameter] for name, parameter in named if parameter in tables}
@@ -206,7 +206,7 @@ class ModelState:
     @property
     def has_deferred_rows(self) -> bool:
         """Whether any table has rows with deferred updates."""
-        # A hot path of every step: no Python call per table.
+        # This runs several times per step, so it makes no Python call per table.
         return any(map(_OPEN, self.tables.values())) or any(map(_OPEN, self.spaces.values()))
 
     def flush_tables(self) -> None:
@@ -219,7 +219,7 @@ class ModelState:
     def refresh(self, model: nn.Module) -> None:
         """Looks up parameters and buffers again, after modules of the model were replaced."""
         for known, kind in ((self._parameters, "_parameters"), (self._buffers, "_buffers")):
-            known.clear()  # change the dict in place, because other objects refer to it
+            known.clear()  # change the dict in place, because other objects hold references to it
             known.update(_find_owners(model, kind))
         self.names = tuple(self._parameters)
         self._record_parameters()
@@ -281,7 +281,8 @@ class ModelState:
             return lambda: self.spaces[name].local
         owner, key = self._parameters[name]
 
-        def read_shard() -> Tensor:  # the dict may hold another parameter by then
+        # Look the parameter up at each call, because the module may hold another one by then.
+        def read_shard() -> Tensor:
             """Returns the shard of the parameter that the module currently holds."""
             found = owner[key]
             return found.held.by_ids() if isinstance(found, TableShard) else found.detach()

@@ -111,7 +111,7 @@ def step_groups(
     another.__dict__.update(before)
     for name in _OF_ITS_STEP:
         another.__dict__.pop(name, None)
-    for name in _HOOKS:  # a step that calls its base class's step would run these hooks
+    for name in _HOOKS:  # remove the hooks, which would run again if the step calls its base class's step
         another.__dict__[name] = OrderedDict()
     another.__dict__["param_groups"] = list(groups)
     if state is not None:
@@ -119,12 +119,12 @@ def step_groups(
     for group in groups:
         of_cpu = bool(group["params"]) and group["params"][0].device.type == "cpu"
         if of_cpu and group.get("foreach", "") is None and not group.get("fused"):
-            group["foreach"] = False  # the class would choose this for tensors on the CPU
+            group["foreach"] = False  # what the optimizer would choose for CPU tensors
     step: Any = type(optimizer).step
     if getattr(step, "hooked", False):
         step = step.__wrapped__
     _step_without_wrapper(step, another)
-    # Attributes that the step changed, such as counters outside of the state.
+    # Copy attributes that the step has changed, such as counters outside of the state.
     for name, value in another.__dict__.items():
         if name not in _OF_ITS_STEP and name != "state" and before.get(name) is not value:
             optimizer.__dict__[name] = value
@@ -227,7 +227,7 @@ def step_rows(
     after: State = {}
     if not len(ids):
         return after
-    whole = local.is_cuda or len(ids) <= size or MEAN_SQUARES in options  # which are of all rows
+    whole = local.is_cuda or len(ids) <= size or MEAN_SQUARES in options  # mean squares are over all rows
     for some, gradients in [(ids, rows)] if whole else zip(ids.split(size), rows.split(size), strict=True):
         values = local.index_select(0, some)
         after = step_tensor(optimizer, options, values, gradients, read_state_rows(state, some, total))

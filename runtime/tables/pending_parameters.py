@@ -227,7 +227,7 @@ class UpdateGroup:
     def apply(self) -> None:
         """Applies the pending updates. Called at an access of an armed parameter."""
         with self._lock:
-            self.stale = True  # the caller may keep a reference to the memory
+            self.stale = True  # arm again later, because the caller may keep a reference to the memory
             # A step or another thread is already applying the updates.
             if self.inside or self._applies or not self.is_open:
                 return
@@ -258,7 +258,7 @@ class PendingUpdates:
         self.kinds: tuple[UpdateGroup, ...] = ()
         self._optimizers: Callable[[], Iterable[Optimizer]] = tuple
         self.states: list[PendingState] = []
-        self._stepped: list[Optimizer] = []  # optimizers whose steps may be pending
+        self._stepped: list[Optimizer] = []  # optimizers with steps that may be pending
         self.inside = 0
 
     def watch(self, kinds: tuple[UpdateGroup, ...], optimizers: Callable[[], Iterable[Optimizer]]) -> None:
@@ -306,7 +306,7 @@ class PendingUpdates:
         if grown:
             self._stepped = list(dict.fromkeys(self._optimizers()))
             if _max_references(self._stepped) > _min_references():
-                self.apply()  # a user's reference to a state tensor bypasses the guard
+                self.apply()  # apply now, because a user's reference to a state tensor would see the old values
                 return
         if is_open:
             self._replace_states()
@@ -390,7 +390,7 @@ def memory_is_shared(parameters: Sequence[Tensor], own: Iterable[Tensor] = ()) -
             return True
         address = storage._cdata
         counts[address] = counts.get(address, 0) + 1
-        # The sum of the references from C++ and from Python.
+        # Add the reference counts of C++ and of Python.
         holders[address] = torch._C._storage_Use_Count(address) + getrefcount(storage)
     alone: int = holders[address]  # the count for an unshared tensor
     return bool(max(map(sub, holders.values(), counts.values())) >= alone)

@@ -127,7 +127,7 @@ class JoinedRows(RowStore):
 
     def __init__(self, members: Sequence[Member], bounds: Sequence[int]) -> None:
         self.member, self._members, self._bounds = members[0], members, bounds
-        self._views: Sequence[Tensor] = ()  # each table's part
+        self._views: Sequence[Tensor] = ()  # each table's view of the joint matrix
         self._state = JoinedState(members, bounds)
         self.history = History(self, {first: m.history for first, m in zip(bounds, members, strict=False)})
 
@@ -135,7 +135,8 @@ class JoinedRows(RowStore):
     def local(self) -> Tensor:
         """The weights of all tables as one tensor (V', d)."""
         parts = [*map(_LOCAL, self._members)]
-        if not self.joined or not all(map(is_, parts, self._views)):  # ten times a step: without a call per table
+        # No Python call per table, because this runs ten times per step.
+        if not self.joined or not all(map(is_, parts, self._views)):
             found, self._views = _join_rows(self._bounds, parts, self._use_joined_memory)
             self.joined = (found,)
         return self.joined[0]
@@ -191,7 +192,7 @@ class JoinedState:
     def __init__(self, members: Sequence[Member], bounds: Sequence[int]) -> None:
         self._members, self._bounds = members, bounds
         self._of_rows: dict[str, tuple[Tensor, list[Tensor]]] = {}  # key -> all rows, and each table's view
-        self._kept: list[dict[str, Any]] = []  # each table's state when it was joined
+        self._kept: list[dict[str, Any]] = []  # each table's state dict when the states were joined
         self._counters: dict[str, list[Any]] = {}  # key -> one counter per table
         self._versions: dict[str, list[int]] = {}  # key -> version of each counter that is a tensor
         self._joined: dict[str, Any] = {}
@@ -248,7 +249,8 @@ class JoinedState:
         optimizer = self._members[0].optimizer
         if not self._kept or optimizer is None:
             return False
-        by_id = dict(zip(map(id, optimizer.state), optimizer.state.values(), strict=True))  # hashes no parameter
+        # By id, because hashing a parameter calls Python.
+        by_id = dict(zip(map(id, optimizer.state), optimizer.state.values(), strict=True))
         kept = [*map(by_id.get, map(id, map(_PARAMETER, self._members)))]
         if not self._joined:
             return not any(kept)

@@ -71,7 +71,7 @@ class Axis:
         of = (*self.of, picks.start, picks.step)
         if own.step != 1 and picks.step != 1:
             raise NotAView
-        if not own:  # also if a view has picked an element on another rank
+        if not own:  # this also holds if a view has picked an element of another rank
             return Axis(len(picks), own, of), slice(0, 0, 1)
         if own.step == 1:  # this rank's indices are those between two bounds
             first = max(0, -(-(own.start - picks.start) // picks.step))
@@ -239,7 +239,7 @@ class Layout:
             return self._gathered(own, cut[0]).view(self.shape)
         whole = torch.zeros([axis.size for axis in self.axes], dtype=own.dtype, device=own.device)
         part = whole[tuple(axis.index for axis in self.axes)]
-        if part.numel() == own.numel():  # a rank may have no element of a 0-dim tensor
+        if part.numel() == own.numel():  # a 0-dim tensor is on one rank only
             part.copy_(own.reshape(part.shape))
         return self.sum_disjoint(whole).view(self.shape)
 
@@ -362,7 +362,7 @@ def apply_view(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], layout
         index = torch.tensor(arguments_by_name(func, args, kwargs)["index"] % layout.shape.numel())
         element = [int(each) for each in torch.unravel_index(index, sizes)]
         return _locate_view(layout, local.view([len(axis.own) for axis in layout.axes]), whole, [], element)
-    # In memory whose axes have these strides, a view's strides and offset say which indices of which axis it picks.
+    # With these axis strides, a view's strides and offset tell which indices of which axis it picks.
     bases = [prod(max(1, size) + 1 for size in sizes[k + 1 :]) for k in range(len(sizes))]
     picked = func(torch.empty_strided(sizes, bases, device="meta"), *args, **kwargs)
     if isinstance(whole, Tensor):
@@ -418,7 +418,7 @@ def _locate_view(
             dimension.
     """
     chosen, offset = layout.chosen, local.storage_offset()
-    # An element on another rank has no index, even of an axis that every rank has whole.
+    # If the view picks an element of another rank, this rank has no indices, not even on axes that are not sharded.
     is_here = local.dim() == len(layout.axes) and all(axis.of or len(axis.own) == axis.size for axis in layout.axes)
     picked = [axis for axis, *_ in dims]
     for k, (axis, index) in enumerate(zip(layout.axes, first, strict=True)):
@@ -428,7 +428,7 @@ def _locate_view(
         is_here = is_here and index in axis.own
         offset += axis.own.index(index) * local.stride(k) if is_here else 0
     if len(chosen) > len(layout.chosen) and any(k is None and size != 1 for k, size, _ in dims):
-        raise NotAView  # a dimension that is split cannot be repeated
+        raise NotAView  # a sharded dimension cannot be expanded
     axes, strides = [], []
     for of, size, step in dims:
         if of is None:

@@ -192,7 +192,7 @@ def _min_or_max(func: Any, args: Any, kwargs: Any) -> Any:
 def _norm(func: Any, args: Any, kwargs: Any) -> Any:
     """Implements norms. A gradient that is in flight or stored as rows computes its own norm."""
     part = args[0]
-    # The call that gradient clipping makes.
+    # Fast path for the call that gradient clipping makes.
     if part.held.of_gradient and len(args) < 3 and not kwargs and part.dtype.is_floating_point:
         of_all: Tensor = part.held.norm(float(args[1]) if args[1:] else 2.0).to(part.dtype)
         return of_all
@@ -200,7 +200,7 @@ def _norm(func: Any, args: Any, kwargs: Any) -> Any:
     order, wide = (
         float(asked.named["ord"]),
         _transit_dtype(asked.dtype),
-    )  # the square of 256 overflows in half precision
+    )  # in a wider dtype, because the square of 256 overflows in half precision
     if part.held.of_gradient and asked.is_over_all(part):
         total: Tensor = part.held.norm(order).to(asked.dtype)
         return total.view([1] * part.dim()) if asked.keep else total

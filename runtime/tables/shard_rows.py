@@ -96,7 +96,7 @@ def _index_put(func: Any, args: Any, kwargs: Any) -> Any:
         ids = _unravel(ids[0], [axis.size for axis in axes])
     apart, shape = axes[len(ids) :], [*ids[0].shape, *(axis.size for axis in axes[len(ids) :])]
     if values.dtype != part.dtype and values.dim():
-        return NotImplemented  # raises torch's error
+        return NotImplemented  # makes torch raise its own error
     own = _own_values(values.to(part.dtype), shape, apart, ids[0].dim())
     if own is None:
         return NotImplemented
@@ -216,7 +216,7 @@ def _map_rows(func: Any, args: Any, kwargs: Any) -> Any:
     tensors = [each for each in (*given, *kwargs.values()) if isinstance(each, Tensor)]
     if held is None or any(isinstance(each, TableShard) or each.dim() for each in tensors):
         return NotImplemented
-    if func not in _LINEAR:  # the values of a tensor are not known on the host
+    if func not in _LINEAR:  # the op may not map zero to zero, as the host does not know the tensor's values
         zero = torch.zeros(1, dtype=part.dtype, device="cpu")
         if tensors or bool(func(zero, *given, **kwargs).any()):
             return NotImplemented

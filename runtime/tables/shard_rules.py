@@ -64,7 +64,7 @@ def run_op(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     written = args[0].held if func._schema.is_mutable and isinstance(args[0], TableShard) else None
     if written is not None:
         written.check_write()
-    # A part of which this rank has all is read as a plain tensor.
+    # Treat shards that are whole on this rank as plain tensors.
     if len(parts) > 1 and any(part.spread.is_alone != parts[0].spread.is_alone for part in parts):
         args, kwargs = pytree.tree_map_only(
             TableShard, lambda p: p.held.dense() if p.spread.is_alone else p, (args, kwargs)
@@ -108,7 +108,7 @@ def _run_rule(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], parts: S
         found = _write_out(func, args, kwargs)
         if found is not NotImplemented:
             return found
-    if func._can_decompose():  # below autograd, also when called by one of these rules
+    if func._can_decompose():  # composite ops reach this point when called below autograd
         return func.decompose(*args, **kwargs)
     return run_on_gathered(func, args, kwargs)
 

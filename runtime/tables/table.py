@@ -180,9 +180,10 @@ class Table:
         if rule is not DeferredUpdate:
             self.flush()
         optimizer, options = self.optimizer_of_members, self.param_group()
-        if can_step_rows(options):  # else the whole table makes the step, which creates state
+        if can_step_rows(options):  # otherwise a step of the whole table creates missing state
             known = {key for key, value in self.store.entries.items() if value is not None}
-            any_lr = {**options, "lr": 0.0}  # a schedule's rates would each be another key of the cache
+            # Leave out the learning rate, because each rate of a schedule would get its own cache entry.
+            any_lr = {**options, "lr": 0.0}
             if not known.issuperset(state_names(type(optimizer), any_lr)):
                 for member in self.members:
                     member.store.add_missing_state(first_state(optimizer, options, member.local))

@@ -87,9 +87,10 @@ class TableShard(Tensor):
         """Returns the error for an operation, named by `asked`, that shards do not support."""
         return self.spread.report(
             RuntimeError(
-                f"{_without_namespace(asked)} is not supported on {self.what}, of which this rank holds only a part: "
-                "torch's ops can read it, and write elements or rows. Call .full_tensor() on every rank, change the "
-                "result, and copy_() it back; or run this code under `with model.whole():`; or keep the table whole: "
+                f"{_without_namespace(asked)} is not supported on {self.what}, because each rank has only a part of it. "
+                "Reads, and writes of elements or rows, are supported. For anything else, call .full_tensor() on every "
+                "rank, change the result, and copy_() it back. Or run this code under `with model.whole():`, or keep "
+                "the table whole: "
                 f"strategy={{{self.spread.name!r}: 'allreduce'}}."
             )
         )
@@ -320,7 +321,7 @@ def cut_own_shard(value: Tensor, layout: Layout) -> Tensor:
         old, new = (each.grid or Grid(1, layout.group.size()) for each in (value.spread, layout))
         return regrid(value.held.dense(), layout.shape, old, new, layout.group)
     if isinstance(value, DTensor) and value.placements == (Shard(1),) and layout.mesh == value.device_mesh:
-        local: Tensor = value.to_local()  # the same table by columns, over the same ranks
+        local: Tensor = value.to_local()  # a DTensor of the same table, sharded by columns over the same ranks
         return local
     return layout.cut(gather_whole(value)).contiguous()
 

@@ -62,7 +62,7 @@ class SparseUpdate:
             table.optimizer_of_members,
             hyperparameters(table.param_group()),
         )
-        # The bits of a fused kernel's result depend on the elements it updates together.
+        # Disable fused kernels, because their bits depend on which elements they update together.
         self._of_some = {**self.options, "fused": False} if self.options.get("fused") else self.options
         self._counted: State = {}  # step counters after this step
         self._awaited: tuple[Rows, Callable[[], Tensor]] | None = None
@@ -133,7 +133,7 @@ class DenseUpdate(SparseUpdate):
         for ids, rows in parts:
             gradient.index_copy_(0, ids, rows)
         done = [(ids, local.index_select(0, ids), read_state_rows(state, ids, total)) for ids in self._applied]
-        # Clone the counters until `keep`: in a joined table they are the first table's.
+        # Step on copies of the counters, because in a joined table they belong to the first table.
         after = step_tensor(self.optimizer, self.options, local, gradient, with_own_counters(state, total))
         for ids, values, of_rows in done:
             local.index_copy_(0, ids, values)

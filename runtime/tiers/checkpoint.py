@@ -88,7 +88,7 @@ def load(
                 closed = read_histories(saved["histories"], table.rows, torch.device("cpu"))
                 _load_rows(table, [folder / each for each in saved["files"]], closed, communicator)
                 table.load(saved)
-            else:  # the checkpoint is from before the table was placed
+            else:  # the checkpoint was saved before the table's rows were moved to storage
                 _load_whole(table, rest["model"].pop(name), _pop_table_state(rest, table, optimizers), communicator)
     model.load_state_dict(rest["model"], strict=False)
     for optimizer, saved in zip(optimizers, rest["optimizers"], strict=True):

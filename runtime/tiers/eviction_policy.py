@@ -36,7 +36,7 @@ class EvictionPolicy:
         self._marks = torch.full((slots,), _FREE, dtype=torch.int64, device="cpu")
         self.free = torch.arange(slots, dtype=torch.int32, device="cpu")
         self.step, self._call = 0, 0
-        self._before, self._began = 0, 0  # the last calls before the previous step and before this one
+        self._before, self._began = 0, 0  # the numbers of the last call before the previous step, and before this step
 
     @property
     def nbytes(self) -> int:

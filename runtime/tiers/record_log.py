@@ -49,10 +49,10 @@ class RecordLog:
         self._blocks = int(_SPARE * records) // block + at_once // block + 4
         self._in_use = torch.zeros(self._blocks, dtype=torch.int32, device="cpu")
         self._full = torch.zeros(self._blocks, dtype=torch.bool, device="cpu")
-        self._count = 0  # numbers in use
-        self._begun = 0  # blocks written so far
+        self._count = 0  # how many record numbers are in use
+        self._begun = 0  # how many blocks have been used so far
         self._empty = array("i")
-        self._next, self._end = 0, 0  # position in the block being written
+        self._next, self._end = 0, 0  # the next number in the current block, and the block's end
 
     @property
     def nbytes(self) -> int:

@@ -39,7 +39,7 @@ class RowsAhead:
         self._state, self._number = state, 0
         self._upcoming: deque[tuple[int, UpcomingBatch]] = (
             deque()
-        )  # on a single rank: number of a coming call -> its batch
+        )  # for a single rank: number of a future call -> its batch
         self._coming: deque[tuple[int, Future[Rows]]] = deque()
         self._jobs: SimpleQueue[_Job] = SimpleQueue()
         self._group: dist.ProcessGroup | None = None
@@ -63,7 +63,7 @@ class RowsAhead:
             memory.begin_step(self._number)
         if self._group is None:
             self._step_alone(leaves, upcoming, ahead, places)
-        elif ahead > 1:  # else the result would arrive no earlier than the lookup
+        elif ahead > 1:  # otherwise the gathered rows would arrive no earlier than the lookup
             found: Future[Rows] = Future()
             self._coming.append((self._number + ahead, found))
             self._jobs.put((upcoming, places, found))

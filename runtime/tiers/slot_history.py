@@ -114,7 +114,7 @@ def read_histories(saved: Mapping[str, Any], rows: range, device: torch.device) 
     found = []
     for each in saved["closed"]:
         if (form := _FORMS.get(each["form"])) is None:
-            raise ValueError(f"another version of embrace_fx wrote its deferred steps ({each['form']})")
+            raise ValueError(f"another version of embrace_fx wrote the deferred optimizer steps ({each['form']})")
         made = object.__new__(form)
         vars(made).update({key: _to_device(device, value) for key, value in each["fields"].items()})
         if form is DeferredAdam and made._moments is not None:
@@ -164,7 +164,7 @@ class SlotHistory(History):
         super().__init__(store, {each.rows.start: each for each in members})
         self.rows, self._closed, self._tables, self._taken = rows, memory.closed, members, memory.columns[TAKEN]
         for each in members:
-            each._first = 0  # the tables share the joined table's slots
+            each._first = 0  # slots are numbered for the joined table, not per table
 
     def begin(self, optimizer: Optimizer, options: Mapping[str, Any]) -> None:
         """Begins an optimizer step. If no history is open, a new one begins after all closed ones."""

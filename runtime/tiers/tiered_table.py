@@ -88,7 +88,7 @@ class SlotRows(RowStore):
         self.rows = range(memory.num_rows) if tables else range(first, first + member.shape[0])
         self._columns = {key: column for key, column in memory.columns.items() if key not in (WEIGHTS, TAKEN)}
         self.refusal = REFUSAL.format(name=member.layout.name, asked="A dense gradient or state")
-        self._on_host: Any = WeakTensorKeyDictionary()  # device ids -> host rows that include them
+        self._on_host: Any = WeakTensorKeyDictionary()  # ids on the device -> rows on the host that include them
         self._expected: Tensor | None = None
         self.history = SlotHistory(self, memory, self.rows, [each.history for each in tables])
         if not tables:

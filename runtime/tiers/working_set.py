@@ -110,20 +110,21 @@ class WorkingSet:
         self.counts = Counts()
         self.closed = ClosedHistories(self)
         self.row_of = torch.full((slots,), -1, dtype=torch.int64, device="cpu")
-        # Per row: 0 if it has its first values; s + 1 in slot s; -n - 1 at record number n of the file.
+        # Where each row is: 0 if never written, s + 1 in slot s, -n - 1 at record number n of the file.
         self._where = torch.zeros(rows, dtype=torch.int32, device="cpu")
-        # The device's copy, per row: s + 1 in slot s; 0 in none.
+        # The same for the device: s + 1 if the row is in slot s, otherwise 0.
         self._on_device = self._slots.map_of_rows(rows)
         self._next_use = EvictionPolicy(slots)
-        # Per slot, the number of the record it was read from.
+        # For each slot, the number of the record from which its row was read, or -1.
         self._number = torch.full((slots,), -1, dtype=torch.int32, device="cpu")
         self._dirty = torch.zeros(slots, dtype=torch.bool, device="cpu")
         self._arriving = torch.zeros(slots, dtype=torch.bool, device="cpu")
         self._thread = FileThread(table, self.file, self.records, self._slots, slots, recorder)
-        self.part = self._thread.part  # the number of rows that are moved at once
-        self._coming: deque[tuple[Future[ReadResult], Tensor]] = deque()  # reads in flight, with their slots
+        self.part = self._thread.part  # how many rows are read or written at once
+        # Pending reads, with the slots into which they read.
+        self._coming: deque[tuple[Future[ReadResult], Tensor]] = deque()
         self._at_once = max(1, slots // self._slots.arriving_share)
-        self._waiting: list[tuple[Tensor, int]] = []  # rows to read ahead, and the step that needs them
+        self._waiting: list[tuple[Tensor, int]] = []  # (rows to read ahead, the step that needs them)
 
     def places(self, ids: Tensor, *, host_ids: Tensor | None = None, to_write: bool = False) -> Tensor:
         """Reads missing rows into memory, and returns the slots (K,) of all rows `ids`.
@@ -265,7 +266,7 @@ class WorkingSet:
     def forget(self, table_rows: range) -> None:
         """Resets the rows of a table to their initial values."""
         while self._coming:
-            with suppress(TierError):  # errors of rows that are reset do not matter
+            with suppress(TierError):  # ignore read errors of rows that are reset anyway
                 self._await_oldest()
         with suppress(TierError):
             self._thread.await_writes()
@@ -345,7 +346,7 @@ class WorkingSet:
         self._await_reads(slots)
         rows, number = self.row_of.index_select(0, slots), self._number.index_select(0, slots)
         dirty = self._dirty.index_select(0, slots)
-        self._where.index_copy_(0, rows, -number - 1)  # the entry is 0 if the row has no record
+        self._where.index_copy_(0, rows, -number - 1)  # number -1 (no record) gives 0
         if self._on_device is not None:
             self._on_device.index_fill_(0, self._slots.to_index(rows), 0)
         if bool(dirty.any()):

@@ -33,7 +33,7 @@ def _move_columns(
     """Triton kernel: copies one tile between rows and their blocks of columns."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     first = tl.program_id(1) * block_width
-    if EVEN:  # known to be divisible by 16 if the block width is, whereas a minimum is not
+    if EVEN:  # Triton then knows that the width is divisible by 16, which it does not for a minimum
         own = block_width
     else:
         own = tl.minimum(block_width, width - first)

@@ -133,7 +133,7 @@ def test_explain_prints_the_grid() -> None:
 @pytest.mark.parametrize(
     ("strategy", "message"),
     [
-        (Grid(2, 2), r"Grid\(2, 2\) does not fit table\.weight.*the 8 ranks"),
+        (Grid(2, 2), r"Grid\(2, 2\) does not fit table\.weight.*must be 8, the number of ranks"),
         ({"table.*": Grid(1, 8)}, r"Grid\(1, 8\) does not fit.*at most 4 columns"),
         ({"table.*": Grid(0, 8)}, r"Grid\(0, 8\) does not fit"),
         ({"tabel.*": Grid(2, 4)}, r"the pattern 'tabel\.\*' matches no table"),
@@ -151,7 +151,7 @@ def test_a_table_that_no_equal_rounds_fill_is_refused() -> None:
 def _compiles_a_bad_grid(rank: int, world_size: int) -> str:
     model = nn.Sequential(nn.Embedding(31, 10), nn.Linear(10, 2))
     compiled = embrace_fx.compile(model, optimizer=SGD(model.parameters(), 0.1), strategy={"0.*": Grid(3, 1)})
-    with pytest.raises(ValueError, match="must be the 2 ranks") as raised:
+    with pytest.raises(ValueError, match="must be 2, the number of ranks") as raised:
         compiled(torch.arange(3))
     return str(raised.value)
 

@@ -144,7 +144,7 @@ def test_the_next_window_never_blocks_this_one() -> None:
         (step([compute("a", 1)], ["a -> x"]), "'x', which is no operation"),
         (replace(TWO_BLOCKS, compute_order=("backward 1",)), "compute_order must hold"),
         (replace(TWO_BLOCKS, operations=TWO_BLOCKS.operations * 2), "several operations named"),
-        (replace(TWO_BLOCKS, dependences=(Dependence("forward 0", "bucket 0", -1),)), "on a later window"),
+        (replace(TWO_BLOCKS, dependences=(Dependence("forward 0", "bucket 0", -1),)), "must not be negative"),
     ],
 )
 def test_steps_that_no_order_can_run_are_refused(impossible: StepGraph, expected: str) -> None:

@@ -113,7 +113,7 @@ def test_to_wait_for_what_is_held_back_launches_it_out_of_turn() -> None:
 def test_a_class_keeps_its_order_whoever_waits() -> None:
     device = Device()
     (rows,) = device.submit("rows")
-    with pytest.raises(RuntimeError, match="'rows' is waited for before it can leave"):
+    with pytest.raises(RuntimeError, match="'rows' was awaited before it could be launched"):
         rows.wait()
 
 
