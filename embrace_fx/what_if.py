@@ -30,12 +30,12 @@ from embrace_fx.passes.scheduler.schedule_facts import compute_facts
 from embrace_fx.planning.findings import (
     RankFacts,
     collect_facts,
+    count_reads,
+    count_scored,
     drawn_ids,
     make_findings,
-    reads_of,
-    scored_of,
 )
-from embrace_fx.planning.scheduling import decide_order, rows_beyond_memory
+from embrace_fx.planning.scheduling import decide_order, predict_storage_reads
 from embrace_fx.planning.tiering import add_working_sets
 from embrace_fx.runtime.ranks.communicator import SingleProcess
 from embrace_fx.runtime.ranks.step_handshake import StepHandshake
@@ -108,7 +108,7 @@ class Forecast(Plan):
         found = cut_communication(self, self._context.state.parameter)
         passes = overlap_passes(self, self.schedule_name, 0, found)
         compiled = run_passes(self._graph, passes, compiled)
-        beyond = rows_beyond_memory(self, LOADER_AHEAD)
+        beyond = predict_storage_reads(self, LOADER_AHEAD)
         schedule, _ = decide_order(self._context, self, compiled.graph, beyond)
         return DrawnSchedule.from_schedule(schedule, lambda: compute_facts(self, schedule))
 
@@ -183,8 +183,8 @@ def plan(  # noqa: PLR0913
         RankFacts(
             tuple(used_parameters(graph)),
             {},
-            reads_of(state, graph, leaves, rank, ranks),
-            scored_of(state, graph, leaves),
+            count_reads(state, graph, leaves, rank, ranks),
+            count_scored(state, graph, leaves),
         )
         for rank, (graph, leaves) in enumerate(captured)
     ]

@@ -1,4 +1,4 @@
-"""Makes the plan of a batch: gathers the rows that all ranks read, by which rank 0 decides; or checks a given plan."""
+"""Makes the plan for a batch: gathers which rows all ranks read, from which rank 0 decides. Or checks a given plan."""
 
 from __future__ import annotations
 
@@ -60,13 +60,12 @@ def plan_on_links(
     roughly: bool = False,
     other_bytes: int = 0,
 ) -> Plan:
-    """Decides the plan on rank 0, and returns it on all ranks. Uses the given links, or probes them if a step sends
-    enough. Collective.
+    """Decides the plan on rank 0, for the given or measured links, and returns it on all ranks. Collective.
 
     Args:
         findings: the findings on rank 0, or None on other ranks.
-        current: the plan in use, if any.
-        known: the links, if they have been probed.
+        current: the current plan, or None.
+        known: the links, if they have been measured.
         roughly: whether a short measurement of the links is enough.
         other_bytes: bytes that a step sends for parameters that are not among the findings.
     """
@@ -111,7 +110,7 @@ def reuse_plan(context: Context, graph: TrainingGraph, plan: Plan) -> Plan:
 
 
 def _disagreements(context: Context, graph: TrainingGraph, plan: Plan) -> Iterator[str]:
-    """Yields each disagreement between plan and model, in a few words."""
+    """Yields, in a few words each, where a plan and a model differ."""
     if plan.world_size != context.communicator.world_size:
         yield f"a plan for {plan.world_size} ranks on {context.communicator.world_size}"
     used = used_parameters(graph)
@@ -159,9 +158,12 @@ def gather_findings(
     """
     communicator, state, options = context.communicator, context.state, context.options
     try:
-        reads = reads_of(state, graph, leaves, communicator.rank, communicator.world_size)
+        reads = count_reads(state, graph, leaves, communicator.rank, communicator.world_size)
         own = RankFacts(
-            tuple(sorted(used_parameters(graph))), _why_whole(state, graph), reads, scored_of(state, graph, leaves)
+            tuple(sorted(used_parameters(graph))),
+            _why_whole(state, graph),
+            reads,
+            count_scored(state, graph, leaves),
         )
     except Exception as error:  # the batch may be bad on this rank alone, so report any error
         own = RankFacts(failure=failure_text(error))
@@ -195,7 +197,7 @@ def _why_whole(state: ModelState, graph: TrainingGraph) -> dict[str, str]:
 def make_findings(
     graph: TrainingGraph, facts: tuple[ParameterFacts, ...], reports: Sequence[RankFacts], ranks: int, options: Options
 ) -> Findings:
-    """Makes findings from the rows that batches read.
+    """Returns the planner's input, made from the ranks' reports of which rows they read.
 
     Args:
         reports: the reports of all ranks, or of some. Other ranks then count with the mean of the rows, and unknown
@@ -283,13 +285,13 @@ def _update_of_unread_rows(
 
 @dataclass(frozen=True)
 class Read:
-    """The rows of one table that a rank's batch reads: their number and, if few enough to send, their ids.
+    """How many rows of one table a rank's batch reads and, if few enough to send, which.
 
     Attributes:
-        rows: count of unique rows, including the padding row, which is sent even if the batch does not contain it.
+        rows: the number of unique rows, including the padding row, which is always sent.
         ids: unique ids with a gradient, or None if there are too many to send.
-        draws: number of ids with a gradient, with duplicates.
-        local_rows: rows of a grid -> how many rows would be in the rank's own row of it.
+        draws: the number of ids with a gradient, counting duplicates.
+        local_rows: number of rows of a grid -> how many of the read rows would be in the rank's own row of it.
     """
 
     rows: int
@@ -300,13 +302,13 @@ class Read:
 
 @dataclass(frozen=True)
 class RankFacts:
-    """One rank's report of its first batch to rank 0.
+    """What one rank reports of its first batch to rank 0.
 
     Attributes:
         used: parameters with a gradient.
         whole: parameter that cannot be sharded -> the reason.
-        reads: the rows read, by table.
-        scored: table -> the number of positions that its output layer's loss scores.
+        reads: table -> the rows that the batch reads.
+        scored: table of an output layer -> how many positions have a label.
         failure: why measuring failed, or None.
     """
 
@@ -318,7 +320,7 @@ class RankFacts:
 
 
 def _sparsity(table: TableSpec, reads_by_rank: Sequence[Read]) -> Sparsity | None:
-    """Returns the measured sparsity of a table's gradients, or None if a rank did not report its ids."""
+    """Returns the measured sparsity of a table's gradients, or None if some rank did not report its ids."""
     ids = [own.ids.to(torch.int64) for own in reads_by_rank if own.ids is not None]
     if len(ids) < len(reads_by_rank):
         return None
@@ -329,7 +331,7 @@ def _sparsity(table: TableSpec, reads_by_rank: Sequence[Read]) -> Sparsity | Non
 
 
 def grid_rows(ranks: int) -> list[int]:
-    """Lists the numbers of rows, greater than one, that a grid of this many ranks can have."""
+    """Returns the numbers of rows, greater than one, that a grid of this many ranks can have."""
     return [each for each in range(2, ranks + 1) if ranks % each == 0]
 
 
@@ -347,8 +349,10 @@ def drawn_ids(state: ModelState, graph: TrainingGraph, leaves: Sequence[Any]) ->
     return found
 
 
-def reads_of(state: ModelState, graph: TrainingGraph, leaves: Sequence[Any], rank: int, ranks: int) -> dict[str, Read]:
-    """Counts the rows that a rank's batch reads, by table."""
+def count_reads(
+    state: ModelState, graph: TrainingGraph, leaves: Sequence[Any], rank: int, ranks: int
+) -> dict[str, Read]:
+    """Counts how many rows of each table a rank's batch reads."""
     found = {}
     for name, (drawn, unique) in drawn_ids(state, graph, leaves).items():
         ids = drawn.unique().cpu()
@@ -360,8 +364,8 @@ def reads_of(state: ModelState, graph: TrainingGraph, leaves: Sequence[Any], ran
     return found
 
 
-def scored_of(state: ModelState, graph: TrainingGraph, leaves: Sequence[Any]) -> dict[str, int]:
-    """Counts the positions of a batch that losses of output layers score, by table."""
+def count_scored(state: ModelState, graph: TrainingGraph, leaves: Sequence[Any]) -> dict[str, int]:
+    """Counts how many positions of a batch have a label, for each table of an output layer."""
     found = labels_in_batch(graph)
     if not found:
         return {}
@@ -381,7 +385,7 @@ def scores_nothing(state: ModelState, graph: TrainingGraph, leaves: Sequence[Any
 
 
 def _run(state: ModelState, module: fx.GraphModule, leaves: Sequence[Any]) -> tuple[Any, ...]:
-    """Computes values that depend on the batch alone. Restores the random state, because the step draws the same
+    """Runs a graph that depends only on the batch, and restores the random state, because the step draws the same
     numbers.
     """
     parameter = state.any_parameter()

@@ -1,4 +1,4 @@
-"""Places parameters as a plan says, and moves them under another plan."""
+"""Shards parameters as a plan says, and moves them when the plan changes."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def gather_tables(context: Context, names: Sequence[str]) -> None:
 
 
 def gather_buffers(model: nn.Module) -> None:
-    """Gathers buffers that are shards, such as pruning masks of tables. Collective."""
+    """Gathers buffers that are sharded, such as pruning masks of tables. Collective."""
     for module in model.modules():
         for key, buffer in module._buffers.items():
             if isinstance(buffer, TableShard):
@@ -92,9 +92,7 @@ def gather_buffers(model: nn.Module) -> None:
 
 
 def _shard_table(context: Context, name: str, plan: Plan, shape: torch.Size, mesh: DeviceMesh | None) -> None:
-    """Shards a table as the plan says. If the parameter is already this rank's part, `mesh` has the ranks that hold the
-    others.
-    """
+    """Shards a table as the plan says. With a mesh, the parameter already is this rank's shard."""
     parameter, communicator = context.state.parameter(name), context.communicator
     layout = shard_parameter(name, parameter, shape, communicator, plan[name].grid, mesh)
     always, reads = context.options.row_updates == "replay", context.state.reads

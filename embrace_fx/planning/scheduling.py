@@ -1,4 +1,4 @@
-"""Decides the launch order of a window from a plan; binds no runtime.
+"""Decides in which order a window (a backward and the next forward) launches collectives.
 
 The first order comes from the cost model; once every rank has measured a few steps, rank 0 computes the final one for
 all ranks.
@@ -37,8 +37,8 @@ _Found = tuple[Schedule, tuple[str, ...]]
 """The schedule that rank 0 has found, and units of the backward in their new order; without units it is unchanged."""
 
 
-def rows_beyond_memory(plan: Plan, ahead: int) -> dict[str, RowMemory]:
-    """Predicts the reads of rows in storage, by row exchange, for a loader that is `ahead` batches ahead."""
+def predict_storage_reads(plan: Plan, ahead: int) -> dict[str, RowMemory]:
+    """Predicts, for each table larger than memory, how many rows a step reads from storage, `ahead` steps early."""
     return {
         name: set_read_ahead(combine_memories(beyond), ahead, plan.world_size)
         for name, tables in plan.row_exchanges.items()
@@ -97,7 +97,7 @@ def decide_order(
 def _search_order(
     context: Context, plan: Plan, graph: TrainingGraph, steps: StepGraph, name: str, profiled: Profile
 ) -> _Found:
-    """Searches for the fastest order of launches and of the backward's units, by a profile."""
+    """Searches for the fastest order of launches and of the backward's compute, using measured times."""
     measured = {each.what: ms for each, ms in profiled.compute_ms.items() if each.kind == "backward"}
     units = BackwardUnits.find(graph.phases["backward"])
     atoms = Atoms.build(
@@ -114,7 +114,7 @@ def _search_order(
 def _step_graph(
     context: Context, plan: Plan, graph: TrainingGraph, memory: Mapping[str, RowMemory], profiled: Profile | None
 ) -> StepGraph:
-    """Builds the step graph of a window."""
+    """Describes a window (a backward and the next forward) by its operations, durations and dependences."""
     cluster = plan.links.flattened(plan.world_size)
     if plan.world_size == 1:
         return add_storage_operations(build_single_process(graph, cluster.compute), memory)
@@ -132,7 +132,7 @@ def _step_graph(
 
 
 def issued_launches(schedule: Schedule, plan: Plan) -> tuple[OperationId, ...]:
-    """Lists the launches of a schedule that the launcher thread issues.
+    """Returns the launches of a schedule that the launcher makes.
 
     The calling thread issues the AllReduce of row norms, the exchanges of output layers, and the AllGather of ids of a
     batch that was not known ahead.

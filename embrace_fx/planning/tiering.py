@@ -1,4 +1,4 @@
-"""Decides which tables keep a working set of rows in memory, as `table_memory` asks, and of how many rows."""
+"""Decides which tables keep only some rows in memory, as `table_memory` requests, and how many rows."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def _split_space(context: Context, plan: Plan, space: RowSpace, beyond: Mapping[
 
 
 def _measure_storage(context: Context, records: Records) -> tuple[StorageTier, ...]:
-    """Measures the storage of a compiled model's rows, at the speed of the slowest rank. Collective."""
+    """Measures how fast rows can be read from and written to storage, on the slowest rank. Collective."""
     directory, streams = context.options.spill_to, choose_streams(context.device)
     try:
         own = measure_host(records) if directory is None else measure_disk(directory, records)
@@ -112,7 +112,7 @@ def _measure_storage(context: Context, records: Records) -> tuple[StorageTier, .
 
 
 def _check_host(context: Context, found: Mapping[str, Tier], plan: Plan) -> None:
-    """Raises `ValueError` on every rank if a host lacks memory for rows that are kept in host memory. Collective.
+    """Raises `ValueError` on every rank if a host has too little memory for the rows that it must hold. Collective.
 
     Args:
         found: the tables whose rows do not all stay in memory.
@@ -129,7 +129,7 @@ def _check_host(context: Context, found: Mapping[str, Tier], plan: Plan) -> None
 
 
 def tiered_tables(context: Context, plan: Plan, rank: int) -> dict[str, Tier]:
-    """Returns the tables whose rows do not all stay in memory, by name, with the columns that a rank holds of them."""
+    """Returns the tables that keep only some rows in memory, by name, with the columns that a rank holds."""
     whole = _memory_limits(context, plan)
     columns = {name: _record_columns(context, name, plan[name].shape, rank) for name in whole}
     asked = dict(whole)
@@ -160,7 +160,7 @@ def _memory_limits(context: Context, plan: Plan) -> dict[str, float]:
 
 
 def _check_supported(context: Context, name: str, plan: Plan) -> None:
-    """Raises `ValueError` if a table cannot have a working set."""
+    """Raises `ValueError` if a table cannot keep only some rows in memory."""
     parameter, known_optimizers = context.state.parameter(name), context.optimizer_hooks.known_optimizers
     held = known_optimizers.find(parameter)
     if name not in plan.sharded or plan[name].grid is not None:
@@ -191,7 +191,7 @@ def _check_supported(context: Context, name: str, plan: Plan) -> None:
 
 
 def _record_columns(context: Context, name: str, shape: tuple[int, ...], rank: int) -> dict[str, Column]:
-    """Returns the columns of a table's records: weights, number of steps taken, and optimizer state."""
+    """Returns what is stored for each row of a table: weights, number of applied steps, and optimizer state."""
     parameter = context.state.parameter(name)
     ((optimizer, group),) = context.optimizer_hooks.known_optimizers.find(parameter)
     width = len(_owned_columns(shape, context.communicator.world_size, rank))
@@ -201,7 +201,7 @@ def _record_columns(context: Context, name: str, shape: tuple[int, ...], rank: i
 
 
 def _owned_columns(shape: tuple[int, ...], ranks: int, rank: int) -> range:
-    """Returns the columns of a table of this shape that one of `ranks` ranks owns."""
+    """Returns which columns of a table one of `ranks` ranks owns."""
     return range(shape[1])[owned_slices(shape, Grid(1, ranks), rank)[1]]
 
 
@@ -234,7 +234,7 @@ def open_working_sets(context: Context, plan: Plan, beyond: Mapping[str, Tier]) 
         space, columns, device = plan.join_tables(tables), beyond[tables[0]].columns, _device_of(context, tables[0])
         first_rows = {table: space.rows_of(table).start for table in tables}
         initial = InitialValuesOfTables(
-            {first: _first_values(context, each, plan[each]) for each, first in first_rows.items()}
+            {first: _initial_values(context, each, plan[each]) for each, first in first_rows.items()}
         )
         rows, slots = space.bounds[-1], sum(plan.memory[each].slots for each in tables)
         try:
@@ -249,13 +249,13 @@ def open_working_sets(context: Context, plan: Plan, beyond: Mapping[str, Tier]) 
 
 
 def _device_of(context: Context, name: str) -> torch.device:
-    """Returns the device of a parameter, or the session's if the parameter is on meta."""
+    """Returns the device of a parameter, or the model's device if the parameter is on the meta device."""
     parameter = context.state.parameter(name)
     return context.device if parameter.is_meta else parameter.device
 
 
-def _first_values(context: Context, name: str, decision: Decision) -> InitialValues:
-    """Returns the first values of a table's rows on this rank. Collective."""
+def _initial_values(context: Context, name: str, decision: Decision) -> InitialValues:
+    """Returns how the initial values of a table's rows on this rank are computed. Collective."""
     communicator, module = context.communicator, lazily_initialized(context, name)
     seed = communicator.gather(torch.initial_seed() % 2**62, int)[0] ^ crc32(name.encode())
     own = _owned_columns(decision.shape, communicator.world_size, communicator.rank)
@@ -285,7 +285,7 @@ def place_tiered(
     else:
         communicator.connect(device)
         layout = Layout.of_table(name, shape, make_mesh(communicator, device.type, None), weakref.ref(communicator))
-    _store_first_values(context, memory, first, shape[0], values)
+    _store_initial_values(context, memory, first, shape[0], values)
     width = len(_owned_columns(shape, communicator.world_size, communicator.rank))
     # A placeholder that takes the memory of one element.
     like = torch.empty_strided((shape[0], width), (0, 0), dtype=parameter.dtype, device=device)
@@ -304,10 +304,10 @@ def place_tiered(
     )
 
 
-def _store_first_values(
+def _store_initial_values(
     context: Context, memory: WorkingSet, first: int, rows: int, values: Mapping[str, Tensor]
 ) -> None:
-    """Writes a table's first values to its file or to host memory. Collective: fails on all ranks or on none."""
+    """Writes a table's initial values to storage. Collective: fails on all ranks or on none."""
     told = None
     try:
         for some in torch.arange(rows, device="cpu").split(ROWS_AT_ONCE) if values else ():

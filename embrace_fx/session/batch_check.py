@@ -19,7 +19,7 @@ from embrace_fx.vocabulary.ops import draws_random_numbers
 from embrace_fx.vocabulary.plan import Plan
 
 
-def batch_check(
+def make_batch_check(
     context: Context, plan: Plan, graph: TrainingGraph, counters: StepCounters, *, train: bool
 ) -> Callable[[Sequence[Any]], str | None]:
     """Returns a function that checks a batch before this rank announces its step: ids of whole tables must be in the

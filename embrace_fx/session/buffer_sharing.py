@@ -25,7 +25,7 @@ class BufferSharing:
     """Makes one model's buffers equal on all ranks.
 
     Attributes:
-        due: whether the next forward shares the buffers.
+        due: whether the next forward must make buffers equal.
     """
 
     def __init__(self, context: Context, counters: StepCounters) -> None:
@@ -40,7 +40,7 @@ class BufferSharing:
     def prepare_forward(
         self, graph: TrainingGraph, assigned: frozenset[str], *, reduce: bool
     ) -> tuple[Callable[[], int], Callable[[], None] | None]:
-        """Returns two functions that share a program's buffers: one to announce them, and one to broadcast them.
+        """Returns two functions that make a program's buffers equal: to announce them, and to broadcast them.
 
         Args:
             assigned: buffers that the forward replaces with other tensors.
@@ -85,11 +85,11 @@ class BufferSharing:
         return number_to_announce, share
 
     def _never_written(self) -> Iterable[Tensor]:
-        """Returns the buffers that no forward writes."""
+        """Yields the buffers that no forward writes."""
         return self._state.buffers_except(self._written | self._state.ignored)
 
     def shares_next(self) -> bool:
-        """Returns whether the next forward shares buffers."""
+        """Returns whether the next forward makes buffers equal."""
         return self.due and bool(self.shared_names())
 
     def shared_names(self) -> list[str]:
@@ -100,5 +100,5 @@ class BufferSharing:
 
 @functools.lru_cache(maxsize=64)
 def _hash_names(names: frozenset[str]) -> int:
-    """Returns a hash of names that is equal on all ranks."""
+    """Returns a hash of names that is the same on all ranks."""
     return checksum_of_text("\n".join(sorted(names)))

@@ -62,7 +62,7 @@ _MACHINERY = (
 
 
 def _ddp_logging_data(session: Session) -> dict[str, Any]:
-    """Returns the fields of DDP's `_get_ddp_logging_data()` that a compiled model can fill."""
+    """Returns the fields of DDP's `_get_ddp_logging_data()` that a compiled model knows."""
     parameters = list(session.model.parameters())
     return {
         "world_size": session.communicator.world_size,

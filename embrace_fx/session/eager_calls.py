@@ -29,10 +29,11 @@ from embrace_fx.vocabulary.plan import BY_ROWS
 
 
 class EagerCalls:
-    """Runs a model's calls on the eager route: the forward and backward as written, then an exchange of gradients.
+    """Runs calls of a model whose forward is not captured: forward and backward run eagerly, then gradients are
+    exchanged.
 
     Attributes:
-        reason: the reason, in one line, why calls run eagerly, or "" if calls are captured.
+        reason: the reason, in one line, why calls run eagerly, or "" if they are captured.
     """
 
     def __init__(self, context: Context, programs: Programs) -> None:
@@ -52,7 +53,7 @@ class EagerCalls:
         self._sorted: tuple[tuple[str, ...], list[str]] | None = None
 
     def take_over(self, reason: str) -> None:
-        """Switches the model to the eager route for good, for this reason."""
+        """Makes all later calls of the model run eagerly, for this reason."""
         self.reason = reason
         self._context.optimizer_hooks.of_any_layout = True
         self._programs.cache.clear()
@@ -61,9 +62,7 @@ class EagerCalls:
             log("%s runs as written, with whole tables: %s", type(self._context.model).__name__, reason)
 
     def extend_plan(self) -> None:
-        """Extends the plan to hold all ranks' batches. Switches to the eager route if no graph can hold one of them.
-        Collective.
-        """
+        """Extends the plan to all ranks' batches. Makes calls run eagerly if one cannot be captured. Collective."""
         if reason := self._programs.extend_plan():
             self.take_over(reason)
             entry = self._entry(self._trained(), train=True)
@@ -110,7 +109,7 @@ class EagerCalls:
         return model(*call.args, **call.kwargs)
 
     def evaluates(self) -> bool:
-        """Returns whether forwards without gradients run as written, even if training calls are captured."""
+        """Returns whether forwards without gradients run eagerly, even if training is captured."""
         plan, options = self._programs.plan, self._context.options
         if plan is None or plan.sharded or plan.renormed or options.backend != "eager":
             return False
@@ -132,7 +131,7 @@ class EagerCalls:
         return self._run(self._entry(trained, train=False), trained, call, accumulates=False)
 
     def _entry(self, trained: Mapping[str, nn.Parameter], *, train: bool) -> Entry:
-        """Returns the cache entry of eager calls that train these parameters. Makes it at the first call."""
+        """Returns the cache entry for eager calls that train these parameters, making it at the first call."""
         kind = self._programs.cache["eager", tuple(trained), train]
         if not kind.found:
             name = self._context.state.names[0]
@@ -141,7 +140,7 @@ class EagerCalls:
         return kind.found[0]
 
     def _rows_of(self, entry: Entry, leaves: Sequence[Any] = ()) -> list[Tensor]:
-        """Returns, for each table, the rows of a recent gradient, or before the first one those that a batch can
+        """Returns, for each table, the rows of a recent gradient, or before the first one those that a batch may
         read.
         """
         tables, rows = entry.analysed.tables, self._rows
@@ -184,7 +183,7 @@ class EagerCalls:
         return {name: parameter for name, parameter in found if parameter.requires_grad}
 
     def _graph(self, trained: Mapping[str, nn.Parameter]) -> TrainingGraph:
-        """Returns a graph of the gradients alone, and stores its tables in the model's state."""
+        """Returns a graph that only exchanges gradients, and stores its tables in the model's state."""
         if self._context.communicator.comm_hook is None:
             self._tables = lookup_tables(self._context.model, trained)
             self._row_tables = frozenset(lookup_tables(self._context.model, trained, only_sparse=True))
@@ -197,7 +196,7 @@ class EagerCalls:
         self._accumulation.forget()
 
     def _run(self, entry: Entry, trained: Mapping[str, nn.Parameter], call: Arguments, *, accumulates: bool) -> Any:
-        """Announces a call, runs the forward as written, and prepares the exchange of its gradients."""
+        """Announces a call, runs the forward eagerly, and prepares the exchange of its gradients."""
         context = self._context
         if self.reason:
             context.state.hooked = frozenset()  # autograd itself calls the gradient hooks
@@ -225,7 +224,7 @@ class EagerCalls:
         return results
 
     def _log_written(self, tables: list[str]) -> None:
-        """Logs once that a forward writes these tables, which may make replicas differ."""
+        """Logs, once, that a forward writes these tables, so that replicas may differ."""
         if not self._logged_written and self._context.communicator.rank == 0:
             log(_WRITTEN, ", ".join(tables))
         self._logged_written = True

@@ -38,7 +38,7 @@ each call is annealed, and does not return; a task's number returns after all ta
 
 @dataclass(frozen=True, eq=False)
 class GraphCalls:
-    """Runs one model's calls on captured graphs."""
+    """Runs calls of a model whose forward is captured: finds a valid capture for a batch, or makes one."""
 
     _context: Context
     _programs: Programs
@@ -88,7 +88,7 @@ class GraphCalls:
         return found
 
     def _find_program(self, entry: Entry, kind: Entries, call: Arguments) -> tuple[Entry, Program]:
-        """Returns the entry and the program that run a batch. Compiles the program at its first use.
+        """Returns the cache entry and the program that run a batch. Compiles the program at its first use.
 
         Args:
             entry: the capture found for the batch.
@@ -102,7 +102,7 @@ class GraphCalls:
         return entry, program
 
     def _next_batch(self, captures: Entries, program: Program, leaves: Sequence[Any]) -> NextBatch | None:
-        """Returns the next batch, prepared for this step's exchange of its ids, or None if it is not known."""
+        """Prepares the next batch, whose ids this step exchanges. Returns None if the batch is not known."""
         coming = self._lookahead.following(leaves)
         if coming is None and self._lookahead.known and program.flow.looks_ahead:
             self._lookahead.warn_of_other_batch()
@@ -138,9 +138,7 @@ class GraphCalls:
             return None
 
     def _capture(self, captures: Entries, call: Arguments) -> Entry:
-        """Captures the model for a call in agreement with the other ranks. Raises if all ranks must take the eager
-        route.
-        """
+        """Captures the forward at the same time as the other ranks. Raises if all ranks must run it eagerly."""
         context, programs = self._context, self._programs
         failure, captured, rank = None, None, context.communicator.rank
         programs.flow.apply()
@@ -173,7 +171,7 @@ class GraphCalls:
         return entry
 
     def _captured(self, kind: Entries, call: Arguments) -> Captured:
-        """Captures a batch. Sizes that have varied among the calls of its kind become symbolic."""
+        """Captures the forward with a batch. Sizes that have varied among calls with the same key become symbolic."""
         changed = kind.found[-1].captured.changed_constants(call.leaves) if kind.found else []
         kind.values |= {each.name for each in changed if each.name and each.can_be_input} - kind.deciding
         constant = next((each for each in changed if each.name not in kind.values), None)
@@ -197,7 +195,7 @@ class GraphCalls:
         return replace(captured, conditions=captured.conditions.without_broken())
 
     def _capture_with_inputs(self, captures: Entries, call: Arguments) -> Captured:
-        """Captures a batch, with the values that have changed since earlier captures as inputs instead of constants."""
+        """Captures the forward. Values that have changed since earlier captures become inputs instead of constants."""
         whole = {name: table.shape for name, table in self._context.state.tables.items()}
         captured_as = partial(capture, self._context.model, train=call.train, dynamic=varying_sizes(captures))
         while True:
@@ -217,7 +215,7 @@ class GraphCalls:
 
 
 def varying_sizes(captures: Entries) -> frozenset[tuple[int, int]]:
-    """Returns (index of argument, dimension) of the sizes that have varied so far, and may vary again.
+    """Returns (index of an argument, dimension) of the sizes that have varied so far and may vary again.
 
     If any size has varied, batch sizes may vary too, because such a loader usually ends with a short batch. A batch
     size that equals a varying size stays constant, because torch would take the two for one symbol.

@@ -18,8 +18,8 @@ from embrace_fx.setup.context import Context
 
 
 def set_up_offloading(context: Context, compute: Compute) -> tuple[Copies | None, CopyRate]:
-    """Prepares the copies of saved values out of memory. Returns the object that copies, or None, and the copies' rate
-    on the slowest rank. Collective if the options request copies.
+    """Prepares offloading of saved values. Returns the object that copies them, or None, and the copies' rate on the
+    slowest rank. Collective if the options request offloading.
 
     Args:
         compute: the assumed speed of nodes. Only the proportions of its estimates are right, so the copies' rate is

@@ -33,12 +33,12 @@ class Arguments:
 
 @dataclass
 class Entry:
-    """One capture, and the programs built from it.
+    """One capture of the forward, and the programs compiled from it.
 
     Attributes:
         programs: whether gradients are accumulated (`no_sync`) -> program, built when first needed under the plan in
             use.
-        reused: count of calls that have used the capture after the call for which it was made.
+        reused: how many calls have used the capture, besides the one for which it was made.
     """
 
     captured: Captured
@@ -54,8 +54,8 @@ class Entries:
 
     Attributes:
         shapes: for each captured batch, index of a tensor -> its shape.
-        values: names of values that have changed and are inputs of graphs.
-        deciding: names of values that have changed and cannot be inputs.
+        values: names of values that have changed and so are inputs of graphs.
+        deciding: names of values that have changed but cannot become inputs.
     """
 
     found: list[Entry] = field(default_factory=list)
@@ -64,7 +64,7 @@ class Entries:
     deciding: frozenset[str] = frozenset()
 
     def accepting(self, leaves: Sequence[Any]) -> Entry | None:
-        """Returns the capture that is valid for a batch, or None."""
+        """Returns the capture that is valid for a batch, or None if there is none."""
         return next((each for each in self.found if each.captured.accepts(leaves)), None)
 
 
@@ -74,7 +74,7 @@ class ProgramCache(dict[Any, Entries]):
     Calls with the same arguments share their `shapes`: sizes that vary in training also vary in an evaluation.
 
     Attributes:
-        captures: number of captures made.
+        captures: the number of captures made.
     """
 
     def __init__(self) -> None:
@@ -98,11 +98,11 @@ class StepCounters:
 
     Attributes:
         calls: number of training calls.
-        replan_for: the reason why this rank asks for another plan, or "".
-        rows_seen: watched table -> rows read in the next step.
-        authority: the rank whose buffers the other ranks take.
-        uneven: whether ranks may have taken different numbers of optimizer steps (`join`).
-        ahead: number of batches that the loader is read ahead.
+        replan_for: the reason why this rank requests another plan, or "".
+        rows_seen: watched table -> how many rows the next step reads.
+        authority: the rank whose buffers the other ranks get.
+        uneven: whether ranks may have run different numbers of optimizer steps (`join`).
+        ahead: how many batches the loader is read ahead.
     """
 
     calls: int = 0
@@ -128,7 +128,7 @@ def call_key(modes: tuple[bool, ...], leaves: Sequence[Any], spec: pytree.TreeSp
 
 
 def signature(leaves: Sequence[Any]) -> tuple[Any, ...]:
-    """Returns the properties of arguments, besides sizes and constants, that must match for a capture to be valid."""
+    """Returns what must match for a capture to be valid, apart from sizes and constants: types, dtypes and devices."""
     found: list[Any] = []
     for leaf in leaves:
         is_tensor = isinstance(leaf, Tensor)

@@ -60,18 +60,19 @@ ORDER = "the first backward has shown the order of its gradients"
 
 
 class Programs:
-    """The programs of one model's calls, and the plan they run under.
+    """The compiled programs of a model's calls, and the plan under which they run.
 
     Args:
-        on_other_batch: called when another batch comes than the expected one.
-        on_placed: called after tables were placed by a plan; its argument is whether the plan is the first.
+        on_other_batch: called when the model gets another batch than the one prepared as the next.
+        on_placed: called after tables were placed by a plan, with whether it is the first plan.
 
     Attributes:
         cache: the entries of the calls so far.
-        pipeline: the plan in use with its programs and flow, or None before the first training call.
-        counters: the state that calls share.
+        pipeline: the current plan with its programs and its pipeline of communication, or None before the first
+            training call.
+        counters: counters that all calls share.
         buffers: shares the model's buffers.
-        links: the probed links, or None before.
+        links: the measured links, or None.
         records: whether to record each program's steps as soon as the program is built.
     """
 
@@ -94,12 +95,12 @@ class Programs:
 
     @property
     def plan(self) -> Plan | None:
-        """The plan in use, or None before the first training call."""
+        """The current plan, or None before the first training call."""
         return None if self.pipeline is None else self.pipeline.plan
 
     @property
     def flow(self) -> CommPipeline:
-        """The flow in use, which carries communication from one step to the next."""
+        """The pipeline that keeps communication from one step to the next."""
         return self._no_steps if self.pipeline is None else self.pipeline.flow
 
     @property
@@ -115,7 +116,7 @@ class Programs:
     # -- programs ------------------------------------------------------------------------------------------------------
 
     def build(self, entry: Entry, *, accumulates: bool = False) -> Program:
-        """Returns an entry's program under the plan, and builds it at its first use.
+        """Returns the program for a cache entry under the current plan, compiling it at the first call.
 
         Raises:
             PlanDoesNotFit: the plan must be changed first, on every rank.
@@ -134,7 +135,7 @@ class Programs:
         return entry.programs[accumulates]
 
     def start_recording(self) -> None:
-        """Starts a requested recording, once there is a recorder."""
+        """Starts a recording that was requested before there was a recorder."""
         recorder = None if self.pipeline is None else self.pipeline.recorder
         if self.records and recorder is not None and recorder.recording is None:
             recorder.start()
@@ -165,13 +166,13 @@ class Programs:
             log("%s", summarize(self.in_use.plan))
 
     def _adopt(self, plan: Plan, findings: Findings | None) -> None:
-        """Makes a plan the one in use, before it has programs. After an error, nothing has changed."""
+        """Makes a plan the current one, without programs yet. After an error, nothing has changed."""
         self.pipeline = StepPipeline(self._context, plan, findings, self.counters, self.buffers, self._on_other_batch)
         log_text("plan", lambda: str(plan))
 
     def ask_to_replan(self, reason: str) -> bool:
-        """Asks all ranks, with the next announcement, for another plan, at most once in a hundred calls for the same
-        reason.
+        """Requests another plan from all ranks with the next announcement. Returns False if the same reason was given
+        within the last 100 calls.
         """
         calls, last, options = self.counters.calls, self._replanned.get(reason), self._context.options
         fixed = options.given_plan is not None or options.table_memory is not None  # a working set stays as it is
@@ -182,8 +183,8 @@ class Programs:
         return True
 
     def observe(self) -> None:
-        """Checks the rows that training calls read, on every `SAMPLED_EVERY`-th call, and asks all ranks for a new plan
-        if they have drifted.
+        """Checks, at every `SAMPLED_EVERY`-th call, how many rows calls read, and requests a new plan if that has
+        changed.
         """
         monitor = self.in_use.monitor
         if monitor is not None and self.counters.calls % SAMPLED_EVERY == 0:
@@ -192,7 +193,8 @@ class Programs:
                 self.ask_to_replan(DRIFT)
 
     def replan(self, entry: Entry, leaves: Sequence[Any], reason: str = "") -> None:
-        """Plans again, for a batch. Collective. If it raises, it does so on every rank, and nothing has changed.
+        """Makes a new plan with a batch. Collective. If it raises, it does so on every rank, and nothing has
+        changed.
 
         Args:
             reason: the reason for a new plan; "" means the reason of the rank that asked in its announcement. The plan
@@ -233,7 +235,7 @@ class Programs:
             log("planned again %s", describe_replan(self.counters.calls, reason, old, new))
 
     def use_plan(self, new: Plan, reason: str) -> None:
-        """Puts a modified copy of the plan in use. Collective."""
+        """Makes a modified copy of the plan the current one. Collective."""
         analysed = next(self.cache.entries()).analysed
         self._replace_plan(analysed, new, self.in_use.findings, reason)
 
@@ -243,7 +245,7 @@ class Programs:
 
         Args:
             activity: the activity of the call.
-            meets: whether all ranks call this, no matter whether the plan meets the needs of their batches.
+            meets: whether all ranks call this, even if the plan fits their batches.
         """
         self._violation = violation
         if violation or meets:
@@ -276,7 +278,7 @@ class Programs:
         return ""
 
     def unshard(self, names: Sequence[str], reason: str) -> None:
-        """Replaces the plan by one in which these tables are whole, before an optimizer steps them. Collective."""
+        """Makes these tables whole, and changes the plan accordingly, before an optimizer steps them. Collective."""
         entry = next(each for each in self.cache.entries() if each.train)
         if not self._may_change_plan(entry) or self._context.options.given_plan is not None:
             raise RuntimeError(
@@ -312,7 +314,7 @@ class Programs:
             log("planned again %s", line)
 
     def _may_change_plan(self, entry: Entry) -> bool:
-        """Returns whether the plan may change on this rank: no backward, `no_sync` sum or recording is unfinished."""
+        """Returns whether the plan may change on this rank: no backward, `no_sync` or recording is in progress."""
         state = self._context.state
         tables = {decision.parameter for decision in self.in_use.plan if decision.is_table}
         return (
@@ -326,9 +328,7 @@ class Programs:
     # -- pending updates -----------------------------------------------------------------------------------------------
 
     def pending_updates(self) -> tuple[UpdateGroup, UpdateGroup]:
-        """Returns two handles on updates that are pending between calls: those of dense parameters, and those of
-        tables.
-        """
+        """Returns the groups of parameters whose updates may be pending between calls: dense parameters, and tables."""
         state, lock = self._context.state, self._context.state.pending.lock
 
         def tables() -> Iterable[nn.Parameter]:
@@ -354,13 +354,13 @@ class Programs:
         return found + self.flow.buckets.optimizers
 
     def apply_pending(self) -> None:
-        """Applies pending updates and discards prefetched rows, because parameters may be read or written now."""
+        """Applies pending updates and drops rows sent early, because parameters may be read or written now."""
         self._context.state.pending.close()
         self._apply_pending()
 
     def _apply_pending(self) -> None:
-        """Applies pending updates, and makes pending gradients visible in `.grad`. Logs a hint, once, if that happens
-        in every step.
+        """Applies pending updates, and waits for gradients in flight, so that `.grad` has ordinary tensors. Logs a
+        hint, once, if that happens in every step.
         """
         state = self._context.state
         self.flow.apply()
@@ -372,7 +372,7 @@ class Programs:
                 log(_ASKED)
 
     def leave_model(self) -> None:
-        """Makes all tables whole on every rank, because another `compile` takes the model over. Collective."""
+        """Makes all tables whole on every rank, because the model is being compiled again. Collective."""
         if self.pipeline is not None:
             self.pipeline.close()
             gather_tables(self._context, self.pipeline.plan.sharded)

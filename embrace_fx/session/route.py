@@ -36,9 +36,9 @@ FEW_TABLES = 8
 """Most tables that are priced one by one: more of them share start-ups, which only a graph shows."""
 
 
-def runs_as_written(context: Context, programs: Programs, leaves: Sequence[Any]) -> str:
-    """Decides at the first training call whether to capture the model. Returns "" if so, or the reason, in one line,
-    why its forward runs as written. Collective.
+def reason_to_run_eagerly(context: Context, programs: Programs, leaves: Sequence[Any]) -> str:
+    """Decides at the first training call whether to capture the forward. Returns "" if so, or the reason, in one line,
+    to run it eagerly. Collective.
 
     Args:
         leaves: the arguments of the first training call, flattened.
@@ -83,7 +83,7 @@ def runs_as_written(context: Context, programs: Programs, leaves: Sequence[Any])
 
 
 def _requires_graph(context: Context) -> bool:
-    """Returns whether an option requires a graph, or a layer's eager lookups would differ from DDP's."""
+    """Returns whether an option requires a capture, or eager lookups of some layer would differ from DDP's."""
     options, state = context.options, context.state
     asked = options.route, options.memory_budget, options.table_memory, options.given_plan
     usual = options.strategy == "auto" and options.schedule == AUTO and options.row_updates == "exact"

@@ -39,7 +39,7 @@ from embrace_fx.session.eager_calls import EagerCalls
 from embrace_fx.session.graph_calls import GraphCalls
 from embrace_fx.session.program_cache import Arguments
 from embrace_fx.session.programs import MODULE, ONCE_IN, USER, Programs
-from embrace_fx.session.route import runs_as_written
+from embrace_fx.session.route import reason_to_run_eagerly
 from embrace_fx.session.shadow_rank import ShadowRank
 from embrace_fx.session.state_hooks import add_state_hooks, release_from_session
 from embrace_fx.session.views import Views
@@ -51,7 +51,7 @@ from embrace_fx.setup.options import Options
 
 
 class Session:
-    """One compiled model's life: the calls, programs and state of a `CompiledModel`."""
+    """The state of one compiled model: its calls, programs and tables, from `compile` to `close`."""
 
     def __init__(
         self,
@@ -101,9 +101,7 @@ class Session:
         broadcast_state(self.model, apart, self.communicator, buffers=self.options.broadcast_buffers is not False)
 
     def _make_optimizer_hooks(self) -> OptimizerHooks:
-        """Creates the hooks on the optimizers that step the model: the given ones, and any other found at its first
-        step.
-        """
+        """Adds hooks to the optimizers that step the model: the given ones now, and others at their first step."""
         optimizer_hooks = OptimizerHooks(self.state, self.announcements, self._unshard)
         if self.communicator.rank == 0:
             optimizer_hooks.known_optimizers.on_new = _log_empty_groups
@@ -118,7 +116,7 @@ class Session:
 
     @property
     def shards(self) -> tuple[str, ...]:
-        """The model's sharded tables by name."""
+        """The names of the model's sharded tables."""
         plan = self.programs.plan
         return () if plan is None else plan.divided
 
@@ -141,7 +139,7 @@ class Session:
         self.programs.flow.launcher.queue.error = RuntimeError(FORKED)
 
     def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
-        """Registers a communication hook for buckets."""
+        """Registers a communication hook that reduces buckets, as in DDP."""
         self._hook = register_hook(self.communicator, CommHook(state, hook), self.options, self._begun, self._hook)
 
     # -- calling -------------------------------------------------------------------------------------------------------
@@ -172,7 +170,9 @@ class Session:
             return self._run(args, kwargs)
 
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Sets the session up at its first call, then runs the call. Runs it again if the route becomes eager."""
+        """Sets the model up at its first call, and runs the call. Runs it again if the forward turns out not to be
+        capturable.
+        """
         is_first = self.programs.pipeline is None
         with contextlib.ExitStack() as first_step:
             if is_first:
@@ -215,7 +215,7 @@ class Session:
                 return self._eager.evaluate_unplanned(call)
             if not self._eager.reason:
                 with stage("looking at the model", self.communicator.rank):
-                    if reason := runs_as_written(self._context, self.programs, call.leaves):
+                    if reason := reason_to_run_eagerly(self._context, self.programs, call.leaves):
                         self._eager.take_over(reason)
         if not call.train and self._eager.evaluates():
             return self._eager.evaluate(call)
@@ -247,12 +247,12 @@ class Session:
             programs.check_fit(PlanViolation((), whole), self._context.activity(train=train))
 
     def _record_model(self) -> None:
-        """Records the model's present modules and parameters, to compare them at the next call."""
+        """Records the model's current modules and parameters, to compare them at the next call."""
         self.state.refresh(self.model)
         self._watch.record()
 
     def _take_over_renames(self) -> None:
-        """Renames parameters in the session and the plan as the model has renamed them."""
+        """Renames parameters in the session and in the plan as the user has renamed them in the model."""
         self._record_model()
         self.programs.cache.clear()
         self._eager.remove_hooks()
@@ -267,7 +267,7 @@ class Session:
     # -- state ---------------------------------------------------------------------------------------------------------
 
     def parameters_were_loaded(self) -> None:
-        """Takes over the parameters after a `load_state_dict`, which may have replaced the parameter objects."""
+        """Looks up parameters again after a `load_state_dict`, which may have replaced the objects."""
         self.state.parameters_were_loaded()
         self.communicator.progress.optimizer_steps = 0  # all ranks have the same parameters again
         self._watch.record_parameters()
@@ -294,21 +294,21 @@ class Session:
         return whole_tables(self._context, self.programs)
 
     def replan(self) -> None:
-        """Asks for another plan with the next training batch."""
+        """Requests another plan, to be made with the next training batch."""
         if self.programs.pipeline is None:
             raise RuntimeError("replan(): there is no plan yet. Run a training call first.")
         if not self.programs.ask_to_replan(USER) and self.communicator.rank == 0:
             log(_STAYS, ONCE_IN)
 
     def check_replicas(self) -> None:
-        """Raises if replicas differ between ranks. Collective."""
+        """Raises if replicated parameters differ between ranks. Collective."""
         self.programs.apply_pending()
         compare_checksums(
             replicated_values(self.state, self._context.optimizer_hooks.known_optimizers.optimizers), self.communicator
         )
 
     def _checkpointed(self) -> tuple[nn.Module, ModelState, Sequence[Optimizer], Communicator]:
-        """Returns what a checkpoint saves: the model, its tables' state, the optimizers and the communicator."""
+        """Returns what a checkpoint saves: the model, its tables, the optimizers; and the communicator."""
         return self.model, self.state, self._context.optimizer_hooks.known_optimizers.optimizers, self.communicator
 
     def save_checkpoint(self, folder: Path) -> None:
@@ -335,7 +335,9 @@ class Session:
         self._placed.kept = None
 
     def release(self) -> None:
-        """Releases the model for another `compile`, with whole tables and every update applied. Collective."""
+        """Ends this session because the model is compiled again: makes tables whole and applies every update.
+        Collective.
+        """
         self.programs.apply_pending()
         self.programs.leave_model()
         gather_buffers(self.model)
@@ -349,7 +351,7 @@ _STAYS = "the plan stays: plan= or table_memory= fixes it, or it was made for mo
 
 
 def _log_empty_groups(optimizer: Optimizer) -> None:
-    """Logs param groups without parameters, which a test such as `name in {"module.emb.weight"}` leaves empty."""
+    """Logs param groups without parameters. Code such as `name in {"module.emb.weight"}` leaves them empty."""
     if empty := [k for k, group in enumerate(optimizer.param_groups) if not group["params"]]:
         log(
             "param group(s) %s of %s hold no parameter; names in a compiled model do not begin with 'module.'",

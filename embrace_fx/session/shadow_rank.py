@@ -1,4 +1,4 @@
-"""Lets ranks that have run out of batches join the others' collectives (`join`), as under DDP.
+"""Lets ranks that have run out of batches take part in the others' collectives (`join`), as under DDP.
 
 Contract
     Such a rank joins every call of the others with a program without batch, whose gradients are zeros. It takes no
@@ -43,10 +43,10 @@ _ADDS_UP = (
 
 
 class ShadowRank(JoinHook):
-    """The hook that torch's `Join` calls on a rank without batches: the rank takes part in the other ranks' calls.
+    """The hook that torch's `Join` calls on a rank without batches. The rank takes part in the others' steps.
 
     Args:
-        fit: changes the plan to fit all ranks' batches. Collective.
+        fit: changes the plan to what all ranks' batches need. Collective.
 
     Attributes:
         divides_by_all: whether gradients are divided by the count of all ranks, not of those that still have batches.
@@ -61,7 +61,7 @@ class ShadowRank(JoinHook):
         self.divides_by_all = True
 
     def begin(self, *, divides_by_all: bool) -> ShadowRank:
-        """Returns this hook, at the begin of a loop under `join`."""
+        """Returns this hook, when a loop under `join` begins."""
         if self._context.options.table_memory is not None:
             raise ValueError(
                 "join() does not work with table_memory: once a rank has no batches left, tables become whole on all "
@@ -71,7 +71,7 @@ class ShadowRank(JoinHook):
         return self
 
     def gather_activities(self, activity: int | None = None) -> int:
-        """Gathers all ranks' activities at the head of each call. Collective.
+        """Exchanges in which modes ranks make their next call. Collective.
 
         Args:
             activity: `JOINED` on a rank without batches, or None for a call of this rank.
@@ -96,9 +96,7 @@ class ShadowRank(JoinHook):
         return everyone[active[0]]
 
     def _agree_on_gradients(self, active: Sequence[int]) -> None:
-        """Gives tables a gradient on all ranks or on none, before an optimizer's step. `active` are the ranks that
-        still have batches.
-        """
+        """Gives tables a gradient on all ranks or none, before an optimizer's step. `active` ranks have batches."""
         tables = self._context.state.tables
         own = tuple(name for name, table in tables.items() if table.parameter.grad is not None)
         adds_up = any(held.unreduced for held in self._context.state.gradients())
@@ -126,7 +124,7 @@ class ShadowRank(JoinHook):
                 self._fit()
 
     def _run_without_batch(self, activity: int) -> None:
-        """Runs the program in which this rank takes part in the others' call of this activity, without a batch."""
+        """Takes part, without a batch, in the program that the other ranks run in this mode."""
         state, programs = self._context.state, self._programs
         kind = programs.cache["no batch", activity != EVALUATING]
         if not kind.found:
@@ -145,7 +143,7 @@ class ShadowRank(JoinHook):
                 step.join_backward()
 
     def post_hook(self, is_last_joiner: bool) -> None:
-        """Ends `join` when all ranks have run out of batches. The last ranks have the newest state. Collective."""
+        """Ends `join` once all ranks have run out of batches: the last ones send their state. Collective."""
         context = self._context
         self._programs.counters.authority, self._programs.counters.uneven = 0, False
         context.state.gradient_scale = 1.0

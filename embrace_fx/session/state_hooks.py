@@ -25,13 +25,12 @@ if TYPE_CHECKING:
 
 
 class PlacedTables:
-    """The record that a model keeps of the session that sharded its tables: their layouts, and the hooks on its state
-    dict.
+    """What a model remembers of the session that sharded its tables: their layouts, and the hooks on its state dict.
 
     Attributes:
-        layouts: table, by each of its names -> its layout.
+        layouts: each name of a table -> its layout.
         copies: hooks of copies of the model made while its tables were whole.
-        handles: remove the session's hooks from the model.
+        handles: the session's hooks on the model, to remove them.
         kept: the session until it is closed, kept by the model so that a pending update is applied when the model is
             read, even if the compiled model is gone.
     """
@@ -61,7 +60,7 @@ class StateHook:
     """A hook of a model's state dicts.
 
     Args:
-        act: called with the hook, followed by the arguments with which torch calls the hook.
+        act: the function to call, with this hook and torch's arguments.
         session: the model's session, or None on a copy of the model.
         placed: the layouts of tables, kept without a session.
     """
@@ -80,23 +79,23 @@ class StateHook:
 
     @property
     def layouts(self) -> Mapping[str, Layout]:
-        """Sharded table -> the layout of its parts."""
+        """Each name of a sharded table -> its layout."""
         return self._placed.layouts if self.session is None else self.session.state.layouts
 
     @property
     def trainer(self) -> Session | None:
-        """The session that trains the model, if it is open and can make the tables whole; else None."""
+        """The session that trains the model, if it is open and can make the tables whole, or None."""
         return self.session if self.session is not None and self.session.is_training else None
 
     @property
     def why_not_compiled(self) -> str | None:
-        """Why the model cannot be compiled again, or None if it can."""
+        """The reason why the model cannot be compiled again, or None if it can."""
         if self.layouts and self.trainer is None:
             return f"an earlier compile() left only this rank's shards of {', '.join(self.layouts)}"
         return None
 
     def naming_dead_ranks(self) -> contextlib.AbstractContextManager[None]:
-        """Returns a context in which an error of a collective names the rank that died."""
+        """Returns a context that adds the names of dead ranks to the error of a collective inside it."""
         return contextlib.nullcontext() if self.session is None else self.session.communicator.watching()
 
     def __reduce__(self) -> Any:
@@ -118,13 +117,13 @@ def _before_saving(hook: StateHook, *_: Any) -> None:
 
 
 def _after_saving(hook: StateHook, module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Replaces sharded tables in a state dict by the form that `torch.distributed.checkpoint` expects."""
+    """Converts sharded tables in a state dict to the form that `torch.distributed.checkpoint` expects."""
     with hook.naming_dead_ranks():
         insert_shards(state_dict, hook.layouts, prefix=prefix)
 
 
 def _before_loading(hook: StateHook, module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Replaces whole tables in a state dict by this rank's parts, before the state dict is loaded."""
+    """Replaces whole tables in a state dict to load by this rank's shards."""
     check_names(module, state_dict, prefix)
     _before_saving(hook)
     with hook.naming_dead_ranks():

@@ -27,7 +27,7 @@ from embrace_fx.passes.planner.replanning import SparsityMonitor
 from embrace_fx.passes.step_graphs import StepGraphs
 from embrace_fx.passes.step_memory import StepMemory, step_memory
 from embrace_fx.planning.findings import scores_nothing
-from embrace_fx.planning.scheduling import decide_order, issued_launches, rows_beyond_memory
+from embrace_fx.planning.scheduling import decide_order, issued_launches, predict_storage_reads
 from embrace_fx.runtime.exchanges.in_place import create_exchanges
 from embrace_fx.runtime.flow.bucket_updates import Buckets
 from embrace_fx.runtime.flow.comm_pipeline import CommPipeline, within_steps
@@ -40,7 +40,7 @@ from embrace_fx.runtime.memory.resident import bytes_in_use
 from embrace_fx.runtime.ranks.checksums import checksum_of_text
 from embrace_fx.runtime.ranks.step_handshake import HandshakeMessage, activity_code
 from embrace_fx.runtime.step.program import Program
-from embrace_fx.session.batch_check import batch_check
+from embrace_fx.session.batch_check import make_batch_check
 from embrace_fx.session.buffer_sharing import BufferSharing
 from embrace_fx.session.offloading import set_up_offloading
 from embrace_fx.session.program_cache import Entry, StepCounters
@@ -56,21 +56,21 @@ from embrace_fx.vocabulary.submissions import submitted
 
 
 class StepPipeline:
-    """Everything that a model's steps need under one plan: programs, flow and schedule. Another plan gets a new
+    """What a model's steps need under one plan: programs, communication and schedule. Another plan gets a new
     pipeline.
 
     Args:
-        findings: on rank 0, the findings from which the plan was made.
-        on_other_batch: called when another batch comes than the expected one.
+        findings: on rank 0, what the plan was decided from.
+        on_other_batch: called when the model gets another batch than the one prepared as the next.
 
     Attributes:
-        monitor: on rank 0, the watch over the rows that batches read, if strategies depend on them.
+        monitor: on rank 0, follows how many rows batches read, if strategies depend on it.
         flow: the communication between steps. Before the first training program and at the end, it stays within steps.
         schedule: the schedule of the steps, or None before the first training program, and if nothing is scheduled.
-        decided: the schedule as the cost model has predicted it.
+        decided: the schedule that the cost model predicts.
         recorder: measures the steps, or None if `schedule` is None.
         memory: the prediction for tables larger than memory, by row exchange.
-        built: whether a training program is built.
+        built: whether a training program has been compiled.
     """
 
     def __init__(
@@ -110,14 +110,15 @@ class StepPipeline:
         self._graph: TrainingGraph | None = None  # the graph of the first training program
 
     def monitor_rows(self) -> None:
-        """Watches the rows that batches read from now on, if strategies depend on them."""
+        """Starts following how many rows batches read, if strategies depend on it."""
         watches = self.findings is not None and self.plan.watched and not self.plan.memory
         self.monitor = SparsityMonitor(self.plan, self.findings) if watches and self.findings else None
 
     # -- programs ------------------------------------------------------------------------------------------------------
 
     def build(self, entry: Entry, *, accumulates: bool) -> None:
-        """Builds an entry's program. Collective for the first training program, which decides the schedule.
+        """Compiles a cache entry's program. Collective for the first training program, for which the schedule is
+        decided.
 
         Args:
             accumulates: whether dense gradients are not reduced.
@@ -154,7 +155,7 @@ class StepPipeline:
 
     @property
     def graphs(self) -> Graphs:
-        """The graphs of the last training program after each pass, and the phases of its other step variants."""
+        """The graphs of the last training program after each pass, and the phases of variants of its step."""
         if (last := self._last) is None:
             return Graphs()
         steps = self._steps_of[last]
@@ -171,7 +172,7 @@ class StepPipeline:
         return None if self._shown_step is None else step_memory(self._shown_step.graph)
 
     def _compile(self, analysed: TrainingGraph, *, train: bool, reduce: bool) -> CompiledGraph:
-        """Runs the passes of the plan over an analysed graph."""
+        """Runs the passes of the plan on a captured graph."""
         present = {table.parameter for table in analysed.tables}
         budget = self._context.options.memory_budget
         rates = self.plan.links.compute, self._copy_rate
@@ -182,7 +183,7 @@ class StepPipeline:
         return run_passes(analysed, passes)
 
     def _log_least(self, asked: int, least: int) -> None:
-        """Logs once that the requested fraction of memory, `asked` bytes, was raised to the least possible, `least`
+        """Logs, once, that a memory budget of `asked` bytes was raised to the smallest possible one of `least`
         bytes.
         """
         if not self._logged_least and self._context.communicator.rank == 0:
@@ -223,18 +224,18 @@ class StepPipeline:
 
     @cached_property
     def _cut_sizes(self) -> Cuts:
-        """The sizes of the chunks and pieces into which the plan's communication is cut."""
+        """The sizes of the chunks and the numbers of the pieces into which communication is cut."""
         return cut_communication(self.plan, self._context.state.parameter)
 
     @cached_property
     def _launches(self) -> bool:
-        """Returns whether a launcher sends the exchanges. Under a communication hook of the user, it does not."""
+        """Whether a launcher launches the exchanges. It does not under a communication hook of the user."""
         devices = {parameter.device for parameter in self._context.model.parameters()}
         one_device = len(devices) == 1 and next(iter(devices)).type in ("cpu", "cuda")
         return self.plan.world_size > 1 and one_device and self._context.communicator.comm_hook is None
 
     def _decide_schedule(self, graph: TrainingGraph, *, as_gradients: bool) -> None:
-        """Decides the schedule and makes its flow, at the first training program. Collective then.
+        """Decides the schedule and makes its pipeline, at the first training program. Collective.
 
         Args:
             as_gradients: whether the graph has only gradients, launched in autograd's order.
@@ -254,7 +255,7 @@ class StepPipeline:
             return
         name, self._graph = "none" if as_gradients and several else "", graph
         self._order = partial(decide_order, context, plan, name=name, compute_in_order=self._compute_in_order)
-        self.schedule, self.memory = self._order(graph, rows_beyond_memory(plan, self._counters.ahead))
+        self.schedule, self.memory = self._order(graph, predict_storage_reads(plan, self._counters.ahead))
         self.decided = self.schedule
         self.recorder = Recorder(self._aside.make_clock(), partial(bytes_in_use, context.device))
         self.flow = (
@@ -267,7 +268,7 @@ class StepPipeline:
     def _flow_between_steps(
         self, graph: TrainingGraph, schedule: Schedule, recorder: Recorder, *, as_gradients: bool
     ) -> CommPipeline:
-        """Makes the flow that follows a schedule. Collective."""
+        """Makes the pipeline that follows a schedule. Collective."""
         context, plan, state = self._context, self.plan, self._context.state
         communicator, device = context.communicator, context.device
         launched, pieces = issued_launches(schedule, plan), dict(self._cut_sizes.pieces)
@@ -326,11 +327,11 @@ class StepPipeline:
         return self._shown_step.graph
 
     def _make_program(self, joint: CompiledGraph, of_steps: StepGraphs, entry: Entry, *, reduce: bool) -> Program:
-        """Creates an entry's program. `joint` is the graph before its communication overlaps the next step."""
+        """Makes a cache entry's program. In `joint`, communication does not overlap the next step yet."""
         analysed, train = entry.analysed, entry.train
         flow = self.flow if train and (reduce or self.flow.is_within_steps) else self._aside
         announced, share = self._buffers.prepare_forward(analysed, self._assigned_buffers(entry), reduce=reduce)
-        check = batch_check(self._context, self.plan, analysed, self._counters, train=train)
+        check = make_batch_check(self._context, self.plan, analysed, self._counters, train=train)
         counters, communicator, regions = self._counters, self._context.communicator, None
         activity = activity_code(train=train, reduces=reduce)
         launches = sequence_hash(joint.graph, ordered=flow.is_within_steps)

@@ -1,4 +1,4 @@
-"""Shows a user a compiled model's report, graphs, schedule, and recorded steps."""
+"""What a compiled model shows to its user: report, graphs, schedule, and recorded steps."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from embrace_fx.vocabulary.step_parts import SHARES, Share
 
 
 class Views:
-    """The views of a compiled model for its user: plan, graphs, schedule, timeline and report."""
+    """What a compiled model shows to its user: plan, graphs, schedule, timeline and report."""
 
     def __init__(self, context: Context, programs: Programs, eager: EagerCalls) -> None:
         self._context = context
@@ -40,16 +40,16 @@ class Views:
 
     @property
     def plan(self) -> Plan:
-        """The plan in use, after the first training call."""
+        """The current plan, available after the first training call."""
         return self._programs.in_use.plan
 
     @property
     def graphs(self) -> Graphs:
-        """Returns the graphs of the last training program."""
+        """The graphs of the last training program."""
         return self._programs.in_use.graphs.set_eager_reason(self._eager.reason)
 
     def report(self) -> Report:
-        """The plan with its reasons, the measured step and advice, as a text."""
+        """Returns a text with the plan and its reasons, the measured step, and advice."""
         context, pipeline, plan = self._context, self._programs.in_use, self.plan
         shares_ms, schedule = context.optimizer_hooks.recorder.step_times.shares_ms(), pipeline.schedule
         parts = [render(plan, folded=True) + context.communicator.rounding_report()]
@@ -75,7 +75,7 @@ class Views:
         return Report(text)
 
     def metrics(self) -> dict[str, float]:
-        """Returns the measurements of the last whole step, by name."""
+        """Returns the measurements of the last complete step, by name."""
         steps, plan = self._context.optimizer_hooks.recorder.step_times.steps, self.plan
         found = {
             "sent_bytes_predicted": float(plan.sent_bytes_per_step),
@@ -90,25 +90,25 @@ class Views:
 
     @property
     def schedule(self) -> Schedule:
-        """The schedule in use, after the first training step."""
+        """The current schedule, available after the first training step."""
         if (found := self._programs.in_use.schedule) is None:
             raise RuntimeError(_NOT_SCHEDULED)
         return found
 
     def background(self) -> PictureFacts:
-        """Computes the facts that a picture shows beside its schedule."""
+        """Computes the facts that a picture shows beside the schedule."""
         return compute_facts(self.plan, self.schedule)
 
     @property
     def timeline(self) -> Timeline:
-        """The timeline that the last `record()` measured."""
+        """The timeline that the last `record()` has measured."""
         if self._timeline is None:
             raise RuntimeError("There is no timeline yet. Train a few steps inside `with model.record():`.")
         return self._timeline
 
     @contextlib.contextmanager
     def record(self) -> Iterator[None]:
-        """Records the steps run inside the context into a timeline."""
+        """Records the training steps that run inside the context."""
         programs, recording = self._programs, None
         if programs.pipeline is not None and programs.pipeline.recorder is None:
             raise RuntimeError(_NOT_SCHEDULED)
@@ -127,7 +127,7 @@ class Views:
 
 
 class Report(str):
-    """A report as text, which a notebook shows with its line breaks."""
+    """A report as text. A notebook shows it with its line breaks."""
 
     __slots__ = ()
 

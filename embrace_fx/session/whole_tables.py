@@ -1,4 +1,6 @@
-"""Makes tables whole within a context, as FSDP's `summon_full_params`: parts of the model may be called in it."""
+"""Makes tables whole within a context, like FSDP's `summon_full_params`, so that parts of the model may be called in
+it.
+"""
 
 from __future__ import annotations
 
@@ -22,9 +24,7 @@ _WHOLE = "assembled under whole()"
 
 @contextlib.contextmanager
 def whole_tables(context: Context, programs: Programs) -> Iterator[None]:
-    """Makes sharded tables, their state and gradients whole on every rank within a context, then shards them.
-    Collective.
-    """
+    """Opens a context in which sharded tables, with state and gradients, are whole on every rank. Collective."""
     programs.apply_pending()
     plan = programs.plan
     if plan is None or not plan.divided:
@@ -61,9 +61,7 @@ def _check_can_gather(context: Context, names: Sequence[str]) -> None:
 
 
 def _missing_bytes(context: Context, name: str) -> int:
-    """Returns the bytes that a rank needs, beyond what it holds already, to have a table and its optimizer state
-    whole.
-    """
+    """Returns how many more bytes a rank needs to hold a table and its optimizer state whole."""
     table, parameter = context.state.tables[name], context.state.parameter(name)
     held = [
         o.state.get(parameter) or {}

@@ -27,7 +27,7 @@ class SetUpError(ValueError, RuntimeError):
 
 
 class RunsEagerly(Exception):
-    """All ranks take the eager route because no graph holds some rank's forward, for the reason in the text."""
+    """Raised to run the forward eagerly on all ranks: some rank cannot capture it, for the reason in the text."""
 
 
 def agree_on_set_up(
@@ -81,7 +81,7 @@ def agree_on_set_up(
 
 
 def describe(model: nn.Module, optimizers: Sequence[Optimizer], options: Options) -> dict[str, str]:
-    """Describes a rank's model, optimizers and options as text by aspect, for ranks to compare."""
+    """Describes this rank's model, optimizers and options as aspect -> text, for ranks to compare."""
     ignored = ignored_names(model)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     trained = any(getattr(hook, "trainer", None) is not None for hook in model._state_dict_pre_hooks.values())
@@ -102,7 +102,7 @@ def describe(model: nn.Module, optimizers: Sequence[Optimizer], options: Options
 
 
 def replicated_values(state: ModelState, optimizers: Sequence[Optimizer]) -> Iterator[tuple[str, Any]]:
-    """Yields, by name, the values that must be equal on all ranks: parameters, param groups and optimizer state.
+    """Yields (name, value) for all that must be equal on all ranks: parameters, param groups, optimizer state.
 
     Elements of a sharded table are on one rank only and cannot be compared, but its counters can. Buffers are left out,
     because they may legitimately differ between steps.
@@ -126,7 +126,7 @@ def replicated_values(state: ModelState, optimizers: Sequence[Optimizer]) -> Ite
 
 
 def comparable_options(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the options of a param group in a comparable form."""
+    """Returns the options of a param group as values that can be compared between ranks."""
     options = ((key, value) for key, value in group.items() if key != "params")
     return {key: value.tolist() if isinstance(value, Tensor) else value for key, value in options}
 
@@ -158,18 +158,18 @@ def agree_on_first_call(
 
 
 def runs_eagerly_for(failure: Exception | None, route: str | None) -> str:
-    """Returns the reason why a forward that could not be captured runs eagerly, or "" if it does not."""
+    """Returns the reason why a forward that could not be captured may run eagerly, or "" if it may not."""
     if route == "graph" or not isinstance(failure, CaptureError) or failure.raised is not None:
         return ""
     return failure.reason
 
 
 def give_up(announcements: StepHandshake, failure: Exception) -> NoReturn:
-    """Announces this rank's failure in place of a step, so that other ranks do not wait for it, and raises it.
+    """Tells the other ranks that this rank has failed instead of announcing a step, and raises the error.
 
     Raises:
-        CaptureError: the failure itself, if it is one (or the forward's own error); other ranks raise PeerFailure.
-        PeerFailure: any other failure, on every rank.
+        CaptureError: if `failure` is one (or the forward's own error); other ranks raise PeerFailure.
+        PeerFailure: for any other failure, on every rank.
     """
     report = None
     try:

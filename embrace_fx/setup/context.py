@@ -16,9 +16,7 @@ from embrace_fx.setup.options import Options
 
 @dataclass(frozen=True)
 class Context:
-    """The state that all parts of a compiled model share: the model, its optimizers and tables, the ranks and the
-    options.
-    """
+    """What all parts of a compiled model share: the model, its optimizers and tables, the ranks and the options."""
 
     model: nn.Module
     optimizer_hooks: OptimizerHooks  # the hooks on the model's optimizers
@@ -33,12 +31,10 @@ class Context:
 
     @property
     def device(self) -> torch.device:
-        """The device of the model, not counting parameters on the meta device."""
+        """The device of the model's parameters, apart from those on the meta device."""
         devices = (parameter.device for parameter in self.model.parameters())
         return next((each for each in devices if each.type != "meta"), torch.get_default_device())
 
     def activity(self, *, train: bool) -> int:
-        """Returns the activity that ranks announce for a call: training, accumulating (inside `no_sync`) or
-        evaluating.
-        """
+        """Returns the mode of a call, which ranks announce: training, accumulating (inside `no_sync`) or evaluating."""
         return activity_code(train=train, reduces=self.state.synchronised)

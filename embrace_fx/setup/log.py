@@ -33,8 +33,8 @@ def log(message: str, *args: object) -> None:
 
 @contextlib.contextmanager
 def stage(what: str, rank: int = 0) -> Iterator[None]:
-    """Opens a context for a stage of the first call, such as "probing links". A thread logs the stage, and stages
-    inside it, while they take long.
+    """Opens a context for a stage of the first call. While it takes long, a thread logs the stage and those inside
+    it.
 
     Args:
         what: the stage, such as "probing links".

@@ -97,7 +97,7 @@ def _find_parameter_problems(model: nn.Module, *, is_called: bool) -> Iterator[s
 
 
 def _type_text(value: object) -> str:
-    """Describes a value in an error message by its type."""
+    """Returns the type of a value as text, for an error message."""
     return f"the class {value.__name__}" if isinstance(value, type) else f"{value!r} of type {type(value).__name__}"
 
 
@@ -134,7 +134,7 @@ def share_memory(one: Tensor, other: Tensor) -> bool:
 
 
 def _addresses(tensor: Tensor) -> np.ndarray[Any, Any]:
-    """Returns an array at the addresses of a tensor's elements. Do not read it: the addresses may be a device's."""
+    """Returns an array at the addresses of a tensor's elements. Do not read it: they may be a device's."""
     size, at = tensor.element_size(), (tensor.data_ptr(), True)
     place = {"version": 3, "data": at, "shape": tuple(tensor.shape), "typestr": f"|V{size}"}
     place["strides"] = tuple(size * stride for stride in tensor.stride())

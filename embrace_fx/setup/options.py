@@ -40,24 +40,24 @@ class Options:
 
     @property
     def shares_buffers(self) -> bool:
-        """Returns whether forwards read rank 0's buffers."""
+        """Whether forwards read rank 0's buffers."""
         return self.broadcast_buffers is True
 
     @property
     def asked_strategies(self) -> list[str | Grid]:
-        """Returns the strategies of the given plan, or those that were asked for."""
+        """The strategies in the given plan or, without one, those that the user requested."""
         if self.given_plan is not None:
             return [decision.strategy for decision in self.given_plan]
         return [*self.strategy.values()] if isinstance(self.strategy, Mapping) else [self.strategy]
 
     @property
     def shards_by_request(self) -> bool:
-        """Returns whether a strategy or the given plan shards a table."""
+        """Whether the requested strategy or the given plan shards a table."""
         return any(each in SHARDED or isinstance(each, Grid) for each in self.asked_strategies)
 
     @cached_property
     def given_plan(self) -> Plan | None:
-        """The plan that the user passed to be used again, read from its file if a path was given."""
+        """The plan that the user passed to `compile`, read from its file if a path was given, or None."""
         return self.plan if isinstance(self.plan, Plan | None) else Plan.load(self.plan)
 
     def text_to_compare(self) -> str:
@@ -70,7 +70,7 @@ class Options:
         return repr(own) + (f" and a plan of digest {plan.digest()}" if plan is not None else "")
 
     def check(self, where: str = "compile()") -> None:
-        """Raises `ValueError` if an option has a wrong value. `where` is the call that the error names."""
+        """Raises `ValueError` if an option has a wrong value. The error names the call `where`."""
         allowed = {
             "schedule": (AUTO, *SCHEDULES),
             "row_updates": ("exact", "sweep", "replay", "lazy"),
@@ -115,7 +115,7 @@ class Options:
             )
 
     def _check_tables(self, where: str) -> None:
-        """Raises if the options of tables are invalid."""
+        """Raises `ValueError` if an option about tables has a wrong value."""
         memory: object = self.table_memory
         of_tables = list(memory.values()) if isinstance(memory, Mapping) else [] if memory is None else [memory]
         if not all(isinstance(each, int | float) and each > 0 for each in of_tables):

@@ -87,10 +87,10 @@ class TableShard(Tensor):
         """Returns the error for an operation, named by `asked`, that shards do not support."""
         return self.spread.report(
             RuntimeError(
-                f"{_without_namespace(asked)} is not supported on {self.what}, because each rank has only a part of it. "
-                "Reads, and writes of elements or rows, are supported. For anything else, call .full_tensor() on every "
-                "rank, change the result, and copy_() it back. Or run this code under `with model.whole():`, or keep "
-                "the table whole: "
+                f"{_without_namespace(asked)} is not supported on {self.what}, because each rank has only a part of "
+                "it. Reads, and writes of elements or rows, are supported. For anything else, call .full_tensor() on "
+                "every rank, change the result, and copy_() it back. Or run this code under `with model.whole():`, or "
+                "keep the table whole: "
                 f"strategy={{{self.spread.name!r}: 'allreduce'}}."
             )
         )
