@@ -5,8 +5,6 @@ from __future__ import annotations
 import gc
 import importlib
 
-from tqdm import tqdm  # type: ignore[import-untyped]
-
 gc.disable()  # a rank enables it: what is imported here stays
 
 for _name in (
@@ -21,6 +19,6 @@ import torch  # noqa: E402  (whose import is slow while the collector runs)
 
 from embrace_fx.capture import capture  # noqa: E402
 
-tqdm.monitor_interval = 0  # no thread: this process forks
+importlib.import_module("tqdm").tqdm.monitor_interval = 0  # no thread: this process forks
 capture(torch.nn.Linear(1, 1), (torch.ones(1, 1),), {}, train=True)
 torch.compiler.reset()

@@ -149,10 +149,9 @@ def fresh_ranks(world_size: int, fn: Callable[..., T], *args: Any, timeout_s: fl
     return [replace(o, exitcode=code) for o, code in zip(outcomes, pool.close(EXIT_S), strict=True)]
 
 
-def store() -> dist.Store:
+def store() -> Any:
     """The store of the call that runs on this rank, which all of its ranks share."""
-    found: dist.Store = _of_process.store
-    return found
+    return _of_process.store
 
 
 def close_pool() -> None:
@@ -359,7 +358,7 @@ def _run_as_rank(
         faulthandler.register(signal.SIGUSR1, stacks)
         try:
             reset_torch_state()
-            _of_process.store = dist.FileStore(str(directory / "store"), world_size)
+            _of_process.store = dist.FileStore(str(directory / "store"), world_size)  # type: ignore[attr-defined]
             timeout = timedelta(seconds=GROUP_TIMEOUT_S)
             dist.init_process_group("gloo", store=_of_process.store, rank=rank, world_size=world_size, timeout=timeout)
             with warnings.catch_warnings():
