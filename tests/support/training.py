@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer, SparseAdam
 
 import embrace_fx
-from embrace_fx.cost.links import Cluster
 from embrace_fx.passes.planner.asked_strategies import Strategy
 from embrace_fx.runtime.tables.table_shard import TableShard
 from embrace_fx.vocabulary.exactness import RowUpdates
@@ -59,7 +58,7 @@ class Way:
     """How a model is trained, apart from what it computes.
 
     Attributes:
-        strategy, schedule, backend, cluster, memory_budget: as in `compile`.
+        strategy, schedule, backend, memory_budget: as in `compile`.
         lookahead: batches are read through the model's `lookahead`.
         steps: how many batches are trained on.
     """
@@ -69,7 +68,6 @@ class Way:
     lookahead: bool = True
     steps: int = STEPS
     backend: Literal["eager", "inductor"] = "eager"
-    cluster: Cluster | None = None
     memory_budget: float | None = None
 
 
@@ -111,7 +109,6 @@ def train_compiled(
         schedule=way.schedule,
         memory_budget=way.memory_budget,
         backend=way.backend,
-        cluster=way.cluster,
     )
     batches = [workload.batches(step, rank, SEED) for step in range(way.steps)]
     for batch in compiled.lookahead(batches) if way.lookahead else batches:

@@ -11,31 +11,8 @@ import embrace_fx
 from embrace_fx.cost.links import Cluster
 from embrace_fx.runtime.exchanges.in_place import Exchange, ExchangeKind, ExchangeThread, exchange_gradient_
 from embrace_fx.vocabulary.plan import EXCHANGES
-from tests.support.lookups import LookupsWorkload
 from tests.support.ranks import run_ranks, run_ranks_expecting_errors
 from tests.support.reference import assert_same
-from tests.support.training import Way, expected_parameters, train_compiled
-
-NARROW = Cluster(bandwidth_bytes_per_ms=1.0, latency_ms=0.0)
-"""Links on which bytes alone count."""
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(
-    ("scheme", "world_size", "cluster"),
-    [
-        ("balanced", 3, NARROW),
-        ("hierarchical", 3, None),
-        pytest.param("balanced", 4, NARROW, marks=pytest.mark.long),
-        pytest.param("hierarchical", 4, None, marks=pytest.mark.long),
-    ],
-)
-def test_both_schemes_of_zen(scheme: str, world_size: int, cluster: Cluster | None) -> None:
-    workload, way = LookupsWorkload(some_empty=True), Way("zen", steps=8, cluster=cluster)
-    expected = expected_parameters(world_size, workload, torch.float64, "adagrad", steps=way.steps)
-    for found in run_ranks(world_size, train_compiled, workload, torch.float64, "adagrad", "exact", way):
-        assert found.plan["table.weight"].scheme == scheme
-        assert_same(found.parameters, expected, torch.float64)
 
 
 class Pruned(nn.Module):
