@@ -44,10 +44,8 @@ def place_parameters(context: Context, graph: TrainingGraph, plan: Plan) -> None
                 _shard_table(context, name, plan, shapes[name], made.get(name))
         if sets:
             context.state.hints = RowsAhead(context.state, context.communicator)
-    if context.communicator.world_size > 1:
-        buffers = context.options.shares_buffers
-        apart = context.state.ignored.union(plan.sharded)
-        broadcast_state(context.model, apart, context.communicator, buffers=buffers)
+    apart, buffers = context.state.ignored.union(plan.sharded), context.options.shares_buffers
+    broadcast_state(context.model, apart, context.communicator, buffers=buffers)
     _register_tables(context, graph, plan)
 
 

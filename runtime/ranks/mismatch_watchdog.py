@@ -88,9 +88,9 @@ class MismatchWatchdog:
         Args:
             look: a method that calls `check`; the thread calls it repeatedly.
         """
-        if self._name or communicator.group is None:
-            return
-        self._rank, self._name = communicator.rank, communicator.run_periodically(look)
+        if self._name or not (name := communicator.run_periodically(look)):
+            return  # the watchdog runs already, or there are no other ranks
+        self._rank, self._name, self.group = communicator.rank, name, communicator.host_group()
         communicator.refuse = self.refuse
         itself = weakref.ref(self)
 
