@@ -326,11 +326,6 @@ class StepPipeline:
         log_graph("order_compute", self._shown_step.graph.phases["backward"])
         return self._shown_step.graph
 
-    def _launches_hash(self, joint: CompiledGraph, flow: CommPipeline) -> int:
-        """Returns a hash of the launches that a program makes in its flow, for ranks to compare."""
-        launched = sequence_hash(joint.graph, ordered=flow.is_within_steps)
-        return checksum_of_text(f"{launched} {self._context.communicator.gradient_dtype}")
-
     def _make_program(self, joint: CompiledGraph, of_steps: StepGraphs, entry: Entry, *, reduce: bool) -> Program:
         """Makes a cache entry's program. In `joint`, communication does not overlap the next step yet."""
         analysed, train = entry.analysed, entry.train

@@ -340,7 +340,6 @@ class Groups:
         Args:
             look: a bound method, referenced weakly. It gets the thread's connection to the store, and a prefix for its
                 keys.
-            prefix.
 
         Returns:
             The key prefix.

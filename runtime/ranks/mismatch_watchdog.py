@@ -90,7 +90,7 @@ class MismatchWatchdog:
         """
         if self._name or not (name := communicator.run_periodically(look)):
             return  # the watchdog runs already, or there are no other ranks
-        self._rank, self._name, self.group = communicator.rank, name, communicator.host_group()
+        self._rank, self._name = communicator.rank, name
         communicator.refuse = self.refuse
         itself = weakref.ref(self)
 
