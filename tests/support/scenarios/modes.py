@@ -14,7 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.func import functionalize, grad, hessian, jacrev, jvp, vmap
+from torch.autograd.functional import jacobian
+from torch.func import functional_call, functionalize, grad, hessian, jacrev, jvp, stack_module_state, vmap
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -42,6 +43,8 @@ MODES: dict[str, Callable[[], Any]] = {
     "a mode of ops": _Ops,
     "a counter of operations": lambda: FlopCounterMode(display=False),
     "writes to saved tensors": torch.autograd.graph.allow_mutation_on_saved_tensors,
+    "values saved on the host": torch.autograd.graph.save_on_cpu,
+    "a profiler": torch.profiler.profile,
 }
 
 
@@ -69,6 +72,16 @@ def _given(transform: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Use
     return lambda training, step: transform(lambda weight: weight.sin().sum())(training.module.first.weight).detach()
 
 
+def _by_functional_call(training: Training, step: int) -> Any:
+    layer = training.module.first
+    return functional_call(layer, dict(layer.named_parameters()), (torch.ones(2, 6),)).detach()
+
+
+def _by_jacobian(training: Training, step: int) -> Any:
+    weight, bias = training.module.first.weight, training.module.first.bias.detach()
+    return jacobian(lambda each: F.linear(torch.ones(2, 6), weight, each).sin(), bias)
+
+
 TRANSFORMS: Any = {"grad": grad, "jacrev": jacrev, "hessian": hessian}
 USES: dict[str, Use] = {
     **{f"read under {name}": _under(mode) for name, mode in MODES.items()},
@@ -77,6 +90,9 @@ USES: dict[str, Use] = {
     "read under vmap": _through(vmap, 2, 6),
     "given to vmap": _given(vmap),
     "given to functionalize": _given(functionalize),
+    "read by a functional call": _by_functional_call,
+    "read by a jacobian of autograd's": _by_jacobian,
+    "stacked for an ensemble": lambda training, step: stack_module_state([training.module.first])[0]["weight"].detach(),
     "read under make_fx": _through(lambda f: lambda x: make_fx(f)(x)(x), 2, 6),
     "given to jvp": lambda training, step: jvp(lambda w: w.sin(), (training.module.first.weight,), (torch.ones(8, 6),))[
         1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 
@@ -85,6 +86,22 @@ def an_evaluation_of_a_whole_copy_in_a_child(training: Training) -> None:
         train(training, model, optimizer, range(k, k + 1))
         alone.load_state_dict({n.removeprefix("module."): v for n, v in embrace_fx.full_state_dict(model).items()})
         training.note(in_a_child(lambda: alone(ids_of(0, 9)).sum().item()))
+
+
+@scheme
+def a_sum_in_a_child_that_is_forked_by_hand(training: Training) -> None:
+    plain, model = wrapped(training)
+    optimizer = adam(training, model)
+    for k in range(3):
+        train(training, model, optimizer, range(k, k + 1))
+        reads, writes = os.pipe()
+        if not (child := os.fork()):
+            os.write(writes, str(plain.hidden.weight.sum().item()).encode())
+            os._exit(0)
+        os.waitpid(child, 0)
+        training.note(float(os.read(reads, 100)))
+        os.close(reads)
+        os.close(writes)
 
 
 @scheme

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch.nn.utils import parameters_to_vector, prune, vector_to_parameters
 from torch.optim import SGD
@@ -62,6 +63,32 @@ def weights_that_are_sharpened(training: Training) -> None:
             each.data = old
         optimizer.step()
         training.note(norm)
+
+
+@scheme
+def the_distance_from_where_training_began(training: Training) -> None:
+    """The state from before the model was wrapped has whole tables."""
+    plain = Words()
+    start = copy.deepcopy(plain.state_dict())
+    model = training.wrap(plain)
+    optimizer = adam(training, model)
+    for k in range(3):
+        train(training, model, optimizer, range(k, k + 1))
+        for name, value in plain.state_dict().items():
+            moved, turned = value - start[name], F.cosine_similarity(value.flatten(), start[name].flatten(), dim=0)
+            training.note(moved.pow(2).sum().sqrt().item(), turned.item())
+
+
+@scheme
+def a_soup_of_states(training: Training) -> None:
+    """States from several steps are stacked, and their mean is loaded."""
+    plain, model = wrapped(training)
+    optimizer, kept = adam(training, model), list[dict[str, Any]]()
+    for k in range(4):
+        train(training, model, optimizer, range(k, k + 1))
+        kept.append({name: value.clone() for name, value in plain.state_dict().items()})
+    plain.load_state_dict({name: torch.stack([each[name] for each in kept]).mean(0) for name in kept[0]})
+    train(training, model, optimizer, range(4, 6))
 
 
 @scheme
