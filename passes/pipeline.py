@@ -128,10 +128,10 @@ def overlap_passes(plan: Plan, schedule: str, rank: int, cuts: Cuts) -> tuple[Pa
 
 
 def run_passes(analysed: TrainingGraph, passes: Iterable[Pass], earlier: CompiledGraph | None = None) -> CompiledGraph:
-    """Runs the passes on `graph`, keeps a snapshot after each, and verifies the last graph.
+    """Runs the passes on the graph `analysed`, keeps a snapshot after each, and verifies the last graph.
 
     Args:
-        earlier: the result of earlier passes on `graph`, or None.
+        earlier: the result of passes that have already run on `analysed`, or None.
 
     Raises:
         VerificationError: a pass broke an invariant; the message names the pass.

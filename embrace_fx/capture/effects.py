@@ -149,7 +149,11 @@ class ReplayedEffects:
             self.outputs.pop()
 
     def read_states(self, leaves: Sequence[Any]) -> list[Any]:
-        """Returns the current values of `states`."""
+        """Returns the current values of `states`, which are inputs of the graph besides the batch's tensors.
+
+        Args:
+            leaves: the flattened arguments of the call.
+        """
         return [leaves[each] if isinstance(each, int) else eval(each, dict(self.scope)) for each in self.states]
 
     def writes_items_of(self, holder: Mapping[str, Any]) -> bool:

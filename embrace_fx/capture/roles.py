@@ -94,8 +94,8 @@ def _drop_zero_tangent(module: fx.GraphModule, tangent: fx.Node) -> None:
             module.graph.erase_node(user)
     if tangent.users:
         raise CaptureError(
-            f"The forward changes a parameter in place and also uses it: {tangent.name} is read by "
-            f"{', '.join(u.name for u in tangent.users)}. Change parameters outside of the forward."
+            f"The forward changes a parameter in place and also uses it (graph node {tangent.name} is read by "
+            f"{', '.join(u.name for u in tangent.users)}). Change parameters outside of the forward."
         )
     module.graph.erase_node(tangent)
 

@@ -226,12 +226,14 @@ def call_factory(factory: str) -> tuple[Any, Any, Any]:
     """Calls a factory, given as "module:function". Returns its model, batch, and optimizer or None."""
     name, colon, function = factory.partition(":")
     if not colon:
-        raise click.UsageError(f"{factory!r} is not of the form module:function. It names {FACTORY}.")
+        raise click.UsageError(f"{factory!r} is not of the form module:function. Pass the name of {FACTORY}.")
     sys.path.insert(0, os.getcwd())
     try:
         make: Callable[[], Any] = getattr(importlib.import_module(name), function)
     except (ImportError, AttributeError) as error:
-        raise click.UsageError(f"{factory!r} cannot be loaded: {error}. Write module:function, {FACTORY}.") from error
+        raise click.UsageError(
+            f"{factory!r} cannot be loaded: {error}. Pass module:function, the name of {FACTORY}."
+        ) from error
     made = make()
     if not isinstance(made, tuple) or len(made) not in (2, 3):
         raise click.UsageError(f"{factory} returned {type(made).__name__}. It must be {FACTORY}.")

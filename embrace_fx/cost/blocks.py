@@ -77,7 +77,7 @@ class Streaming:
     slots: int
 
     def busy_lanes(self, present: float) -> float:
-        """Returns the expected number of an aggregator's lanes that have a block to process.
+        """Returns how many of an aggregator's lanes (sequences of blocks) are expected to have a block to process.
 
         Args:
             present: how many blocks with non-zero values lie, at random places, in the aggregator's range.
@@ -94,7 +94,8 @@ class Streaming:
 
 
 def choose_streaming(num_blocks: int, width: int, itemsize: int, world_size: int, cluster: Cluster) -> Streaming:
-    """Chooses the numbers of lanes and slots with which "omnireduce" exchanges a tensor in the least time.
+    """Chooses how many lanes (sequences of blocks that an aggregator processes in parallel) and slots (lanes that share
+    messages) "omnireduce" uses for a tensor.
 
     Many lanes need many bytes to send the first block of each; few lanes need many rounds. It chooses the cheapest
     number of lanes for gradients of `TYPICAL_DENSITY`, and so many slots that a round's bytes outweigh its start-ups.

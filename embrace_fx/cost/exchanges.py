@@ -136,7 +136,9 @@ def _predict_all_gather(sparsity: Sparsity) -> Prediction:
 
 
 def _predict_parameter_server(sparsity: Sparsity) -> Prediction:
-    """Predicts strategy "ps". The slowest rank is the server whose range of units has the most values."""
+    """Predicts strategy "ps". The slowest rank is the server whose range of units (rows or blocks) has the most
+    values.
+    """
     others, record = sparsity.world_size - 1, _record_bytes(sparsity)
     pushed, push_critical = _push_bytes(sparsity, record, sparsity.push_imbalance)
     pulled, pull_critical = _pull_bytes(sparsity, record, sparsity.pull_imbalance)
@@ -151,8 +153,8 @@ def _predict_parameter_server(sparsity: Sparsity) -> Prediction:
 
 
 def _predict_balanced(sparsity: Sparsity) -> Prediction:
-    """Predicts strategy "zen" in the balanced scheme: hashing gives all servers equally many units, and each returns
-    its means with a bitmap instead of indices.
+    """Predicts strategy "zen" in the balanced scheme: hashing gives all servers equally many units (rows or blocks),
+    and each returns its means with a bitmap instead of indices.
     """
     others, values = sparsity.world_size - 1, _value_bytes(sparsity)
     pushed, push_critical = _push_bytes(sparsity, _record_bytes(sparsity), imbalance=1.0)
@@ -172,7 +174,7 @@ def _predict_balanced(sparsity: Sparsity) -> Prediction:
 
 def _predict_hierarchical(sparsity: Sparsity) -> Prediction:
     """Predicts strategy "zen" in the hierarchical scheme: recursive doubling among a power of two of ranks, to which
-    the other ranks first send their units.
+    the other ranks first send their units (rows or blocks).
     """
     world_size = sparsity.world_size
     paired = power_of_two_below(world_size)
@@ -180,19 +182,21 @@ def _predict_hierarchical(sparsity: Sparsity) -> Prediction:
     record, values = _record_bytes(sparsity), _value_bytes(sparsity)
 
     def sent_bytes(units: float) -> float:
-        """Returns the bytes of a message with this many units."""
+        """Returns the bytes of a message with this many units (rows or blocks)."""
         return COUNT_BYTES + units * record
 
     def largest_union(ranks: int) -> float:
-        """Estimates how many distinct units the fullest group of `ranks` ranks has: the mean group's, scaled by how far
-        the fullest ranks exceed the mean, and at most that of all ranks.
+        """Estimates how many distinct units (rows or blocks) the fullest group of `ranks` ranks has: the mean group's,
+        scaled by how far the fullest ranks exceed the mean, and at most that of all ranks.
         """
         most = sorted(sparsity.units_by_rank)[-ranks:]
         grown = sparsity.unions[ranks - 1] * fmean(most) / max(sparsity.mean_units, 1.0)
         return min(sparsity.union, max(grown, most[-1]))
 
     def round_work(units: float, union: float) -> Work:
-        """Returns the work of a round: two ranks exchange `units` units each and sum them to `union` distinct units."""
+        """Returns the work of a round: two ranks exchange `units` units (rows or blocks) each and sum them to `union`
+        distinct units.
+        """
         received, joined = new_memory_work(units * record), new_memory_work(2 * units * values)
         return passes_work(3 * units * values) + received + joined + _add_work(sparsity, 2 * units, union)
 
@@ -251,13 +255,15 @@ def _predict_omnireduce(blocks: Sparsity, streaming: Streaming) -> Prediction:
 
 
 def _find_work(sparsity: Sparsity, units: float, copies: float) -> Work:
-    """Returns the work to search a tensor for `units` non-zero units, and to gather and encode them `copies` times."""
+    """Returns the work to search a tensor for `units` non-zero units (rows or blocks), and to gather and encode them
+    `copies` times.
+    """
     return Work(scanned_bytes=sparsity.tensor_bytes) + passes_work(units * _value_bytes(sparsity), copies)
 
 
 def _add_work(sparsity: Sparsity, units: float, union: float) -> Work:
-    """Returns the work to sum `units` received units into a zeroed tensor, where they are `union` distinct units, and
-    to divide the sums by the number of ranks.
+    """Returns the work to sum `units` received units (rows or blocks) into a zeroed tensor, where they are `union`
+    distinct units, and to divide the sums by the number of ranks.
     """
     added, total = units * _value_bytes(sparsity), union * _value_bytes(sparsity)
     return Work(units=units) + passes_work(2 * added + 2 * total) + new_memory_work(total)
@@ -275,7 +281,8 @@ def _server_work(
     pull_imbalance: float,
     passes_before_pull: float,
 ) -> Work:
-    """Returns the work of the server with the most units, where each rank is a server for one range.
+    """Returns the work of the server with the most units (rows or blocks), where each rank is a server for one
+    range.
 
     Args:
         passes_before_push: how often a rank reads its units before it sends them to servers.

@@ -59,12 +59,12 @@ class Sparsity:
 
     @property
     def mean_units(self) -> float:
-        """The number of units present on one rank, averaged over ranks."""
+        """The number of units (rows or blocks) present on one rank, averaged over ranks."""
         return fmean(self.units_by_rank)
 
     @property
     def union(self) -> float:
-        """The number of units present on at least one rank."""
+        """The number of units (rows or blocks) present on at least one rank."""
         return self.unions[-1]
 
     @property
@@ -74,11 +74,13 @@ class Sparsity:
 
     @property
     def density(self) -> float:
-        """The share of the tensor's units that are present on one rank, averaged over ranks."""
+        """The share of the tensor's units (rows or blocks) that are present on one rank, averaged over ranks."""
         return self.mean_units / max(self.num_units, 1)
 
     def densification(self, ranks: int) -> float:
-        """Returns g(n), the number of units present on any of n ranks divided by the number on one rank."""
+        """Returns g(n), the number of units (rows or blocks) present on any of n ranks divided by the number on one
+        rank.
+        """
         return self.unions[ranks - 1] / max(self.mean_units, 1.0)
 
     def __str__(self) -> str:
@@ -123,7 +125,9 @@ def measure_sparsity(
 
 
 def _union_sizes(ids_by_rank: Sequence[Tensor], num_units: int) -> list[int]:
-    """Returns how many distinct units the first rank has, the first two ranks together, .. all ranks together."""
+    """Returns how many distinct units (rows or blocks) the first rank has, the first two ranks together, .. all ranks
+    together.
+    """
     seen = torch.zeros(num_units, dtype=torch.bool, device=ids_by_rank[0].device)
     sizes, size = [], 0
     for ids in ids_by_rank:
@@ -161,7 +165,7 @@ def extrapolate(ids_by_batch: Sequence[Tensor], num_units: int, width: int, item
         return 1 - (1 - often) ** (draws * ranks), 1 - math.pow(1 - new / max(lacking, 1), draws * ranks)
 
     def union(ranks: int) -> float:
-        """Returns the expected number of units present on at least one of `ranks` ranks."""
+        """Returns the expected number of units (rows or blocks) present on at least one of `ranks` ranks."""
         known, other = presence_probabilities(ranks)
         return float(known.sum() + lacking * other)
 
@@ -196,7 +200,8 @@ def independent_ranks(num_units: int, width: int, itemsize: int, units_by_rank: 
 
 
 def with_units_by_rank(sparsity: Sparsity, units_by_rank: tuple[int, ...]) -> Sparsity:
-    """Returns a copy in which each rank has another number of units, and ranks overlap to the same degree.
+    """Returns a copy in which each rank has another number of units (rows or blocks), and ranks overlap to the same
+    degree.
 
     The degree is the position of the union between the unions of equal ranks and of independent ranks.
     """
@@ -245,19 +250,23 @@ def in_blocks(sparsity: Sparsity, block_size: int) -> Sparsity:
 
 
 def range_starts(num_units: int, ranges: int) -> list[int]:
-    """Divides the units into `ranges` even ranges of consecutive units, and returns the first unit of each."""
+    """Divides the units (rows or blocks) into `ranges` even ranges of consecutive units, and returns the first unit of
+    each.
+    """
     return [index * num_units // ranges for index in range(ranges)]
 
 
 def range_index(ids: Tensor, num_units: int, ranges: int) -> Tensor:
-    """Returns, for each id, the index of its range when the units are divided into `ranges` even ranges."""
+    """Returns, for each id, the index of its range when the units (rows or blocks) are divided into `ranges` even
+    ranges.
+    """
     starts = torch.tensor(range_starts(num_units, ranges)[1:], dtype=torch.int64, device=ids.device)
     return torch.bucketize(ids, starts, right=True)
 
 
 def imbalance(ids: Tensor, num_units: int, ranges: int) -> float:
-    """Divides the units into `ranges` even ranges, and returns the number of ids in the fullest one divided by the
-    mean.
+    """Divides the units (rows or blocks) into `ranges` even ranges, and returns the number of ids in the fullest one
+    divided by the mean.
     """
     if ids.numel() == 0:
         return 1.0

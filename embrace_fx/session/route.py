@@ -74,7 +74,9 @@ def reason_to_run_eagerly(context: Context, programs: Programs, leaves: Sequence
     other_bytes = sum(parameter.nbytes for name, parameter in trained.items() if name not in weighed)
     capture = Capture(len(trained), dense, positions, tuple(heads.values()), other_bytes)
     plan = plan_on_links(context, findings, None, roughly=True, other_bytes=other_bytes)
-    if plan.links_are == "probed" and capture.pays(plan, GLANCE_ERROR):  # exact links may decide otherwise
+    if plan.links_are == "probed" and capture.pays(
+        plan, GLANCE_ERROR
+    ):  # measuring the links exactly may change the decision
         plan = plan_on_links(context, findings, None, other_bytes=other_bytes)
     programs.links = plan.links if plan.links_are == "probed" else None
     if capture.pays(plan):

@@ -149,8 +149,8 @@ def _panel_data(panel: Panel) -> dict[str, Any]:
 
 
 def _operation_data(picture: Picture) -> Iterator[dict[str, Any]]:
-    """Yields, for the page's script, each operation of one window, with its median time over windows and ranks in each
-    panel.
+    """Yields, for the page's script, each operation of a step, with its median time in each panel (prediction,
+    measurement).
     """
     operations: dict[str, Operation] = {}
     taken: list[dict[str, list[float]]] = []

@@ -106,7 +106,7 @@ class Panel:
 
     @cached_property
     def lanes(self) -> tuple[Lane, ...]:
-        """The lanes that any rank uses."""
+        """The lanes (compute, and each kind of communication) that any rank uses."""
         used = {span.operation.lane for span in self.timeline.spans}
         return tuple(lane for lane in LANES if lane in used)
 
@@ -128,7 +128,7 @@ class Panel:
 
     @cached_property
     def starts_ms(self) -> dict[int, float]:
-        """Maps each window to the time when the first rank begins it."""
+        """Maps each window (a backward and the next forward) to the time when the first rank begins it."""
         return {w: min(phase.start_ms for phase in self.phases if phase.window == w) for w in self.windows}
 
     @property
@@ -299,7 +299,7 @@ class Picture:
 
     @property
     def lanes(self) -> tuple[Lane, ...]:
-        """The lanes that any panel shows."""
+        """The lanes (compute, and each kind of communication) that any panel shows."""
         return tuple(lane for lane in LANES if any(lane in panel.lanes for panel in self.panels))
 
     def legend(self) -> Iterator[tuple[Literal["paint", "wait", "gap", "path"], str, str]]:

@@ -165,7 +165,9 @@ def _legend_section(picture: Picture, top: float) -> _Section:
 
 
 def _panel_section(panel: Panel, axis: _Axis, top: float, facts: HoverTexts) -> _Section:
-    """Returns a panel's section: heading, metrics, the lanes of each rank, and the time axis."""
+    """Returns a panel's section: heading, metrics, the lanes (compute, and each kind of communication) of each rank,
+    and the time axis.
+    """
     ranks = panel.ranks[:MOST_RANKS]
     some = f", first {len(ranks)} ranks" if len(ranks) < len(panel.ranks) else ""
     summary = textwrap.wrap(_metrics_line(panel), _LINE)
@@ -183,8 +185,8 @@ def _panel_section(panel: Panel, axis: _Axis, top: float, facts: HoverTexts) -> 
 
 
 def _rank_section(panel: Panel, rank: int, axis: _Axis, top: float, facts: HoverTexts) -> _Section:
-    """Returns the section of one rank's lanes. The first rank also shows memory, names of phases and the critical
-    path.
+    """Returns the section of one rank's lanes (compute, and each kind of communication). The first rank also shows
+    memory, names of phases and the critical path.
     """
     is_first = rank == panel.ranks[0]
     phases = [phase for phase in panel.phases if phase.rank == rank and axis.shows(phase)]

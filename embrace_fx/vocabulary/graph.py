@@ -39,42 +39,46 @@ LateModule = _LazyGraphModule
 
 @dataclass(frozen=True)
 class Parameter:
-    """The role of a parameter, by its fully qualified name in the user's model (the first name if tied)."""
+    """Marks a graph's input or gradient as that of a parameter, by its fully qualified name in the user's model (the
+    first name if tied).
+    """
 
     name: str
 
 
 @dataclass(frozen=True)
 class Buffer:
-    """The role of a buffer, by its fully qualified name in the user's model."""
+    """Marks a graph's input as a buffer, by its fully qualified name in the user's model."""
 
     name: str
 
 
 @dataclass(frozen=True)
 class BatchInput:
-    """The role of a batch tensor, by its index among the flattened arguments of the model's call."""
+    """Marks a graph's input as a tensor of the batch, by its index among the flattened arguments of the model's
+    call.
+    """
 
     index: int
 
 
 @dataclass(frozen=True)
 class Tangent:
-    """The role of the gradient of a model's result, by the result's index."""
+    """Marks a graph's input as the gradient of one of the model's results, by the result's index."""
 
     index: int
 
 
 @dataclass(frozen=True)
 class Saved:
-    """The role of a value that one phase of a partitioned graph computes and a later phase reads."""
+    """Marks an output of one phase of a partitioned graph, and the input of a later phase that reads it."""
 
     name: str
 
 
 @dataclass(frozen=True)
 class Shard:
-    """The role of this rank's shard of a table."""
+    """Marks a graph's input as this rank's shard of a table."""
 
     table: str
 
@@ -84,22 +88,24 @@ InputRole = Parameter | Buffer | BatchInput | Tangent | Saved | Shard
 
 @dataclass(frozen=True)
 class Result:
-    """The role of a result of the model's call, by its index among the flattened results."""
+    """Marks a graph's output as one of the model's results, by its index among the flattened results."""
 
     index: int
 
 
 @dataclass(frozen=True)
 class Mutation:
-    """The role of the new value of something that the forward writes, such as BatchNorm's running mean."""
+    """Marks a graph's output as the new value of something that the forward writes, such as BatchNorm's running
+    mean.
+    """
 
     of: Parameter | Buffer | BatchInput
 
 
 @dataclass(frozen=True)
 class Gradient:
-    """The role of the dense gradient of a parameter or batch tensor. It is the mean over ranks once communication is
-    inserted.
+    """Marks a graph's output as the dense gradient of a parameter or batch tensor; the mean over ranks once
+    communication is inserted.
     """
 
     of: Parameter | BatchInput
@@ -107,7 +113,8 @@ class Gradient:
 
 @dataclass(frozen=True)
 class GradientOfRows:
-    """The role of one half of a table's row gradient: `ids` (K,) int64, sorted and unique, or `rows` (K, d).
+    """Marks a graph's output as one half of a table's row gradient: `ids` (K,) int64, sorted and unique, or `rows` (K,
+    d).
 
     Attributes:
         table: the name of a table, or of a joined table.
@@ -126,8 +133,8 @@ class GradientOfRows:
 
 @dataclass(frozen=True)
 class GradientOfShard:
-    """The role of the dense gradient (V', D) of this rank's rows of a table from an output layer, the mean over
-    ranks.
+    """Marks a graph's output as the dense gradient (V', D) of this rank's rows of a table from an output layer, the
+    mean over ranks.
 
     The gradient from lookups is a separate `GradientOfRows`.
     """
@@ -137,7 +144,7 @@ class GradientOfShard:
 
 @dataclass(frozen=True)
 class PendingGradients:
-    """The role of a bucket whose gradients are still being reduced at the end of a backward."""
+    """Marks a backward's output as a bucket whose gradients are still being reduced."""
 
     bucket: int
     parameters: tuple[str, ...]
@@ -145,7 +152,7 @@ class PendingGradients:
 
 @dataclass(frozen=True)
 class PendingRows:
-    """The role of a row gradient that is still being exchanged at the end of a backward."""
+    """Marks a backward's output as a row gradient that is still being exchanged."""
 
     table: str
     members: tuple[str, ...] = ()
@@ -227,7 +234,8 @@ class TableSpec:
 
 @dataclass(frozen=True)
 class TrainingGraph:
-    """A graph of a model's forward and backward, with a role for each placeholder and output.
+    """An FX graph of a model's forward and backward. Each input and output is marked with its role (`Parameter`,
+    `Gradient`, ..).
 
     Attributes:
         module: the joint graph of forward and backward. After the pass `Partition` only for reading.

@@ -27,7 +27,9 @@ def steps_to_text(steps: Sequence[Step]) -> str:
 
 
 def _operand_text(name: str, operand: float, dtype: torch.dtype | None) -> tuple[str, ...]:
-    """Returns a step's operand as text: a number, a dtype for "to", or nothing."""
+    """Returns the operand of an element-wise op on logits as text: its number, its dtype if `name` is "to", or () if it
+    has none.
+    """
     if name == "tanh":
         return ()
     return (str(operand) if dtype is None else str(dtype).removeprefix("torch."),)
@@ -35,12 +37,12 @@ def _operand_text(name: str, operand: float, dtype: torch.dtype | None) -> tuple
 
 @lru_cache(maxsize=64)
 def steps_from_text(steps: str) -> tuple[Step, ...]:
-    """Parses the text that `steps_to_text` returns."""
+    """Parses the text that `steps_to_text` returns to element-wise ops."""
     return tuple(_parse_step(*each.split()) for each in steps.split(", ") if each)
 
 
 def _parse_step(name: str, operand: str = "") -> Step:
-    """Parses one element-wise step."""
+    """Parses one element-wise op on logits from its name, such as "div", and its operand's text."""
     return (name, 0.0, getattr(torch, operand)) if name == "to" else (name, float(operand or 0), None)
 
 

@@ -149,12 +149,12 @@ class StepGraph:
 
     @property
     def copies(self) -> tuple[Operation, ...]:
-        """The offloads and reloads of a window."""
+        """The offloads and reloads of a window (a backward and the next forward)."""
         return tuple(o for o in self.operations if o.lane in COPIES)
 
     @property
     def communications(self) -> tuple[Operation, ...]:
-        """The collectives of a window."""
+        """The collectives of a window (a backward and the next forward)."""
         return tuple(o for o in self.operations if o.is_communication)
 
 
@@ -246,13 +246,14 @@ class Timeline:
     memory: tuple[MemoryAt, ...] = ()
 
     def diagnostics(self) -> Diagnostics:
-        """Computes the timeline's metrics: medians over windows and ranks."""
+        """Computes the timeline's metrics: medians over windows (each a backward and the next forward) and ranks."""
         return diagnose(self)
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """The order in which all ranks launch collectives in a window, with a predicted timeline.
+    """The order in which all ranks launch collectives in a window (a backward and the next forward), with a predicted
+    timeline.
 
     Attributes:
         name: one of `SCHEDULES`.
@@ -292,7 +293,8 @@ class Schedule:
 
 
 def diagnose(timeline: Timeline) -> Diagnostics:
-    """Computes the metrics of a timeline: medians over its windows and ranks, but the maximum for memory.
+    """Computes the metrics of a timeline: medians over its windows (each a backward and the next forward) and ranks,
+    but the maximum for memory.
 
     A step lasts from the first compute operation of a window to the first of the next; in a single window, to the end
     of its last one. Windows without compute are not counted.
@@ -362,7 +364,9 @@ def _total_on_lane(intervals: Iterable[Span | Wait], lane: Lane) -> float:
 
 
 def _step_lengths(windows: dict[_Window, list[Span]]) -> dict[_Window, float]:
-    """Returns the length of each window in milliseconds. The last window has none, unless it is the only one."""
+    """Returns the length of each window (a backward and the next forward) in milliseconds. The last window has none,
+    unless it is the only one.
+    """
     compute = {key: [s for s in found if s.operation.lane == "compute"] for key, found in windows.items()}
     starts = {key: min(s.start_ms for s in found) for key, found in compute.items()}
     following = {

@@ -52,7 +52,7 @@ class OrderCompute:
         return rewrite_phases(graph, self._rewrite)
 
     def _rewrite(self, phases: Phases) -> None:
-        """Sorts the nodes of the backward by the order of units."""
+        """Sorts the nodes of the backward by the order of units (the compute before each submission of gradients)."""
         backward = phases["backward"]
         found = BackwardUnits.find(backward)
         place = first_after_placeholders(backward.graph).prev
@@ -76,7 +76,9 @@ class BackwardUnits:
 
     @classmethod
     def find(cls, backward: fx.GraphModule) -> BackwardUnits:
-        """Finds the units of a backward, and the units that need each of its nodes."""
+        """Finds the units (the compute before each submission of gradients) of a backward, and the units that need each
+        of its nodes.
+        """
         nodes = [node for node in backward.graph.nodes if node.op not in ("placeholder", "output")]
         member = {node: what for node in nodes if (what := _submitted_unit(node)) is not None}
         units = tuple(dict.fromkeys(member.values()))
@@ -106,7 +108,9 @@ class BackwardUnits:
         return found
 
     def with_all_units(self, order: Sequence[str]) -> tuple[str, ...]:
-        """Returns the units in `order`, followed by all other units."""
+        """Returns the units (the compute before each submission of gradients) in `order`, followed by all other
+        units.
+        """
         known = [unit for unit in order if unit in self.units]
         return (*known, *(unit for unit in self.units if unit not in known))
 

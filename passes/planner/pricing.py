@@ -431,7 +431,11 @@ class Pricing:
         return defers_rows, replay if defers_rows else sweep
 
     def _times_ms(self, predicted_ms: float, sharing_ms: float) -> tuple[float, float]:
-        """Returns both times unchanged, or zeros for a single rank, which sends nothing."""
+        """Returns both times unchanged, or zeros for a single rank, which sends nothing.
+
+        Args:
+            predicted_ms, sharing_ms: as in `PricedStrategy`.
+        """
         return (predicted_ms, sharing_ms) if self.world_size > 1 else (0.0, 0.0)
 
     def _sparsity_of(self, table: TableSpec, fact: ParameterFacts, rows: tuple[int, ...]) -> Sparsity:

@@ -58,7 +58,7 @@ class Atoms:
 
     @property
     def units(self) -> tuple[str, ...]:
-        """The names of the units, in their present order."""
+        """The names of the units (the compute before each submission of gradients), in their present order."""
         return self.found.units
 
     @classmethod
@@ -132,8 +132,8 @@ def search_order(
 
 
 class _Search:
-    """Searches for fast orders of the units. Tries each order at most once, until a limit on their number is
-    reached.
+    """Searches for fast orders of the units (the compute before each submission of gradients). Tries each order at most
+    once, until a limit on their number is reached.
     """
 
     def __init__(self, steps: StepGraph, atoms: Atoms, predicted_peak: PredictedPeak, held_limit: float) -> None:

@@ -110,7 +110,8 @@ class LinkMachine:
             self.needs_launches[later].extend((0, k) for k in earlier)
 
     def _add_dependence(self, before: str, after: str, distance: int, released: list[int]) -> None:
-        """Makes operation `after` depend on `before` of `distance` windows earlier. Raises if that is impossible.
+        """Makes operation `after` depend on operation `before` of the `distance`-th previous window. Raises if that is
+        impossible.
 
         Args:
             released: launch -> the last compute operation that it needs, updated in place.
@@ -151,8 +152,8 @@ class LinkMachine:
         return found if isinstance(found, list) else None
 
     def sequence(self, order: Sequence[int]) -> list[int]:
-        """Returns all operations of a window, each after everything that it waits for, with collectives in this launch
-        order.
+        """Returns all operations of a window (a backward and the next forward), each after everything that it waits
+        for, with collectives in this launch order.
 
         Raises:
             ValueError: no such sequence exists.
@@ -203,7 +204,9 @@ class LinkMachine:
         return sequence
 
     def run(self, sequence: list[int], windows: int = WINDOWS) -> WindowTimes:
-        """Simulates several windows in a row, each with its operations in this sequence."""
+        """Simulates several windows (each a backward and the next forward) in a row, each with its operations in this
+        sequence.
+        """
         count, durations, needs, needs_earlier = self.count, self.durations, self.needs, self.needs_earlier
         copying = self.copying
         starts: list[list[float]] = []
@@ -243,7 +246,9 @@ class LinkMachine:
         return WindowTimes(starts, ends, max(rates))
 
     def critical_path(self, run: WindowTimes, order: Sequence[int]) -> list[tuple[int, int]]:
-        """Returns the operations that determine the length of the last two windows, as (window, operation)."""
+        """Returns the operations that determine the length of the last two windows (each a backward and the next
+        forward), as pairs (window, operation).
+        """
         first = len(run.ends) - 2
         previous = {after: (0, before) for before, after in pairwise((*range(self.count),))}
         previous |= {after: (0, before) for before, after in pairwise(order)}
@@ -299,7 +304,7 @@ class LinkMachine:
         return Timeline(spans, shown, 1, self.steps.dependences), path
 
     def dependences(self, operation: int) -> list[tuple[int, int]]:
-        """Returns (distance in windows, operation) for each dependence of an operation."""
+        """Returns (how many windows earlier, operation) for each operation on which this one depends."""
         return [
             *((0, p) for p in self.needs[operation]),
             *self.needs_launches[operation],
@@ -307,7 +312,9 @@ class LinkMachine:
         ]
 
     def any_sequence(self) -> list[int]:
-        """Returns a window's operations, each after its dependences, without regard to a launch order."""
+        """Returns a window's operations (of a backward and the next forward), each after its dependences, without
+        regard to a launch order.
+        """
         needs = {k: [p for distance, p in self.dependences(k) if distance == 0] for k in range(len(self.operations))}
         for before, after in pairwise(range(self.count)):
             needs[after].append(before)
@@ -320,7 +327,9 @@ class LinkMachine:
 
 
 def _repeats(previous: list[float], current: list[float]) -> bool:
-    """Returns whether a window's times repeat the previous window's, shifted by a constant."""
+    """Returns whether a window's times (of a backward and the next forward) repeat the previous window's, shifted by a
+    constant.
+    """
     if not current:
         return True
     shift = current[0] - previous[0]

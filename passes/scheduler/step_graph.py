@@ -74,7 +74,8 @@ class Sizes:
 
 @dataclass
 class Block:
-    """A compute operation of the window: consecutive nodes between two communication points.
+    """A compute operation of the window (a backward and the next forward): consecutive nodes between two communication
+    points.
 
     Attributes:
         ms: estimated milliseconds of its nodes.
@@ -91,7 +92,7 @@ class Block:
 
 
 def compute_blocks(graph: TrainingGraph, node_ms: NodeMs) -> list[Block]:
-    """Returns the compute operations of a window, in program order.
+    """Returns the compute operations of a window (a backward and the next forward), in program order.
 
     Args:
         node_ms: function that returns the milliseconds of a node.
@@ -195,7 +196,9 @@ def _cut_at_copies(
 
 
 def build_single_process(graph: TrainingGraph, compute: cost.Compute) -> StepGraph:
-    """Describes the window of a single process, which has compute and copies but sends nothing."""
+    """Describes the window (a backward and the next forward) of a single process, which has compute and copies but
+    sends nothing.
+    """
     node_ms, phases = node_time_estimator(compute, graph.expected), graph.phases
     head_ms = sum(node_ms(node) for name in ("unique", "ids") for node in phases[name].graph.nodes)
     found = [
@@ -279,7 +282,7 @@ def build_step_graph(
     cluster: cost.Cluster,
     world_size: int,
 ) -> StepGraph:
-    """Describes the window of a graph, with durations measured or estimated.
+    """Describes the window (a backward and the next forward) of a graph, with durations measured or estimated.
 
     Args:
         graph: a partitioned graph.

@@ -39,7 +39,9 @@ def window_nodes(graph: TrainingGraph) -> list[fx.Node]:
 
 
 def crosses_windows(launch: OperationId) -> bool:
-    """Returns whether a collective is awaited in the window after the one that submits it."""
+    """Returns whether a collective is awaited in the window (a backward and the next forward) after the one that
+    submits it.
+    """
     return launch == IDS or launch.part == "delayed"
 
 

@@ -51,7 +51,9 @@ def _sum_row_sets(first: RowSet, second: RowSet) -> RowSet:
 
 
 def _exchange_with(units: RowSet, to: int | None, source: int | None, channel: Channel) -> Steps[RowSet]:
-    """Sends units to rank `to`, and returns those received from rank `source`; None to send or receive none."""
+    """Sends units (rows or blocks) to rank `to`, and returns those received from rank `source`; None to send or receive
+    none.
+    """
     world = range(channel.world_size)
     count = units.ids.numel()
     own = torch.full((int(to is not None),), count, device=units.ids.device)

@@ -102,7 +102,7 @@ class _BlockLanes:
         self._lane = torch.arange(lanes, device=device)
 
     def encode(self, blocks: Tensor, starts: Tensor) -> Tensor:
-        """Encodes (R, L) blocks as places in their lanes, with `num_blocks` for none.
+        """Encodes (R, L) blocks as places in their lanes (sequences of blocks), with `num_blocks` for none.
 
         Args:
             starts: (R, 1), the first blocks of the ranges.
@@ -111,7 +111,7 @@ class _BlockLanes:
         return torch.where(blocks < self.num_blocks, places, self._none).to(self._dtype).view(-1).view(torch.uint8)
 
     def decode(self, places: Tensor, starts: Tensor) -> Tensor:
-        """Decodes places in lanes to blocks: the inverse of `encode`."""
+        """Decodes places in lanes (sequences of blocks) to blocks: the inverse of `encode`."""
         of_lanes = places.view(self._dtype).view(-1, self.lanes).long()
         return torch.where(of_lanes < self._none, starts + of_lanes * self.lanes + self._lane, self.num_blocks)
 
@@ -178,7 +178,9 @@ class _Aggregation:
         return self._channel.all_to_all(records.view(-1), self._sizes(mine), self._sizes(self._senders(stream)))
 
     def _senders(self, stream: slice) -> Tensor:
-        """Returns a mask (N, slots) of the ranks that have the current block of each of this rank's lanes."""
+        """Returns a mask (N, slots) of the ranks that have the current block of each of this rank's lanes (sequences of
+        blocks).
+        """
         current = self._current[self._channel.rank, stream]
         return (self._upcoming_of_ranks[:, stream] == current) & (current < self._end)
 
@@ -188,7 +190,9 @@ class _Aggregation:
         return sizes
 
     def reply(self, stream: slice, received: Tensor) -> InFlight:
-        """Sends the means of this aggregator's lanes in a stream to all ranks, each with the lane's next block."""
+        """Sends the means of this aggregator's lanes (sequences of blocks) in a stream to all ranks, each with the
+        lane's next block.
+        """
         senders = self._senders(stream)
         upcoming, blocks = decode_records(received, self._end, self._width, self._dtype)
         lane = senders.nonzero()[:, 1]

@@ -31,7 +31,7 @@ def push_units(units: RowSet, counts: Tensor, channel: Channel) -> Steps[Records
 def send_units(
     units: RowSet, send_counts: Sequence[int], receive_counts: list[int], channel: Channel
 ) -> Steps[Records]:
-    """Sends units like `push_units`, if sender and receiver already know how many."""
+    """Sends units (rows or blocks) like `push_units`, if sender and receiver already know how many."""
     records = encode_records(units.ids, units.rows, units.num_rows)
     size = records.shape[1]
     flat = yield channel.all_to_all(

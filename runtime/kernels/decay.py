@@ -42,7 +42,8 @@ class TakenSteps(NamedTuple):
     longer change a weight.
 
     Attributes:
-        coefficients: (T + 1, 6) float64, for each step.
+        coefficients: (T + 1, 6) float64, for each number of steps from 0 to T: the columns `LOG_BETA1` to `EPS` of this
+            module.
         steps: the number of steps.
         largest: the largest step size.
         least_eps: the smallest eps of any step.

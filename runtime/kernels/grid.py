@@ -44,7 +44,8 @@ def join_grid_into(out: Tensor, positions: Tensor, flat: Tensor, own: Sequence[i
     """Joins received columns to whole rows, and writes them to the rows `positions` (U,) of `out` (U', D).
 
     Args:
-        own: how many of the rows each row of the grid holds. `positions` are sorted by it.
+        own: for each row of the grid, how many of the received rows it holds. `positions` lists those of the first row
+            of the grid first, then those of the second, and so on.
         flat: the received values.
     """
     columns = out.shape[1]
@@ -64,10 +65,11 @@ def split_grid(rows: Tensor, order: Tensor, counts: Tensor, rank: int) -> Tensor
 
 
 def split_selected_grid(rows: Tensor, positions: Tensor, own: Sequence[int], grid_columns: int) -> Tensor:
-    """Splits the rows at `positions` (U,) of rows (U', D) to one block for each rank of a grid.
+    """Selects the rows at `positions` (U,) from rows (U', D), and splits them to one block for each rank of a grid.
 
     Args:
-        own: how many of the rows each row of the grid holds. `positions` are sorted by it.
+        own: for each row of the grid, how many of the selected rows it holds. `positions` lists those of the first row
+            of the grid first, then those of the second, and so on.
     """
     columns = rows.shape[1]
     width, rest = divmod(columns, grid_columns)

@@ -189,7 +189,7 @@ def measure_handling(communicator: Communicator, device: torch.device = CPU) -> 
     runs.append(make_exchange_work(NARROW, 1, device))
     scan_ms, claim_ms, wide_ms, narrow_ms, round_ms = (together_ms(communicator, run, device) for run in runs)
     wide_ms, narrow_ms = (max(ms - round_ms, 1e-6) for ms in (wide_ms, narrow_ms))
-    # Each measured time is a sum of passes over bytes and a constant per row; solve for both rates.
+    # Model each measured time as a cost per byte, for each pass over the data, plus a cost per row.
     passed = np.array([(PASSES * row_bytes[width], rows) for width, rows in HANDLED_ROWS.items()])
     pass_ms, unit_ms = np.linalg.solve(passed, (wide_ms, narrow_ms))
     if pass_ms <= 0 or unit_ms < 0:  # a device may take as long for few rows as for many

@@ -230,10 +230,10 @@ class Groups:
         counts = self.gather(len(dist.distributed_c10d._world.pg_names), int)
         if len(set(counts)) > 1 and not are_all:
             raise ValueError(
-                f"Ranks of the process group are in {min(counts)} to {max(counts)} process groups, rank "
-                f"{dist.get_rank()} in {counts[self.rank]}. torch names new groups by that number, so compile() or the "
-                "first call would hang. Create groups such that every rank is in the same number, as a device mesh "
-                "does, or compile in the default group."
+                f"The ranks of this process group belong to different numbers of process groups ({min(counts)} to "
+                f"{max(counts)}; rank {dist.get_rank()} belongs to {counts[self.rank]}). torch names new groups by "
+                "that number, so compile() or the first call would hang. Create groups so that every rank belongs to "
+                "equally many, as a device mesh does, or compile in the default group."
             )
 
     def sub_group(self, name: str, parts: Sequence[Sequence[int]], backend: str | None = None) -> dist.ProcessGroup:

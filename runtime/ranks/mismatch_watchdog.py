@@ -95,7 +95,9 @@ class MismatchWatchdog:
         itself = weakref.ref(self)
 
         def explain(_: logging.LogRecord) -> bool:
-            """Raises or logs the reason for an error that torch logs, as long as the watchdog exists."""
+            """A filter for torch's log of failed collectives: raises the reason for the error, if it is known. Returns
+            True, so that torch logs the error.
+            """
             if (error := sys.exc_info()[1]) is not None and (found := itself()) is not None:
                 found.explain(error)
             return True

@@ -45,8 +45,8 @@ _BITS = 8
 
 _WENT_ON = "it called the model again without a backward for the last call"
 _CAUGHT_ALONE = (
-    "a call failed on this rank, and others have ended with its error: {}. Catch the error on every rank, around the "
-    "call and its backward, or check batches before the call"
+    "this rank caught the error of a failed call and went on, but the other ranks stopped with it: {}. Catch the error "
+    "on every rank, around the call and its backward, or check batches before the call"
 )
 _NOT_JOINED = "it called the model outside of join(), but another rank is inside join(). Enter join() on every rank"
 

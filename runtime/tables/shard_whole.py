@@ -99,7 +99,7 @@ def run_recorded(rule: Rule | None, func: Any, args: tuple[Any, ...], kwargs: di
 
 
 def _is_collective(func: Any) -> bool:
-    """Returns whether a collective calls this op, directly or for a copy of its arguments."""
+    """Returns whether an op is a collective, or is called by one (to copy its arguments, for example)."""
     if func.namespace in ("c10d", "_c10d_functional", "c10d_functional"):
         return True
     callers = (frame.f_code.co_filename for frame, _ in walk_stack(sys._getframe(1)))

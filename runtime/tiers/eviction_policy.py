@@ -53,14 +53,14 @@ class EvictionPolicy:
         self._call += 1
 
     def use(self, slots: Tensor) -> None:
-        """Marks slots (K,) as used by the current call."""
+        """Marks memory slots (K,) as used by the current call."""
         marks = self._marks.index_select(0, slots)
         known = (marks > _KNOWN) & (marks < _SOON - self.step)
         self._marks.index_copy_(0, slots, torch.where(known, marks, self._call))
 
     @contextlib.contextmanager
     def pinned(self, slots: Tensor) -> Iterator[None]:
-        """Opens a context in which slots (K,) are not evicted."""
+        """Opens a context in which memory slots (K,) are not evicted."""
         marks = self._marks.index_select(0, slots)
         self._marks.index_fill_(0, slots, _FREE - 1)
         try:
@@ -69,22 +69,22 @@ class EvictionPolicy:
             self._marks.index_copy_(0, slots, marks)
 
     def expect(self, slots: Tensor, due: int) -> None:
-        """Records that step `due` will use slots (K,)."""
+        """Records that step `due` will use memory slots (K,)."""
         self._marks.index_fill_(0, slots, _SOON - due)
 
     def take_free(self, count: int) -> Tensor:
-        """Removes `count` slots from the free ones, and returns them."""
+        """Removes `count` memory slots from the free ones, and returns them."""
         left = len(self.free) - count
         taken, self.free = self.free[left:].to(torch.int64), self.free[:left]
         return taken
 
     def free_slots(self, slots: Tensor) -> None:
-        """Adds slots (K,) to the free ones."""
+        """Adds memory slots (K,) to the free ones."""
         self._marks.index_fill_(0, slots, _FREE)
         self.free = torch.cat([self.free, slots.to(torch.int32)])
 
     def choose_evictions(self, count: int, due: int | None = None) -> tuple[Tensor, bool]:
-        """Chooses about `count` slots to evict. Returns them, and whether more could be evicted.
+        """Chooses about `count` memory slots to evict. Returns them, and whether more could be evicted.
 
         Args:
             due: if given, chooses only slots that are not used before this step, nor since the step before the current

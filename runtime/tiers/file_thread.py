@@ -42,7 +42,7 @@ _ALL = torch.iinfo(torch.int64).max
 
 
 class ReadResult(NamedTuple):
-    """The result of reading rows into slots.
+    """The result of reading rows into memory slots.
 
     Attributes:
         arrivals: the arguments for the calls of `Slots.arrive`.
@@ -144,8 +144,8 @@ class FileThread:
         return self._reader.submit(self._read, numbers, rows, self._to_read_here, behind).result()
 
     def copy(self, count: int, leave: Leave) -> Tensor:
-        """Copies `count` rows, at most `part`, out of their slots. On the host, the result is valid until the next
-        write.
+        """Copies `count` rows, at most `part`, out of their memory slots. On the host, the result is valid until the
+        next write.
 
         Args:
             leave: copies the rows out of their slots.
@@ -156,7 +156,7 @@ class FileThread:
     def read_into_slots(
         self, rows: Tensor, numbers: Tensor, slots: Tensor, initial: InitialValuesOfTables
     ) -> Future[ReadResult]:
-        """Starts reading rows (K,) into slots (K,). Returns a future.
+        """Starts reading rows (K,) into memory slots (K,). Returns a future.
 
         Args:
             numbers: (K,) the numbers of the rows' records, or -1 for rows that were never written.
@@ -185,7 +185,7 @@ class FileThread:
         return all(map(self._slots.has_arrived, future.result().arrivals))
 
     def await_rows(self, future: Future[ReadResult]) -> ReadResult:
-        """Waits for a read of rows into slots."""
+        """Waits for a read of rows into memory slots."""
         with self._recorder().waiting(self._reading) if not future.done() else nullcontext():
             come = future.result()
             for arrival in come.arrivals:
@@ -258,8 +258,8 @@ class FileThread:
         watch: RecordedCopy,
         writes: Sequence[Future[None]],
     ) -> ReadResult:
-        """Reads rows (K,), sorted by record number, into their slots. Rows that were never written get their initial
-        values.
+        """Reads rows (K,), sorted by record number, into their memory slots. Rows that were never written get their
+        initial values.
 
         Args:
             taken: an upper bound for the number of applied steps to return.

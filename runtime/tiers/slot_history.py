@@ -56,8 +56,8 @@ class ClosedHistories:
         self.apply_on_arrival(self._memory.in_use(closed.rows), closed.before)
 
     def apply_on_arrival(self, slots: Tensor, taken: int) -> None:
-        """Applies the histories to rows that were just read into slots (K,), each of which has applied at least `taken`
-        steps.
+        """Applies the histories to rows that were just read into memory slots (K,), each of which has applied at least
+        `taken` steps.
         """
         due = [each for each in self._closed if each.before + each.steps.count > taken]
         if due and slots.numel():
@@ -67,14 +67,14 @@ class ClosedHistories:
                     self.apply_steps(self._memory.to_index(self.with_rows(some, rows)), before, steps)
 
     def with_rows(self, slots: Tensor, rows: range) -> Tensor:
-        """Returns those of slots (K,) that hold one of these rows."""
+        """Returns those of memory slots (K,) that hold one of these rows."""
         if len(rows) == self._memory.num_rows:
             return slots
         held = self._memory.row_of.index_select(0, slots)
         return slots[(held >= rows.start) & (held < rows.stop)]
 
     def apply_steps(self, slots: Tensor, before: int, steps: SkippedSteps) -> None:
-        """Applies steps to the rows in slots (K,), except those that have already applied them.
+        """Applies steps to the rows in memory slots (K,), except those that have already applied them.
 
         Args:
             before: the number of steps before these.
@@ -180,12 +180,12 @@ class SlotHistory(History):
             self._closed.add(ClosedHistory(self._before, self.open, self.rows))
 
     def _split_by_member(self, places: Tensor) -> Iterator[tuple[SlotHistory, Tensor]]:
-        """For a joined table, yields each table's history with the slots in `places` that hold its rows."""
+        """For a joined table, yields each table's history with the memory slots in `places` that hold its rows."""
         for each in self._tables:
             yield each, self._closed.with_rows(places, each.rows)
 
     def apply_open(self, places: Tensor, local: Tensor, state: Mapping[str, Any]) -> None:
-        """Applies the open history to the rows in slots `places`."""
+        """Applies the open history to the rows in memory slots `places`."""
         assert self.open is not None
         if self.open.count:
             self._closed.apply_steps(places, self._before, self.open)

@@ -66,11 +66,13 @@ class Slots:
         return lambda: into
 
     def copy_in(self, slots: Tensor, records: Tensor) -> Any:
-        """Copies records into slots (K,), on the thread that has read them. Returns the argument for `arrive`."""
+        """Copies records into memory slots (K,), on the thread that has read them. Returns the argument for
+        `arrive`.
+        """
         self.put(slots, records)
 
     def put(self, slots: Tensor, records: Tensor) -> None:
-        """Writes records into slots (K,)."""
+        """Writes records into memory slots (K,)."""
         for key, values in self._records.unpack(records).items():
             self.columns[key].index_copy_(0, slots, values)
 
@@ -79,10 +81,10 @@ class Slots:
         return True
 
     def arrive(self, copy: Any) -> None:
-        """Completes a copy: later reads of its slots see the new rows."""
+        """Completes a copy: later reads of its memory slots see the new rows."""
 
     def to_index(self, slots: Tensor) -> Tensor:
-        """Returns slots (K,) as an index tensor on the columns' device."""
+        """Returns memory slots (K,) as an index tensor on the columns' device."""
         return slots
 
     def use_device(self) -> None:
@@ -136,13 +138,13 @@ class DeviceSlots(Slots):
         return bool(coming.event.query())
 
     def arrive(self, coming: Arrival) -> None:
-        """Writes the copied rows into their slots, on the current stream after the copy."""
+        """Writes the copied rows into their memory slots, on the current stream after the copy."""
         self._streams.wait(coming.event)
         self._streams.keep(*coming.copied)
         self.put(*coming.copied)
 
     def to_index(self, slots: Tensor) -> Tensor:
-        """Returns slots (K,) as an index tensor on the device."""
+        """Returns memory slots (K,) as an index tensor on the device."""
         return self._streams.to_device(slots)
 
     def use_device(self) -> None:

@@ -110,7 +110,7 @@ class SlotRows(RowStore):
 
     @property
     def local(self) -> Tensor:
-        """The weights in all slots."""
+        """The weights in all memory slots."""
         return self.memory.columns[WEIGHTS]
 
     def numbers(self, ids: Tensor) -> Tensor:
@@ -118,11 +118,11 @@ class SlotRows(RowStore):
         return ids + self.rows.start if self.rows.start else ids
 
     def places(self, ids: Tensor, *, to_write: bool = False) -> Tensor:
-        """Returns the slots of rows (K,), after reading missing rows into memory."""
+        """Returns the memory slots of rows (K,), after reading missing rows into memory."""
         return self.memory.places(self.numbers(ids), host_ids=self._rows_on_host(ids), to_write=to_write)
 
     def look_up(self, ids: Tensor, *, to_write: bool = False) -> Tensor:
-        """Returns the slots of rows (K,) for a lookup, after reading missing rows into memory.
+        """Returns the memory slots of rows (K,) for a lookup, after reading missing rows into memory.
 
         If a row cannot be read, other errors are raised at the next handshake, because other ranks wait for this rank's
         rows.
@@ -177,12 +177,12 @@ class SlotRows(RowStore):
 
     @property
     def state(self) -> Mapping[str, Any]:
-        """The step counters, and the optimizer state in all slots."""
+        """The step counters, and the optimizer state in all memory slots."""
         return {**self.counters, **self._columns}
 
     @property
     def entries(self) -> Mapping[str, Any]:
-        """The step counters, and the optimizer state in all slots."""
+        """The step counters, and the optimizer state in all memory slots."""
         return self.state
 
     def has_uniform_state(self) -> bool:

@@ -127,7 +127,7 @@ class WorkingSet:
         self._waiting: list[tuple[Tensor, int]] = []  # (rows to read ahead, the step that needs them)
 
     def places(self, ids: Tensor, *, host_ids: Tensor | None = None, to_write: bool = False) -> Tensor:
-        """Reads missing rows into memory, and returns the slots (K,) of all rows `ids`.
+        """Reads missing rows into memory, and returns the memory slots (K,) of all rows `ids`.
 
         Args:
             host_ids: rows on the host that include `ids` (K,), if those are on a device.
@@ -152,7 +152,7 @@ class WorkingSet:
             return None
 
     def _load_missing(self, ids: Tensor, to_write: bool) -> Tensor:
-        """Reads the rows among `ids` (K,) that are not in memory. Returns the slots of all of them."""
+        """Reads the rows among `ids` (K,) that are not in memory. Returns the memory slots of all of them."""
         self._next_use.begin_call()
         where = self._where.index_select(0, ids)
         missing = where <= 0
@@ -184,7 +184,7 @@ class WorkingSet:
                 self._waiting += [(left, step)] if left.numel() else []
 
     def _read_some(self, ids: Tensor, due: int) -> Tensor:
-        """Starts reading as many of the rows (K,) as slots can be freed for. Returns the others."""
+        """Starts reading as many of the rows (K,) as memory slots can be freed for. Returns the others."""
         self._take_arrived()
         where = self._where.index_select(0, ids)
         self._next_use.expect(where[where > 0].to(torch.int64).sub_(1), due)
@@ -213,17 +213,17 @@ class WorkingSet:
             self._await_oldest()
 
     def mark_written(self, slots: Tensor) -> None:
-        """Marks slots (K,) as changed, so that their rows are written before they are evicted."""
+        """Marks memory slots (K,) as changed, so that their rows are written before they are evicted."""
         self._dirty.index_fill_(0, slots, True)
 
     def in_use(self, table_rows: range) -> Tensor:
-        """Returns the slots (K,) that hold rows of one table."""
+        """Returns the memory slots (K,) that hold rows of one table."""
         return (
             ((self.row_of >= table_rows.start) & (self.row_of < table_rows.stop) & ~self._arriving).nonzero().view(-1)
         )
 
     def to_index(self, slots: Tensor) -> Tensor:
-        """Returns slots (K,) on the columns' device."""
+        """Returns memory slots (K,) on the columns' device."""
         return self._slots.to_index(slots)
 
     def store(self, rows: Tensor, values: Mapping[str, Tensor]) -> None:
@@ -330,7 +330,7 @@ class WorkingSet:
             self._await_all()
 
     def _make_room(self, count: int, due: int | None = None) -> None:
-        """Evicts rows until `count` slots are free, or until no more rows may be evicted.
+        """Evicts rows until `count` memory slots are free, or until no more rows may be evicted.
 
         Args:
             due: the step that needs the slots, so that only rows not used before it are evicted; None to evict any.
@@ -342,7 +342,7 @@ class WorkingSet:
                 self._evict(some)
 
     def _evict(self, slots: Tensor) -> None:
-        """Evicts the rows in these slots (K,). Changed rows are written to storage first."""
+        """Evicts the rows in these memory slots (K,). Changed rows are written to storage first."""
         self._await_reads(slots)
         rows, number = self.row_of.index_select(0, slots), self._number.index_select(0, slots)
         dirty = self._dirty.index_select(0, slots)
@@ -358,7 +358,7 @@ class WorkingSet:
         self._mark_free(slots)
 
     def _mark_free(self, slots: Tensor) -> None:
-        """Marks slots (K,) as free."""
+        """Marks memory slots (K,) as free."""
         self.row_of.index_fill_(0, slots, -1)
         self._next_use.free_slots(slots)
 
@@ -408,7 +408,7 @@ class WorkingSet:
         self._arriving.index_fill_(0, slots, True)
 
     def _await_reads(self, slots: Tensor) -> None:
-        """Waits for pending reads into slots (K,)."""
+        """Waits for pending reads into memory slots (K,)."""
         while self._coming and bool(self._arriving.index_select(0, slots).any()):
             self._await_oldest()
 
@@ -418,7 +418,7 @@ class WorkingSet:
             self._await_oldest()
 
     def _await_oldest(self) -> None:
-        """Waits for the oldest pending read, and puts its rows into their slots."""
+        """Waits for the oldest pending read, and puts its rows into their memory slots."""
         coming, slots = self._coming.popleft()
         self._arriving.index_fill_(0, slots, False)
         self.closed.apply_on_arrival(slots, self._thread.await_rows(coming).taken)
