@@ -128,10 +128,10 @@ def overlap_passes(plan: Plan, schedule: str, rank: int, cuts: Cuts) -> tuple[Pa
 
 
 def run_passes(analysed: TrainingGraph, passes: Iterable[Pass], earlier: CompiledGraph | None = None) -> CompiledGraph:
-    """Runs the passes on the graph `analysed`, keeps a snapshot after each, and verifies the last graph.
+    """Runs the passes on the graph `analysed`, keeps a snapshot after each, and verifies the final graph.
 
     Args:
-        earlier: the result of passes that have already run on `analysed`, or None.
+        earlier: the result of passes that have already run on `analysed`, or None. The passes continue from it.
 
     Raises:
         VerificationError: a pass broke an invariant; the message names the pass.

@@ -97,8 +97,9 @@ def choose_streaming(num_blocks: int, width: int, itemsize: int, world_size: int
     """Chooses how many lanes (sequences of blocks that an aggregator processes in parallel) and slots (lanes that share
     messages) "omnireduce" uses for a tensor.
 
-    Many lanes need many bytes to send the first block of each; few lanes need many rounds. It chooses the cheapest
-    number of lanes for gradients of `TYPICAL_DENSITY`, and so many slots that a round's bytes outweigh its start-ups.
+    With many lanes, the first block of each lane takes many bytes; with few lanes, the exchange takes many rounds. It
+    chooses the cheapest number of lanes for gradients of `TYPICAL_DENSITY`, and enough slots that sending a round's
+    bytes takes longer than starting it.
 
     Args:
         num_blocks: the number of blocks of the tensor.

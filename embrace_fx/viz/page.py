@@ -149,8 +149,8 @@ def _panel_data(panel: Panel) -> dict[str, Any]:
 
 
 def _operation_data(picture: Picture) -> Iterator[dict[str, Any]]:
-    """Yields, for the page's script, each operation of a step, with its median time in each panel (prediction,
-    measurement).
+    """Yields the data that the page's script needs for each operation of a training step: its fields, and its
+    median time over steps and ranks for each panel.
     """
     operations: dict[str, Operation] = {}
     taken: list[dict[str, list[float]]] = []

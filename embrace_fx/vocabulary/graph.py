@@ -48,37 +48,35 @@ class Parameter:
 
 @dataclass(frozen=True)
 class Buffer:
-    """Marks a graph's input as a buffer, by its fully qualified name in the user's model."""
+    """Marks a graph input as a buffer, by its fully qualified name in the user's model."""
 
     name: str
 
 
 @dataclass(frozen=True)
 class BatchInput:
-    """Marks a graph's input as a tensor of the batch, by its index among the flattened arguments of the model's
-    call.
-    """
+    """Marks a graph input as a batch tensor, by its index among the flattened arguments of the model's call."""
 
     index: int
 
 
 @dataclass(frozen=True)
 class Tangent:
-    """Marks a graph's input as the gradient of one of the model's results, by the result's index."""
+    """Marks a graph input as the gradient (tangent) of one of the model's results, given by the result's index."""
 
     index: int
 
 
 @dataclass(frozen=True)
 class Saved:
-    """Marks an output of one phase of a partitioned graph, and the input of a later phase that reads it."""
+    """Marks a value that one phase of a partitioned graph computes and a later phase reads."""
 
     name: str
 
 
 @dataclass(frozen=True)
 class Shard:
-    """Marks a graph's input as this rank's shard of a table."""
+    """Marks a graph input as this rank's shard of a table."""
 
     table: str
 
@@ -88,23 +86,21 @@ InputRole = Parameter | Buffer | BatchInput | Tangent | Saved | Shard
 
 @dataclass(frozen=True)
 class Result:
-    """Marks a graph's output as one of the model's results, by its index among the flattened results."""
+    """Marks a graph output as one of the model's results, given by its index among the flattened results."""
 
     index: int
 
 
 @dataclass(frozen=True)
 class Mutation:
-    """Marks a graph's output as the new value of something that the forward writes, such as BatchNorm's running
-    mean.
-    """
+    """Marks a graph output as the new value of something the forward writes, such as BatchNorm's running mean."""
 
     of: Parameter | Buffer | BatchInput
 
 
 @dataclass(frozen=True)
 class Gradient:
-    """Marks a graph's output as the dense gradient of a parameter or batch tensor; the mean over ranks once
+    """Marks a graph output as the dense gradient of a parameter or batch tensor: the mean over ranks, once
     communication is inserted.
     """
 
@@ -113,8 +109,7 @@ class Gradient:
 
 @dataclass(frozen=True)
 class GradientOfRows:
-    """Marks a graph's output as one half of a table's row gradient: `ids` (K,) int64, sorted and unique, or `rows` (K,
-    d).
+    """Marks a graph output as half of a table's row gradient: `ids` (K,) int64, sorted and unique, or `rows` (K, d).
 
     Attributes:
         table: the name of a table, or of a joined table.
@@ -133,8 +128,8 @@ class GradientOfRows:
 
 @dataclass(frozen=True)
 class GradientOfShard:
-    """Marks a graph's output as the dense gradient (V', D) of this rank's rows of a table from an output layer, the
-    mean over ranks.
+    """Marks a graph output as the dense gradient (V', D) of this rank's rows of a table from an output layer: the mean
+    over ranks.
 
     The gradient from lookups is a separate `GradientOfRows`.
     """
@@ -144,7 +139,7 @@ class GradientOfShard:
 
 @dataclass(frozen=True)
 class PendingGradients:
-    """Marks a backward's output as a bucket whose gradients are still being reduced."""
+    """Marks a graph output as a bucket whose gradients are still being reduced at the end of a backward."""
 
     bucket: int
     parameters: tuple[str, ...]
@@ -152,7 +147,7 @@ class PendingGradients:
 
 @dataclass(frozen=True)
 class PendingRows:
-    """Marks a backward's output as a row gradient that is still being exchanged."""
+    """Marks a graph output as a row gradient that is still being exchanged at the end of a backward."""
 
     table: str
     members: tuple[str, ...] = ()

@@ -27,8 +27,11 @@ def steps_to_text(steps: Sequence[Step]) -> str:
 
 
 def _operand_text(name: str, operand: float, dtype: torch.dtype | None) -> tuple[str, ...]:
-    """Returns the operand of an element-wise op on logits as text: its number, its dtype if `name` is "to", or () if it
-    has none.
+    """Returns the operand of one element-wise op on the logits as text: a dtype for "to", nothing for "tanh", or a
+    number.
+
+    Args:
+        name: the name of the op, as in `Step`.
     """
     if name == "tanh":
         return ()

@@ -38,8 +38,8 @@ class Averages(NamedTuple):
 
 
 class TakenSteps(NamedTuple):
-    """Coefficients of the optimizer steps that rows may have deferred, and bounds that tell when further steps no
-    longer change a weight.
+    """Coefficients of the last optimizer steps, with which rows that have deferred some of them catch up, and bounds
+    that tell when further steps no longer change a weight.
 
     Attributes:
         coefficients: (T + 1, 6) float64, for each number of steps from 0 to T: the columns `LOG_BETA1` to `EPS` of this

@@ -65,11 +65,12 @@ def split_grid(rows: Tensor, order: Tensor, counts: Tensor, rank: int) -> Tensor
 
 
 def split_selected_grid(rows: Tensor, positions: Tensor, own: Sequence[int], grid_columns: int) -> Tensor:
-    """Selects the rows at `positions` (U,) from rows (U', D), and splits them to one block for each rank of a grid.
+    """Selects `rows[positions]` and splits the selection into one block for each rank of a grid, in a flat tensor.
 
     Args:
-        own: for each row of the grid, how many of the selected rows it holds. `positions` lists those of the first row
-            of the grid first, then those of the second, and so on.
+        rows: (U', D).
+        positions: (U,), first those of the rows that the first row of the grid holds, then those of the second, ..
+        own: how many of the selected rows each row of the grid holds.
     """
     columns = rows.shape[1]
     width, rest = divmod(columns, grid_columns)
