@@ -19,8 +19,8 @@ NAMES: Mapping[Share, str] = {
     "embedding": "waiting for the link: rows of tables",
     "dense": "waiting for the link: dense gradients",
     "delayed": "waiting for the link: delayed gradients of tables",
-    "offload": "waiting for saved values to leave memory",
-    "reload": "waiting for saved values to come back",
+    "offload": "waiting for saved values to be offloaded",
+    "reload": "waiting for saved values to be reloaded",
     "storage": "waiting for rows of tables larger than memory",
     "between": "Python and autograd between operations",
 }

@@ -263,9 +263,9 @@ def _choose_for_dense(pricing: Pricing, fact: ParameterFacts, requested: str | G
     if requested == "vocabulary":
         head = priced[requested]
         chosen = head if head.blocker is None else priced["allreduce"]
-        return _Choice(chosen, head.blocker or "asked for; output layer sharded", priced, f"{requested} was asked for")
-    reason = "asked for" if requested == "allreduce" else "asked for; predicted for a gradient without zeros"
-    return _Choice(priced[requested], reason, priced, f"{requested} was asked for")
+        return _Choice(chosen, head.blocker or "requested; output layer sharded", priced, f"{requested} was requested")
+    reason = "requested" if requested == "allreduce" else "requested; predicted for a gradient without zeros"
+    return _Choice(priced[requested], reason, priced, f"{requested} was requested")
 
 
 def _choose_for_table(
@@ -312,7 +312,7 @@ def _choose_for_table(
         return _Choice(priced[best], f"{blocker}; {read}" if blocker else read, priced)
     if best == "alltoall":
         near = sharded.added_ms > allreduce.added_ms
-        return _Choice(sharded, f"not clearly faster whole; {what}" if near else what, priced)
+        return _Choice(sharded, f"a whole table is not clearly faster; {what}" if near else what, priced)
     reason = blocker or _whole_because(pricing, sharded, allreduce, what)
     return _Choice(allreduce, reason, priced, "", may_travel, share < DENSELY)
 
@@ -347,26 +347,26 @@ def _choose_requested(priced: Mapping[str, PricedStrategy], requested: str, read
     """
     if requested == "auto":
         return None
-    asked, blocker, allreduce = f"{requested} was asked for", priced[requested].blocker, priced["allreduce"]
+    asked, blocker, allreduce = f"{requested} was requested", priced[requested].blocker, priced["allreduce"]
     if requested in SHARDED:
         if blocker is None:
             how = f"{read}, output layer sharded" if requested == "vocabulary" else what
-            return _Choice(priced[requested], f"asked for; {how}", priced, asked)
+            return _Choice(priced[requested], f"requested; {how}", priced, asked)
         return _Choice(allreduce, blocker, priced, asked) if allreduce.blocker is None else None
     if blocker is not None:
         cheapest = _cheapest_exchange(priced)
         assert cheapest is not None  # at least one exchange can send any gradient
         return _Choice(cheapest, f"{asked}, {blocker}; {read}", priced, "others are faster")
     if requested == "allreduce":
-        return _Choice(allreduce, priced["alltoall"].blocker or "asked for", priced, asked)
-    return _Choice(priced[requested], f"asked for; {read}", priced, asked)
+        return _Choice(allreduce, priced["alltoall"].blocker or "requested", priced, asked)
+    return _Choice(priced[requested], f"requested; {read}", priced, asked)
 
 
 def _whole_because(pricing: Pricing, sharded: PricedStrategy, allreduce: PricedStrategy, what: str) -> str:
     """Returns the reason why a table is kept whole although it could be sharded."""
     if pricing.world_size == 1:
         return f"densely read: {what}"
-    return f"AllReduce adds {allreduce.added_ms:.3f} ms to a step, shards {sharded.added_ms:.3f} ms: {what}"
+    return f"AllReduce adds {allreduce.added_ms:.3f} ms to a step, shards add {sharded.added_ms:.3f} ms: {what}"
 
 
 def _depends_on_rows(pricing: Pricing, table: TableSpec, fact: ParameterFacts) -> bool:

@@ -258,7 +258,7 @@ class Pricing:
             both_ways = shard_exchange(table, rows, wire, self.world_size, grid, local, "none")
             work += shard_work(table, rows, wire.itemsize, self.world_size, grid, "none")
         awaited_ms = both_ways.time_ms(self.cluster, "all_to_all") + of_head.time_ms(self.cluster, "all_to_all")
-        times = self._times_ms(*[awaited_ms - hidden_ms + work.time_ms(self.cluster)] * 2)
+        times = self._exchange_ms(*[awaited_ms - hidden_ms + work.time_ms(self.cluster)] * 2)
         memory = fact.nbytes // self.world_size + 2 * (both_ways + of_head).sent_bytes
         return PricedStrategy(
             "vocabulary",
@@ -303,11 +303,11 @@ class Pricing:
     def _head_blocker(self, fact: ParameterFacts) -> str | None:
         """Returns the reason why an output layer cannot be sharded, or None if it can."""
         if self.world_size == 1:
-            return "one rank has all of it"
+            return "a single rank holds the whole layer"
         if not Grid(self.world_size, 1).takes(fact.shape[0]):
             return f"{self.world_size} ranks cannot share its {fact.shape[0]} rows evenly"
         if self.findings.travels_as != "exact":
-            return f"hidden states do not travel as {self.findings.travels_as}"
+            return f"hidden states are not sent as {self.findings.travels_as}"
         norms = NOT_ON_A_GRID if fact.adds_up_norms else None
         return head_sharding_blocker(self.findings.graph, fact.name, self._forward) or fact.row_update_blocker or norms
 
@@ -344,7 +344,7 @@ class Pricing:
             priced[strategy] = PricedStrategy(
                 strategy,
                 found.mean + upkeep,
-                *self._times_ms(found.time_ms(self.cluster) + others_ms, shared.time_ms(self.cluster) + others_ms),
+                *self._exchange_ms(found.time_ms(self.cluster) + others_ms, shared.time_ms(self.cluster) + others_ms),
                 2 * fact.nbytes + held,
                 scheme if strategy == "zen" else "",
                 travels_as=self.findings.travels_as if rounds else "exact",
@@ -394,7 +394,7 @@ class Pricing:
         return PricedStrategy(
             "alltoall",
             exchange,
-            *self._times_ms(
+            *self._exchange_ms(
                 exchange.time_ms(self.cluster, "all_to_all") + work.time_ms(self.cluster),
                 shared_ms + replace(work, rounds=0.0).time_ms(self.cluster),
             ),
@@ -430,7 +430,7 @@ class Pricing:
         defers_rows = fact.dense_update_policy == "replay" or (fact.dense_update_policy == "either" and faster)
         return defers_rows, replay if defers_rows else sweep
 
-    def _times_ms(self, predicted_ms: float, sharing_ms: float) -> tuple[float, float]:
+    def _exchange_ms(self, predicted_ms: float, sharing_ms: float) -> tuple[float, float]:
         """Returns both times unchanged, or zeros for a single rank, which sends nothing.
 
         Args:
@@ -459,7 +459,7 @@ def shard_blocker(table: TableSpec) -> str | None:
     kinds = {use.kind for use in table.uses}
     paddings = {use.padding_idx for use in table.uses}
     if FROM_GRADIENT in kinds:
-        return "the forward runs as written"
+        return "the forward runs eagerly"
     if table.use != "sparse":
         return f"also read densely ({', '.join(table.dense_users[:2])}): its gradient has every row"
     if table.max_norm:
@@ -469,7 +469,7 @@ def shard_blocker(table: TableSpec) -> str | None:
     if len(paddings) > 1:
         return f"its lookups disagree on padding_idx ({', '.join(map(str, sorted(paddings)))})"
     if any(use.scale_grad_by_freq for use in table.uses):
-        return "scale_grad_by_freq divides gradients by counts of ids, which rows do not carry"
+        return "scale_grad_by_freq divides gradients by counts of ids, which are not sent with rows"
     if not all(use.ids_from_batch for use in table.uses):
         return "its ids depend on parameters or on other ranks, so they are not known before the forward"
     return None

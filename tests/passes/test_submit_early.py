@@ -60,7 +60,7 @@ class Sum(nn.Module):
 
 
 def test_nothing_moves_before_the_head() -> None:
-    decision = Decision("table.weight", (WORDS, DIM), True, "alltoall", "asked for", 1000, 0, 0.0)
+    decision = Decision("table.weight", (WORDS, DIM), True, "alltoall", "requested", 1000, 0, 0.0)
     plan = Plan(2, (decision,), ())
     passes = overlap_passes(plan, "2d", 0, Cuts((), (("table.weight", 1),)))
     captured = analysed(Sum(), torch.randint(WORDS, (BATCH, LENGTH)))

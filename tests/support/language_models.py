@@ -52,7 +52,7 @@ def passes_of(
     if buckets is None:
         layers = reversed(range(LAYERS))
         buckets = {(f"layers.{k}.weight", f"layers.{k}.bias"): DIM * (DIM + 1) for k in layers}
-    decisions = tuple(Decision(t, shape, True, "alltoall", "asked for", 1000, 0, 0.0) for t in tables)
+    decisions = tuple(Decision(t, shape, True, "alltoall", "requested", 1000, 0, 0.0) for t in tables)
     plan = Plan(2, decisions, tuple(buckets))
     cuts = Cuts(tuple((size,) for size in buckets.values()), tuple((table, 2) for table in tables))
     return (*training_passes(plan, tables, 0), *overlap_passes(plan, "2d", 0, cuts))

@@ -13,7 +13,7 @@ TABLE, OTHER = "table.weight", "other.weight"
 def plan_of(
     *sharded: str, world_size: int = 1, buckets: tuple[tuple[str, ...], ...] = (), renormed: tuple[str, ...] = ()
 ) -> Plan:
-    decisions = tuple(Decision(name, (10, 4), True, "alltoall", "asked for", 0, 0, 0.0) for name in sharded)
+    decisions = tuple(Decision(name, (10, 4), True, "alltoall", "requested", 0, 0, 0.0) for name in sharded)
     return Plan(world_size, decisions, buckets, renormed)
 
 

@@ -51,7 +51,7 @@ def captured() -> TrainingGraph:
 def translator(name: str) -> tuple[TrainingGraph, Plan]:
     """Its graph under a schedule, as one of four ranks has it, each block a bucket of two chunks."""
     sent = 2 * BATCH * LENGTH * DIM * 4 * 3 // 4
-    decisions = tuple(Decision(t, (WORDS, DIM), True, "alltoall", "asked for", sent, 0, 0.0) for t in TABLES)
+    decisions = tuple(Decision(t, (WORDS, DIM), True, "alltoall", "requested", sent, 0, 0.0) for t in TABLES)
     plan = Plan(4, decisions, tuple((f"blocks.{k}.weight", f"blocks.{k}.bias") for k in (2, 1, 0)))
     passes = (*training_passes(plan, TABLES, 0), *overlap_passes(plan, name, 0, CUTS))
     return run_passes(captured(), passes).graph, plan

@@ -96,7 +96,7 @@ def test_what_ranks_must_agree_on_changes_the_digest(other: Plan) -> None:
 def test_predictions_and_reasons_are_not_agreed_on() -> None:
     candidate = Candidate("alltoall", "", 1, 9.0, 1, "")
     assert _with(2, candidates=(candidate,)).digest() == PLAN.digest()
-    assert _with(2, reason="asked for", sent_bytes_per_step=1, predicted_ms=9.0).digest() == PLAN.digest()
+    assert _with(2, reason="requested", sent_bytes_per_step=1, predicted_ms=9.0).digest() == PLAN.digest()
     assert _with(2, rows=RowCounts(1, 2, 2)).digest() == PLAN.digest()
     assert replace(PLAN).digest() == PLAN.digest()
 

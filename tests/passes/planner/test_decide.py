@@ -35,8 +35,8 @@ def test_the_rows_of_all_ranks_are_in_the_plan() -> None:
 
 CHOSEN: dict[str, tuple[dict[str, Any], str, str]] = {
     "few rows of a large table": ({}, "alltoall", "120 of 1000000 rows read (0.01%), 2 columns per rank"),
-    "whole as asked for": ({"strategy": "allreduce"}, "allreduce", "asked for"),
-    "shards as asked for": ({"num_rows": 200, "strategy": "alltoall"}, "alltoall", "asked for; 120 of 200 rows read"),
+    "whole as asked for": ({"strategy": "allreduce"}, "allreduce", "requested"),
+    "shards as asked for": ({"num_rows": 200, "strategy": "alltoall"}, "alltoall", "requested; 120 of 200 rows read"),
     "updated by rows": ({"num_rows": 200, "dense_update_policy": "lazy"}, "alltoall", "updated by rows;"),
     "not to be sharded": ({"row_update_blocker": "Adam moves", "strategy": "alltoall"}, "allreduce", "Adam moves"),
     "shards before exchanges": ({"num_rows": 4_000_000}, "alltoall", "120 of 4000000"),
@@ -64,7 +64,7 @@ def test_what_is_nearly_as_fast_whole_is_sharded() -> None:
     assert 0.8 < ms["allreduce"] / ms["alltoall"] < 1
     assert (strategy, reason) == (
         "alltoall",
-        "not clearly faster whole; 120 of 80000 rows read (0.15%), 2 columns per rank",
+        "a whole table is not clearly faster; 120 of 80000 rows read (0.15%), 2 columns per rank",
     )
     assert first(planned(50_000))[0] == "allreduce"
 
@@ -217,7 +217,7 @@ def test_the_update_of_every_row_speaks_against_replicas() -> None:
 @pytest.mark.parametrize("blocker", [None, MOVES])
 def test_a_sparse_exchange_may_be_asked_for_whatever_the_optimizer(strategy: str, blocker: str | None) -> None:
     plan = planned(200, strategy=strategy, row_update_blocker=blocker)
-    assert first(plan) == (strategy, "asked for; 120 of 200 rows read (60.00%)")
+    assert first(plan) == (strategy, "requested; 120 of 200 rows read (60.00%)")
     assert plan[OTHER].strategy == strategy
     assert plan["linear.weight"].strategy == "allreduce"
 
@@ -225,7 +225,7 @@ def test_a_sparse_exchange_may_be_asked_for_whatever_the_optimizer(strategy: str
 def test_a_dense_parameter_may_be_asked_for_by_name() -> None:
     plan = planned(strategy={"linear.weight": "omnireduce", TABLE: "zen"})
     assert plan.exchanged == (TABLE, "linear.weight")
-    assert plan["linear.weight"].reason == "asked for; predicted for a gradient without zeros"
+    assert plan["linear.weight"].reason == "requested; predicted for a gradient without zeros"
     assert plan["linear.bias"].strategy == "allreduce"
     with pytest.raises(ValueError, match="matches no table"):
         planned(strategy={"linear.weight": "alltoall"})
@@ -248,7 +248,7 @@ def test_every_candidate_is_weighed_and_one_chosen() -> None:
     blocked = {c.strategy: c.rejected for c in planned(row_update_blocker=MOVES)[TABLE].candidates}
     assert blocked["alltoall"] == MOVES
     forced = {c.strategy: c.rejected for c in planned(strategy="ps")[TABLE].candidates}
-    assert forced["zen"] == "ps was asked for"
+    assert forced["zen"] == "ps was requested"
     assert planned()["linear.bias"].candidates == ()
 
 
