@@ -219,7 +219,7 @@ def _find_product(weight: fx.Node, forward: set[fx.Node]) -> tuple[fx.Node, fx.N
         if reader.target is _CAST:
             as_read, (reader, *others) = reader, _forward_users(reader, forward) or [reader]
             if others:
-                raise Unmatched(f"a cast of the table is read several times ({_describe_node(as_read)})")
+                raise Unmatched(f"several operations read a cast of the table ({_describe_node(as_read)})")
         if reader.target is not _TRANSPOSE:
             raise Unmatched(f"read densely by {_describe_node(reader)}")
         for product in _forward_users(reader, forward):
@@ -340,7 +340,7 @@ def _check_loss(node: fx.Node, forward: set[fx.Node]) -> None:
     if weight is not None and any(map(draws_random_numbers, _with_ancestors(weight))):
         raise Unmatched("the class weights of the loss are drawn at random")
     if node.meta["val"][0].dim() > 1 or node.args[0].meta["val"].dim() != 2:  # type: ignore[union-attr]
-        raise Unmatched(f"the loss is not over a flat list of positions ({_describe_node(node)})")
+        raise Unmatched(f"the loss is not over logits (N, V) and labels (N,) ({_describe_node(node)})")
     if any(_forward_users(item, forward) for item in node.users if item.args[1] == 1):
         raise Unmatched(f"the total weight that the loss returns is read ({_describe_node(node)})")
     if any(map(draws_random_numbers, _with_ancestors(argument(node, "target")))):
@@ -379,7 +379,7 @@ def _loss_backward(readers: Sequence[fx.Node]) -> fx.Node | None:
     """
     found = [user for reader in readers for user in reader.users if user.target is aten.nll_loss_backward.default]
     if len(found) > 1:
-        raise Unmatched("the loss has several gradients")
+        raise Unmatched("several nodes compute a gradient of the loss")
     return found[0] if found else None
 
 
@@ -433,7 +433,9 @@ def _find_gradients(graph: TrainingGraph, head: Head, forward: set[fx.Node]) -> 
         of_product = reached([head.of_weight], lambda node: node.users)
         terms = [term for term in gradient_terms(gradient) if term in of_product]
         if len(terms) != 1:
-            raise Unmatched("the table's gradient is not the sum of its lookups' and its output layer's")
+            raise Unmatched(
+                "the table's gradient is not the sum of the gradients of its lookups and of its output layer"
+            )
         head.of_table = terms[0]
 
 
@@ -447,7 +449,7 @@ def _store_smoothing(head: Head, node: fx.Node, others: Sequence[fx.Node]) -> No
     narrow = other.all_input_nodes[0] if other.target is aten.expand.default else other
     is_of_sums = loss is not None and loss.sums is not None and loss.backward in node.all_input_nodes
     if not is_of_sums or more or narrow.target is not aten.unsqueeze.default or argument(narrow, "dim") not in (1, -1):
-        raise Unmatched(f"the logits have a gradient besides that of the loss ({_describe_node(node)})")
+        raise Unmatched(f"the logits have another gradient than that of the loss ({_describe_node(node)})")
     assert loss is not None
     head.loss = replace(loss, of_sums=narrow.all_input_nodes[0])
 

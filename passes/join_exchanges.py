@@ -71,8 +71,8 @@ class JoinExchanges:
     def __call__(self, graph: TrainingGraph) -> TrainingGraph:
         if unread := set(self.renormed) - {table.parameter for table in graph.tables}:
             raise ValueError(
-                f"This batch does not look up {', '.join(sorted(unread))}, which has max_norm. Every rank rescales "
-                "such a table's rows at each lookup, so every batch must read it. Look it up for every batch, or "
+                f"This batch does not look up {', '.join(sorted(unread))}, which has max_norm. All ranks rescale the "
+                "rows of such a table at each lookup, so every batch must look it up. Look it up in every batch, or "
                 "remove max_norm."
             )
         trained = gradients_of(graph.module)

@@ -174,11 +174,11 @@ def lost_worker_error(order: Order, culprit: int, rank: int) -> RuntimeError:
         rank: this rank.
     """
     dead = (
-        f"Rank {culprit} no longer answers in an asynchronous training (seen by rank {rank}). Look at its log, and "
+        f"Rank {culprit} no longer answers during asynchronous training (noticed by rank {rank}). Check its log, and "
         "restart the job from saved states."
     )
     late = (
-        f"Rank {culprit} did not send a contribution within the master's patience_s (seen by rank {rank}), and its "
+        f"Rank {culprit} did not send a contribution within the master's patience_s (noticed by rank {rank}), and its "
         "last one is too old to continue. Raise patience_s or staleness, or check that rank."
     )
     return DeadRank(dead) if order == "dead" else LateRank(late)

@@ -235,8 +235,8 @@ def _refuse_fake_constants(module: fx.GraphModule) -> None:
     for node in module.graph.find_nodes(op="get_attr"):
         if isinstance(getattr(module, str(node.target), None), FakeTensor):
             raise CaptureError(
-                "the forward reaches parameters without going through the model, for example in a closure; make them "
-                "attributes of its modules"
+                "the forward uses parameters that it does not reach through the model, for example in a closure. Make "
+                "them attributes of the model's modules"
             )
 
 

@@ -100,8 +100,8 @@ def refuse_effects(effects: Effects, model: nn.Module) -> None:
     kind = type(model).__name__
     if effects.tensor_hooks:
         raise RefusedError(
-            f"{kind}: the forward calls register_hook() on a tensor, which a captured graph would not run. Change the "
-            "gradient in an autograd.Function, or after backward()."
+            f"{kind}: the forward calls register_hook() on a tensor, and a captured graph would not run the hook. "
+            "Modify the gradient in an autograd.Function, or after backward()."
         )
     if effects.globals:
         raise RefusedError(
@@ -149,10 +149,10 @@ class ReplayedEffects:
             self.outputs.pop()
 
     def read_states(self, leaves: Sequence[Any]) -> list[Any]:
-        """Returns the current values of `states`, which are inputs of the graph besides the batch's tensors.
+        """Returns the current values of the states that the replayed effects read.
 
         Args:
-            leaves: the flattened arguments of the call.
+            leaves: the flattened arguments of the call, which contain some of the states.
         """
         return [leaves[each] if isinstance(each, int) else eval(each, dict(self.scope)) for each in self.states]
 

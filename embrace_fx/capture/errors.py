@@ -75,9 +75,9 @@ def explain_failed_capture(model: nn.Module, error: Exception, raised: Exception
         return failure
     if (sent := _called_collective(error)) is not None:
         refusal = CaptureError(
-            f"{kind}: the forward communicates, at {where}: torch.distributed.{sent}() ({found}). Communicate in the "
-            "training loop. Or leave out route='graph' and strategies that shard: the forward then runs as written, "
-            "with whole tables.",
+            f"{kind}: the forward communicates, at {where}: torch.distributed.{sent}() ({found}), which cannot be "
+            "captured. Move the call into the training loop, or leave out route='graph' and strategies that shard: the "
+            "forward then runs eagerly, with whole tables.",
             f"{where} calls torch.distributed.{sent}()",
         )
         refusal.communicates = True
@@ -85,7 +85,7 @@ def explain_failed_capture(model: nn.Module, error: Exception, raised: Exception
     return CaptureError(
         f"{kind}: the forward cannot be captured as one graph, at {where}: {found}. Rewrite that line so that it does "
         "not depend on tensor values (`.item()`, `if tensor:`, data-dependent shapes), or move it into the training "
-        "loop. Or leave out route='graph': the forward then runs as written.",
+        "loop. Or leave out route='graph': the forward then runs eagerly.",
         f"{where}: {_short_reason(error)}",
     )
 

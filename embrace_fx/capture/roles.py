@@ -93,9 +93,12 @@ def _drop_zero_tangent(module: fx.GraphModule, tangent: fx.Node) -> None:
             user.replace_all_uses_with(other)
             module.graph.erase_node(user)
     if tangent.users:
+        output = tangent.meta["desc"].output
+        written = getattr(output, "mutated_input", output)
         raise CaptureError(
-            f"The forward changes a parameter in place and also uses it (graph node {tangent.name} is read by "
-            f"{', '.join(u.name for u in tangent.users)}). Change parameters outside of the forward."
+            f"The forward changes {getattr(written, 'target', written.expr())} in place and also uses it (graph nodes: "
+            f"{', '.join(u.name for u in tangent.users)}). Change parameters outside of the forward, for example after "
+            "optimizer.step()."
         )
     module.graph.erase_node(tangent)
 
@@ -139,8 +142,8 @@ def _input_role(desc: Any, first_names: Mapping[str, str]) -> InputRole:
         case aot.TangentAOTInput(output=aot.PlainAOTOutput(idx=index)):
             return Tangent(index)
     raise CaptureError(
-        f"The graph has an input that is not a parameter, buffer, batch tensor or output gradient: {desc}. Return "
-        "tensors that are not views of each other or of an argument (`.clone()` them)."
+        f"The captured graph has an input that is not a parameter, buffer, batch tensor or output gradient: {desc}. "
+        "Return tensors that are not views of each other or of an argument (`.clone()` them)."
     )
 
 
@@ -169,8 +172,8 @@ def _set_output_roles(module: fx.GraphModule, first_names: Mapping[str, str]) ->
                 role = Gradient(source)
             case _:
                 raise CaptureError(
-                    f"The graph has an output that is no result, mutation or gradient: {desc}. Return tensors that are "
-                    "not views of each other or of an argument (`.clone()` them)."
+                    f"The captured graph has an output that is not a result, mutation or gradient: {desc}. Return "
+                    "tensors that are not views of each other or of an argument (`.clone()` them)."
                 )
         if isinstance(value, fx.Node):
             values.append(value)

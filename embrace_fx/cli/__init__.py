@@ -67,7 +67,7 @@ def plan(
 
     model, batch, optimizer = call_factory(factory)
     if cluster is not None and (bandwidth or device):
-        raise click.UsageError("--cluster replaces --bandwidth and --device. Give one or the other.")
+        raise click.UsageError("--cluster replaces --bandwidth and --device. Pass only one of the two.")
     links = make_cluster(bandwidth, device) if cluster is None else read_cluster(Path(cluster))
     with usage_errors():
         forecast = embrace_fx.plan(
@@ -236,7 +236,7 @@ def call_factory(factory: str) -> tuple[Any, Any, Any]:
         ) from error
     made = make()
     if not isinstance(made, tuple) or len(made) not in (2, 3):
-        raise click.UsageError(f"{factory} returned {type(made).__name__}. It must be {FACTORY}.")
+        raise click.UsageError(f"{factory} returned {type(made).__name__}. Pass the name of {FACTORY}.")
     return made if len(made) == 3 else (*made, None)
 
 

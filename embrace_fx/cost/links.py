@@ -89,7 +89,7 @@ class Handling:
     def __post_init__(self) -> None:
         rates = (self.scan_bytes_per_ms, self.pass_bytes_per_ms, self.claim_bytes_per_ms)
         if not (min(rates) > 0 <= min(self.unit_ms, self.round_ms)):
-            raise ValueError(f"Handling: rates must be positive and times not negative. Got {self}.")
+            raise ValueError(f"Handling: rates must be positive, and times must not be negative. Got {self}.")
 
 
 @dataclass(frozen=True)
@@ -195,19 +195,21 @@ class Cluster:
 
     def __post_init__(self) -> None:
         if not (self.pace > 0 and 0 <= self.busy <= 1):
-            raise ValueError(f"Cluster: pace must be positive and busy from 0 to 1. Got {self.pace} and {self.busy}.")
+            raise ValueError(
+                f"Cluster: pace must be positive, and busy must be between 0 and 1. Got {self.pace} and {self.busy}."
+            )
         names = [name for name, _ in self.links]
         if not set(names) <= set(COLLECTIVES) or len(set(names)) != len(names):
-            raise ValueError(f"Cluster: give a link at most once for each of {', '.join(COLLECTIVES)}. Got {names}.")
+            raise ValueError(f"Cluster: pass at most one link for each of {', '.join(COLLECTIVES)}. Got {names}.")
         if self.ranks_per_machine < 1 or (self.ranks_per_machine > 1) != (self.inside is not None):
             raise ValueError(
-                "Cluster: give inside= if ranks_per_machine is above 1, and only then. Got "
+                "Cluster: inside= is required if ranks_per_machine is above 1, and not allowed otherwise. Got "
                 f"ranks_per_machine={self.ranks_per_machine} and inside={self.inside}."
             )
         own = Link(self.bandwidth_bytes_per_ms, self.latency_ms)
         for link in (own, *(link for _, link in self.links), *((self.inside,) if self.inside else ())):
             if not (link.bandwidth_bytes_per_ms > 0 and min(link.latency_ms, link.least_ms) >= 0):
-                raise ValueError(f"Cluster: bandwidth must be positive and latency not negative. Got {link}.")
+                raise ValueError(f"Cluster: bandwidth must be positive, and latency must not be negative. Got {link}.")
 
     def link(self, collective: Collective | None = None) -> Link:
         """Returns the link that a collective uses."""

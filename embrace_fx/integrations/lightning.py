@@ -59,9 +59,9 @@ class EmbraceStrategy(DDPStrategy):
             setattr(self.model, children[0], self.compiled)
         elif type(self.model).forward is LightningModule.forward:
             raise ValueError(
-                f"EmbraceStrategy: {type(self.model).__name__} has no forward, and no child holds all of its trainable "
-                f"parameters: they are in {', '.join(children) or 'none'}. Write a forward that the steps call, or "
-                "put the network into one child."
+                f"EmbraceStrategy: {type(self.model).__name__} has no forward, and no child module holds all of its "
+                f"trainable parameters: they are in {', '.join(children) or 'none'}. Define a forward and call it in "
+                "the steps, or put the network into one child module."
             )
         else:
             network = copy.copy(self.model)  # shares parameters and children, without the trainer
@@ -92,7 +92,7 @@ class EmbraceStrategy(DDPStrategy):
         if stands_in and self._calls == calls:
             raise RuntimeError(
                 f"EmbraceStrategy: training_step of {type(self.model).__name__} has not called self(...), so gradients "
-                "would not be reduced. Call self(...) in it, or put the network into one child."
+                "would not be reduced. Call self(...) in it, or put the network into one child module."
             )
         return found
 

@@ -46,8 +46,8 @@ MOST_GATHERED_IDS = 2**22
 """Most ids of one table, of all ranks together, that every rank receives at set-up: 16 MiB."""
 
 SHARED = (
-    "its data, a view, an array or another tensor that is kept has its memory: it would not see the table train; "
-    "let go of that, or make the table of a clone, to shard it"
+    "something outside of the model, such as a view, a NumPy array or `.data`, shares the table's memory and would not "
+    "see its updates; delete it, or create the table from a clone, to shard the table"
 )
 
 
@@ -102,8 +102,8 @@ def reuse_plan(context: Context, graph: TrainingGraph, plan: Plan) -> Plan:
     own = next(_disagreements(context, graph, plan), None)
     for found in context.communicator.reports(own).values():
         raise ValueError(
-            f"plan=: the plan does not fit this model, optimizer or number of ranks: {found}. Save a plan of this run, "
-            "or leave out plan=."
+            f"plan=: the plan does not fit this model, optimizer or number of ranks: {found}. Pass a plan that was "
+            "saved for the same model, optimizer and number of ranks, or leave out plan=."
         )
     asked = context.options.schedule
     return plan if asked in (AUTO, plan.schedule_name) else replace(plan, schedule_name=asked, chosen_because="")
@@ -112,25 +112,25 @@ def reuse_plan(context: Context, graph: TrainingGraph, plan: Plan) -> Plan:
 def _disagreements(context: Context, graph: TrainingGraph, plan: Plan) -> Iterator[str]:
     """Yields, in a few words each, where a plan and a model differ."""
     if plan.world_size != context.communicator.world_size:
-        yield f"a plan for {plan.world_size} ranks on {context.communicator.world_size}"
+        yield f"it was made for {plan.world_size} ranks, and there are {context.communicator.world_size}"
     used = used_parameters(graph)
     known_optimizers, row_updates = context.optimizer_hooks.known_optimizers, context.options.row_updates
     facts = collect_facts(context.model, graph, known_optimizers, row_updates, used, {})
     planned, tables = {d.parameter: d for d in plan}, {table.parameter: table for table in graph.tables}
     if missing := planned.keys() ^ {fact.name for fact in facts}:
-        yield f"parameters of the plan or of the model alone: {', '.join(sorted(missing)[:3])}"
+        yield f"only the plan or only the model has these parameters: {', '.join(sorted(missing)[:3])}"
         return
     asked = context.options.rows
     for strategy in ("alltoall", "allreduce"):
         found = {d.travels_as for d in plan if d.strategy == strategy}
         if plan.world_size > 1 and found and (asked not in found or found - {asked, "exact"}):
-            yield f"{strategy} in {', '.join(sorted(found))} in the plan, where {asked!r} is asked for"
+            yield f"the plan sends {strategy} as {', '.join(sorted(found))}, but compile() has rows={asked!r}"
     for fact in facts:
         decision = planned[fact.name]
         if tuple(decision.shape) != fact.shape:
-            yield f"{fact.name} of shape {tuple(decision.shape)} in the plan and {fact.shape} in the model"
+            yield f"{fact.name} has shape {tuple(decision.shape)} in the plan, but {fact.shape} in the model"
         if (decision.strategy == "frozen") == fact.trainable:
-            yield f"{fact.name}, which is frozen in the plan or in the model alone"
+            yield f"{fact.name} is frozen in only one of plan and model"
         if fact.trainable and fact.used and decision.strategy == "unused":
             yield f"{fact.name} is unused in the plan, but gets a gradient from this batch"
         if decision.strategy not in SHARDED:
@@ -140,7 +140,7 @@ def _disagreements(context: Context, graph: TrainingGraph, plan: Plan) -> Iterat
         else:
             blocker = shard_blocker(tables[fact.name]) if fact.name in tables else "no lookup reads it"
         if blocker or fact.row_update_blocker:
-            yield f"{fact.name} in shards, which cannot be: {blocker or fact.row_update_blocker}"
+            yield f"the plan shards {fact.name}, which is not possible: {blocker or fact.row_update_blocker}"
 
 
 def gather_findings(

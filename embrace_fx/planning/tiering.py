@@ -74,9 +74,9 @@ def add_working_sets(
         if plan[name].measured and memory.slots < memory.at_once:
             least = found[name].table_memory_text(memory.at_once, memory.num_rows)
             raise ValueError(
-                f"table_memory: {found[name].whole:,g} is too little for {name}. It keeps {memory.slots:,} rows, but "
-                f"all ranks together read {memory.at_once:,} in one step. Pass at least {least}, or make batches "
-                "smaller."
+                f"table_memory: {found[name].whole:,g} is too little for {name}. It keeps {memory.slots:,} rows in "
+                f"memory, but one step of all ranks together reads {memory.at_once:,}. Pass at least {least}, or use "
+                "smaller batches."
             )
     decisions = tuple(replace(each, memory=agreed.get(each.parameter)) for each in plan)
     spaces = context.communicator.gather(spaces, list[RowSpace])[0]
@@ -123,8 +123,9 @@ def _check_host(context: Context, found: Mapping[str, Tier], plan: Plan) -> None
         needed = sum(nbytes for name, nbytes, _ in everyone if name == host)
         if needed > available > 0:
             raise ValueError(
-                f"table_memory: the other rows of {', '.join(found)} take {needed:,} bytes of memory on {host}, and "
-                f"{available:,} are free. Pass a directory in spill_to to keep them in a file, or train on more hosts."
+                f"table_memory: the rows of {', '.join(found)} that exceed it take {needed:,} bytes of memory on "
+                f"{host}, but only {available:,} are free. Pass a directory as spill_to to keep these rows in a file, "
+                "or train on more hosts."
             )
 
 
@@ -146,7 +147,7 @@ def _memory_limits(context: Context, plan: Plan) -> dict[str, float]:
     if not isinstance(memory, Mapping):
         if not plan.sharded:
             raise ValueError(
-                "table_memory: no table is sharded, and a whole table stays in memory. Pass strategy='alltoall', or "
+                "table_memory: it limits sharded tables only, and no table is sharded. Pass strategy='alltoall', or "
                 "leave out table_memory. model.report() says why a table is whole."
             )
         return dict.fromkeys(plan.sharded, float(memory))
@@ -177,13 +178,13 @@ def _check_supported(context: Context, name: str, plan: Plan) -> None:
         )
     if device.type == "cpu" and context.options.spill_to is None:
         raise ValueError(
-            f"table_memory: {name} is on the CPU, and its other rows need a file. Pass a directory in spill_to too. (A "
-            "CUDA model keeps them in host memory without it.)"
+            f"table_memory: {name} is on the CPU, and rows that exceed the limit must be kept in a file. Pass a "
+            "directory as spill_to. (Without it, a CUDA model keeps them in host memory.)"
         )
     if len(held) != 1:
         raise ValueError(
-            f"table_memory: {name} has {len(held)} optimizers in compile(), and needs exactly one, whose state is "
-            "stored beside each row. Pass it: compile(model, optimizer=optimizer, ...)."
+            f"table_memory: {name} has {len(held)} optimizers in compile(), but needs exactly one, because its state "
+            "is stored beside each row. Pass it: compile(model, optimizer=optimizer, ...)."
         )
     how = known_optimizers.dense_update_policy(parameter, row_update_semantics(context.options.row_updates))
     if how == "sweep" or (how not in STILL and context.options.row_updates == "sweep"):

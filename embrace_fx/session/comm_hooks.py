@@ -37,8 +37,8 @@ def register_hook(communicator: Communicator, asked: CommHook, options: Options,
         )
     if options.rows != "exact":
         raise ValueError(
-            f"register_comm_hook(): the model has rows={options.rows!r}, and the hook decides how gradients are sent "
-            "too. Leave one of them out."
+            f"register_comm_hook(): the model has rows={options.rows!r}, but the hook, too, decides how gradients are "
+            "sent. Leave out one of them."
         )
     hook, state, group = asked.hook, asked.state, communicator.group
     if not callable(hook):
@@ -54,12 +54,12 @@ def register_hook(communicator: Communicator, asked: CommHook, options: Options,
         if strategy not in ("auto", "allreduce", "frozen", "unused", "local"):
             raise ValueError(
                 f"register_comm_hook(): the model has strategy={strategy!r}, but this hook reduces whole gradients in "
-                "buckets, those of tables included. Use strategy='auto' or 'allreduce', or register allreduce_hook, "
+                "buckets, including those of tables. Use strategy='auto' or 'allreduce', or register allreduce_hook, "
                 "fp16_compress_hook or bf16_compress_hook without a state."
             )
     if options.route == "graph" or options.memory_budget is not None or options.table_memory is not None:
         raise ValueError(
-            "register_comm_hook(): with this hook the forward runs as written, with whole tables. Leave out "
+            "register_comm_hook(): with this hook, the forward runs eagerly and tables stay whole. Leave out "
             "route='graph', memory_budget and table_memory."
         )
     communicator.comm_hook = asked

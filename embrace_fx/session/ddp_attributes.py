@@ -88,7 +88,7 @@ def read_attribute(session: Session, name: str, error: AttributeError) -> Any:
         return _READ[name](session)
     if name in _MACHINERY or hasattr(DistributedDataParallel, name):
         raise AttributeError(
-            f"A compiled model has no {name!r}, which is internal to DistributedDataParallel. docs/from_ddp.md lists "
+            f"A compiled model has no {name!r}, which is internal to DistributedDataParallel. See docs/from_ddp.md for "
             "what replaces each line of a DDP loop."
         ) from error
     raise error
@@ -100,8 +100,8 @@ def assign_attribute(session: Session, name: str, value: Any) -> None:
     """
     if name == "module":
         raise AttributeError(
-            f"The .module of a compiled model cannot be replaced, here by a {type(value).__name__}. Load its weights "
-            "with load_state_dict(), or compile it."
+            f"The .module of a compiled model cannot be replaced by a {type(value).__name__}. Load the new weights "
+            "with load_state_dict(), or compile the new module."
         )
     if name == "require_backward_grad_sync":
         session.state.synchronised = bool(value)

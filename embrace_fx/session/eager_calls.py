@@ -41,7 +41,7 @@ class EagerCalls:
         self._row_tables = frozenset[str]()  # the tables of `_tables` with sparse gradients
         self._logged_written = False
         self._replicated = False  # rank 0's parameters were sent for evaluations before the first plan
-        self.reason = "route='eager' was asked for" if context.options.route == "eager" else ""
+        self.reason = "route='eager' was requested" if context.options.route == "eager" else ""
         self._context = context
         context.optimizer_hooks.of_any_layout = bool(self.reason)
         self._programs = programs
@@ -59,7 +59,7 @@ class EagerCalls:
         self._programs.cache.clear()
         self._rows, self._came, self._order, self._sorted = {}, (), (), None
         if self._context.communicator.rank == 0:
-            log("%s runs as written, with whole tables: %s", type(self._context.model).__name__, reason)
+            log("%s runs eagerly, with whole tables: %s", type(self._context.model).__name__, reason)
 
     def extend_plan(self) -> None:
         """Extends the plan to all ranks' batches. Makes calls run eagerly if one cannot be captured. Collective."""
@@ -99,8 +99,8 @@ class EagerCalls:
         agree_on_first_call(context.communicator, EVALUATING, None)
         if any(parameter.is_meta for parameter in model.parameters()):
             raise RuntimeError(
-                "The model is on the meta device and has no values yet. Call it once with gradients enabled before "
-                "the first evaluation: its tables are placed with the first training batch."
+                "The model is on the meta device and has no values yet. Call it once with gradients enabled before the "
+                "first evaluation: the first training call creates its values."
             )
         if not self._replicated:
             buffers = context.options.shares_buffers
@@ -231,8 +231,8 @@ class EagerCalls:
 
 
 _WRITTEN = (
-    "this forward, which runs as written, writes a table (%s), as lookups with max_norm do. If what it writes depends "
-    "on the batch, replicas differ from here on, as under DDP; route='graph' rescales rows alike on all ranks"
+    "this forward runs eagerly and writes a table (%s), as lookups with max_norm do. If the values depend on the "
+    "batch, replicas differ from here on, as under DDP; route='graph' rescales rows equally on all ranks"
 )
 
 

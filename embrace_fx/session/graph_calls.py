@@ -177,17 +177,17 @@ class GraphCalls:
         constant = next((each for each in changed if each.name not in kind.values), None)
         if self._programs.cache.captures >= MAX_CAPTURES:
             raise CaptureError(
-                f"The forward has been captured {MAX_CAPTURES} times, and still batches come that no capture fits: "
-                "their shapes or numbers keep changing. Pad batches to a few lengths, and pass numbers that change as "
-                "tensors, attributes of the model too.",
+                f"The forward has been captured {MAX_CAPTURES} times, because the shapes or numbers of its batches "
+                "keep changing. Pad batches to a few lengths, and use tensors for numbers that change, both as "
+                "arguments and as attributes of the model.",
                 str(constant or f"shapes of its batches keep changing, even after {MAX_CAPTURES} captures"),
             )
         most = MOST_UNUSED_OF_FLOATS if constant is not None and type(constant.now) is float else MOST_UNUSED
         if constant is not None and len(kind.found) >= most and not any(each.reused for each in kind.found[-most:]):
             raise RefusedError(
-                f"{type(self._context.model).__name__}: {constant}, and each of the last {most} captures has served "
-                "one call. Pass it as a tensor, keep it in a buffer, or leave out route='graph': the forward then runs "
-                "as written.",
+                f"{type(self._context.model).__name__}: {constant}, and each of the last {most} captures was used for "
+                "only one call. Pass it as a tensor, keep it in a buffer, or leave out route='graph': the forward then "
+                "runs eagerly.",
                 str(constant),
             )
         kind.shapes.append({i: tuple(leaf.shape) for i, leaf in enumerate(call.leaves) if isinstance(leaf, Tensor)})

@@ -53,9 +53,9 @@ from embrace_fx.vocabulary.plan_summary import summarize
 ONCE_IN = 100
 """Calls within which no plan is made twice for the same reason."""
 USER = "model.replan()"
-DRIFT = "other rows are read"
+DRIFT = "the number of rows that batches read has changed"
 MODULE = "a module has changed"
-ORDER = "the first backward has shown the order of its gradients"
+ORDER = "the first backward showed the order of its gradients"
 """Reasons to plan again; after `ORDER`, only buckets change."""
 
 
@@ -282,9 +282,9 @@ class Programs:
         entry = next(each for each in self.cache.entries() if each.train)
         if not self._may_change_plan(entry) or self._context.options.given_plan is not None:
             raise RuntimeError(
-                f"optimizer.step(): {', '.join(names)} must be whole, because {reason}. They cannot be gathered now: "
-                "an earlier call still waits for its backward, or the plan is fixed by plan=. Pass the optimizer to "
-                "compile(), and step after every backward."
+                f"optimizer.step(): {', '.join(names)} must be whole, because {reason}. They cannot be gathered now, "
+                "because an earlier call still waits for its backward, or because plan= fixes the plan. Pass the "
+                "optimizer to compile(), and call step() only after every backward."
             )
         if (findings := self.in_use.findings) is not None:
             self.in_use.findings = findings.with_whole(names, reason)
@@ -303,7 +303,7 @@ class Programs:
             self.in_use.close()
             context.state.flush_tables()
             context.state.reads.restart()
-            with stage("placing parameters anew", context.communicator.rank):
+            with stage("moving parameters to the new plan", context.communicator.rank):
                 move_parameters(context, analysed, old, new)
             line = describe_replan(self.counters.calls, reason, old, new) if reason else ""
             self._adopt(replace(new, history=(*old.history, line)) if line else new, findings)
@@ -386,6 +386,7 @@ class Programs:
 
 
 _ASKED = (
-    "this loop reads the parameters in every step (model.parameters()), or keeps a state dict of the optimizer. A read "
-    "applies all pending updates, which costs overlap, and updates all rows. model.clip_grad_norm_(1.0) does not"
+    "this training loop reads the parameters in every step (model.parameters()), or keeps a state dict of the "
+    "optimizer. Each read applies the pending updates of all rows, and less of the communication overlaps with "
+    "compute. To clip gradients, call model.clip_grad_norm_(1.0), which does not read them"
 )

@@ -347,14 +347,14 @@ class Session:
         self.close()
 
 
-_STAYS = "the plan stays: plan= or table_memory= fixes it, or it was made for model.replan() less than %d calls ago"
+_STAYS = "the plan is kept: plan= or table_memory= fixes it, or model.replan() changed it less than %d calls ago"
 
 
 def _log_empty_groups(optimizer: Optimizer) -> None:
     """Logs param groups without parameters. Code such as `name in {"module.emb.weight"}` leaves them empty."""
     if empty := [k for k, group in enumerate(optimizer.param_groups) if not group["params"]]:
         log(
-            "param group(s) %s of %s hold no parameter; names in a compiled model do not begin with 'module.'",
+            "param group(s) %s of %s have no parameters; names in a compiled model do not begin with 'module.'",
             ", ".join(map(str, empty)),
             type(optimizer).__name__,
         )

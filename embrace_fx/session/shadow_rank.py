@@ -27,18 +27,18 @@ from embrace_fx.session.programs import Programs
 from embrace_fx.setup.context import Context
 from embrace_fx.vocabulary.plan import Plan
 
-_WHOLE = "a rank has run out of batches, and steps no shards"
+_WHOLE = "a rank has run out of batches and cannot update shards"
 _OVER = "the end of join()"
 
 _NO_BATCH = (
-    "join(): rank(s) {} have no batch at all, and the model is compiled for its first batch. Give every rank at least "
-    "one, or leave these ranks out of the process group."
+    "join(): rank(s) {} have no batch at all, but every rank needs one for the first call, which compiles the model. "
+    "Give every rank at least one batch, or leave these ranks out of the process group."
 )
 
 _ADDS_UP = (
-    "join(): rank(s) {} left the loop with gradients of the sharded {} that were added up under no_sync() and never "
-    "reduced. DDP drops what such a rank has added; here it has been sent already. End each epoch with a backward "
-    "outside of no_sync(), or keep the tables whole: strategy='allreduce'."
+    "join(): rank(s) {} left the loop with gradients of the sharded {} that were accumulated under no_sync() and never "
+    "reduced. DDP drops such gradients, but here they have already been sent. End each epoch with a backward outside "
+    "of no_sync(), or keep the tables whole: strategy='allreduce'."
 )
 
 

@@ -51,8 +51,8 @@ class PlacedTables:
 
 
 _MADE_BEFORE = (
-    "the tables %s are now sharded, but a copy of the model was made before that and holds them whole. If it follows "
-    "the model's parameters, as an average does, each update gathers them. Make the copy after the first call"
+    "the tables %s are now sharded, but a copy of the model that was made before keeps them whole. If the copy follows "
+    "the model, as an average of its weights does, each update gathers the tables. Make the copy after the first call"
 )
 
 
@@ -157,6 +157,6 @@ def release_from_session(model: nn.Module) -> None:
             if session.state.unreduced:
                 raise RuntimeError(
                     "compile(): the model is compiled already, and has gradients that were accumulated under "
-                    "no_sync(). Step and zero them first."
+                    "no_sync(). Call optimizer.step() and zero_grad() first."
                 )
             session.release()

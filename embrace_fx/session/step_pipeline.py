@@ -188,7 +188,8 @@ class StepPipeline:
         """
         if not self._logged_least and self._context.communicator.rank == 0:
             log(
-                "a step of this batch needs at least %s; memory_budget=%g would allow %s, and is relaxed to that",
+                "a step of this batch needs at least %s, but memory_budget=%g allows only %s; the step gets what it "
+                "needs",
                 readable_bytes(least),
                 self._context.options.memory_budget,
                 readable_bytes(asked),

@@ -185,6 +185,6 @@ _METRICS: Mapping[Share, str] = {
 """Part of a step -> its name among the metrics: "loader_ms", "wait_dense_ms"."""
 
 _NOT_SCHEDULED = (
-    "The model is on several devices, and only a model on the CPU or on one GPU is scheduled. embrace_fx.plan(model, "
-    "batch, world_size=...).schedule shows what its schedule could be."
+    "The model is on several devices, so its steps have no schedule: only a model on the CPU or on one GPU has one. "
+    "embrace_fx.plan(model, batch, world_size=...).schedule shows what it could be."
 )

@@ -55,8 +55,8 @@ def _check_can_gather(context: Context, names: Sequence[str]) -> None:
             refusal = refusal or f"{free / 2**20:,.0f} MiB are free, {wanted / 2**20:,.0f} MiB needed"
         if refusal:
             raise RuntimeError(
-                f"whole(): tables cannot be gathered on rank {rank}: {refusal}. Step and zero the gradients first, or "
-                "read one table at a time with full_tensor(), or save full_state_dict()."
+                f"whole(): tables cannot be gathered on rank {rank}: {refusal}. Call optimizer.step() and zero_grad() "
+                "first, or read one table at a time with full_tensor(), or save full_state_dict()."
             )
 
 

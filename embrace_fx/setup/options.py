@@ -105,8 +105,8 @@ class Options:
             )
         if self.given_plan is not None and self.strategy != "auto":
             raise ValueError(
-                f"{where}: both a plan and strategy={self.strategy!r} are given, and the plan has a strategy for each "
-                "parameter. Leave one of them out."
+                f"{where}: both a plan and strategy={self.strategy!r} are given, but the plan already has a strategy "
+                "for each parameter. Leave out one of them."
             )
         if not isinstance(self.cluster, Cluster | None):
             raise ValueError(
@@ -121,7 +121,8 @@ class Options:
         if not all(isinstance(each, int | float) and each > 0 for each in of_tables):
             raise ValueError(
                 f"{where}: table_memory is {memory!r}. Pass a number of bytes, a fraction below 1, or a mapping from "
-                "tables to these: 0.1 is a tenth of each table's rows; {'embedding.weight': 2**30} limits one table."
+                "table names to such values: 0.1 is a tenth of each table's rows; {'embedding.weight': 2**30} limits "
+                "one table."
             )
         if memory is not None and self.rows != "exact":
             raise ValueError(

@@ -58,7 +58,8 @@ def save(
     if suffix == ".dot":
         if schedule is None:
             raise ValueError(
-                "save(): a .dot file shows a step's dependences, which a timeline does not have. Save model.schedule."
+                "save(): a .dot file shows the dependencies between operations, which a timeline does not have. Save "
+                "model.schedule instead."
             )
         text = dot.render(schedule)
     else:

@@ -83,7 +83,7 @@ class Graphs(Mapping[str, fx.GraphModule]):
         """
         if (found := self._sources().get(name)) is None:
             known = ", ".join(map(repr, self._sources())) or "none: run a training step first"
-            raise ValueError(f"graphs.source(): there is no phase {name!r}; the phases that run are {known}.")
+            raise ValueError(f"graphs.source(): there is no phase {name!r}. Pass one of {known}.")
         return found()
 
     def diff(self, first: str, second: str) -> str:

@@ -243,8 +243,8 @@ class Picture:
         for panel in self.panels:
             if not any(span.operation.is_compute for span in panel.timeline.spans):
                 raise ValueError(
-                    f"The {panel.status} timeline has {len(panel.timeline.spans)} spans and no compute among them. Put "
-                    "whole training steps inside record()."
+                    f"The {panel.status} timeline has {len(panel.timeline.spans)} spans, but none of compute. Record "
+                    "whole training steps inside `with model.record():`."
                 )
 
     @cached_property

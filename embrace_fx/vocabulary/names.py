@@ -63,8 +63,8 @@ class Name(str):
         found = super().__getitem__(index)
         if index == _CUT and not (found and (found[0] == "." or super().__getitem__(len(PREFIX) - 1) in "._")):
             raise ValueError(
-                f"A compiled model's names have no prefix {PREFIX!r} to cut off: {str(self)!r}[{len(PREFIX)}:] cuts "
-                f"into the name. Use name.removeprefix({PREFIX!r}), which works with DistributedDataParallel too."
+                f"A compiled model's names have no prefix {PREFIX!r} to strip: {str(self)!r}[{len(PREFIX)}:] cuts into "
+                f"the name. Use name.removeprefix({PREFIX!r}), which works with DistributedDataParallel too."
             )
         return found
 

@@ -62,7 +62,7 @@ class RowWiseAdagrad(Optimizer):
                 if gradient.is_sparse:
                     raise RuntimeError(
                         "RowWiseAdagrad does not support sparse gradients. Create the table with sparse=False: a "
-                        "compiled model sends only its rows in any case."
+                        "compiled model sends only the rows that have a gradient in either case."
                     )
                 state = self.state[parameter]
                 if not state:

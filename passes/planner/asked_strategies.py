@@ -25,7 +25,7 @@ def check_strategy(strategy: Strategy, where: str = "the plan") -> None:
     for pattern, name in _as_patterns(strategy).items():
         if not isinstance(name, Grid) and name not in (*STRATEGIES, "auto"):
             raise ValueError(
-                f"{where}: there is no strategy {name!r}, which {pattern!r} asks for. Choose 'auto' or one of "
+                f"{where}: there is no strategy {name!r}, which is given for {pattern!r}. Choose 'auto' or one of "
                 f"{', '.join(STRATEGIES)}."
             )
 

@@ -17,10 +17,10 @@ from embrace_fx.vocabulary.plan import Decision, Plan
 
 LATE = "first used after the plan was made"
 WHOLE = "a batch, or a gradient hook, needs it whole on some rank"
-RENAMED = "{} have other names on some ranks: prune or parametrize modules on every rank"
+RENAMED = "{} have different names on some ranks: prune or parametrize the same modules on every rank"
 NO_MOMENT = (
-    "{} are used in another way than before, which needs another plan, and {}. Run every call's backward first, and "
-    "under no_sync() the step; then call the model once with such a batch"
+    "a batch uses {} in another way than earlier ones, which needs another plan, but {}. Run the backward of every "
+    "call, and after no_sync() the optimizer's step, before you call the model with such a batch"
 )
 
 

@@ -119,8 +119,8 @@ class LinkMachine:
         for name in (before, after):
             if name not in self.index:
                 raise ValueError(
-                    f"The dependence {before!r} -> {after!r} names {name!r}, which is no operation of the step. It has "
-                    f"{sorted(self.index)}."
+                    f"The dependence {before!r} -> {after!r} names {name!r}, which is not an operation of the step. "
+                    f"Its operations are {sorted(self.index)}."
                 )
         if distance < 0:
             raise ValueError(
@@ -130,8 +130,7 @@ class LinkMachine:
         if first < self.count and second < self.count:
             if distance == 0 and first >= second:
                 raise ValueError(
-                    f"The compute order has {after!r} before {before!r}, on which it depends. Put the compute in an "
-                    "order that can run."
+                    f"The compute order has {after!r} before {before!r}, on which it depends. Put {before!r} first."
                 )
         elif first < self.count:
             released[second] = max(released[second], first - distance * self.count)
@@ -164,8 +163,8 @@ class LinkMachine:
         head, later = (self.operations[k].name for k in found)
         if head == later:
             raise ValueError(
-                f"The compute order cannot run: {head!r} waits for a compute operation that itself waits for it. Move "
-                "that compute, or drop the dependence."
+                f"The compute order cannot run: {head!r} waits for a compute operation that itself waits for {head!r}. "
+                "Move that operation, or remove the dependency."
             )
         raise ValueError(
             f"The launch order has {head!r} before {later!r}, on which it depends: all ranks would deadlock. Launch "
@@ -348,7 +347,7 @@ def _compute_operations(steps: StepGraph, by_name: dict[str, Operation]) -> list
     expected = sorted(o.name for o in steps.operations if o.is_compute)
     if sorted(steps.compute_order) != expected:
         raise ValueError(
-            f"compute_order must hold each compute operation of the step once, {expected}, but holds "
+            f"compute_order must contain each compute operation of the step once, {expected}, but contains "
             f"{sorted(steps.compute_order)}."
         )
     return [by_name[name] for name in steps.compute_order]

@@ -28,9 +28,9 @@ class RowSet:
     def __post_init__(self) -> None:
         if self.ids.dtype != torch.int64 or self.ids.ndim != 1 or self.rows.shape[:-1] != self.ids.shape:
             raise ValueError(
-                "a row set needs one id (K,) int64 for each row (K, d), without repeats; got "
-                f"ids {tuple(self.ids.shape)} {self.ids.dtype} and rows {tuple(self.rows.shape)}; "
-                "sum rows of the same id first"
+                "a RowSet needs one id (K,) int64 for each row (K, d), without repeats. Got ids "
+                f"{tuple(self.ids.shape)} {self.ids.dtype} and rows {tuple(self.rows.shape)}. Sum rows of the same id "
+                "first."
             )
 
     @property

@@ -56,9 +56,9 @@ class Lookahead:
         """Warns, once, that the model was called with another batch than the loader yielded."""
         if not self._warned:
             warnings.warn(
-                "the model was called with another batch than lookahead() yielded, or with one that was moved or "
-                "written since. The step is exact, but its communication is not hidden. Let the loader itself move "
-                "and prepare batches.",
+                "the model was called with a batch that lookahead() did not yield, or that was moved or written "
+                "afterwards. The step is exact, but its communication is not hidden. Move and prepare batches in the "
+                "loader.",
                 stacklevel=2,
             )
         self._warned = True
@@ -71,8 +71,8 @@ class Lookahead:
         """
         if self.active:
             raise RuntimeError(
-                "lookahead(): an earlier one is not exhausted, and two would disagree about the next batch. Finish "
-                "that loop, or `close()` its iterator, before starting another."
+                "lookahead(): an earlier lookahead() is not exhausted. Finish its loop, or `close()` its iterator, "
+                "before you start another one."
             )
         self.batches = batches
         iterator = self._hold_one_batch(loader)
@@ -182,6 +182,6 @@ def _check_separate_memory(current: VersionSnapshot, coming: Iterable[Any]) -> N
     again = {id(leaf) for leaf in coming}
     if any(id(leaf) in again for leaf in current.written()):
         raise RuntimeError(
-            "lookahead(): the loader wrote the next batch into the tensors of the one before, which is still to be "
-            "trained on. Return new tensors for each batch, or train without lookahead()."
+            "lookahead(): the loader wrote the next batch into the tensors of the current batch, which has not been "
+            "trained on yet. Return new tensors for each batch, or train without lookahead()."
         )

@@ -108,8 +108,10 @@ class SingleProcessRows:
         if count < 0:
             raise PeerFailure(
                 {
-                    0: f"a lookup of {table} has an id outside of the table: ids go from 0 to {num_rows - 1}. Look at "
-                    "the batch, or give the table more rows"
+                    0: (
+                        f"a lookup of {table} has an id outside of the table: ids go from 0 to {num_rows - 1}. Check "
+                        "the batch, or give the table more rows"
+                    )
                 }
             )
         first = len(padding_rows)

@@ -41,13 +41,13 @@ def check_toolchain(devices: Collection[str]) -> None:
         get_cpp_compiler()
     except RuntimeError as error:
         raise ValueError(
-            f"backend='inductor' needs a C++ compiler, and none runs: {error}. Install one (g++), name one in the "
+            f"backend='inductor' needs a C++ compiler, but none works: {error}. Install one (g++), name one in the "
             "environment variable CXX, or use backend='eager'."
         ) from error
     if "cuda" in devices and not has_triton():
         raise ValueError(
-            "backend='inductor' needs a Triton that works with this GPU. Install the triton of this torch, or use "
-            "backend='eager'."
+            "backend='inductor' needs a Triton that works with this GPU. Install the version that this torch requires, "
+            "or use backend='eager'."
         )
 
 
@@ -66,8 +66,8 @@ class RegionCompiler:
         except Exception as error:  # a code generator fails in many ways; the eager ops run instead
             reason = next(iter(str(error).strip().splitlines()), "no message")
             warnings.warn(
-                f"Inductor cannot compile a region of {len(region.module.graph.nodes)} nodes: "
-                f"{type(error).__name__}: {reason}. The region runs eagerly: same values, less speed.",
+                f"Inductor cannot compile a region of {len(region.module.graph.nodes)} nodes: {type(error).__name__}: "
+                f"{reason}. The region runs eagerly instead: with the same results, but slower.",
                 stacklevel=2,
             )
             return None

@@ -160,8 +160,8 @@ class FileCopies(Copies):
             self._file = _File(self._directory)
         except OSError as error:
             raise ValueError(
-                f"spill_to: no file can be made in {str(directory)!r}: {error}. Make the directory, or name another "
-                "one."
+                f"spill_to: no file can be created in {str(directory)!r}: {error}. Create the directory, or pass "
+                "another one."
             ) from error
         self._room = 0
         # Number of bytes -> offsets of free slots of this size.
@@ -190,9 +190,8 @@ class FileCopies(Copies):
             copying.result()
         except OSError as error:
             raise RuntimeError(
-                f"values offloaded to a file in {self._directory} cannot be read back as they were written: {error}. "
-                "Nothing of this step is applied. Check that disk, name another directory in spill_to, or raise "
-                "memory_budget."
+                f"values offloaded to a file in {self._directory} cannot be read back: {error}. Nothing of this step "
+                "was applied. Check the disk, pass another directory as spill_to, or raise memory_budget."
             ) from error
 
     def _reserve(self, nbytes: int) -> Slot:
@@ -206,8 +205,8 @@ class FileCopies(Copies):
                 os.posix_fallocate(self._file.descriptor, begin, length)
             except OSError as error:
                 raise RuntimeError(
-                    f"offloading {nbytes:,} bytes more to {self._directory}, which holds {begin:,}, failed: {error}. "
-                    "Free some space, name another directory in spill_to, or raise memory_budget."
+                    f"offloading {nbytes:,} more bytes to {self._directory}, which already holds {begin:,}, failed: "
+                    f"{error}. Free some space, pass another directory as spill_to, or raise memory_budget."
                 ) from error
             self._room += length
         slot = Slot(self._file, begin, nbytes)

@@ -29,7 +29,7 @@ def check_mesh(mesh: DeviceMesh | None) -> None:
     """
     if mesh is not None and mesh.ndim != 1:
         raise ValueError(
-            f"Only 1D device mesh is supported, and this one has {mesh.ndim} dimensions. Pass the dimension along "
+            f"Only 1D device mesh is supported, but this one has {mesh.ndim} dimensions. Pass the dimension along "
             "which batches differ: mesh['name']."
         )
 

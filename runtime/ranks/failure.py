@@ -26,8 +26,8 @@ BACKWARD = "backward"
 """Launch name of the barrier that begins every backward."""
 
 CLOSED = (
-    "This compiled model is closed, by close() or by another compile() of its model, and its process groups have "
-    "ended. Use what the other compile() returned, or compile again."
+    "This compiled model is closed: close() was called, or its model was compiled again. Use what the newer compile() "
+    "returned, or compile again."
 )
 """The error of a closed model."""
 
@@ -76,7 +76,7 @@ class DivergedReplicas(RuntimeError):
     """Raised on every rank by `check_replicas` if replicas differ between ranks."""
 
     def __init__(self, found: str) -> None:
-        super().__init__(f"{found}. Load a checkpoint on every rank, and check that machine.")
+        super().__init__(f"{found}. Load a checkpoint on every rank, and check the machines of the ranks that differ.")
 
     def __reduce__(self) -> tuple[type[RuntimeError], tuple[str]]:
         return RuntimeError, (str(self),)
@@ -257,12 +257,12 @@ class LivenessCheck:
         """
         if missing := self.missing():
             raise DeadRank(
-                f"Rank(s) {', '.join(map(str, missing))} no longer answer rank {self.rank} ({error}). Look at "
-                "their logs, and restart the job from a checkpoint."
+                f"Rank(s) {', '.join(map(str, missing))} no longer answer rank {self.rank} ({error}). Check their "
+                "logs, and restart the job from a checkpoint."
             ) from error
         raise StuckRank(
-            f"A collective timed out on rank {self.rank}: {self._who_is_stuck(what)} ({error}). Look at the lines "
-            "named, and restart the job from a checkpoint."
+            f"A collective timed out on rank {self.rank}: {self._who_is_stuck(what)} ({error}). Check the lines named, "
+            "and restart the job from a checkpoint."
         ) from error
 
     def _who_is_stuck(self, what: str) -> str:
@@ -273,13 +273,13 @@ class LivenessCheck:
             if absent:
                 name = what if what in absent else absent[0]
                 found.append(
-                    f"rank {r} has not launched {name!r} of step {own[name]}: it stands in {each.place}, and its last "
-                    f"launch is {each.last_launch}"
+                    f"rank {r} has not launched {name!r} of step {own[name]}: it is in {each.place}, and its last "
+                    f"launch was {each.last_launch}"
                 )
         if found:
             return "; ".join(found)
-        places = "; ".join(f"rank {r} stands in {each.place}" for r, each in self._statuses.items() if r != self.rank)
-        return f"every rank lives: {places}" if places else "a rank stopped taking part"
+        places = "; ".join(f"rank {r} is in {each.place}" for r, each in self._statuses.items() if r != self.rank)
+        return f"all ranks are alive: {places}" if places else "a rank no longer takes part in collectives"
 
 
 class NamesFailedRanks(contextlib.AbstractContextManager[None]):

@@ -230,10 +230,10 @@ class Groups:
         counts = self.gather(len(dist.distributed_c10d._world.pg_names), int)
         if len(set(counts)) > 1 and not are_all:
             raise ValueError(
-                f"The ranks of this process group belong to different numbers of process groups ({min(counts)} to "
-                f"{max(counts)}; rank {dist.get_rank()} belongs to {counts[self.rank]}). torch names new groups by "
-                "that number, so compile() or the first call would hang. Create groups so that every rank belongs to "
-                "equally many, as a device mesh does, or compile in the default group."
+                f"The ranks of this process group belong to different numbers of process groups: {min(counts)} to "
+                f"{max(counts)}, and rank {dist.get_rank()} to {counts[self.rank]}. torch derives the name of a new "
+                "group from that number, so compile() or the first call would hang. Create groups so that every rank "
+                "belongs to equally many, as a device mesh does, or compile in the default group."
             )
 
     def sub_group(self, name: str, parts: Sequence[Sequence[int]], backend: str | None = None) -> dist.ProcessGroup:
@@ -369,7 +369,7 @@ class Groups:
         longest = int(sizes.max())
         if longest > MOST_BYTES:
             raise RuntimeError(
-                f"Rank {int(sizes.argmax())} sends {longest} bytes to the other ranks, and at most {MOST_BYTES} are "
+                f"Rank {int(sizes.argmax())} sends {longest} bytes to the other ranks, but at most {MOST_BYTES} are "
                 "allowed. Send less."
             )
         everyone = torch.empty((self.world_size, longest), dtype=torch.uint8, device="cpu")

@@ -43,9 +43,9 @@ _WAITS, _RAISES = "/waits", "/raises"
 """Suffixes of the store's keys for a rank that waits, and for one that raises."""
 
 _ELSEWHERE = (
-    "another rank calls the model or reads a sharded table while this rank is in {} at {}. Call the model and read "
-    "tables on all ranks: full_state_dict(), clipping, norms. To evaluate on one rank, enter `with model.whole() as "
-    "plain:` on all ranks, and call plain on that one. If loaders differ in length, use join()"
+    "another rank calls the model or reads a sharded table while this rank is in {} at {}. Call the model, "
+    "full_state_dict(), gradient clipping and norms on all ranks. To evaluate on one rank, enter `with model.whole() "
+    "as plain:` on all ranks, and call plain on that one. If loaders differ in length, use join()"
 )
 
 
@@ -95,8 +95,8 @@ class MismatchWatchdog:
         itself = weakref.ref(self)
 
         def explain(_: logging.LogRecord) -> bool:
-            """A filter for torch's log of failed collectives: raises the reason for the error, if it is known. Returns
-            True, so that torch logs the error.
+            """Logging filter that raises the reason for the error that torch is about to log, as long as the watchdog
+            exists. Returns True, so that torch logs the error if no reason is known.
             """
             if (error := sys.exc_info()[1]) is not None and (found := itself()) is not None:
                 found.explain(error)

@@ -74,10 +74,10 @@ def _widest_dtype(value: Tensor) -> torch.dtype:
 
 
 _LOSS_ALONE = (
-    "another rank does something else at this point than the {}, at {}. Compute the same loss on every rank: labels of "
-    "ignore_index score nothing where a rank has none. Or keep the table whole: strategy='allreduce'"
+    "only some ranks compute the {}, at {}. Compute the same loss on every rank; on a rank without labels, pass labels "
+    "of ignore_index. Or keep the table whole: strategy='allreduce'"
 )
 _ALONE = (
-    "only this rank reads a sharded table: {}, at {}. Do it on every rank, and log it on one; or call "
+    "only this rank reads a sharded table: {}, at {}. Read it on every rank, even if only one logs it; or call "
     "model.full_state_dict() on every rank and read that"
 )

@@ -42,16 +42,16 @@ def check_programs(programs: Sequence[int]) -> None:
 
 
 OTHER_PROGRAM = (
-    "this rank's graph launches other collectives than rank 0's: their batches took different branches of the "
-    "forward, or the ranks have registered different hooks. Make the forward communicate in the same way on every "
-    "rank, in the same dtype, and register the same hook"
+    "this rank's graph launches other collectives than rank 0's: the batches took different branches of the forward, "
+    "or the ranks registered different hooks. Make the forward use the same collectives and dtypes on every rank, and "
+    "register the same hook"
 )
 
 
 _RUN_BY_ONE_RANK = (
-    "{} operation(s) on sharded tables, their gradients or their state ran on this rank alone since the last call. "
-    "Each changes or copies its own columns, never the whole. Do the same on every rank, or call "
-    "model.full_state_dict() on every rank and use that"
+    "{} operation(s) on sharded tables, their gradients or their optimizer state ran on this rank alone since the last "
+    "call. Such an operation changes or copies only this rank's columns. Run it on every rank, or call "
+    "model.full_state_dict() on every rank and use the result"
 )
 
 

@@ -43,12 +43,14 @@ _FAILED, _ASKS_TO_PLAN, _DOES_NOT_FIT, _KIND = 1, 2, 4, 3  # the bits of three f
 _BITS = 8
 """The number of bits for the flags."""
 
-_WENT_ON = "it called the model again without a backward for the last call"
+_WENT_ON = "this rank called the model again without a backward for the last call"
 _CAUGHT_ALONE = (
-    "this rank caught the error of a failed call and went on, but the other ranks stopped with it: {}. Catch the error "
-    "on every rank, around the call and its backward, or check batches before the call"
+    "this rank caught the error of a failed call and continued, but other ranks stopped with it: {}. Catch the error "
+    "on every rank, around both the call and its backward, or check batches before the call"
 )
-_NOT_JOINED = "it called the model outside of join(), but another rank is inside join(). Enter join() on every rank"
+_NOT_JOINED = (
+    "this rank called the model outside of join(), but another rank is inside join(). Enter join() on every rank"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -419,7 +421,7 @@ class StepHandshake:
             reports: the reasons by rank.
         """
         told = "; ".join(f"rank {rank}: {text.removesuffix('.')}" for rank, text in sorted(reports.items()))
-        warnings.warn(f"All ranks have given up the previous call: {told}.", RuntimeWarning, stacklevel=2)
+        warnings.warn(f"All ranks abandoned the previous call: {told}.", RuntimeWarning, stacklevel=2)
 
     def record_rows(self, tables: Sequence[str], sizes: Sequence[Sequence[int]]) -> None:
         """Records how many rows each rank reads of each table; negative if unknown."""

@@ -26,12 +26,12 @@ from embrace_fx.runtime.step.gradient_step import GradientStep
 from embrace_fx.vocabulary.plain_objects import is_plain_object
 
 _NO_CALL = (
-    "backward() left gradients in the model's parameters without a call of the compiled model before it: they are this "
-    "rank's own, and nothing averages them. Call the model through what compile() returned, and add terms of parameters"
-    " alone, such as weight penalties, to the loss of a call"
+    "backward() computed gradients of the model's parameters without a call of the compiled model before it: they are "
+    "this rank's own, and are not averaged. Call the model that compile() returned, and add terms that depend only on "
+    "parameters, such as weight penalties, to the loss of a call"
 )
 
-_RAISED = "this rank's backward raised: its own error says why"
+_RAISED = "the backward failed on this rank, with an error of its own"
 
 
 @dataclass

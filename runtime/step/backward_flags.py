@@ -64,9 +64,9 @@ def launch_flags(
             communicator.check_none_failed(failure)
         if ranks := _list_ranks(writes):
             raise RuntimeError(
-                "backward(): the batch, results or parameters that it reads were written in place after the forward, "
+                "backward(): the batch, results or parameters that it needs were written in place after the forward, "
                 f"on rank(s) {ranks} ({names or 'none here'}). No gradient of this step was kept, on any rank. Write "
-                "to copies, and step the optimizer after the backwards of all calls."
+                "to copies, and call optimizer.step() after the backwards of all calls."
             )
         harmless = communicator.gather(is_harmless(), bool)
         if ranks := _list_ranks([0 if each else count for each, count in zip(harmless, not_finite, strict=True)]):

@@ -75,8 +75,8 @@ class ExternalGradients:
             table = None
         if table is not None and (isinstance(gradient, TableShard) or not self._runs_through_a_call()):
             raise RuntimeError(
-                f"backward(): the loss reads the sharded {name} but no call of the model. Add what reads it to the "
-                "loss of the model's call, and go backward from the sum; or keep the table whole: "
+                f"backward(): the loss reads the sharded {name} but does not depend on a call of the model. Add this "
+                "term to the loss of the model's call, and call backward() on the sum; or keep the table whole: "
                 f"strategy={{{name!r}: 'allreduce'}}."
             )
         if gradient is None or not self._runs_through_a_call():
@@ -85,8 +85,8 @@ class ExternalGradients:
             if name not in self._unused:
                 return None  # under `no_sync` the gradient is added to a sum that is reduced later
             raise RuntimeError(
-                f"backward() under no_sync(): the loss reads {name} itself, besides the model's call, and nothing "
-                "would reduce that gradient. Move what reads it into the model's forward()."
+                f"backward() under no_sync(): the loss reads {name} outside of the model's call, and that gradient "
+                "would never be reduced. Move this computation into the model's forward()."
             )
         gradient = gradient.to_dense() if table is not None and gradient.is_sparse else gradient
         mean, what = gradient.clone(memory_format=torch.contiguous_format), f"gradient of {name} outside of the model"

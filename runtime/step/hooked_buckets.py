@@ -81,7 +81,8 @@ def run_comm_hook(comm_hook: CommHook, flat: Tensor, bucket: HookedBucket) -> In
     if not isinstance(future, torch._C.Future):  # collectives return futures of the base class
         raise TypeError(
             f"the communication hook {comm_hook.name} must return a torch.futures.Future of the reduced bucket, not "
-            f"{type(future).__name__}: dist.all_reduce(bucket.buffer(), async_op=True).get_future(), say."
+            f"{type(future).__name__}. For example, return dist.all_reduce(bucket.buffer(), "
+            "async_op=True).get_future()."
         )
     return InFlight(flat, _HookReduction(future, flat, comm_hook.name))
 
@@ -105,8 +106,8 @@ class _HookReduction:
         if not isinstance(reduced, Tensor) or reduced.numel() != self._flat.numel():
             what = tuple(reduced.shape) if isinstance(reduced, Tensor) else type(reduced).__name__
             raise TypeError(
-                f"the future of the communication hook {self._name} has {what}; it must have the whole bucket of "
-                f"{self._flat.numel()} elements, reduced."
+                f"the future that the communication hook {self._name} returned has {what}, but it must have the "
+                f"reduced bucket, all {self._flat.numel()} elements of it."
             )
         if reduced is not self._flat:
             self._flat.copy_(reduced.reshape(self._flat.shape))

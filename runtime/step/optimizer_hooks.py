@@ -459,8 +459,8 @@ def _refuse_without_gradients(optimizer: Optimizer) -> None:
     if all(parameter.grad is None for group in optimizer.param_groups for parameter in group["params"]):
         raise RuntimeError(
             "optimizer.step(): none of its parameters has a gradient, and a call of the model waits for its backward. "
-            "backward(inputs=...) and torch.autograd.grad() do not reach the parameters of a captured call: call "
-            "loss.backward(), or pass route='eager' to compile()."
+            "backward(inputs=...) and torch.autograd.grad() do not compute the gradients of a captured model's "
+            "parameters: call loss.backward(), or pass route='eager' to compile()."
         )
 
 

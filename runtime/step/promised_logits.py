@@ -33,16 +33,16 @@ from embrace_fx.runtime.tables.table_shard import TableShard
 from embrace_fx.vocabulary.head import PromisedLogits, last_dtype, steps_from_text, steps_to_text
 
 _STALE = (
-    "logits must be read before optimizer.step(): they are computed when they are read, and their table {} has been "
-    "stepped or written since the model was called. Or keep the table whole: strategy={{{!r}: 'allreduce'}}."
+    "logits must be read before optimizer.step(): they are computed when they are first read, but their table {} has "
+    "changed since the model was called. Read them earlier, or keep the table whole: strategy={{{!r}: 'allreduce'}}."
 )
 _SCORED = (
-    "the gradient of logits must be requested before their loss is computed, because the loss of unread logits is "
-    "computed without them. Call logits.retain_grad() or register_hook() before the loss."
+    "the gradient of logits must be requested before their loss is computed: otherwise the loss is computed without "
+    "the logits, and they get no gradient. Call logits.retain_grad() or logits.register_hook() before the loss."
 )
 _CHANGED = (
-    "backward(): a custom autograd function was applied to logits that were also written in place, or whose gradient "
-    "was requested. Apply it to a copy: function.apply(logits + 0)."
+    "backward(): a custom autograd function was applied to logits that were also modified in place, or that have a "
+    "gradient hook or retain_grad(). Apply it to a copy: function.apply(logits + 0)."
 )
 
 

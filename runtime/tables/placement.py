@@ -150,7 +150,7 @@ def initialize_meta(
             if reset is None:
                 raise ValueError(
                     f"compile(): {path or type(model).__name__} is on the meta device and has no reset_parameters(). "
-                    "Give it one, or build the model on a real device."
+                    "Define this method, or build the model on a real device."
                 )
             name = names.get(id(next(iter(own.values()), None)), "")
             mesh = make_mesh(communicator, device_type, sharded[name]) if len(own) == 1 and name in sharded else None

@@ -99,7 +99,9 @@ def run_recorded(rule: Rule | None, func: Any, args: tuple[Any, ...], kwargs: di
 
 
 def _is_collective(func: Any) -> bool:
-    """Returns whether an op is a collective, or is called by one (to copy its arguments, for example)."""
+    """Returns whether an op is a collective of c10d, or is called by a function of torch.distributed, for example to
+    copy a collective's arguments.
+    """
     if func.namespace in ("c10d", "_c10d_functional", "c10d_functional"):
         return True
     callers = (frame.f_code.co_filename for frame, _ in walk_stack(sys._getframe(1)))
@@ -146,7 +148,7 @@ def memory_to_share(part: TableShard, references: int | None = None) -> Tensor:
     if references is None or references > _setter_references() or _shares_memory(part):
         raise RuntimeError(
             f"`tensor.data = x` or set_(): x is {part.what} or computed from it, and something else refers to x. The "
-            "tensor cannot share memory with x, because each rank has only a part. Copy x on every rank: "
+            "tensor cannot share memory with x, because each rank has only a shard. Copy x on every rank: "
             "`tensor.data.copy_(x)` or `tensor.data = x.clone()`."
         )
     return part.full_tensor()

@@ -44,8 +44,8 @@ def check_names(module: nn.Module, state_dict: Mapping[str, Any], prefix: str) -
     if given and own.keys().isdisjoint(given) and not any(name.endswith("_extra_state") for name in given):
         raise RuntimeError(
             f"load_state_dict(): no key of the state dict is a parameter or buffer of {type(module).__name__}, so "
-            f"nothing would be loaded. Its first key is {given[0]!r}, the model's is {next(iter(own), '')!r}. Keys of "
-            "a compiled model have no 'module.' prefix: remove the code that strips it."
+            f"nothing would be loaded. The first key is {given[0]!r}, but the model's is {next(iter(own), '')!r}. Keys "
+            "of a compiled model have no 'module.' prefix: remove the code that strips it."
         )
 
 

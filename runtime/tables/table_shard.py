@@ -28,10 +28,9 @@ from embrace_fx.vocabulary.plan import Grid
 from embrace_fx.vocabulary.proxies import READ_MEMORY, NoStorage, forward_methods
 
 REFUSAL = (
-    "saving or sending {} would lose the other ranks' columns. "
-    "Call model.full_state_dict() for the model and embrace_fx.full_state_dict(optimizer) for its optimizer on every "
-    "rank, and save or send what they return on one; or save shards with torch.distributed.checkpoint; or save or send "
-    "the module `with model.whole():`."
+    "saving or sending {} would lose the other ranks' columns. On every rank, call model.full_state_dict() for the "
+    "model and embrace_fx.full_state_dict(optimizer) for its optimizer, and save or send the results on one rank. Or "
+    "save shards with torch.distributed.checkpoint, or save or send the module inside `with model.whole():`."
 )
 
 
@@ -90,8 +89,7 @@ class TableShard(Tensor):
                 f"{_without_namespace(asked)} is not supported on {self.what}, because each rank has only a part of "
                 "it. Reads, and writes of elements or rows, are supported. For anything else, call .full_tensor() on "
                 "every rank, change the result, and copy_() it back. Or run this code under `with model.whole():`, or "
-                "keep the table whole: "
-                f"strategy={{{self.spread.name!r}: 'allreduce'}}."
+                f"keep the table whole: strategy={{{self.spread.name!r}: 'allreduce'}}."
             )
         )
 

@@ -79,8 +79,8 @@ class Tier:
         if found < 1:
             raise ValueError(
                 f"table_memory: {int(self.whole):,} bytes are too few for {table}. It needs at least "
-                f"{self.table_memory_text(1, rows)}: room for one row, and {each:.1f} bytes for each of its {rows:,} "
-                "rows to say where the row is. Raise it, or train on more ranks."
+                f"{self.table_memory_text(1, rows)}: room for one row, and an index of {each:.1f} bytes for each of "
+                f"its {rows:,} rows. Raise table_memory, or train on more ranks."
             )
         return min(rows, found)
 

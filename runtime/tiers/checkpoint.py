@@ -151,7 +151,9 @@ def _check_fits(rest: Mapping[str, Any], state: ModelState, optimizers: Sequence
         )
     names = {*rest["model"], *saved}
     if missing := sorted(set(state.names).difference(names)):
-        raise TierError(f"the checkpoint lacks {', '.join(missing)}")
+        raise TierError(
+            f"the checkpoint lacks {', '.join(missing)}. Load it into a model with the same parameters and buffers"
+        )
     groups = [[len(group["params"]) for group in optimizer.param_groups] for optimizer in optimizers]
     if groups != [each["sizes"] for each in rest["optimizers"]]:
         raise TierError(

@@ -31,8 +31,8 @@ from embrace_fx.runtime.tiers.working_set import WorkingSet
 
 REFUSAL = (
     "{asked} needs all rows of {name}, but only some are in memory (table_memory). Only lookups in the model and "
-    "optimizer steps can access this table. Save it by save_checkpoint and load it by load_checkpoint, or leave the "
-    "table out of table_memory."
+    "optimizer steps can access this table. Save it with save_checkpoint() and load it with load_checkpoint(), or "
+    "leave the table out of table_memory."
 )
 
 
@@ -207,8 +207,8 @@ class SlotRows(RowStore):
         )
         if lacking := first.keys() - self.state.keys():
             raise RuntimeError(
-                f"table_memory: the optimizer's options have changed: its steps now need {', '.join(lacking)} of each "
-                f"row of {self.member.name}. Set them before the first call of the model."
+                f"table_memory: the optimizer's options have changed, so its steps now need {', '.join(lacking)} of "
+                f"each row of {self.member.name}. Set the options before the first call of the model."
             )
 
     # -- checkpoints and reports ---------------------------------------------------------------------------------------

@@ -92,8 +92,8 @@ def test_a_collective_has_its_own_link_or_the_clusters() -> None:
         ((("broadcast", Link(1.0, 0.0)),), "Got .'broadcast'"),
         ((("all_reduce", Link(1.0, 0.0)), ("all_reduce", Link(2.0, 0.0))), "Got .'all_reduce', 'all_reduce'"),
         ((("all_reduce", Link(0.0, 0.0)),), "bandwidth must be positive"),
-        ((("all_reduce", Link(1.0, -1.0)),), "latency not negative"),
-        ((("all_reduce", Link(1.0, 0.0, -1.0)),), "latency not negative"),
+        ((("all_reduce", Link(1.0, -1.0)),), "latency must not be negative"),
+        ((("all_reduce", Link(1.0, 0.0, -1.0)),), "latency must not be negative"),
     ],
 )
 def test_links_that_make_no_sense_are_refused(links: tuple[tuple[Collective, Link], ...], found: str) -> None:
@@ -167,7 +167,7 @@ def test_chunks_of_machines_are_cut_for_what_they_take() -> None:
     ids=["no link inside", "nothing inside", "no ranks"],
 )
 def test_machines_that_make_no_sense_are_refused(options: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match="give inside="):
+    with pytest.raises(ValueError, match="inside= is required"):
         Cluster(**options)
 
 

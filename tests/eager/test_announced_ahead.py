@@ -85,7 +85,7 @@ def _mistaken(rank: int, world_size: int, mistake: str) -> tuple[str, str, list[
     return where, told, [parameter.detach().clone() for parameter in compiled.parameters()]
 
 
-@pytest.mark.filterwarnings("ignore:All ranks have given up the previous call:RuntimeWarning")
+@pytest.mark.filterwarnings("ignore:All ranks abandoned the previous call:RuntimeWarning")
 @pytest.mark.parametrize(
     ("mistake", "expected"),
     [
@@ -94,7 +94,7 @@ def _mistaken(rank: int, world_size: int, mistake: str) -> tuple[str, str, list[
             ("rank 1: ranks call the model in different modes: this one is evaluating", "the same"),
             marks=pytest.mark.long,
         ),
-        ("skips", ("rank 1: it called the model again without a backward", "")),
+        ("skips", ("rank 1: this rank called the model again without a backward", "")),
     ],
 )
 def test_ranks_that_part_are_named_before_anything_is_applied(mistake: str, expected: tuple[str, str]) -> None:

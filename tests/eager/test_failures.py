@@ -80,14 +80,14 @@ def _good(rank: int, world_size: int) -> list[Tensor]:
     ("where", "own", "other"),
     [
         ("forward", "ZeroDivisionError: in the forward", "PeerFailure: rank 1: ZeroDivisionError: in the forward"),
-        ("backward", "ZeroDivisionError: in the backward", "PeerFailure: rank 1: this rank's backward raised"),
+        ("backward", "ZeroDivisionError: in the backward", "PeerFailure: rank 1: the backward failed on this rank"),
         pytest.param(
             *("loss", "FloatingPointError: backward(): the loss", "FloatingPointError: backward(): the loss"),
             marks=pytest.mark.long,
         ),
     ],
 )
-@pytest.mark.filterwarnings("ignore:All ranks have given up the previous call:RuntimeWarning")
+@pytest.mark.filterwarnings("ignore:All ranks abandoned the previous call:RuntimeWarning")
 def test_a_rank_that_fails_fails_all_ranks(where: str, own: str, other: str) -> None:
     (first, first_s, parameters), (second, second_s, _) = run_ranks(2, _failing, where)
     assert first.startswith(other), first
@@ -118,7 +118,7 @@ def test_steps_are_recorded_and_the_graphs_say_why_they_are_not_of_the_forward()
         for step in range(3):
             compiled(*labelled(step, 0)).backward()
     assert {span.operation.name for span in compiled.timeline.spans} >= {"forward", "backward"}
-    assert compiled.graphs.reason == "route='eager' was asked for"
+    assert compiled.graphs.reason == "route='eager' was requested"
 
 
 def test_all_ranks_leave_the_graph_with_the_first_one_that_has_to() -> None:

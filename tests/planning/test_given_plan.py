@@ -63,8 +63,8 @@ def repeat_elsewhere(rank: int, world_size: int, path: Path, case: str) -> None:
 
 REFUSALS = {
     "missing on a rank": r"rank 1: .*nowhere.* is not a plan",
-    "a strategy too": r"both a plan and strategy=.*Leave one",
-    "grown": r"found parameters of the plan or of the model alone: more.bias, more.weight. Save a plan",
+    "a strategy too": r"both a plan and strategy=.*Leave out one",
+    "grown": r"only the plan or only the model has these parameters: more.bias, more.weight. Pass a plan",
 }
 
 

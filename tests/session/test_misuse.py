@@ -52,7 +52,7 @@ def test_a_second_lookahead_while_the_first_is_read() -> None:
     next(first)
     with pytest.raises(RuntimeError) as caught:
         model.lookahead([1, 2, 3])
-    assert_says(str(caught.value), "lookahead(): an earlier one is not exhausted", "Finish that loop")
+    assert_says(str(caught.value), "lookahead(): an earlier lookahead() is not exhausted", "Finish its loop")
     assert list(first) == [2, 3]
 
 

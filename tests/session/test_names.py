@@ -198,7 +198,7 @@ def test_a_group_without_parameters_is_told(caplog: pytest.LogCaptureFixture) ->
         each.step()
         each.zero_grad()
 
-    told = [line for line in caplog.messages if "hold no parameter" in line]
+    told = [line for line in caplog.messages if "have no parameters" in line]
     assert len(told) == 1
     assert "param group(s) 0 of AdamW" in told[0]
     assert "do not begin with 'module.'" in told[0]

@@ -168,7 +168,7 @@ def try_fault(fault: Fault, ranks: int) -> Found:
 
 def _names(error: str, rank: int) -> bool:
     return any(
-        each in error for each in (f"Rank(s) {rank} no longer", f"rank {rank} has not launched", f"rank {rank} stands")
+        each in error for each in (f"Rank(s) {rank} no longer", f"rank {rank} has not launched", f"rank {rank} is in")
     )
 
 

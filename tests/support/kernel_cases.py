@@ -119,7 +119,7 @@ def coalesce_adds_narrow_values_widely(put: Put) -> None:
 def refuse_strided(put: Put) -> None:
     """A kernel called by itself refuses it; the public functions leave such a tensor to torch's ops."""
     table = put(random(6, 8)).t()
-    with pytest.raises(ValueError, match=r"got shape \(8, 6\) with strides \(1, 8\)"):
+    with pytest.raises(ValueError, match=r"Got shape \(8, 6\) with strides \(1, 8\)"):
         gpu.pack_columns(table, 4)
     assert_same(kernels.split_columns(table, 4), columns_by_rank(plain(table), 4))
 

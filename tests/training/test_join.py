@@ -63,7 +63,7 @@ def _one_outside_of_join(rank: int, world_size: int) -> None:
 
 def test_a_rank_outside_of_join_is_named() -> None:
     for error in run_ranks_expecting_errors(2, _one_outside_of_join):
-        assert "rank 1: it called the model outside of join()" in str(error)
+        assert "rank 1: this rank called the model outside of join()" in str(error)
 
 
 def _leaves_rows(rank: int, world_size: int) -> None:

@@ -54,5 +54,10 @@ CASES = {f"{kept}, {late}": _case(kept, late=late) for kept in KEPT for late in 
 @pytest.mark.long
 @pytest.mark.parametrize("late", [False, True], ids=["before compile", "before the first call"])
 def test_who_has_a_tables_memory_sees_it_train(late: bool) -> None:
-    check(__name__, *(f"{kept}, {late}" for kept in KEPT if kept != "a copy"), strategy="alltoall", says="to shard it")
+    check(
+        __name__,
+        *(f"{kept}, {late}" for kept in KEPT if kept != "a copy"),
+        strategy="alltoall",
+        says="to shard the table",
+    )
     check(__name__, f"a copy, {late}", strategy="alltoall", says="alltoall")

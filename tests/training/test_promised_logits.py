@@ -178,7 +178,7 @@ def _alone(rank: int, world_size: int, deed: str) -> None:
 
 @pytest.mark.parametrize(
     ("deed", "text"),
-    [("read", "only this rank"), pytest.param("loss", "another rank does something else", marks=pytest.mark.long)],
+    [("read", "only this rank"), pytest.param("loss", "only some ranks compute the loss", marks=pytest.mark.long)],
 )
 def test_a_rank_that_reads_alone_is_told_at_once(deed: str, text: str) -> None:
     began = time.monotonic()

@@ -84,6 +84,6 @@ def require_contiguous(where: str, **tensors: Tensor) -> None:
     for name, tensor in tensors.items():
         if not tensor.is_contiguous():
             raise ValueError(
-                f"{where} needs a contiguous {name}; got shape {tuple(tensor.shape)} with strides "
-                f"{tensor.stride()}; pass {name}.contiguous()"
+                f"{where} needs a contiguous {name}. Got shape {tuple(tensor.shape)} with strides {tensor.stride()}. "
+                f"Pass {name}.contiguous()."
             )

@@ -110,9 +110,9 @@ def fails(rank: int, world_size: int, how: str, directory: str) -> tuple[bool, l
 @pytest.mark.parametrize(
     ("how", "expected"),
     [
-        ("directory missing", "spill_to: no file can be made in"),
-        ("cut off", "cannot be read back as they were written"),
-        ("disk full", "bytes more to"),
+        ("directory missing", "spill_to: no file can be created in"),
+        ("cut off", "cannot be read back"),
+        ("disk full", "more bytes to"),
     ],
 )
 def test_what_one_rank_cannot_copy_is_an_error_on_every_rank(how: str, expected: str, tmp_path: Path) -> None:

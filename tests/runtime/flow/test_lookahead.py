@@ -141,7 +141,7 @@ def test_two_loops_at_once_are_refused(started: bool) -> None:
     first = lookahead.read_ahead([A, B, C])
     if started:
         next(first)
-    with pytest.raises(RuntimeError, match=r"an earlier one is not exhausted"):
+    with pytest.raises(RuntimeError, match=r"an earlier lookahead\(\) is not exhausted"):
         lookahead.read_ahead([D])
     assert list(first)[-1] is C  # which goes on undisturbed
     assert list(lookahead.read_ahead([D])) == [D]

@@ -62,7 +62,7 @@ def tells(rank: int, world_size: int, value: object, kind: object, most_bytes: i
 @pytest.mark.parametrize(
     ("value", "most_bytes", "says"),
     [
-        ("y" * 200, 100, "Rank 1 sends 202 bytes to the other ranks, and at most 100"),
+        ("y" * 200, 100, "Rank 1 sends 202 bytes to the other ranks, but at most 100"),
         (5, 100, "Rank 1 sent something other than a str: it is"),
     ],
     ids=["too much", "of another type"],

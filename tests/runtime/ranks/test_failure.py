@@ -182,7 +182,7 @@ def test_a_rank_that_lives_and_stands_still_is_named_with_its_line(where: str, l
     waiting, stuck = fresh_ranks(2, _train_until_one_stands_still, where)
     line = _stand_still.__code__.co_firstlineno + 1
     assert isinstance(waiting.exception, StuckRank), waiting
-    expected = rf"rank 1 has not launched {launch} of step 3: it stands in test_failure.py:{line}"
+    expected = rf"rank 1 has not launched {launch} of step 3: it is in test_failure.py:{line}"
     assert re.search(expected, str(waiting.exception))
     assert isinstance(stuck.exception, DeadRank | StuckRank)
 

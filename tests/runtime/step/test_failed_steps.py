@@ -28,7 +28,7 @@ class Fault:
     others: str
 
 
-WENT_ON = "it called the model again without a backward"
+WENT_ON = "this rank called the model again without a backward"
 FAULTS = {
     2: Fault({1: "in the loss"}, f"PeerFailure: rank 1: .*{WENT_ON}"),
     4: Fault({0: "no backward"}, f"PeerFailure: rank 0: .*{WENT_ON}"),
@@ -41,7 +41,7 @@ FAULTS = {
 }
 RAISED_BY = {
     "in the loss": "IndexError",
-    "no backward": "All ranks have given up the previous call",
+    "no backward": "All ranks abandoned the previous call",
     "forward": "MemoryError: none left in the forward.*All ranks raise this error",
     "backward": "MemoryError: none left in the backward.*All ranks raise this error",
     "label": "IndexError: Target 7.*All ranks raise this error",
