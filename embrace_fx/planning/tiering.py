@@ -147,8 +147,8 @@ def _memory_limits(context: Context, plan: Plan) -> dict[str, float]:
     if not isinstance(memory, Mapping):
         if not plan.sharded:
             raise ValueError(
-                "table_memory: it limits sharded tables only, and no table is sharded. Pass strategy='alltoall', or "
-                "leave out table_memory. model.report() says why a table is whole."
+                "table_memory: no table is sharded, and table_memory limits sharded tables only. Pass "
+                "strategy='alltoall', or leave out table_memory. model.report() says why a table is whole."
             )
         return dict.fromkeys(plan.sharded, float(memory))
     found: dict[str, float] = {}

@@ -186,5 +186,5 @@ _METRICS: Mapping[Share, str] = {
 
 _NOT_SCHEDULED = (
     "The model is on several devices, so its steps have no schedule: only a model on the CPU or on one GPU has one. "
-    "embrace_fx.plan(model, batch, world_size=...).schedule shows what it could be."
+    "embrace_fx.plan(model, batch, world_size=...).schedule shows the schedule that it could have there."
 )

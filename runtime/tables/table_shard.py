@@ -102,9 +102,9 @@ class TableShard(Tensor):
         ranks.
         """
         return RuntimeError(
-            f"{_without_namespace(asked)} of {self.what}: under no_sync(), each rank has only its own sum until the "
-            "next backward outside of no_sync(). Read the gradient after that backward, or keep the table whole: "
-            f"strategy={{{self.spread.name!r}: 'allreduce'}}."
+            f"{_without_namespace(asked)} is not possible on {self.what}: under no_sync(), each rank has only its own "
+            "sum of gradients. Read the gradient after the next backward outside of no_sync(), or keep the table "
+            f"whole: strategy={{{self.spread.name!r}: 'allreduce'}}."
         )
 
     @torch.no_grad()
