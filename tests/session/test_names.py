@@ -182,7 +182,7 @@ def test_a_part_of_another_model_is_loaded_by_its_own_names() -> None:
     outer = nn.ModuleDict({"net": embrace_fx.compile(Words()), "head": nn.Linear(1, 1)})
 
     outer.load_state_dict({"head.bias": torch.full((1,), 3.0)}, strict=False)
-    with pytest.raises(RuntimeError, match=r"Its first key is 'net\.words'"):
+    with pytest.raises(RuntimeError, match=r"The first key is 'net\.words'"):
         outer.load_state_dict({"net.words": torch.ones(1)}, strict=False)
 
 
