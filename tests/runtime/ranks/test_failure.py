@@ -144,6 +144,19 @@ def test_the_verdict_outlives_the_process_that_hosts_the_store() -> None:
     assert other.result == [2], other
 
 
+def test_a_rank_that_is_behind_is_named_with_the_launch_that_others_wait_for() -> None:
+    store: Any = dist.HashStore()  # type: ignore[attr-defined]
+    ahead, behind = LaunchLog(), LaunchLog()
+    ahead.step = 3
+    for launch in ("announcement", "ids", "bucket 0"):
+        ahead.record(launch)
+    ranks = [LivenessCheck(store, "test", rank, 2, log) for rank, log in enumerate((ahead, behind))]
+    with pytest.raises(StuckRank, match=r"rank 1 has not launched 'ids' of step 3: it stands in test_failure\.py"):
+        ranks[0].raise_named(RuntimeError("timed out"), "ids")
+    for each in ranks:
+        each.close()
+
+
 def test_a_peer_failure_reports_every_rank_that_failed() -> None:
     error = PeerFailure({2: "expected a, found b.", 0: "expected c, found d"})
     assert str(error) == (

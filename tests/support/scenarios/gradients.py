@@ -30,7 +30,7 @@ def all_gradients_logged(training: Training) -> Any:
     for parameter in training.parameters:
         assert parameter.grad is not None
         found += [parameter.grad.norm(p).item() for p in (1, 2, float("inf"))]
-        found += [parameter.grad.abs().max().item(), parameter.grad.mean().item()]
+        found += [parameter.grad.norm(2, -1), parameter.grad.abs().max().item(), parameter.grad.mean().item()]
         assert torch.isfinite(parameter.grad).all()
     return found
 
