@@ -433,9 +433,7 @@ def _find_gradients(graph: TrainingGraph, head: Head, forward: set[fx.Node]) -> 
         of_product = reached([head.of_weight], lambda node: node.users)
         terms = [term for term in gradient_terms(gradient) if term in of_product]
         if len(terms) != 1:
-            raise Unmatched(
-                "the table's gradient is not the sum of the gradients of its lookups and of its output layer"
-            )
+            raise Unmatched("the table's gradient is not the sum of the gradients of its lookups and its output layer")
         head.of_table = terms[0]
 
 

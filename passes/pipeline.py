@@ -82,7 +82,7 @@ def training_passes(
     renormed = tuple(name for name in plan.renormed if name in present)
     return (
         *((join,) if join is not None else ()),  # adds exchanges of parameters that this batch does not use
-        *((JoinTables(plan.spaces),) if plan.spaces else ()),  # joins the tables of each joined table
+        *((JoinTables(plan.spaces),) if plan.spaces else ()),  # joins groups of tables to one table each
         ShardHeads(plan.heads, rank, plan.world_size, memory is None),  # shards the output layers over sharded tables
         EagerDropout(),  # on the CPU, draws dropout's noise as eager mode does
         # replaces tables by shards, and lookups by AlltoAlls of rows

@@ -115,7 +115,7 @@ class _Axis:
         return round(LEFT + (WIDTH - LEFT - RIGHT) * min(max(share, 0.0), 1.0), 2)
 
     def shows(self, item: Span | Wait | Gap | Phase) -> bool:
-        """Returns whether any part of an item is in the shown time."""
+        """Returns whether any part of an item lies in the time that is shown."""
         return self.live or (self(item.end_ms) > LEFT and self(item.start_ms) < WIDTH - RIGHT)
 
     def rectangle(self, item: Span | Wait | Gap) -> str:

@@ -162,8 +162,8 @@ def head_gradient(
 
 @op("spread_positions", "(Tensor[] parts, Tensor rows, Tensor like, int group_size) -> Tensor")
 def spread_positions(parts: list[Tensor], rows: Tensor, like: Tensor, group_size: int) -> Tensor:
-    """Sums the `parts` of all ranks, (N * S, D) for each chunk, by position, and returns zeros shaped like `like` (M,
-    D) with the sums at `rows` (S,).
+    """Sums the `parts` of all ranks, (N * S, D) for each chunk, by position. Returns a tensor shaped like `like` (M, D)
+    that has the sums at `rows` (S,) and zeros elsewhere.
     """
     return empty_as(parts[0], like.shape)
 

@@ -128,7 +128,7 @@ def _create_exchange(plan: Plan, name: str, first: Tensor, rounding: Rounding) -
 
 
 def exchange_blocking(exchange: Exchange, channel: Channel, flat: Tensor, name: str) -> InFlight:
-    """Runs an exchange to its end. Returns it as a launch that has ended."""
+    """Runs an exchange to its end. Returns its result as a launch that has already ended."""
     sent = _run_and_count(exchange, flat, name, channel)
     return InFlight(flat, None, lambda: sent)
 

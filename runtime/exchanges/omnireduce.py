@@ -117,7 +117,9 @@ class _BlockLanes:
 
 
 class _BlockQueues:
-    """This rank's non-zero blocks, as one ascending queue for each lane (N, L)."""
+    """This rank's non-zero blocks, as one ascending queue for each lane (a sequence of blocks) of each aggregator, (N,
+    L).
+    """
 
     def __init__(self, blocks: RowSet, ranges: _BlockLanes) -> None:
         starts, lanes = ranges.starts.view(-1), ranges.lanes

@@ -317,7 +317,8 @@ class SplitAhead:
         late, *gradients = [tuple(sizes[k * ranks : (k + 1) * ranks]) for k in range(chunks + 1)]
         gradients.append(remaining_counts(current.counts, gradients))
         rows, numbers = [sizes[k : k + chunks + 1] for k in ((chunks + 1) * ranks, (chunks + 1) * (ranks + 1))]
-        ends = [number + (end > 0) for end, number in zip(rows, numbers, strict=True)]  # numbers of sums start at 0
+        # Sums are numbered from 0, so add 1 for a count.
+        ends = [number + (end > 0) for end, number in zip(rows, numbers, strict=True)]
         which = self._sums.index_select(0, self._places)
         sums, start, first = list[Sums](), 0, 0
         for of_piece, last in zip(gradients, ends, strict=True):

@@ -54,7 +54,7 @@ class SingleProcessRows:
     """Finds the unique rows of batches on a device, in a single process, without waiting for their number.
 
     Args:
-        tables: the model's tables, which record which ids on the device are among which on the host.
+        tables: the model's tables. They are told which ids on the host include those on the device.
     """
 
     def __init__(self, streams: Streams, tables: Mapping[str, Member]) -> None:

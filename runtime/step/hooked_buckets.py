@@ -106,8 +106,8 @@ class _HookReduction:
         if not isinstance(reduced, Tensor) or reduced.numel() != self._flat.numel():
             what = tuple(reduced.shape) if isinstance(reduced, Tensor) else type(reduced).__name__
             raise TypeError(
-                f"the future that the communication hook {self._name} returned has {what}, but it must have the "
-                f"reduced bucket, all {self._flat.numel()} elements of it."
+                f"the future of the communication hook {self._name} returned {what}. It must return the whole reduced "
+                f"bucket of {self._flat.numel()} elements."
             )
         if reduced is not self._flat:
             self._flat.copy_(reduced.reshape(self._flat.shape))

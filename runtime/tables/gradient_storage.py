@@ -206,7 +206,7 @@ class GradientStorage(LocalStorage):
         return self.local
 
     def shown_rows(self) -> Rows | None:
-        """Returns the stored ids and rows, which the caller may write, or None while views of the dense gradient
+        """Returns the stored ids and rows, which the caller may write. Returns None while views of the dense gradient
         exist.
         """
         self.wait()
