@@ -34,8 +34,8 @@ from embrace_fx.passes.narrow import is_plain_cast
 from embrace_fx.passes.rewriter import Rewriter, move_to_head
 from embrace_fx.passes.tables import LOOKUP_BACKWARDS, SAMPLE_WEIGHTS_BACKWARD, find_tables
 from embrace_fx.vocabulary.graph import Gradient, Parameter, TableSpec, TrainingGraph, parameters_of, set_outputs
+from embrace_fx.vocabulary.joined_table import JoinedTable
 from embrace_fx.vocabulary.ops import argument, set_argument
-from embrace_fx.vocabulary.row_space import RowSpace
 
 aten = torch.ops.aten
 embrace = torch.ops.embrace
@@ -49,7 +49,7 @@ class JoinTables:
         spaces: the joined tables of the plan.
     """
 
-    spaces: tuple[RowSpace, ...]
+    spaces: tuple[JoinedTable, ...]
 
     def __call__(self, graph: TrainingGraph) -> TrainingGraph:
         read = {table.parameter for table in graph.tables}
@@ -84,7 +84,7 @@ class _Lookup:
     is_bag: bool
 
 
-def _join_group(graph: TrainingGraph, space: RowSpace) -> None:
+def _join_group(graph: TrainingGraph, space: JoinedTable) -> None:
     """Replaces some tables, their lookups and their gradients by those of one joined table."""
     rewriter, weights = Rewriter(graph.module), parameters_of(graph.module)
     lookups = _lookups_to_join(graph, space)
@@ -109,7 +109,7 @@ def _join_group(graph: TrainingGraph, space: RowSpace) -> None:
         graph.graph.erase_node(weights[name])
 
 
-def _lookups_to_join(graph: TrainingGraph, space: RowSpace) -> list[_Lookup]:
+def _lookups_to_join(graph: TrainingGraph, space: JoinedTable) -> list[_Lookup]:
     """Returns the lookups of the tables to join, in the order of their rows in the joined table."""
     by_name = {table.parameter: table for table in graph.tables}
     nodes = {node.name: node for node in graph.graph.nodes}
@@ -125,7 +125,7 @@ def _lookups_to_join(graph: TrainingGraph, space: RowSpace) -> list[_Lookup]:
 
 
 def _join_ids(
-    rewriter: Rewriter, space: RowSpace, joined: Sequence[_Lookup], others: Sequence[_Lookup]
+    rewriter: Rewriter, space: JoinedTable, joined: Sequence[_Lookup], others: Sequence[_Lookup]
 ) -> list[fx.Node]:
     """Inserts, at the head of the graph, the conversion of ids to row numbers of the joined table. Returns one tensor
     for all joined lookups, then one for each other lookup.
@@ -174,7 +174,7 @@ def _replace_lookups(rewriter: Rewriter, name: str, joined: Sequence[_Lookup], w
             node.replace_all_uses_with(view)
 
 
-def _sum_gradients(rewriter: Rewriter, space: RowSpace, joined: Sequence[_Lookup], ids: fx.Node) -> list[fx.Node]:
+def _sum_gradients(rewriter: Rewriter, space: JoinedTable, joined: Sequence[_Lookup], ids: fx.Node) -> list[fx.Node]:
     """Inserts one gradient of the joined table, for all joined lookups, after the last of their own gradients."""
     if not joined[0].backward:
         return []
@@ -253,7 +253,7 @@ def _redirect_lookup(rewriter: Rewriter, lookup: _Lookup, before: fx.Node, weigh
 
 
 def _return_joint_gradient(
-    graph: TrainingGraph, rewriter: Rewriter, space: RowSpace, gradients: Sequence[fx.Node]
+    graph: TrainingGraph, rewriter: Rewriter, space: JoinedTable, gradients: Sequence[fx.Node]
 ) -> None:
     """Replaces the gradients of the joined tables among the graph's outputs by the one gradient of the joined table."""
     of_tables = {Gradient(Parameter(name)) for name in space.tables}

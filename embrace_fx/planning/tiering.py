@@ -34,8 +34,8 @@ from embrace_fx.runtime.tiers.tiered_table import REFUSAL, FileStorage, SlotRows
 from embrace_fx.runtime.tiers.working_set import ROWS_AT_ONCE, WorkingSet
 from embrace_fx.setup.context import Context
 from embrace_fx.vocabulary.exactness import STILL, row_update_semantics
+from embrace_fx.vocabulary.joined_table import JoinedTable
 from embrace_fx.vocabulary.plan import Decision, Grid, Plan
-from embrace_fx.vocabulary.row_space import RowSpace
 
 
 def add_working_sets(
@@ -79,11 +79,11 @@ def add_working_sets(
                 "smaller batches."
             )
     decisions = tuple(replace(each, memory=agreed.get(each.parameter)) for each in plan)
-    spaces = context.communicator.gather(spaces, list[RowSpace])[0]
+    spaces = context.communicator.gather(spaces, list[JoinedTable])[0]
     return replace(plan, decisions=decisions, spaces=tuple(space for space in spaces if len(space.tables) > 1))
 
 
-def _split_space(context: Context, plan: Plan, space: RowSpace, beyond: Mapping[str, Tier]) -> list[RowSpace]:
+def _split_space(context: Context, plan: Plan, space: JoinedTable, beyond: Mapping[str, Tier]) -> list[JoinedTable]:
     """Splits a joined table so that all tables of each part share one working set.
 
     Tables in memory stay together, and so do tables beyond the host's memory with equal columns. Each table beyond a

@@ -21,7 +21,7 @@ from torch import fx
 from torch.fx._lazy_graph_module import _LazyGraphModule
 
 from embrace_fx.vocabulary.head import PromisedLogits
-from embrace_fx.vocabulary.row_space import RowSpace
+from embrace_fx.vocabulary.joined_table import JoinedTable
 from embrace_fx.vocabulary.sizes import NOTHING_EXPECTED, ExpectedSizes
 from embrace_fx.vocabulary.step_variant import VariedPhase
 
@@ -251,7 +251,7 @@ class TrainingGraph:
     varied: VariedPhase | None = None
     memory_limit: int | None = None
     expected: ExpectedSizes = NOTHING_EXPECTED
-    spaces: Mapping[str, RowSpace] = field(default_factory=dict)
+    spaces: Mapping[str, JoinedTable] = field(default_factory=dict)
     promised: Mapping[int, PromisedLogits] = field(default_factory=dict)
 
     def members(self, parameter: str) -> tuple[str, ...]:

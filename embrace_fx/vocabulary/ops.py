@@ -134,12 +134,12 @@ def own_columns(embedding_dim: int, world_size: int, rank: int) -> tuple[int, in
 def join_ids(
     ids: Sequence[Tensor], tables: Sequence[int], first_rows: Sequence[int], num_rows: Sequence[int], joined: int
 ) -> list[Tensor]:
-    """Converts ids of several tables to row numbers of their joined table (`embrace_fx.plan.RowSpace`), int64.
+    """Converts ids of several tables to row numbers of their joined table (`embrace_fx.plan.JoinedTable`), int64.
 
     Takes, for each of `ids`, the index of its table in the joined table, the table's first row there and its number of
     rows. Returns the rows of the first `joined` ids as one tensor (N,), if `joined` > 0, and those of each other one in
     the shape of its ids. An id outside its table becomes a number outside the joined table, which encodes table and id
-    for `RowSpace.decode_invalid_id`.
+    for `JoinedTable.decode_invalid_id`.
 
     Example: ids [2, 5] of a table of 10 rows, [[0], [3]] of the next table of 5 rows, joined 2 -> [2, 5, 10, 13];
     joined 1 -> [2, 5], [[10], [13]].

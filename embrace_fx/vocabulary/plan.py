@@ -12,9 +12,9 @@ from embrace_fx.cost.links import Cluster
 from embrace_fx.cost.storage import RowMemory
 from embrace_fx.cost.wire import Format
 from embrace_fx.vocabulary.head import HeadPlan
+from embrace_fx.vocabulary.joined_table import JoinedTable
 from embrace_fx.vocabulary.plain_data import read_json, write_json
 from embrace_fx.vocabulary.plan_text import explain, preformatted, render
-from embrace_fx.vocabulary.row_space import RowSpace
 from embrace_fx.vocabulary.schedule import FULL, LOOKS_AHEAD
 from embrace_fx.vocabulary.sizes import RowCounts
 
@@ -190,7 +190,7 @@ class Plan:
     links_are: LinksAre = "assumed"
     watched: tuple[str, ...] = ()
     history: tuple[str, ...] = ()
-    spaces: tuple[RowSpace, ...] = ()
+    spaces: tuple[JoinedTable, ...] = ()
     schedule_name: str = FULL
     chosen_because: str = ""
 
@@ -280,10 +280,10 @@ class Plan:
     def __iter__(self) -> Iterator[Decision]:
         return iter(self.decisions)
 
-    def join_tables(self, tables: Sequence[str]) -> RowSpace:
+    def join_tables(self, tables: Sequence[str]) -> JoinedTable:
         """Describes the joined table of these tables, with rows in this order."""
         decisions = {name: self[name] for name in tables}
-        return RowSpace.from_tables(
+        return JoinedTable.from_tables(
             {name: each.shape[0] for name, each in decisions.items()},
             {name: each.padding_idx for name, each in decisions.items()},
         )

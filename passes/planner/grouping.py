@@ -20,8 +20,8 @@ from embrace_fx.passes.narrow import exchange_dtype
 from embrace_fx.passes.node_cost import is_heavy
 from embrace_fx.passes.planner.step_cost import one_way_bytes
 from embrace_fx.vocabulary.graph import TableSpec, TableUse, TrainingGraph, gradients_of, parameters_of
+from embrace_fx.vocabulary.joined_table import JOINED_TABLE_BYTES, JoinedTable
 from embrace_fx.vocabulary.plan import EXCHANGES, Plan
-from embrace_fx.vocabulary.row_space import SPACE_BYTES, RowSpace
 from embrace_fx.vocabulary.schedule import INTO_FORWARD, Cuts
 
 
@@ -74,7 +74,9 @@ class Joinable:
     part_bytes: int
 
 
-def plan_joined_tables(graph: TrainingGraph, tables: Collection[Joinable], *, overlaps: bool) -> tuple[RowSpace, ...]:
+def plan_joined_tables(
+    graph: TrainingGraph, tables: Collection[Joinable], *, overlaps: bool
+) -> tuple[JoinedTable, ...]:
     """Finds groups of two or more tables to join, in the order of their lookups.
 
     Args:
@@ -101,10 +103,10 @@ def plan_joined_tables(graph: TrainingGraph, tables: Collection[Joinable], *, ov
     return tuple(_make_joined_table([each.table for each in run]) for run in runs if len(run) > 1)
 
 
-def _make_joined_table(tables: list[TableSpec]) -> RowSpace:
+def _make_joined_table(tables: list[TableSpec]) -> JoinedTable:
     """Describes the joined table of several tables."""
     paddings = {table.parameter: table.uses[0].padding_idx for table in tables}
-    return RowSpace.from_tables({table.parameter: table.num_rows for table in tables}, paddings)
+    return JoinedTable.from_tables({table.parameter: table.num_rows for table in tables}, paddings)
 
 
 def _can_be_joined(use: TableUse) -> bool:
@@ -116,7 +118,7 @@ def _can_be_joined(use: TableUse) -> bool:
 
 def _can_join(run: list[Joinable], table: Joinable) -> bool:
     """Returns whether a table can be joined with the tables in `run`."""
-    return sum(each.part_bytes for each in run) + table.part_bytes <= SPACE_BYTES
+    return sum(each.part_bytes for each in run) + table.part_bytes <= JOINED_TABLE_BYTES
 
 
 class _GraphOrder:

@@ -34,8 +34,8 @@ from embrace_fx.runtime.ranks.groups import LANE_GROUP
 from embrace_fx.runtime.ranks.step_handshake import StepHandshake
 from embrace_fx.runtime.tables.member import Member
 from embrace_fx.vocabulary.graph import Values
+from embrace_fx.vocabulary.joined_table import JoinedTable
 from embrace_fx.vocabulary.operation_id import IDS, OperationId
-from embrace_fx.vocabulary.row_space import RowSpace
 from embrace_fx.vocabulary.version_snapshot import VersionSnapshot
 
 ANNOUNCEMENT = OperationId("ids", "announcement", "early", lane="ids")
@@ -69,7 +69,7 @@ class IdsProgram:
     rows_of_batch: Callable[[Values], list[Tensor]]
     routing: Callable[[Values, list[Tensor]], None]
     tables: tuple[str, ...]
-    spaces: Mapping[str, RowSpace]
+    spaces: Mapping[str, JoinedTable]
     num_rows: tuple[int, ...]
     routes: Mapping[str, tuple[str, str]]
     paddings: Mapping[str, tuple[int, ...]]

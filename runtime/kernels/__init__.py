@@ -17,8 +17,8 @@ from embrace_fx.runtime.kernels.grid import join_grid, route_grid, split_grid
 from embrace_fx.runtime.kernels.head import KERNELS as OF_HEADS
 from embrace_fx.runtime.kernels.membership import isin
 from embrace_fx.vocabulary import again_ops  # noqa: F401  (declares the ops)
+from embrace_fx.vocabulary.joined_table import OUTSIDE
 from embrace_fx.vocabulary.ops import own_columns
-from embrace_fx.vocabulary.row_space import OUTSIDE
 
 
 def sorted_unique(ids: Tensor) -> tuple[Tensor, Tensor]:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from torch import Tensor
 
 from embrace_fx.runtime.kernels import find_bad_ids
-from embrace_fx.vocabulary.row_space import RowSpace
+from embrace_fx.vocabulary.joined_table import JoinedTable
 
 
 def unreadable_batch(error: Exception) -> str:
@@ -16,7 +16,7 @@ def unreadable_batch(error: Exception) -> str:
 
 
 def describe_bad_id(
-    ids: Sequence[Tensor], tables: Sequence[str], num_rows: Sequence[int], spaces: Mapping[str, RowSpace] = {}
+    ids: Sequence[Tensor], tables: Sequence[str], num_rows: Sequence[int], spaces: Mapping[str, JoinedTable] = {}
 ) -> str | None:
     """Returns an error text for the first id outside of its table, or None if all ids are valid.
 

@@ -25,7 +25,7 @@ from embrace_fx.runtime.ranks.gathering import gather_single
 from embrace_fx.runtime.ranks.mismatch_watchdog import MismatchWatchdog
 from embrace_fx.runtime.ranks.questions import SharedRead
 from embrace_fx.runtime.ranks.step_checks import check_activities, check_programs, check_steps
-from embrace_fx.vocabulary.row_space import RowSpace
+from embrace_fx.vocabulary.joined_table import JoinedTable
 
 STEP, BACKWARD, GAVE_UP, JOIN, QUESTION = range(5)
 """The kinds of an announcement: the start of a step; the start of a backward; an announced forward that failed; the
@@ -434,7 +434,7 @@ class StepHandshake:
         group: str,
         group_size: int,
         tables: Sequence[str],
-        spaces: Mapping[str, RowSpace],
+        spaces: Mapping[str, JoinedTable],
     ) -> InFlight:
         """Implements the op `all_gather_ids`. The handshake exchanges how many ids each rank sends."""
         counts = [u.numel() for u in unique]

@@ -33,8 +33,8 @@ from embrace_fx.runtime.tables.update_rule import (
     can_step_rows,
 )
 from embrace_fx.vocabulary.exactness import ELEMENT_WISE
+from embrace_fx.vocabulary.joined_table import JoinedTable
 from embrace_fx.vocabulary.plan import Grid
-from embrace_fx.vocabulary.row_space import RowSpace
 
 if TYPE_CHECKING:
     from embrace_fx.runtime.tables.member import Member
@@ -69,7 +69,7 @@ class Table:
         self.gradient = TableGradient(self.members)
 
     @classmethod
-    def from_members(cls, space: RowSpace, members: Sequence[Member]) -> Table:
+    def from_members(cls, space: JoinedTable, members: Sequence[Member]) -> Table:
         """Joins several tables that are sharded by columns into one."""
         return cls(space.name, members, space.bounds, members[0].store.join(members, space.bounds))
 

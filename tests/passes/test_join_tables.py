@@ -14,7 +14,7 @@ from embrace_fx.passes.join_tables import JoinTables
 from embrace_fx.passes.pipeline import with_tables
 from embrace_fx.passes.verifier.invariants import verify
 from embrace_fx.vocabulary.graph import Gradient, Parameter, TrainingGraph
-from embrace_fx.vocabulary.row_space import RowSpace
+from embrace_fx.vocabulary.joined_table import JoinedTable
 from tests.support.cases import crossed
 from tests.support.golden import check_golden
 from tests.support.graphs import (
@@ -35,7 +35,7 @@ from tests.support.graphs import (
 )
 from tests.support.table_cases import bag
 
-SPACE = RowSpace.from_tables({"table.weight": V, "other.weight": V + 3})
+SPACE = JoinedTable.from_tables({"table.weight": V, "other.weight": V + 3})
 OTHER_IDS = torch.tensor([[12, 0, 5], [5, 1, 12]])
 
 
@@ -122,7 +122,7 @@ def test_values(name: str, shards: bool) -> None:
     assert_equal_outputs(run_graph(after, model, *args), expected)
 
 
-PADDED = RowSpace.from_tables({"table.weight": V, "other.weight": V + 3}, {"table.weight": 2, "other.weight": 5})
+PADDED = JoinedTable.from_tables({"table.weight": V, "other.weight": V + 3}, {"table.weight": 2, "other.weight": 5})
 
 
 @pytest.mark.parametrize("name", [name for name in CASES if "bag" not in name])

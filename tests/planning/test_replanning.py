@@ -145,7 +145,7 @@ def test_training_through_new_plans_equals_the_reference(case: Case) -> None:
 
 
 @pytest.mark.long
-def test_a_table_leaves_its_row_space_and_comes_back() -> None:
+def test_a_table_leaves_its_joined_table_and_comes_back() -> None:
     case = Case(2, "adagrad", model=Together)
     reference = expected(case)
     for found in run_ranks(2, train, case):

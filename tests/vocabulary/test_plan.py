@@ -10,9 +10,9 @@ import pytest
 
 from embrace_fx.cost.links import Cluster, Link
 from embrace_fx.cost.sparsity import Sparsity
+from embrace_fx.vocabulary.joined_table import JoinedTable
 from embrace_fx.vocabulary.plan import Candidate, Decision, Grid, Plan
 from embrace_fx.vocabulary.plan_text import render
-from embrace_fx.vocabulary.row_space import RowSpace
 from embrace_fx.vocabulary.sizes import RowCounts
 from tests.support.golden import check_golden
 
@@ -112,7 +112,7 @@ def full_plan() -> Plan:
         links_are="probed",
         watched=("words.weight",),
         history=("before",),
-        spaces=(RowSpace(("words.weight", "items.weight"), (0, 60_000, 70_000)),),
+        spaces=(JoinedTable(("words.weight", "items.weight"), (0, 60_000, 70_000)),),
     )
 
 

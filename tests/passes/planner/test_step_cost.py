@@ -19,8 +19,8 @@ from embrace_fx.passes.planner import decide as deciding
 from embrace_fx.passes.planner.decide import decide
 from embrace_fx.passes.planner.pricing import Findings
 from embrace_fx.passes.planner.step_cost import StepTime, cheapest_schedule, explain_choice, has_compute, step_times
+from embrace_fx.vocabulary.joined_table import JoinedTable
 from embrace_fx.vocabulary.plan import Plan
-from embrace_fx.vocabulary.row_space import RowSpace
 from embrace_fx.vocabulary.schedule import SCHEDULES
 from tests.support.inside import captured_graph_of
 from tests.support.planned import FACTS, OTHER, TABLE, graph_of
@@ -176,8 +176,8 @@ def test_a_lookup_moves_the_rows_that_it_reads() -> None:
     assert node_ms(lookup, CORE) == pytest.approx(CORE.time_ms(0, 4 * (2 * read * WIDTH + read)))
 
 
-def test_a_row_space_has_one_exchange() -> None:
-    space = RowSpace(("table.weight", "other.weight"), (0, ROWS, 2 * ROWS))
+def test_a_joined_table_has_one_exchange() -> None:
+    space = JoinedTable(("table.weight", "other.weight"), (0, ROWS, 2 * ROWS))
     tables = tuple(replace(planned(SHORT)["table.weight"], parameter=name) for name in space.tables)
     plan = replace(planned(SHORT), decisions=tables, spaces=(space,))
     assert plan.row_exchanges == {space.name: space.tables}

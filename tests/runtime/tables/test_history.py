@@ -16,7 +16,7 @@ from embrace_fx.runtime.tables.shard_layout import Layout
 from embrace_fx.runtime.tables.table import Table
 from embrace_fx.runtime.tables.table_shard import become_shard
 from embrace_fx.runtime.tables.update_rule import DeferredUpdate
-from embrace_fx.vocabulary.row_space import RowSpace
+from embrace_fx.vocabulary.joined_table import JoinedTable
 
 ROWS, COLUMNS, STEPS = (20, 30), 4, 60
 MAKES: dict[str, Callable[..., Optimizer]] = {
@@ -41,7 +41,7 @@ def _tables(values: list[Tensor], make: Callable[..., Optimizer], *, rests: bool
 
 
 def _space(tables: list[Member]) -> Table:
-    return Table.from_members(RowSpace.from_tables({table.name: table.shape[0] for table in tables}), tables)
+    return Table.from_members(JoinedTable.from_tables({table.name: table.shape[0] for table in tables}), tables)
 
 
 @pytest.mark.parametrize("takes", TAKES)

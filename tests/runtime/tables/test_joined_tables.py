@@ -14,7 +14,7 @@ import embrace_fx
 from embrace_fx.passes.planner.grouping import Joinable, plan_joined_tables
 from embrace_fx.runtime.flow.routing import route_padded
 from embrace_fx.runtime.kernels import join_ids
-from embrace_fx.vocabulary.row_space import SPACE_BYTES, RowSpace
+from embrace_fx.vocabulary.joined_table import JOINED_TABLE_BYTES, JoinedTable
 from embrace_fx.vocabulary.schedule import SCHEDULES
 from tests.support.cases import long_but
 from tests.support.graphs import analysed
@@ -84,7 +84,7 @@ def test_each_of_a_kind() -> None:
         names(0, 1, 4),
         names(2, 3),
     ]
-    assert spaces(Many(6).double(), *BATCH, part_bytes=SPACE_BYTES // 3) == [names(0, 1, 2), names(3, 4)]
+    assert spaces(Many(6).double(), *BATCH, part_bytes=JOINED_TABLE_BYTES // 3) == [names(0, 1, 2), names(3, 4)]
 
 
 class Apart(nn.Module):
@@ -130,7 +130,7 @@ def test_ids_of_tables_are_rows_of_their_space(other: Tensor, joined: int) -> No
 
 @pytest.mark.parametrize("bad", [-1, 5, -(2**40), 2**40])
 def test_an_id_outside_its_table_is_found_again(bad: int) -> None:
-    space = RowSpace(("one", "other"), (0, 10, 15))
+    space = JoinedTable(("one", "other"), (0, 10, 15))
     (found,) = join_ids([torch.tensor([2, 5]), torch.tensor([bad, 4])], [0, 1], [0, 10], [10, 5], 2)
     assert [row for row in found.tolist() if 0 <= row < 15] == [2, 5, 14]
     assert space.decode_invalid_id(int(found[2])) == ("other", bad)

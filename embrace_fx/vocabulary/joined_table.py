@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from types import MappingProxyType
 
-SPACE_BYTES = 2**32
+JOINED_TABLE_BYTES = 2**32
 """Maximum bytes of a rank's part of a joined table. The rank briefly holds twice as many when its tables are joined."""
 
 OUTSIDE = 2**48
@@ -15,7 +15,7 @@ OUTSIDE = 2**48
 
 
 @dataclass(frozen=True)
-class RowSpace:
+class JoinedTable:
     """Several sharded tables joined to one: row i of a table is row `first row of the table + i` of the joined
     table.
 
@@ -30,24 +30,24 @@ class RowSpace:
     padding_rows: tuple[int, ...] = ()
 
     @staticmethod
-    def from_tables(rows: Mapping[str, int], paddings: Mapping[str, int] = MappingProxyType({})) -> RowSpace:
+    def from_tables(rows: Mapping[str, int], paddings: Mapping[str, int] = MappingProxyType({})) -> JoinedTable:
         """Joins tables in this order: parameter name -> number of rows.
 
         Args:
             paddings: parameter name -> the row that gets no gradient, or a negative number.
 
-        >>> RowSpace.from_tables({"user.weight": 10, "item.weight": 20}, {"item.weight": 3})
-        RowSpace(tables=('user.weight', 'item.weight'), bounds=(0, 10, 30), padding_rows=(13,))
+        >>> JoinedTable.from_tables({"user.weight": 10, "item.weight": 20}, {"item.weight": 3})
+        JoinedTable(tables=('user.weight', 'item.weight'), bounds=(0, 10, 30), padding_rows=(13,))
         """
         bounds = tuple(accumulate(rows.values(), initial=0))
         of_tables = [(first, paddings.get(table, -1)) for table, first in zip(rows, bounds, strict=False)]
-        return RowSpace(tuple(rows), bounds, tuple(first + row for first, row in of_tables if row >= 0))
+        return JoinedTable(tuple(rows), bounds, tuple(first + row for first, row in of_tables if row >= 0))
 
     @property
     def name(self) -> str:
         """The name of the joined table in launches and updates.
 
-        >>> RowSpace(("user.weight", "item.weight", "shop.weight"), (0, 10, 30, 35)).name
+        >>> JoinedTable(("user.weight", "item.weight", "shop.weight"), (0, 10, 30, 35)).name
         'user.weight and 2 more'
         """
         return f"{self.tables[0]} and {len(self.tables) - 1} more"
@@ -56,7 +56,7 @@ class RowSpace:
         """Decodes the number with which the op `embrace::join_ids` replaces an id outside its table. Returns (table,
         id).
 
-        >>> RowSpace(("user.weight", "item.weight"), (0, 10, 30)).decode_invalid_id(25 - 2 * 2**48)
+        >>> JoinedTable(("user.weight", "item.weight"), (0, 10, 30)).decode_invalid_id(25 - 2 * 2**48)
         ('item.weight', 25)
         """
         number = (-value + OUTSIDE // 2) // OUTSIDE
@@ -67,7 +67,7 @@ class RowSpace:
     def rows_of(self, table: str) -> range:
         """Returns the range of a table's rows in the joined table.
 
-        >>> RowSpace(("user.weight", "item.weight"), (0, 10, 30)).rows_of("item.weight")
+        >>> JoinedTable(("user.weight", "item.weight"), (0, 10, 30)).rows_of("item.weight")
         range(10, 30)
         """
         k = self.tables.index(table)
