@@ -431,11 +431,7 @@ class Pricing:
         return defers_rows, replay if defers_rows else sweep
 
     def _exchange_ms(self, predicted_ms: float, sharing_ms: float) -> tuple[float, float]:
-        """Returns both times unchanged, or zeros for a single rank, which sends nothing.
-
-        Args:
-            predicted_ms, sharing_ms: as in `PricedStrategy`.
-        """
+        """Returns both times (as in `PricedStrategy`), or zeros for a single rank, which sends nothing."""
         return (predicted_ms, sharing_ms) if self.world_size > 1 else (0.0, 0.0)
 
     def _sparsity_of(self, table: TableSpec, fact: ParameterFacts, rows: tuple[int, ...]) -> Sparsity:
