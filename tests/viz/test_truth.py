@@ -85,10 +85,6 @@ def records_one_step(rank: int, ranks: int) -> None:
     kinds = {span.operation.kind for span in model.timeline.spans}
     assert {"backward", "forward"} <= kinds
     assert ranks == 1 or "lookups" in kinds, "what the forward fetches, too"
-    parts = [
-        span.operation.sent_bytes for span in model.timeline.spans if span.operation.kind in ("gradients", "delayed")
-    ]
-    assert sum(parts) == (ranks - 1) * ranks * 24 * 8 * 4, "of each row of a gradient the other rank's columns"
     first = [phase.label for phase in found.phases if phase.rank == 0]
     assert first[:2] == ["forward t", "backward t"]
     step_ms = found.diagnostics.step_ms
