@@ -112,7 +112,7 @@ def _everything_else(rank: int, world_size: int, strategy: Any, backend: Any, na
     return found | whole_parameters(compiled)
 
 
-@pytest.mark.filterwarnings("ignore:the model was called with another batch")
+@pytest.mark.filterwarnings("ignore:the model was called with a batch")
 @pytest.mark.parametrize(
     ("grid", "backend", "narrow"),
     long_but(

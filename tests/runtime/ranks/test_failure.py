@@ -151,7 +151,7 @@ def test_a_rank_that_is_behind_is_named_with_the_launch_that_others_wait_for() -
     for launch in ("announcement", "ids", "bucket 0"):
         ahead.record(launch)
     ranks = [LivenessCheck(store, "test", rank, 2, log) for rank, log in enumerate((ahead, behind))]
-    with pytest.raises(StuckRank, match=r"rank 1 has not launched 'ids' of step 3: it stands in test_failure\.py"):
+    with pytest.raises(StuckRank, match=r"rank 1 has not launched 'ids' of step 3: it is in test_failure\.py"):
         ranks[0].raise_named(RuntimeError("timed out"), "ids")
     for each in ranks:
         each.close()
