@@ -310,7 +310,7 @@ class StepPipeline:
         self.flow.launcher.reorder(issued_launches(self.schedule, self.plan))
 
     def close(self) -> None:
-        """Applies updates pending between steps, and ends the flow."""
+        """Applies updates pending between steps, and ends the communication between them."""
         flow, self.flow = self.flow, self._aside
         self._context.optimizer_hooks.follow(self.flow)
         flow.close()

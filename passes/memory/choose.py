@@ -118,7 +118,8 @@ class EvictionSequence:
 
 
 def eviction_sequences(step: TimedStep, can_recompute: Callable[[fx.Node], bool]) -> Iterator[EvictionSequence]:
-    """Yields sequences of choices to compare: one for each number of segments to recompute and each order of eviction.
+    """Yields candidates for saving memory: each lists saved values to drop or offload, in order. There is one for each
+    number of forward segments that are recomputed, and each order of the values.
 
     Args:
         can_recompute: returns whether a node may run again in the backward.

@@ -494,7 +494,7 @@ def _dense_sparsity(fact: ParameterFacts, world_size: int) -> Sparsity:
 
 
 def upkeep_of_replicas(table: TableSpec, rows_by_rank: tuple[int, ...]) -> cost.Exchange:
-    """Returns what a rank sends per step to keep the replicas of a table equal, besides the gradient."""
+    """Returns the AllGather of ids, per step, by which replicas of a table with `max_norm` rescale the same rows."""
     if not rows_by_rank or not table.max_norm:
         return cost.Exchange(0, 0)
     return cost.predict_id_exchange(rows_by_rank, table.num_rows)  # `ShardTables.renormed`

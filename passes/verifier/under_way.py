@@ -95,8 +95,8 @@ def in_flight_at_ends(varied: VariedPhase) -> tuple[Launches, Launches]:
 
 
 def _check_lookup(node: fx.Node, launch: OperationId, under_way: set[OperationId]) -> Iterator[Violation]:
-    """Yields a violation if rows are looked up while one of their updates is in flight. Late rows have no delayed
-    update.
+    """Yields a violation if rows are looked up while one of their updates is in flight. Rows that are exchanged late,
+    in the forward that reads them, have no delayed update.
 
     Args:
         node: the lookup.

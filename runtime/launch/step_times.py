@@ -48,7 +48,7 @@ class StepTimes:
         self._waited_s += seconds
 
     def window(self) -> None:
-        """Ends one step and begins the next, when a backward begins."""
+        """Records the time of the step that ends when a backward begins, and starts to measure the next one."""
         now_s = time.perf_counter()
         if self._at_s is not None:
             self._step["between"] = self._step.get("between", 0.0) + now_s - self._at_s - self._waited_s

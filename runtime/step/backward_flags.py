@@ -65,8 +65,8 @@ def launch_flags(
         if ranks := _list_ranks(writes):
             raise RuntimeError(
                 "backward(): the batch, results or parameters that it needs were written in place after the forward, "
-                f"on rank(s) {ranks} ({names or 'none here'}). No gradient of this step was kept, on any rank. Write "
-                "to copies, and call optimizer.step() after the backwards of all calls."
+                f"on rank(s) {ranks} (on this rank: {names or 'none'}). No gradient of this step was kept, on any "
+                "rank. Write to copies, and call optimizer.step() only after the backward of every forward."
             )
         harmless = communicator.gather(is_harmless(), bool)
         if ranks := _list_ranks([0 if each else count for each, count in zip(harmless, not_finite, strict=True)]):

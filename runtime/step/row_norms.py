@@ -25,8 +25,8 @@ Step = tuple[SparseUpdate, Rows]
 
 
 def sum_squares_over_ranks(steps: Sequence[Step], communicator: Communicator, recorder: Recorder) -> None:
-    """Starts summing the squares of rows over ranks, and makes the updates of one optimizer wait for the sums.
-    Collective.
+    """Starts summing the squared norms of gradient rows over ranks, each of which has some columns. The updates in
+    `steps`, of one row-wise optimizer, wait for the sums. Collective.
     """
     if not steps:
         return

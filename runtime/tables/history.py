@@ -307,7 +307,8 @@ class DeferredSGD(SkippedSteps):
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
-        # (T + 1, 5): for each step, the 2 x 2 map of all later steps, and their factor of the averages.
+        # (T + 1, 5): for each step, the 2 x 2 matrix by which all later steps map (weight, momentum), and the factor
+        # by which they decay the moving averages.
         self._maps: Tensor | None = None
 
     def record(self, options: Mapping[str, Any], state: Mapping[str, Any]) -> None:

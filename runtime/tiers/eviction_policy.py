@@ -87,8 +87,8 @@ class EvictionPolicy:
         """Chooses about `count` memory slots to evict. Returns them, and whether more could be evicted.
 
         Args:
-            due: if given, chooses only slots that are not used before this step, nor since the step before the current
-                one.
+            due: if given, the step that needs the slots. Then only slots are chosen that no earlier step will use, and
+                that neither the current step nor the previous one has used.
         """
         # Rows read for an earlier step may have pending gradients, so treat them as used by the current call.
         self._marks.masked_fill_((self._marks > _SOON - self.step) & (self._marks <= _SOON), self._call)

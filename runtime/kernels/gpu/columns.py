@@ -55,7 +55,7 @@ def _move_columns(
 def _launch_tiles(
     rows: Tensor, positions: Tensor | None, flat: Tensor, count: int, group_size: int, pack: bool
 ) -> None:
-    """Launches the Triton kernel `_move_columns` over all tiles of the rows."""
+    """Copies the column blocks of `rows` (only of those at `positions`, if given) to `flat`, or back if not `pack`."""
     width = rows.shape[1]
     if count == 0 or width == 0:
         return
