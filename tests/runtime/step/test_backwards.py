@@ -111,7 +111,7 @@ def _write_a_result(loop: Loop, batch: tuple[Tensor, Tensor]) -> None:
         def forward(self, x_BD: Tensor) -> Tensor:
             return torch.exp(self.linear(x_BD))
 
-    result = embrace_fx.compile(Exp())(batch[1])
+    result = embrace_fx.compile(Exp(), route="graph")(batch[1])
     result.detach().mul_(2)
     result.sum().backward()
 
@@ -144,8 +144,8 @@ def _go_back_to_parameters(loop: Loop, batch: tuple[Tensor, Tensor]) -> None:
 
 WRITTEN = "written in place after the forward, on rank.s. 0, 1"
 REFUSED: dict[str, tuple[Callable[[Loop, tuple[Tensor, Tensor]], None], str]] = {
-    "the batch written": (_write_the_batch, rf"{WRITTEN} \(a tensor of the batch\)"),
-    "a result written": (_write_a_result, rf"{WRITTEN} \(a result\)"),
+    "the batch written": (_write_the_batch, rf"{WRITTEN} \(on this rank: a tensor of the batch\)"),
+    "a result written": (_write_a_result, rf"{WRITTEN} \(on this rank: a result\)"),
     "a step between": (_step_between, WRITTEN),
     "parameters written": (_write_parameters, rf"{WRITTEN} \(.*first\.weight"),
     "create_graph": (_differentiate_twice, "cannot be differentiated again"),
