@@ -120,7 +120,7 @@ class Side:
         """Does what a loop does to a model between two steps, or what measurements make of it."""
         if what == "hook":
             self.handles.append(self.plain.mid.register_forward_hook(lambda module, given, found: found * 0.9))
-        elif what == "hook of a gradient":
+        elif what == "hook of a gradient" and self.plain.tables[of].weight.requires_grad:
             self.handles.append(self.plain.tables[of].weight.register_hook(lambda gradient: gradient * 0.5))
         elif what == "unhook" and self.handles:
             self.handles.pop().remove()
