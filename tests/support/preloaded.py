@@ -19,6 +19,7 @@ import torch  # noqa: E402  (whose import is slow while the collector runs)
 
 from embrace_fx.capture import capture  # noqa: E402
 
-importlib.import_module("tqdm").tqdm.monitor_interval = 0  # no thread: this process forks
-capture(torch.nn.Linear(1, 1), (torch.ones(1, 1),), {}, train=True)
-torch.compiler.reset()
+if torch.version.cuda is None:  # autograd would start a thread for each CUDA device, and this process forks
+    importlib.import_module("tqdm").tqdm.monitor_interval = 0  # no thread either
+    capture(torch.nn.Linear(1, 1), (torch.ones(1, 1),), {}, train=True)
+    torch.compiler.reset()
