@@ -82,4 +82,4 @@ def test_a_plan_that_does_not_fit_is_refused_on_every_rank(tmp_path: Path) -> No
             assert isinstance(error, ValueError), case
             assert re.search(told, str(error)), f"{case}: {error}"
     for error in run_ranks_expecting_errors(3, repeat_elsewhere, tmp_path / "plan.json", "other ranks"):
-        assert "a plan for 2 ranks on 3" in str(error)
+        assert "it was made for 2 ranks, and there are 3" in str(error)

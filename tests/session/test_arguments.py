@@ -213,8 +213,8 @@ def test_others_are_refused_with_what_to_do() -> None:
         ("is a NestedTensor",),
         ("of type Slotted has tensors in __slots__",),
         ("is a sparse tensor",),
-        ("is the class Pair", "attribute of the model"),
-        ("is a ReLU", "attribute of the model"),
+        ("is the class Pair", "attributes of the model"),
+        ("is a ReLU", "attributes of the model"),
     )
     for found in run_ranks(2, refuse):
         for line, words in zip(found, expected, strict=True):
