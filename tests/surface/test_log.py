@@ -30,7 +30,7 @@ class Model(torch.nn.Module):
     def forward(self, ids):
         return self.top(self.table(ids)).square().mean()
 
-model = embrace_fx.compile(Model(), cluster=embrace_fx.Cluster(1e3, 0.1))
+model = embrace_fx.compile(Model(), strategy="alltoall", cluster=embrace_fx.Cluster(1e3, 0.1))
 optimizer = torch.optim.SGD(model.parameters(), 0.1)
 for _ in range(2):
     model(torch.arange(6)).backward()
