@@ -67,8 +67,9 @@ class SparsityMonitor:
         agree.
         """
         wanted: tuple[str, ...] = ()
-        sums = [(sum(mean), sum(self._planned_for[name])) for name, mean in self._means.items()]
-        if [True for read, planned in sums if abs(read - planned) > DRIFTED * planned]:  # cheap for many tables
+        sums = {name: (sum(mean), sum(self._planned_for[name])) for name, mean in self._means.items()}
+        drifted = [name for name, (read, planned) in sums.items() if abs(read - planned) > DRIFTED * planned]
+        if drifted:
             plan = decide(self._findings.with_rows(self.rows), self._plan.links, self._plan)
             if describe_changes(self._plan, plan):
                 wanted = tuple(decision.strategy for decision in plan)
