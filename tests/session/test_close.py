@@ -34,7 +34,7 @@ def taken() -> dict[str, int]:
     return {
         "threads": _threads(),
         "descriptors": _descriptors(),
-        "groups": len(dist.distributed_c10d._world.pg_map),
+        "groups": dist.distributed_c10d.get_pg_count(),
         "models": sum(type(each).__name__ in KINDS for each in gc.get_objects()),
     }
 

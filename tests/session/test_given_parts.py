@@ -113,7 +113,7 @@ def _storage(target: Tensor, model: Any) -> Tensor:
 
 
 def _storage_of_data(target: Tensor, model: Any) -> Tensor:
-    return target.set_(torch._C.TensorBase.untyped_storage(model.words.weight.data))
+    return target.set_(Tensor.untyped_storage(model.words.weight.data))
 
 
 def _storage_in_flight(target: Tensor, model: Any) -> Tensor:
@@ -121,7 +121,7 @@ def _storage_in_flight(target: Tensor, model: Any) -> Tensor:
 
 
 def _shared_storage(target: Tensor, model: Any) -> Tensor:
-    Tensor.untyped_storage(model.words.weight)._share_filename_cpu_()
+    Tensor.untyped_storage(model.words.weight).share_memory_()
     return target
 
 

@@ -26,13 +26,13 @@ SLOW_S = 0.3
 
 
 def slow_steps(patch: pytest.MonkeyPatch) -> None:
-    begin = torch.optim.SGD._init_group
+    update = torch.optim.sgd.sgd
 
-    def slowly(self: torch.optim.SGD, *args: Any) -> Any:
+    def slowly(*args: Any, **kwargs: Any) -> None:
         time.sleep(SLOW_S)
-        return begin(self, *args)  # type: ignore[no-untyped-call]
+        update(*args, **kwargs)
 
-    patch.setattr(torch.optim.SGD, "_init_group", slowly)
+    patch.setattr(torch.optim.sgd, "sgd", slowly)
 
 
 def batches(count: int, *, slow: bool) -> Iterator[Tensor]:

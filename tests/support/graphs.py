@@ -119,7 +119,7 @@ def table_of(graph: TrainingGraph, parameter: str = "table.weight") -> TableSpec
 def targets(nodes: fx.Graph | Iterable[fx.Node]) -> list[str]:
     """The ops that nodes call, in order, without overload."""
     listed = nodes.nodes if isinstance(nodes, fx.Graph) else nodes
-    return [str(n.target._schema.name) for n in listed if isinstance(n.target, torch._ops.OpOverload)]
+    return [n.target.name().partition(".")[0] for n in listed if isinstance(n.target, torch._ops.OpOverload)]
 
 
 def text(module: fx.GraphModule) -> str:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 import embrace_fx
 
@@ -89,6 +90,6 @@ def test_nothing_but_autograd_holds_a_result() -> None:
     """A result that its own backward held would stay in memory until the collector ran."""
     model = embrace_fx.compile(Views(_flat, saved=True))
     result = model(torch.tensor([1, 2]))
-    gone = torch.UntypedStorage._weak_ref(result.untyped_storage())
+    storage = StorageWeakRef(result.untyped_storage())
     del result
-    assert torch.UntypedStorage._expired(gone)
+    assert storage.expired()
