@@ -9,6 +9,7 @@ rewrite: return x.sum() * weight   ->   graph(x, batch_1) -> mul(sum(x), batch_1
 from __future__ import annotations
 
 import contextlib
+import operator
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any, cast
 
@@ -16,6 +17,8 @@ import torch
 from torch import SymFloat, SymInt, fx
 from torch._dynamo.variables.builder import VariableBuilder
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+from embrace_fx.capture.errors import CaptureError
 
 Symbol = SymInt | SymFloat
 
@@ -53,7 +56,15 @@ def symbols_of(sizes: ShapeEnv, names: Collection[str]) -> dict[str, Symbol]:
 def number_inputs(graph: fx.Graph, symbols: Mapping[str, Symbol]) -> dict[str, int]:
     """Returns the position of each number among the inputs of Dynamo's graph. Makes the graph take floats instead of
     the tensors that Dynamo wraps them in.
+
+    Raises: CaptureError: a float is divided with `//` or `%`, which torch computes by rounding the quotient: unlike
+        Python, which knows that 0.5 // 0.1 is 4.
     """
+    for node in graph.nodes:
+        if node.target in (operator.floordiv, operator.mod) and isinstance(node.meta.get("example_value"), SymFloat):
+            raise CaptureError(
+                f"The forward computes {node.target.__name__} of a float that varies, which a graph rounds differently."
+            )
     found = {}
     for position, node in enumerate(graph.find_nodes(op="placeholder")):
         if node._dynamo_source.name not in symbols:

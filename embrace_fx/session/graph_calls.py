@@ -182,15 +182,19 @@ class GraphCalls:
                 "arguments and as attributes of the model.",
                 str(constant or f"shapes of its batches keep changing, even after {MAX_CAPTURES} captures"),
             )
-        most = MOST_UNUSED_OF_FLOATS if constant is not None and type(constant.now) is float else MOST_UNUSED
-        if constant is not None and len(kind.found) >= most and not any(each.reused for each in kind.found[-most:]):
+        shapes = {i: tuple(leaf.shape) for i, leaf in enumerate(call.leaves) if isinstance(leaf, Tensor)}
+        is_float = type(constant.now) is float if constant is not None else bool(kind.values)
+        most = MOST_UNUSED_OF_FLOATS if is_float else MOST_UNUSED
+        unused = len(kind.found) >= most and not any(each.reused for each in kind.found[-most:])
+        if unused and (constant is not None or (kind.values and kind.shapes[-most:] == [shapes] * most)):
+            reason = constant or f"the forward reads {', '.join(kind.values)}, which decides what it computes"
             raise RefusedError(
-                f"{type(self._context.model).__name__}: {constant}, and each of the last {most} captures was used for "
+                f"{type(self._context.model).__name__}: {reason}, and each of the last {most} captures was used for "
                 "only one call. Pass it as a tensor, keep it in a buffer, or leave out route='graph': the forward then "
                 "runs eagerly.",
-                str(constant),
+                str(reason),
             )
-        kind.shapes.append({i: tuple(leaf.shape) for i, leaf in enumerate(call.leaves) if isinstance(leaf, Tensor)})
+        kind.shapes.append(shapes)
         captured = self._capture_with_inputs(kind, call)
         return replace(captured, conditions=captured.conditions.without_broken())
 

@@ -56,9 +56,12 @@ _SYM_OPS: frozenset[Callable[..., object]] = frozenset(
         *(operator.neg, operator.eq, operator.ne, operator.lt, operator.le, operator.gt, operator.ge),
         *(operator.and_, operator.or_, math.ceil, math.floor, math.trunc),
         *(torch.sym_int, torch.sym_float, torch.sym_max, torch.sym_min, torch.sym_not, torch.sym_ite, torch.sym_sum),
+        *(operator.abs, round),
+        *(getattr(torch, f"_sym_{name}") for name in ("sqrt", "log2", "cos", "sin", "tan", "acos", "asin", "atan")),
+        *(getattr(torch, f"_sym_{name}") for name in ("cosh", "sinh", "tanh")),  # math.tanh of a number that varies
     }
 )
-"""Python functions that compute sizes, from numbers to numbers."""
+"""Python functions that compute sizes and other numbers, from numbers to numbers."""
 
 
 class VerificationError(RuntimeError):
@@ -144,8 +147,8 @@ def definitions_before_uses(scope: ModuleScope) -> Iterator[Violation]:
 
 
 def known_targets(scope: ModuleScope) -> Iterator[Violation]:
-    """Checks that nodes call only dispatcher ops, `getitem` and arithmetic on sizes. Other Python functions could have
-    any effect.
+    """Checks that nodes call only dispatcher ops, `getitem` and arithmetic on numbers. Other Python functions could
+    have any effect.
     """
     for node in scope.module.graph.nodes:
         if node.op not in {"placeholder", "get_attr", "call_function", "output"}:
@@ -155,7 +158,7 @@ def known_targets(scope: ModuleScope) -> Iterator[Violation]:
         elif node.target not in _SYM_OPS or isinstance(node.meta.get("val"), Tensor):
             found = f"Python function {getattr(node.target, '__name__', node.target)}"
             remedy = "call an overload of torch.ops, declared with torch.library where torch has none"
-            yield Violation(node, "a dispatcher op, getitem, or arithmetic on sizes", found, remedy)
+            yield Violation(node, "a dispatcher op, getitem, or arithmetic on numbers", found, remedy)
 
 
 def launches_and_waits_paired(scope: ModuleScope) -> Iterator[Violation]:

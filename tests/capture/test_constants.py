@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import math
 import sys
 import types
 from collections.abc import Callable, Mapping
@@ -18,7 +19,7 @@ from torch.utils._traceback import shorten_filename
 import embrace_fx
 from embrace_fx.capture import capture
 from embrace_fx.capture.arguments import same_constant
-from embrace_fx.capture.errors import line_of_branch
+from embrace_fx.capture.errors import RefusedError, line_of_branch
 from tests.support.captures import Model, model_of, plain
 from tests.support.graphs import IDS
 from tests.support.inside import captures_of
@@ -63,6 +64,42 @@ def test_texts_and_arrays_that_change_at_each_step_need_one_capture() -> None:
     for step in range(6):
         compiled(IDS, {"text": f"{step}", "at": np.arange(step), "step": step}).backward()
     assert captures_of(compiled) == 1
+
+
+def test_a_number_that_changes_at_each_step_may_be_the_first_input_of_the_graph() -> None:
+    compiled = embrace_fx.compile(model_of(lambda m, x, by: (by + 1.0) * plain(m, x).sum()))
+    ratios = [(compiled(IDS, step / 8) / compiled(IDS, 0.0)).item() for step in range(1, 7)]
+    assert ratios == pytest.approx([1 + step / 8 for step in range(1, 7)])
+    assert captures_of(compiled) < 5
+
+
+def test_a_float_that_decides_what_is_traced_is_captured_three_times() -> None:
+    forward = model_of(lambda m, x, by: plain(m, x).sum() * {0.0: 1.0}.get(by, 3.0))
+    compiled = embrace_fx.compile(forward, route="graph")
+    for step in range(3):
+        compiled(IDS, step / 8).backward()
+    with pytest.raises(RefusedError, match="last 3 captures was used for only one call"):
+        compiled(IDS, 0.5)
+
+
+@pytest.mark.parametrize(
+    ("factor", "captures"),
+    [
+        (lambda by: math.cos(math.pi * by) + math.tanh(by) + math.sqrt(by) + math.log2(1 + by), 2),
+        (lambda by: abs(by - 0.3) + round(by, 1) + round(by) + math.floor(5 * by), 2),
+        (lambda by: math.log(by + 1.0), 3),  # as many as run before the forward runs eagerly
+        (lambda by: by // 0.1 + by % 0.1, 3),
+    ],
+    ids=["functions", "rounded", "logarithm", "divided"],
+)
+def test_an_annealed_number_has_the_value_that_python_computes(factor: Callable[[float], float], captures: int) -> None:
+    compiled = embrace_fx.compile(model_of(lambda m, x, by: plain(m, x).sum() * factor(by)))
+    first = (compiled(IDS, 0.25) / factor(0.25)).item()
+    for step in range(1, 10):
+        loss = compiled(IDS, step / 10)
+        loss.backward()
+        assert loss.item() == pytest.approx(first * factor(step / 10), rel=1e-5)
+    assert captures_of(compiled) == captures
 
 
 def test_values_agree_where_they_are_of_one_type_and_equal() -> None:

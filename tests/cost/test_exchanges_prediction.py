@@ -171,6 +171,15 @@ def test_work_by_hand(variant: str) -> None:
     assert predict(variant.split(",", maxsplit=1)[0], sparsity, scheme=scheme).work == expected
 
 
+def test_work_of_doubling_on_three_ranks_by_hand() -> None:
+    """The third rank's 60 units first join those of a rank of the pair, whose 77 of 90 meet the other's; 90 return."""
+    sparsity = Sparsity(1000, 2, 4, units_by_rank=(40, 60, 50), unions=(50.0, 70.0, 90.0))
+    joined, paired = (3 + 2 * 2) * 60 + 2 * 77, (3 + 2 * 2) * 77 + 2 * 90
+    values = passes_work((60 + joined + paired + 90 + 90 + 90) * 8)
+    expected = values + Work(1000 * 8, units=2 * (60 + 77), rounds=6)
+    assert predict("zen", sparsity, scheme="hierarchical").work == expected
+
+
 def test_work_of_streams_by_hand() -> None:
     """Two lanes of each aggregator, one per stream, and whatever rounds they take."""
     sparsity = Sparsity(1000, 2, 4, units_by_rank=(40, 60), unions=(50.0, 80.0))
