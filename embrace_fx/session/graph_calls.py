@@ -206,8 +206,8 @@ class GraphCalls:
             try:
                 with whole_parameters(self._context.model, whole):
                     captured = captured_as(call.args, call.kwargs, values=captures.values)
-            except CaptureError as error:
-                if not captures.values or error.raised is not None:
+            except CaptureError:
+                if not captures.values:
                     raise
                 deciding = captures.values
             else:

@@ -54,7 +54,8 @@ _SYM_OPS: frozenset[Callable[..., object]] = frozenset(
     {
         *(operator.add, operator.sub, operator.mul, operator.floordiv, operator.truediv, operator.mod, operator.pow),
         *(operator.neg, operator.eq, operator.ne, operator.lt, operator.le, operator.gt, operator.ge),
-        *(operator.and_, operator.or_, math.ceil, math.floor, math.trunc),
+        *(operator.and_, operator.or_, operator.xor, operator.lshift, operator.rshift),
+        *(math.ceil, math.floor, math.trunc),
         *(torch.sym_int, torch.sym_float, torch.sym_max, torch.sym_min, torch.sym_not, torch.sym_ite, torch.sym_sum),
         *(operator.abs, round),
         *(getattr(torch, f"_sym_{name}") for name in ("sqrt", "log2", "cos", "sin", "tan", "acos", "asin", "atan")),

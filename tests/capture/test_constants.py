@@ -89,8 +89,10 @@ def test_a_float_that_decides_what_is_traced_is_captured_three_times() -> None:
         (lambda by: abs(by - 0.3) + round(by, 1) + round(by) + math.floor(5 * by), 2),
         (lambda by: math.log(by + 1.0), 3),  # as many as run before the forward runs eagerly
         (lambda by: by // 0.1 + by % 0.1, 3),
+        (lambda by: divmod(by, 0.1)[0] + 1, 3),
+        (lambda by: (int(by * 10) ^ 5) + (int(by * 10) << 2) + (int(by * 10) >> 1), 2),
     ],
-    ids=["functions", "rounded", "logarithm", "divided"],
+    ids=["functions", "rounded", "logarithm", "divided", "divmod", "bits"],
 )
 def test_an_annealed_number_has_the_value_that_python_computes(factor: Callable[[float], float], captures: int) -> None:
     compiled = embrace_fx.compile(model_of(lambda m, x, by: plain(m, x).sum() * factor(by)))
