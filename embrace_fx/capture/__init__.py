@@ -42,7 +42,7 @@ from embrace_fx.vocabulary.graph import BatchInput, Mutation, TrainingGraph
 
 @dataclass(frozen=True)
 class Captured:
-    """A captured graph, and what decides for which batches it is valid.
+    """A captured graph, and the conditions under which it is valid for a batch.
 
     Attributes:
         graph: forward and backward; only the forward if `train` is false.
@@ -58,8 +58,7 @@ class Captured:
         written: indices, among the flattened arguments, of the tensors that the forward writes.
         constants: index among the flattened arguments -> an argument that the forward reads and that is not a tensor.
         names: index among the flattened arguments -> its name as an expression.
-        deciding: names of numbers that should become inputs of the graph, but whose value decides what the graph
-            computes.
+        deciding: names of numbers that cannot become inputs of the graph, because their value decides what it computes.
     """
 
     graph: TrainingGraph
@@ -109,13 +108,19 @@ class Captured:
     def build_result(self, results: Sequence[Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Builds the forward's result from the graph's outputs, and repeats the forward's side effects, such as
         prints.
+
+        Args:
+            results: the graph's outputs.
+            args, kwargs: the arguments of the call.
         """
         own = pytree.tree_unflatten(results, self.result_spec)
         return own if self.replay is None else self.replay(own, args, kwargs)
 
     def accepts(self, leaves: Sequence[Any]) -> bool:
-        """Returns whether the graph is valid for a call's flattened arguments, whose types and dtypes are already
-        checked.
+        """Returns whether the graph is valid for a call. Types and dtypes of its arguments must have been checked.
+
+        Args:
+            leaves: the flattened arguments of the call.
         """
         for k, value in self.constants.items():  # a loop, because this runs at every call and a generator is slower
             if not same_constant(leaves[k], value):
@@ -185,7 +190,12 @@ def _refuse_backward_hooks(model: nn.Module) -> None:
 
 
 def _build_captured(model: nn.Module, traced: Traced, leaves: Sequence[Any]) -> Captured:
-    """Builds a `Captured` from a trace: assigns roles to the graph's inputs and outputs, and compiles the guards."""
+    """Builds a `Captured` from a trace: assigns roles to the graph's inputs and outputs, and compiles the guards.
+
+    Args:
+        traced: the result of tracing the model.
+        leaves: the flattened arguments of the batch.
+    """
     of_arguments = len(leaves)
     if traced.replay is not None:
         leaves = [*leaves, *traced.replay.read_states(leaves)]
@@ -247,6 +257,7 @@ def _guarded_values(
     inputs.
 
     Args:
+        fake_mode: torch's fake tensor mode of the trace, or None if nothing is fake.
         placeholders: index of a graph input -> its placeholder.
         leaves: the flattened arguments.
     """

@@ -53,7 +53,7 @@ _SPECS: dict[pytree.TreeSpec, pytree.TreeSpec] = {}
 
 
 def _shared_spec(spec: pytree.TreeSpec) -> pytree.TreeSpec:
-    """Returns the same object for all equal tree structures, so that they can be compared with `is`."""
+    """Returns one object for all tree structures that equal `spec`, so that they can be compared with `is`."""
     return _SPECS.setdefault(spec, spec)
 
 
@@ -75,6 +75,7 @@ def check_arguments(leaves: list[Any], kind: str) -> None:
     """Raises `RefusedError` if an argument is a tensor with a layout that cannot be captured.
 
     Args:
+        leaves: the flattened arguments.
         kind: the model's class name, for the message.
     """
     for leaf in leaves:
@@ -98,6 +99,7 @@ def check_read_arguments(leaves: Sequence[Any], kind: str) -> None:
     """Raises `RefusedError` if an argument that the forward reads cannot be an input of a graph.
 
     Args:
+        leaves: the flattened arguments that the forward reads.
         kind: the model's class name, for the message.
     """
     for leaf in leaves:
@@ -123,7 +125,7 @@ def find_shared_memory(written: Collection[int], leaves: Sequence[Any]) -> tuple
 
 
 def _overlap(a: Tensor, b: Tensor) -> bool:
-    """Returns whether the memory ranges of two tensors overlap."""
+    """Returns whether the memory ranges of tensors `a` and `b` overlap."""
     if not a.numel() or not b.numel() or a.device != b.device:
         return False
     return a.data_ptr() < _end_address(b) and b.data_ptr() < _end_address(a)
@@ -136,7 +138,7 @@ def _end_address(tensor: Tensor) -> int:
 
 
 def _describe(leaf: Any) -> str:
-    """Returns the class of an argument as text, for an error message."""
+    """Returns the class of `leaf`, an argument, as text for an error message."""
     return f"the class {leaf.__name__}" if isinstance(leaf, type) else f"a {type(leaf).__name__}"
 
 
@@ -145,6 +147,7 @@ def argument_names(function: types.FunctionType, args: tuple[Any, ...], kwargs: 
 
     Args:
         function: the forward, unbound.
+        args, kwargs: the arguments of the call.
     """
     code = function.__code__
     taken = code.co_varnames[1 if code.co_argcount else 0 : code.co_argcount]
@@ -172,6 +175,7 @@ def constants_read(leaves: Sequence[Any], names: Mapping[int, str], guards: Coll
     """Returns the arguments that are not tensors and that a forward reads, by index among the flattened arguments.
 
     Args:
+        leaves: the flattened arguments.
         names: index -> Dynamo's name. An argument without a name counts as read.
         guards: names that Dynamo has guarded, because the forward reads them. "L[" stands for all arguments.
     """

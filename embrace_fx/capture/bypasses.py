@@ -54,7 +54,7 @@ def _apply_pending_first(
 
     @functools.wraps(function)
     def applying(*args: Any, **kwargs: Any) -> Any:
-        """Applies pending updates of parameters among the arguments, and calls the original function."""
+        """Applies pending updates of parameters among the arguments, then calls the original function."""
         if not torch.compiler.is_dynamo_compiling():  # do nothing while Dynamo traces the call
             apply_pending(values(*args, **kwargs))
         return function(*args, **kwargs)

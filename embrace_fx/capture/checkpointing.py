@@ -48,7 +48,9 @@ class _Regions:
         self._numbers = itertools.count()
 
     def apply(self, function: Callable[..., Any], preserve: bool, *args: Any) -> Any:
-        """Replaces `CheckpointFunction.apply`, the reentrant mode: runs the function once, in a region."""
+        """Replaces `CheckpointFunction.apply`, the reentrant mode: runs the function once, in a new region. `preserve`,
+        which concerns random numbers, is ignored.
+        """
         with self._open_region(contextlib.nullcontext()):
             return function(*args)
 
@@ -60,14 +62,20 @@ class _Regions:
         *args: Any,
         **kwargs: Any,
     ) -> Iterator[None]:
-        """Replaces the generator around the function in the non-reentrant mode by one that opens a region."""
+        """Replaces the generator that runs before and after the function in the non-reentrant mode by one that opens a
+        region. The arguments are those of torch's generator.
+        """
         forward_context, _ = context_fn()
         with self._open_region(forward_context):
             yield
 
     @contextlib.contextmanager
     def _open_region(self, context: Any) -> Iterator[None]:
-        """Opens a region: nodes traced in it are marked with its number, unless an inner region has marked them."""
+        """Opens a region: nodes traced in it are marked with its path, unless an inner region has marked them.
+
+        Args:
+            context: the user's context for the forward, such as a selective policy. Entered inside the region.
+        """
         mode = get_proxy_mode()
         around, self._path = self._path, (*self._path, next(self._numbers))
         path = self._path

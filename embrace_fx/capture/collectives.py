@@ -49,7 +49,9 @@ def refuse_collectives() -> Iterator[None]:
         return inspect.isfunction(variable) and variable in _FUNCTIONS
 
     def refused(tx: Any, old_fn: Any, source: Any, **options: Any) -> _RefusedCollective:
-        """Returns the variable that Dynamo traces in place of a collective; calling it raises."""
+        """Returns the variable that Dynamo traces in place of a collective; calling it raises. The arguments are those
+        of the function of Dynamo that it replaces.
+        """
         return _RefusedCollective(old_fn, source=source, **options)
 
     kind.can_rewrite, kind.create = staticmethod(is_collective), staticmethod(refused)

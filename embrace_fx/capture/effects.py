@@ -66,7 +66,9 @@ def record_effects() -> Iterator[Effects]:
     suffix = OutputGraph.codegen_suffix
 
     def recording(self: OutputGraph, tx: Any, *args: Any, **kwargs: Any) -> None:
-        """Records the side effects of a trace before Dynamo generates their code."""
+        """Records the side effects of a trace before Dynamo generates their code. Replaces a method of Dynamo's
+        `OutputGraph`.
+        """
         _add_effects(effects, self.side_effects, tx)
         suffix(self, tx, *args, **kwargs)
 
@@ -79,7 +81,12 @@ def record_effects() -> Iterator[Effects]:
 
 
 def _add_effects(effects: Effects, found: Any, tx: Any) -> None:
-    """Adds the side effects that Dynamo has found to `effects`."""
+    """Adds the side effects that Dynamo has found to `effects`.
+
+    Args:
+        found: Dynamo's record of side effects.
+        tx: Dynamo's translator of the forward, which records prints.
+    """
     for variable in found._get_modified_vars():
         source = variable.source
         if source is None or isinstance(source, TempLocalSource):
@@ -110,7 +117,7 @@ def refuse_effects(effects: Effects, model: nn.Module) -> None:
 
 
 def _toggles_state(effects: Effects, guards: Mapping[str, Any]) -> bool:
-    """Returns whether a forward assigns a new constant to an attribute that it also reads.
+    """Returns whether a forward with these side effects assigns a new constant to an attribute that it also reads.
 
     Args:
         guards: the guarded values, by Dynamo's name.
@@ -157,14 +164,14 @@ class ReplayedEffects:
         return [leaves[each] if isinstance(each, int) else eval(each, dict(self.scope)) for each in self.states]
 
     def writes_items_of(self, holder: Mapping[str, Any]) -> bool:
-        """Returns whether the forward assigns items of this dict."""
+        """Returns whether the forward assigns items of the dict `holder`."""
         return any(
             found is holder for name in self.objects if (found := _evaluated_or_none(name, self.scope)) is not None
         )
 
 
 def _evaluated_or_none(name: str, scope: Mapping[str, Any]) -> Any:
-    """Evaluates an expression. Returns None if it can no longer be evaluated."""
+    """Evaluates the expression `name` with the variables of `scope`. Returns None if it can no longer be evaluated."""
     try:
         return eval(name, dict(scope))
     except Exception:  # an earlier call has replaced an object that the expression goes through
@@ -172,7 +179,11 @@ def _evaluated_or_none(name: str, scope: Mapping[str, Any]) -> Any:
 
 
 def state_inputs(graph: torch.fx.Graph, model_name: str) -> dict[int, str]:
-    """Maps the position of each of the graph's inputs that is read from an object to the expression that reads it."""
+    """Maps the position of each input of Dynamo's graph that is read from an object to the expression that reads it.
+
+    Args:
+        model_name: Dynamo's name for the model.
+    """
     sources = [node._dynamo_source.name for node in graph.nodes if node.op == "placeholder"]
     return {
         position: name.replace(model_name, "L['self']")
@@ -188,8 +199,9 @@ def build_replay(
 
     Args:
         out: Dynamo's result of tracing the forward.
-        values: the values that Dynamo guards.
+        effects: the forward's side effects.
         states: as in `ReplayedEffects`.
+        values: the values that Dynamo guards.
     """
     outputs: list[Sequence[Any]] = []
     run = out.forward_callable(

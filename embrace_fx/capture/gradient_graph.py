@@ -90,13 +90,19 @@ def wrap_as_captured(graph: TrainingGraph) -> Captured:
 
 
 def _placeholder(graph: fx.Graph, name: str, role: InputRole, value: Tensor) -> fx.Node:
-    """Adds a placeholder with a role and a traced value."""
+    """Adds a placeholder with a role and a traced value to a graph."""
     node = graph.placeholder(re.sub(r"\W|^(?=\d)", "_", name))
     node.meta |= {"role": role, "val": value}
     return node
 
 
 def _table_of_gradient(name: str, weight: Tensor, rows: fx.Node, *, sparse: bool) -> TableSpec:
-    """Describes a table whose lookups are not captured, so that only its gradient is known."""
+    """Describes a table whose lookups are not captured, so that only its gradient is known.
+
+    Args:
+        weight: the whole table.
+        rows: the node with the rows that the gradient has.
+        sparse: whether the gradient is sparse.
+    """
     use = TableUse("", (), rows.name, -1, FROM_GRADIENT, False, True, False, "", sparse)
     return TableSpec(name, weight.shape[0], weight.shape[1], weight.dtype, (use,), (), False)

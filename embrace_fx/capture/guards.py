@@ -80,8 +80,8 @@ class Conditions:
         return name if root is None or not cell else f"C[{root[1]!r}].cell_contents{name[root.end() :]}"
 
     def without(self, tensors: Collection[str | int]) -> Conditions:
-        """Returns a copy without the conditions on tensors of these names, because they are no longer constants of the
-        graph.
+        """Returns a copy without the conditions on these tensors, given by name, because they are no longer constants
+        of the graph.
         """
         return replace(self, tensors=self.tensors.without(tensors), values=self.values.without(tensors))
 
@@ -95,7 +95,9 @@ class Conditions:
 
 
 def to_dynamo_name(name: str, model_name: str) -> str:
-    """Converts an expression that reads a value to Dynamo's name of it: the inverse of `Conditions.to_scope_name`."""
+    """Converts an expression that reads a value to Dynamo's name of the value: the inverse of
+    `Conditions.to_scope_name`. `model_name` is Dynamo's name for the model.
+    """
     return re.sub(r"C\['(\w+)'\]\.cell_contents", r"L['\1']", name.replace("L['self']", model_name))
 
 
@@ -139,14 +141,14 @@ def collect_guards(gm: fx.GraphModule, model: nn.Module) -> Conditions:
 
 
 class _Guards(CheckFunctionManager):
-    """Torch's guards, which keep references to the guarded objects instead of registering with them.
+    """Torch's guards, changed to hold references to the guarded objects.
 
-    Torch's guards register with each guarded object to learn of its end, which keeps guards on a library's class or
-    module alive forever. These guards hold references to the guarded objects instead.
+    Torch's own guards instead register with each guarded object to learn of its end, which keeps guards on a library's
+    class or module alive forever.
 
     Args:
-        is_kept: returns, for the name of a value, whether to guard it. Torch's own `guard_filter_fn` would build all
-            guards first, and then the selected ones again.
+        is_kept: takes the name of a value, and returns whether to guard the value. Torch's own `guard_filter_fn` would
+            build all guards first, and then the selected ones again.
     """
 
     def __init__(self, is_kept: Callable[[str], bool], *args: Any, **kwargs: Any) -> None:
@@ -156,20 +158,22 @@ class _Guards(CheckFunctionManager):
         super().__init__(*args, **kwargs)
 
     def build_guards(self, sorted_guards: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
-        """Builds the guards that `is_kept` selects, and stores the guarded values."""
+        """Builds those of torch's sorted guards that `is_kept` selects, and stores the guarded values."""
         kept = [guard for guard in sorted_guards if self._is_kept(guard.name)]
         builder, manager = super().build_guards(kept, *args, **kwargs)
         self.values = [_guarded_value(builder, guard) for guard in kept]
         return builder, manager
 
     def id_ref(self, obj: object, obj_str: str) -> int:
-        """Returns the id of an object, and keeps the object alive."""
+        """Returns the id of an object, and keeps the object alive. Ignores its name `obj_str`."""
         self.guarded.append(obj)
         return id(obj)
 
 
 def _guarded_value(builder: Any, guard: Any) -> object:
-    """Returns the value that a guard checks, or None if it checks that the value does not exist."""
+    """Returns the value that a guard checks, read by torch's guard builder, or None if the guard checks that the value
+    does not exist.
+    """
     try:
         found: object = builder.get(guard.originating_source)
     except Exception:  # reading a value that does not exist may raise any exception
@@ -180,7 +184,14 @@ def _guarded_value(builder: Any, guard: Any) -> object:
 def _read_guarded_values(
     output: Any, function: types.FunctionType, model: nn.Module, model_name: str, cells: Mapping[str, Any]
 ) -> ReadValues:
-    """Records the guarded values for comparison: numbers and strings by value, tensors by identity."""
+    """Records the guarded values for comparison: numbers and strings by value, tensors by identity.
+
+    Args:
+        output: Dynamo's output graph, which has the guards.
+        function: the forward, unbound.
+        model_name: Dynamo's name for the model.
+        cells: closure variable of the forward -> its cell.
+    """
     names = []
     for guard in output.guards:
         name = _OF_NUMPY.sub(r"\1", guard.name.replace(model_name, "L['self']"))

@@ -64,7 +64,9 @@ def _clear_generated_code() -> None:
 
 
 def _code_names(base: type) -> Iterator[str]:
-    """Yields the names of the generated code of all graph modules that still exist."""
+    """Yields the names of the generated code of all graph modules that still exist, found as the subclasses of
+    `base`.
+    """
     classes: list[type] = base.__subclasses__()
     for each in classes:
         code: CodeType | None = getattr(vars(each).get("forward"), "__code__", None)

@@ -36,7 +36,7 @@ class TreeResults(nn.Module):
     def named_modules(
         self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Module]]:
-        """Yields each module once, under one name.
+        """Yields each module once, under one name. Ignores `remove_duplicate`.
 
         Tracing replaces parameters by tensors, by name, and then restores them. With a second name it would save the
         tensors as parameters and leave them there.

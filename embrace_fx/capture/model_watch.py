@@ -30,6 +30,7 @@ class ModelWatch:
 
     Args:
         model: the user's model.
+        state: the model's parameters and tables.
     """
 
     def __init__(self, model: nn.Module, state: ModelState) -> None:
@@ -125,7 +126,7 @@ class ModelWatch:
         return [(each.requires_grad, each.dtype, has) for each, has in zip(found, hooked, strict=True)]
 
     def _record_gradient_settings(self, settings: list[tuple[bool, torch.dtype, bool]]) -> None:
-        """Stores the result of `_gradient_settings` to compare with later."""
+        """Stores `settings`, the result of `_gradient_settings`, to compare with later."""
         self._gradients_were = settings
         self._trains = tuple(trains for trains, _, _ in settings)
         self._state.hooked = frozenset(n for n, (*_, hooked) in zip(self._state.names, settings, strict=True) if hooked)

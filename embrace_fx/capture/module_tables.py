@@ -54,21 +54,23 @@ def possible_heads(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def has_labels(ids: Sequence[Tensor], head: nn.Parameter) -> bool:
-    """Returns whether a batch probably has both ids and labels: at least two tensors of integers whose largest values
-    fit the output layer's rows.
+    """Returns whether a batch probably has both ids and labels: at least two of its tensors of integers, `ids`, whose
+    largest values fit the rows of the output layer's weight `head`.
     """
     largest = [int(each.max()) for each in ids]
     return sum(LEAST_SHARE * len(head) <= most < len(head) for most in largest) > 1
 
 
 def possible_ids(leaves: Sequence[Any]) -> list[Tensor]:
-    """Returns the tensors of a batch that may hold ids."""
+    """Returns the tensors of a batch that may hold ids: those of integers. `leaves` are the flattened arguments of the
+    call.
+    """
     return [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.numel() and leaf.dtype in _INTEGERS]
 
 
 def possible_rows(ids: Sequence[Tensor], num_rows: int) -> Tensor:
-    """Returns the rows of a table that a batch probably reads: the values of the tensors that fit its number of rows
-    best.
+    """Returns the rows of a table that a batch probably reads: the values of the tensors in `ids` that fit the table's
+    number of rows best.
 
     Small numbers may be ids of a sorted or a large table, or counts. They are used only if there are no others.
     """

@@ -29,7 +29,9 @@ def numbers_as_inputs(names: Collection[str]) -> Iterator[None]:
     wrap, config = VariableBuilder.wrap_symfloat, cast(Any, torch.compiler.config)
 
     def wrap_float(self: VariableBuilder, value: float) -> Any:
-        """Traces a float as a graph input if its name is in `names`, otherwise as a constant."""
+        """Traces a float (`value`) as a graph input if its name is in `names`, otherwise as a constant. Replaces a
+        method of Dynamo.
+        """
         assert self.source is not None
         with torch._dynamo.config.patch(assume_static_by_default=self.source.name not in names):
             return wrap(self, value)
@@ -46,19 +48,26 @@ def numbers_as_inputs(names: Collection[str]) -> Iterator[None]:
 
 
 def symbols_of(sizes: ShapeEnv, names: Collection[str]) -> dict[str, Symbol]:
-    """Returns the symbol that Dynamo has created for each of these numbers. Leaves out numbers whose value decided what
-    was traced.
+    """Maps each of `names` to the symbol that Dynamo has created for the number. Leaves out numbers whose value decided
+    what was traced.
+
+    Args:
+        sizes: torch's record of the trace's symbols.
     """
     tracked = {each.source.name: each.fake for each in sizes.tracked_fakes or () if isinstance(each.fake, Symbol)}
     return {name: symbol for name, symbol in tracked.items() if name in names}
 
 
 def number_inputs(graph: fx.Graph, symbols: Mapping[str, Symbol]) -> dict[str, int]:
-    """Returns the position of each number among the inputs of Dynamo's graph. Makes the graph take floats instead of
-    the tensors that Dynamo wraps them in.
+    """Maps each number to its position among the inputs of Dynamo's graph. Makes the graph take floats instead of the
+    tensors that Dynamo wraps them in.
 
-    Raises: CaptureError: a float is divided with `//` or `%`, which torch computes by rounding the quotient: unlike
-        Python, which knows that 0.5 // 0.1 is 4.
+    Args:
+        symbols: name of the number -> its symbol.
+
+    Raises:
+        CaptureError: a float is divided with `//` or `%`. Torch rounds the quotient down, which for 0.5 // 0.1 gives 5,
+            while Python returns 4.
     """
     for node in graph.nodes:
         if node.target in (operator.floordiv, operator.mod) and isinstance(node.meta.get("example_value"), SymFloat):
@@ -78,6 +87,8 @@ def number_inputs(graph: fx.Graph, symbols: Mapping[str, Symbol]) -> dict[str, i
 
 
 def fixed_by_guards(symbols: Mapping[str, Symbol]) -> frozenset[str]:
-    """Returns the names of numbers whose value is fixed by a guard, so that the graph is valid for that value only."""
+    """Returns the names of numbers whose value is fixed by a guard, so that the graph is valid for that value only.
+    `symbols` maps names to symbols.
+    """
     values = {name: symbol.node.shape_env.replace(symbol.node._expr) for name, symbol in symbols.items()}
     return frozenset(name for name, value in values.items() if value.is_number)

@@ -44,7 +44,9 @@ def defer_prints() -> Iterator[None]:
     call, log = DebuggingVariable.call_function, LoggingLoggerVariable.call_method
 
     def call_print(self: Any, tx: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
-        """Records a call of `print` or `warnings.warn`, to be repeated after the graph has run."""
+        """Records a call of `print` or `warnings.warn`, to be repeated after the graph has run. Replaces a method of
+        Dynamo.
+        """
         category = [kwargs["category"]] if "category" in kwargs else []
         args = [_formatted(each) for each in (*args, *category)]
         # A value computed inside a checkpointed region is not available outside of it.
@@ -57,7 +59,7 @@ def defer_prints() -> Iterator[None]:
         return variables.ConstantVariable.create(None)
 
     def call_logger(self: Any, tx: Any, name: str, args: list[Any], kwargs: dict[str, Any]) -> Any:
-        """Records a call of a logger, to be repeated after the graph has run."""
+        """Records a call of a logger, to be repeated after the graph has run. Replaces a method of Dynamo."""
         if self.source is None or not name.startswith(_LOG_METHODS):
             return log(self, tx, name, args, kwargs)
         method = DebuggingVariable(getattr(self.value, name), source=AttrSource(self.source, name))
@@ -75,7 +77,7 @@ def defer_prints() -> Iterator[None]:
 
 
 def _break_graph(function: Any) -> NoReturn:
-    """Stops the capture at a call that cannot be repeated later."""
+    """Stops the capture at a call of `function` that cannot be repeated later."""
     torch._dynamo.exc.unimplemented(
         gb_type="cannot be deferred",
         context="",
@@ -85,7 +87,9 @@ def _break_graph(function: Any) -> NoReturn:
 
 
 def _formatted(value: Any) -> Any:
-    """Formats a list at once, because the forward may change it before it is printed."""
+    """Formats a list at once, because the forward may change it before it is printed. `value` is Dynamo's variable;
+    variables of other kinds are returned unchanged or as text.
+    """
     if isinstance(value, _AS_THEY_ARE):
         return value
     if isinstance(value, variables.ListVariable) and all(isinstance(each, _AS_THEY_ARE) for each in value.items):

@@ -69,18 +69,25 @@ class ReadValues:
 
     @staticmethod
     def evaluate(names: Iterable[str], scope: Mapping[str, Any]) -> ReadValues:
-        """Evaluates expressions, and keeps those whose values can be compared."""
+        """Evaluates expressions with the variables of `scope`, and keeps those whose values can be compared. `names`
+        are the expressions, as source text.
+        """
         own = dict(scope)
         return ReadValues._compile({name: v for name, v in _evaluate(names, own).items() if _comparable(v)}, own)
 
     @staticmethod
     def _compile(values: Mapping[str, Any], scope: dict[str, Any]) -> ReadValues:
-        """Compiles expressions to one piece of code, and returns them with their values as `ReadValues`."""
+        """Compiles expressions to one piece of code, and returns them with their values as `ReadValues`.
+
+        Args:
+            values: expression, as source text -> its value.
+            scope: the variables that the expressions refer to.
+        """
         code = compile("(" + "".join(f"{name}, " for name in values) + ")", "<values read>", "eval")
         return ReadValues(tuple(values), code, scope, tuple(values.values()))
 
     def without(self, names: Collection[str | int]) -> ReadValues:
-        """Returns a copy without the expressions of these names."""
+        """Returns a copy without the expressions in `names`."""
         return ReadValues.evaluate([name for name in self.names if name not in names], self.scope)
 
     def only_arrays(self) -> ReadValues:
@@ -132,6 +139,10 @@ def tensors_read_as_numbers(graph: fx.Graph, constants: Mapping[fx.Node, Tensor]
 def _read_through_instance(match: re.Match[str], scope: dict[str, Any]) -> str:
     """Rewrites an expression that reads a class attribute to read it through the instance, whose own attribute may
     shadow it.
+
+    Args:
+        match: a match of `_OF_CLASS`, with the instance and the attribute's name.
+        scope: the variables that the expression refers to.
     """
     whole, instance, name = match[0], match[1], match[2]
     try:
@@ -148,7 +159,9 @@ def to_user_expression(name: str) -> str:
 
 
 def _evaluate(names: Iterable[str], scope: dict[str, Any]) -> dict[str, Any]:
-    """Evaluates expressions, skipping those that refer to temporary objects of the trace."""
+    """Maps each expression in `names` to its value, with the variables of `scope`. Skips those that refer to temporary
+    objects of the trace.
+    """
     found = {}
     for name in (_OF_CLASS.sub(lambda match: _read_through_instance(match, scope), each) for each in names):
         with contextlib.suppress(Exception):
@@ -164,7 +177,7 @@ def _comparable(value: Any) -> bool:
 
 
 def _same(a: Any, b: Any) -> bool:
-    """Returns whether two values are equal: plain values by value, tuples by item, others by identity."""
+    """Returns whether values `a` and `b` are equal: plain values by value, tuples by item, others by identity."""
     if a is b or type(a) is not type(b):
         return a is b
     if isinstance(a, tuple):

@@ -30,7 +30,7 @@ _CONSTANTS = (torch.dtype, torch.device, torch.layout, type, enum.Enum, types.Fu
 
 @dataclass(frozen=True)
 class _FlattenedObject:
-    """An object among a forward's results, as its class and the values of its attributes."""
+    """An object among a forward's results, as its class (`kind`) and the values of its attributes."""
 
     kind: type
     attributes: dict[str, Any]
@@ -38,7 +38,7 @@ class _FlattenedObject:
 
 @dataclass(frozen=True, eq=False)
 class _Constant:
-    """A part of a result that is the same for every batch, so that the graph need not output it."""
+    """A part of a result (`value`) that is the same for every batch, so that the graph need not output it."""
 
     value: Any
 
@@ -51,7 +51,7 @@ class _Constant:
 
 
 def flatten_result(result: Any, inputs: Iterable[Any] = (), *, every: bool = False) -> Any:
-    """Flattens a forward's result to a tree of tensors and numbers, with `_FlattenedObject` in place of objects.
+    """Flattens a forward's result to a tree of tensors and numbers, with a `_FlattenedObject` in place of each object.
 
     Args:
         inputs: the forward's arguments and parameters. A result that needs a gradient and shares memory with one of
@@ -64,7 +64,9 @@ def flatten_result(result: Any, inputs: Iterable[Any] = (), *, every: bool = Fal
 
 
 def _flatten_objects(result: Any, copied: frozenset[int]) -> Any:
-    """Replaces the objects in a tree by `_FlattenedObject`, and copies the tensors whose ids are in `copied`."""
+    """Replaces the objects in the tree `result` by `_FlattenedObject`s, and copies the tensors whose ids are in
+    `copied`.
+    """
     return pytree.tree_map(lambda leaf: _flatten_leaf(leaf, copied), result)
 
 
@@ -84,7 +86,12 @@ def _flatten_leaf(leaf: Any, copied: frozenset[int]) -> Any:
 
 
 def _ids_to_copy(leaves: Iterable[Any], inputs: Iterable[Any], every: bool) -> frozenset[int]:
-    """Returns the `id()` of each result that shares memory with an input or another result and so must be copied."""
+    """Returns the `id()` of each result that must be copied, because it shares memory with an input or another result.
+
+    Args:
+        leaves: the flattened results.
+        inputs, every: as for `flatten_result`.
+    """
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     others = [_memory_address(each) for each in inputs if isinstance(each, Tensor) and (every or each.requires_grad)]
     count = Counter([*map(_memory_address, tensors), *set(others)])
@@ -111,12 +118,16 @@ def holds_tensors(value: Any, seen: set[int]) -> bool:
 
 
 def flatten_attributes(object_class: type, attributes: Mapping[str, Any]) -> tuple[list[Any], Any]:
-    """Returns (the values of an object's attributes, the context from which `rebuild_object` rebuilds it)."""
+    """Flattens an object of class `object_class`. Returns (the values of its attributes, the context from which
+    `rebuild_object` rebuilds it).
+    """
     return list(attributes.values()), (object_class, tuple(attributes))
 
 
 def rebuild_object(values: Any, context: Any) -> Any:
-    """Rebuilds an object from the result of `flatten_attributes`, without calling its constructor."""
+    """Rebuilds an object from the values and the context that `flatten_attributes` has returned, without calling its
+    constructor.
+    """
     kind, names = context
     made = kind.__new__(kind)
     vars(made).update(zip(names, values, strict=True))

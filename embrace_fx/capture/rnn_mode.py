@@ -60,6 +60,7 @@ def rnn_as_ops(kind: str, *args: Any, kernel: str | None = None, **kwargs: Any) 
 
     Args:
         kind: the kind of network: "lstm", "gru" or "rnn_tanh".
+        kernel: as for `KeepRnnWhole`.
     """
     # The op for packed sequences takes batch sizes after the data, and no `batch_first`.
     if len(args) > 3 and isinstance(args[3], list | tuple):
@@ -71,7 +72,15 @@ def rnn_as_ops(kind: str, *args: Any, kernel: str | None = None, **kwargs: Any) 
 
 @dataclass(frozen=True)
 class _RnnOptions:
-    """The options that all layers of a recurrent network share."""
+    """The options that all layers of a recurrent network share.
+
+    Attributes:
+        cell: a key of `embrace_fx.vocabulary.rnn_ops.GATES`, such as "lstm".
+        kernel: as for `KeepRnnWhole`.
+        num_layers, num_directions: numbers of layers, and of directions (1 or 2) of each.
+        dropout: the probability of dropout between the layers; 0 in evaluation mode.
+        batch_sizes: the batch sizes of a packed input, or None.
+    """
 
     cell: str
     kernel: str | None
@@ -95,7 +104,9 @@ def _run_network(
     batch_first: bool = False,
     batch_sizes: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
-    """Runs a recurrent network, as one op for each layer and direction."""
+    """Runs a recurrent network, as one op for each layer and direction. The arguments after `cell` and `kernel`, which
+    are those of `_RnnOptions`, are those of `torch.lstm`.
+    """
     stack = _RnnOptions(cell, kernel, num_layers, 1 + bidirectional, dropout if train else 0.0, batch_sizes)
     # Kernels need contiguous memory with time first. Copy here, so that the backward can read the same copy.
     input_TBI = input.transpose(0, 1).contiguous() if batch_first else input
@@ -106,7 +117,13 @@ def _run_network(
 def _run_layers(
     stack: _RnnOptions, input: Tensor, hx: Tensor | Sequence[Tensor], params: Sequence[Tensor]
 ) -> tuple[Tensor, ...]:
-    """Runs all layers. Returns the output, h_n and, for an LSTM, c_n."""
+    """Runs all layers of a recurrent network. Returns the output, h_n and, for an LSTM, c_n.
+
+    Args:
+        stack: the options of all layers.
+        input: (T, B, I), or (R, I) if packed.
+        hx, params: the initial states and flat weights, as `torch.lstm` takes them.
+    """
     is_lstm = stack.cell == "lstm"
     h0 = (hx[0] if is_lstm else hx).unbind(0)  # type: ignore[union-attr]
     c0 = hx[1].unbind(0) if is_lstm else [None] * len(h0)
@@ -129,7 +146,12 @@ def _run_layers(
 def _run_layer(
     stack: _RnnOptions, input: Tensor, h0: Tensor, c0: Tensor | None, weights: list[Tensor], reverse: bool
 ) -> list[Tensor]:
-    """Runs one layer in one direction. Returns its output, h_n and, for an LSTM, c_n."""
+    """Runs one layer in one direction. Returns its output, h_n and, for an LSTM, c_n.
+
+    Args:
+        stack: the options of all layers.
+        input, h0, c0, weights, reverse: as for the op `rnn_layer`.
+    """
     projected = len(weights) in (3, 5)
     kernel = stack.kernel or choose_kernel(
         stack.cell, _cast_for_autocast(input), projected, stack.batch_sizes is not None
@@ -149,9 +171,14 @@ def _run_layer(
 
 
 def choose_kernel(cell: str, input: Tensor, projected: bool, packed: bool) -> str:
-    """Returns the fastest kernel that supports this layer: "cudnn", "mkldnn" or "loop".
+    """Returns the fastest kernel that supports a layer: "cudnn", "mkldnn" or "loop". The choice does not depend on the
+    batch, so that a captured graph keeps its kernel.
 
-    The choice does not depend on the batch, so that a captured graph keeps its kernel.
+    Args:
+        cell: the layer's cell, such as "lstm".
+        input: the layer's input, for its device and dtype.
+        projected: whether the layer has a projection.
+        packed: whether sequences are packed.
     """
     if input.is_cuda:
         return "cudnn" if torch.backends.cudnn.enabled and torch.backends.cudnn.is_available() else "loop"

@@ -36,6 +36,7 @@ class GraphWithRoles:
     """A traced graph with a role (parameter, batch input, gradient, ..) for each input and output.
 
     Attributes:
+        module: the graph.
         constants: results that are not tensors, by index among the flattened results.
         batch: index among the flattened arguments -> the placeholder of that tensor or number.
     """
@@ -49,6 +50,7 @@ def assign_roles(joint: fx.GraphModule, model: nn.Module, constants: Collection[
     """Assigns roles and readable names to the inputs and outputs of a traced graph, and removes unused nodes.
 
     Args:
+        joint: AOTAutograd's graph of forward and backward, with descriptions of inputs and outputs.
         constants: indices of the flattened arguments that are constants of the graph.
 
     Raises:
@@ -85,7 +87,9 @@ def assign_roles(joint: fx.GraphModule, model: nn.Module, constants: Collection[
 
 
 def _drop_zero_tangent(module: fx.GraphModule, tangent: fx.Node) -> None:
-    """Removes the gradient of the value that `max_norm` writes into a parameter, because it is always zero."""
+    """Removes the tangent of the value that `max_norm` writes into a parameter, because that gradient is always
+    zero.
+    """
     for user in list(tangent.users):
         if user.target is torch.ops.aten.add.Tensor and not user.kwargs:
             other = user.args[1] if user.args[0] is tangent else user.args[0]
@@ -131,7 +135,9 @@ def _flat_module(joint: fx.GraphModule) -> fx.GraphModule:
 
 
 def _input_role(desc: Any, first_names: Mapping[str, str]) -> InputRole:
-    """Returns the role of a graph's input, from the tracer's description of it."""
+    """Returns the role of a graph's input, from the tracer's description of it (`desc`). `first_names` maps the names
+    of tied parameters to their first one.
+    """
     match desc:
         case aot.ParamAOTInput(target=target):
             return Parameter(first_names[target])
@@ -148,7 +154,9 @@ def _input_role(desc: Any, first_names: Mapping[str, str]) -> InputRole:
 
 
 def _set_output_roles(module: fx.GraphModule, first_names: Mapping[str, str]) -> dict[int, Any]:
-    """Sets the roles of a graph's outputs. Returns the results that are constants, by index."""
+    """Sets the roles of a graph's outputs. Returns the results that are constants, by index. `first_names` maps the
+    names of tied parameters to their first one.
+    """
     output = module.graph.output_node()
     values: list[fx.Node] = []
     roles: list[OutputRole] = []

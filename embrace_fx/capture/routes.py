@@ -58,6 +58,8 @@ class Traced:
         joint: AOTAutograd's graph of forward and backward, or only of the forward. Inputs and outputs have
             descriptions, and constants of the batch are still inputs.
         out_spec: the tree structure of the model's results.
+        fake_mode: torch's fake tensor mode of the trace, or None.
+        conditions: the conditions under which the graph stays valid.
         replay: repeats the forward's side effects from the graph's results, or None if there are none.
         constants: index among the flattened arguments -> an argument that is not a tensor and that the forward reads.
         names: index among the flattened arguments -> Dynamo's name of the argument.
@@ -81,6 +83,11 @@ def copies_to_mark(
     dimensions.
 
     Each copy begins at the start of its own storage, because batches sliced from one long tensor have varying offsets.
+
+    Args:
+        args, kwargs: the arguments of the call.
+        dynamic: (index among the flattened arguments, dimension) pairs whose size may vary; only these tensors are
+            copied.
     """
     leaves, spec = pytree.tree_flatten((args, kwargs))
     for index, leaf in enumerate(leaves):
@@ -122,7 +129,8 @@ _SPARSE = {torch.nn.functional.embedding: 6, torch.nn.functional.embedding_bag: 
 
 
 def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Computes `linear` as a single product that includes the bias, for inputs of any memory format.
+    """Computes `torch.nn.functional.linear` as a single product that includes the bias, for inputs of any memory
+    format.
 
     torch would add the bias to the result where the input is not contiguous, such as an RNN's with `batch_first`.
     """
@@ -228,7 +236,9 @@ def _make_states_inputs(
     """Makes the values that a forward reads from objects inputs of the graph, besides the batch.
 
     Args:
+        read: the forward, traced by Dynamo.
         symbols: Dynamo's name of a number that is an input -> its symbol.
+        model_name: Dynamo's name for the model.
 
     Returns:
         The module to trace, the values of those inputs, and the forward's side effects.
@@ -245,15 +255,25 @@ def _make_states_inputs(
 
 
 def _where_read(read: _Read, symbols: Mapping[str, Symbol], model_name: str) -> list[str | int]:
-    """Returns where to read each number that is an input at a call: an index among the flattened arguments, or an
+    """Returns where a call reads each number that is an input: an index among the flattened arguments, or an
     expression.
+
+    Args:
+        read: the forward, traced by Dynamo.
+        symbols: Dynamo's name of a number that is an input -> its symbol.
+        model_name: Dynamo's name for the model.
     """
     of_arguments = {name: k for k, name in read.names.items()}
     return [of_arguments.get(name, read.conditions.to_scope_name(name, model_name)) for name in symbols]
 
 
 def _tensors_read_as_numbers(graph: fx.Graph, model_name: str, values: ReadValues) -> VersionSnapshot:
-    """Returns a snapshot of the model's and global tensors from which Dynamo's graph reads Python numbers."""
+    """Returns a snapshot of the model's and global tensors from which Dynamo's graph reads Python numbers.
+
+    Args:
+        model_name: Dynamo's name for the model.
+        values: the values that Dynamo guards.
+    """
     inputs, found = graph.find_nodes(op="placeholder"), dict(zip(values.names, values.values, strict=True))
     tensors = {inputs[k]: found.get(name) for k, name in state_inputs(graph, model_name).items()}
     return tensors_read_as_numbers(graph, {node: each for node, each in tensors.items() if isinstance(each, Tensor)})
@@ -265,6 +285,9 @@ class _Read:
 
     Attributes:
         gm: Dynamo's graph.
+        out: Dynamo's result of tracing the forward.
+        conditions: the conditions under which the graph stays valid.
+        effects: the forward's side effects.
         args, kwargs: the batch, with `UNREAD` for arguments that the forward does not read.
         constants: index among the flattened arguments -> an argument that is not a tensor and that the forward reads.
         names: index among the flattened arguments -> Dynamo's name of the argument.
@@ -305,7 +328,9 @@ def _calls_rnns(module: fx.GraphModule) -> bool:
 
 
 def _export_with_dynamo(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], reads_all: bool) -> _Read:
-    """Traces like `dynamo_graph_capture_for_export`, but keeps side effects that can be repeated."""
+    """Traces a forward as torch's `dynamo_graph_capture_for_export` does, but keeps side effects that can be repeated.
+    `reads_all` is as for `trace`.
+    """
     with (
         refuse_collectives(),
         record_effects() as effects,
@@ -332,6 +357,9 @@ def _trace_joint(
 ) -> tuple[fx.GraphModule, pytree.TreeSpec]:
     """Traces a module with AOTAutograd. Returns its graph of forward and backward, and the tree structure of the
     results.
+
+    Args:
+        context: torch's tracing context, which has the fake tensor mode.
     """
     with contextlib.ExitStack() as stack:
         stack.enter_context(tracing(context))

@@ -77,10 +77,10 @@ class Streaming:
     slots: int
 
     def busy_lanes(self, present: float) -> float:
-        """Returns how many of an aggregator's lanes (sequences of blocks) are expected to have a block to process.
+        """Returns the expected number of an aggregator's lanes (sequences of blocks) that have a block to process.
 
         Args:
-            present: how many blocks with non-zero values lie, at random places, in the aggregator's range.
+            present: the number of blocks with non-zero values in the aggregator's range, at random places.
         """
         return self.lanes * -math.expm1(-present / self.lanes)
 
@@ -105,6 +105,7 @@ def choose_streaming(num_blocks: int, width: int, itemsize: int, world_size: int
         num_blocks: the number of blocks of the tensor.
         width: the elements of a block.
         itemsize: the bytes of an element.
+        cluster: gives the links' bandwidth and start-up times, and the speed of handling blocks.
     """
     of_aggregator = math.ceil(num_blocks / world_size)
     link = cluster.link("messages")
@@ -124,7 +125,12 @@ def choose_streaming(num_blocks: int, width: int, itemsize: int, world_size: int
 
 
 def blocks_per_lane(num_blocks: int, world_size: int, lanes: int) -> int:
-    """Returns how many blocks, zero or not, belong to the lane with the most."""
+    """Returns the number of blocks, zero or not, in the longest lane of an aggregator.
+
+    Args:
+        num_blocks: the number of blocks of the tensor.
+        lanes: the number of lanes of each aggregator. Every rank is an aggregator.
+    """
     return math.ceil(math.ceil(num_blocks / world_size) / lanes)
 
 
@@ -138,7 +144,9 @@ def expected_rounds(num_blocks: int, world_size: int, streaming: Streaming, pres
     lane has blocks.
 
     Args:
-        present: how many blocks with non-zero values lie, at random places, in the aggregator's range.
+        num_blocks: the number of blocks of the tensor.
+        streaming: the aggregator's lanes and streams.
+        present: the number of blocks with non-zero values in the aggregator's range, at random places.
     """
     per_lane = present / streaming.lanes
     longest = per_lane + math.sqrt(2 * per_lane * math.log(world_size * streaming.lanes))

@@ -38,6 +38,7 @@ class Device:
     """The data sheet of an accelerator.
 
     Attributes:
+        name: the product's name, such as "H100".
         memory_bytes_per_ms: bandwidth of its memory.
         flops_per_ms: floating-point operations per ms of float32 matrix products.
         memory_bytes: the size of its memory.

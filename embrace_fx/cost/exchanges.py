@@ -69,7 +69,9 @@ class Prediction:
     collective: Collective = "messages"
 
     def time_ms(self, cluster: Cluster) -> float:
-        """Predicts the time of the exchange on idle links. In each round, all ranks wait for the slowest."""
+        """Predicts the time in ms of the exchange on idle links of a cluster. In each round, all ranks wait for the
+        slowest.
+        """
         return self.critical.time_ms(cluster, self.collective) + self.work.time_ms(cluster)
 
 
@@ -110,7 +112,9 @@ def predict(
 
 
 def cheaper_scheme(sparsity: Sparsity, cluster: Cluster) -> Scheme:
-    """Returns the scheme of "zen" with the lower predicted time. The paper measures a few steps to choose."""
+    """Returns the scheme of "zen" with the lower predicted time on a cluster, for a tensor of this sparsity. The paper
+    measures a few steps to choose.
+    """
     balanced, hierarchical = (
         predict("zen", sparsity, scheme=scheme).time_ms(cluster) for scheme in ("balanced", "hierarchical")
     )
@@ -123,7 +127,9 @@ def power_of_two_below(world_size: int) -> int:
 
 
 def _predict_all_gather(sparsity: Sparsity) -> Prediction:
-    """Predicts strategy "allgather". The slowest rank is the one with the most units (rows or elements) to send."""
+    """Predicts strategy "allgather" for a tensor of this sparsity. The slowest rank is the one with the most units
+    (rows or elements) to send.
+    """
     others, record = sparsity.world_size - 1, _record_bytes(sparsity)
     most, everyone = max(sparsity.units_by_rank), sparsity.world_size * sparsity.mean_units
     work = _find_work(sparsity, most, copies=3) + _add_work(sparsity, everyone, sparsity.union) + _write_work(sparsity)
@@ -136,8 +142,8 @@ def _predict_all_gather(sparsity: Sparsity) -> Prediction:
 
 
 def _predict_parameter_server(sparsity: Sparsity) -> Prediction:
-    """Predicts strategy "ps". The slowest rank is the server whose range of units (rows or blocks) has the most
-    values.
+    """Predicts strategy "ps" for a tensor of this sparsity. The slowest rank is the server whose range of units (rows
+    or blocks) has the most values.
     """
     others, record = sparsity.world_size - 1, _record_bytes(sparsity)
     pushed, push_critical = _push_bytes(sparsity, record, sparsity.push_imbalance)
@@ -153,8 +159,8 @@ def _predict_parameter_server(sparsity: Sparsity) -> Prediction:
 
 
 def _predict_balanced(sparsity: Sparsity) -> Prediction:
-    """Predicts strategy "zen" in the balanced scheme: hashing gives all servers equally many units (rows or blocks),
-    and each returns its means with a bitmap instead of indices.
+    """Predicts strategy "zen" in the balanced scheme, for a tensor of this sparsity. Hashing gives all servers equally
+    many units (rows or blocks), and each returns its means with a bitmap instead of indices.
     """
     others, values = sparsity.world_size - 1, _value_bytes(sparsity)
     pushed, push_critical = _push_bytes(sparsity, _record_bytes(sparsity), imbalance=1.0)
@@ -173,8 +179,8 @@ def _predict_balanced(sparsity: Sparsity) -> Prediction:
 
 
 def _predict_hierarchical(sparsity: Sparsity) -> Prediction:
-    """Predicts strategy "zen" in the hierarchical scheme: recursive doubling among a power of two of ranks, to which
-    the other ranks first send their units (rows or blocks).
+    """Predicts strategy "zen" in the hierarchical scheme, for a tensor of this sparsity: recursive doubling among a
+    power of two of ranks, to which the other ranks first send their units (rows or blocks).
     """
     world_size = sparsity.world_size
     paired = power_of_two_below(world_size)
@@ -186,8 +192,8 @@ def _predict_hierarchical(sparsity: Sparsity) -> Prediction:
         return COUNT_BYTES + units * record
 
     def largest_union(ranks: int) -> float:
-        """Estimates how many distinct units (rows or blocks) the fullest group of `ranks` ranks has: the mean group's,
-        scaled by how far the fullest ranks exceed the mean, and at most that of all ranks.
+        """Estimates the number of distinct units (rows or blocks) that the fullest group of `ranks` ranks has: the mean
+        group's, scaled by the ratio of the fullest ranks to the mean rank, and at most that of all ranks.
         """
         most = sorted(sparsity.units_by_rank)[-ranks:]
         grown = sparsity.unions[ranks - 1] * fmean(most) / max(sparsity.mean_units, 1.0)
@@ -228,7 +234,11 @@ def _predict_omnireduce(blocks: Sparsity, streaming: Streaming) -> Prediction:
     """Predicts strategy "omnireduce". The slowest rank is the aggregator whose range has the most blocks.
 
     With more than one stream, blocks arrive while means are sent. A single stream sums before it replies. Means are
-    kept until the last one has arrived.
+    stored until the last one has arrived.
+
+    Args:
+        blocks: the sparsity of the tensor's blocks.
+        streaming: the lanes and streams of each aggregator.
     """
     world_size, record = blocks.world_size, _record_bytes(blocks)
     others = world_size - 1
@@ -255,22 +265,22 @@ def _predict_omnireduce(blocks: Sparsity, streaming: Streaming) -> Prediction:
 
 
 def _find_work(sparsity: Sparsity, units: float, copies: float) -> Work:
-    """Returns the work to search a tensor for `units` non-zero units (rows or blocks), and to gather and encode them
-    `copies` times.
+    """Returns the work to search a tensor of this sparsity for `units` non-zero units (rows or blocks), and to gather
+    and encode them `copies` times.
     """
     return Work(scanned_bytes=sparsity.tensor_bytes) + passes_work(units * _value_bytes(sparsity), copies)
 
 
 def _add_work(sparsity: Sparsity, units: float, union: float) -> Work:
-    """Returns the work to sum `units` received units (rows or blocks) into a zeroed tensor, where they are `union`
-    distinct units, and to divide the sums by the number of ranks.
+    """Returns the work to sum `units` received units (rows or blocks), of which `union` are distinct, into a zeroed
+    tensor, and to divide the sums by the number of ranks. `sparsity` gives the bytes of a unit.
     """
     added, total = units * _value_bytes(sparsity), union * _value_bytes(sparsity)
     return Work(units=units) + passes_work(2 * added + 2 * total) + new_memory_work(total)
 
 
 def _write_work(sparsity: Sparsity) -> Work:
-    """Returns the work to write the mean into the dense gradient."""
+    """Returns the work to write the mean of all ranks into the dense gradient of a tensor of this sparsity."""
     return passes_work(sparsity.union * _value_bytes(sparsity))
 
 
@@ -285,6 +295,7 @@ def _server_work(
     range.
 
     Args:
+        sparsity: the sparsity of the tensor.
         passes_before_push: how often a rank reads its units before it sends them to servers.
         push_imbalance, pull_imbalance: units of the fullest server, divided by the mean of the servers.
         passes_before_pull: how often a server reads its means before it returns them.
@@ -299,23 +310,29 @@ def _server_work(
 
 
 def _value_bytes(sparsity: Sparsity) -> int:
-    """Returns the bytes of one unit's values, without its index."""
+    """Returns the bytes of one unit's values (a row's or a block's), without its index."""
     return sparsity.width * sparsity.itemsize
 
 
 def _record_bytes(sparsity: Sparsity) -> int:
-    """Returns the bytes of one unit in a message: its index and its values."""
+    """Returns the bytes of one unit (a row or a block) in a message: its index and its values."""
     return record_bytes(sparsity.num_units, sparsity.width, sparsity.itemsize)
 
 
 def _predict_one_round(mean_bytes: float, critical_bytes: float, messages: int, work: Work) -> Prediction:
-    """Builds the prediction for an exchange that takes a single round."""
+    """Builds the prediction for an exchange in a single round.
+
+    Args:
+        mean_bytes, critical_bytes: the bytes that a rank sends: the mean over ranks, and the slowest rank's.
+        messages: the number of messages that a rank sends.
+        work: the processor work of the rank with the most.
+    """
     return Prediction(Exchange(round(mean_bytes), messages), Exchange(round(critical_bytes), messages), work)
 
 
 def _push_bytes(sparsity: Sparsity, record: int, imbalance: float) -> tuple[float, float]:
-    """Returns the bytes (of the mean rank, of the slowest rank) that all ranks send when each sends its units to N
-    servers.
+    """Returns the bytes (of the mean rank, of the slowest rank) to send each rank's units to N servers, one on each
+    rank. `sparsity` counts the units (rows or blocks).
 
     The slowest is the rank with the most units to send, or the server of the fullest range.
 
@@ -331,8 +348,8 @@ def _push_bytes(sparsity: Sparsity, record: int, imbalance: float) -> tuple[floa
 
 
 def _pull_bytes(sparsity: Sparsity, record: int, imbalance: float) -> tuple[float, float]:
-    """Returns the bytes (of the mean rank, of the slowest rank) that servers send when each returns its part of the
-    union to all ranks.
+    """Returns the bytes (of the mean rank, of the slowest rank) that the servers send to return their parts of the
+    union to all ranks. `sparsity` counts the units (rows or blocks).
 
     Args:
         record: bytes of one unit.

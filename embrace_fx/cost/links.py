@@ -107,7 +107,9 @@ class Compute:
     launch_ms: float = 0.0
 
     def time_ms(self, flops: float, moved_bytes: float) -> float:
-        """Predicts the time in ms of one operation from its FLOPs and the bytes it reads and writes."""
+        """Predicts the time in ms of one operation from its FLOPs and the bytes that it reads and writes
+        (`moved_bytes`).
+        """
         return self.launch_ms + flops / self.flops_per_ms + moved_bytes / self.moved_bytes_per_ms
 
 
@@ -268,7 +270,12 @@ class Cluster:
 
 @dataclass(frozen=True)
 class Exchange:
-    """The bytes and messages that one rank sends per step to keep one tensor consistent."""
+    """The bytes and messages that one rank sends per step to make one tensor or gradient equal on all ranks.
+
+    Attributes:
+        sent_bytes: bytes that the rank sends.
+        messages: messages that the rank sends, one after another.
+    """
 
     sent_bytes: int
     messages: int
@@ -301,6 +308,10 @@ def predict_id_exchange(rows_by_rank: tuple[int, ...], num_rows: int) -> Exchang
     The first announces each table's number of ids as an int64 (`StepHandshake.announce`; the state before it is the
     step's own). The second has that number again and the ids (`Communicator.all_gather_ids`), int32 if they fit, padded
     to the longest rank's. All tables share one length, so slightly less is sent if tables have different longest ranks.
+
+    Args:
+        rows_by_rank: for each rank, the number of unique rows of the table that it reads.
+        num_rows: the number of rows of the table.
     """
     id_bytes = 4 if num_rows < 2**31 else 8
     return all_gather(8 + id_bytes * (1 + max(rows_by_rank)), len(rows_by_rank))
@@ -320,15 +331,15 @@ def exchange(collective: Collective, own_bytes: int, world_size: int) -> Exchang
 
 
 def launch_ms(cluster: Cluster, collective: Collective, own_bytes: int, world_size: int) -> float:
-    """Predicts the time in ms of launching a collective once, on a chunk or bucket of `own_bytes` on each rank, over an
-    idle link.
+    """Predicts the time in ms to launch a collective once on a chunk or bucket of `own_bytes` on each rank, over an
+    idle link of the cluster.
     """
     return exchange(collective, own_bytes, world_size).time_ms(cluster.flattened(world_size), collective)
 
 
 def choose_chunk_bytes(cluster: Cluster, world_size: int, collective: Collective = "all_reduce") -> int:
-    """Chooses the bytes of a chunk: large transfers are launched in chunks so that an urgent transfer waits only
-    briefly.
+    """Chooses the bytes of a chunk for a collective on a cluster. Large transfers are launched in chunks so that an
+    urgent transfer waits only briefly.
 
     This is the smallest size for which the fixed time is at most `START_UP_SHARE` of a launch's time, and at least
     `MIN_CHUNK_BYTES`. A single rank gets the size for two ranks.
@@ -351,6 +362,8 @@ def choose_bucket_bytes(cluster: Cluster, world_size: int, total_bytes: int, *, 
     buckets.
 
     Args:
+        cluster: the links between the ranks, and the speed of the processors.
+        total_bytes: the bytes of all dense gradients.
         read_later: whether the next forward waits for each bucket separately, rather than the backward for all at its
             end.
     """
@@ -363,7 +376,9 @@ def choose_bucket_bytes(cluster: Cluster, world_size: int, total_bytes: int, *, 
 
 
 def _cost_per_launch_and_byte(cluster: Cluster, world_size: int, collective: Collective) -> tuple[float, float]:
-    """Returns (fixed milliseconds of a launch, milliseconds per byte of its tensor)."""
+    """Returns the cost of a collective on a cluster: (fixed milliseconds of a launch, milliseconds per byte of its
+    tensor).
+    """
     large = 2**30
     start_up_ms = launch_ms(cluster, collective, 0, world_size)
     return start_up_ms, (launch_ms(cluster, collective, large, world_size) - start_up_ms) / large

@@ -99,7 +99,8 @@ class Sparsity:
 def measure_sparsity(
     ids_by_rank: Sequence[Tensor], num_units: int, width: int, itemsize: int, total_ids: int | None = None
 ) -> Sparsity:
-    """Measures the sparsity of a tensor's gradients from the units (rows, for a table) that each rank's gradient has.
+    """Measures the sparsity of a tensor's gradients from the ids of the units (rows, for a table) that each rank's
+    gradient has.
 
     Args:
         ids_by_rank: for each rank, unique int64 ids (K,) from 0 to num_units - 1.
@@ -125,8 +126,12 @@ def measure_sparsity(
 
 
 def _union_sizes(ids_by_rank: Sequence[Tensor], num_units: int) -> list[int]:
-    """Returns how many distinct units (rows or blocks) the first rank has, the first two ranks together, .. all ranks
-    together.
+    """Returns the number of distinct units (rows or blocks) of the first rank, of the first two ranks together, .. of
+    all ranks together.
+
+    Args:
+        ids_by_rank: for each rank, unique ids (K,) of its units.
+        num_units: the number of units of the tensor.
     """
     seen = torch.zeros(num_units, dtype=torch.bool, device=ids_by_rank[0].device)
     sizes, size = [], 0
@@ -146,6 +151,9 @@ def extrapolate(ids_by_batch: Sequence[Tensor], num_units: int, width: int, item
 
     Args:
         ids_by_batch: (T,) int64 ids from 0 to num_units - 1 of each measured batch, with duplicates.
+        num_units: the number of units of the tensor.
+        width: the values of a unit.
+        itemsize: the bytes of a value.
         world_size: the number of ranks N.
     """
     ids = torch.cat(list(ids_by_batch))
@@ -192,6 +200,9 @@ def independent_ranks(num_units: int, width: int, itemsize: int, units_by_rank: 
     """Returns the sparsity if each rank draws its units uniformly and independently of the others.
 
     Args:
+        num_units: the number of units of the tensor.
+        width: the values of a unit.
+        itemsize: the bytes of a value.
         units_by_rank: the number of units present on each rank.
     """
     absent = accumulate((1.0 - units / max(num_units, 1) for units in units_by_rank), operator.mul)
@@ -200,8 +211,8 @@ def independent_ranks(num_units: int, width: int, itemsize: int, units_by_rank: 
 
 
 def with_units_by_rank(sparsity: Sparsity, units_by_rank: tuple[int, ...]) -> Sparsity:
-    """Returns a copy in which each rank has another number of units (rows or blocks), and ranks overlap to the same
-    degree.
+    """Returns a copy of `sparsity` with another number of units (rows or blocks) on each rank, and ranks that overlap
+    to the same degree.
 
     The degree is the position of the union between the unions of equal ranks and of independent ranks.
     """
@@ -250,14 +261,14 @@ def in_blocks(sparsity: Sparsity, block_size: int) -> Sparsity:
 
 
 def range_starts(num_units: int, ranges: int) -> list[int]:
-    """Divides the units (rows or blocks) into `ranges` even ranges of consecutive units, and returns the first unit of
-    each.
+    """Divides `num_units` units (rows or blocks) into even ranges of consecutive units. Returns the first unit of each
+    range.
     """
     return [index * num_units // ranges for index in range(ranges)]
 
 
 def range_index(ids: Tensor, num_units: int, ranges: int) -> Tensor:
-    """Returns, for each id, the index of its range when the units (rows or blocks) are divided into `ranges` even
+    """Returns the index of the range of each id when `num_units` units (rows or blocks) are divided into `ranges` even
     ranges.
     """
     starts = torch.tensor(range_starts(num_units, ranges)[1:], dtype=torch.int64, device=ids.device)
@@ -265,8 +276,8 @@ def range_index(ids: Tensor, num_units: int, ranges: int) -> Tensor:
 
 
 def imbalance(ids: Tensor, num_units: int, ranges: int) -> float:
-    """Divides the units (rows or blocks) into `ranges` even ranges, and returns the number of ids in the fullest one
-    divided by the mean.
+    """Returns the number of ids in the fullest range divided by the mean, when `num_units` units (rows or blocks) are
+    divided into `ranges` even ranges.
     """
     if ids.numel() == 0:
         return 1.0

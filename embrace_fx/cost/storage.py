@@ -50,6 +50,8 @@ class Draws:
     -`exponent`.
 
     Attributes:
+        num_rows: V, the number of rows of the table.
+        exponent: the exponent of Zipf's law.
         ids: the number of ids that all ranks look up in a step; 0 if unknown.
     """
 
@@ -120,9 +122,10 @@ class RowMemory:
         row_bytes: bytes of memory for bookkeeping, for each row of the table.
         own_bytes: other bytes of memory that the table needs.
         record_bytes: bytes of a row in storage.
+        at_once: how many rows a step reads for the known batches of all ranks; all must be in memory at once.
+        draws: how often each row is looked up.
         storage: the storage tiers for the other rows, fastest first. Each has the most recently read rows that faster
             tiers do not have.
-        at_once: how many rows a step reads for the known batches of all ranks; all must be in memory at once.
         ahead: how many steps early rows are read; they need memory besides the current step's rows.
     """
 
@@ -144,7 +147,7 @@ class RowMemory:
 
     @cached_property
     def moved_by_tier(self) -> tuple[tuple[StorageTier, float], ...]:
-        """For each storage tier, how many rows a step reads from it. As many are written back."""
+        """For each storage tier, the number of rows that a step reads from it. As many are written back."""
         found, held = [], self.slots
         for place in self.storage:
             found.append((place, self.draws.missing_rows(held)))
@@ -153,12 +156,12 @@ class RowMemory:
 
     @property
     def moved_rows(self) -> float:
-        """How many rows a step reads from storage. It writes as many."""
+        """The number of rows that a step reads from storage. It writes as many."""
         return self.moved_by_tier[0][1]
 
     @property
     def moved_bytes(self) -> float:
-        """How many bytes a step reads from storage. It writes as many."""
+        """The number of bytes that a step reads from storage. It writes as many."""
         return self.moved_rows * self.record_bytes
 
     @property
@@ -177,7 +180,7 @@ class RowMemory:
         return sum(rows * (each.write_ms + self.record_bytes * each.byte_ms) for each, rows in self.moved_by_tier)
 
     def with_slots(self, slots: int) -> RowMemory:
-        """Returns a copy with this many rows in memory."""
+        """Returns a copy with `slots` rows in memory, at most all rows of the table."""
         return replace(self, slots=min(slots, self.num_rows))
 
     @property
@@ -219,12 +222,12 @@ class RowMemory:
         return f"{text}; to hide reads behind a step of {step_ms:.1f} ms, {self.for_step(step_ms)._describe_size()}"
 
     def _describe_size(self) -> str:
-        """Describes how many rows are in memory, in bytes and as a share."""
+        """Returns the memory that the table needs as text: "12.50 MiB (3.00% of its rows)"."""
         return f"{self.nbytes / 2**20:,.2f} MiB ({self.slots / self.num_rows:.2%} of its rows)"
 
 
 def combine_memories(memories: Sequence[RowMemory]) -> RowMemory:
-    """Returns the prediction for several tables with rows of equal size that share their memory."""
+    """Combines the predictions for several tables with rows of equal size that share their memory into one."""
     first, *others = memories
     if not others:
         return first

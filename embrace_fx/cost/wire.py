@@ -39,7 +39,7 @@ class Wire:
         return columns + 1 if self.form == "int8" else 2 * columns
 
     def dense_bytes(self, elements: int) -> int:
-        """Returns the bytes that a dense gradient takes in a message."""
+        """Returns the bytes that a dense gradient of this many elements takes in a message."""
         if not self.is_narrower:
             return elements * self.itemsize
         return elements + ceil(elements / BLOCK) if self.form == "int8" else 2 * elements

@@ -37,5 +37,7 @@ def end_replay(state: Tensor, device: torch.device) -> None:
 
 @op("copy_unwritten", "(Tensor state) -> Tensor")
 def copy_unwritten(state: Tensor) -> Tensor:
-    """Copies a buffer or batch tensor before the forward overwrites it, for recomputation in the backward."""
+    """Copies `state`, a buffer or batch tensor that the forward will overwrite, so that the backward can recompute from
+    it.
+    """
     return torch.empty_like(state)

@@ -27,6 +27,9 @@ COPY_OPS: frozenset[str] = frozenset({OFFLOAD, AWAIT_OFFLOAD, RELOAD, AWAIT_RELO
 def offload(value: Tensor, launch: str) -> Tensor:
     """Starts copying a value from the device to the host, or from the CPU to a file. The value's memory stays allocated
     until the copy has ended.
+
+    Args:
+        launch: the copy's id as text.
     """
     return torch.empty_like(value)
 
@@ -35,27 +38,41 @@ def offload(value: Tensor, launch: str) -> Tensor:
 def await_offload(leaving: Tensor, launch: str) -> Tensor:
     """Waits for an offload, and frees the value's memory. Returns a placeholder tensor without memory, which `reload`
     takes.
+
+    Args:
+        leaving: the result of `offload`.
+        launch: the copy's id as text.
     """
     return torch.empty_like(leaving)
 
 
 @op("reload", "(Tensor stored, str launch) -> Tensor")
 def reload(stored: Tensor, launch: str) -> Tensor:
-    """Allocates memory for an offloaded value, and starts copying the value back."""
+    """Allocates memory for an offloaded value, and starts copying the value back.
+
+    Args:
+        stored: the result of `await_offload`.
+        launch: the copy's id as text.
+    """
     return torch.empty_like(stored)
 
 
 @op("await_reload", "(Tensor coming, str launch) -> Tensor")
 def await_reload(coming: Tensor, launch: str) -> Tensor:
-    """Waits for a reload, and returns the value."""
+    """Waits for a reload, and returns the value.
+
+    Args:
+        coming: the result of `reload`.
+        launch: the copy's id as text.
+    """
     return torch.empty_like(coming)
 
 
 def offload_id(value: str) -> OperationId:
-    """Returns the id of the copy that offloads this node's value."""
+    """Returns the id of the copy that offloads a value. `value` is the name of the node that computes it."""
     return OperationId("offload", value, lane="offload")
 
 
 def reload_id(value: str) -> OperationId:
-    """Returns the id of the copy that reloads this node's value."""
+    """Returns the id of the copy that reloads a value. `value` is the name of the node that computes it."""
     return OperationId("reload", value, lane="reload")

@@ -15,6 +15,11 @@ Fake = Callable[..., Any]
 def op(name: str, schema: str, *, tags: Sequence[torch.Tag] = ()) -> Callable[[Fake], Fake]:
     """Decorator that declares the op `embrace::name`. It decorates the fake kernel, whose docstring documents the
     op.
+
+    Args:
+        schema: the op's arguments and results, as `torch.library.define` takes them: "(Tensor ids, int rows) ->
+            Tensor".
+        tags: torch's tags of the op, such as one for random ops.
     """
     define(f"embrace::{name}", schema, tags=tags)
     declare: Callable[[Fake], Fake] = register_fake(f"embrace::{name}")
@@ -27,5 +32,10 @@ def unknown_size() -> torch.SymInt:
 
 
 def empty_as(like: Tensor, shape: Sequence[int | torch.SymInt], dtype: torch.dtype | None = None) -> Tensor:
-    """Returns a fake tensor of this shape, in half the time of `like.new_empty` for symbolic sizes."""
+    """Returns a fake tensor of this shape, on the device of `like`. Takes half the time of `like.new_empty` for
+    symbolic sizes.
+
+    Args:
+        dtype: the tensor's dtype; that of `like` by default.
+    """
     return torch.empty(shape, dtype=dtype or like.dtype, device=like.device)

@@ -18,44 +18,71 @@ from embrace_fx.vocabulary.fake_results import empty_as, op, unknown_size
 
 @op("submit_ids", "(Tensor[] ids, str launch) -> Tensor")
 def submit_ids(ids: Sequence[Tensor], launch: str) -> Tensor:
-    """Submits the AllGather of the next batch's ids to the launcher.
+    """Submits the AllGather of the next batch's ids to the launcher. Returns an empty tensor.
 
-    `ids` (R,) for each table are this batch's, which `await_ids` needs to split rows.
+    Args:
+        ids: for each table, the ids (R,) that all ranks read for this batch. `await_ids` compares them with the next
+            batch's.
+        launch: the launch's id as text.
     """
     return empty_as(ids[0], (0,))
 
 
 @op("await_ids", "(Tensor[] ids, str launch) -> Tensor")
 def await_ids(ids: Sequence[Tensor], launch: str) -> Tensor:
-    """Waits for the next batch's ids. Splits this batch's rows into prior and delayed, and the next batch's into early
-    and late.
+    """Waits for the next batch's ids. Splits this batch's rows into prior ones, which the next batch also reads, and
+    delayed ones; and the next batch's rows into late ones, which this batch also reads, and early ones.
 
     Example, two ranks: this batch reads rows [2, 5] on rank 0 and [5] on rank 1, the next one rows [5, 9] on both. Row
     5 is prior: each rank sends its gradient immediately, and its owners update the row before they look it up for the
     next batch, as a late row. Row 2 is delayed, and row 9 is early.
+
+    Args:
+        ids: for each table, the ids (R,) that all ranks read for this batch.
+        launch: the launch's id as text.
     """
     return empty_as(ids[0], (0,))
 
 
 @op("submit_rows", "(Tensor shard, Tensor ids, Tensor counts, str table, ScalarType dtype, str launch) -> Tensor")
 def submit_rows(shard: Tensor, ids: Tensor, counts: Tensor, table: str, dtype: torch.dtype, launch: str) -> Tensor:
-    """Looks up this rank's columns of a batch's rows, and submits their AlltoAll, in `dtype`, to the launcher.
+    """Looks up a batch's rows in this rank's columns of a table, and submits their AlltoAll to the launcher. Returns an
+    empty tensor.
 
-    `ids` (R,) and `counts` (N,) are results of `unpack_ids` for the forward's batch; for early rows, which a backward
-    submits, for the backward's batch. The result is an empty tensor.
+    Args:
+        shard: this rank's columns (V, d) of `table`.
+        ids, counts: the ids (R,) that all ranks read and each rank's number of them (N,), as `unpack_ids` returns them
+            for the forward's batch. A backward, which submits the next batch's early rows, passes those of its own
+            batch.
+        table: the table's name.
+        dtype: the dtype in which the rows are sent.
+        launch: the launch's id as text.
     """
     return empty_as(shard, (0,))
 
 
 @op("await_rows", "(Tensor ids, Tensor counts, str table, ScalarType dtype, str launch) -> Tensor")
 def await_rows(ids: Tensor, counts: Tensor, table: str, dtype: torch.dtype, launch: str) -> Tensor:
-    """Waits for the rows of `submit_rows`. Returns them as received: flat (k * D,), in blocks by the sending rank."""
+    """Waits for the rows of `submit_rows`. Returns them as received: flat (k * D,), in blocks by the sending rank.
+
+    Args:
+        ids, counts: the same as for `submit_rows`.
+        table: the table's name.
+        dtype: the dtype in which the rows were sent.
+        launch: the launch's id as text.
+    """
     return empty_as(ids, (unknown_size(),), dtype=dtype)
 
 
 @op("join_rows", "(Tensor[] parts, Tensor ids, Tensor counts, str table) -> Tensor")
 def join_rows(parts: Sequence[Tensor], ids: Tensor, counts: Tensor, table: str) -> Tensor:
-    """Joins received early and late rows into all rows that this rank reads, flat (U * D,), row after row."""
+    """Joins received early and late rows into all rows that this rank reads, flat (U * D,), row after row.
+
+    Args:
+        parts: the early rows and the late rows, each as `await_rows` returns them.
+        ids, counts: results of `unpack_ids`: the ids (R,) that all ranks read, and each rank's number of them (N,).
+        table: the table's name.
+    """
     return empty_as(parts[0], (unknown_size(),))
 
 
@@ -72,33 +99,51 @@ def submit_gradients(
     scale: float,
     launch: str,
 ) -> Tensor:
-    """Submits gradients (U, D) of rows to the launcher, which sends them to the ranks that own their columns. They are
-    of all rows that this rank reads, or of its prior or delayed rows only (see `await_ids`).
+    """Submits the AlltoAll of row gradients to the launcher, which sends each to the ranks that own the row's columns.
+    Returns an empty tensor, which represents the gradient in flight among the backward's outputs.
 
-    `ids` (R,) and `counts` (N,) are results of `unpack_ids`; `padding_rows` and `scale` are as for `coalesce`. The
-    result is an empty tensor that represents the gradient in flight among the backward's outputs.
+    Args:
+        rows: the gradients (U, D) of all rows that this rank reads, or of its prior or delayed ones only (see
+            `await_ids`).
+        ids, counts: results of `unpack_ids`: the ids (R,) that all ranks read, and each rank's number of them (N,).
+        table: the table's name.
+        padding_rows, scale: as for `coalesce`.
+        launch: the launch's id as text.
     """
     return empty_as(rows, (0,))
 
 
 @op("update_rows", "(Tensor(a) shard, str table, str launch) -> Tensor(a)")
 def update_rows(shard: Tensor, table: str, launch: str) -> Tensor:
-    """Waits for the last step's row gradients, updates the shard with them in place, and returns the shard."""
+    """Waits for the last step's row gradients, updates the shard with them in place, and returns the shard.
+
+    Args:
+        shard: this rank's part of `table`.
+        table: the table's name.
+        launch: the id, as text, of the exchange of those gradients.
+    """
     return shard.view(shard.shape)
 
 
 @op("submit_chunk", "(Tensor(a!) flat, int start, int length, str launch) -> Tensor(a!)")
 def submit_chunk(flat: Tensor, start: int, length: int, launch: str) -> Tensor:
-    """Submits the in-place AllReduce of elements `start` to `start + length` of a packed bucket, or the sparse exchange
-    of the whole bucket if the plan has one. The result shares the bucket's memory.
+    """Submits the in-place AllReduce of elements `start` to `start + length` of a packed bucket; if the plan has a
+    sparse exchange for the bucket, the exchange of all of it. Returns the bucket, in the same memory.
+
+    Args:
+        flat: the bucket: its gradients, flattened and concatenated.
+        launch: the launch's id as text.
     """
     return flat
 
 
 @op("await_chunk", "(Tensor(a) value, str launch) -> Tensor(a)")
 def await_chunk(value: Tensor, launch: str) -> Tensor:
-    """Waits for a chunk, and returns `value` unchanged: the bucket, or a parameter that the chunk's gradients
-    update.
+    """Waits for the AllReduce of a chunk, and returns `value` unchanged.
+
+    Args:
+        value: the bucket, or a parameter that the chunk's gradients update.
+        launch: the launch's id as text.
     """
     same: Tensor = torch.ops.aten.alias.default(value)
     return same
@@ -107,14 +152,18 @@ def await_chunk(value: Tensor, launch: str) -> Tensor:
 @op("defer_bucket", "(Tensor flat, int bucket) -> Tensor")
 def defer_bucket(flat: Tensor, bucket: int) -> Tensor:
     """Marks the end of a backward's work on a bucket that is still being reduced. The optimizer and the next forward
-    wait for it.
+    wait for it. Returns an empty tensor, which represents the gradients among the backward's outputs.
 
-    The result is an empty tensor that represents the gradients among the backward's outputs.
+    Args:
+        flat: the bucket's gradients, flattened and concatenated.
+        bucket: the bucket's index in the plan.
     """
     return empty_as(flat, (0,))
 
 
 @op("update_bucket", "(Tensor(a -> *)[] parameters, int bucket) -> Tensor(a)[]")
 def update_bucket(parameters: Sequence[Tensor], bucket: int) -> list[Tensor]:
-    """Applies the last step's update to a bucket's parameters, in place, and returns the parameters."""
+    """Applies the last step's update to the parameters of a bucket, given by its index, in place. Returns the
+    parameters.
+    """
     return [torch.ops.aten.alias.default(p) for p in parameters]

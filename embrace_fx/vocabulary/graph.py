@@ -69,7 +69,7 @@ class Tangent:
 
 @dataclass(frozen=True)
 class Saved:
-    """Marks a value that one phase of a partitioned graph computes and a later phase reads."""
+    """Marks a value that one phase of a partitioned graph computes and a later phase reads, by its name."""
 
     name: str
 
@@ -93,14 +93,16 @@ class Result:
 
 @dataclass(frozen=True)
 class Mutation:
-    """Marks a graph output as the new value of something the forward writes, such as BatchNorm's running mean."""
+    """Marks a graph output as the new value of something that the forward writes, such as BatchNorm's running mean
+    (`of`).
+    """
 
     of: Parameter | Buffer | BatchInput
 
 
 @dataclass(frozen=True)
 class Gradient:
-    """Marks a graph output as the dense gradient of a parameter or batch tensor: the mean over ranks, once
+    """Marks a graph output as the dense gradient of a parameter or batch tensor (`of`): the mean over ranks, once
     communication is inserted.
     """
 
@@ -113,6 +115,7 @@ class GradientOfRows:
 
     Attributes:
         table: the name of a table, or of a joined table.
+        part: "ids" or "rows".
         members: for a joined table, the names of its tables.
     """
 
@@ -139,7 +142,12 @@ class GradientOfShard:
 
 @dataclass(frozen=True)
 class PendingGradients:
-    """Marks a graph output as a bucket whose gradients are still being reduced at the end of a backward."""
+    """Marks a graph output as a bucket whose gradients are still being reduced at the end of a backward.
+
+    Attributes:
+        bucket: the bucket's index in the plan.
+        parameters: names of the bucket's parameters.
+    """
 
     bucket: int
     parameters: tuple[str, ...]
@@ -147,7 +155,12 @@ class PendingGradients:
 
 @dataclass(frozen=True)
 class PendingRows:
-    """Marks a graph output as a row gradient that is still being exchanged at the end of a backward."""
+    """Marks a graph output as a row gradient that is still being exchanged at the end of a backward.
+
+    Attributes:
+        table: the name of a table, or of a joined table.
+        members: for a joined table, the names of its tables.
+    """
 
     table: str
     members: tuple[str, ...] = ()
@@ -204,6 +217,13 @@ class TableSpec:
 
     `use` is "sparse" (only lookups), "dense" (no lookup, only matmuls and the like) or "mixed" (both: a tied softmax).
     A table's gradient has few rows only if its use is sparse.
+
+    Attributes:
+        parameter: the table's name in the user's model.
+        num_rows, embedding_dim, dtype: of the whole table.
+        uses: its lookups.
+        dense_users: names of the nodes that read the table without a lookup.
+        max_norm: whether a lookup rescales rows to a maximum norm first.
     """
 
     parameter: str
@@ -323,7 +343,9 @@ def parameters_of(module: fx.GraphModule) -> dict[str, fx.Node]:
 
 
 def gradients_of(module: fx.GraphModule) -> dict[str, fx.Node | None]:
-    """Maps the name of each parameter to its dense gradient, for those that the module returns."""
+    """Maps the name of each parameter for which a module returns a dense gradient to the node that computes the
+    gradient.
+    """
     found = ((role.of, node) for node, role in outputs_of(module) if isinstance(role, Gradient))
     return {of.name: node for of, node in found if isinstance(of, Parameter)}
 
@@ -342,7 +364,7 @@ def reached(
 
     Args:
         successors: returns the nodes that directly follow a node.
-        may_visit: receives a node and the nodes found so far, and returns whether to visit the node. Called again for
+        may_visit: takes a node and the nodes reached so far, and returns whether to visit the node. Called again for
             each predecessor.
     """
     found = set(starts)
@@ -356,7 +378,7 @@ def reached(
 
 
 def ancestors(nodes: Iterable[fx.Node]) -> set[fx.Node]:
-    """Returns these nodes and all nodes that they depend on, except placeholders."""
+    """Returns the given nodes and all nodes that they depend on, without placeholders."""
     found = reached(nodes, lambda node: node.all_input_nodes)
     return {node for node in found if node.op != "placeholder"}
 

@@ -30,6 +30,9 @@ def scored_positions(labels: Tensor, ignore_index: int, num_rows: int) -> list[T
     outside the table.
 
     Example: labels [-100, 2], ignore_index -100 -> [1], [2].
+
+    Args:
+        num_rows: the number of rows of the table. A label is a row.
     """
     scored = empty_as(labels, (unknown_size(),), dtype=torch.int64)
     return [scored, torch.empty_like(scored)]
@@ -37,7 +40,15 @@ def scored_positions(labels: Tensor, ignore_index: int, num_rows: int) -> list[T
 
 @op("gather_counts", "(Tensor labels, str table, str group, int group_size, str launch) -> Tensor")
 def gather_counts(labels: Tensor, table: str, group: str, group_size: int, launch: str) -> Tensor:
-    """Launches an AllGather of how many labels each rank scores. Returns each rank's number, (N,), on the host."""
+    """Launches an AllGather of the number of labels that each rank scores. Returns these numbers, (N,), on the host.
+
+    Args:
+        labels: the labels (S,) that this rank scores.
+        table: the name of the output layer's table.
+        group: the communication class, such as "embedding".
+        group_size: the number of ranks (N).
+        launch: the launch's id as text.
+    """
     return torch.empty((group_size,), dtype=torch.int64, device="cpu")
 
 
@@ -54,6 +65,14 @@ def gather_positions(
     gets (P, ..), those of all ranks in rank order.
 
     Example: chunk 1 of 2, with 3 positions on rank 0 and 4 on rank 1: rows 1 and 2 of rank 0, 2 and 3 of rank 1.
+
+    Args:
+        counts: the result of `gather_counts`: the number of positions of each rank, (N,).
+        chunk, chunks: the index of the chunk, and the number of chunks.
+        table: the name of the output layer's table.
+        group: the communication class, such as "embedding".
+        group_size: the number of ranks (N).
+        launch: the launch's id as text.
     """
     return empty_as(rows, (unknown_size(), *rows.shape[1:]))
 
@@ -63,14 +82,20 @@ def scatter_positions(
     rows: Tensor, counts: Tensor, chunk: int, chunks: int, table: str, group: str, group_size: int, launch: str
 ) -> Tensor:
     """Launches the inverse of `gather_positions`: each rank has rows (P, ..) for all positions of a chunk, and gets the
-    rows of its own positions from every rank, (N * S, ..), in rank order.
+    rows of its own positions from every rank, (N * S, ..), in rank order. The other arguments are those of
+    `gather_positions`.
     """
     return empty_as(rows, (unknown_size(), *rows.shape[1:]))
 
 
 @op("chunk_of_positions", "(Tensor rows, Tensor counts, int chunk, int chunks) -> Tensor")
 def chunk_of_positions(rows: Tensor, counts: Tensor, chunk: int, chunks: int) -> Tensor:
-    """Returns one chunk's rows of the rows (P, ..) of all scored positions of all ranks."""
+    """Returns one chunk's rows of `rows` (P, ..), which has all scored positions of all ranks.
+
+    Args:
+        counts: the result of `gather_counts`: the number of positions of each rank, (N,).
+        chunk, chunks: the index of the chunk, and the number of chunks.
+    """
     return empty_as(rows, (unknown_size(), *rows.shape[1:]))
 
 
@@ -78,7 +103,7 @@ def chunk_of_positions(rows: Tensor, counts: Tensor, chunk: int, chunks: int) ->
 def head_statistics(logits: Tensor, labels: Tensor, smooths: bool, steps: str, rank: int, group_size: int) -> Tensor:
     """Returns statistics of this rank's columns of the logits (P, V'), after applying `steps`: (P, 3), with the
     maximum, the sum of exponentials relative to it, and the label's logit, or 0 if another rank has the label. If the
-    loss smooths labels, (P, 4), with the sum of the logits.
+    loss smooths labels (`smooths`), (P, 4), with the sum of the logits. `group_size` is the number of ranks.
 
     Example: [[3, 1 + exp(-2), 3]] on rank 0, [[2, 1 + exp(-2), 0]] on rank 1.
     """
@@ -97,13 +122,17 @@ def head_loss(
     reduction: int,
     group_size: int,
 ) -> list[Tensor]:
-    """Combines the statistics of all ranks, (N * S, 3) for each chunk: [the loss, the weight of scored positions, the
-    log of the sum of exponentials (S,)].
-
-    `weight` (V,) and `reduction` are those of `aten.nll_loss_forward`: 0 none, 1 mean, 2 sum; without one, ignored
-    `labels` (L,) have a loss of 0.
+    """Combines the statistics of all ranks to a loss. Returns [the loss, the weight of the scored positions, the log of
+    the sum of exponentials (S,)].
 
     Example: the loss is log(exp(1) + exp(2) + exp(3) + exp(0)) - 3.
+
+    Args:
+        statistics: for each chunk, `head_statistics` of this rank's positions from every rank, (N * S, 3).
+        positions, labels: the scored positions (S,), and all labels (L,) of this rank.
+        weight, reduction: those of `aten.nll_loss_forward`: weights (V,), and 0 none, 1 mean, 2 sum. With 0, an ignored
+            label has a loss of 0.
+        group_size: the number of ranks (N).
     """
     loss = (labels.shape[0],) if reduction == 0 else ()
     first = statistics[0]
@@ -117,10 +146,18 @@ def head_loss(
 def head_smoothing(
     statistics: list[Tensor], log_sums: Tensor, positions: Tensor, like: Tensor, num_rows: int, group_size: int
 ) -> Tensor:
-    """Combines the statistics of all ranks, (N * S, 4) for each chunk, to the sum of the log-softmax over the table's
-    rows, (L,) as `like` (L, ..) has positions; 0 where none is scored.
+    """Combines the statistics of all ranks to the sum of the log-softmax over the table's rows, (L,); 0 for positions
+    that are not scored.
 
     Example: [6 - 4 * log(exp(1) + exp(2) + exp(3) + exp(0))].
+
+    Args:
+        statistics: for each chunk, `head_statistics` of this rank's positions from every rank, (N * S, 4).
+        log_sums: the log of the sum of exponentials (S,), from `head_loss`.
+        positions: the scored positions (S,).
+        like: a tensor (L, ..) with as many rows as there are positions.
+        num_rows: the number of rows of the table (V).
+        group_size: the number of ranks (N).
     """
     return empty_as(statistics[0], like.shape[:1])
 
@@ -140,9 +177,16 @@ def head_coefficients(
     reduction: int,
     num_rows: int,
 ) -> Tensor:
-    """Returns, for each scored position of this rank, what other ranks need for its gradient, (S, 2): the log of the
-    sum of exponentials, and the gradient c of the position's own loss. With `grad_sums` (L,), the gradient b of
-    `head_smoothing`, returns (S, 4): the log, c - b V, c and b, for a table of V rows.
+    """Returns the numbers that other ranks need for the gradient of each scored position of this rank, (S, 2): the log
+    of the sum of exponentials, and the gradient c of the position's own loss. With `grad_sums`, returns (S, 4): the
+    log, c - b V, c and b.
+
+    Args:
+        grad_output: the gradient of the loss.
+        grad_sums: the gradient b (L,) of `head_smoothing`, or None if labels are not smoothed.
+        log_sums, positions, labels: as for `head_smoothing`; all labels (L,) of this rank.
+        weight, reduction: as for `head_loss`.
+        num_rows: the number of rows of the table (V).
     """
     return empty_as(log_sums, (log_sums.shape[0], 2 if grad_sums is None else 4))
 
@@ -155,8 +199,14 @@ def head_gradient(
     logits: Tensor, labels: Tensor, coefficients: Tensor, steps: str, rank: int, group_size: int
 ) -> Tensor:
     """Computes the gradient of this rank's columns of the logits, before `steps`, (P, V'): (softmax - one-hot) times
-    the gradient of the position's loss, back through `steps`; where labels are smoothed, softmax (c - b V) - one-hot c
-    + b."""
+    the gradient of the position's loss, back through `steps`. Where labels are smoothed: softmax (c - b V) - one-hot c
+    + b.
+
+    Args:
+        logits, labels: logits (P, V') and labels (P,) of all ranks' scored positions.
+        coefficients: all ranks' results of `head_coefficients`, (P, 2) or (P, 4).
+        group_size: the number of ranks.
+    """
     return torch.empty_like(logits)
 
 
@@ -164,6 +214,9 @@ def head_gradient(
 def spread_positions(parts: list[Tensor], rows: Tensor, like: Tensor, group_size: int) -> Tensor:
     """Sums the `parts` of all ranks, (N * S, D) for each chunk, by position. Returns a tensor shaped like `like` (M, D)
     that has the sums at `rows` (S,) and zeros elsewhere.
+
+    Args:
+        group_size: the number of ranks (N).
     """
     return empty_as(parts[0], like.shape)
 

@@ -16,8 +16,7 @@ OUTSIDE = 2**48
 
 @dataclass(frozen=True)
 class JoinedTable:
-    """Several sharded tables joined to one: row i of a table is row `first row of the table + i` of the joined
-    table.
+    """Several sharded tables stacked as one. Row i of a table is row `first row of the table + i` of the joined table.
 
     Attributes:
         tables: parameter names, in the order of their rows.
@@ -53,8 +52,8 @@ class JoinedTable:
         return f"{self.tables[0]} and {len(self.tables) - 1} more"
 
     def decode_invalid_id(self, value: int) -> tuple[str, int]:
-        """Decodes the number with which the op `embrace::join_ids` replaces an id outside its table. Returns (table,
-        id).
+        """Decodes `value`, the number by which the op `embrace::join_ids` replaced an id outside its table. Returns
+        (table, id).
 
         >>> JoinedTable(("user.weight", "item.weight"), (0, 10, 30)).decode_invalid_id(25 - 2 * 2**48)
         ('item.weight', 25)

@@ -111,10 +111,8 @@ def _searched_container(frame: FrameType) -> Mapping[Any, Any]:
 
 @cache
 def _loads_of_container(code: CodeType, last: int) -> tuple[tuple[str, Any], ...]:
-    """Returns the instructions that load the container of `name in container` or `container.get(name)`, or () for other
-    code.
-
-    Empty if the code at `last` is of another form.
+    """Returns the instructions that load the container of `name in container` or `container.get(name)`, as (opcode
+    name, argument). Returns () for code of another form.
 
     Args:
         last: the offset of the instruction that looks the name up.
@@ -140,7 +138,9 @@ _LOADS = ("LOAD_CONST", "LOAD_ATTR", "LOAD_FAST", "LOAD_DEREF", "LOAD_GLOBAL", "
 
 
 def wrap_names(named_values: Iterator[tuple[str, T]], prefix: str) -> Iterator[tuple[str, T]]:
-    """Yields (name, value) with each name as a `Name`. With a prefix from an enclosing module, yields plain strings."""
+    """Yields each (name, value) of `named_values` with the name as a `Name`. With a prefix from an enclosing module,
+    yields plain strings.
+    """
     return named_values if prefix else ((Name(name), value) for name, value in named_values)
 
 

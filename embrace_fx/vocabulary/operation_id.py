@@ -112,7 +112,7 @@ def bucket_name(bucket: int) -> str:
 
 @cache
 def chunk_id(bucket: int, number: int) -> OperationId:
-    """Returns the id of the AllReduce of a bucket's chunk."""
+    """Returns the id of the AllReduce of a chunk of a bucket. `number` is the chunk's index in the bucket."""
     return OperationId("all_reduce", bucket_name(bucket), "chunk", number, "dense")
 
 
@@ -120,6 +120,9 @@ def chunk_id(bucket: int, number: int) -> OperationId:
 def rows_id(table: str, part: LaunchPart) -> OperationId:
     """Returns the id of the AlltoAll that exchanges a table's rows: all of them ("whole"), or the "early" or "late"
     ones.
+
+    Args:
+        part: "whole", "early" (rows that only the next batch reads) or "late" (rows that this batch also reads).
     """
     return OperationId("lookups", table, part, lane="embedding")
 
@@ -128,6 +131,10 @@ def rows_id(table: str, part: LaunchPart) -> OperationId:
 def gradients_id(table: str, part: LaunchPart, number: int = 0) -> OperationId:
     """Returns the id of the AlltoAll that exchanges a table's row gradients: all of them ("whole"), the "prior" ones,
     or a piece of the "delayed" ones.
+
+    Args:
+        part: "whole", "prior" (rows that the next batch reads too) or "delayed" (all other rows).
+        number: the index of the piece of the delayed gradients.
     """
     if part == "delayed":
         return OperationId("delayed", table, part, number, "delayed")
@@ -136,18 +143,27 @@ def gradients_id(table: str, part: LaunchPart, number: int = 0) -> OperationId:
 
 @cache
 def head_id(table: str, part: HeadPart, chunk: int = 0) -> OperationId:
-    """Returns the id of an exchange of an output layer over a sharded table."""
+    """Returns the id of an exchange of an output layer over a sharded table.
+
+    Args:
+        part: what is exchanged, such as "labels" or "hidden states".
+        chunk: the index of the chunk of positions.
+    """
     return OperationId("positions", table, part, chunk, "embedding")
 
 
 def storage_id(kind: Literal["read", "write"], table: str) -> OperationId:
-    """Returns the id of reading or writing rows of a table larger than memory."""
+    """Returns the id of reading or writing (`kind`) rows of a table larger than memory."""
     return OperationId(kind, table, lane="storage")
 
 
 @cache
 def compute_id(kind: Kind, subject: str) -> OperationId:
-    """Returns the id of a piece of compute for a table or bucket, such as its update."""
+    """Returns the id of a piece of compute for one table or bucket, such as its update.
+
+    Args:
+        subject: the name of the table or bucket.
+    """
     return OperationId(kind, subject)
 
 

@@ -82,7 +82,7 @@ def argument(node: fx.Node, name: str) -> Any:
 
 
 def set_argument(node: fx.Node, name: str, value: Any) -> None:
-    """Sets an argument of an ATen op's call by its name in the schema."""
+    """Sets an argument of an ATen op's call to `value`, by the argument's name in the schema."""
     assert isinstance(node.target, OpOverload)
     parameters = node.target._schema.arguments
     position = next(k for k, p in enumerate(parameters) if p.name == name)
@@ -119,7 +119,8 @@ def id_of(node: fx.Node) -> OperationId:
 
 
 def own_columns(embedding_dim: int, world_size: int, rank: int) -> tuple[int, int]:
-    """Returns the range [first, end) of a table's columns that `rank` owns, divided as `torch.chunk` does.
+    """Returns the range [first, end) of the columns of a table that `rank` owns, divided as `torch.chunk` divides
+    `embedding_dim` columns.
 
     >>> [own_columns(10, 4, r) for r in range(4)]
     [(0, 3), (3, 6), (6, 9), (9, 10)]
@@ -136,13 +137,16 @@ def join_ids(
 ) -> list[Tensor]:
     """Converts ids of several tables to row numbers of their joined table (`embrace_fx.plan.JoinedTable`), int64.
 
-    Takes, for each of `ids`, the index of its table in the joined table, the table's first row there and its number of
-    rows. Returns the rows of the first `joined` ids as one tensor (N,), if `joined` > 0, and those of each other one in
-    the shape of its ids. An id outside its table becomes a number outside the joined table, which encodes table and id
-    for `JoinedTable.decode_invalid_id`.
+    Returns the rows of the first `joined` tensors of ids as one tensor (N,), if `joined` > 0, and those of each other
+    one in the shape of its ids. An id outside its table becomes a number outside the joined table, which encodes table
+    and id for `JoinedTable.decode_invalid_id`.
 
     Example: ids [2, 5] of a table of 10 rows, [[0], [3]] of the next table of 5 rows, joined 2 -> [2, 5, 10, 13];
     joined 1 -> [2, 5], [[10], [13]].
+
+    Args:
+        tables: for each of `ids`, the index of its table in the joined table.
+        first_rows, num_rows: for each of `ids`, its table's first row in the joined table, and its number of rows.
     """
     sizes = [i.numel() for i in ids]
     rows = empty_as(ids[0], (sum(sizes),), dtype=torch.int64)
@@ -165,6 +169,9 @@ def unique_ids(ids: Sequence[Tensor], num_rows: int, padding_idx: int) -> list[T
     `all_gather_ids`, on every rank, and not here.
 
     Example, one rank: ids [[5, 2, 5]], padding_idx -1 -> [2, 5], [1, 0, 1]; padding_idx 5 -> [5, 2], [0, 1, 0].
+
+    Args:
+        num_rows: the number of rows of the table.
     """
     unique = empty_as(ids[0], (unknown_size(),), dtype=torch.int64)
     return [unique, *(torch.empty_like(i, dtype=torch.int64) for i in ids)]
@@ -172,11 +179,17 @@ def unique_ids(ids: Sequence[Tensor], num_rows: int, padding_idx: int) -> list[T
 
 @op("all_gather_ids", "(Tensor[] unique, int[] num_rows, str group, int group_size) -> Tensor")
 def all_gather_ids(unique: Sequence[Tensor], num_rows: Sequence[int], group: str, group_size: int) -> Tensor:
-    """Launches an AllGather of the ids of the rows that each rank reads, for all tables at once.
+    """Launches an AllGather of the ids of the rows that each rank reads, for all tables at once. The awaited value is
+    opaque int64; `unpack_ids` reads it.
 
     The ranks first exchange sizes and state, so that an id outside a table, or any failure of a rank, raises on *every*
     rank and no collective is left waiting.
-    The awaited value is opaque int64; `unpack_ids` reads it.
+
+    Args:
+        unique: for each table, the unique rows (U,) that this rank reads.
+        num_rows: for each table, its number of rows.
+        group: the communication class, such as "ids".
+        group_size: the number of ranks.
     """
     return empty_as(unique[0], (unknown_size(),), dtype=torch.int64)
 
@@ -189,6 +202,11 @@ def unpack_ids(packed: Tensor, tables: int, group_size: int) -> list[Tensor]:
     `ids` is the concatenation, in rank order, of the rows that each rank reads; `counts[r]` is the number of rank r's.
 
     Example, two ranks, one table: rank 0 reads [2, 5], rank 1 reads [5] -> ids [2, 5, 5], counts [2, 1] on both.
+
+    Args:
+        packed: the awaited value of `all_gather_ids`.
+        tables: the number of tables.
+        group_size: the number of ranks (N).
     """
     out: list[Tensor] = []
     for _ in range(tables):
@@ -214,7 +232,9 @@ def route_grid(ids: Tensor, counts: Tensor, rank: int, grid_rows: int, grid_colu
 
 @op("lookup", "(Tensor shard, Tensor ids) -> Tensor")
 def lookup(shard: Tensor, ids: Tensor) -> Tensor:
-    """Looks up rows `ids` (R,) in this rank's columns (V, d): (R, d), grouped by the rank that reads them."""
+    """Looks up rows `ids` (R,) in `shard`, this rank's columns (V, d) of a table: (R, d), grouped by the rank that
+    reads them.
+    """
     return empty_as(shard, (ids.shape[0], shard.shape[1]))
 
 
@@ -225,8 +245,8 @@ def lookup(shard: Tensor, ids: Tensor) -> Tensor:
 def all_to_all_rows(
     columns: Tensor, counts: Tensor, embedding_dim: int, group: str, group_size: int, grid_rows: int = 1
 ) -> Tensor:
-    """Launch: AlltoAll of this rank's columns of all ranks' rows (R, d) -> all columns of this rank's rows, flat (U *
-    D,).
+    """Launches the AlltoAll that sends this rank's columns of the rows that all ranks read, (R, d), and receives all
+    columns of the rows that this rank reads, flat (U * D,).
 
     Rank r gets U_r * d_s elements from each rank s. `join_columns` converts the flat value to rows.
 
@@ -236,6 +256,11 @@ def all_to_all_rows(
 
     On a grid with several rows, `columns` (M, d) and `counts` (N, grid_rows) are results of `route_grid`. Each rank
     sends the pieces that it owns. `join_grid` converts the flat value to rows.
+
+    Args:
+        embedding_dim: the number of columns of the whole table (D).
+        group: the communication class, such as "embedding".
+        group_size: the number of ranks (N).
     """
     return empty_as(columns, (unknown_size(),))
 
@@ -245,13 +270,19 @@ def join_columns(flat: Tensor, embedding_dim: int, group_size: int) -> Tensor:
     """Joins flat (U * D,), in blocks by sending rank, into rows (U, D).
 
     Example: a0 a1 b0 b1 | a2 a3 b2 b3 -> [[a0 a1 a2 a3], [b0 b1 b2 b3]].
+
+    Args:
+        embedding_dim: the number of columns of the whole table (D).
+        group_size: the number of ranks.
     """
     return empty_as(flat, (flat.shape[0] // embedding_dim, embedding_dim))
 
 
 @op("split_columns", "(Tensor rows, int group_size) -> Tensor")
 def split_columns(rows: Tensor, group_size: int) -> Tensor:
-    """Splits rows (U, D) into flat (U * D,), in blocks by receiving rank: the inverse of `join_columns`."""
+    """Splits rows (U, D) into flat (U * D,), in blocks by receiving rank of `group_size`: the inverse of
+    `join_columns`.
+    """
     return empty_as(rows, (rows.shape[0] * rows.shape[1],))
 
 
@@ -261,13 +292,19 @@ def join_grid(flat: Tensor, order: Tensor, counts: Tensor, embedding_dim: int, r
 
     Example, a grid of 2 x 2, D = 2; rank 0 reads rows 4 and 5, order is [0, 1]. Columns are written a0 a1 for row 4,
     b0 b1 for row 5: a0 | a1 | b0 | b1 -> [[a0 a1], [b0 b1]].
+
+    Args:
+        order, counts: results of `route_grid`.
+        embedding_dim: the number of columns of the whole table (D).
     """
     return empty_as(flat, (flat.shape[0] // embedding_dim, embedding_dim))
 
 
 @op("split_grid", "(Tensor rows, Tensor order, Tensor counts, int rank) -> Tensor")
 def split_grid(rows: Tensor, order: Tensor, counts: Tensor, rank: int) -> Tensor:
-    """Splits rows (U, D) into flat (U * D,), in blocks by receiving rank: the inverse of `join_grid`."""
+    """Splits rows (U, D) into flat (U * D,), in blocks by receiving rank: the inverse of `join_grid`. `order` and
+    `counts` are results of `route_grid`.
+    """
     return empty_as(rows, (rows.shape[0] * rows.shape[1],))
 
 
@@ -278,6 +315,11 @@ def round_rows(rows: Tensor, ids: Tensor, form: str, grid_columns: int, table: s
 
     Example, "int8", one column per rank: the quantization steps of 1.003 and 100 are 1/64 and 1: [[1.003, 100.4]] ->
     [[1, 100]]; the next time the row has the same gradient, [[1.0, 101]].
+
+    Args:
+        form: the dtype to round to, such as "int8".
+        grid_columns: the number of ranks over which the columns are divided.
+        table: the table's name.
     """
     return torch.empty_like(rows)
 
@@ -289,7 +331,8 @@ def round_rows(rows: Tensor, ids: Tensor, form: str, grid_columns: int, table: s
 def all_to_all_gradients(
     flat: Tensor, counts: Tensor, embedding_dim: int, group: str, group_size: int, grid_rows: int = 1
 ) -> Tensor:
-    """Launch: the inverse of `all_to_all_rows`: flat (U * D,) by receiving rank -> this rank's columns, (R * d,).
+    """Launches the inverse of `all_to_all_rows`: sends row gradients, flat (U * D,) in blocks by receiving rank, and
+    receives this rank's columns of all ranks' gradients, (R * d,). The other arguments are those of `all_to_all_rows`.
 
     It can be viewed as (R, d), because the blocks arrive in rank order, like the `ids` of `unpack_ids`. On a grid the
     result is (M * d,), in the order of `route_grid`'s rows.
@@ -299,11 +342,16 @@ def all_to_all_gradients(
 
 @op("coalesce", "(Tensor ids, Tensor flat, int columns, int[] padding_rows, float scale) -> Tensor[]")
 def coalesce(ids: Tensor, flat: Tensor, columns: int, padding_rows: Sequence[int], scale: float) -> list[Tensor]:
-    """Sums the rows of equal ids (R,) of `flat` (R * d,), d = `columns`, times `scale`: [ids (K,) sorted, rows (K, d)].
+    """Sums the rows of `flat` (R * d,) that have equal ids, times `scale`. Returns [ids (K,) sorted, rows (K, d)].
 
     Padding rows are left out because they have no gradient.
 
     Example, scale 1/2: ids [2, 5, 5], rows [[1], [2], [3]] -> [2, 5], [[0.5], [2.5]].
+
+    Args:
+        ids: the id of each row, (R,).
+        columns: the number of elements of a row (d).
+        padding_rows: ids to leave out, because padding rows have no gradient.
     """
     k = unknown_size()
     return [empty_as(ids, (k,)), empty_as(flat, (k, columns))]
@@ -313,9 +361,13 @@ def coalesce(ids: Tensor, flat: Tensor, columns: int, padding_rows: Sequence[int
 def sparse_gradient(gradient: Tensor, ids: Sequence[Tensor], paddings: Sequence[int]) -> Tensor:
     """Returns the rows of a whole table's gradient (V, D) that lookups of `ids` have read, as a sparse tensor (COO).
 
-    The rows are sorted and unique, and may be zero. A lookup's padding row is left out. Fake values stay dense.
+    The rows are sorted and unique, and may be zero. Fake values stay dense.
 
     Example: gradient [[0], [1], [0], [3]], ids [[3, 2, 3]], paddings [1] -> rows 2 and 3 with values [[0], [3]].
+
+    Args:
+        ids: the ids of each lookup.
+        paddings: the padding row of each lookup, which is left out, or -1.
     """
     return torch.empty_like(gradient)
 
@@ -335,7 +387,7 @@ def unpack_bucket(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _strides(shape: Sequence[int]) -> list[int]:
-    """Returns the strides of a contiguous tensor."""
+    """Returns the strides of a contiguous tensor of this shape."""
     behind = accumulate((max(size, 1) for size in reversed(shape[1:])), operator.mul, initial=1)
     return list(behind)[: len(shape)][::-1]
 
@@ -345,10 +397,17 @@ def _strides(shape: Sequence[int]) -> list[int]:
     "(Tensor(a!) flat, int rows, str strategy, str scheme, str group, int group_size) -> Tensor(a!)",
 )
 def exchange_gradient_(flat: Tensor, rows: int, strategy: str, scheme: str, group: str, group_size: int) -> Tensor:
-    """Launch: averages one parameter's packed gradient (rows * width,) over ranks without sending its zeros.
+    """Launches a collective that averages one parameter's packed gradient `flat` (rows * width,) over ranks without
+    sending its zeros.
 
     `strategy` is one of `embrace_fx.plan.EXCHANGES`; `scheme` is for "zen". All ranks get the same bits.
 
     Example, two ranks, rows of one element: [0, 2, 0, 4] and [0, 6, 0, 0] -> [0, 4, 0, 2]; of four rows, two are sent.
+
+    Args:
+        strategy: one of `embrace_fx.plan.EXCHANGES`.
+        scheme: "balanced" or "hierarchical" for "zen", else "".
+        group: the communication class, such as "dense".
+        group_size: the number of ranks.
     """
     return flat

@@ -10,6 +10,9 @@ class TablePlace:
     """How a table is distributed over ranks, and its shares of memory and communication.
 
     Attributes:
+        name: the table's name.
+        shape: the shape of the whole table.
+        strategy: the table's strategy in the plan.
         parts: what each rank has, in words; a single entry if all ranks have the same.
         table_bytes: bytes of the whole table.
         memory_share: the table's share of the bytes of all parameters, from 0 to 1.
@@ -27,7 +30,13 @@ class TablePlace:
 
 @dataclass(frozen=True)
 class StepEstimate:
-    """The estimated time of a step on some number of ranks, with the same plan and the same batch size per rank."""
+    """The estimated time of a step on some number of ranks, with the same plan and the same batch size per rank.
+
+    Attributes:
+        ranks: the number of ranks.
+        step_ms: the time of a step.
+        ddp_exposed_ms: the time per step that DDP would wait for AllReduces that its backward cannot hide.
+    """
 
     ranks: int
     step_ms: float

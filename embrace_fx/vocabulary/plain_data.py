@@ -95,14 +95,14 @@ def _split_hint(hint: Any) -> tuple[Any, tuple[Any, ...]]:
 
 @cache
 def _field_names(hint: Any) -> tuple[str, ...] | None:
-    """Returns the field names of a dataclass or named tuple, or None for any other type."""
+    """Returns the field names of a type hint that is a dataclass or named tuple, or None for any other type."""
     if is_dataclass(hint):
         return tuple(field.name for field in fields(hint))
     return getattr(hint, "_fields", None) if isinstance(hint, type) and issubclass(hint, tuple) else None
 
 
 def _from_union(kinds: tuple[Any, ...], value: Any, where: str) -> Any:
-    """Converts plain data to the first type of a union that accepts it.
+    """Converts plain data to the first type of a union (`kinds`) that accepts it.
 
     Args:
         where: the value's name, for errors.
@@ -119,7 +119,12 @@ def _from_union(kinds: tuple[Any, ...], value: Any, where: str) -> Any:
 
 
 def _integer_tensor(value: list[Any], where: str) -> Tensor:
-    """Converts a list of integers to a tensor. Raises `ValueError` if it has anything else."""
+    """Converts [dtype name, base64 text], the plain form of an integer tensor, to the tensor. Raises `ValueError` for
+    anything else.
+
+    Args:
+        where: the value's name, for errors.
+    """
     try:
         dtype, data = value
         content = bytearray(base64.b64decode(data, validate=True))

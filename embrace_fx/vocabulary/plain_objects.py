@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 def is_plain_object(value: Any) -> bool:
-    """Returns whether an object's whole state is its attributes: it is no tensor, number, container or class with
+    """Returns whether the whole state of `value` is its attributes: it is no tensor, number, container or class with
     slots.
     """
     builtin = isinstance(value, Tensor | torch.SymInt | torch.SymFloat | torch.SymBool)

@@ -57,8 +57,8 @@ class Grid:
         return divmod(rank, self.columns)
 
     def own_rows(self, num_rows: int, rank: int) -> slice:
-        """Returns which rows of a table of `num_rows` rows a rank owns, as a slice. Row `id` of the table is row `id //
-        rows` of the shard.
+        """Returns the rows that a rank owns of a table of `num_rows` rows, as a slice. Row `id` of the table is row `id
+        // rows` of the shard.
         """
         return slice(self.place(rank)[0], num_rows, self.rows)
 
@@ -330,7 +330,11 @@ class Plan:
 
 
 def check_grid(grid: Grid, parameter: str, shape: tuple[int, ...], world_size: int) -> None:
-    """Raises `ValueError` if a table of this shape cannot be sharded on the grid that the user requested."""
+    """Raises `ValueError` if a table cannot be sharded on the grid that the user requested.
+
+    Args:
+        parameter, shape: the table's name and (rows, columns).
+    """
     num_rows, columns = shape
     if grid.rows < 1 or grid.rows * grid.columns != world_size or grid.columns > columns or not grid.takes(num_rows):
         raise ValueError(

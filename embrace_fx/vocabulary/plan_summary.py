@@ -40,7 +40,7 @@ def summarize(plan: Plan) -> str:
 
 
 def _count_tables(count: int) -> str:
-    """Returns a number of tables as text: "1 table", "2 tables"."""
+    """Returns the number `count` of tables as text: "1 table", "2 tables"."""
     return f"{count} table" if count == 1 else f"{count} tables"
 
 
@@ -67,7 +67,9 @@ def give_advice(plan: Plan) -> str:
 
 
 def _cheapest_to_shard(whole: list[Decision]) -> tuple[str, float] | None:
-    """Returns (name, added ms per step) of the unsharded table that would cost the least to shard, or None."""
+    """Returns (name, added ms per step) of the table that would cost the least to shard, or None. `whole` are the
+    decisions about unsharded tables.
+    """
     costs_ms = {
         decision.parameter: candidate.predicted_ms - decision.predicted_ms
         for decision in whole

@@ -98,7 +98,7 @@ def _cells(decision: Decision) -> tuple[str, ...]:
 
 
 def _folded_cells(decisions: Sequence[Decision]) -> tuple[str, ...]:
-    """Returns the cells of a row for several parameters with the same strategy and reason."""
+    """Returns the cells of one row for several decisions with the same strategy and reason."""
     return (
         f"{len(decisions)} others",
         f"{sum(prod(d.shape) for d in decisions):,} in all",
@@ -193,7 +193,7 @@ def fit_to_terminal(*parts: str | TextTable, widest: int = WIDEST) -> str:
 
 
 def readable_bytes(count: float) -> str:
-    """Formats a number of bytes with a binary unit.
+    """Formats `count` bytes with a binary unit.
 
     >>> readable_bytes(1536)
     '1.5 KiB'

@@ -33,10 +33,12 @@ def forward_methods(proxy_class: type, names: Iterable[str], find: Callable[[Any
 
 
 def _forwarding_method(name: str, find: Callable[[Any, str], Any]) -> Callable[..., Any]:
-    """Returns a method of a proxy that calls the same method of the represented object."""
+    """Returns a method of a proxy that calls the method `name` of the represented object. `find` is as for
+    `forward_methods`.
+    """
 
     def method(proxy: Any, *args: Any, **kwargs: Any) -> Any:
-        """Calls the method of this name of the represented object."""
+        """Calls the represented object's method of the same name."""
         return getattr(find(proxy, name), name)(*args, **kwargs)
 
     return method

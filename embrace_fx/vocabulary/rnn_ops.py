@@ -29,8 +29,12 @@ GATES: dict[str, int] = {"lstm": 4, "gru": 3, "rnn_tanh": 1, "rnn_relu": 1}
 
 
 class LayerWeights(NamedTuple):
-    """The weights of one layer in one direction: (G*H, I), (G*H, P), two biases (G*H,) or None, a projection (P, H) or
-    None.
+    """The weights of one layer in one direction.
+
+    Attributes:
+        ih, hh: the weights of the input (G*H, I) and of the hidden state (G*H, P).
+        bias_ih, bias_hh: biases (G*H,), or None.
+        projection: the projection (P, H) of an LSTM's hidden state, or None.
     """
 
     ih: Tensor
@@ -51,8 +55,8 @@ class LayerWeights(NamedTuple):
 
 
 def compute_dtype(input: Tensor) -> torch.dtype:
-    """Returns the dtype in which the "loop" kernel computes: at least float32, because the state is carried over many
-    steps.
+    """Returns the dtype in which the "loop" kernel computes for this input: at least float32, because the state is
+    carried over many steps.
     """
     return torch.promote_types(input.dtype, torch.float32)
 
@@ -136,14 +140,19 @@ def rnn_layer_backward(
 ) -> list[Tensor]:
     """Computes the gradients of [input if `input_grad`, h0, c0 of an LSTM, each weight], in their shapes and dtypes.
 
-    `results` are all results of `rnn_layer` with `save`. The gradients of its first results may be None, for zero.
+    Args:
+        grad_output, grad_h, grad_c: gradients of the layer's output, h_n and c_n, each None for zero.
+        results: all results of `rnn_layer` with `save`.
+        input_grad: whether the input needs a gradient.
+
+    The other arguments are those of `rnn_layer`.
     """
     sources = [*([input] if input_grad else []), h0, *([] if c0 is None else [c0]), *weights]
     return [torch.empty_like(source, memory_format=torch.contiguous_format) for source in sources]
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
-    """Saves the tensors that the backward of an RNN layer reads."""
+    """Saves the tensors that the backward of an RNN layer reads: autograd's `setup_context` of the op `rnn_layer`."""
     input, h0, c0, weights, batch_sizes, ctx.cell, ctx.reverse, ctx.kernel, save = inputs
     if not save:
         raise RuntimeError(
@@ -157,7 +166,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> N
 
 
 def _backward(ctx: Any, grads: Sequence[Tensor | None]) -> tuple[Any, ...]:
-    """Returns the gradients of an RNN layer's arguments."""
+    """Returns the gradients of the arguments of `rnn_layer`: its backward for autograd."""
     input, h0, c0, batch_sizes, *rest = ctx.saved_tensors
     weights, results = rest[: ctx.num_weights], rest[ctx.num_weights :]
     grad_c = grads[2] if c0 is not None else None

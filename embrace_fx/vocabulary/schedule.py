@@ -44,7 +44,7 @@ INTO_FORWARD: frozenset[str] = frozenset({"horizontal", "2d"})
 
 @dataclass(frozen=True)
 class Cuts:
-    """Into which chunks buckets are cut, and into how many pieces delayed gradients.
+    """How a schedule divides buckets into chunks, and tables' delayed gradients into pieces.
 
     Attributes:
         chunks: for each bucket, the number of elements in each chunk.
@@ -88,7 +88,9 @@ class Operation:
         serves: tuple[str, ...] = (),
         held_bytes: int = 0,
     ) -> Operation:
-        """Creates an operation from its id, which gives its name, kind and lane."""
+        """Creates an operation from its id, which gives its name, kind and lane. The other arguments are fields of the
+        operation.
+        """
         return Operation(
             str(operation_id),
             operation_id.kind,
@@ -162,7 +164,9 @@ class StepGraph:
 class Span:
     """One run of an operation on a rank, predicted or measured.
 
-    `window` counts from the first one shown. Times are milliseconds since its start, on clocks aligned over ranks.
+    Attributes:
+        window: the index of the window (a backward and the next forward), from the first one shown.
+        start_ms, end_ms: milliseconds since the start of the first window, on clocks aligned over ranks.
     """
 
     operation: Operation
@@ -179,6 +183,7 @@ class Wait:
     Attributes:
         launch: name of the operation that compute waits for.
         lane: the lane of that operation.
+        window, start_ms, end_ms: as in `Span`.
     """
 
     launch: str
@@ -219,6 +224,10 @@ class MemoryAt:
 
     Predicted: the bytes that forward and backward have allocated. Measured: the growth, which may be negative, of the
     memory in use (of a device's allocator, or of the process) since the first time shown.
+
+    Attributes:
+        at_ms: the time, in milliseconds since the start of the first window.
+        held_bytes: the bytes held from then on.
     """
 
     rank: int

@@ -27,7 +27,7 @@ class RowCounts:
 
     @classmethod
     def unknown(cls, num_rows: int, world_size: int) -> RowCounts:
-        """Returns assumed counts for a table that is not in the plan."""
+        """Returns assumed counts for a table of `num_rows` rows that is not in the plan."""
         own = min(UNKNOWN_SIZE, num_rows)
         return cls(own, world_size * own, min(world_size * own, num_rows))
 
@@ -48,7 +48,7 @@ class ExpectedSizes:
     by_symbol: Mapping[str, int] = field(default_factory=dict)
 
     def number(self, size: int | torch.SymInt) -> int:
-        """Returns a number for a size: the one at the capture, else the expected one, else `UNKNOWN_SIZE`."""
+        """Returns a number for a size: its value at the capture, else the expected one, else `UNKNOWN_SIZE`."""
         if isinstance(size, int):
             return size
         if is_known(size):

@@ -22,6 +22,7 @@ class ForwardVariant:
         arrives: "cut" if the previous backward has split its gradients and sent early rows for this batch; "whole" if
             it has not, or there was none; "other" if it has done so for another batch.
         coming: whether the next batch is known on all ranks, so that its ids are sent.
+        phase: always "forward".
     """
 
     arrives: Arrival = "cut"
@@ -47,6 +48,7 @@ class BackwardVariant:
         left: whether the previous backward has left delayed gradients to be applied.
         coming: whether the ids of the next batch are being exchanged.
         cut: whether row gradients are split into prior and delayed ones, and early rows of the next batch sent.
+        phase: always "backward".
     """
 
     left: bool = True

@@ -13,7 +13,12 @@ _VERSION = attrgetter("_version")
 
 @dataclass(frozen=True)
 class VersionSnapshot:
-    """Tensors and their version counters at some time, to detect later writes."""
+    """Tensors and their version counters at some time, to detect later writes.
+
+    Attributes:
+        tensors: the tensors.
+        writes: their version counters at that time.
+    """
 
     tensors: tuple[Tensor, ...] = ()
     writes: tuple[int, ...] = ()
