@@ -104,7 +104,13 @@ def train(
 
 
 def _train(state: State, inputs: OwnInputs, run: Run, communicator: Communicator, parallel: Parallel) -> None:
-    """Runs all iterations on this rank: alone, synchronously, or as master or worker of asynchronous training."""
+    """Runs all iterations on this rank: alone, synchronously, or as master or worker of asynchronous training
+    (`parallel`).
+
+    Args:
+        state: the state to update, in place.
+        inputs: this rank's weights and data.
+    """
     if not isinstance(parallel, Asynchronous):
         train_synchronously(state, inputs.data, run, communicator, parallel.strength if parallel is not None else 0.0)
         return

@@ -75,8 +75,14 @@ class Asynchronous:
 
 
 class Reply(NamedTuple):
-    """The master's reply to a worker: "continue from these weights", "end with these best weights", or "fail, because a
-    rank is dead or late".
+    """The master's reply to a worker.
+
+    Attributes:
+        order: "go on" with the agreed weights, "end" with the best weights, or fail because a worker is "dead" or
+            "late".
+        vector: the agreed weights, or the best ones at the end.
+        culprit: the rank of the dead or late worker, or -1.
+        iteration, loss: of the best weights.
     """
 
     order: Order
@@ -87,13 +93,18 @@ class Reply(NamedTuple):
 
 
 class Connection:
-    """A connection to one other rank, over which numbers and weights are sent."""
+    """A connection to one other rank of a group, over which numbers and weights are sent.
+
+    Args:
+        peer: the other rank.
+        like: a vector with the size and dtype of the weights.
+    """
 
     def __init__(self, group: dist.ProcessGroup, peer: int, like: Tensor) -> None:
         self._group, self._peer, self._like = group, peer, like
 
     def send(self, numbers: Sequence[float], vector: Tensor) -> None:
-        """Sends numbers and a vector as one float64 message."""
+        """Sends numbers and a vector of weights as one float64 message."""
         head = torch.tensor([*numbers, *[0.0] * (NUMBERS - len(numbers))], dtype=torch.float64)
         dist.send(torch.cat([head, vector.cpu().double()]), self._peer, group=self._group)
 
@@ -123,6 +134,8 @@ def run_worker(
     """Runs a worker's iterations until the master ends them. Raises if a rank is dead or late.
 
     Args:
+        state: the worker's state, updated in place.
+        data: the worker's own sequences.
         master: the connection to the master, which has the best weights.
         strength: the strength (g) of the pull to the agreed weights.
     """
@@ -154,6 +167,7 @@ def _report_to_master(master: Connection, splits: Sums, vector: Tensor, recorder
     Args:
         splits: the sums for this worker's metrics.
         vector: the contribution (`consensus.contribution`).
+        recorder: records the time of the messages.
     """
     started_s = time.perf_counter()
     with recorder.waiting(TO_WORKER):
@@ -218,8 +232,9 @@ class MessageThread(threading.Thread):
 class Contributions:
     """The last contribution of each worker, and how many updates ago it arrived.
 
-    A worker's contribution is `start` before its first report. If `start` is not known, the first update waits for all
-    workers.
+    Args:
+        start: each worker's contribution before its first report.
+        known: whether `start` is known. If not, the first update waits for all workers.
     """
 
     def __init__(self, start: Tensor, workers: int, options: Asynchronous, known: bool) -> None:
@@ -229,7 +244,7 @@ class Contributions:
         self.arrived: set[int] = set()
 
     def store(self, worker: int, sums: Sums, vector: Tensor) -> None:
-        """Stores a contribution. Worker 1 is the first."""
+        """Stores a worker's contribution, and the sums for its metrics. Worker 1 is the first."""
         self._vectors[worker - 1], self._sums[worker] = vector, sums
         self.arrived.add(worker)
 

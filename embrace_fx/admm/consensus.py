@@ -31,10 +31,10 @@ OnIteration = Callable[[Progress], object]
 
 @dataclass(frozen=True)
 class Synchronous:
-    """Options of synchronous training: after each iteration ranks wait for each other and average their weights. //
-    Attributes: /     strength: the strength (g) of the pull to the agreed weights, per sequence of a batch.
+    """Options of synchronous training: after each iteration ranks wait for each other and average their weights.
 
-    The strength is per sequence of a batch, like penalties.
+    Attributes:
+        strength: the strength (g) of the pull to the agreed weights, per sequence of a batch.
     """
 
     strength: float = 0.003
@@ -46,8 +46,15 @@ class Synchronous:
 
 @dataclass(frozen=True)
 class Run:
-    """What a training run needs to know: how many iterations, which data to evaluate weights on (`monitored`), and whom
-    to report progress to.
+    """The options of a training run.
+
+    Attributes:
+        iterations: the total number of iterations.
+        batch_size: the number of sequences of a batch.
+        stopping: the criteria to stop early.
+        monitored: the data to evaluate weights on.
+        on_iteration: function to call with each iteration's metrics, or None.
+        recorder: records the times of operations for a timeline.
     """
 
     iterations: int
@@ -58,36 +65,40 @@ class Run:
     recorder: Recorder
 
     def log(self, progress: Progress) -> None:
-        """Calls the user's `on_iteration` with the metrics of an iteration."""
+        """Calls the user's `on_iteration` with the metrics of an iteration (`progress`)."""
         if self.on_iteration is not None:
             self.on_iteration(progress)
 
 
 def pull_to_agreed(state: State, strength: float) -> Consensus:
-    """Returns the pull on a rank's weights towards the agreed weights minus the duals, z - u, with strength g."""
+    """Returns the pull on a rank's weights towards the agreed weights minus the duals, z - u, with strength g. `state`
+    has all three.
+    """
     return Consensus(state.agreed.from_flat(state.agreed.flat() - state.duals.flat()), strength)
 
 
 def contribution(state: State) -> torch.Tensor:
-    """Returns a rank's contribution to the agreed weights, theta + u, as one vector; the agreed weights z are the mean
-    of all ranks'.
+    """Returns a rank's contribution to the agreed weights, theta + u, as one vector, from its state. The agreed weights
+    z are the mean of all ranks' contributions.
     """
     return state.weights.flat() + state.duals.flat()
 
 
 def store_agreed(state: State, z: torch.Tensor) -> None:
-    """Stores newly agreed weights and updates the rank's duals: u += theta - z."""
+    """Stores newly agreed weights `z` in a rank's state, and updates its duals: u += theta - z."""
     state.duals = state.duals.from_flat(contribution(state) - z)
     state.agreed = state.agreed.from_flat(z)
 
 
 def add_over_ranks(communicator: Communicator, values: Sequence[float]) -> list[float]:
-    """Returns the element-wise sums of all ranks' numbers. Collective."""
+    """Returns the sums over ranks of each of `values`. Collective."""
     return list(communicator.reduce_scalar(torch.tensor(values, dtype=torch.float64), dist.ReduceOp.SUM).tolist())
 
 
 def train_synchronously(state: State, data: Data, run: Run, communicator: Communicator, strength: float) -> None:
-    """Trains until the run stops, and updates `state` in place. `strength` is g, equal on all ranks."""
+    """Trains on this rank's data until the run stops, and updates `state` in place. `strength` is g, equal on all
+    ranks.
+    """
     recorder, start_s = run.recorder, time.perf_counter() - state.elapsed_s
     state.stopped = None
     while state.iteration < run.iterations and state.stopped is None:
@@ -105,7 +116,9 @@ def train_synchronously(state: State, data: Data, run: Run, communicator: Commun
 
 
 def _update_agreed(state: State, communicator: Communicator, recorder: Recorder) -> None:
-    """Replaces the agreed weights with the mean of all ranks' contributions. Collective."""
+    """Replaces the agreed weights in `state` with the mean of all ranks' contributions. Records its time.
+    Collective.
+    """
     if communicator.world_size == 1:
         state.agreed = state.weights
         return

@@ -48,6 +48,7 @@ def lagrangian(o_MBC: Tensor, y_MB: Tensor, shifted: PerConstraint, penalties: P
         o_MBC: outputs.
         y_MB: target classes.
         shifted: residuals minus scaled multipliers (r^).
+        penalties: the penalties of the residuals.
     """
     total = summed_loss(o_MBC, y_MB)
     for r, p in zip(shifted.tensors(), (penalties.p1, penalties.p2, penalties.p3), strict=True):
@@ -56,5 +57,5 @@ def lagrangian(o_MBC: Tensor, y_MB: Tensor, shifted: PerConstraint, penalties: P
 
 
 def summed_loss(o_MBC: Tensor, y_MB: Tensor) -> Tensor:
-    """Returns the cross entropy of outputs o (M, B, C) for classes y (M, B), summed over sequences and steps."""
+    """Returns the cross entropy of outputs `o_MBC` for classes `y_MB`, summed over sequences and steps."""
     return cross_entropy(o_MBC.flatten(0, 1), y_MB.flatten(), reduction="sum")

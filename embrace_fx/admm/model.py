@@ -25,9 +25,11 @@ def require(condition: bool, message: str) -> None:
 
 @dataclass(frozen=True)
 class Weights:
-    """All weights of the RNN and its head as two matrices, [U W b] of the cell and [V c] of the head.
+    """All weights of the RNN and its head.
 
-    The cell multiplies its inputs [x_n; s_{n-1}; 1], the head [s_m; 1].
+    Attributes:
+        cell_HF: [U W b], which multiplies the cell's inputs [x_n; s_{n-1}; 1].
+        head_CG: [V c], which multiplies the head's inputs [s_m; 1].
     """
 
     cell_HF: Tensor
@@ -59,8 +61,12 @@ class Weights:
 
 @dataclass(frozen=True)
 class PerConstraint:
-    """One tensor for each kind of constraint of ADMM (a_n = ..., s_n = ..., o_m = ...), such as its residuals or
-    multipliers.
+    """One tensor for each kind of constraint of ADMM, such as its residuals or multipliers.
+
+    Attributes:
+        a_NBH: of the constraints a_n = U x_n + W s_{n-1} + b.
+        s_NBH: of the constraints s_n = tanh(a_n).
+        o_MBC: of the constraints o_m = V s_m + c.
     """
 
     a_NBH: Tensor
@@ -78,18 +84,23 @@ class PerConstraint:
         return PerConstraint(*(-each for each in self.tensors()))
 
     def at(self, chosen_B: Tensor) -> PerConstraint:
-        """Returns the values of the sequences with these indices."""
+        """Returns the values of the sequences with the indices `chosen_B`."""
         return PerConstraint(*(each.index_select(1, chosen_B) for each in self.tensors()))
 
     def set_at(self, chosen_B: Tensor, other: PerConstraint) -> None:
-        """Overwrites the values of the sequences with these indices by those of `other`."""
+        """Overwrites the values of the sequences with the indices `chosen_B` by those of `other`."""
         for each, new in zip(self.tensors(), other.tensors(), strict=True):
             each.index_copy_(1, chosen_B, new)
 
 
 @dataclass(frozen=True)
 class Data:
-    """Training or evaluation data: input sequences, in the weights' dtype, and target classes (int64)."""
+    """Training or evaluation data.
+
+    Attributes:
+        x_NBI: input sequences, in the weights' dtype.
+        y_MB: target classes, int64.
+    """
 
     x_NBI: Tensor
     y_MB: Tensor
@@ -100,14 +111,19 @@ class Data:
         return self.x_NBI.shape[1]
 
     def at(self, chosen_B: Tensor) -> Data:
-        """Returns the sequences with these indices, and their targets."""
+        """Returns the sequences with the indices `chosen_B`, and their targets."""
         return Data(self.x_NBI.index_select(1, chosen_B), self.y_MB.index_select(1, chosen_B))
 
 
 @dataclass(frozen=True)
 class ForwardPass:
-    """All values of a forward pass: the inputs of cell [x_n; s_{n-1}; 1] and head [s_m; 1], the states, and the
-    outputs.
+    """All values of a forward pass.
+
+    Attributes:
+        cell_NBF: the inputs of the cell, [x_n; s_{n-1}; 1].
+        s_NBH: the states.
+        head_MBG: the inputs of the head, [s_m; 1].
+        o_MBC: the outputs.
     """
 
     cell_NBF: Tensor
@@ -119,7 +135,7 @@ class ForwardPass:
 def run_forward(
     weights: Weights, x_NBI: Tensor, head_steps: int, residuals: PerConstraint | None = None
 ) -> ForwardPass:
-    """Runs the RNN, and its head on the last `head_steps` steps.
+    """Runs the RNN with these weights, and its head on the last `head_steps` steps.
 
     Args:
         x_NBI: the inputs.
@@ -142,8 +158,8 @@ def run_forward(
 
 
 def read_weights(rnn: nn.RNN, head: nn.Linear) -> Weights:
-    """Copies the weights of the user's modules, with the RNN's two biases added up. Raises `ValueError` for unsupported
-    modules.
+    """Copies the weights of the user's RNN and head, with the RNN's two biases added up. Raises `ValueError` for
+    unsupported modules.
     """
     _check_modules(rnn, head)
     with torch.no_grad():
@@ -154,7 +170,7 @@ def read_weights(rnn: nn.RNN, head: nn.Linear) -> Weights:
 
 
 def write_weights(weights: Weights, rnn: nn.RNN, head: nn.Linear) -> None:
-    """Writes the weights into the user's modules. `bias_ih_l0` gets the RNN's whole bias."""
+    """Writes the weights into the user's RNN and head. `bias_ih_l0` gets the RNN's whole bias."""
     own = dict(rnn.named_parameters())
     with torch.no_grad():
         own["weight_ih_l0"].copy_(weights.cell_HF[:, : rnn.input_size])

@@ -40,6 +40,13 @@ class Progress:
 class Sums:
     """Sums over targets, sequences, constraints and ranks, each with the number of terms, from which the metrics are
     computed.
+
+    Attributes:
+        loss, correct: cross entropy, and number of correctly classified targets, of `targets` targets.
+        lagrangian: the augmented Lagrangian of `sequences` sequences.
+        ra, rs: squared residuals of a and of s, each of `states` elements.
+        ro: squared residuals of o, of `outputs` elements.
+        gap: mean squared differences from the agreed weights, of `ranks` ranks.
     """
 
     loss: float = 0.0
@@ -57,7 +64,9 @@ class Sums:
 
     @classmethod
     def of_model(cls, weights: Weights, data: Data) -> Sums:
-        """Returns the sums that give a model's loss and accuracy on some data, by a plain forward pass."""
+        """Returns the sums that give the loss and accuracy of a model with these weights on some data, by a plain
+        forward pass.
+        """
         o_MBC = run_forward(weights, data.x_NBI, len(data.y_MB)).o_MBC
         correct = (o_MBC.argmax(-1) == data.y_MB).sum()
         return cls(float(summed_loss(o_MBC, data.y_MB)), float(correct), float(data.y_MB.numel()))
@@ -73,7 +82,7 @@ class Sums:
         return Sums(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
 
     def progress(self, iteration: int, *, staleness: int, elapsed_s: float) -> Progress:
-        """Computes an iteration's metrics from the sums."""
+        """Computes an iteration's metrics from the sums. `staleness` and `elapsed_s` are passed on."""
         loss, accuracy, after = self.loss / self.targets, self.correct / self.targets, self.lagrangian / self.sequences
         squares = self.ra / self.states, self.rs / self.states, self.ro / self.outputs, self.gap / self.ranks
         ra, rs, ro, gap = (square**0.5 for square in squares)
@@ -82,15 +91,15 @@ class Sums:
 
 @dataclass(frozen=True)
 class Best:
-    """The weights with the lowest loss so far, and their iteration."""
+    """The weights with the lowest loss so far, their loss and their iteration."""
 
     iteration: int
     loss: float
     weights: Weights
 
     def better_of(self, progress: Progress, weights: Weights) -> Best:
-        """Returns the better pair: this one, or the given weights if their loss is lower. A loss of nan is never
-        lower.
+        """Returns the better of this and an iteration's metrics and weights, by their losses. A loss of nan is never
+        better.
         """
         return Best(progress.iteration, progress.loss, weights) if progress.loss < self.loss else self
 
@@ -111,7 +120,9 @@ class Stopping:
         require(fits, f"admm.Stopping(): accuracy is {self.accuracy}. Pass a number above 0 and at most 1.")
 
     def reason(self, progress: Progress, best: Best) -> str | None:
-        """Returns the reason to end training after this iteration, or None to continue."""
+        """Returns the reason to end training after an iteration with the metrics `progress`, or None to continue.
+        `best` has the lowest loss so far.
+        """
         if not (math.isfinite(progress.loss) and math.isfinite(progress.lagrangian)):
             return f"the loss was not finite at iteration {progress.iteration}"
         if self.accuracy is not None and progress.accuracy >= self.accuracy:

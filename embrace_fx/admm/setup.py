@@ -28,7 +28,14 @@ PREACTIVATIONS, OUTPUTS, ROUNDS = 0.5, 0.3, 8
 
 @dataclass(frozen=True)
 class OwnInputs:
-    """This rank's inputs of a training: its weights, its data, and the data to evaluate weights on."""
+    """This rank's inputs of a training.
+
+    Attributes:
+        weights: its weights.
+        data: its data.
+        monitored: the data to evaluate weights on.
+        trains: whether it trains on `data`; an asynchronous master does not.
+    """
 
     weights: Weights
     data: Data
@@ -38,7 +45,7 @@ class OwnInputs:
 
 @dataclass(frozen=True)
 class Training:
-    """The options of a call of `train`, which must be equal on all ranks."""
+    """The options of a call of `train`, which documents them. They must be equal on all ranks."""
 
     iterations: int
     batch_size: int
@@ -75,7 +82,9 @@ class Training:
         """Returns, by name, the values that must be equal on all ranks: the options, and facts about data and state.
 
         Args:
+            inputs: this rank's weights and data.
             draws: whether this rank's call asked for a timeline.
+            state: the state to resume from, or None.
         """
         return {each.name: str(getattr(self, each.name)) for each in fields(self)} | {
             "weights": ", ".join(f"{each.dtype} {tuple(each.shape)}" for each in inputs.weights.tensors()),
@@ -86,8 +95,8 @@ class Training:
 
 
 def training_group(parallel: Parallel, process_group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
-    """Returns the process group of the ranks that train together, or None for a single process. Raises `ValueError` if
-    the options do not fit the group.
+    """Returns the process group of the ranks that train together by the method `parallel`, or None for a single
+    process. Raises `ValueError` if the method does not fit the group.
     """
     ready, call = dist.is_available() and dist.is_initialized(), f"admm.train(parallel={parallel})"
     if parallel is None:
@@ -120,6 +129,7 @@ def read_inputs(
     input.
 
     Args:
+        rnn, head, data: as for `train`.
         validation: data to evaluate weights on; `data` if None.
         trains: whether this rank trains on `data`; an asynchronous master does not.
     """
@@ -166,6 +176,10 @@ def prepare_on_all(
 def initial_state(communicator: Communicator, inputs: OwnInputs, penalties: Penalties, *, rescale: bool) -> State:
     """Returns the state of a new training: rank 0's weights, and a seed from torch's global generator for the order of
     batches. Collective.
+
+    Args:
+        inputs: this rank's weights and data.
+        penalties, rescale: as for `train`.
     """
     add = partial(add_over_ranks, communicator)
     flat, seed = inputs.weights.flat(), torch.randint(2**31, (1,))

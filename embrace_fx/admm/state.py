@@ -48,7 +48,9 @@ class State:
 
     @classmethod
     def begin(cls, weights: Weights, data: Data | None, penalties: Penalties, best: Best, seed: int) -> State:
-        """Returns the state before the first iteration, with zero multipliers if the rank has data to train on."""
+        """Returns the state before the first iteration, with zero multipliers if the rank has data to train on. The
+        other arguments are fields of the state.
+        """
         zeros = Weights(*map(torch.zeros_like, weights.tensors()))
         multipliers = None
         if data is not None:
@@ -61,8 +63,8 @@ class State:
         return self.history[-1].elapsed_s if self.history else 0.0
 
     def advance(self, progress: Progress, stopping: Stopping) -> None:
-        """Records an iteration's metrics, remembers the agreed weights if their loss is the lowest so far, and decides
-        whether to stop.
+        """Records an iteration's metrics (`progress`), remembers the agreed weights if their loss is the lowest so far,
+        and decides by the criteria `stopping` whether to stop.
         """
         self.history.append(progress)
         self.best = self.best.better_of(progress, self.agreed)
@@ -74,7 +76,9 @@ class State:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], map_location: torch.device | str | None = None) -> State:
-        """Loads a state that `save` has written. Raises `ValueError` if the file is something else."""
+        """Loads a state that `save` has written. Raises `ValueError` if the file is something else. `map_location` is
+        as for `torch.load`.
+        """
         saved: Any = torch.load(path, weights_only=True, map_location=map_location)
         known = isinstance(saved, dict) and saved.pop("format", None) == FORMAT
         require(
@@ -106,13 +110,15 @@ Sizes = tuple[tuple[int, ...], ...]
 
 
 def multiplier_sizes(weights: Weights, data: Data) -> Sizes:
-    """Returns the shapes of the multipliers of a, s and o for this data."""
+    """Returns the shapes of the multipliers of a, s and o for these weights and this data."""
     states, outputs = (*data.x_NBI.shape[:2], len(weights.cell_HF)), (*data.y_MB.shape, len(weights.head_CG))
     return states, states, outputs
 
 
 def _fixed_values(weights: Weights, multipliers: Sizes, penalties: Penalties) -> dict[str, str]:
-    """Returns, by name, the values that must be the same when a state is saved and when training resumes from it."""
+    """Returns, by name, the values that must be the same when a state is saved and when training resumes from it.
+    `multipliers` are the shapes of the multipliers.
+    """
     return {
         "weights": ", ".join(f"{each.dtype} {tuple(each.shape)}" for each in weights.tensors()),
         "multipliers of": str(multipliers),

@@ -29,7 +29,11 @@ TOLERANCE = 0.01
 
 
 class Jacobian:
-    """The Jacobian J of a forward pass's outputs with respect to the residuals of a, s and o."""
+    """The Jacobian J of a forward pass's outputs with respect to the residuals of a, s and o.
+
+    Args:
+        s_NBH: the states of the forward pass.
+    """
 
     def __init__(self, weights: Weights, s_NBH: Tensor) -> None:
         self._W_HH, self._V_CH = weights.W_HH.contiguous(), weights.V_CH.contiguous()
@@ -74,6 +78,7 @@ def minimize_jointly(
         o_MBC: the outputs of the pass.
         y_MB: target classes.
         shifted: the residuals before the update, minus scaled multipliers.
+        penalties: the penalties of the Lagrangian.
     """
     q_MBC = o_MBC.softmax(-1)
     g_MBC = q_MBC.scatter_add(-1, y_MB[..., None], q_MBC.new_full((), -1.0).expand(*y_MB.shape, 1))
@@ -86,6 +91,11 @@ def solve_last_step(
 ) -> PerConstraint:
     """Minimizes for a head that reads only the last step, by solving a C x C system with S = diag(q) - q q' for each
     sequence.
+
+    Args:
+        jacobian, shifted, penalties: as for `minimize_jointly`, and so is the result.
+        g_MBC: the gradient of the loss at the outputs.
+        q_MBC: the softmax of the outputs.
     """
     (N, B, H), C = shifted.a_NBH.shape, g_MBC.shape[2]
     unit_CC = torch.eye(C, dtype=g_MBC.dtype, device=g_MBC.device)
@@ -109,20 +119,23 @@ def solve_all_steps(
     = -E' (J r^ + R g), S = E E'.
 
     E is diag(root) times a projection, with root = sqrt(q).
+
+    Args:
+        jacobian, g_MBC, q_MBC, shifted, penalties: as for `solve_last_step`.
     """
     root_MBC = q_MBC.sqrt()
 
     def project(v_MBC: Tensor) -> Tensor:
-        """Removes from each vector its component along `root_MBC`."""
+        """Returns `v_MBC` without each vector's component along `root_MBC`."""
         return v_MBC - root_MBC * (root_MBC * v_MBC).sum(-1, keepdim=True)
 
     def residuals(y_MBC: Tensor) -> PerConstraint:
-        """Returns the residuals of all constraints for dual variables."""
+        """Returns the residuals of all constraints for dual variables `y_MBC`."""
         a, s = jacobian.apply_transposed(y_MBC)
         return PerConstraint(a / -penalties.p1, s / -penalties.p2, y_MBC / -penalties.p3)
 
     def dot(v_MBC: Tensor, w_MBC: Tensor) -> Tensor:
-        """Returns the dot product of two vectors for each sequence, (1, B, 1)."""
+        """Returns the dot product of `v_MBC` and `w_MBC` for each sequence, (1, B, 1)."""
         return (v_MBC * w_MBC).sum((0, 2), keepdim=True)
 
     y_MBC = g_MBC

@@ -45,7 +45,7 @@ def cut_by_time(recording: Recording, window_s: float) -> Recording:
     start_s, end_s = recording.marks[0][2], recording.marks[-1][2]
 
     def window(at_s: float) -> int:
-        """Returns the index of the window that contains a time."""
+        """Returns the index of the window that contains the time `at_s`."""
         return int((at_s - start_s) / window_s)
 
     return Recording(

@@ -33,6 +33,9 @@ def run_epoch(
     """Runs one epoch on a rank, and updates its weights, multipliers and Gram matrices in place.
 
     Args:
+        state: the rank's state.
+        data: the rank's sequences.
+        batch_size: the number of sequences of a batch.
         consensus: the pull to the agreed weights, or None in a single process.
         mark: called after each part of a batch's update, for a timeline.
 
@@ -52,8 +55,12 @@ def run_epoch(
 
 
 def _update_on_batch(state: State, data: Data, chosen_B: Tensor, consensus: Consensus | None, mark: Mark) -> Tensor:
-    """Updates `state` by one batch, given by the indices of its sequences. Returns the Lagrangian after the joint
-    update, and the sums of squared residuals of a, s and o.
+    """Updates `state` by one batch. Returns the Lagrangian after the joint update, and the sums of squared residuals of
+    a, s and o.
+
+    Args:
+        chosen_B: the indices of the batch's sequences in `data`.
+        consensus, mark: as for `run_epoch`.
     """
     assert state.multipliers is not None
     batch, multipliers = data.at(chosen_B), state.multipliers.at(chosen_B)

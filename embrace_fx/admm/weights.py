@@ -17,7 +17,7 @@ from torch import Tensor
 from embrace_fx.admm.lagrangian import Penalties
 from embrace_fx.admm.model import ForwardPass, PerConstraint, Weights
 
-KEPT = 0.9
+DECAY = 0.9
 """Decay of the running mean per batch."""
 FLOOR = 1e-3
 """Minimum damping, relative to the mean square, because some inputs are always zero."""
@@ -25,8 +25,10 @@ FLOOR = 1e-3
 
 @dataclass(frozen=True)
 class Grams:
-    """Running means of the Gram matrices phi phi', where phi are the inputs of cell and head. None before the first
-    batch.
+    """Running means of the Gram matrices phi phi'. None before the first batch.
+
+    Attributes:
+        cell_FF, head_GG: for phi the inputs of the cell, and of the head.
     """
 
     cell_FF: Tensor | None = None
@@ -35,8 +37,8 @@ class Grams:
 
 @dataclass(frozen=True)
 class Consensus:
-    """The term of the Lagrangian that pulls a rank's weights to `target` = z - u: g/2 |theta - target|^2 per sequence
-    of a batch.
+    """The term of the Lagrangian that pulls a rank's weights theta to `target` = z - u: g/2 |theta - target|^2 per
+    sequence of a batch, with g = `strength`.
     """
 
     target: Weights
@@ -54,8 +56,11 @@ def update_weights(
     """Returns the weights that fit a batch best, and the updated running means.
 
     Args:
+        weights: the current weights.
+        grams: the running means before the batch.
         forward: the forward pass on the batch.
         shifted: its residuals minus multipliers.
+        penalties: the penalties of the Lagrangian, and the damping.
         consensus: the pull to the agreed weights, or None in a single process.
     """
     targets = consensus.target.tensors() if consensus is not None else (None, None)
@@ -67,7 +72,7 @@ def update_weights(
         pull = (target, consensus.strength / (p * len(rows))) if consensus and target is not None else None
         phi_RK = rows.flatten(0, 1)
         found = phi_RK.t() @ phi_RK / len(phi_RK)
-        gram = found if gram is None else torch.lerp(found, gram, KEPT)
+        gram = found if gram is None else torch.lerp(found, gram, DECAY)
         matrices.append(fit_matrix(matrix, gram, phi_RK, r.flatten(0, 1), penalties.damping, pull))
         running.append(gram)
     return Weights(*matrices), Grams(*running)
@@ -81,6 +86,9 @@ def fit_matrix(
     Args:
         matrix: the current matrix, to which the damping pulls.
         gram: the running mean of phi phi'.
+        phi_RK: the inputs phi of R rows.
+        r: the shifted residuals of these rows.
+        damping: the damping, relative to the mean square of the inputs.
         pull: (target, strength g) of the pull to the agreed weights, or None.
     """
     slope = phi_RK.t() @ r / len(r)

@@ -88,7 +88,7 @@ def plan(
 
 
 def forecast_text(forecast: Forecast) -> str:
-    """Returns a forecast's report as text, with the schedule's metrics if there is a schedule."""
+    """Returns a forecast's report as text, with the schedule's metrics if several ranks are planned for."""
     return str(forecast) if forecast.world_size == 1 else f"{forecast}\n{forecast.schedule}"
 
 
@@ -107,8 +107,8 @@ def write_forecast(forecast: Forecast, text: str, path: Path) -> None:
 
 
 def _write_json(forecast: Forecast, path: Path) -> None:
-    """Writes the schedule as a trace, for `show` and Perfetto, with the plan in it. For one rank, writes only the
-    plan.
+    """Writes a forecast's schedule as a trace, for `show` and Perfetto, with the plan in it. For one rank, writes only
+    the plan.
     """
     if forecast.world_size == 1:
         forecast.save(path)

@@ -42,7 +42,7 @@ class Finding:
 
 
 def software_versions(_: Environment) -> Finding:
-    """Checks that Python and torch are recent enough."""
+    """Checks that Python and torch are recent enough. Ignores the environment."""
     found = (
         f"Python {platform.python_version()}, torch {torch.__version__}, embrace-fx {metadata.version('embrace-fx')}"
     )
@@ -54,7 +54,7 @@ def software_versions(_: Environment) -> Finding:
 
 
 def backends(_: Environment) -> Finding:
-    """Checks that gloo or NCCL supports the devices of this machine."""
+    """Checks that gloo or NCCL supports the devices of this machine. Ignores the environment."""
     if not dist.is_available():
         return Finding("backends", "fails", "torch without torch.distributed", "install a build of torch that has it")
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -70,7 +70,9 @@ def backends(_: Environment) -> Finding:
 
 
 def compiler(environment: Environment) -> Finding:
-    """Checks for a C++ compiler, which `backend="inductor"` calls on a CPU."""
+    """Checks for a C++ compiler, which `backend="inductor"` calls on a CPU: `CXX` of the environment, or one on its
+    `PATH`.
+    """
     asked = environment.get("CXX")
     for name in (asked,) if asked else ("g++", "c++", "clang++"):
         if path := shutil.which(name, path=environment.get("PATH")):
@@ -80,7 +82,7 @@ def compiler(environment: Environment) -> Finding:
 
 
 def triton(_: Environment) -> Finding:
-    """Checks for Triton, the language of the GPU kernels."""
+    """Checks for Triton, the language of the GPU kernels. Ignores the environment."""
     there = util.find_spec("triton") is not None
     if not torch.cuda.is_available():
         return Finding("Triton", "works", "not needed without a CUDA device")
@@ -90,7 +92,7 @@ def triton(_: Environment) -> Finding:
 
 
 def launcher_variables(environment: Environment) -> Finding:
-    """Checks that the launcher has set all of its variables or none."""
+    """Checks that the environment has all variables of a launcher such as torchrun, or none."""
     there = [name for name in LAUNCH_VARIABLES if name in environment]
     if not there:
         return Finding("launch", "works", "a single process; `torchrun --nproc-per-node 2 -m ...` starts several")
@@ -108,7 +110,7 @@ def launcher_variables(environment: Environment) -> Finding:
 
 
 def master_address(environment: Environment) -> Finding:
-    """Checks that `MASTER_ADDR`, where ranks meet, can be resolved."""
+    """Checks that `MASTER_ADDR` of the environment, the host where ranks meet, can be resolved."""
     host = environment.get("MASTER_ADDR")
     if host is None:
         return Finding("meeting place", "works", "none is needed for a single process")
@@ -125,7 +127,7 @@ def master_address(environment: Environment) -> Finding:
 
 
 def network_interface(environment: Environment) -> Finding:
-    """Checks that gloo's network interface exists."""
+    """Checks that the network interface in `GLOO_SOCKET_IFNAME` of the environment exists."""
     asked, there = environment.get("GLOO_SOCKET_IFNAME"), [name for _, name in socket.if_nameindex()]
     if asked and not set(asked.split(",")) <= set(there):
         return Finding(
@@ -138,7 +140,9 @@ def network_interface(environment: Environment) -> Finding:
 
 
 def thread_count(environment: Environment) -> Finding:
-    """Checks that all ranks of a machine together do not start more threads than it has cores."""
+    """Checks that all ranks of a machine together do not start more threads than it has cores. Reads the numbers of
+    ranks and threads from the environment.
+    """
     ranks, cores = int(environment.get("LOCAL_WORLD_SIZE", "1")), os.cpu_count() or 1
     each = int(environment.get("OMP_NUM_THREADS") or cores)
     found = f"{ranks} rank(s) of {each} thread(s) on {cores} core(s)"
@@ -160,7 +164,7 @@ CHECKS: tuple[Callable[[Environment], Finding], ...] = (
 
 
 def run_checks(environment: Environment) -> list[Finding]:
-    """Runs every check, in order."""
+    """Runs every check in order, on the environment variables of this process. Returns one finding for each."""
     return [check(environment) for check in CHECKS]
 
 

@@ -85,7 +85,7 @@ def compare(make: Callable[[], tuple[nn.Module, Any, torch.optim.Optimizer | Non
 
 
 def _print_progress(text: str) -> None:
-    """Prints a line on rank 0's stderr, so that stdout has only the result."""
+    """Prints `text` on rank 0's stderr, because stdout is for the result."""
     if dist.get_rank() == 0:
         print(f"bench: {text}", file=sys.stderr, flush=True)
 
@@ -109,8 +109,12 @@ def _default_optimizer(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def _result_lines(ddp: Contender, embrace: Contender, compiled: embrace_fx.CompiledModel) -> list[str]:
-    """Returns the lines to print: the step times of both systems, their ratio, the bytes sent, and the model's
-    report.
+    """Returns the lines to print: the step times of both systems, their ratio, the bytes sent, and the report of the
+    compiled model.
+
+    Args:
+        ddp, embrace: the measured steps under DDP and under embrace_fx.
+        compiled: the model that `embrace_fx.compile` returned.
     """
     ddp_ms, own_ms = median(ddp.step_ms), median(embrace.step_ms)
     lines = [

@@ -36,7 +36,9 @@ class EmbraceAccelerator(Accelerator):  # type: ignore[misc]  # accelerate has n
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> nn.Module:
-        """Returns the model compiled. Returns it unchanged if it is compiled already, or is only to be evaluated."""
+        """Returns the model compiled. Returns it unchanged if it is compiled already, or is only to be evaluated. The
+        arguments are those of `Accelerator.prepare_model`.
+        """
         if isinstance(model, embrace_fx.CompiledModel):
             self._models.append(model)
             return model
@@ -50,7 +52,9 @@ class EmbraceAccelerator(Accelerator):  # type: ignore[misc]  # accelerate has n
         return compiled
 
     def prepare_optimizer(self, optimizer: Optimizer, device_placement: bool | None = None) -> AcceleratedOptimizer:
-        """Prepares an optimizer so that its state dict contains whole tensors."""
+        """Prepares an optimizer so that its state dict contains whole tensors. The arguments are those of
+        `Accelerator.prepare_optimizer`.
+        """
         prepared = super().prepare_optimizer(optimizer, device_placement)
         prepared.__class__ = _WholeStateOptimizer
         return prepared
@@ -62,7 +66,7 @@ class EmbraceAccelerator(Accelerator):  # type: ignore[misc]  # accelerate has n
         return found
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
-        """Returns the model's state dict with whole tensors. Collective."""
+        """Returns the model's state dict with whole tensors. Ignores `unwrap`. Collective."""
         return embrace_fx.full_state_dict(model)
 
 

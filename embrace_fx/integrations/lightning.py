@@ -119,7 +119,9 @@ class EmbraceMetrics(Callback):
     """
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
-        """Logs the compiled model's metrics."""
+        """Logs the compiled model's metrics through the LightningModule, every `log_every_n_steps` steps of the
+        trainer.
+        """
         strategy = trainer.strategy
         if not isinstance(strategy, EmbraceStrategy) or strategy.compiled is None:
             return

@@ -30,7 +30,7 @@ class EmbraceTrainer(Trainer):
         self.accelerator.__class__ = EmbraceAccelerator
 
     def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: Any = None) -> nn.Module:
-        """Returns the compiled model for an evaluation; for training, wraps the model as Transformers does."""
+        """Returns the compiled model for an evaluation; for training, wraps the model as `Trainer._wrap_model` does."""
         compiled = getattr(self, "model_wrapped", None)
         if not training and isinstance(compiled, embrace_fx.CompiledModel):
             return compiled
@@ -45,12 +45,12 @@ class EmbraceTrainer(Trainer):
         super().log(logs, *args, **kwargs)
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
-        """Saves the model with whole tables. Collective."""
+        """Saves the model with whole tables to a directory, or `state_dict` if given. Collective."""
         assert self.model is not None
         super()._save(output_dir, embrace_fx.full_state_dict(self.model) if state_dict is None else state_dict)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        """Saves the optimizer's state, gathered from all ranks, and the scheduler's."""
+        """Saves the optimizer's state, gathered from all ranks, and the scheduler's, to a directory. Collective."""
         optimizer: Any = self.optimizer
         state = optimizer.state_dict()  # collective: every rank builds the state dict, and one writes it
         saved: Any = SimpleNamespace(state_dict=lambda: state)

@@ -43,13 +43,14 @@ def agree_on_set_up(
     """Checks the arguments of all ranks together, because a rank that failed alone would leave the others waiting.
 
     Args:
+        optimizers, options: the arguments of `compile`.
         mesh: the device mesh given in place of a process group.
         hook: the communication hook's name.
         is_called: whether this is the first call, when all parameters may be frozen, like a discriminator's in a GAN.
 
     Raises:
-        SetUpError: some rank's arguments are bad, or differ from rank 0's; on every rank, which names the first
-            difference with both versions.
+        SetUpError: some rank's arguments are bad, or differ from rank 0's. Raised on every rank, with the first
+            difference.
     """
     own: dict[str, str] | str
     try:
@@ -137,6 +138,7 @@ def agree_on_first_call(
     """Checks, before there is a plan, that all ranks make the same call and none has failed to capture. Collective.
 
     Args:
+        activity: the mode of the call, as `Context.activity` returns it.
         failure: the error with which this rank could not capture its batch, or None.
         route: the requested route.
 
@@ -158,14 +160,14 @@ def agree_on_first_call(
 
 
 def runs_eagerly_for(failure: Exception | None, route: str | None) -> str:
-    """Returns the reason why a forward that could not be captured may run eagerly, or "" if it may not."""
+    """Returns why a forward that failed to be captured may run eagerly, or "" if it may not, as by `route` "graph"."""
     if route == "graph" or not isinstance(failure, CaptureError) or failure.raised is not None:
         return ""
     return failure.reason
 
 
 def give_up(announcements: StepHandshake, failure: Exception) -> NoReturn:
-    """Tells the other ranks that this rank has failed instead of announcing a step, and raises the error.
+    """Announces to the other ranks, in place of a step, that this rank has failed, and raises the error.
 
     Raises:
         CaptureError: if `failure` is one (or the forward's own error); other ranks raise PeerFailure.
@@ -183,7 +185,7 @@ def give_up(announcements: StepHandshake, failure: Exception) -> NoReturn:
 
 
 def _error_of_forward(failure: Exception | None) -> Exception | None:
-    """Returns the exception that the user's own forward raised and that made its capture fail, or None."""
+    """Returns the exception of the user's own forward that caused this failed capture, or None."""
     raised = failure.raised if isinstance(failure, CaptureError) else None
     if raised is not None:
         raised.add_note(f"Raised by the forward while it was captured: {failure}")

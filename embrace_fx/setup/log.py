@@ -24,7 +24,7 @@ _of_thread = threading.local()
 
 
 def log(message: str, *args: object) -> None:
-    """Logs one line at INFO. Call it on rank 0 only."""
+    """Logs one line at INFO, from a message and its arguments as for `logging.info`. Call it on rank 0 only."""
     if logger.hasHandlers():  # the program has configured logging
         logger.info(message, *args)
     elif not (logger.disabled or logger.level > logging.INFO or logging.root.manager.disable >= logging.INFO):
@@ -59,7 +59,7 @@ def stage(what: str, rank: int = 0) -> Iterator[None]:
 
 
 def _watch(stages: list[tuple[str, float]], ended: threading.Event) -> None:
-    """Logs the innermost stage every few seconds until the stages have ended."""
+    """Logs the innermost of `stages`, (stage, start time), every few seconds until the event `ended` is set."""
     while not ended.wait(LINE_EVERY_S):
         for what, began_s in stages[-1:]:  # the last stage may have ended in the meantime
             log("%s, %.0f s so far", what, time.monotonic() - began_s)

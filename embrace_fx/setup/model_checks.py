@@ -71,7 +71,7 @@ def _find_problems(model: nn.Module, optimizers: Sequence[Any], *, is_called: bo
 
 
 def _find_parameter_problems(model: nn.Module, *, is_called: bool) -> Iterator[str]:
-    """Yields the problems of a model's parameters, for messages."""
+    """Yields the problems of a model's parameters, for messages. `is_called`: at its first call, all may be frozen."""
     kind, hooks = type(model).__name__, [*model._state_dict_pre_hooks.values()]
     if not is_called and not any(parameter.requires_grad for parameter in model.parameters()):
         yield f"compile(): {kind} has no trainable parameter, so there is nothing to train. Call the model itself."
@@ -124,7 +124,7 @@ def _refuse_shared_memory(model: nn.Module) -> None:
 
 
 def share_memory(one: Tensor, other: Tensor) -> bool:
-    """Returns whether two tensors have an element in common.
+    """Returns whether tensors `one` and `other` have an element in common.
 
     >>> table = torch.zeros(4, 6)
     >>> share_memory(table[:, :3], table[:, 3:]), share_memory(table[:, :4], table[:, 3:])

@@ -115,7 +115,7 @@ class Options:
             )
 
     def _check_tables(self, where: str) -> None:
-        """Raises `ValueError` if an option about tables has a wrong value."""
+        """Raises `ValueError` if an option about tables has a wrong value. The error names the call `where`."""
         memory: object = self.table_memory
         of_tables = list(memory.values()) if isinstance(memory, Mapping) else [] if memory is None else [memory]
         if not all(isinstance(each, int | float) and each > 0 for each in of_tables):

@@ -80,7 +80,7 @@ class DrawnSchedule(Schedule):
 
     @classmethod
     def from_schedule(cls, schedule: Schedule, background: Callable[[], PictureFacts] | None = None) -> DrawnSchedule:
-        """Makes a schedule drawable."""
+        """Returns a drawable copy of a schedule. `background` is as for the class."""
         return cls(**vars(schedule), background=background)
 
     def save(self, path: str | os.PathLike[str], *, timeline: Timeline | None = None) -> None:
@@ -111,7 +111,7 @@ class DrawnTimeline(Timeline):
     def from_timeline(
         cls, timeline: Timeline, schedule: Schedule | None, background: Callable[[], PictureFacts] | None = None
     ) -> DrawnTimeline:
-        """Makes a timeline drawable."""
+        """Returns a drawable copy of a timeline. The other arguments are as for the class."""
         return cls(**vars(timeline), schedule=schedule, background=background)
 
     def save(self, path: str | os.PathLike[str]) -> None:

@@ -30,13 +30,13 @@ class HoverTexts:
             self._needed_by[each.before].append(each.after + (" (next window)" if each.distance else ""))
 
     def text(self, panel: Panel, item: Item) -> str:
-        """Returns the description of an item, one fact per line."""
+        """Returns the description of an item of a panel, one fact per line."""
         step = f"t{item.window:+d}" if item.window else "t"
         where = f"where: {panel.status}, rank {item.rank}, window {step}"
         return "\n".join((f"{name(item)}: {_format_ms(item.end_ms - item.start_ms)}", where, *self._lines(panel, item)))
 
     def _lines(self, panel: Panel, item: Item) -> Iterator[str]:
-        """Yields the lines that describe an item."""
+        """Yields the lines that describe an item of a panel."""
         if not isinstance(item, Span):
             yield f"class: {item.lane}" if isinstance(item, Wait) else "runs: Python and autograd"
             yield f"starts: {self._time_in_window(panel, item.window, item.start_ms)}"
@@ -60,7 +60,9 @@ class HoverTexts:
                 yield f"{term}: {', '.join(names[operation.name])}"
 
     def _times(self, panel: Panel, item: Span) -> Iterator[str]:
-        """Yields lines with the predicted and the measured time of an operation."""
+        """Yields lines with the predicted and the measured time of an operation, given by one of its spans and the
+        span's panel.
+        """
         times: list[float] = []
         for other in self._picture.panels:
             window = (
@@ -81,14 +83,16 @@ class HoverTexts:
             yield f"ratio: {times[1] / times[0]:.2f} measured / predicted"
 
     def _time_in_window(self, panel: Panel, window: int, time_ms: float) -> str:
-        """Describes a time by its distance from the start of its window (a backward and the next forward)."""
+        """Describes a time on a panel by its distance from the start of its window (a backward and the next
+        forward).
+        """
         if window not in panel.windows:
             return "outside of the windows"
         return f"{_format_ms(time_ms - panel.starts_ms[window])} into its window"
 
 
 def name(item: Item) -> str:
-    """Returns the name of an operation, wait or gap, which is the same in every window."""
+    """Returns the name of an item: an operation, wait or gap. It is the same in every window."""
     if isinstance(item, Span):
         return item.operation.name
     return f"waits for {item.launch}" if isinstance(item, Wait) else "between operations"

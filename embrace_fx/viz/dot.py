@@ -42,13 +42,20 @@ def _lines(schedule: Schedule) -> Iterator[str]:
 
 
 def _edge(before: str, after: str, attributes: str = "") -> str:
-    """Returns an edge in the DOT language."""
+    """Returns an edge between two operations, given by name, in the DOT language.
+
+    Args:
+        attributes: the edge's attributes in the DOT language, such as "style=dashed".
+    """
     return f"{quote(before)} -> {quote(after)}{f' [{attributes}]' if attributes else ''};"
 
 
 def _node(operation: Operation, place: int | None, is_critical: bool) -> str:
-    """Returns an operation as a node in the DOT language, with its position in the launch order if it is a
-    collective.
+    """Returns an operation as a node in the DOT language.
+
+    Args:
+        place: the position of a collective in the launch order, from 1; None for compute.
+        is_critical: whether the operation is on the critical path.
     """
     lines = [operation.name, f"{operation.duration_ms:.2f} ms"]
     if not operation.is_compute:
@@ -70,6 +77,6 @@ def _node(operation: Operation, place: int | None, is_critical: bool) -> str:
 
 
 def quote(text: str) -> str:
-    """Quotes a string for the DOT language, where a backslash begins an escape except before a quote."""
+    """Quotes text for the DOT language, where a backslash begins an escape except before a quote."""
     escaped = text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
     return f'"{escaped}"'

@@ -32,6 +32,7 @@ class Cell:
     """A block of the drawing: a collective, or all compute between two collectives.
 
     Attributes:
+        phase: the phase of the step, such as "forward".
         lane: "compute", or the lane of the collective.
         nodes: the graph nodes that it stands for.
         after: indices of the cells that it depends on.
@@ -65,8 +66,10 @@ class Cell:
 
 
 def fold_nodes(modules: Mapping[str, fx.GraphModule]) -> list[Cell]:
-    """Folds the nodes of graphs into cells: one for each collective, and one for all compute between two
-    collectives.
+    """Folds the nodes of graphs into cells: one for each collective, and one for all compute between two collectives.
+
+    Args:
+        modules: phase -> its graph, in execution order.
     """
     cells: list[Cell] = []
     sent: dict[object, int] = {}  # launch (its node if it has no id) -> its cell
@@ -97,7 +100,7 @@ def fold_nodes(modules: Mapping[str, fx.GraphModule]) -> list[Cell]:
 
 
 def _waited_for(node: fx.Node) -> object | None:
-    """Returns what a node waits for, the id of a collective or its node, or None if it does not wait."""
+    """Returns the collective that a node waits for, as its id or its node, or None if the node does not wait."""
     if op_name(node) != "_c10d_functional::wait_tensor":
         return None
     source = node.all_input_nodes[0]
@@ -113,7 +116,12 @@ def _lane_of(node: fx.Node) -> Lane:
 
 
 def dot(modules: Mapping[str, fx.GraphModule], title: str) -> str:
-    """Returns graphs as text in the DOT language of Graphviz."""
+    """Returns a drawing of graphs as text in the DOT language of Graphviz.
+
+    Args:
+        modules: phase -> its graph, in execution order.
+        title: the drawing's title.
+    """
     lines = [
         f"  label={quote(title)}; labelloc=t; rankdir=TB; nodesep=0.2; ranksep=0.25;",
         '  node [style=filled, fontname="Helvetica", fontsize=10, height=0.3, penwidth=0.6];',
@@ -140,13 +148,15 @@ LAYOUT_S = 60.0
 
 
 def svg(modules: Mapping[str, fx.GraphModule], title: str) -> str:
-    """Returns graphs as an SVG file that follows the reader's light or dark scheme."""
+    """Returns a drawing of graphs as an SVG file that follows the reader's light or dark scheme. The arguments are
+    those of `dot`.
+    """
     laid_out = _graphviz_svg(dot(modules, title))
     return _boxes_svg(fold_nodes(modules), title) if laid_out is None else laid_out
 
 
 def _graphviz_svg(text: str) -> str | None:
-    """Returns Graphviz's SVG for a graph in DOT, or None if Graphviz is not installed or takes too long."""
+    """Returns Graphviz's SVG for a graph (`text` in DOT), or None if Graphviz is not installed or takes too long."""
     program = shutil.which("dot")
     if program is None:
         return None
@@ -180,7 +190,7 @@ _CHARACTER = 6.2
 
 
 def _boxes_svg(cells: Sequence[Cell], title: str) -> str:
-    """Draws the cells as a column of boxes, each with its number, label and dependences, for machines without
+    """Draws the cells as a titled column of boxes, each with its number, label and dependences, for machines without
     Graphviz.
     """
     needs = ["after " + ", ".join(str(k + 1) for k in sorted(cell.after)) if cell.after else "" for cell in cells]

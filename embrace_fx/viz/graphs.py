@@ -87,7 +87,8 @@ class Graphs(Mapping[str, fx.GraphModule]):
         return found()
 
     def diff(self, first: str, second: str) -> str:
-        """Returns the differences between two graphs as a unified diff, or "" if they are equal.
+        """Returns the differences between two graphs, given by the names of their passes, as a unified diff; "" if they
+        are equal.
 
         Raises:
             KeyError: there is no graph of that name.

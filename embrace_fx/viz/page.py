@@ -82,7 +82,7 @@ _NAMED = Theme(
 
 
 def _section(picture: Picture, panel: Panel) -> str:
-    """Returns one panel (the prediction or the measurement) as an HTML section."""
+    """Returns one panel of a picture (the prediction or the measurement) as an HTML section."""
     status = panel.status
     return "\n".join(
         (
@@ -115,7 +115,7 @@ def _colour_variables(theme: Theme) -> str:
 
 
 def _script_data(picture: Picture) -> dict[str, Any]:
-    """Returns the plain values that the page's script reads."""
+    """Returns the plain values of a picture that the page's script reads."""
     schedule = picture.schedule
     return {
         "left": svg.LEFT,
@@ -149,8 +149,8 @@ def _panel_data(panel: Panel) -> dict[str, Any]:
 
 
 def _operation_data(picture: Picture) -> Iterator[dict[str, Any]]:
-    """Yields the data that the page's script needs for each operation of a training step: its fields, and its
-    median time over steps and ranks for each panel.
+    """Yields the data that the page's script needs for each operation of a picture: its fields, and its median time
+    over steps and ranks for each panel.
     """
     operations: dict[str, Operation] = {}
     taken: list[dict[str, list[float]]] = []
@@ -171,5 +171,5 @@ def _operation_data(picture: Picture) -> Iterator[dict[str, Any]]:
 
 
 def _metric_data(figure: Metric) -> dict[str, Any]:
-    """Converts a metric to the plain values that the page's script reads."""
+    """Converts a metric (`figure`) to the plain values that the page's script reads."""
     return {**asdict(figure), "text": str(figure)}

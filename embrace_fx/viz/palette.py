@@ -18,7 +18,14 @@ from embrace_fx.vocabulary.step_parts import Share
 
 @dataclass(frozen=True)
 class Theme:
-    """The CSS colours of one theme: of the page, and, by key, of operations and of the text on them."""
+    """The CSS colours of one theme.
+
+    Attributes:
+        page, strip, line, faint, text, critical: colours of the background, of lanes, of lines, of secondary text, of
+            text, and of the critical path.
+        fill: key of `PAINTS` -> the colour of an operation.
+        ink: key of `PAINTS` -> the colour of text on that operation.
+    """
 
     page: str
     strip: str

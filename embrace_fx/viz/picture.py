@@ -28,6 +28,9 @@ class Phase:
     """A part of a window on one rank: the backward, the optimizer's step, or the next forward.
 
     Attributes:
+        name: the phase; "step" is the optimizer's.
+        window: the index of the window (a backward and the next forward).
+        start_ms, end_ms: as in `Span`.
         step: the number of the training step; 0 for the first backward shown.
     """
 
@@ -46,7 +49,11 @@ class Phase:
 
 @dataclass(frozen=True)
 class Gap:
-    """A time during which a rank neither runs an operation nor waits for one."""
+    """A time during which a rank neither runs an operation nor waits for one.
+
+    Attributes:
+        window, start_ms, end_ms: as in `Span`.
+    """
 
     window: int
     rank: int
@@ -59,6 +66,8 @@ class Metric:
     """One metric shown for a panel: its name, value and colour.
 
     Attributes:
+        label: the metric's name.
+        unit: the value's unit, such as "ms", or "" for a ratio.
         lane: the lane that it is about, or None.
         is_wait: whether it is a time of waiting, which pictures hatch.
         paint: the key of its colour in `palette.PAINTS`, or None.
@@ -86,6 +95,7 @@ class Panel:
 
     Attributes:
         status: where its times come from, in words.
+        diagnostics: the timeline's metrics.
         critical_path: (window, name) of the operations that determine the step's length, in order; empty if unknown.
     """
 
@@ -215,7 +225,13 @@ class Panel:
 
 @dataclass(frozen=True)
 class Bar:
-    """A bar that shows one system's step time, divided by category."""
+    """A bar that shows one system's step time, divided by category.
+
+    Attributes:
+        name: the system, such as "predicted" or "DDP".
+        parts: the time of each category.
+        total_ms: the step's time.
+    """
 
     name: str
     parts: tuple[Metric, ...]
@@ -227,6 +243,8 @@ class Picture:
     """What a picture shows: a prediction, a measurement, or both.
 
     Attributes:
+        schedule: the prediction, or None.
+        timeline: the measurement, or None.
         background: facts to show beside them, or None.
 
     Raises:
@@ -259,8 +277,7 @@ class Picture:
 
     @property
     def why(self) -> Why | None:
-        """Explanation of a step's time: of the measured one, or else of a prediction from measured compute; otherwise
-        None.
+        """Explains a step's time: of the measured step, or else of a prediction from measured compute; otherwise None.
 
         A prediction by the cost model alone lacks the optimizer's and the loader's time.
         """
@@ -344,7 +361,9 @@ def _format_ratio(measured: Metric | None, predicted: Metric | None) -> str:
 
 
 def labels(operation: Operation) -> tuple[str, ...]:
-    """Returns labels for an operation, longest first: its name, and its table's or bucket's name."""
+    """Returns labels for an operation, longest first: its name, the names of its tables or buckets, and the last part
+    of these.
+    """
     served = ", ".join(_short_name(name) for name in operation.serves)
     return (operation.name, served, re.split(r"[. ](?!\+)", served)[-1])
 
@@ -361,7 +380,12 @@ def _short_name(name: str) -> str:
 
 
 def _phases_of_window(spans: Sequence[Span], rank: int, window: int, end_ms: float) -> Iterator[Phase]:
-    """Yields the backward, the optimizer's step and the forward of a window on one rank."""
+    """Yields the backward, the optimizer's step and the forward of a window on one rank.
+
+    Args:
+        spans: the compute operations of the window on that rank.
+        end_ms: the end of the window.
+    """
     start_ms = min(span.start_ms for span in spans)
     backward_start_ms = min((s.start_ms for s in spans if s.operation.kind == "backward"), default=start_ms)
     forward_ends_ms = [s.end_ms for s in spans if s.operation.kind == "forward"]

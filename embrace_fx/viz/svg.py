@@ -47,7 +47,7 @@ def render(picture: Picture) -> str:
 
 
 def svg_document(title: str, width: int, height: int, head: Sequence[str], lines: Sequence[str]) -> str:
-    """Returns an SVG file that follows the reader's light or dark scheme.
+    """Returns an SVG file of this title and size, in pixels, that follows the reader's light or dark scheme.
 
     Args:
         head: lines of SVG before the background.
@@ -71,8 +71,8 @@ def svg_document(title: str, width: int, height: int, head: Sequence[str], lines
 
 
 def rank_strips(picture: Picture, panel: Panel) -> Iterator[str]:
-    """Yields one SVG element for each rank of a panel, for the HTML page. The page's script moves its items when the
-    reader zooms.
+    """Yields one SVG element for each rank of a panel of a picture, for the HTML page. The page's script moves its
+    items when the reader zooms.
     """
     low, high = (
         edge(getattr(s, at) for s in panel.timeline.spans) for edge, at in ((min, "start_ms"), (max, "end_ms"))
@@ -91,7 +91,12 @@ def rank_strips(picture: Picture, panel: Panel) -> Iterator[str]:
 
 @dataclass(frozen=True)
 class _Section:
-    """A section of the picture: its lines of SVG, and the y coordinate of its bottom edge."""
+    """A section of the picture.
+
+    Attributes:
+        lines: its lines of SVG.
+        bottom: the y coordinate of its bottom edge.
+    """
 
     lines: list[str]
     bottom: float
@@ -102,6 +107,8 @@ class _Axis:
     """The time axis: converts times in ms to x coordinates of the picture.
 
     Attributes:
+        origin_ms: the time that the axis shows as 0.
+        start_ms, end_ms: the range that the axis shows, in ms since `origin_ms`.
         live: whether a script moves elements later, by times in their attributes.
     """
 
@@ -124,7 +131,9 @@ class _Axis:
         return f'x="{left}" width="{max(self(item.end_ms) - left - 0.5, 0.5):.2f}"'
 
     def data_times(self, start_ms: float, end_ms: float, **more: object) -> str:
-        """Returns SVG attributes with an element's times, for the page's script, or "" in a static picture."""
+        """Returns SVG attributes with an element's start and end, and `more` facts, for the page's script; "" in a
+        static picture.
+        """
         values = {"s": f"{start_ms:.4f}", "e": f"{end_ms:.4f}", **more} if self.live else {}
         return "".join(f' data-{key}="{escape(str(value))}"' for key, value in values.items())
 
@@ -145,7 +154,7 @@ def _sections(picture: Picture) -> Iterator[_Section]:
 
 
 def _legend_section(picture: Picture, top: float) -> _Section:
-    """Returns the legend, wrapped into lines."""
+    """Returns the legend of a picture, wrapped into lines. `top` is the y coordinate of its first line."""
     lines: list[str] = []
     x = 14.0
     for kind, of_paint, meaning in picture.legend():
@@ -167,6 +176,10 @@ def _legend_section(picture: Picture, top: float) -> _Section:
 def _panel_section(panel: Panel, axis: _Axis, top: float, facts: HoverTexts) -> _Section:
     """Returns a panel's section: heading, metrics, the lanes (compute, and each kind of communication) of each rank,
     and the time axis.
+
+    Args:
+        top: the y coordinate of its top edge.
+        facts: the texts shown on hover.
     """
     ranks = panel.ranks[:MOST_RANKS]
     some = f", first {len(ranks)} ranks" if len(ranks) < len(panel.ranks) else ""
@@ -187,6 +200,12 @@ def _panel_section(panel: Panel, axis: _Axis, top: float, facts: HoverTexts) -> 
 def _rank_section(panel: Panel, rank: int, axis: _Axis, top: float, facts: HoverTexts) -> _Section:
     """Returns the section of one rank's lanes (compute, and each kind of communication). The first rank also shows
     memory, names of phases and the critical path.
+
+    Args:
+        panel: the panel with the rank's timeline.
+        axis: the time axis.
+        top: the y coordinate of its top edge.
+        facts: the texts shown on hover.
     """
     is_first = rank == panel.ranks[0]
     phases = [phase for phase in panel.phases if phase.rank == rank and axis.shows(phase)]
@@ -227,7 +246,9 @@ def _rank_section(panel: Panel, rank: int, axis: _Axis, top: float, facts: Hover
 
 
 def _memory_section(panel: Panel, rank: int, axis: _Axis, top: float) -> _Section:
-    """Returns the section with a rank's memory as a line over time, empty if it is not known."""
+    """Returns the section with a rank's memory as a line over time, empty if it is not known. The arguments are those
+    of `_rank_section`.
+    """
     points = [p for p in panel.timeline.memory if p.rank == rank]
     if not points:
         return _Section([], top)
@@ -255,7 +276,16 @@ def _memory_section(panel: Panel, rank: int, axis: _Axis, top: float) -> _Sectio
 def _with_hover_text(
     item: Span | Wait | Gap, drawn: str, y: float, panel: Panel, axis: _Axis, facts: HoverTexts
 ) -> str:
-    """Wraps a drawn item in an element that shows its facts on hover."""
+    """Wraps a drawn item in an element that shows its facts on hover.
+
+    Args:
+        item: the item.
+        drawn: its SVG.
+        y: the y coordinate of its top edge.
+        panel: the panel with the item.
+        axis: the time axis.
+        facts: the texts shown on hover.
+    """
     more = {"of": name(item), "w": item.window, "y": y}
     if isinstance(item, Span):
         more["l"] = "\n".join(labels(item.operation))
@@ -264,7 +294,13 @@ def _with_hover_text(
 
 
 def _span_bar(span: Span, axis: _Axis, y: float, *, framed: bool) -> str:
-    """Returns the bar of a span, with its label if there is room."""
+    """Returns the bar of a span, with its label if there is room.
+
+    Args:
+        axis: the time axis.
+        y: the y coordinate of the bar's top edge.
+        framed: whether to frame the bar, as on the critical path.
+    """
     of_paint, extent = paint(span.operation), axis.rectangle(span)
     left, right = axis(span.start_ms), axis(span.end_ms)
     label = next((each for each in labels(span.operation) if len(each) <= (right - left - 4) / CHARACTER), "")
@@ -274,7 +310,9 @@ def _span_bar(span: Span, axis: _Axis, y: float, *, framed: bool) -> str:
 
 
 def _wait_bar(item: Wait | Gap, axis: _Axis, y: float) -> str:
-    """Returns a hatched bar for a wait, or a thin line for a gap."""
+    """Returns a hatched bar for a wait, or a thin line for a gap. `y` is the y coordinate of its top edge on the time
+    axis.
+    """
     extent = axis.rectangle(item)
     if isinstance(item, Gap):
         hit = f'<rect {extent} y="{y}" height="{ROW}" fill="transparent"/>'
@@ -286,7 +324,7 @@ def _wait_bar(item: Wait | Gap, axis: _Axis, y: float) -> str:
 
 
 def _phase_names(phases: list[Phase], axis: _Axis, y: float) -> Iterator[str]:
-    """Yields the names of the phases that are wide enough for them."""
+    """Yields the names of the phases that are wide enough for them, at the y coordinate `y` along the time axis."""
     for phase in phases:
         left, right = axis(phase.start_ms), axis(phase.end_ms)
         if axis.live or CHARACTER * len(phase.label) <= right - left - 4:
@@ -295,7 +333,7 @@ def _phase_names(phases: list[Phase], axis: _Axis, y: float) -> Iterator[str]:
 
 
 def _boundaries(phases: list[Phase], axis: _Axis, top: float, bottom: float) -> Iterator[str]:
-    """Yields a vertical line at the start of each phase."""
+    """Yields a vertical line on the time axis, from `top` to `bottom`, at the start of each phase."""
     for phase in phases:
         kind = "window" if phase.name == "backward" else "phase"
         yield _svg_line(axis, phase.start_ms, phase.start_ms, top, bottom, f'class="{kind}"')
@@ -304,6 +342,11 @@ def _boundaries(phases: list[Phase], axis: _Axis, top: float, bottom: float) -> 
 def _arrows(path: Sequence[Span], axis: _Axis, place: Mapping[int, float]) -> Iterator[str]:
     """Yields an arrow from the end of each operation on the critical path to the start of the next one, if they are in
     different rows.
+
+    Args:
+        path: the spans of the critical path, in order.
+        axis: the time axis.
+        place: `id()` of a span -> the y coordinate of its bar.
     """
     for before, after in pairwise(path):
         y1, y2 = place[id(before)], place[id(after)]
@@ -314,13 +357,15 @@ def _arrows(path: Sequence[Span], axis: _Axis, place: Mapping[int, float]) -> It
 
 
 def _svg_line(axis: _Axis, from_ms: float, to_ms: float, y1: float, y2: float, css_class: str) -> str:
-    """Returns a line between two points, given by time and y coordinate."""
+    """Returns a line from the point (`from_ms`, `y1`) to (`to_ms`, `y2`), each a time on the axis and a y coordinate.
+    `css_class` is the line's SVG attribute `class="..."`.
+    """
     times = axis.data_times(from_ms, to_ms)
     return f'<line x1="{axis(from_ms)}" x2="{axis(to_ms)}" y1="{y1}" y2="{y2}" {css_class}{times}/>'
 
 
 def _ticks(axis: _Axis, y: float) -> Iterator[str]:
-    """Yields the time axis and its ticks."""
+    """Yields the time axis and its ticks. `y` is the y coordinate of the line."""
     span_ms = axis.end_ms - axis.start_ms
     power = 10 ** math.floor(math.log10(span_ms / 8))
     step = next(m * power for m in (1, 2, 5, 10) if m * power >= span_ms / 8)
@@ -342,13 +387,13 @@ def _metrics_line(panel: Panel) -> str:
 
 
 def _svg_text(x: float, y: float, text: str, kind: str = "") -> str:
-    """Returns an SVG text element at a position, with the CSS class `kind`."""
+    """Returns an SVG text element at (`x`, `y`), with the CSS class `kind`."""
     attribute = f' class="{kind}"' if kind else ""
     return f'<text x="{round(x, 2)}" y="{round(y, 2)}"{attribute}>{escape(text)}</text>'
 
 
 def svg_definitions(picture: Picture) -> str:
-    """Returns the SVG definitions of the hatching patterns and the arrow head."""
+    """Returns the SVG definitions that a picture uses: hatching patterns for its lanes, and the arrow head."""
     size = 'markerUnits="userSpaceOnUse" markerWidth="7" markerHeight="6" refX="6" refY="3"'
     head = f'<marker id="head" class="head" orient="auto" {size}>'
     hatches = "".join(_hatch(lane) for lane in picture.lanes if lane != "compute")

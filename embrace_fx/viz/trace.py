@@ -63,12 +63,17 @@ def read_trace(path: str | os.PathLike[str]) -> tuple[Schedule | None, Timeline 
 
 
 def _plain_data(cls: type[Schedule | Timeline], value: Schedule | Timeline | None) -> Any:
-    """Converts a schedule or timeline to plain data, without the fields that drawing adds."""
+    """Converts a schedule or timeline to plain data, without the fields that drawing adds. Returns None for None.
+
+    Args:
+        cls: the class whose fields to convert: `Schedule` or `Timeline`.
+        value: the schedule or timeline.
+    """
     return None if value is None else {field.name: to_plain(getattr(value, field.name)) for field in fields(cls)}
 
 
 def _rank_events(panel: Panel, rank: int, pid: int) -> Iterator[Event]:
-    """Yields the events of one rank."""
+    """Yields the trace events of one rank of a panel. `pid` is the rank's process number in the trace."""
     yield _name_event("process", pid, 0, f"{panel.status}, rank {rank}")
     yield {"ph": "M", "name": "process_sort_index", "pid": pid, "tid": 0, "args": {"sort_index": pid}}
     for lane in panel.lanes:
@@ -98,7 +103,9 @@ def _rank_events(panel: Panel, rank: int, pid: int) -> Iterator[Event]:
 
 
 def _arrows(panel: Panel, pid: int) -> Iterator[Event]:
-    """Yields the arrows of the critical path, from the end of each operation to the start of the next."""
+    """Yields the arrows of a panel's critical path, from the end of each operation to the start of the next. `pid` is
+    the process number of the first rank in the trace.
+    """
     tids = {
         id(span): _thread_id(panel, lane, number)
         for (_, lane), rows in panel.rows.items()
@@ -113,18 +120,24 @@ def _arrows(panel: Panel, pid: int) -> Iterator[Event]:
 
 
 def _thread_id(panel: Panel, lane: Lane, row: int) -> int:
-    """Returns the thread number in the trace for a row of a lane. Viewers sort rows by it."""
+    """Returns the thread number in the trace for a row of a lane of a panel. Viewers sort rows by it."""
     most = max(len(rows) for rows in panel.rows.values())
     return LANES.index(lane) * most + row + 1
 
 
 def _name_event(event: str, pid: int, tid: int, name: str) -> Event:
-    """Returns the trace event that names a process or a thread."""
+    """Returns the trace event that names a process or a thread (`event`), given by its numbers `pid` and `tid`."""
     return {"ph": "M", "name": f"{event}_name", "pid": pid, "tid": tid, "args": {"name": name}}
 
 
 def _interval_event(name: str, category: str, pid: int, tid: int, item: Span | Wait, args: dict[str, Any]) -> Event:
-    """Returns the trace event of a span or wait."""
+    """Returns the trace event of a span or wait (`item`).
+
+    Args:
+        name, category: the event's name, and its category, which decides its colour.
+        pid, tid: the numbers of its process (a rank) and thread (a row of a lane).
+        args: facts shown with the event.
+    """
     start_us = _to_us(item.start_ms)
     duration_us = round(_to_us(item.end_ms) - start_us, 3)
     return {
@@ -140,5 +153,5 @@ def _interval_event(name: str, category: str, pid: int, tid: int, item: Span | W
 
 
 def _to_us(time_ms: float) -> float:
-    """Converts ms to µs, rounded to the nanosecond, so that consecutive spans stay adjacent."""
+    """Converts a time from ms to µs, rounded to the nanosecond, so that consecutive spans stay adjacent."""
     return round(time_ms * 1e3, 3)

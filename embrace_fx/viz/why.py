@@ -111,8 +111,8 @@ def explain_step(shares_ms: Mapping[Share, float], step: str = "A step takes") -
 
 
 def compare_to_prediction(shares_ms: Mapping[Share, float], schedule: Schedule) -> str:
-    """Returns a sentence about a step that is slower or faster than predicted, with an option to try, or "" if it takes
-    as long as predicted.
+    """Returns a sentence about a step that is slower or faster than predicted, with an option to try; "" if it takes as
+    long as predicted.
 
     Args:
         shares_ms: category -> milliseconds of the measured step.
