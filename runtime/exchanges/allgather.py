@@ -13,7 +13,11 @@ from embrace_fx.runtime.exchanges.rounds import gather_units
 
 def mean_parts(own: RowSet, channel: Channel, _cluster: Cluster) -> Steps[list[RowSet]]:
     """Averages the units (rows) of all ranks: gathers them, and sums them in rank order, so that all ranks get the same
-    bits.
+    bits. Returns the mean as one part.
+
+    Args:
+        own: this rank's units.
+        channel: sends the messages.
     """
     ids, rows, counts = yield from gather_units(own, channel)
     return [mean_by_id(ids, rows, counts, own.num_rows, channel.world_size)]

@@ -28,12 +28,14 @@ def block_bitmap(blocks: Tensor) -> Tensor:
 
 
 def cut_rows(dense: Tensor, _cluster: Cluster) -> RowSet:
-    """Returns the non-zero rows of a dense gradient (rows, width)."""
+    """Returns the non-zero rows of a dense gradient (rows, width). Ignores the cluster."""
     return cut_blocks(dense, max(1, dense.shape[1]))
 
 
 def cut_blocks(dense: Tensor, block_size: int) -> RowSet:
-    """Returns the non-zero blocks of `block_size` consecutive elements; the last one is padded with zeros."""
+    """Returns the non-zero blocks of `block_size` consecutive elements of a dense gradient. The last block is padded
+    with zeros.
+    """
     flat = dense.reshape(-1)
     if missing := -flat.numel() % block_size:
         flat = F.pad(flat, (0, missing))
@@ -43,7 +45,7 @@ def cut_blocks(dense: Tensor, block_size: int) -> RowSet:
 
 
 def write_blocks_(dense: Tensor, blocks: RowSet) -> None:
-    """Writes blocks back into the contiguous tensor from which they were cut. Other blocks do not change.
+    """Writes blocks back into the contiguous tensor `dense` from which they were cut. Other blocks do not change.
 
     Blocks that no rank has are already zero in the tensor, so a mean replaces the gradient completely.
     """

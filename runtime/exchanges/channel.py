@@ -30,7 +30,7 @@ different ones.
 
 
 def run_exchange(steps: Steps[T]) -> T:
-    """Runs all rounds of an exchange, waiting for each, and returns its result."""
+    """Runs all rounds of an exchange (`steps`), waiting for each, and returns its result."""
     try:
         launch = next(steps)
         while True:
@@ -98,6 +98,10 @@ class Channel:
         return InFlight(everyone, gather_single(everyone, own, self._group, async_op=True))
 
     def _exchange_messages(self, sent: Sequence[Tensor], received: Sequence[Tensor]) -> Messages:
-        """Sends a message to, and receives one from, every other rank. Skips empty messages."""
+        """Sends a message to, and receives one from, every other rank. Skips empty messages.
+
+        Args:
+            sent, received: the message to each rank, and the memory for the message from each rank.
+        """
         self.sent_bytes += sum(part.nbytes for rank, part in enumerate(sent) if rank != self.rank)
         return send_parts(self._group, sent, received)

@@ -76,7 +76,7 @@ def mean_by_id(ids: Tensor, rows: Tensor, counts: Sequence[int], num_rows: int, 
 
 
 def _unique_ids(ids: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
-    """Returns the unique ids, ascending, and for each id its position among them."""
+    """Returns the unique ids, ascending, and for each id its position among them. Ids are below `num_rows`."""
     if num_rows > MARKED_ROWS_PER_ID * ids.numel():
         union, positions = torch.unique(ids, return_inverse=True)
         return union, positions
@@ -86,7 +86,9 @@ def _unique_ids(ids: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
 
 
 def join_parts(parts: Sequence[RowSet], num_rows: int) -> RowSet:
-    """Joins disjoint sets of rows to one. A single set is returned unchanged."""
+    """Joins disjoint sets of rows (`parts`) of a tensor of `num_rows` rows to one. A single set is returned
+    unchanged.
+    """
     if len(parts) == 1:
         return parts[0]
     ids, order = torch.cat([part.ids for part in parts]).sort()

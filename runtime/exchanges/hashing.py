@@ -26,14 +26,14 @@ def murmur(ids: Tensor, seed: int) -> Tensor:
 
 
 def _mix_bits(x: Tensor) -> Tensor:
-    """Mixes the bits of 64-bit hashes, so that each input bit can change all output bits."""
+    """Mixes the bits of 64-bit hashes `x`, so that each input bit can change all output bits."""
     x = (x ^ _shift_right_33(x)) * _FIRST
     x = (x ^ _shift_right_33(x)) * _SECOND
     return x ^ _shift_right_33(x)
 
 
 def _shift_right_33(x: Tensor) -> Tensor:
-    """Shifts right by 33 bits, filling with zeros. Torch's own shift fills with the sign bit."""
+    """Shifts `x` right by 33 bits, filling with zeros. Torch's own shift fills with the sign bit."""
     return (x >> 33) & (2**31 - 1)
 
 
@@ -68,7 +68,7 @@ def hash_bitmap(ids: Tensor, index_set: Tensor) -> Tensor:
 
 
 def ids_of_bitmap(bitmap: Tensor, index_set: Tensor) -> Tensor:
-    """Returns the ids whose bits are set in a bitmap: the inverse of `hash_bitmap`."""
+    """Returns the ids of an index set whose bits are set in a bitmap: the inverse of `hash_bitmap`."""
     bits = (bitmap.unsqueeze(1) >> _bit_numbers(bitmap.device)) & 1
     return index_set[bits.view(-1)[: index_set.numel()] != 0]
 

@@ -19,7 +19,13 @@ from embrace_fx.runtime.exchanges.rounds import send_units
 
 
 def mean_parts(units: RowSet, channel: Channel, _cluster: Cluster) -> Steps[list[RowSet]]:
-    """Averages the units (rows) of all ranks by recursive doubling. Partial sums are sent in the units' dtype."""
+    """Averages the units (rows) of all ranks by recursive doubling. Partial sums are sent in the units' dtype. Returns
+    the mean as one part.
+
+    Args:
+        units: this rank's units.
+        channel: sends the messages.
+    """
     rank, paired = channel.rank, power_of_two_below(channel.world_size)
     extra = channel.world_size - paired
     above, below = rank + paired, rank - paired
@@ -45,14 +51,14 @@ def mean_parts(units: RowSet, channel: Channel, _cluster: Cluster) -> Steps[list
 
 
 def _sum_row_sets(first: RowSet, second: RowSet) -> RowSet:
-    """Returns the sum of two sets of rows, with each id once."""
+    """Returns the sum of two sets of rows, `first` before `second`, with each id once."""
     ids, rows = torch.cat([first.ids, second.ids]), torch.cat([first.rows, second.rows])
     return mean_by_id(ids, rows, [first.ids.numel(), second.ids.numel()], first.num_rows, divisor=1)
 
 
 def _exchange_with(units: RowSet, to: int | None, source: int | None, channel: Channel) -> Steps[RowSet]:
-    """Sends units (rows or blocks) to rank `to`, and returns those received from rank `source`; None to send or receive
-    none.
+    """Sends units (rows or blocks) to rank `to` over a channel, and returns those received from rank `source`; None to
+    send or receive none.
     """
     world = range(channel.world_size)
     count = units.ids.numel()

@@ -71,6 +71,8 @@ def exchange_gradient_(flat: Tensor, kind: ExchangeKind, channel: Channel, clust
     Args:
         flat: the gradient, dense (rows * width,) or, if the strategy's units are rows, coalesced COO (rows, width).
             Both layouts send the same messages, so ranks may use different ones.
+        kind: how the gradient is exchanged.
+        channel: sends the messages.
         cluster: the links, from which the block size follows.
     """
     strategy = STRATEGY_OF[kind.strategy, kind.scheme]
@@ -94,6 +96,7 @@ def create_exchanges(
     """Creates, for each bucket that is not AllReduced, a function that starts its exchange. Collective.
 
     Args:
+        plan: the plan, which has the buckets and strategies.
         parameter: function that returns a parameter by its name.
         at_once: whether the functions run the exchange to its end, without a thread.
     """
@@ -115,8 +118,9 @@ def _create_exchange(plan: Plan, name: str, first: Tensor, rounding: Rounding) -
     """Returns how a bucket's gradient is exchanged, or None if it is AllReduced.
 
     Args:
-        first: the bucket's first parameter.
         name: the name of this parameter.
+        first: the bucket's first parameter.
+        rounding: rounds gradients before they are sent.
     """
     if name in plan.exchanged:
         decision = plan[name]
@@ -128,13 +132,17 @@ def _create_exchange(plan: Plan, name: str, first: Tensor, rounding: Rounding) -
 
 
 def exchange_blocking(exchange: Exchange, channel: Channel, flat: Tensor, name: str) -> InFlight:
-    """Runs an exchange to its end. Returns its result as a launch that has already ended."""
+    """Runs the exchange of a packed gradient (`flat`) over a channel to its end. Returns its result as a launch that
+    has already ended. `name` is the name of the launch.
+    """
     sent = _run_and_count(exchange, flat, name, channel)
     return InFlight(flat, None, lambda: sent)
 
 
 def _run_and_count(exchange: Exchange, flat: Tensor, name: str, channel: Channel) -> int:
-    """Runs an exchange to its end, and returns how many bytes this rank has sent."""
+    """Runs the exchange of a packed gradient (`flat`) over a channel to its end. Returns the bytes that this rank has
+    sent.
+    """
     before = channel.sent_bytes
     with torch.no_grad():
         exchange(flat, name, channel)
@@ -152,6 +160,8 @@ class ExchangeThread:
         self._worker, self._channel = Worker("exchanges"), Channel(group)
 
     def start(self, exchange: Exchange, flat: Tensor, name: str) -> InFlight:
-        """Starts an exchange in the background. Returns it as a launch in flight."""
+        """Starts the exchange of a packed gradient (`flat`) in the background. Returns it as a launch in flight, called
+        `name`.
+        """
         sent = self._worker.submit(partial(_run_and_count, exchange, flat, name, self._channel))
         return InFlight(flat, FutureWork(sent), sent.wait)

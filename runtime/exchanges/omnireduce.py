@@ -45,13 +45,20 @@ from embrace_fx.runtime.ranks.communicator import InFlight
 
 
 def nonzero_blocks(dense: Tensor, cluster: Cluster) -> RowSet:
-    """Returns the non-zero blocks of a gradient (rows, width), with the block size that is fastest on these links."""
+    """Returns the non-zero blocks of a dense gradient (rows, width), with the block size that is fastest on the links
+    of the cluster.
+    """
     return cut_blocks(dense, fastest_block_size(max(1, dense.shape[1]), dense.itemsize, cluster))
 
 
 def mean_parts(blocks: RowSet, channel: Channel, cluster: Cluster) -> Steps[list[RowSet]]:
     """Averages the blocks of all ranks by streaming aggregation. Returns one part for each round; the ids of a part do
     not ascend.
+
+    Args:
+        blocks: this rank's non-zero blocks.
+        channel: sends the messages.
+        cluster: the links, from which the number of lanes follows.
     """
     shape = blocks.num_rows, blocks.width, blocks.rows.itemsize
     streaming = choose_streaming(*shape, channel.world_size, cluster)
@@ -111,7 +118,9 @@ class _BlockLanes:
         return torch.where(blocks < self.num_blocks, places, self._none).to(self._dtype).view(-1).view(torch.uint8)
 
     def decode(self, places: Tensor, starts: Tensor) -> Tensor:
-        """Decodes places in lanes (sequences of blocks) to blocks: the inverse of `encode`."""
+        """Decodes places in lanes (sequences of blocks) to blocks: the inverse of `encode`. `starts` is as for
+        `encode`.
+        """
         of_lanes = places.view(self._dtype).view(-1, self.lanes).long()
         return torch.where(of_lanes < self._none, starts + of_lanes * self.lanes + self._lane, self.num_blocks)
 
@@ -149,9 +158,12 @@ class _BlockQueues:
 class _Aggregation:
     """The state of streaming on a rank: its queues as a sender, and the next block of each rank as an aggregator.
 
-    There are N ranks or aggregators and L lanes. `current` (N, L) is the current block of every lane of every
-    aggregator, and is equal on all ranks. `upcoming_of_ranks` (N, L) is the next block of every rank in this rank's
-    lanes, and differs.
+    Args:
+        blocks: this rank's non-zero blocks.
+        channel: sends the messages.
+        queues: the blocks as queues, one for each lane of each aggregator.
+        upcoming_of_ranks: (N, L), the next block of every rank in this rank's L lanes.
+        current: (N, L), the current block of every lane of every aggregator; equal on all ranks.
     """
 
     def __init__(
@@ -181,7 +193,7 @@ class _Aggregation:
 
     def _senders(self, stream: slice) -> Tensor:
         """Returns a mask (N, slots) of the ranks that have the current block of each of this rank's lanes (sequences of
-        blocks).
+        blocks) in a stream.
         """
         current = self._current[self._channel.rank, stream]
         return (self._upcoming_of_ranks[:, stream] == current) & (current < self._end)
@@ -193,7 +205,7 @@ class _Aggregation:
 
     def reply(self, stream: slice, received: Tensor) -> InFlight:
         """Sends the means of this aggregator's lanes (sequences of blocks) in a stream to all ranks, each with the
-        lane's next block.
+        lane's next block. `received` are the records that the ranks have pushed.
         """
         senders = self._senders(stream)
         upcoming, blocks = decode_records(received, self._end, self._width, self._dtype)
@@ -207,7 +219,7 @@ class _Aggregation:
         return self._channel.all_gather(records.view(-1), self._sizes(active))
 
     def accept(self, stream: slice, replies: Tensor) -> None:
-        """Stores the received means, and advances each lane of the stream to its next block."""
+        """Stores the means in the received `replies`, and advances each lane of the stream to its next block."""
         current = self._current[:, stream]
         active = current < self._end
         upcoming, means = decode_records(replies, self._end, self._width, self._dtype)

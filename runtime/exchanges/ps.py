@@ -18,7 +18,12 @@ from embrace_fx.runtime.exchanges.rounds import gather_units, push_units
 
 
 def mean_parts(own: RowSet, channel: Channel, _cluster: Cluster) -> Steps[list[RowSet]]:
-    """Averages the units (rows) of all ranks on parameter servers. Returns the part of each server."""
+    """Averages the units (rows) of all ranks on parameter servers. Returns the part of each server.
+
+    Args:
+        own: this rank's units.
+        channel: sends the messages.
+    """
     starts = torch.tensor([*range_starts(own.num_rows, channel.world_size), own.num_rows], device=own.ids.device)
     ids, rows, counts = yield from push_units(own, torch.searchsorted(own.ids, starts).diff(), channel)
     served = mean_by_id(ids, rows, counts, own.num_rows, channel.world_size)

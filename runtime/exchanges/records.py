@@ -37,7 +37,9 @@ def row_bytes(rows: Tensor) -> Tensor:
 
 
 def decode_records(flat: Tensor, limit: int, width: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Decodes records to indices (K,) int64 and rows (K, width). The rows view the records if possible."""
+    """Decodes the records in `flat`, bytes, to indices (K,) int64 and rows (K, width). The rows view the records if
+    possible. `limit` is as for `encode_records`.
+    """
     index = index_dtype(limit)
     size = record_bytes(limit, width, dtype.itemsize)
     records = flat.view(-1, size)

@@ -24,7 +24,10 @@ def sum_rounded_(flat: Tensor, name: str, channel: Channel, rounding: Rounding) 
     """Sums a gradient over ranks, in place, with rounded messages.
 
     Args:
+        flat: the gradient.
         name: the name of the bucket and chunk, under which rounding errors are kept.
+        channel: sends the messages.
+        rounding: rounds the gradient and stores the errors.
     """
     ranks, form = channel.world_size, rounding.form
     block = BLOCK if form == "int8" else 1

@@ -16,7 +16,7 @@ Records = tuple[Tensor, Tensor, list[int]]
 
 
 def push_units(units: RowSet, counts: Tensor, channel: Channel) -> Steps[Records]:
-    """Sends `counts[r]` consecutive units (rows or blocks) to each rank r. Returns the received ones.
+    """Sends `counts[r]` consecutive units (rows or blocks) to each rank r over a channel. Returns the received ones.
 
     Args:
         units: the units, sorted by the server that gets them.
@@ -31,7 +31,12 @@ def push_units(units: RowSet, counts: Tensor, channel: Channel) -> Steps[Records
 def send_units(
     units: RowSet, send_counts: Sequence[int], receive_counts: list[int], channel: Channel
 ) -> Steps[Records]:
-    """Sends units (rows or blocks) like `push_units`, if sender and receiver already know how many."""
+    """Sends units (rows or blocks) over a channel like `push_units`, if sender and receiver already know how many.
+
+    Args:
+        units: the units, sorted by the rank that gets them.
+        send_counts, receive_counts: the numbers of units for each rank, and from each rank.
+    """
     records = encode_records(units.ids, units.rows, units.num_rows)
     size = records.shape[1]
     flat = yield channel.all_to_all(
@@ -42,7 +47,7 @@ def send_units(
 
 
 def gather_units(units: RowSet, channel: Channel) -> Steps[Records]:
-    """Gathers the units (rows or blocks) of all ranks on every rank."""
+    """Gathers the units (rows or blocks) of all ranks on every rank, over a channel."""
     count = torch.tensor([units.ids.numel()], device=units.ids.device)
     announced = yield channel.all_gather(count, [1] * channel.world_size)
     counts: list[int] = announced.tolist()

@@ -29,6 +29,10 @@ SEED = 0
 def mean_parts(own: RowSet, channel: Channel, _cluster: Cluster) -> Steps[list[RowSet]]:
     """Averages the units (rows) of all ranks on servers among which a hash distributes them evenly. Returns the part of
     each server.
+
+    Args:
+        own: this rank's units.
+        channel: sends the messages.
     """
     world_size, num_units = channel.world_size, own.num_rows
     server = server_of(own.ids, world_size, SEED)

@@ -33,6 +33,8 @@ def join_ids(
     """Implements the op `join_ids`: converts ids of several tables to row numbers of the table that joins them.
 
     Args:
+        tables, first_rows, num_rows: for each of `ids`, the index of its table in the joined table, the table's first
+            row there, and its number of rows.
         joined: how many leading tensors of `ids` are concatenated to one; the others keep their shapes.
     """
     flat = torch.cat([i.reshape(-1) for i in ids])
@@ -68,6 +70,10 @@ def _bounds_and_shifts(
     to add to an invalid one.
 
     The shape is (N,), or (T, 1) if `sizes` is (), so that all tables have equally many ids.
+
+    Args:
+        tables, first_rows, num_rows: as for `join_ids`.
+        sizes: the number of ids of each table, or () if all are equal.
     """
     last = [rows - 1 for rows in num_rows]
     outside = [-(table + 1) * OUTSIDE for table in tables]
@@ -81,6 +87,10 @@ def _bounds_and_shifts(
 def unique_ids(ids: Sequence[Tensor], num_rows: int, padding_idx: int) -> list[Tensor]:
     """Implements the op `unique_ids`: returns [the unique ids, padding row first, then sorted; for each of `ids`, the
     positions of its ids].
+
+    Args:
+        num_rows: the number of rows of the table; not needed here.
+        padding_idx: the padding row, or a negative number.
     """
     flat = ids[0].reshape(-1) if len(ids) == 1 else torch.cat([i.reshape(-1) for i in ids])
     flat = flat.to(torch.int64)
@@ -104,6 +114,11 @@ _BELOW_ALL = torch.iinfo(torch.int64).min
 def padded_unique_ids(ids: Sequence[Tensor], num_rows: int, padding_idx: int) -> tuple[Tensor, Tensor, list[Tensor]]:
     """Finds unique ids in tensors whose sizes depend only on those of `ids`, so that the host need not wait for a
     device.
+
+    Args:
+        ids: ids of one table.
+        num_rows: the number of rows of the table.
+        padding_idx: the padding row, which comes first, or a negative number.
 
     Returns:
         The rows (C,) that this rank reads, padded with zeros; their count, 0-d int64, or -1 if an id is outside the
@@ -133,6 +148,10 @@ def find_bad_ids(ids: Sequence[Tensor], num_rows: Sequence[int]) -> list[int | N
     """Returns, for each tensor of ids, one id that is outside of its table, or None if all are valid.
 
     Reads the device only once for all tensors, because each read waits for all enqueued work.
+
+    Args:
+        ids: ids of each table.
+        num_rows: the number of rows of each table.
     """
     ends = [torch.stack(torch.aminmax(each)).to(torch.int64) for each in ids if each.numel()]
     known = iter(torch.stack(ends).tolist() if ends else ())
@@ -150,7 +169,12 @@ def lookup(shard: Tensor, ids: Tensor, dtype: torch.dtype | None = None) -> Tens
 
 
 def join_columns(flat: Tensor, embedding_dim: int, group_size: int) -> Tensor:
-    """Implements the op `join_columns`: joins the columns received from each rank to whole rows."""
+    """Implements the op `join_columns`: joins the columns received from each rank, flat (U * D,), to whole rows (U, D).
+
+    Args:
+        embedding_dim: the number of columns of the table (D).
+        group_size: the number of ranks.
+    """
     rows = flat.numel() // max(embedding_dim, 1)
     if group_size == 1:
         return flat.view(rows, embedding_dim)
@@ -162,7 +186,9 @@ def join_columns(flat: Tensor, embedding_dim: int, group_size: int) -> Tensor:
 
 
 def join_columns_into(out: Tensor, positions: Tensor, flat: Tensor, group_size: int) -> None:
-    """Joins received columns to whole rows, and writes them to the rows `positions` (U,) of `out` (U', D)."""
+    """Joins the columns received from each of `group_size` ranks, flat (U * D,), to whole rows, and writes them to the
+    rows `positions` (U,) of `out` (U', D).
+    """
     if flat.is_cuda and gpu.supports(flat) and gpu.supports(out):
         gpu.unpack_columns(flat, out, group_size, positions)
     else:
@@ -170,7 +196,9 @@ def join_columns_into(out: Tensor, positions: Tensor, flat: Tensor, group_size: 
 
 
 def split_columns(rows: Tensor, group_size: int) -> Tensor:
-    """Implements the op `split_columns`: splits rows to one block of columns for each rank, in a flat tensor."""
+    """Implements the op `split_columns`: splits rows (U, D) to one block of columns for each of `group_size` ranks, in
+    a flat tensor.
+    """
     if group_size == 1:
         return rows.reshape(-1)
     if rows.is_cuda and gpu.supports(rows):
@@ -184,8 +212,8 @@ def split_columns(rows: Tensor, group_size: int) -> Tensor:
 
 
 def split_selected_columns(rows: Tensor, selected: Tensor, group_size: int) -> Tensor:
-    """Splits some of the rows (U', D) to one block of columns for each rank. `selected` is a mask (U',) or positions
-    (U,) int64.
+    """Splits some of the rows (U', D) to one block of columns for each of `group_size` ranks. `selected` is a mask
+    (U',) or positions (U,) int64.
     """
     if rows.is_cuda and gpu.supports(rows):
         positions = selected.nonzero().view(-1) if selected.dtype == torch.bool else selected
@@ -195,19 +223,26 @@ def split_selected_columns(rows: Tensor, selected: Tensor, group_size: int) -> T
 
 @cache
 def column_widths(embedding_dim: int, group_size: int) -> tuple[int, ...]:
-    """Returns how many columns of a table each rank owns."""
+    """Returns the number of columns that each of `group_size` ranks owns of a table with `embedding_dim` columns."""
     bounds = (own_columns(embedding_dim, group_size, rank) for rank in range(group_size))
     return tuple([last - first for first, last in bounds])
 
 
 def coalesce(ids: Tensor, flat: Tensor, columns: int, padding_rows: Sequence[int], scale: float) -> list[Tensor]:
-    """Implements the op `coalesce`: sums rows with equal ids. Returns [the ids, the sums times `scale`]."""
+    """Implements the op `coalesce`: sums rows with equal ids. Returns [the ids (K,), the sums (K, d) times `scale`].
+
+    Args:
+        ids: the id of each row, (R,).
+        flat: the rows, (R * d,).
+        columns: the number of elements of a row (d).
+        padding_rows: ids to leave out.
+    """
     return sum_rows(flat, plan_sums(ids, flat, padding_rows), columns, scale)
 
 
 def plan_sums(ids: Tensor, flat: Tensor, padding_rows: Sequence[int]) -> tuple[Tensor, ...]:
-    """Finds which rows `sum_rows` must add up for the op `coalesce`. On a device, the host waits for the number of
-    sums.
+    """Finds the rows that `sum_rows` must add up for the op `coalesce`, from its arguments. On a device, the host waits
+    for the number of sums.
     """
     if flat.is_cuda and gpu.supports(flat):
         return gpu.find_segments(ids, padding_rows)
@@ -216,7 +251,12 @@ def plan_sums(ids: Tensor, flat: Tensor, padding_rows: Sequence[int]) -> tuple[T
 
 
 def sum_rows(flat: Tensor, sums: tuple[Tensor, ...], columns: int, scale: float) -> list[Tensor]:
-    """Computes the result of the op `coalesce`, given the result of `plan_sums`."""
+    """Computes the result of the op `coalesce`, given the result of `plan_sums`.
+
+    Args:
+        flat, columns, scale: as for `coalesce`.
+        sums: the result of `plan_sums`.
+    """
     if flat.is_cuda and gpu.supports(flat):
         unique, order, starts, ends = sums
         return gpu.sum_segments(flat, (unique, order, starts, ends), columns, scale)
@@ -231,6 +271,7 @@ def sum_known_ids(flat: Tensor, sums: tuple[Tensor, Tensor], columns: int, scale
     device.
 
     Args:
+        flat, columns, scale: as for `coalesce`.
         sums: (K,) the ids of the sums, and (R,) the number of the sum to which each row is added, or K for none.
     """
     if flat.is_cuda and gpu.supports(flat):
@@ -244,6 +285,11 @@ def sum_known_ids(flat: Tensor, sums: tuple[Tensor, Tensor], columns: int, scale
 def sparse_gradient(gradient: Tensor, ids: Sequence[Tensor], paddings: Sequence[int]) -> Tensor:
     """Implements the op `sparse_gradient`: returns the rows of a dense gradient that lookups have read, as a coalesced
     COO tensor.
+
+    Args:
+        gradient: the dense gradient (V, D).
+        ids: the ids of each lookup.
+        paddings: the padding row of each lookup, which is left out, or -1.
     """
     none = torch.empty(0, dtype=torch.int64, device=gradient.device)
     read = (each[each != padding].to(torch.int64) for each, padding in zip(ids, paddings, strict=True))
@@ -277,13 +323,18 @@ _VIEWS = torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)
 
 @cache
 def _contiguous_strides(shape: torch.Size) -> tuple[int, ...]:
-    """Returns the strides of a contiguous tensor."""
+    """Returns the strides of a contiguous tensor of this shape."""
     return torch.empty(shape, device="meta").stride()
 
 
 def unpack_ids(packed: Tensor, tables: int, group_size: int) -> list[Tensor]:
-    """Implements the op `unpack_ids`. A row of `packed` (N, T + M) has one rank's T counts, then its ids table after
-    table, then padding.
+    """Implements the op `unpack_ids`: returns, for each table, the ids that all ranks read and each rank's number of
+    them.
+
+    Args:
+        packed: (N, T + M): a row has one rank's T counts, then its ids table after table, then padding.
+        tables: the number of tables (T).
+        group_size: the number of ranks (N).
     """
     host = packed[:, :tables].to("cpu", torch.int64)
     counts: list[list[int]] = host.tolist()

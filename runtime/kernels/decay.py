@@ -28,8 +28,11 @@ _ELEMENTS = 1 << 19
 
 
 class Averages(NamedTuple):
-    """Adam's running averages for a table's rows: (V', d) each. With amsgrad, `greatest` replaces `second` in the
-    denominator.
+    """Adam's running averages for a table's rows, (V', d) each.
+
+    Attributes:
+        first, second: the averages of the gradient and of its square.
+        greatest: with amsgrad, the maximum of `second` so far, which replaces it in the denominator; else None.
     """
 
     first: Tensor
@@ -38,8 +41,8 @@ class Averages(NamedTuple):
 
 
 class TakenSteps(NamedTuple):
-    """Coefficients of the last optimizer steps, with which rows that have deferred some of them catch up, and bounds
-    that tell when further steps no longer change a weight.
+    """The history of the last optimizer steps: coefficients with which rows that have deferred some of them catch up,
+    and bounds that tell when further steps no longer change a weight.
 
     Attributes:
         coefficients: (T + 1, 6) float64, for each number of steps from 0 to T: the columns `LOG_BETA1` to `EPS` of this
@@ -169,7 +172,8 @@ class _RemainingRows(NamedTuple):
     """Rows (K,) that have elements for which deferred steps must be applied one by one.
 
     Attributes:
-        rested: (K,) how many of the steps the rows have already applied.
+        ids: (K,) the rows.
+        rested: (K,) the number of steps that each row has applied.
         leapt: (K, d) the weights of elements that are done, and nan for those to compute; None if all must be computed.
     """
 
@@ -184,14 +188,21 @@ class _RemainingRows(NamedTuple):
 
 
 def _rows_per_block(shard: Tensor) -> int:
-    """Returns how many rows are processed at once."""
+    """Returns the number of rows of a shard to process at once, so that they stay in cache."""
     return max(1, _ELEMENTS // (STEPS_PER_BLOCK * max(1, shard.shape[1])))
 
 
 def _apply_together(
     shard: Tensor, averages: Averages, ids: Tensor, taken: Tensor, history: TakenSteps, moments: Moments
 ) -> _RemainingRows | None:
-    """Applies all deferred steps at once to rows (K,) that have applied `taken` (K,) steps.
+    """Applies all deferred steps at once to rows of a shard.
+
+    Args:
+        shard, averages: the weights and running averages, changed in place.
+        ids: (K,) the rows.
+        taken: (K,) the number of steps that each row has applied.
+        history: the deferred steps.
+        moments: the sums over these steps.
 
     Returns:
         The rows with elements that would not be exact to the last bit, to which the steps must be applied one by one.
@@ -234,6 +245,11 @@ def _apply_in_order(shard: Tensor, averages: Averages, rows: _RemainingRows, his
     """Applies the deferred steps one by one to rows.
 
     An element's bits do not depend on other elements, so that they are equal for any split of the columns over ranks.
+
+    Args:
+        shard, averages: the weights and running averages, changed in place.
+        rows: the rows, those with the most deferred steps first.
+        history: the deferred steps.
     """
     ids, taken, leapt = rows
     coefficients, until = history.coefficients, history.steps
@@ -288,6 +304,8 @@ def _decay_factors(before: Tensor, history: TakenSteps, dtype: torch.dtype) -> t
 
     Args:
         before: (K, 6), the coefficients of the last step that each row has applied.
+        history: the deferred steps.
+        dtype: the dtype of the factors.
     """
     last = history.coefficients[history.steps, :SIZE]
     return (last - before[:, :SIZE]).exp().to(dtype).unsqueeze(-1).unbind(1)

@@ -18,10 +18,13 @@ from embrace_fx.vocabulary.ops import own_columns
 
 
 def route_grid(ids: Tensor, counts: Tensor, rank: int, grid_rows: int, grid_columns: int) -> list[Tensor]:
-    """Implements the op `route_grid`: finds which of the gathered ids this rank's shard holds.
+    """Implements the op `route_grid`: finds the gathered ids that are in this rank's shard. Returns [their rows in the
+    shard, the counts of ids by reader and grid row, the order of this rank's own ids by grid row].
 
-    Returns: this rank's rows of the ids, the counts of ids by reader and grid row, and the order of this rank's own
-        ids by grid row.
+    Args:
+        ids, counts: the ids (R,) that all ranks read, and each rank's number of them (N,).
+        rank: this rank.
+        grid_rows, grid_columns: the size of the grid.
     """
     ranks = grid_rows * grid_columns
     row_of = ids.remainder(grid_rows)
@@ -34,7 +37,12 @@ def route_grid(ids: Tensor, counts: Tensor, rank: int, grid_rows: int, grid_colu
 
 
 def join_grid(flat: Tensor, order: Tensor, counts: Tensor, embedding_dim: int, rank: int) -> Tensor:
-    """Implements the op `join_grid`: joins the columns received from the ranks of a grid to whole rows."""
+    """Implements the op `join_grid`: joins the columns received from the ranks of a grid, flat, to whole rows (U, D).
+
+    Args:
+        order, counts: results of `route_grid`.
+        embedding_dim: the number of columns of the table (D).
+    """
     out = flat.new_empty((order.numel(), embedding_dim))
     join_grid_into(out, order, flat, counts[rank].tolist(), counts.shape[0] // counts.shape[1])
     return out
@@ -44,9 +52,10 @@ def join_grid_into(out: Tensor, positions: Tensor, flat: Tensor, own: Sequence[i
     """Joins received columns to whole rows, and writes them to the rows `positions` (U,) of `out` (U', D).
 
     Args:
-        own: for each row of the grid, how many of the received rows it holds. `positions` lists those of the first row
-            of the grid first, then those of the second, and so on.
+        positions: first those of the rows in the first row of the grid, then those in the second, and so on.
         flat: the received values.
+        own: for each row of the grid, the number of received rows.
+        grid_columns: the number of columns of the grid.
     """
     columns = out.shape[1]
     width, rest = divmod(columns, grid_columns)
@@ -60,7 +69,9 @@ def join_grid_into(out: Tensor, positions: Tensor, flat: Tensor, own: Sequence[i
 
 
 def split_grid(rows: Tensor, order: Tensor, counts: Tensor, rank: int) -> Tensor:
-    """Implements the op `split_grid`: splits gradient rows to one block for each rank of a grid, in a flat tensor."""
+    """Implements the op `split_grid`: splits gradient rows to one block for each rank of a grid, in a flat tensor.
+    `order` and `counts` are results of `route_grid`.
+    """
     return split_selected_grid(rows, order, counts[rank].tolist(), counts.shape[0] // counts.shape[1])
 
 
@@ -69,8 +80,9 @@ def split_selected_grid(rows: Tensor, positions: Tensor, own: Sequence[int], gri
 
     Args:
         rows: (U', D).
-        positions: (U,), first those of the rows that the first row of the grid holds, then those of the second, ..
-        own: how many of the selected rows each row of the grid holds.
+        positions: (U,), first those of the rows in the first row of the grid, then those in the second, ..
+        own: for each row of the grid, the number of selected rows.
+        grid_columns: the number of columns of the grid.
     """
     columns = rows.shape[1]
     width, rest = divmod(columns, grid_columns)
@@ -87,7 +99,9 @@ def split_selected_grid(rows: Tensor, positions: Tensor, own: Sequence[int], gri
 
 
 def _piece_positions(positions: Tensor, own: Sequence[int], grid_columns: int) -> Tensor:
-    """Returns where the pieces (U, C) of each row lie in the flat tensor, viewed as (U * C, w)."""
+    """Returns where the pieces (U, grid columns) of each row lie in the flat tensor, viewed as (U * grid columns, w).
+    The arguments are those of `split_selected_grid`.
+    """
     device = positions.device
     sizes = torch.tensor(own, device=device)
     of_row = sizes.repeat_interleave(sizes, output_size=positions.numel())
@@ -102,6 +116,11 @@ def _blocks_by_rank(
 ) -> list[tuple[Tensor, int, int, Tensor]]:
     """Returns, for each rank of the grid, (positions of its rows, its first column, its last column + 1, its block of
     `flat`).
+
+    Args:
+        positions: the positions of all rows, first those of the first row of the grid.
+        rows_per_grid_row: for each row of the grid, the number of rows.
+        columns, grid_columns: the number of columns of the table, and of the grid.
     """
     bounds = [own_columns(columns, grid_columns, c) for c in range(grid_columns)]
     parts = iter(flat.split([rows * (last - first) for rows in rows_per_grid_row for first, last in bounds]))

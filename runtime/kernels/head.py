@@ -15,8 +15,8 @@ from embrace_fx.vocabulary.head import softmax_dtype, steps_from_text
 
 
 def scored_positions(labels: Tensor, ignore_index: int, num_rows: int) -> list[Tensor]:
-    """Implements the op `scored_positions`: finds the labels that are not ignored, and checks that each is a row of the
-    table.
+    """Implements the op `scored_positions`: returns [the positions of the labels that are not `ignore_index`, these
+    labels]. Raises `IndexError` if one is not a row of the table, which has `num_rows`.
     """
     positions = labels.ne(ignore_index).nonzero().view(-1)
     scored = labels.index_select(0, positions).to(torch.int64)
@@ -32,8 +32,11 @@ def scored_positions(labels: Tensor, ignore_index: int, num_rows: int) -> list[T
 
 
 def _own_labels(labels: Tensor, logits: Tensor, rank: int, group_size: int) -> tuple[Tensor, Tensor]:
-    """Returns, for each label (P,), whether this rank has its row, and the row's index in the shard (any index if
-    not).
+    """Returns, for each label (P,), whether this rank has its row, and the row's index in the shard (any index if not).
+
+    Args:
+        logits: this rank's columns of the logits, (P, V').
+        group_size: the number of ranks.
     """
     return labels % group_size == rank, (labels // group_size).clamp(max=logits.shape[1] - 1)
 
@@ -74,7 +77,8 @@ def gradient_of_steps(gradient: Tensor, values: list[Tensor], steps: str) -> Ten
 
 
 def head_statistics(logits: Tensor, labels: Tensor, smooths: bool, steps: str, rank: int, group_size: int) -> Tensor:
-    """Implements the op `head_statistics`: statistics of this rank's columns of the logits at each position.
+    """Implements the op `head_statistics`: statistics of this rank's columns of the logits at each position, after
+    applying `steps`. `group_size` is the number of ranks.
 
     Columns: the maximum, the sum of exponentials, the label's logit, and for smoothed labels the sum of the logits.
     """
@@ -92,7 +96,9 @@ def chunk_bounds(size: int, chunk: int, chunks: int) -> tuple[int, int]:
 
 
 def chunk_of_positions(rows: Tensor, counts: Tensor, chunk: int, chunks: int) -> Tensor:
-    """Implements the op `chunk_of_positions`: returns one chunk's rows of each rank's gathered rows."""
+    """Implements the op `chunk_of_positions`: returns the rows of one chunk of each rank's positions. `counts` (N,) are
+    the numbers of rows of each rank.
+    """
     if chunks == 1:
         return rows
     of_ranks = rows.split(counts.tolist())
@@ -100,7 +106,9 @@ def chunk_of_positions(rows: Tensor, counts: Tensor, chunk: int, chunks: int) ->
 
 
 def _group_by_sender(chunks: list[Tensor], group_size: int) -> Tensor:
-    """Groups what was received for this rank's positions by sending rank: (N, S, ..)."""
+    """Joins the values received for this rank's positions in several chunks, (N * S, ..) each, and groups them by
+    sending rank: (N, S, ..). `group_size` is N.
+    """
     found = [each.view(group_size, len(each) // group_size, *each.shape[1:]) for each in chunks]
     return found[0] if len(found) == 1 else torch.cat(found, 1)
 
@@ -108,9 +116,8 @@ def _group_by_sender(chunks: list[Tensor], group_size: int) -> Tensor:
 def head_loss(
     statistics: list[Tensor], positions: Tensor, labels: Tensor, weight: Tensor | None, reduction: int, group_size: int
 ) -> list[Tensor]:
-    """Implements the op `head_loss`: combines the statistics of all ranks into the loss.
-
-    Returns: the loss, the count or weight of scored labels, and the logarithm of each position's sum of exponentials.
+    """Implements the op `head_loss`, which documents the arguments: combines the statistics of all ranks into the loss.
+    Returns [the loss, the count or weight of scored labels, the logarithm of each position's sum of exponentials].
     """
     tops, totals, of_labels, *_ = _group_by_sender(statistics, group_size).unbind(2)
     top = tops.amax(0)
@@ -134,8 +141,8 @@ def _label_weights(weight: Tensor, labels: Tensor, positions: Tensor) -> Tensor:
 def head_smoothing(
     statistics: list[Tensor], log_sums: Tensor, positions: Tensor, like: Tensor, num_rows: int, group_size: int
 ) -> Tensor:
-    """Implements the op `head_smoothing`: the sum of the log-softmax over all classes at each position; 0 for ignored
-    labels.
+    """Implements the op `head_smoothing`, which documents the arguments: returns the sum of the log-softmax over all
+    classes at each position; 0 for ignored labels.
     """
     sums = _group_by_sender(statistics, group_size)[:, :, 3].sum(0) - num_rows * log_sums
     return sums.new_zeros(like.shape[:1]).index_copy_(0, positions, sums)
@@ -151,8 +158,8 @@ def head_coefficients(
     reduction: int,
     num_rows: int,
 ) -> Tensor:
-    """Implements the op `head_coefficients`: the factors of each position from which all ranks compute their logits'
-    gradients.
+    """Implements the op `head_coefficients`, which documents the arguments: returns the factors of each position from
+    which all ranks compute their logits' gradients.
     """
     weights = None if weight is None else _label_weights(weight, labels, positions)
     if reduction == 0:
@@ -170,7 +177,9 @@ def head_coefficients(
 def head_gradient(
     logits: Tensor, labels: Tensor, coefficients: Tensor, steps: str, rank: int, group_size: int
 ) -> Tensor:
-    """Implements the op `head_gradient`: the gradient of this rank's columns of the logits."""
+    """Implements the op `head_gradient`, which documents the arguments: computes the gradient of this rank's columns of
+    the logits.
+    """
     values, (log_sums, of_softmax, *smoothing) = apply_steps(logits, steps), coefficients.unbind(1)
     gradient = (values[-1].to(coefficients.dtype) - log_sums[:, None]).exp_().mul_(of_softmax[:, None])
     of_label, of_sums = smoothing or (of_softmax, None)
@@ -182,8 +191,8 @@ def head_gradient(
 
 
 def spread_positions(parts: list[Tensor], rows: Tensor, like: Tensor, group_size: int) -> Tensor:
-    """Implements the op `spread_positions`: sums what ranks computed for each position, and writes the sums to the
-    positions' rows.
+    """Implements the op `spread_positions`, which documents the arguments: sums the values that all ranks have computed
+    for each position, and writes the sums to the positions' rows.
     """
     summed = _group_by_sender(parts, group_size).sum(0)
     return summed.new_zeros(like.shape).index_add_(0, rows, summed)

@@ -30,7 +30,7 @@ _LEAST, _NOT_FINITE = -119, 127
 
 
 def wire_elements(rows: int, columns: int, form: Format) -> int:
-    """Returns how many elements the tensor that is sent for `rows` x `columns` values has."""
+    """Returns the number of elements of the tensor that is sent for `rows` x `columns` values in this format."""
     return rows * (columns + 1) if form == "int8" and columns else rows * columns
 
 
@@ -48,7 +48,7 @@ def encode(flat: Tensor, pieces: Pieces, form: Format) -> Tensor:
 
 
 def decode_into(out: Tensor, sent: Tensor, pieces: Pieces, form: Format) -> Tensor:
-    """Decodes the result of `encode` into the flat tensor `out`."""
+    """Decodes `sent`, the result of `encode`, into the flat tensor `out`. `pieces` and `form` are as for `encode`."""
     if form != "int8":
         return out.copy_(sent)
     for values, coded in _equal_width_runs(out, sent, pieces):
@@ -59,7 +59,9 @@ def decode_into(out: Tensor, sent: Tensor, pieces: Pieces, form: Format) -> Tens
 
 
 def round_trip(flat: Tensor, pieces: Pieces, form: Format) -> Tensor:
-    """Returns the values that arrive after a flat tensor is rounded and sent: `encode`, then `decode_into`."""
+    """Returns the values that arrive after a flat tensor is rounded and sent: `encode`, then `decode_into`. The
+    arguments are those of `encode`.
+    """
     return decode_into(torch.empty_like(flat), encode(flat, pieces, form), pieces, form)
 
 
@@ -69,7 +71,7 @@ def as_blocks(elements: int) -> Pieces:
 
 
 def _exponents(values: Tensor) -> Tensor:
-    """Returns the exponent of the rounding step of each row, (rows,) int32."""
+    """Returns the exponent of the rounding step of each row of `values`, (rows,) int32."""
     largest = values.abs().amax(1)
     mantissa, exponents = torch.frexp(largest)  # largest = mantissa * 2 ** exponent, 0.5 <= mantissa < 1
     steps = (exponents - 6 - (mantissa <= 127 / 128).int()).clamp_(_LEAST, _NOT_FINITE - 1)
@@ -82,7 +84,9 @@ def _power_of_two(exponents: Tensor) -> Tensor:
 
 
 def _equal_width_runs(flat: Tensor, sent: Tensor, pieces: Pieces) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yields (values, encoded values) as matrices, one for each run of consecutive pieces of equal width."""
+    """Yields (values, encoded values) as matrices, one for each run of consecutive pieces of equal width, as views of
+    `flat` and `sent`.
+    """
     at = of_codes = 0
     for columns, run in groupby((piece for piece in pieces if piece[0] and piece[1]), key=lambda piece: piece[1]):
         rows = sum(each for each, _ in run)

@@ -37,7 +37,12 @@ Measured = tuple[float, float]
 
 @dataclass(frozen=True)
 class ValueLayout:
-    """The shape, strides and dtype of a value in its storage."""
+    """The shape, strides and dtype of a value in its storage.
+
+    Attributes:
+        size, stride, offset: as a tensor's `shape`, `stride()` and `storage_offset()`.
+        device: the device of the value.
+    """
 
     dtype: torch.dtype
     size: tuple[int, ...]
@@ -61,6 +66,8 @@ class Stored:
     """A value that is offloaded or being offloaded.
 
     Attributes:
+        layout: the value's shape, strides and dtype.
+        nbytes: the bytes of its storage.
         place: where its bytes are stored.
         leaving: the offload in progress, or None once it has been awaited.
     """
@@ -73,7 +80,13 @@ class Stored:
 
 @dataclass(frozen=True)
 class Reloading:
-    """A value that is being reloaded: its new memory, and the copy in progress."""
+    """A value that is being reloaded.
+
+    Attributes:
+        stored: the offloaded value.
+        data: its new memory, as bytes.
+        ending: the copy in progress.
+    """
 
     stored: Stored
     data: Tensor
@@ -84,23 +97,32 @@ class Copies(ABC):
     """Base class: offloads values and reloads them while compute runs."""
 
     def offload(self, value: Tensor, launch: OperationId, recorder: Recorder | None) -> Stored:
-        """Starts offloading a value. Returns where its bytes are stored, and the copy in progress."""
+        """Starts offloading a value. Returns where its bytes are stored, and the copy in progress.
+
+        Args:
+            launch: the copy's id.
+            recorder: records the time of the copy, or None.
+        """
         data = _storage_bytes(value)
         return self._copy_out(
             Stored(ValueLayout.of_value(value), data.numel(), None), data, RecordedCopy(launch, data.numel(), recorder)
         )
 
     def await_offload(self, stored: Stored) -> Stored:
-        """Waits, or makes the compute stream wait, until the offloaded value's memory can be reused."""
+        """Waits, or makes the compute stream wait, until the memory of an offloaded value can be reused. Returns
+        `stored` without the copy in progress.
+        """
         self._end(stored.leaving)
         return replace(stored, leaving=None)
 
     def reload(self, stored: Stored, launch: OperationId, recorder: Recorder | None) -> Reloading:
-        """Allocates memory for an offloaded value, and starts copying it back."""
+        """Allocates memory for an offloaded value (`stored`), and starts copying it back. The other arguments are as
+        for `offload`.
+        """
         return self._copy_back(stored, RecordedCopy(launch, stored.nbytes, recorder))
 
     def await_reload(self, coming: Reloading) -> Tensor:
-        """Waits, or makes the compute stream wait, until the value is back, and returns it."""
+        """Waits, or makes the compute stream wait, until the value of a reload (`coming`) is back, and returns it."""
         self._end(coming.ending)
         return coming.stored.layout.view_bytes(coming.data)
 
@@ -131,15 +153,17 @@ class Copies(ABC):
 
     @abstractmethod
     def _copy_out(self, stored: Stored, data: Tensor, watch: RecordedCopy) -> Stored:
-        """Starts offloading the bytes `data` of a value."""
+        """Starts offloading the bytes `data` of a value. Returns `stored` with the place and the copy in progress.
+        `watch` is a context for the copy, which records its time.
+        """
 
     @abstractmethod
     def _copy_back(self, stored: Stored, watch: RecordedCopy) -> Reloading:
-        """Starts reloading an offloaded value."""
+        """Starts reloading an offloaded value (`stored`). `watch` is as for `_copy_out`."""
 
     @abstractmethod
     def _end(self, copying: Any) -> None:
-        """Waits for a copy that `_copy_out` or `_copy_back` has started."""
+        """Waits for a copy (`copying`) that `_copy_out` or `_copy_back` has started."""
 
 
 class FileCopies(Copies):
@@ -174,18 +198,18 @@ class FileCopies(Copies):
         """Does nothing, because awaiting a copy has already blocked this thread until its end."""
 
     def _copy_out(self, stored: Stored, data: Tensor, watch: RecordedCopy) -> Stored:
-        """Starts writing a value to a free part of the file, on the offload thread."""
+        """Starts writing the bytes of a value to a free part of the file, on the offload thread."""
         slot = self._reserve(stored.nbytes)
         leaving = self._threads["offload"].submit(_write_slot, slot, [data], watch)
         return replace(stored, place=slot, leaving=leaving)
 
     def _copy_back(self, stored: Stored, watch: RecordedCopy) -> Reloading:
-        """Starts reading an offloaded value from the file."""
+        """Starts reading an offloaded value from the file, on the reload thread."""
         data = torch.empty(stored.nbytes, dtype=torch.uint8, device="cpu")
         return Reloading(stored, data, self._threads["reload"].submit(_read_slot, stored.place, data, watch))
 
     def _end(self, copying: Future[None]) -> None:
-        """Waits for a read. If it failed, raises an error that names the file."""
+        """Waits for a copy in progress. If it failed, raises an error that names the folder."""
         try:
             copying.result()
         except OSError as error:
@@ -195,7 +219,9 @@ class FileCopies(Copies):
             ) from error
 
     def _reserve(self, nbytes: int) -> Slot:
-        """Reserves a part of the file for a value. Raises here, rather than during the write, if the disk is full."""
+        """Reserves a part of the file for a value of `nbytes`. Raises here, rather than during the write, if the disk
+        is full.
+        """
         length = max(-(-nbytes // SLOT_BYTES), 1) * SLOT_BYTES
         if self._free[length]:
             begin = self._free[length].pop()
@@ -224,19 +250,19 @@ class _File:
 
 
 class Slot:
-    """The part of the file that holds one value."""
+    """The part of the file with the bytes of one value."""
 
     def __init__(self, file: _File, begin: int, nbytes: int) -> None:
         self._file, self._begin, self._nbytes = file, begin, nbytes
 
     def write(self, data: memoryview) -> None:
-        """Writes bytes into this part of the file, releasing the GIL."""
+        """Writes `data` into this part of the file, releasing the GIL."""
         done = 0
         while done < self._nbytes:
             done += os.pwrite(self._file.descriptor, data[done:], self._begin + done)
 
     def read(self, data: memoryview) -> None:
-        """Reads the bytes, releasing the GIL.
+        """Reads this part of the file into `data`, releasing the GIL.
 
         Raises:
             OSError: the file is shorter than the written bytes.
@@ -265,17 +291,19 @@ class PinnedCopies(Copies):
         self._streams.record("settled").synchronize()
 
     def _copy_out(self, stored: Stored, data: Tensor, watch: RecordedCopy) -> Stored:
-        """Starts copying a value to pinned host memory."""
+        """Starts copying the bytes of a value to pinned host memory."""
         host = torch.empty(stored.nbytes, dtype=torch.uint8, device="cpu", pin_memory=data.is_cuda)
         return replace(stored, place=host, leaving=(self._copy("offload", host, data, watch), data))
 
     def _copy_back(self, stored: Stored, watch: RecordedCopy) -> Reloading:
-        """Starts copying a value from pinned host memory to the device."""
+        """Starts copying an offloaded value from pinned host memory to the device."""
         data = torch.empty(stored.nbytes, dtype=torch.uint8, device=stored.layout.device)
         return Reloading(stored, data, (self._copy("reload", data, stored.place, watch), data))
 
     def _copy(self, lane: Lane, target: Tensor, source: Tensor, watch: RecordedCopy) -> Any:
-        """Starts a copy on the stream of `lane` (offload or reload). Returns an event for its end."""
+        """Starts a copy from `source` to `target` on the stream of `lane` (offload or reload). Returns an event for its
+        end. `watch` is a context for the copy, which records its time.
+        """
         streams = self._streams
         ready = streams.record(watch.launch, "ready")
         with streams.on(lane, watch.launch):
@@ -285,7 +313,9 @@ class PinnedCopies(Copies):
             return streams.record(watch.launch, "done")
 
     def _end(self, copying: tuple[Any, Tensor]) -> None:
-        """Makes the compute stream wait for a copy. Then compute may overwrite its source and read its target."""
+        """Makes the compute stream wait for a copy, given by an event for its end. Then compute may overwrite its
+        source and read its target.
+        """
         self._streams.wait(copying[0])
 
 
@@ -296,12 +326,14 @@ def _storage_bytes(value: Tensor) -> Tensor:
 
 
 def _write_slot(slot: Slot, data: list[Tensor], watch: RecordedCopy) -> None:
-    """Writes the only tensor of `data` into its part of the file, and removes it from the list to free it."""
+    """Writes the only tensor of `data` into its part of the file (`slot`), and removes it from the list to free it.
+    `watch` records the time.
+    """
     with watch:
         slot.write(data.pop().numpy().data)
 
 
 def _read_slot(slot: Slot, data: Tensor, watch: RecordedCopy) -> None:
-    """Reads a part of the file into `data`."""
+    """Reads a part of the file (`slot`) into `data`. `watch` records the time."""
     with watch:
         slot.read(data.numpy().data)

@@ -26,8 +26,8 @@ SPARSE = 8
 
 
 def do_exchange_work(dense: Tensor, ids: Tensor) -> None:
-    """Does the processor work of a sparse exchange: gathers rows `ids` (K,) of (V, d), encodes, decodes, sums and
-    writes them.
+    """Does the processor work of a sparse exchange of a gradient `dense` (V, d): gathers the rows `ids` (K,), encodes,
+    decodes, sums and writes them.
     """
     num_rows, width = dense.shape
     flat = encode_records(ids, dense.index_select(0, ids), num_rows).view(-1)

@@ -23,6 +23,7 @@ def measure_pace(device: torch.device, estimated: Compute, synchronize: Callable
     The reference is one matrix product and one pass over memory, because models are a mixture of both.
 
     Args:
+        estimated: the speed that the cost model assumes.
         synchronize: waits until the device has done all of its work.
     """
     run = make_reference_work(device)
@@ -57,6 +58,6 @@ def make_reference_work(device: torch.device) -> Callable[[], None]:
 
 
 def expected_ms(estimated: Compute) -> float:
-    """Returns the cost model's estimate of the reference work, in milliseconds."""
+    """Returns the milliseconds of the reference work at the speed that the cost model assumes (`estimated`)."""
     product_ms = estimated.time_ms(2 * PRODUCT**3, 3 * PRODUCT**2 * ELEMENT_BYTES)
     return product_ms + estimated.time_ms(0, 2 * MOVED * ELEMENT_BYTES)

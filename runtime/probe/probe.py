@@ -118,7 +118,7 @@ _GROUPS: dict[Collective, str] = {
 
 @dataclass(frozen=True)
 class Sample:
-    """One measurement of a collective: how many bytes a rank sent, and the time."""
+    """One measurement of a collective: the bytes and messages that a rank sent, and the time."""
 
     sent: Exchange
     time_ms: float
@@ -165,7 +165,9 @@ def probe_cluster(
 
 
 def _measure_busy_share(communicator: Communicator, links: Cluster) -> float:
-    """Measures `Cluster.busy`: the share of a large AllReduce's time for which it delays compute. Collective."""
+    """Measures `Cluster.busy`: the share of a large AllReduce's time for which it delays compute. `links` are the
+    measured links. Collective.
+    """
     own_bytes = bytes_for_rate(links, communicator.world_size)
     launch = make_launch(communicator, "all_reduce", own_bytes, CPU)
     runs = min(ceil(LONG_MS / launch_ms(links, "all_reduce", own_bytes, communicator.world_size)), MOST_IN_ROW)
@@ -330,8 +332,8 @@ def links_still_hold(
 ) -> bool:
     """Returns whether a small and a large AllReduce take about as long as predicted for these links. Collective.
 
-    These are two of a probe's many figures; a network of another rate or latency differs in them too. Within a host,
-    busy processors change these times as well, so that the tolerance is wider there.
+    These are two of a probe's many figures; a network of another rate or latency differs in them too. If all ranks are
+    `on_one_host`, busy processors change these times as well, so that the tolerance is wider.
     """
     for own_bytes, alike in (
         (FIRST_BYTES, ALIKE_START_UP),
@@ -418,7 +420,9 @@ def time_collective(
 def smallest_ms(
     communicator: Communicator, launch: Callable[[], InFlight], in_flight: int, device: torch.device
 ) -> float:
-    """Returns the milliseconds of the smallest launch, nearly all of which is fixed time."""
+    """Returns the milliseconds of the smallest launch, nearly all of which is fixed time. `in_flight` is as for
+    `mean_ms`.
+    """
     few_ms = median_ms(communicator, launch, MOST_RUNS, FIRST_ROW, in_flight, device)
     runs = min(int(FIRST_MS / (FIRST_ROW * few_ms)), MOST_FIRST_RUNS)
     return few_ms if runs <= MOST_RUNS else median_ms(communicator, launch, runs, FIRST_ROW, in_flight, device)
@@ -432,7 +436,9 @@ def median_ms(
     in_flight: int,
     device: torch.device,
 ) -> float:
-    """Returns the milliseconds of one of several launches in a row: the median over runs, for the slowest rank."""
+    """Returns the milliseconds of a launch: the median over `runs` runs, for the slowest rank. Each run makes
+    `launches` launches in a row, with at most `in_flight` in flight at once.
+    """
     own_ms = torch.tensor(
         [mean_ms(communicator, launch, launches, in_flight, device) for _ in range(runs)], device=device
     )

@@ -30,7 +30,7 @@ class Load:
 
     @classmethod
     def of_this_rank(cls, took_ms: float, wall_ms: float) -> Load:
-        """Returns the load of this rank, given the measured times."""
+        """Returns the load of this rank, given the measured times. The arguments are fields of the load."""
         cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
         return cls(platform.node(), tuple(sorted(cores)), torch.get_num_threads(), took_ms, wall_ms)
 

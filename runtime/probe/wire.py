@@ -19,10 +19,8 @@ _BYTES_SENT_OFFSET = 200
 
 
 def sent_by_connection() -> dict[int, int] | None:
-    """Returns socket number -> payload bytes sent so far, for each open connection of this process, or None if the
-    system does not count them.
-
-    Returns: socket number -> bytes; None where the system does not count: no Linux, or one before 4.19.
+    """Returns socket number -> payload bytes sent so far, for each open connection of this process. Returns None if the
+    system does not count them: no Linux, or one before 4.19.
     """
     if not _DESCRIPTORS.exists():
         return None

@@ -22,6 +22,7 @@ def describe_bad_id(
 
     Args:
         ids: row ids for each of `tables`.
+        num_rows: the number of rows of each of `tables`.
         spaces: those of `tables` that are joined tables.
     """
     for found, table, rows in zip(find_bad_ids(ids, num_rows), tables, num_rows, strict=True):

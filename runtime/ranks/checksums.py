@@ -40,7 +40,7 @@ def checksum_of_text(text: str) -> int:
 
 
 def compare_checksums(values: Iterable[tuple[str, Any]], communicator: Communicator) -> None:
-    """Compares the checksums of named values that should be equal on all ranks. Collective.
+    """Compares the checksums of values that should be equal on all ranks, given as (name, value). Collective.
 
     Raises:
         DivergedReplicas: values differ. Raised on every rank.
@@ -60,7 +60,7 @@ def compare_checksums(values: Iterable[tuple[str, Any]], communicator: Communica
 
 def describe_divergence(by_rank: Sequence[Mapping[str, int]]) -> str:
     """Returns a sentence that names the ranks whose values differ from the majority's, or from the lowest rank's if
-    there is no majority.
+    there is no majority. `by_rank` has, for each rank, name -> checksum.
 
     Returns "" if all are equal.
 

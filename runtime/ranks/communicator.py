@@ -35,6 +35,8 @@ class InFlight:
     """A collective that may still be running. `wait` returns its result.
 
     Attributes:
+        value: the result, once the collective has ended.
+        work: torch's handle to wait for, or None if the collective has ended.
         measured: function that returns, after the end, the bytes that this rank has sent; None if they were known
             before.
         reads: further tensors that the collective reads, which must stay alive until it has ended.
@@ -49,16 +51,17 @@ class InFlight:
 def widen_result(
     launched: InFlight, into: Tensor, sent_bytes: int, write: Callable[[Tensor, Tensor], Tensor] = Tensor.copy_
 ) -> InFlight:
-    """Returns a launch that ends when `launched` has ended and its result, in a narrower dtype, has been written to
-    `into`.
+    """Returns a launch that ends when `launched` has ended and its result, in a narrower dtype, has been written to the
+    tensor `into`.
 
     Args:
+        sent_bytes: the bytes that this rank sends.
         write: writes the narrower tensor into the wider one.
     """
     narrow, work = launched.value, None
 
     def write_wide(future: torch.futures.Future[Any]) -> Tensor:
-        """Writes the received narrow values into the wide tensor."""
+        """Writes the received narrow values into the wide tensor once the launch's future has completed."""
         future.wait()
         return write(into, narrow)
 
@@ -70,7 +73,7 @@ def widen_result(
 
 
 def _launch_all_reduce(carrier: dist.ProcessGroup, _: str, flat: Tensor) -> Any:
-    """Launches an in-place sum of `flat` over the ranks of a process group."""
+    """Launches an in-place sum of `flat` over the ranks of the process group `carrier`. Ignores the backend's name."""
     flat = torch.view_as_real(flat) if flat.is_complex() else flat
     return carrier.allreduce([flat], AllreduceOptions())  # torch's function makes nine more Python calls
 
@@ -86,7 +89,7 @@ Counts = Sequence[Sequence[int]]
 
 
 def counts_as_lists(counts: Tensor) -> Counts:
-    """Converts the numbers of ids that ranks read to Python lists."""
+    """Converts the numbers of ids that ranks read, (N,) or (N, grid rows), to Python lists."""
     found: list[list[int]] = counts.view(counts.shape[0], -1).tolist()
     return found
 
@@ -132,7 +135,7 @@ class Communicator(Groups):
         self._ask = lambda *asked: None if (method := found()) is None else method(*asked)
 
     def broadcast(self, tensors: Sequence[Tensor], source: int = 0) -> None:
-        """Broadcasts tensors from one rank, in place."""
+        """Broadcasts tensors from the rank `source` of this communicator, in place."""
         self.check_open()
         if not tensors:
             return
@@ -148,7 +151,9 @@ class Communicator(Groups):
                 work.wait()
 
     def reduce_scalar(self, value: Tensor, reduce_op: dist.ReduceOp.RedOpType) -> Tensor:
-        """Returns the element-wise sum or maximum of a small tensor over ranks."""
+        """Reduces a small tensor over ranks in place, element by element, by a reduce op of torch such as
+        `ReduceOp.SUM`. Returns the tensor.
+        """
         self.check_open()
         group, backend = self._sending_group("dense", value)
         with self.watching(), self._launch_in_order(value, backend) or nullcontext():
@@ -159,6 +164,8 @@ class Communicator(Groups):
         """Reduces a tensor over ranks in place, for a read of a sharded table that all ranks must make together.
 
         Args:
+            value: the tensor.
+            reduce_op: a reduce op of torch, such as `ReduceOp.SUM`.
             what: the read in words, such as "norm of the sharded words.weight".
 
         Raises:
@@ -168,14 +175,14 @@ class Communicator(Groups):
         return self.reduce_scalar(value, reduce_op) if found is None else value.copy_(found)
 
     def gather_for_read(self, own: Tensor, what: str) -> Tensor:
-        """Gathers (n,) elements from every rank to (N n,), for a read of a sharded table that all ranks must make
-        together. Raises like `reduce_for_read`.
+        """Gathers the elements `own` (n,) of every rank to (N n,), for a read of a sharded table that all ranks must
+        make together. `what` and errors are as for `reduce_for_read`.
         """
         self._ask(what, None, None)
         return self.wait(self.gather_equal(own, "dense")).view(-1)
 
     def wait_for_ranks(self, what: str) -> None:
-        """Waits until every rank has announced that it does `what`.
+        """Waits until every rank has announced that it does the same read of a sharded table, named by `what`.
 
         Raises:
             PeerFailure: not all ranks do it. Raised on every rank.
@@ -195,8 +202,11 @@ class Communicator(Groups):
         """Launches the gather of all ranks' ids for the op `all_gather_ids`.
 
         Args:
-            counts: (T,) the number of valid ids in each of `unique`, if only the device knows it, or None if all are.
+            unique: for each table, the unique rows (U,) that this rank reads.
             sizes: for each rank, how many ids it sends for each table.
+            num_rows: for each table, its number of rows.
+            group: the communication class, such as "ids".
+            counts: (T,) the number of valid ids in each of `unique`, if only the device knows it, or None if all are.
         """
         tables, longest = len(unique), max(map(sum, sizes))
         dtype = torch.int32 if max(num_rows) < 2**31 else torch.int64
@@ -211,11 +221,13 @@ class Communicator(Groups):
         return self.gather_equal(own, group)
 
     def gather_equal(self, own: Tensor, group: str) -> InFlight:
-        """Launches a gather of (n,) elements from every rank: (N, n)."""
+        """Launches a gather of the elements `own` (n,) of every rank, in the group of a communication class. The result
+        is (N, n).
+        """
         packed = own.new_empty((self.world_size, own.numel()))
 
         def gather(carrier: dist.ProcessGroup, _: str, to: Tensor, sent: Tensor) -> Any:
-            """Launches the gather on a process group."""
+            """Launches the gather of `sent` to `to` on the process group `carrier`. Ignores the backend's name."""
             return gather_single(to, sent, carrier, async_op=True)
 
         found = self._launch(gather, group, packed.view(-1), own)
@@ -223,14 +235,15 @@ class Communicator(Groups):
         return found
 
     def gather_unequal(self, own: Tensor, sizes: list[int], group: str) -> InFlight:
-        """Launches a gather of flat tensors of different sizes.
+        """Launches a gather of flat tensors of different sizes, in the group of a communication class.
 
         Args:
+            own: this rank's tensor.
             sizes: the size of each rank's tensor.
         """
 
         def exchange(carrier: dist.ProcessGroup, _: str, to: Tensor, sent: Tensor) -> Any:
-            """Launches the gather on a process group."""
+            """Launches the gather of `sent` to `to` on the process group `carrier`. Ignores the backend's name."""
             return send_parts(
                 carrier, [sent] * self.world_size, torch.split_with_sizes(to, sizes), self.message_waiter(group)
             )
@@ -240,17 +253,26 @@ class Communicator(Groups):
     def all_to_all_rows(
         self, columns: Tensor, counts: Tensor, embedding_dim: int, group: str, group_size: int, grid_rows: int = 1
     ) -> InFlight:
-        """Launches the AlltoAll of the op `all_to_all_rows`: looked-up columns of rows."""
+        """Launches the AlltoAll of looked-up columns of rows. Implements the op `all_to_all_rows`, which documents the
+        arguments.
+        """
         return self.send_rows(columns, counts_as_lists(counts), embedding_dim, group)
 
     def send_rows(self, columns: Tensor, counts: Counts, embedding_dim: int, group: str) -> InFlight:
-        """Launches the AlltoAll of looked-up columns of rows, if the host knows how many rows each rank gets."""
+        """Launches the AlltoAll of looked-up columns of rows, if the host knows how many rows each rank gets.
+
+        Args:
+            columns: this rank's columns (R, d) of the rows that all ranks read.
+            counts: rank -> how many rows it reads from each row of the table's grid.
+            embedding_dim: the number of columns of the whole table.
+            group: the communication class, such as "embedding".
+        """
         of_owners, of_readers = self._piece_shapes(counts, embedding_dim)
         return self._send_pieces(columns.view(-1), of_readers, of_owners, self.rounding.encode_rows, group)
 
     def _piece_shapes(self, counts: Counts, embedding_dim: int) -> tuple[Pieces, Pieces]:
-        """Returns the shapes (rows, columns) of what this rank sends to each rank, and of what it receives from
-        each.
+        """Returns the shapes (rows, columns) of the pieces that this rank sends to each rank, and of those that it
+        receives from each. The arguments are as for `send_rows`.
         """
         grid_columns = self.world_size // len(counts[0])
         row, column = divmod(self.rank, grid_columns)
@@ -260,11 +282,18 @@ class Communicator(Groups):
     def all_to_all_gradients(
         self, flat: Tensor, counts: Tensor, embedding_dim: int, group: str, group_size: int, grid_rows: int = 1
     ) -> InFlight:
-        """Launches the AlltoAll of the op `all_to_all_gradients`: gradients of rows."""
+        """Launches the AlltoAll of gradients of rows. Implements the op `all_to_all_gradients`, which documents the
+        arguments.
+        """
         return self.send_gradients(flat, counts_as_lists(counts), embedding_dim, group)
 
     def send_gradients(self, flat: Tensor, counts: Counts, embedding_dim: int, group: str) -> InFlight:
-        """Launches the AlltoAll of gradients of rows, if the host knows how many rows each rank gets."""
+        """Launches the AlltoAll of gradients of rows, if the host knows how many rows each rank gets.
+
+        Args:
+            flat: the gradients of this rank's rows, flat (U * D,), in blocks by receiving rank.
+            counts, embedding_dim, group: as for `send_rows`.
+        """
         of_owners, of_readers = self._piece_shapes(counts, embedding_dim)
         # `round_rows` has already rounded them, if they are rounded.
         return self._send_pieces(flat, of_owners, of_readers, self.rounding.encode, group, narrows=True)
@@ -282,9 +311,11 @@ class Communicator(Groups):
         """Launches an AlltoAll of rows, or of their gradients, which may be rounded.
 
         Args:
+            sent: the pieces to send, flat.
             leave, come: the shapes (rows, columns) of what this rank sends to each rank, and of what it receives from
                 each.
             encode: rounds rows to the dtype in which they are sent.
+            group: the communication class, such as "embedding".
             narrows: whether rows that are not rounded are sent in `gradient_dtype`.
         """
         if self.rounding.form != "exact" and group in LANE_GROUPS and self.rounding.rounds(sent):
@@ -305,10 +336,18 @@ class Communicator(Groups):
     def all_to_all(
         self, received: Tensor, sent: Tensor, receive_sizes: list[int], send_sizes: list[int], group: str
     ) -> InFlight:
-        """Launches an AlltoAll with these numbers of elements to and from each rank."""
+        """Launches an AlltoAll of flat tensors, in the group of a communication class.
+
+        Args:
+            received: the memory for the result.
+            sent: the elements to send, in blocks by receiving rank.
+            receive_sizes, send_sizes: the numbers of elements from each rank, and to each rank.
+        """
 
         def exchange(carrier: dist.ProcessGroup, backend: str, to: Tensor, own: Tensor) -> Any:
-            """Launches the AlltoAll on a process group. Over gloo it is sent as separate messages."""
+            """Launches the AlltoAll of `own` to `to` on the process group `carrier`. Over gloo it is sent as separate
+            messages.
+            """
             if backend != "gloo":
                 if own.is_complex():
                     to, own = torch.view_as_real(to), torch.view_as_real(own)
@@ -319,7 +358,9 @@ class Communicator(Groups):
         return self._launch(exchange, group, received, sent)
 
     def all_reduce_(self, flat: Tensor, reduce_op: str, group: str) -> InFlight:
-        """Launches an in-place AllReduce. Buckets of gradients are sent in `gradient_dtype`, if it is set."""
+        """Launches an in-place AllReduce of a flat tensor, in the group of a communication class. Buckets of gradients
+        are sent in `gradient_dtype`, if it is set. Ignores `reduce_op`: the result is a sum.
+        """
         narrow = self._to_wire_dtype(flat) if group == "dense lane" and self.gradient_dtype is not None else flat
         launched = self._launch(_launch_all_reduce, group, narrow)
         if narrow is flat:
@@ -341,7 +382,14 @@ class Communicator(Groups):
         return gradient if dtype is None or dtype.itemsize >= gradient.dtype.itemsize else gradient.to(dtype)
 
     def _launch(self, collective: Callable[..., Any], group: str, written: Tensor, *read: Tensor) -> InFlight:
-        """Launches a collective. If gloo sends CUDA tensors, it copies them to the host and has ended on return."""
+        """Launches a collective. If gloo sends CUDA tensors, it copies them to the host and has ended on return.
+
+        Args:
+            collective: function of (process group, backend, `written`, *`read`) that launches the collective, and
+                returns torch's handle to wait for.
+            group: the communication class.
+            written, read: the tensors that the collective writes, and that it only reads.
+        """
         carrier, backend = self._sending_group(group, written)
         if not written.is_cuda or "nccl" in backend:
             turn = self._launch_in_order(written, backend) if group in CLASSES else None
@@ -371,7 +419,7 @@ class Communicator(Groups):
         return self.in_turn()
 
     def wait(self, launch: InFlight, what: str = "") -> Tensor:
-        """Waits for a launch, and returns its result. An error names the ranks that failed."""
+        """Waits for a launch, named by `what`, and returns its result. An error names the ranks that failed."""
         if launch.work is not None:
             try:
                 launch.work.wait()
@@ -402,38 +450,38 @@ class SingleProcess(Communicator):
         self.join(group)
 
     def broadcast(self, tensors: Sequence[Tensor], source: int = 0) -> None:
-        """Leaves the tensors as they are."""
+        """Leaves the tensors unchanged: there is no other rank."""
         self.check_open()
 
     def reduce_scalar(self, value: Tensor, reduce_op: dist.ReduceOp.RedOpType) -> Tensor:
-        """Returns the tensor as it is."""
+        """Returns the tensor unchanged: it is the sum over one rank."""
         self.check_open()
         return value
 
     def gather(self, value: T, kind: Any) -> list[T]:
-        """Returns the value."""
+        """Returns a list of this rank's value."""
         self.check_open()
         return [value]
 
     def gather_equal(self, own: Tensor, group: str) -> InFlight:
-        """Returns the elements (n,) as (1, n)."""
+        """Returns the elements `own` (n,) as (1, n)."""
         return InFlight(own.view(1, -1), None)
 
     def gather_unequal(self, own: Tensor, sizes: list[int], group: str) -> InFlight:
-        """Returns the tensor."""
+        """Returns this rank's tensor unchanged."""
         return InFlight(own, None)
 
     def send_rows(self, columns: Tensor, counts: Counts, embedding_dim: int, group: str) -> InFlight:
-        """Returns the rows, flat."""
+        """Returns the looked-up columns as they would be received: flat."""
         return InFlight(columns.view(-1), None)
 
     def send_gradients(self, flat: Tensor, counts: Counts, embedding_dim: int, group: str) -> InFlight:
-        """Returns the gradients."""
+        """Returns this rank's gradients unchanged."""
         return InFlight(flat, None)
 
     def all_reduce_(self, flat: Tensor, reduce_op: str, group: str) -> InFlight:
-        """Returns the tensor."""
+        """Returns the tensor unchanged: it is the sum over one rank."""
         return InFlight(flat, None)
 
     def connect(self, device: torch.device) -> None:
-        """Does nothing, as nothing is connected."""
+        """Does nothing: there is no process group to connect."""

@@ -100,7 +100,9 @@ def is_known_to_all_ranks(error: BaseException) -> bool:
 
 
 def failure_text(failure: Exception) -> str:
-    """Returns an error as text for other ranks. Errors of this package get no type name."""
+    """Returns an exception as text for other ranks. `RuntimeError`s, such as those of this package, get no type
+    name.
+    """
     return str(failure) if isinstance(failure, RuntimeError) else f"{type(failure).__name__}: {failure}"
 
 
@@ -139,7 +141,13 @@ class LaunchLog:
 
 @dataclass(frozen=True)
 class RankStatus:
-    """What a living rank reports about itself: its progress, and the line of code that its main thread is in."""
+    """What a living rank reports about itself: its progress, and the line of code that its main thread is in.
+
+    Attributes:
+        launched: name of each launch -> the last step in which it was made.
+        launches: the number of launches so far.
+        place: the line, as "file:line".
+    """
 
     launched: dict[str, int]
     launches: int
@@ -266,7 +274,9 @@ class LivenessCheck:
         ) from error
 
     def _who_is_stuck(self, what: str) -> str:
-        """Returns a sentence that names the ranks that are behind, each with the first launch that it has not made."""
+        """Returns a sentence that names the ranks that are behind, each with the first launch that it has not made.
+        `what` is the name of the launch that failed.
+        """
         own, found = self._progress.launched, []
         for r, each in self._statuses.items():
             absent = [name for name, step in own.items() if each.launched.get(name, 0) < step]

@@ -78,7 +78,12 @@ def _watch_children() -> None:
 
 
 def _on_child_exit(before: Callable[..., Any] | int, number: int, frame: Any) -> None:
-    """Handles the end of a child process: raises the child's error if it failed because it used a model."""
+    """Handles the end of a child process: raises the child's error if it failed because it used a model.
+
+    Args:
+        before: the signal handler that this one replaces, called first if it is a function.
+        number, frame: the signal's number and the interrupted frame, as for any signal handler.
+    """
     if callable(before):
         before(number, frame)
     child = int.from_bytes(_refused_child_memory()[:], "little")

@@ -190,9 +190,9 @@ class _DeadlockCheck:
         return f"{self._prefix}/waits/{rank}"
 
     def _verdict_key(self, token: str) -> str:
-        """Returns the key in the store for the error that another rank writes for a wait."""
+        """Returns the key in the store for the error that another rank writes for the wait with this token."""
         return f"{self._prefix}/reason/{token}"
 
     def _shared_key(self, what: str) -> str:
-        """Returns the key in the store for a value that all ranks of this arrival share."""
+        """Returns the key in the store for the value `what` that all ranks of this arrival share."""
         return f"{self._prefix}/{self._group}/{self._arrival}/{what}"

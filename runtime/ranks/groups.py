@@ -193,7 +193,11 @@ class Groups:
             self._connect(CLASSES[0], device)
 
     def open_group(self, name: str, backend: str | None = None) -> dist.ProcessGroup:
-        """Returns the process group with this name, creating it if needed. Collective; requires at least two ranks."""
+        """Returns the process group with this name, creating it if needed. Collective; requires at least two ranks.
+
+        Args:
+            backend: the backend, or None for that of the main group.
+        """
         if name not in self._groups:
             self._groups[name] = self._new_group(name, backend)
         return self._groups[name]
@@ -260,7 +264,10 @@ class Groups:
         """Creates a process group of all ranks that train together, or of `ranks` among them.
 
         Args:
+            name: the group's name, for torch's logs.
             backend: the backend, or None for that of the main group.
+            urgent: whether NCCL's stream gets a high priority.
+            ranks: global ranks, or None for all that train together.
 
         Returns:
             The group, or None if this rank is not in it.
@@ -380,7 +387,9 @@ class Groups:
         return [_decode_gathered(kind, content, rank) for rank, content in enumerate(contents)]
 
     def reports(self, failure: str | None) -> dict[int, str]:
-        """Gathers the error texts of the ranks that have failed, by rank. Collective."""
+        """Gathers the error texts of the ranks that have failed, by rank. `failure` is this rank's, or None.
+        Collective.
+        """
         return {rank: text for rank, text in enumerate(self.gather(failure, str | None)) if text is not None}
 
     def check_none_failed(self, failure: Exception | None) -> None:
@@ -397,13 +406,15 @@ class Groups:
         return contextlib.nullcontext() if self._liveness is None else NamesFailedRanks(self._liveness, what)
 
     def name_ranks(self, error: RuntimeError, what: object = "") -> None:
-        """Raises the error of a failed collective, with the names of the ranks that caused it if they are known."""
+        """Raises the error of a failed collective, with the names of the ranks that caused it if they are known. `what`
+        is the name of the launch.
+        """
         if self._liveness is not None and not is_known_to_all_ranks(error):
             self._liveness.raise_named(error, str(what))
 
 
 def _decode_gathered(kind: Any, content: bytes, rank: int) -> Any:
-    """Decodes a value that `rank` has sent. Raises if it is not of type `kind`."""
+    """Decodes the content of a message that `rank` has sent. Raises if the value is not of type `kind`."""
     try:
         return from_plain(kind, json.loads(content))
     except (ValueError, RecursionError) as error:

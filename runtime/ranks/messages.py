@@ -49,7 +49,7 @@ class Messages:
 
 
 def _wait_all(works: Sequence[dist.Work]) -> None:
-    """Waits for all of these messages."""
+    """Waits for all messages, given by torch's handles."""
     for work in works:
         work.wait()
 
@@ -68,6 +68,7 @@ def send_parts(
     Args:
         sent: the tensor for each rank.
         received: the memory for the tensor from each rank, of the sender's size.
+        waiter: as for `Messages`.
         backend: the name of the group's backend for these tensors, if known.
     """
     own, ranks = group.rank(), group.size()
@@ -105,12 +106,17 @@ def send_one(tensor: Tensor, to: int, group: dist.ProcessGroup) -> None:
 
 
 def receive_one(tensor: Tensor, source: int, group: dist.ProcessGroup) -> None:
-    """Receives a tensor of known size that another rank sends with `send_one`."""
+    """Receives a tensor of known size that the rank `source` sends with `send_one`."""
     _transfer(dist.irecv, tensor, source, group)
 
 
 def _transfer(operation: Callable[..., Any], tensor: Tensor, peer: int, group: dist.ProcessGroup) -> None:
-    """Sends or receives one tensor, and waits for it."""
+    """Sends or receives one tensor, and waits for it.
+
+    Args:
+        operation: `dist.isend` or `dist.irecv`.
+        peer: the other rank.
+    """
     # A batch, because NCCL creates a communicator of two ranks for a single message.
     for work in dist.batch_isend_irecv([dist.P2POp(operation, tensor, group=group, group_peer=peer)]):
         work.wait()

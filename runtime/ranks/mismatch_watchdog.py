@@ -96,7 +96,7 @@ class MismatchWatchdog:
 
         def explain(_: logging.LogRecord) -> bool:
             """Logging filter that raises the reason for the error that torch is about to log, as long as the watchdog
-            exists. Returns True, so that torch logs the error if no reason is known.
+            exists. Ignores the log record. Returns True, so that torch logs the error if no reason is known.
             """
             if (error := sys.exc_info()[1]) is not None and (found := itself()) is not None:
                 found.explain(error)
@@ -106,7 +106,9 @@ class MismatchWatchdog:
         weakref.finalize(self, _c10d_logger.removeFilter, explain)
 
     def wait_for(self, work: Any, group: dist.ProcessGroup) -> None:
-        """Waits for the exchange of a handshake in a group. The watchdogs of this model and of others see the wait."""
+        """Waits for the exchange of a handshake (`work`, torch's handle) in a group. The watchdogs of this model and of
+        others see the wait.
+        """
         self.waiting_since_s = time.monotonic()
         try:
             work.wait()
@@ -144,7 +146,9 @@ class MismatchWatchdog:
         print(f"embrace_fx: {self._found[1]}", file=sys.stderr, flush=True)
 
     def refuse(self, reason: str) -> None:
-        """Tells other ranks that this rank is about to raise an error."""
+        """Writes to the store that this rank is about to raise an error, with `reason` as its text, for ranks that wait
+        for it.
+        """
         with contextlib.suppress(RuntimeError):  # the store may be gone
             self._write_record(dist.distributed_c10d._get_default_store(), _RAISES, reason)
 
@@ -166,12 +170,23 @@ class MismatchWatchdog:
             raise PeerFailure({other.rank: other.reason}) from error
 
     def _write_record(self, store: Any, what: str, reason: str = "") -> None:
-        """Writes this rank's record to the store."""
+        """Writes this rank's record to the store.
+
+        Args:
+            what: the suffix of the key: `_WAITS` or `_RAISES`.
+            reason: the error that the rank is about to raise, or "" if it waits.
+        """
         begun = {str(name): _collectives_begun(group) for group, name in dist.distributed_c10d._world.pg_names.items()}
         store.set(self._name + what, json.dumps(to_plain(_StoppedRank(self._rank, self.announced, reason, begun))))
 
     def _find_stopped_rank(self, store: Any, frame: FrameType, what: str, announced: int) -> _StoppedRank | None:
-        """Returns the record of a rank that stopped before the collective which this rank is in, or None."""
+        """Returns the record of a rank that stopped before the collective in which this rank is, or None.
+
+        Args:
+            frame: the stack frame of the collective.
+            what: the suffix of the record's key: `_WAITS` or `_RAISES`.
+            announced: the number of handshakes that the other rank must have begun.
+        """
         if not store.check([self._name + what]):
             return None
         other: _StoppedRank = from_plain(_StoppedRank, json.loads(store.get(self._name + what).decode()))

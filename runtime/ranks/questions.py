@@ -56,7 +56,9 @@ class SharedRead:
         return tuple(value.detach().reshape(-1).to(_widest_dtype(value)).view(torch.int64).tolist())
 
     def reduce_values(self, numbers: Sequence[Sequence[int]]) -> Tensor | None:
-        """Reduces the values that ranks have sent with their announcements, or returns None if they sent none."""
+        """Reduces the values that ranks have sent with their announcements, or returns None if they sent none.
+        `numbers` has, for each rank, the result of `encode_value`.
+        """
         value = self.value
         if value is None or not numbers[0]:
             return None
@@ -69,7 +71,7 @@ class SharedRead:
 
 
 def _widest_dtype(value: Tensor) -> torch.dtype:
-    """Returns float64 for a floating-point tensor, int64 for an integer one."""
+    """Returns float64 if the value is a floating-point tensor, int64 if it is an integer one."""
     return torch.float64 if value.is_floating_point() else torch.int64
 
 

@@ -56,8 +56,8 @@ _RUN_BY_ONE_RANK = (
 
 
 def check_steps(announcements: Sequence[HandshakeMessage], communicator: Communicator) -> None:
-    """Raises `PeerFailure` if ranks have run different numbers of optimizer steps, or different ops on sharded
-    tables.
+    """Raises `PeerFailure` if the announcements of all ranks show different numbers of optimizer steps, or of ops on
+    sharded tables.
     """
     if len({(each.steps, each.collective_ops) for each in announcements}) == 1:
         return

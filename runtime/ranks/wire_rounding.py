@@ -27,7 +27,12 @@ MEASURED_EVERY = 16
 
 @dataclass
 class _ErrorSums:
-    """Sums of squared rounding errors and of squared exact values."""
+    """Sums of squared rounding errors and of squared exact values.
+
+    Attributes:
+        calls: the number of roundings so far.
+        of_errors, of_values: sums of squares of the measured errors, and of the exact values.
+    """
 
     calls: int = 0
     of_errors: float | Tensor = 0.0
@@ -69,19 +74,28 @@ class Rounding:
         """Rounds looked-up rows, and returns them in the form in which they are sent.
 
         Args:
-            pieces: the shapes (rows, columns) of what each rank gets.
+            columns: the rows, flat.
+            pieces: the shape (rows, columns) of the piece for each rank.
         """
         self._measure("rows", columns, lambda: round_trip(columns, pieces, self.form))
         return encode(columns, pieces, self.form)
 
     def encode(self, rounded: Tensor, pieces: Pieces) -> Tensor:
-        """Returns row gradients that are already rounded in the form in which they are sent, without a further
-        error.
+        """Returns row gradients that are already rounded in the form in which they are sent, without a further error.
+        `pieces` is as for `encode_rows`.
         """
         return encode(rounded, pieces, self.form)
 
     def round_rows(self, rows: Tensor, ids: Tensor, form: Format, grid_columns: int, table: str) -> Tensor:
-        """Implements the op `round_rows`: rounds row gradients after adding the errors of earlier roundings."""
+        """Implements the op `round_rows`: rounds row gradients after adding the errors of earlier roundings.
+
+        Args:
+            rows: the gradients (U, D).
+            ids: the rows' ids (U,).
+            form: the format to round to.
+            grid_columns: the number of ranks over which the columns are divided.
+            table: the table's name, under which the errors are stored.
+        """
         kept = self._left.get(table)
         wanted = rows.float()
         if kept is not None and kept[0].numel():
@@ -99,6 +113,11 @@ class Rounding:
     def rounded_bucket(self, flat: Tensor, pieces: Pieces, name: str) -> Tensor:
         """Rounds a dense gradient, or a mean of it, after adding the error of its last rounding. Keeps the new
         error.
+
+        Args:
+            flat: the gradient.
+            pieces: the shapes (rows, columns) of its parts, which are rounded separately.
+            name: the name under which the error is stored.
         """
         kept = self._left.get(name)
         wanted = flat.float() if kept is None else flat.float() + kept[1]
@@ -109,7 +128,13 @@ class Rounding:
         return coded
 
     def _measure(self, kind: str, exact: Tensor, arrived: Callable[[], Tensor]) -> None:
-        """Adds the error of a rounding to the sums for `kind`, at every `MEASURED_EVERY`-th call."""
+        """Adds the error of a rounding to the sums for `kind`, at every `MEASURED_EVERY`-th call.
+
+        Args:
+            kind: what is rounded, such as "rows".
+            exact: the values before the rounding.
+            arrived: returns the values after the rounding.
+        """
         error = self._errors.setdefault(kind, _ErrorSums())
         error.calls += 1
         if error.calls % MEASURED_EVERY == 1:

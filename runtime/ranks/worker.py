@@ -24,14 +24,14 @@ class Worker:
         weakref.finalize(self, self._jobs.put, None).atexit = False
 
     def submit(self, job: Callable[[], Any]) -> Any:
-        """Adds a function to the queue. Returns a future of its result or error."""
+        """Adds a function (`job`) to the queue. Returns a future of its result or error."""
         end: Any = torch._C.Future([])  # each method of `torch.futures.Future` would add a Python call
         self._jobs.put((job, end))
         return end
 
 
 def _run_jobs(jobs: SimpleQueue[Any]) -> None:
-    """Runs the functions of a queue in order, until the queue yields None."""
+    """Runs the jobs of a queue, (function, its future), in order, until the queue yields None."""
     while (next_ := jobs.get()) is not None:
         job, end = next_
         try:
@@ -45,7 +45,7 @@ def _run_jobs(jobs: SimpleQueue[Any]) -> None:
 
 
 def _raise_error(error: Exception, _: object) -> None:
-    """Raises an error in place of returning a result."""
+    """Raises an error in place of returning a result. The argument after it is ignored."""
     raise error
 
 

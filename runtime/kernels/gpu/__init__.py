@@ -52,6 +52,7 @@ class AdamStep(NamedTuple):
     Attributes:
         step_size: the learning rate divided by the bias correction of m (Adam), or also multiplied by the root of v's
             (SparseAdam).
+        betas, eps, maximize: the optimizer's options.
         correction: 1 / sqrt(1 - beta2^t) for Adam and AdamW; 1 for SparseAdam, which adds eps to the uncorrected root.
         weight_decay: the factor of the weight that is added to the gradient (Adam).
         shrink: the factor by which the weight is multiplied before the step, 1 - lr * weight_decay (AdamW).
@@ -73,7 +74,7 @@ def available() -> bool:
 
 
 def supports(values: Tensor) -> bool:
-    """Returns whether the kernels support rows of this dtype and layout."""
+    """Returns whether the kernels support the dtype and layout of these rows."""
     return values.dtype in _DTYPES and values.is_contiguous() and available()
 
 

@@ -30,7 +30,17 @@ def _move_columns(
     rows, positions, flat, count, width: tl.constexpr, block_width: tl.constexpr,
     PACK: tl.constexpr, SELECTED: tl.constexpr, EVEN: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Triton kernel: copies one tile between rows and their blocks of columns."""
+    """Triton kernel: copies one tile between rows and their blocks of columns.
+
+    Args:
+        rows: (U', D), the rows.
+        positions: (U,), the rows to copy, read if `SELECTED`.
+        flat: (U * D,), the blocks.
+        count: the number of rows to copy (U).
+        width, block_width: the columns of a row (D), and of all blocks but the last.
+        PACK: whether to copy from rows to blocks; else back.
+        EVEN: whether all blocks are equally wide.
+    """
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     first = tl.program_id(1) * block_width
     if EVEN:  # Triton then knows that the width is divisible by 16, which it does not for a minimum
@@ -55,7 +65,9 @@ def _move_columns(
 def _launch_tiles(
     rows: Tensor, positions: Tensor | None, flat: Tensor, count: int, group_size: int, pack: bool
 ) -> None:
-    """Copies the column blocks of `rows` (only of those at `positions`, if given) to `flat`, or back if not `pack`."""
+    """Copies the column blocks of `rows` (only of those at `positions`, if given) to `flat`, or back if not `pack`.
+    `count` is the number of rows to copy, and `group_size` the number of ranks.
+    """
     width = rows.shape[1]
     if count == 0 or width == 0:
         return

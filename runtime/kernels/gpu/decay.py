@@ -24,7 +24,21 @@ def _decay(
     largest: tl.float64, least_eps: tl.float64, bit: tl.float64,
     AMSGRAD: tl.constexpr, STRIDE: tl.constexpr, SUM: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Triton kernel: applies deferred Adam steps to one row and its averages."""
+    """Triton kernel: applies deferred Adam steps to one row and its averages.
+
+    Args:
+        shard: the weights (V', d).
+        exp_avg, exp_avg_sq, max_exp_avg_sq: the running averages (V', d); the last one is read if `AMSGRAD`.
+        ids: the rows (K,).
+        taken: the number of steps that each row has applied (V',), updated in place.
+        until: the number of steps to have applied at the end (T).
+        coefficients, largest, least_eps: as in `TakenSteps`.
+        width: the columns of a row (d).
+        bit: the share of a weight below which an update is negligible.
+        STRIDE: the columns of `coefficients`.
+        SUM: the dtype in which to compute.
+        COLUMNS: the columns of a tile.
+    """
     row = tl.load(ids + tl.program_id(0))
     begun = tl.atomic_max(taken + row, until)
     if begun < until:
@@ -71,7 +85,7 @@ def _decay(
 
 @on_tensor_device
 def decay_rows(shard: Tensor, averages: Averages, ids: Tensor, taken: Tensor, history: TakenSteps) -> None:
-    """Runs `embrace_fx.runtime.kernels.decay.decay_rows` as a CUDA kernel.
+    """Runs `embrace_fx.runtime.kernels.decay.decay_rows`, which documents the arguments, as a CUDA kernel.
 
     Raises:
         ValueError: an argument is not contiguous.

@@ -27,7 +27,18 @@ def _sum_segments(
     rows, order, starts, ends, out, count, width: tl.constexpr, scale: tl.float64,
     SUM: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Triton kernel: writes one tile of the scaled sums of rows."""
+    """Triton kernel: writes one tile of the scaled sums of rows.
+
+    Args:
+        rows: the rows (R, d).
+        order, starts, ends: as in `Segments`.
+        out: the sums (K, d), written.
+        count: the number of sums (K).
+        width: the columns of a row (d).
+        scale: the factor of all sums.
+        SUM: the dtype in which to add.
+        ROWS, COLUMNS: the size of a tile.
+    """
     segment = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     start = tl.load(starts + segment, mask=segment < count, other=0)

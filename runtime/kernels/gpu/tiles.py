@@ -48,6 +48,9 @@ def choose_tile(columns: int, itemsize: int, tensors: int = 1) -> Tile:
 def offsets(ids, count, width: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     """Returns the offsets of a tile's elements in a tensor (count, width), their offsets in the rows `ids` of a table,
     and a mask of those that exist.
+
+    Args:
+        ROWS, COLUMNS: the size of a tile.
     """
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)

@@ -43,13 +43,13 @@ def _root(x):
 
 @triton.jit
 def _load(values, at, inside, SUM: tl.constexpr):
-    """Loads values and casts them to the dtype for sums. Where `inside` is false, returns zero."""
+    """Loads values at the offsets `at` and casts them to the dtype `SUM`. Where `inside` is false, returns zero."""
     return tl.load(values + at, mask=inside, other=0.0).to(SUM)
 
 
 @triton.jit
 def _store(values, at, value, inside):
-    """Casts a value to the dtype of its destination, and stores it."""
+    """Casts a value to the dtype of `values`, and stores it at the offsets `at` where `inside` is true."""
     tl.store(values + at, value.to(values.dtype.element_ty), mask=inside)
 
 
@@ -58,7 +58,14 @@ def _load_descent(
     rows, shard, source, target, inside, weight_decay,
     DECAY: tl.constexpr, MAXIMIZE: tl.constexpr, SUM: tl.constexpr,
 ):  # fmt: skip
-    """Loads a tile. Returns its gradients, with sign and weight decay applied as for minimizing, and its weights."""
+    """Loads a tile. Returns its gradients, with sign and weight decay applied as for minimizing, and its weights.
+
+    Args:
+        rows, shard: the gradients (K, d) and the weights (V, d).
+        source, target, inside: the tile's offsets in `rows` and in `shard`, and its mask, from `offsets`.
+        DECAY, MAXIMIZE: whether there is weight decay, and whether the optimizer maximizes.
+        SUM: the dtype in which to compute.
+    """
     gradient = _load(rows, source, inside, SUM)
     weight = _load(shard, target, inside, SUM)
     if MAXIMIZE:
@@ -75,7 +82,16 @@ def _sgd(
     MOMENTUM: tl.constexpr, NESTEROV: tl.constexpr, DECAY: tl.constexpr, MAXIMIZE: tl.constexpr,
     SUM: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Triton kernel: applies one SGD step to one tile of rows."""
+    """Triton kernel: applies one SGD step to one tile of rows.
+
+    Args:
+        shard, buffer, ids, rows: as for `sgd_rows`.
+        count, width: the number of rows to update (K), and of columns (d).
+        lr, momentum, weight_decay: options of SGD.
+        MOMENTUM, NESTEROV, DECAY, MAXIMIZE: whether each option is used.
+        SUM: the dtype in which to compute.
+        ROWS, COLUMNS: the size of a tile.
+    """
     source, target, inside = offsets(ids, count, width, ROWS, COLUMNS)
     gradient, weight = _load_descent(rows, shard, source, target, inside, weight_decay, DECAY, MAXIMIZE, SUM)
     if MOMENTUM:
@@ -123,7 +139,16 @@ def _adagrad(
     step_size: tl.float64, eps: tl.float64, weight_decay: tl.float64,
     DECAY: tl.constexpr, MAXIMIZE: tl.constexpr, SUM: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Triton kernel: applies one Adagrad step to one tile of rows."""
+    """Triton kernel: applies one Adagrad step to one tile of rows.
+
+    Args:
+        shard, sums, ids, rows, step_size: as for `adagrad_rows`.
+        count, width: the number of rows to update (K), and of columns (d).
+        eps, weight_decay: options of Adagrad.
+        DECAY, MAXIMIZE: whether each option is used.
+        SUM: the dtype in which to compute.
+        ROWS, COLUMNS: the size of a tile.
+    """
     source, target, inside = offsets(ids, count, width, ROWS, COLUMNS)
     gradient, weight = _load_descent(rows, shard, source, target, inside, weight_decay, DECAY, MAXIMIZE, SUM)
     total = _load(sums, target, inside, SUM) + gradient * gradient
@@ -173,7 +198,18 @@ def _adam(
     AMSGRAD: tl.constexpr, DECAY: tl.constexpr, DECOUPLED: tl.constexpr, MAXIMIZE: tl.constexpr,
     SUM: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Triton kernel: applies one Adam step to one tile of rows."""
+    """Triton kernel: applies one Adam step to one tile of rows.
+
+    Args:
+        shard: the weights (V, d).
+        exp_avg, exp_avg_sq, max_exp_avg_sq: the running averages (V, d); the last one is read if `AMSGRAD`.
+        ids, rows: as for `adam_rows`.
+        count, width: the number of rows to update (K), and of columns (d).
+        step_size, beta1, beta2, eps, correction, weight_decay, shrink: as in `AdamStep`.
+        DECAY, DECOUPLED: whether weight decay is added to the gradient, or shrinks the weight.
+        SUM: the dtype in which to compute.
+        ROWS, COLUMNS: the size of a tile.
+    """
     source, target, inside = offsets(ids, count, width, ROWS, COLUMNS)
     gradient, weight = _load_descent(rows, shard, source, target, inside, weight_decay, DECAY, MAXIMIZE, SUM)
     if DECOUPLED:
@@ -199,6 +235,7 @@ def adam_rows(shard: Tensor, averages: Averages, ids: Tensor, rows: Tensor, step
         shard, averages: (V, d) each: the weights and running averages, contiguous, changed in place.
         ids: (K,) int64, unique: the rows to update.
         rows: (K, d), contiguous: the gradients.
+        step: the coefficients of the step.
 
     Raises:
         ValueError: an argument is not contiguous.
