@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 def _compile_copy(model: nn.Module, options: Options) -> CompiledModel:
-    """Compiles a copied or unpickled model again, for a single process."""
+    """Compiles a copied or unpickled model again, with the same options, for a single process."""
     from embrace_fx.session.session import Session  # noqa: PLC0415  (torch's compiler takes seconds to import)
 
     return CompiledModel(Session(model, (), None, options), single=True)
@@ -257,7 +257,7 @@ class CompiledModel(nn.Module, Joinable):
         self._session.close()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clears the gradients of the model."""
+        """Clears the gradients of the model, like `nn.Module.zero_grad`."""
         self._session.model.zero_grad(set_to_none)  # calls the plain model's method, which reads no parameters
         self._session.state.unreduced.clear()  # gradients accumulated under `no_sync` are dropped too
 
@@ -269,16 +269,20 @@ class CompiledModel(nn.Module, Joinable):
         return self._session.model.parameters(recurse)
 
     def named_parameters(self, prefix: str = "", *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yields the model's parameters by their names in the plain model."""
+        """Yields the model's parameters by their names in the plain model. The arguments are those of `nn.Module`'s
+        method.
+        """
         self._session.programs.apply_pending()
         return wrap_names(super().named_parameters(prefix, *args, **kwargs), prefix)
 
     def named_buffers(self, prefix: str = "", *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
-        """Yields (name, buffer), with the names of the plain model."""
+        """Yields (name, buffer), with the names of the plain model. The arguments are those of `nn.Module`'s method."""
         return wrap_names(super().named_buffers(prefix, *args, **kwargs), prefix)
 
     def named_modules(self, memo: Any = None, prefix: str = "", *args: Any, **kwargs: Any) -> Iterator[tuple[str, Any]]:
-        """Yields the model's modules by their names in the plain model."""
+        """Yields the model's modules by their names in the plain model. The arguments are those of `nn.Module`'s
+        method.
+        """
         self._session.programs.apply_pending()
         return wrap_names(super().named_modules(memo, prefix, *args, **kwargs), prefix)
 

@@ -121,7 +121,7 @@ class _SingleCommunicator(SingleProcess):
         self.world_size = world_size
 
     def gather(self, value: T, kind: Any) -> list[T]:
-        """Returns this process's value for every rank."""
+        """Returns this process's value for every rank. Ignores the type."""
         return [value] * self.world_size
 
 
@@ -217,7 +217,7 @@ def _batches_of_ranks(batch: Any, world_size: int | None) -> tuple[list[Any], in
 
 
 def _capture_batch(model: nn.Module, state: ModelState, batch: Any) -> tuple[TrainingGraph, list[Any]]:
-    """Captures a batch's graph. Returns the graph, and the flattened batch."""
+    """Captures the graph of a model, whose state is given, with a batch. Returns the graph, and the flattened batch."""
     args, kwargs = _split_arguments(batch)
     parameter = state.any_parameter()
     with restored_random_state(torch.device("cpu") if parameter is None else parameter.device):
@@ -239,8 +239,10 @@ def _split_arguments(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
 def _extrapolate_sparsity(
     graph: TrainingGraph, by_batch: Sequence[Mapping[str, tuple[Tensor, Tensor]]], ranks: int
 ) -> dict[str, Sparsity]:
-    """Extrapolates each table's sparsity from a few batches to `ranks` ranks, for tables whose rows all batches
-    show.
+    """Extrapolates each table's sparsity from a few batches to `ranks` ranks, for tables whose rows all batches show.
+
+    Args:
+        by_batch: for each batch, the result of `drawn_ids`.
     """
     found = {}
     for table in graph.tables:

@@ -40,6 +40,7 @@ class Collective:
         id: the id of the launch as text, or "" if it has none.
         serves: the tables or parameters whose ids or gradients are packed into one launch, in order.
         options: other arguments of the op that are not tensors, by name.
+        dtype: the dtype of the tensors.
         shape: the shape of a tensor that is reduced or exchanged as a whole, or None if the size depends on the batch.
     """
 

@@ -106,9 +106,7 @@ def use_scaled_noise(rewriter: Rewriter, node: fx.Node) -> None:
 
 
 def _replace_backwards(rewriter: Rewriter, mask: fx.Node, noise: fx.Node) -> None:
-    """Replaces each backward of a dropout, which would read the mask, by a product of the gradient and the scaled
-    noise.
-    """
+    """Replaces each backward of a dropout, which reads its mask, by a product of the gradient and the scaled noise."""
     for backward in list(mask.users):
         with rewriter.before(backward):
             gradient = rewriter.call(aten.mul.Tensor, backward.args[0], noise, name=f"{backward.name}_scaled")

@@ -85,6 +85,9 @@ class ResultLogits:
     """A result of the model that consists of an output layer's logits.
 
     Attributes:
+        index: the index among the model's flattened results.
+        node: the node of the logits.
+        steps: the element-wise ops between the product and the result.
         is_cut: whether the result leaves out some positions, such as the last one of each sequence.
     """
 
@@ -131,10 +134,8 @@ def forward_nodes(graph: TrainingGraph) -> set[fx.Node]:
 
 
 def head_blocker(graph: TrainingGraph, parameter: str, forward: set[fx.Node] | None = None) -> str | None:
-    """Returns the reason why the head over a table cannot be sharded, or None if it can.
-
-    Args:
-        forward: the result of `forward_nodes`, if known.
+    """Returns the reason why the head over a table, given by name, cannot be sharded, or None if it can. `forward` is
+    the result of `forward_nodes`, if known.
     """
     try:
         find_head(graph, parameter, forward)
@@ -175,7 +176,7 @@ def mean_loss_labels(graph: TrainingGraph) -> list[tuple[fx.Node, int]]:
 
 
 def find_head(graph: TrainingGraph, parameter: str, forward: set[fx.Node] | None = None) -> Head:
-    """Finds the output layer over the table of this name.
+    """Finds the output layer over the table with the name `parameter`.
 
     Args:
         forward: the result of `forward_nodes`, if known.
@@ -189,7 +190,9 @@ def find_head(graph: TrainingGraph, parameter: str, forward: set[fx.Node] | None
 
 
 def head_over(graph: TrainingGraph, weight: fx.Node, forward: set[fx.Node]) -> Head:
-    """Finds the output layer over the table with this placeholder. Raises like `find_head`."""
+    """Finds the output layer over the table with the placeholder `weight`, among the nodes of the forward. Raises like
+    `find_head`.
+    """
     product, as_read = _find_product(weight, forward)
     hidden, added = product.args[-2], product.args[0] if product.target is aten.addmm.default else None
     assert isinstance(hidden, fx.Node)
@@ -246,7 +249,9 @@ def _forward_users(node: fx.Node, forward: set[fx.Node]) -> list[fx.Node]:
 
 
 def _follow_logits(graph: TrainingGraph, head: Head, forward: set[fx.Node]) -> None:
-    """Follows the logits from the product to the model's results and to the loss, and stores both in `head`."""
+    """Follows the logits in the forward, from the product to the model's results and to the loss, and stores both in
+    `head`.
+    """
     results: dict[fx.Node, list[int]] = {}
     for value, role in graph.outputs():
         if value is not None and isinstance(role, Result):
@@ -299,12 +304,10 @@ def _classify_step(node: fx.Node, logits: fx.Node) -> tuple[tuple[Step, ...], bo
 def _find_loss(
     head: Head, softmax: fx.Node, steps: tuple[Step, ...], shapes: tuple[fx.Node, ...], forward: set[fx.Node]
 ) -> None:
-    """Finds the loss that reads a log-softmax of the logits, and stores it in `head`.
+    """Finds the loss that reads a log-softmax of the logits, among the nodes of the forward, and stores it in `head`.
 
     Args:
-        softmax: the log-softmax.
-        steps, shapes: the element-wise ops, and the changes of the leading shape, between the product and the
-            log-softmax.
+        steps, shapes: the element-wise ops, and the changes of the leading shape, before the log-softmax.
     """
     if argument(softmax, "dim") not in (-1, softmax.meta["val"].dim() - 1):
         raise Unmatched(f"the softmax is not over the table's rows ({_describe_node(softmax)})")
@@ -335,7 +338,9 @@ def _find_loss(
 
 
 def _check_loss(node: fx.Node, forward: set[fx.Node]) -> None:
-    """Raises `Unmatched` if a negative log-likelihood has an unsupported form."""
+    """Raises `Unmatched` if a negative log-likelihood has an unsupported form, or a forward node reads more than its
+    loss.
+    """
     weight = argument(node, "weight")
     if weight is not None and any(map(draws_random_numbers, _with_ancestors(weight))):
         raise Unmatched("the class weights of the loss are drawn at random")
@@ -348,8 +353,8 @@ def _check_loss(node: fx.Node, forward: set[fx.Node]) -> None:
 
 
 def _check_smoothing(node: fx.Node, likelihood: fx.Node, forward: set[fx.Node]) -> None:
-    """Raises `Unmatched` if the sum of a log-softmax is used for anything but the label smoothing of
-    `F.cross_entropy`.
+    """Raises `Unmatched` if the sum of a log-softmax (`node`) is used for anything but the label smoothing of
+    `F.cross_entropy`. `likelihood` is the negative log-likelihood of the same logits.
     """
     is_plain = node.args[1] in ([1], [-1]) and len(node.args) == 2 and not node.kwargs
     readers = _forward_users(node, forward)
@@ -402,7 +407,7 @@ def _depends_on_batch_only(value: fx.Node) -> bool:
 
 
 def _find_gradients(graph: TrainingGraph, head: Head, forward: set[fx.Node]) -> None:
-    """Finds the backward's nodes that compute the gradients of hidden states, table and bias, and stores them in
+    """Finds the nodes after the forward that compute the gradients of hidden states, table and bias, and stores them in
     `head`.
     """
     indices = {made.index for made in head.results}
@@ -438,10 +443,8 @@ def _find_gradients(graph: TrainingGraph, head: Head, forward: set[fx.Node]) -> 
 
 
 def _store_smoothing(head: Head, node: fx.Node, others: Sequence[fx.Node]) -> None:
-    """Stores, for a loss with smoothed labels, the node that is the gradient of the log-softmax's sum.
-
-    Args:
-        others: the other terms of the logits' gradient.
+    """Stores in `head` the gradient of the log-softmax's sum, for a loss with smoothed labels. `node` adds it, one of
+    `others`, to the gradient of the loss.
     """
     loss, (other, *more) = head.loss, others
     narrow = other.all_input_nodes[0] if other.target is aten.expand.default else other
@@ -476,7 +479,7 @@ def _store_gradient(head: Head, end: fx.Node, chain: set[fx.Node]) -> None:
 
 
 def _is_table(head: Head, node: Any) -> bool:
-    """Returns whether a node is the table as the product reads it, possibly transposed twice."""
+    """Returns whether a node is the table as the head's product reads it, possibly transposed twice."""
     turned = 0
     while isinstance(node, fx.Node) and node.target is _TRANSPOSE:
         node, turned = node.args[0], turned + 1

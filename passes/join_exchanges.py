@@ -45,6 +45,7 @@ class ExchangedParameter:
     """A parameter whose rows or gradient the ranks exchange in every step.
 
     Attributes:
+        shape, dtype, device: of the whole parameter.
         padding_idx: the row of a sharded table that gets no gradient, or -1 if there is none. None for a replica.
     """
 
@@ -111,8 +112,12 @@ def idle_graph(name: str, parameter: Tensor) -> TrainingGraph:
 
 
 def _add_empty_lookup(graph: TrainingGraph, rewriter: Rewriter, name: str, parameter: ExchangedParameter) -> None:
-    """Adds a lookup of zero rows and its gradient, so that a rank whose batch does not use the table takes part in its
-    exchange.
+    """Adds a lookup of zero rows of a table and its gradient, so that a rank whose batch does not use the table takes
+    part in its exchange.
+
+    Args:
+        name: the table's name.
+        parameter: the table's shape, dtype, device and padding row.
     """
     weight = parameters_of(graph.module)[name]
     lookups = [graph.node(use.lookup) for table in graph.tables if table.parameter == name for use in table.uses]

@@ -69,7 +69,10 @@ class _Lookup:
     """One lookup of a table that is joined with others.
 
     Attributes:
+        table: the table.
         number: the table's index in the joined table.
+        node: the node of the lookup.
+        ids: the node of the ids.
         backward: the nodes that compute the lookup's share of the gradient.
         is_joined: whether the joint lookup replaces this lookup.
         is_bag: whether the lookup sums the rows of each bag (`nn.EmbeddingBag`).
@@ -85,7 +88,7 @@ class _Lookup:
 
 
 def _join_group(graph: TrainingGraph, space: JoinedTable) -> None:
-    """Replaces some tables, their lookups and their gradients by those of one joined table."""
+    """Replaces the tables that `space` joins, their lookups and their gradients by those of the joined table."""
     rewriter, weights = Rewriter(graph.module), parameters_of(graph.module)
     lookups = _lookups_to_join(graph, space)
     first = min(weights[each.table.parameter] for each in lookups)
@@ -110,7 +113,7 @@ def _join_group(graph: TrainingGraph, space: JoinedTable) -> None:
 
 
 def _lookups_to_join(graph: TrainingGraph, space: JoinedTable) -> list[_Lookup]:
-    """Returns the lookups of the tables to join, in the order of their rows in the joined table."""
+    """Returns the lookups of the tables that `space` joins, in the order of their rows in the joined table."""
     by_name = {table.parameter: table for table in graph.tables}
     nodes = {node.name: node for node in graph.graph.nodes}
     is_trained = any(isinstance(role, Gradient) for _, role in graph.outputs())
@@ -127,8 +130,8 @@ def _lookups_to_join(graph: TrainingGraph, space: JoinedTable) -> list[_Lookup]:
 def _join_ids(
     rewriter: Rewriter, space: JoinedTable, joined: Sequence[_Lookup], others: Sequence[_Lookup]
 ) -> list[fx.Node]:
-    """Inserts, at the head of the graph, the conversion of ids to row numbers of the joined table. Returns one tensor
-    for all joined lookups, then one for each other lookup.
+    """Inserts, at the head of the graph, the conversion of ids to row numbers of the joined table `space`. Returns one
+    tensor for all joined lookups, then one for each other lookup.
     """
     lookups = [*joined, *others]
     numbers = [each.number for each in lookups]
@@ -148,6 +151,12 @@ def _join_ids(
 def _replace_lookups(rewriter: Rewriter, name: str, joined: Sequence[_Lookup], weight: fx.Node, ids: fx.Node) -> None:
     """Inserts one lookup of the joined table, and replaces the results of the lookups that it joins by views of its
     result.
+
+    Args:
+        name: the name of the joined table.
+        joined: the lookups to replace.
+        weight: the joined table's placeholder.
+        ids: the row numbers of all joined lookups.
     """
     narrow = _common_dtype([_cast_dtype(user) for each in joined for user in each.node.users])
     with rewriter.before(min(each.node for each in joined)):
@@ -175,7 +184,9 @@ def _replace_lookups(rewriter: Rewriter, name: str, joined: Sequence[_Lookup], w
 
 
 def _sum_gradients(rewriter: Rewriter, space: JoinedTable, joined: Sequence[_Lookup], ids: fx.Node) -> list[fx.Node]:
-    """Inserts one gradient of the joined table, for all joined lookups, after the last of their own gradients."""
+    """Inserts one gradient of the joined table `space`, for all joined lookups, after the last of their own gradients.
+    Returns it, or [] if there are none. `ids` are the row numbers of all joined lookups.
+    """
     if not joined[0].backward:
         return []
     backwards = [node for each in joined for node in each.backward]
@@ -255,7 +266,9 @@ def _redirect_lookup(rewriter: Rewriter, lookup: _Lookup, before: fx.Node, weigh
 def _return_joint_gradient(
     graph: TrainingGraph, rewriter: Rewriter, space: JoinedTable, gradients: Sequence[fx.Node]
 ) -> None:
-    """Replaces the gradients of the joined tables among the graph's outputs by the one gradient of the joined table."""
+    """Replaces the gradients of the tables that `space` joins among the graph's outputs by one gradient, the sum of
+    `gradients`.
+    """
     of_tables = {Gradient(Parameter(name)) for name in space.tables}
     outputs = [(value, role) for value, role in graph.outputs() if role not in of_tables]
     total: fx.Node | None = None

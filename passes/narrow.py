@@ -138,6 +138,7 @@ def _narrow_forward(
 
     Args:
         join: the node that joins received columns to rows.
+        lookups: the lookups of the received rows.
         casts: the casts to remove.
     """
     wait = join.all_input_nodes[0]

@@ -51,7 +51,7 @@ def node_time_estimator(compute: cost.Compute, expected: ExpectedSizes = NOTHING
 
 
 def node_ms(node: fx.Node, compute: cost.Compute, expected: ExpectedSizes = NOTHING_EXPECTED) -> float:
-    """Estimates the milliseconds of one node.
+    """Estimates the milliseconds of one node on a processor of speed `compute`.
 
     Args:
         expected: expected values of data-dependent sizes.
@@ -123,24 +123,28 @@ def _with_expected_sizes(value: Any, expected: ExpectedSizes) -> Any:
 
 
 def _attention_flops(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> float:
-    """Returns the FLOPs of scaled dot-product attention."""
+    """Returns the FLOPs of scaled dot-product attention, whose first arguments these are."""
     return float(sdpa_flop_count(query.shape, key.shape, value.shape))
 
 
 def _attention_backward_flops(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> float:
-    """Returns the FLOPs of the backward of scaled dot-product attention."""
+    """Returns the FLOPs of the backward of scaled dot-product attention, whose first arguments these are."""
     return float(sdpa_backward_flop_count(grad.shape, query.shape, key.shape, value.shape))
 
 
 def _rnn_layer_flops(
     input: Tensor, h0: Tensor, c0: Tensor | None, weights: Sequence[Tensor], *_: Any, **__: Any
 ) -> float:
-    """Returns the FLOPs of an RNN layer: two per element of its weight matrices, at each position."""
+    """Returns the FLOPs of the op `rnn_layer`, whose first arguments these are: two per element of its weight matrices,
+    at each position.
+    """
     return 2.0 * input.shape[:-1].numel() * sum(weight.numel() for weight in weights if weight.dim() > 1)
 
 
 def _rnn_layer_backward_flops(_o: Any, _h: Any, _c: Any, *arguments: Any, **__: Any) -> float:
-    """Returns the FLOPs of an RNN layer's backward: twice the forward's, for gradients of inputs and weights."""
+    """Returns the FLOPs of the op `rnn_layer_backward`: twice those of `rnn_layer`, for gradients of inputs and
+    weights. The first three arguments, gradients of the results, are ignored.
+    """
     return 2.0 * _rnn_layer_flops(*arguments)
 
 

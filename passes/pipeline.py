@@ -40,6 +40,8 @@ class CompiledGraph:
     """The graph after the last pass, with a snapshot of the graph after each pass.
 
     Attributes:
+        graph: the graph after the last pass.
+        graphs: name of a pass -> the graph after it.
         phases: name of a pass -> the phases after that pass, if the graph is partitioned.
         ms: name of a pass -> its milliseconds.
     """
@@ -71,7 +73,9 @@ def training_passes(
     """Returns the passes that turn a captured graph into a distributed training step, in order.
 
     Args:
+        plan: the plan.
         present: names of tables that the graph reads; an evaluation may read fewer than training does.
+        rank: this rank.
         reduce: whether to reduce gradients; False for a backward under `no_sync` and for a forward alone.
         join: the pass that adds exchanges in which the batch takes no part, or None for a forward alone.
         memory: the pass that keeps the step within a memory budget, or None without a budget.
@@ -158,7 +162,8 @@ def run_passes(analysed: TrainingGraph, passes: Iterable[Pass], earlier: Compile
 
 
 def _verify(changed: Sequence[tuple[str, TrainingGraph]], captured: TrainingGraph, analysed: TrainingGraph) -> None:
-    """Verifies the last graph. If it is invalid, verifies each graph in turn to name the pass that broke it.
+    """Verifies the last graph. If it is invalid, verifies each graph in turn to name the pass that broke it. `changed`
+    are (pass, graph after it).
 
     Verifying every graph in every run took a sixth of all Python calls when planning twelve layers.
     """

@@ -49,6 +49,8 @@ class ReduceGradients:
     """The pass that all-reduces dense gradients in buckets.
 
     Attributes:
+        buckets: names of each bucket's parameters, in launch order; equal on all ranks.
+        world_size: the number of ranks.
         exchanged: parameters whose gradient has a sparse exchange instead of an AllReduce.
     """
 
@@ -67,8 +69,8 @@ class ReduceGradients:
 def reduce_gradients(
     graph: TrainingGraph, buckets: tuple[tuple[str, ...], ...], world_size: int, exchanged: Exchanged
 ) -> None:
-    """Replaces the gradients of each bucket by their means over ranks. All collectives are launched before the first
-    wait.
+    """Replaces the gradients of each bucket by their means over ranks, in place. All collectives are launched before
+    the first wait. The arguments are as for `ReduceGradients`.
     """
     rewriter = Rewriter(graph.module)
     parameters, gradients = parameters_of(graph.module), gradients_of(graph.module)

@@ -23,7 +23,12 @@ _CAST = torch.ops.aten._to_copy.default
 
 @dataclass(frozen=True)
 class DerivedValue:
-    """A node's fake value, with the op and arguments from which it was computed."""
+    """A node's fake value, with the call from which it was computed.
+
+    Attributes:
+        target, args, kwargs: the op or function, and its arguments.
+        value: the fake value.
+    """
 
     target: Any
     args: tuple[Any, ...]
@@ -69,7 +74,9 @@ class Rewriter:
         self._region = around
 
     def call(self, target: Any, *args: Any, name: str, **options: Any) -> fx.Node:
-        """Inserts a call of an op or function at the current place."""
+        """Inserts a call of the op or function `target` at the current place. `options` are the call's keyword
+        arguments.
+        """
         node = self.graph.create_node("call_function", target, args, options, name=name)
         self._taken.add(node.name)
         if self._region is not None:
@@ -78,8 +85,8 @@ class Rewriter:
         return node
 
     def launch(self, target: Any, *args: Any, launch: OperationId, name: str) -> fx.Node:
-        """Inserts, at the current place, a node that starts a launch or a copy, or waits for it, with the launch's
-        id.
+        """Inserts, at the current place, a call of the op `target` that starts a launch or a copy, or waits for it.
+        `launch` is the id, which becomes the last argument.
         """
         node = self.call(target, *args, str(launch), name=name)
         node.meta["launch"] = launch
@@ -100,7 +107,7 @@ class Rewriter:
         return copy
 
     def item(self, node: fx.Node, index: int, name: str) -> fx.Node:
-        """Inserts a read of one item of a node's tuple."""
+        """Inserts a read of the item at `index` of a node's tuple."""
         return self.call(operator.getitem, node, index, name=name)
 
     def cast(self, node: fx.Node, dtype: torch.dtype, name: str) -> fx.Node:
@@ -114,7 +121,7 @@ class Rewriter:
     def placeholder(
         self, name: str, role: Any, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
     ) -> fx.Node:
-        """Inserts a placeholder with a role and a fake value at the current place."""
+        """Inserts a placeholder with a role, and with a fake value of this shape, at the current place."""
         node = self.graph.create_node("placeholder", name, name=name)
         node.target = node.name
         node.meta["role"] = role

@@ -20,7 +20,9 @@ _PAGE_BYTES = 4096
 
 
 def saved_workspace_bytes(node: fx.Node, expected: ExpectedSizes) -> int | None:
-    """Returns the bytes of the workspace that oneDNN saves with an RNN layer's results, or None for other nodes."""
+    """Returns the bytes of the workspace that oneDNN saves with an RNN layer's results, or None for other nodes.
+    `expected` are the values of data-dependent sizes.
+    """
     if op_name(node) != _LAYER or node.args[-2:] != ("mkldnn", True):
         return None
     input_TBI, output_TBH = node.all_input_nodes[0].meta["val"], node.meta["val"][0]
@@ -35,8 +37,10 @@ def lstm_workspace_bytes(steps: int, sequences: int, width: int, hidden_size: in
     lines, with one more line if all rows would map to the same cache sets. Found by experiment (torch 2.13, float32).
 
     Args:
+        steps, sequences: the numbers of steps and of sequences.
         width: the width of the input.
         hidden_size: the width of the state.
+        itemsize: the bytes of an element.
     """
 
     def padded_row(values: int) -> int:
@@ -55,7 +59,9 @@ def lstm_workspace_bytes(steps: int, sequences: int, width: int, hidden_size: in
 
 
 def scratch_bytes(node: fx.Node, expected: ExpectedSizes) -> int:
-    """Returns the bytes of temporaries that an RNN layer's loop over time holds, or 0 for other nodes."""
+    """Returns the bytes of temporaries that an RNN layer's loop over time holds, or 0 for other nodes. `expected` are
+    the values of data-dependent sizes.
+    """
     name = op_name(node)
     if name not in (_LAYER, _BACKWARD):
         return 0
@@ -89,7 +95,7 @@ def scratch_bytes(node: fx.Node, expected: ExpectedSizes) -> int:
 
 
 def _fake_tensor(argument: object) -> Tensor:
-    """Returns the fake tensor of a node."""
+    """Returns the fake tensor of an argument, which must be a node."""
     assert isinstance(argument, fx.Node)
     value: Tensor = argument.meta["val"]
     return value

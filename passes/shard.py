@@ -97,7 +97,12 @@ class ShardTables:
 
 @dataclass(frozen=True)
 class _ExchangedIds:
-    """The nodes that hold the exchanged ids of one table."""
+    """The nodes of the exchanged ids of one table.
+
+    Attributes:
+        where: node of a lookup's ids -> the node of their positions among the unique rows that this rank reads.
+        all_ids, counts: the ids (R,) that all ranks read, and each rank's number of them (N,).
+    """
 
     where: dict[fx.Node, fx.Node]
     all_ids: fx.Node
@@ -113,7 +118,9 @@ class _ExpectedSizes(dict[str, int]):
 
 
 def shard_tables(graph: TrainingGraph, options: ShardTables) -> ExpectedSizes:
-    """Shards tables, in place. Returns the expected sizes of exchanged rows and gradients."""
+    """Shards tables, in place. Returns the expected sizes of exchanged rows and gradients. `options` are the fields of
+    the pass.
+    """
     by_name = {table.parameter: table for table in graph.tables}
     rewriter, sizes = Rewriter(graph.module), _ExpectedSizes()
     exchanged = [by_name[name] for name in (*options.tables, *options.renormed)]
@@ -134,6 +141,10 @@ def _exchange_ids(
 ) -> dict[str, _ExchangedIds]:
     """Inserts one exchange of the ids of all tables, as early in the graph as the batch's inputs allow. Returns the
     exchanged ids of each table.
+
+    Args:
+        options: the fields of the pass.
+        sizes: the expected sizes, to which this adds those of the ids.
     """
     id_nodes = {table.parameter: list(dict.fromkeys(graph.node(use.ids) for use in table.uses)) for table in tables}
     head, world_size = move_to_head([node for nodes in id_nodes.values() for node in nodes]), options.world_size
@@ -182,6 +193,12 @@ def _shard_table(
 ) -> list[tuple[fx.Node | None, OutputRole]]:
     """Replaces a table with this rank's shard, and its lookups and gradient with exchanges. Returns the graph's new
     outputs.
+
+    Args:
+        ids: the exchanged ids of the table.
+        outputs: the graph's outputs so far.
+        options: the fields of the pass.
+        sizes: the expected sizes, to which this adds those of rows and gradient.
     """
     read = options.expected_rows(table)
     short = table.parameter.removesuffix(".weight")
@@ -246,18 +263,26 @@ class _Route:
     rank: int
 
     def exchange_call(self, launch: Any, sent: fx.Node, embedding_dim: int) -> tuple[Any, ...]:
-        """Returns the target and arguments of the call that launches an exchange of rows or gradients."""
+        """Returns the target and arguments of the call that launches an exchange of rows or gradients.
+
+        Args:
+            launch: the op.
+            sent: the node of the values to send.
+            embedding_dim: the number of columns of the whole table.
+        """
         ranks, on_grid = self.grid.rows * self.grid.columns, () if self.order is None else (self.grid.rows,)
         return launch, sent, self.counts, embedding_dim, "embedding", ranks, *on_grid
 
     def join_call(self, flat: fx.Node, embedding_dim: int) -> tuple[Any, ...]:
-        """Returns the target and arguments of the call that joins received columns to rows."""
+        """Returns the target and arguments of the call that joins received columns (`flat`) to rows of `embedding_dim`
+        columns.
+        """
         if self.order is None:
             return embrace.join_columns.default, flat, embedding_dim, self.grid.columns
         return embrace.join_grid.default, flat, self.order, self.counts, embedding_dim, self.rank
 
     def split_call(self, gradient: fx.Node) -> tuple[Any, ...]:
-        """Returns the target and arguments of the call that splits row gradients into columns to send."""
+        """Returns the target and arguments of the call that splits row gradients by columns, to be sent."""
         if self.order is None:
             return embrace.split_columns.default, gradient, self.grid.columns
         return embrace.split_grid.default, gradient, self.order, self.counts, self.rank
@@ -270,7 +295,7 @@ class _Route:
 
 def _route_ids(rewriter: Rewriter, short: str, ids: _ExchangedIds, grid: Grid, rank: int) -> _Route:
     """Returns the ids whose rows this rank looks up for others. On a grid of several rows, inserts the op that
-    exchanges them.
+    exchanges them. `short` is the table's name in names of nodes.
     """
     if grid.rows == 1:
         return _Route(ids.all_ids, ids.counts, None, grid, rank)
@@ -283,7 +308,13 @@ def _route_ids(rewriter: Rewriter, short: str, ids: _ExchangedIds, grid: Grid, r
 
 
 def _read_rows(rewriter: Rewriter, weight: fx.Node, rows: fx.Node, ids: _ExchangedIds, table: TableSpec) -> None:
-    """Makes each lookup read the exchanged rows, by position, instead of the table by id."""
+    """Makes each lookup read the exchanged rows, by position, instead of the table by id.
+
+    Args:
+        weight: the table's placeholder.
+        rows: the node of the rows (U, D) that this rank reads.
+        ids: the exchanged ids of the table.
+    """
     num_rows: fx.Node | None = None
     names = {name for use in table.uses for name in (use.lookup, *use.backward)}
     touched = [n for n in weight.graph.nodes if n.name in names]
@@ -317,6 +348,7 @@ def _exchange_gradient(
     """Replaces a table's gradient with the exchanged gradient of its shard, and returns the graph's new outputs.
 
     Args:
+        route: the ids of the rows in this rank's shard.
         outputs: the graph's outputs so far.
         own: the number of this rank's columns.
         read: how many rows a step is expected to read.
@@ -358,8 +390,8 @@ def _refresh_sum(rewriter: Rewriter, gradient: fx.Node) -> None:
 
 
 def _renorm_everywhere(graph: TrainingGraph, table: TableSpec, ids: _ExchangedIds) -> None:
-    """Makes each rank rescale the rows that any rank reads, for a table with `max_norm`, so that replicas stay
-    equal.
+    """Makes each rank rescale the rows that any rank reads, given by the exchanged ids, for a table with `max_norm`, so
+    that replicas stay equal.
     """
     weight = parameters_of(graph.module)[table.parameter]
     for node in graph.graph.nodes:

@@ -190,11 +190,11 @@ class _HeadSharding:
         return {made.index: self._make_promise(made.steps) for made in head.results}
 
     def _call(self, target: Any, *args: Any, name: str, **options: Any) -> fx.Node:
-        """Inserts a call with a name that begins with the output layer's."""
+        """Inserts a call of the op `target`, with a name that begins with the output layer's."""
         return self._rewriter.call(target, *args, name=f"{self._name}_{name}", **options)
 
     def _launch(self, target: Any, *args: Any, part: HeadPart, name: str, chunk: int = 0, chunks: int = 1) -> fx.Node:
-        """Inserts a launch that exchanges rows between all ranks.
+        """Inserts a call of the op `target` that launches an exchange of rows between all ranks.
 
         Args:
             part: what is exchanged, for the launch's id.
@@ -212,12 +212,14 @@ class _HeadSharding:
         return name if self._chunks == 1 else f"{name}_{chunk}"
 
     def _launch_chunk(self, target: Any, rows: fx.Node, counts: fx.Node, chunk: int, part: HeadPart) -> fx.Node:
-        """Inserts a launch that exchanges `rows` of one chunk of the positions."""
+        """Inserts a call of the op `target` that exchanges `rows` of one chunk of the positions. `part` says what they
+        are.
+        """
         name, of = self._numbered(part.replace(" ", "_"), chunk), {"chunk": chunk, "chunks": self._chunks}
         return self._launch(target, rows, counts, chunk, self._chunks, part=part, name=name, **of)
 
     def _launch_whole(self, rows: fx.Node, counts: fx.Node, part: HeadPart) -> fx.Node:
-        """Inserts one launch that gathers `rows` of all positions."""
+        """Inserts one launch that gathers `rows` of all positions. `part` says what they are."""
         return self._launch(embrace.gather_positions.default, rows, counts, 0, 1, part=part, name=f"all_{part}")
 
     def _take_chunk(self, rows: fx.Node, counts: fx.Node, chunk: int, name: str) -> fx.Node:
@@ -230,7 +232,7 @@ class _HeadSharding:
         return found
 
     def _expect(self, node: fx.Node, count: int) -> None:
-        """Records the expected value of the first size of a node's result, if that size is a new symbol."""
+        """Records that the first size of a node's result is expected to be `count`, if that size is a new symbol."""
         if not isinstance(size := node.meta["val"].shape[0], int):
             self.sizes[str(size.node.expr)] = count
 
@@ -292,8 +294,8 @@ class _HeadSharding:
     def _insert_chunk_logits(
         self, chunk_number: int, all_labels: fx.Node, counts: fx.Node, gathering: fx.Node, loss: Loss
     ) -> tuple[_Chunk, fx.Node]:
-        """Inserts a chunk's logits for this rank's rows of the table. Returns the chunk, and the launch that exchanges
-        its maxima and sums.
+        """Inserts the logits of the chunk with this number, for this rank's rows of the table. Returns the chunk, and
+        the launch that exchanges its maxima and sums.
         """
         labels = self._take_chunk(all_labels, counts, chunk_number, "chunk_labels")
         hidden = self._rewriter.wait(gathering)
@@ -306,7 +308,9 @@ class _HeadSharding:
         return _Chunk(labels, hidden, logits), launch
 
     def _hidden_rows(self, positions: fx.Node, shapes: Sequence[fx.Node]) -> fx.Node:
-        """Returns, for each position (an index among the labels), the index of its row among the hidden states."""
+        """Returns, for each position (an index among the labels), the index of its row among the hidden states.
+        `shapes` are the ops that change the leading shape of the logits in between.
+        """
         if all(shape.target is not aten.slice.Tensor for shape in shapes):
             return positions
         hidden = self._head.hidden
@@ -318,8 +322,8 @@ class _HeadSharding:
         return self._call(aten.index_select.default, every, 0, positions, name="rows_of_positions")
 
     def _reshape_like(self, value: fx.Node, like: fx.Node, last: tuple[int, ...]) -> fx.Node:
-        """Changes the leading shape of hidden states, or of one value per position, as `like` changes that of
-        logits.
+        """Changes the leading shape of hidden states, or of one value per position, as `like` changes that of logits.
+        `last` is the size of the last dimension, or () for one value per position.
         """
         if like.target is aten.slice.Tensor:
             return self._call(aten.slice.Tensor, value, *like.args[1:], name=f"{like.name}_of_hidden")
@@ -327,7 +331,7 @@ class _HeadSharding:
         return self._call(aten.reshape.default, value, [*size[:-1], *last], name=f"{like.name}_of_hidden")
 
     def _insert_logits(self, hidden: fx.Node, chunk: int) -> fx.Node:
-        """Inserts this rank's columns of the logits (P, V'), before element-wise steps such as a softcap."""
+        """Inserts this rank's columns of a chunk's logits (P, V'), before element-wise steps such as a softcap."""
         head, options, name = self._head, self._options, self._numbered("logits", chunk)
         transposed = self._call(aten.t.default, self._read_shard(), name="shard_transposed")
         if head.bias is None:
@@ -347,7 +351,9 @@ class _HeadSharding:
     # -- the backward --------------------------------------------------------------------------------------------------
 
     def _insert_gradients(self, loss: Loss, backward: fx.Node, scored: _Scored) -> tuple[list[fx.Node], fx.Node | None]:
-        """Inserts the gradients of the loss. Returns those of the hidden states, by chunk, and of the table."""
+        """Inserts the gradients of the loss. Returns those of the hidden states, by chunk, and of the table. `backward`
+        is the loss's backward node.
+        """
         head, options, rewriter = self._head, self._options, self._rewriter
         follows = loss.of_sums is not None and backward < loss.of_sums
         with rewriter.before(loss.of_sums.next if follows else backward):  # type: ignore[union-attr]
@@ -394,7 +400,7 @@ class _HeadSharding:
     def _insert_logits_gradient(
         self, number: int, chunk: _Chunk, counts: fx.Node, everyone: fx.Node, loss: Loss
     ) -> fx.Node:
-        """Inserts the gradient of a chunk's logits for this rank's rows of the table.
+        """Inserts the gradient of the logits of the chunk with this number, for this rank's rows of the table.
 
         Args:
             everyone: the factor of each position's gradient, gathered from all ranks.
@@ -466,7 +472,7 @@ class _HeadSharding:
         before.replace_all_uses_with(first)
 
     def _make_promise(self, steps: Sequence[Step]) -> PromisedLogits:
-        """Describes how the runtime computes logits when they are read."""
+        """Describes how the runtime computes logits, with these element-wise steps, when they are read."""
         head = self._head
         narrow = head.as_read.meta["val"].dtype
         bias = parameter_read(head.bias) if head.bias is not None else ""

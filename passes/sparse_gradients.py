@@ -32,9 +32,10 @@ SPARSE = torch.ops.embrace.sparse_gradient.default
 
 @dataclass(frozen=True)
 class SparseGradients:
-    """The pass that makes gradients of `tables` (parameter names) sparse.
+    """The pass that makes gradients of unsharded tables sparse.
 
     Attributes:
+        tables: parameter names of the tables.
         exchanged: parameters that may have a gradient on other ranks but have none in this graph.
     """
 

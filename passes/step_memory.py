@@ -48,11 +48,14 @@ class Storage:
 
     Attributes:
         number: its index among the step's storages.
+        node: the node that allocates it.
+        nbytes: its size.
         born, dies: positions, among the step's nodes, of the node that allocates the storage and of its last reader.
             `dies` is the number of nodes if the storage outlives the step.
-        known: whether its size is fixed; if False, the size depends on data and `nbytes` is an expected size.
         last_forward, first_backward: positions of the last reader in the forward and of the first in the backward, or
             None.
+        known: whether its size is fixed; if False, the size depends on data and `nbytes` is an expected size.
+        names: the nodes whose values lie in it.
     """
 
     number: int
@@ -255,7 +258,9 @@ def _order_of_phases(graph: TrainingGraph) -> _Ordered:
 
 
 def nbytes(value: Any, expected: ExpectedSizes = NOTHING_EXPECTED) -> int:
-    """Returns the bytes of a fake tensor, or the sum of the bytes of several."""
+    """Returns the bytes of a fake tensor, or the sum of the bytes of a tree of them. `expected` are the values of
+    data-dependent sizes.
+    """
     return sum(
         prod(map(expected.number, tuple(t.shape))) * t.element_size() for t in _leaves(value) if isinstance(t, Tensor)
     )
@@ -325,7 +330,7 @@ def simulate_memory(
 
 
 def _with_lifetimes(found: StepMemory, outlives: Sequence[int]) -> StepMemory:
-    """Returns the memory with each storage's first and last use computed from its reads.
+    """Returns the memory `found` with each storage's first and last use computed from its reads.
 
     Args:
         outlives: indices of the storages that outlive the step.
@@ -345,7 +350,7 @@ def _with_lifetimes(found: StepMemory, outlives: Sequence[int]) -> StepMemory:
 
 
 def _result_bytes(node: fx.Node, expected: ExpectedSizes) -> list[int]:
-    """Returns the bytes of each result of a node."""
+    """Returns the bytes of each result of a node. `expected` are the values of data-dependent sizes."""
     sizes = [nbytes(leaf, expected) for leaf in _leaves(node.meta.get("val"))]
     workspace = saved_workspace_bytes(node, expected)
     return sizes if workspace is None else [*sizes[:-1], workspace]
@@ -358,7 +363,12 @@ def _is_known(node: fx.Node) -> bool:
 
 
 def _inputs_sharing_memory(node: fx.Node, position: dict[fx.Node, int], backward: int) -> Iterator[fx.Node]:
-    """Yields the inputs of a node whose memory its result shares or overwrites."""
+    """Yields the inputs of a node whose memory its result shares or overwrites.
+
+    Args:
+        position: node -> its position in the step.
+        backward: the position of the first node of the backward.
+    """
     if node.op != "call_function" or _is_item(node):
         return
     if node.target in SHARES_MEMORY or op_name(node) in (OFFLOAD, AWAIT_RELOAD):
@@ -380,13 +390,20 @@ def _is_item(node: fx.Node) -> bool:
 
 
 def _result_indices(source: fx.Node, expected: ExpectedSizes) -> dict[int, int]:
-    """Maps the index of each result of a node that has memory to its index among only those results."""
+    """Maps the index of each result of a node that has memory to its index among only those results. `expected` are the
+    values of data-dependent sizes.
+    """
     with_memory = (k for k, size in enumerate(_result_bytes(source, expected)) if size)
     return {k: place for place, k in enumerate(with_memory)}
 
 
 def _item_storage(storages: Sequence[Storage], node: fx.Node, places: Mapping[int, int]) -> Sequence[Storage]:
-    """Returns the storage of the result that a node picks from a tuple, or none if that result has no memory."""
+    """Returns the storage of the result that a node picks from a tuple, or none if that result has no memory.
+
+    Args:
+        storages: the storages of the tuple's results that have memory.
+        places: the result of `_result_indices` for the tuple.
+    """
     source, index = node.all_input_nodes[0], node.args[1]
     values = source.meta.get("val")
     if not isinstance(values, list | tuple) or not isinstance(index, int) or len(places) != len(storages):

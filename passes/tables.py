@@ -58,7 +58,14 @@ def find_tables(graph: TrainingGraph) -> tuple[TableSpec, ...]:
 def _describe_table(
     weight: fx.Node, role: Parameter, gradient: fx.Node | None, mutated: frozenset[Any]
 ) -> TableSpec | None:
-    """Describes a parameter as a table, or returns None if no lookup reads it."""
+    """Describes a parameter as a table, or returns None if no lookup reads it.
+
+    Args:
+        weight: the parameter's placeholder.
+        role: its role.
+        gradient: the node of its gradient, or None.
+        mutated: the values that the forward writes.
+    """
     readers, copies = _table_readers(weight)
     lookups = [n for n in readers if n.target in LOOKUPS and argument(n, "weight") in copies]
     if not lookups:

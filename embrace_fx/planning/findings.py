@@ -72,7 +72,7 @@ def plan_on_links(
     communicator = context.communicator
 
     def decide_for(links: Cluster, links_are: LinksAre) -> Plan | str | None:
-        """Decides the plan for these links on rank 0, and returns it on all ranks. Collective."""
+        """Decides the plan for links of this origin on rank 0, and returns it on all ranks. Collective."""
         try:
             return None if findings is None else decide(findings, links, current, links_are)
         except Exception as error:
@@ -150,6 +150,7 @@ def gather_findings(
     Returns None on other ranks. Collective.
 
     Args:
+        leaves: this rank's batch, as flattened arguments of the model.
         used: parameters that got a gradient from earlier batches.
         schedule: the schedule to price; "" means the requested one.
 
@@ -197,7 +198,7 @@ def _why_whole(state: ModelState, graph: TrainingGraph) -> dict[str, str]:
 def make_findings(
     graph: TrainingGraph, facts: tuple[ParameterFacts, ...], reports: Sequence[RankFacts], ranks: int, options: Options
 ) -> Findings:
-    """Returns the planner's input, made from the ranks' reports of which rows they read.
+    """Returns the planner's input, made from facts, options, and the ranks' reports of the rows that they read.
 
     Args:
         reports: the reports of all ranks, or of some. Other ranks then count with the mean of the rows, and unknown
@@ -244,6 +245,7 @@ def collect_facts(
     Args:
         graph: the graph, whose tables are known.
         known_optimizers: the optimizers known so far.
+        row_updates: the option of `compile`.
         used: parameters that get a gradient.
         sharded: sharded table -> its whole shape.
     """
@@ -276,7 +278,7 @@ def collect_facts(
 def _update_of_unread_rows(
     known_optimizers: KnownOptimizers, parameter: nn.Parameter, row_updates: RowUpdatesOption
 ) -> DenseUpdatePolicy:
-    """Returns how an optimizer updates rows without a gradient. A parameter without an optimizer yet counts as
+    """Returns how its optimizer updates a parameter's rows without a gradient. Without an optimizer yet, it counts as
     Adam's.
     """
     way = known_optimizers.dense_update_policy(parameter, row_update_semantics(row_updates))
@@ -320,7 +322,7 @@ class RankFacts:
 
 
 def _sparsity(table: TableSpec, reads_by_rank: Sequence[Read]) -> Sparsity | None:
-    """Returns the measured sparsity of a table's gradients, or None if some rank did not report its ids."""
+    """Returns the measured sparsity of a table's gradients on all ranks, or None if a rank did not report its ids."""
     ids = [own.ids.to(torch.int64) for own in reads_by_rank if own.ids is not None]
     if len(ids) < len(reads_by_rank):
         return None
@@ -336,7 +338,7 @@ def grid_rows(ranks: int) -> list[int]:
 
 
 def drawn_ids(state: ModelState, graph: TrainingGraph, leaves: Sequence[Any]) -> dict[str, tuple[Tensor, Tensor]]:
-    """Maps each table to (the ids that get a gradient (T,), with duplicates; the unique rows that the batch reads)."""
+    """Maps each table to (the ids (T,) in a flattened batch that get a gradient, with duplicates; the unique rows)."""
     tables = [t for t in graph.tables if all(use.ids_from_batch for use in t.uses)]
     if not tables:
         return {}
@@ -352,7 +354,7 @@ def drawn_ids(state: ModelState, graph: TrainingGraph, leaves: Sequence[Any]) ->
 def count_reads(
     state: ModelState, graph: TrainingGraph, leaves: Sequence[Any], rank: int, ranks: int
 ) -> dict[str, Read]:
-    """Counts how many rows of each table a rank's batch reads."""
+    """Counts the rows of each table that a rank's batch, given by its flattened arguments, reads."""
     found = {}
     for name, (drawn, unique) in drawn_ids(state, graph, leaves).items():
         ids = drawn.unique().cpu()
@@ -365,7 +367,7 @@ def count_reads(
 
 
 def count_scored(state: ModelState, graph: TrainingGraph, leaves: Sequence[Any]) -> dict[str, int]:
-    """Counts how many positions of a batch have a label, for each table of an output layer."""
+    """Counts the positions of a flattened batch that have a label, for each table of an output layer."""
     found = labels_in_batch(graph)
     if not found:
         return {}
@@ -374,9 +376,7 @@ def count_scored(state: ModelState, graph: TrainingGraph, leaves: Sequence[Any])
 
 
 def scores_nothing(state: ModelState, graph: TrainingGraph, leaves: Sequence[Any]) -> bool:
-    """Returns whether a loss is a mean over labels of which a batch has none, so that the loss is nan with zero
-    gradients.
-    """
+    """Returns whether a loss is a mean over labels and a flattened batch has none: it is nan, its gradients zero."""
     labels = mean_loss_labels(graph)
     if not labels:
         return False
@@ -385,9 +385,7 @@ def scores_nothing(state: ModelState, graph: TrainingGraph, leaves: Sequence[Any
 
 
 def _run(state: ModelState, module: fx.GraphModule, leaves: Sequence[Any]) -> tuple[Any, ...]:
-    """Runs a graph that depends only on the batch, and restores the random state, because the step draws the same
-    numbers.
-    """
+    """Runs a graph that depends only on the flattened batch, and restores the random state for the step's own draws."""
     parameter = state.any_parameter()
     device = torch.device("cpu") if parameter is None else parameter.device
     with restored_random_state(device), torch.no_grad():

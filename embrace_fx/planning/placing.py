@@ -71,7 +71,7 @@ def move_parameters(context: Context, graph: TrainingGraph, old: Plan, new: Plan
 
 
 def gather_tables(context: Context, names: Sequence[str]) -> None:
-    """Makes sharded tables whole, with their state and gradients, on every rank. Collective."""
+    """Makes the sharded tables `names` whole, with their state and gradients, on every rank. Collective."""
     with context.communicator.watching(), torch.no_grad():
         for name in names:
             table = context.state.tables[name]
@@ -90,7 +90,7 @@ def gather_buffers(model: nn.Module) -> None:
 
 
 def _shard_table(context: Context, name: str, plan: Plan, shape: torch.Size, mesh: DeviceMesh | None) -> None:
-    """Shards a table as the plan says. With a mesh, the parameter already is this rank's shard."""
+    """Shards a table of this whole shape by the plan. With a mesh, the parameter already is this rank's shard."""
     parameter, communicator = context.state.parameter(name), context.communicator
     layout = shard_parameter(name, parameter, shape, communicator, plan[name].grid, mesh)
     always, reads = context.options.row_updates == "replay", context.state.reads
@@ -111,9 +111,7 @@ def _shard_table(context: Context, name: str, plan: Plan, shape: torch.Size, mes
 
 
 def _register_tables(context: Context, graph: TrainingGraph, plan: Plan) -> None:
-    """Registers the placed tables where steps look them up: in the optimizers' hooks, in joined tables, and in the
-    announcements.
-    """
+    """Registers placed tables in the optimizers' hooks, in joined tables, and in the announcements."""
     row_updates, optimizer_hooks = row_update_semantics(context.options.row_updates), context.optimizer_hooks
     optimizer_hooks.replicas = []
     optimizer_hooks.of_any_layout |= any(use.sparse for table in graph.tables for use in table.uses)

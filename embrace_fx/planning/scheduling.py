@@ -56,13 +56,14 @@ def decide_order(
     name: str = "",
     compute_in_order: Callable[[tuple[str, ...]], TrainingGraph] | None = None,
 ) -> tuple[Schedule, Mapping[str, RowMemory]]:
-    """Returns the schedule that rank 0 computes, and the prediction for tables larger than memory by row exchange; both
-    equal on every rank. Collective.
+    """Returns the schedule that rank 0 computes, and the prediction for tables larger than memory, by row exchange.
+    Both are equal on every rank. Collective.
 
     The prediction is by row exchange, at the measured speed if there is a profile.
 
     Args:
         graph: the graph of the first training batch, as it runs.
+        profiled: the measured times, or None to use the cost model.
         name: the schedule to follow; "" means the plan's.
         compute_in_order: reorders the backward's units if the profile predicts a gain, and returns the new graph.
 

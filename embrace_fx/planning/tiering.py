@@ -98,7 +98,7 @@ def _split_space(context: Context, plan: Plan, space: JoinedTable, beyond: Mappi
 
 
 def _measure_storage(context: Context, records: Records) -> tuple[StorageTier, ...]:
-    """Measures how fast rows can be read from and written to storage, on the slowest rank. Collective."""
+    """Measures how fast rows of these records are read from and written to storage, on the slowest rank. Collective."""
     directory, streams = context.options.spill_to, choose_streams(context.device)
     try:
         own = measure_host(records) if directory is None else measure_disk(directory, records)
@@ -192,7 +192,9 @@ def _check_supported(context: Context, name: str, plan: Plan) -> None:
 
 
 def _record_columns(context: Context, name: str, shape: tuple[int, ...], rank: int) -> dict[str, Column]:
-    """Returns what is stored for each row of a table: weights, number of applied steps, and optimizer state."""
+    """Returns the columns that are stored for each row of a table: weights, number of applied steps, optimizer
+    state.
+    """
     parameter = context.state.parameter(name)
     ((optimizer, group),) = context.optimizer_hooks.known_optimizers.find(parameter)
     width = len(_owned_columns(shape, context.communicator.world_size, rank))
@@ -202,15 +204,13 @@ def _record_columns(context: Context, name: str, shape: tuple[int, ...], rank: i
 
 
 def _owned_columns(shape: tuple[int, ...], ranks: int, rank: int) -> range:
-    """Returns which columns of a table one of `ranks` ranks owns."""
+    """Returns which columns of a table of this shape one of `ranks` ranks owns."""
     return range(shape[1])[owned_slices(shape, Grid(1, ranks), rank)[1]]
 
 
 def lazily_initialized(context: Context, name: str) -> nn.Embedding | nn.EmbeddingBag | None:
-    """Returns the embedding layer of a table on the meta device whose first values can be computed row by row, or
-    None.
-
-    Returns None if the table has values, or its module has its own `reset_parameters`.
+    """Returns the embedding layer of a table on the meta device whose first values can be computed row by row. Returns
+    None if the table has values, or its module has its own `reset_parameters`.
     """
     parameter = context.state.parameter(name)
     if not parameter.is_meta:
@@ -256,7 +256,7 @@ def _device_of(context: Context, name: str) -> torch.device:
 
 
 def _initial_values(context: Context, name: str, decision: Decision) -> InitialValues:
-    """Returns how the initial values of a table's rows on this rank are computed. Collective."""
+    """Returns how a table's initial values on this rank are computed. `decision` is its plan. Collective."""
     communicator, module = context.communicator, lazily_initialized(context, name)
     seed = communicator.gather(torch.initial_seed() % 2**62, int)[0] ^ crc32(name.encode())
     own = _owned_columns(decision.shape, communicator.world_size, communicator.rank)
@@ -308,7 +308,9 @@ def place_tiered(
 def _store_initial_values(
     context: Context, memory: WorkingSet, first: int, rows: int, values: Mapping[str, Tensor]
 ) -> None:
-    """Writes a table's initial values to storage. Collective: fails on all ranks or on none."""
+    """Writes a table's initial values to a working set, from row `first` on. Fails on all ranks or on none.
+    Collective.
+    """
     told = None
     try:
         for some in torch.arange(rows, device="cpu").split(ROWS_AT_ONCE) if values else ():

@@ -23,9 +23,10 @@ def make_batch_check(
     context: Context, plan: Plan, graph: TrainingGraph, counters: StepCounters, *, train: bool
 ) -> Callable[[Sequence[Any]], str | None]:
     """Returns a function that checks a batch before this rank announces its step: ids of whole tables must be in the
-    table. The exchange checks ids of sharded tables.
+    table. The exchange checks ids of sharded tables. In training (`train`), it also counts the rows that watched tables
+    read.
 
-    An id outside of its table is a failure. Every few steps the check also counts the rows that watched tables read.
+    An id outside of its table is a failure. Rows are counted every few steps, in `counters`.
     """
     exchanged = (*plan.sharded, *plan.renormed)
     tables = [t for t in graph.tables if t.parameter not in exchanged and all(u.ids_from_batch for u in t.uses)]

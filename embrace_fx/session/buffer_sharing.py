@@ -67,9 +67,7 @@ class BufferSharing:
             return CHANGED_BUFFERS if changed else _hash_names(self._stale)
 
         def share() -> None:
-            """Broadcasts rank 0's values of the buffers to share, and records which buffers this forward will change.
-            Collective.
-            """
+            """Broadcasts rank 0's values of the buffers to share, and records which this forward will change."""
             due, self.due = self.due, reduce
             if due:
                 # As ranks run out of batches, other ranks take over the authority, each with the buffers of

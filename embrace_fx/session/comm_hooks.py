@@ -27,6 +27,7 @@ def register_hook(communicator: Communicator, asked: CommHook, options: Options,
 
     Args:
         asked: the hook and its state, as the user passes them.
+        options: the options of `compile`.
         begun: whether the model has been called.
         registered: the name of a hook registered before, or "" for none.
     """

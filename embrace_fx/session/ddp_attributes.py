@@ -95,8 +95,8 @@ def read_attribute(session: Session, name: str, error: AttributeError) -> Any:
 
 
 def assign_attribute(session: Session, name: str, value: Any) -> None:
-    """Sets an attribute that DistributedDataParallel has, equally on every rank. Raises AttributeError if a compiled
-    model cannot change it.
+    """Sets an attribute that DistributedDataParallel has to a value, equally on every rank. Raises AttributeError if a
+    compiled model cannot change it.
     """
     if name == "module":
         raise AttributeError(

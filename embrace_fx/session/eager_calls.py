@@ -131,7 +131,7 @@ class EagerCalls:
         return self._run(self._entry(trained, train=False), trained, call, accumulates=False)
 
     def _entry(self, trained: Mapping[str, nn.Parameter], *, train: bool) -> Entry:
-        """Returns the cache entry for eager calls that train these parameters, making it at the first call."""
+        """Returns the cache entry of eager calls that train the parameters `trained`, made at the first call."""
         kind = self._programs.cache["eager", tuple(trained), train]
         if not kind.found:
             name = self._context.state.names[0]
@@ -140,8 +140,8 @@ class EagerCalls:
         return kind.found[0]
 
     def _rows_of(self, entry: Entry, leaves: Sequence[Any] = ()) -> list[Tensor]:
-        """Returns, for each table, the rows of a recent gradient, or before the first one those that a batch may
-        read.
+        """Returns, for each table of an entry, the rows of a recent gradient, or before the first one those that a
+        batch may read. `leaves` is the flattened batch.
         """
         tables, rows = entry.analysed.tables, self._rows
         if unknown := [table for table in tables if table.parameter not in rows]:
@@ -152,9 +152,7 @@ class EagerCalls:
         return [rows[table.parameter] for table in tables]
 
     def _sample_rows(self, gradients: Mapping[str, Tensor]) -> None:
-        """Samples the rows of sparse gradients, and requests a plan in the order of gradients after the first
-        backward.
-        """
+        """Samples the rows of sparse gradients. After the first backward, requests a plan in its order."""
         if self._came and (not self._tables or self._programs.counters.calls % SAMPLED_EVERY):
             return
         if not self._came:
@@ -183,7 +181,7 @@ class EagerCalls:
         return {name: parameter for name, parameter in found if parameter.requires_grad}
 
     def _graph(self, trained: Mapping[str, nn.Parameter]) -> TrainingGraph:
-        """Returns a graph that only exchanges gradients, and stores its tables in the model's state."""
+        """Returns a graph that only exchanges the gradients of `trained`, and stores its tables in the state."""
         if self._context.communicator.comm_hook is None:
             self._tables = lookup_tables(self._context.model, trained)
             self._row_tables = frozenset(lookup_tables(self._context.model, trained, only_sparse=True))
@@ -196,7 +194,7 @@ class EagerCalls:
         self._accumulation.forget()
 
     def _run(self, entry: Entry, trained: Mapping[str, nn.Parameter], call: Arguments, *, accumulates: bool) -> Any:
-        """Announces a call, runs the forward eagerly, and prepares the exchange of its gradients."""
+        """Announces a call, runs the forward eagerly, and prepares the exchange of the gradients of `trained`."""
         context = self._context
         if self.reason:
             context.state.hooked = frozenset()  # autograd itself calls the gradient hooks
@@ -237,7 +235,5 @@ _WRITTEN = (
 
 
 def _nonzero_rows(gradient: Tensor) -> Tensor:
-    """Returns the ids of a gradient's rows: those that are not zero if it is dense, those that are present if it is
-    sparse.
-    """
+    """Returns the ids of a dense gradient's rows that are not zero, or of the rows that a sparse gradient has."""
     return gradient._indices()[0].unique() if gradient.is_sparse else block_bitmap(gradient).nonzero().view(-1)

@@ -80,7 +80,7 @@ class GraphCalls:
         return entry.captured.build_result(results, call.args, call.kwargs)
 
     def _entry(self, captures: Entries, call: Arguments) -> Entry:
-        """Returns a capture that is valid for a batch. Captures the model if there is none."""
+        """Returns one of `captures` that is valid for a call's batch. Captures the model if there is none."""
         if (found := captures.accepting(call.leaves)) is None:
             with pause_garbage_collection():
                 return self._capture(captures, call)
@@ -102,7 +102,7 @@ class GraphCalls:
         return entry, program
 
     def _next_batch(self, captures: Entries, program: Program, leaves: Sequence[Any]) -> NextBatch | None:
-        """Prepares the next batch, whose ids this step exchanges. Returns None if the batch is not known."""
+        """Prepares the batch after that of `leaves`, whose ids this step exchanges, or returns None if unknown."""
         coming = self._lookahead.following(leaves)
         if coming is None and self._lookahead.known and program.flow.looks_ahead:
             self._lookahead.warn_of_other_batch()
@@ -171,7 +171,7 @@ class GraphCalls:
         return entry
 
     def _captured(self, kind: Entries, call: Arguments) -> Captured:
-        """Captures the forward with a batch. Sizes that have varied among calls with the same key become symbolic."""
+        """Captures the forward with a batch. Sizes that have varied in calls with this key become symbolic."""
         changed = kind.found[-1].captured.changed_constants(call.leaves) if kind.found else []
         kind.values |= {each.name for each in changed if each.name and each.can_be_input} - kind.deciding
         constant = next((each for each in changed if each.name not in kind.values), None)
@@ -219,7 +219,7 @@ class GraphCalls:
 
 
 def varying_sizes(captures: Entries) -> frozenset[tuple[int, int]]:
-    """Returns (index of an argument, dimension) of the sizes that have varied so far and may vary again.
+    """Returns (index of an argument, dimension) of the sizes that have varied among `captures` and may vary again.
 
     If any size has varied, batch sizes may vary too, because such a loader usually ends with a short batch. A batch
     size that equals a varying size stays constant, because torch would take the two for one symbol.

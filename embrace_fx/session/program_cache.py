@@ -17,7 +17,7 @@ from embrace_fx.vocabulary.graph import TrainingGraph
 
 @dataclass(frozen=True, slots=True)
 class Arguments:
-    """The arguments of one call of the model, as passed and flattened.
+    """The arguments of one call of the model, as passed (`args`, `kwargs`) and flattened.
 
     Attributes:
         leaves: the flattened arguments, of the structure `spec`.
@@ -36,8 +36,8 @@ class Entry:
     """One capture of the forward, and the programs compiled from it.
 
     Attributes:
-        programs: whether gradients are accumulated (`no_sync`) -> program, built when first needed under the plan in
-            use.
+        captured: the capture. `analysed` is its graph with tables found, and `train` whether it has a backward.
+        programs: whether gradients are accumulated (`no_sync`) -> program, built when first needed.
         reused: how many calls have used the capture, besides the one for which it was made.
     """
 
@@ -50,7 +50,7 @@ class Entry:
 
 @dataclass
 class Entries:
-    """The captures of calls with the same cache key, which differ only in shapes and constants.
+    """The captures (`found`) of calls with the same cache key, which differ only in shapes and constants.
 
     Attributes:
         shapes: for each captured batch, index of a tensor -> its shape.
@@ -64,7 +64,7 @@ class Entries:
     deciding: frozenset[str] = frozenset()
 
     def accepting(self, leaves: Sequence[Any]) -> Entry | None:
-        """Returns the capture that is valid for a batch, or None if there is none."""
+        """Returns the capture that is valid for a batch, given flattened, or None if there is none."""
         return next((each for each in self.found if each.captured.accepts(leaves)), None)
 
 
@@ -118,6 +118,7 @@ def call_key(modes: tuple[bool, ...], leaves: Sequence[Any], spec: pytree.TreeSp
     one key differ only in shapes and constants.
 
     Args:
+        leaves: the flattened arguments.
         spec: the unique object for this structure, as returned by `flatten_arguments`.
     """
     autocast: tuple[Any, ...] = ()
@@ -128,7 +129,7 @@ def call_key(modes: tuple[bool, ...], leaves: Sequence[Any], spec: pytree.TreeSp
 
 
 def signature(leaves: Sequence[Any]) -> tuple[Any, ...]:
-    """Returns what must match for a capture to be valid, apart from sizes and constants: types, dtypes and devices."""
+    """Returns the types, dtypes and devices of flattened arguments, which must match for a capture to be valid."""
     found: list[Any] = []
     for leaf in leaves:
         is_tensor = isinstance(leaf, Tensor)

@@ -116,7 +116,8 @@ class Programs:
     # -- programs ------------------------------------------------------------------------------------------------------
 
     def build(self, entry: Entry, *, accumulates: bool = False) -> Program:
-        """Returns the program for a cache entry under the current plan, compiling it at the first call.
+        """Returns the program for a cache entry under the current plan, compiling it at the first call. One that
+        `accumulates` does not reduce gradients.
 
         Raises:
             PlanDoesNotFit: the plan must be changed first, on every rank.
@@ -166,7 +167,7 @@ class Programs:
             log("%s", summarize(self.in_use.plan))
 
     def _adopt(self, plan: Plan, findings: Findings | None) -> None:
-        """Makes a plan the current one, without programs yet. After an error, nothing has changed."""
+        """Makes a plan, decided from `findings`, the current one. After an error, nothing has changed."""
         self.pipeline = StepPipeline(self._context, plan, findings, self.counters, self.buffers, self._on_other_batch)
         log_text("plan", lambda: str(plan))
 
@@ -183,9 +184,7 @@ class Programs:
         return True
 
     def observe(self) -> None:
-        """Checks, at every `SAMPLED_EVERY`-th call, how many rows calls read, and requests a new plan if that has
-        changed.
-        """
+        """Checks, at every `SAMPLED_EVERY`-th call, how many rows are read. Requests a new plan on a change."""
         monitor = self.in_use.monitor
         if monitor is not None and self.counters.calls % SAMPLED_EVERY == 0:
             monitor.observe(self._context.announcements.rows_read)
@@ -235,7 +234,7 @@ class Programs:
             log("planned again %s", describe_replan(self.counters.calls, reason, old, new))
 
     def use_plan(self, new: Plan, reason: str) -> None:
-        """Makes a modified copy of the plan the current one. Collective."""
+        """Makes a modified copy of the plan the current one, and logs the reason. Collective."""
         analysed = next(self.cache.entries()).analysed
         self._replace_plan(analysed, new, self.in_use.findings, reason)
 
@@ -278,7 +277,7 @@ class Programs:
         return ""
 
     def unshard(self, names: Sequence[str], reason: str) -> None:
-        """Makes these tables whole, and changes the plan accordingly, before an optimizer steps them. Collective."""
+        """Makes the tables `names` whole before an optimizer steps them, and changes the plan. Collective."""
         entry = next(each for each in self.cache.entries() if each.train)
         if not self._may_change_plan(entry) or self._context.options.given_plan is not None:
             raise RuntimeError(

@@ -111,7 +111,7 @@ class Session:
         return optimizer_hooks
 
     def _unshard(self, names: Sequence[str], reason: str) -> None:
-        """Makes tables whole that an optimizer needs whole. Collective."""
+        """Makes tables whole that an optimizer needs whole, for this reason. Collective."""
         self.programs.unshard(names, reason)
 
     @property
@@ -126,9 +126,7 @@ class Session:
         return self._begun and self.communicator.is_open
 
     def before_fork(self) -> None:
-        """Applies pending updates before the process forks. The main thread also waits for gradients, unless a backward
-        is running.
-        """
+        """Applies pending updates before a fork. The main thread also waits for gradients outside of a backward."""
         self.state.pending.apply()
         if threading.current_thread() is threading.main_thread():
             self.programs.flow.wait()
@@ -139,7 +137,7 @@ class Session:
         self.programs.flow.launcher.queue.error = RuntimeError(FORKED)
 
     def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
-        """Registers a communication hook that reduces buckets, as in DDP."""
+        """Registers a communication hook, called with `state`, that reduces buckets, as in DDP."""
         self._hook = register_hook(self.communicator, CommHook(state, hook), self.options, self._begun, self._hook)
 
     # -- calling -------------------------------------------------------------------------------------------------------
@@ -275,9 +273,7 @@ class Session:
             self._after_placing(first=False)
 
     def _after_placing(self, first: bool) -> None:
-        """Records where the plan has placed the parameters. The first time, loads a checkpoint that was requested
-        before.
-        """
+        """Records where the plan has placed parameters. The first time, loads a checkpoint requested before."""
         self._placed.record(self)
         if self._eager.reason:  # autograd itself accumulates all gradients in `.grad`
             self._outside.stop()
@@ -335,9 +331,7 @@ class Session:
         self._placed.kept = None
 
     def release(self) -> None:
-        """Ends this session because the model is compiled again: makes tables whole and applies every update.
-        Collective.
-        """
+        """Ends this session, because the model is compiled again: makes tables whole. Collective."""
         self.programs.apply_pending()
         self.programs.leave_model()
         gather_buffers(self.model)

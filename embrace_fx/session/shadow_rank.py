@@ -61,7 +61,7 @@ class ShadowRank(JoinHook):
         self.divides_by_all = True
 
     def begin(self, *, divides_by_all: bool) -> ShadowRank:
-        """Returns this hook, when a loop under `join` begins."""
+        """Returns this hook, when a loop under `join` begins. The argument is stored as the attribute of that name."""
         if self._context.options.table_memory is not None:
             raise ValueError(
                 "join() does not work with table_memory: once a rank has no batches left, tables become whole on all "
@@ -124,7 +124,7 @@ class ShadowRank(JoinHook):
                 self._fit()
 
     def _run_without_batch(self, activity: int) -> None:
-        """Takes part, without a batch, in the program that the other ranks run in this mode."""
+        """Takes part, without a batch, in the program that the other ranks run in this mode (`activity`)."""
         state, programs = self._context.state, self._programs
         kind = programs.cache["no batch", activity != EVALUATING]
         if not kind.found:

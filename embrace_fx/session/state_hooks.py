@@ -117,13 +117,13 @@ def _before_saving(hook: StateHook, *_: Any) -> None:
 
 
 def _after_saving(hook: StateHook, module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Converts sharded tables in a state dict to the form that `torch.distributed.checkpoint` expects."""
+    """Converts sharded tables in a state dict with this prefix to what `torch.distributed.checkpoint` expects."""
     with hook.naming_dead_ranks():
         insert_shards(state_dict, hook.layouts, prefix=prefix)
 
 
 def _before_loading(hook: StateHook, module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Replaces whole tables in a state dict to load by this rank's shards."""
+    """Replaces whole tables in a state dict to load, whose names have this prefix, by this rank's shards."""
     check_names(module, state_dict, prefix)
     _before_saving(hook)
     with hook.naming_dead_ranks():

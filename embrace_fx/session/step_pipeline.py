@@ -56,7 +56,7 @@ from embrace_fx.vocabulary.submissions import submitted
 
 
 class StepPipeline:
-    """What a model's steps need under one plan: programs, communication and schedule. Another plan gets a new
+    """The programs, the communication and the schedule of a model's steps under one plan. Another plan gets a new
     pipeline.
 
     Args:
@@ -172,7 +172,7 @@ class StepPipeline:
         return None if self._shown_step is None else step_memory(self._shown_step.graph)
 
     def _compile(self, analysed: TrainingGraph, *, train: bool, reduce: bool) -> CompiledGraph:
-        """Runs the passes of the plan on a captured graph."""
+        """Runs the plan's passes on a captured graph, of training if `train`, with reduced gradients if `reduce`."""
         present = {table.parameter for table in analysed.tables}
         budget = self._context.options.memory_budget
         rates = self.plan.links.compute, self._copy_rate
@@ -183,9 +183,7 @@ class StepPipeline:
         return run_passes(analysed, passes)
 
     def _log_least(self, asked: int, least: int) -> None:
-        """Logs, once, that a memory budget of `asked` bytes was raised to the smallest possible one of `least`
-        bytes.
-        """
+        """Logs, once, that a memory budget of `asked` bytes was raised to the minimum of `least` bytes."""
         if not self._logged_least and self._context.communicator.rank == 0:
             log(
                 "a step of this batch needs at least %s, but memory_budget=%g allows only %s; the step gets what it "
@@ -269,7 +267,7 @@ class StepPipeline:
     def _flow_between_steps(
         self, graph: TrainingGraph, schedule: Schedule, recorder: Recorder, *, as_gradients: bool
     ) -> CommPipeline:
-        """Makes the pipeline that follows a schedule. Collective."""
+        """Makes the pipeline that follows a schedule and records its launches. Collective."""
         context, plan, state = self._context, self.plan, self._context.state
         communicator, device = context.communicator, context.device
         launched, pieces = issued_launches(schedule, plan), dict(self._cut_sizes.pieces)
@@ -316,9 +314,7 @@ class StepPipeline:
         flow.close()
 
     def _compute_in_order(self, units: tuple[str, ...]) -> TrainingGraph:
-        """Reorders the backward of every training program by these units. Returns the graph of the program built
-        last.
-        """
+        """Reorders the backward of every training program by these units. Returns the last program's graph."""
         self._ordering = (OrderCompute(units),)
         for program, of_steps in self._steps_of.items():
             of_steps.reorder(self._ordering)
@@ -328,7 +324,7 @@ class StepPipeline:
         return self._shown_step.graph
 
     def _make_program(self, joint: CompiledGraph, of_steps: StepGraphs, entry: Entry, *, reduce: bool) -> Program:
-        """Makes a cache entry's program. In `joint`, communication does not overlap the next step yet."""
+        """Makes an entry's program, which reduces gradients if `reduce`. `joint` is not overlapped yet."""
         analysed, train = entry.analysed, entry.train
         flow = self.flow if train and (reduce or self.flow.is_within_steps) else self._aside
         announced, share = self._buffers.prepare_forward(analysed, self._assigned_buffers(entry), reduce=reduce)
@@ -343,7 +339,7 @@ class StepPipeline:
             regions = RegionCompiler()
 
         def announcement_of(leaves: Sequence[Any]) -> HandshakeMessage:
-            """Returns this rank's announcement of the step that begins with these inputs."""
+            """Returns this rank's announcement of the step that begins with these flattened inputs."""
             own = HandshakeMessage(activity=activity, failure=check(leaves), program=launched, buffers=announced())
             own.rows_seen, counters.rows_seen = counters.rows_seen, {}
             own.steps = 0 if counters.uneven else communicator.progress.optimizer_steps

@@ -137,7 +137,7 @@ class Report(str):
 
 
 def memory_report(step_memory: StepMemory, model: nn.Module, optimizers: Sequence[Optimizer]) -> str:
-    """Reports this rank's memory: parameters and state, the predicted bytes that a step holds, and a line over time."""
+    """Reports this rank's memory: parameters, optimizer state, the predicted bytes of a step, and a line over time."""
     again = sum("again" in node.meta for node in step_memory.nodes)
     state = [value for each in optimizers for value in pytree.tree_leaves(dict(each.state))]
     lines = [
@@ -175,7 +175,7 @@ def _nbytes(values: Iterable[Any]) -> int:
 
 
 def _mib(nbytes: int) -> str:
-    """Returns bytes as a text in MiB."""
+    """Returns a number of bytes as text in MiB."""
     return f"{nbytes / 2**20:,.2f} MiB"
 
 

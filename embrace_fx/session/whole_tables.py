@@ -40,7 +40,7 @@ def whole_tables(context: Context, programs: Programs) -> Iterator[None]:
 
 
 def _check_can_gather(context: Context, names: Sequence[str]) -> None:
-    """Raises if a rank cannot make its tables whole now, or lacks the memory. Collective."""
+    """Raises if a rank cannot make the tables `names` whole now, or lacks the memory. Collective."""
     state, own = context.state, ""
     if state.awaiting_backward or state.unreduced:
         own = "a call still waits for its backward, or gradients accumulated under no_sync() are not reduced yet"

@@ -81,6 +81,8 @@ def _fit_limit(graph: TrainingGraph, recomputed: TrainingGraph, step: TimedStep,
 
     Args:
         recomputed: `graph` with the user's checkpointed regions recomputed.
+        step: the nodes, memory and times of `graph`.
+        limit: the maximum bytes that the step may hold.
     """
     written = written_by(graph.module)
     simulator, sequences = (
@@ -109,7 +111,8 @@ def _fit_limit(graph: TrainingGraph, recomputed: TrainingGraph, step: TimedStep,
 
 
 def _eviction_counts(sequence: EvictionSequence) -> list[int]:
-    """Returns up to nine numbers of storages to evict (recompute or offload), evenly spaced from one to all.
+    """Returns up to nine numbers of storages of a sequence to evict (recompute or offload), evenly spaced from one to
+    all.
 
     Evicting more storages may hold more bytes, because the backward holds recomputed values.
     """
@@ -119,7 +122,9 @@ def _eviction_counts(sequence: EvictionSequence) -> list[int]:
 def _lowest_peaks(
     simulator: MemorySimulator, sequences: Sequence[EvictionSequence], limit: int
 ) -> list[SimulatedMemory]:
-    """Returns, for each sequence of choices, the choice with the lowest predicted peak, sorted by peak."""
+    """Returns the choice with the lowest predicted peak of each sequence, sorted by peak. `limit` bytes are used to
+    place copies.
+    """
     simulated = (
         [simulator.simulate(sequence.first(n), limit) for n in _eviction_counts(sequence)] for sequence in sequences
     )
@@ -135,7 +140,9 @@ class _Search:
         self._best_ms = inf
 
     def best(self, sequences: Sequence[EvictionSequence]) -> SimulatedMemory | None:
-        """Returns the choice that fits the limit and adds the least time to a step, or None if none fits."""
+        """Returns the choice that fits the limit and adds the least time to a step, among all sequences, or None if
+        none fits.
+        """
         found = [each for sequence in sequences for each in self._fitting_choices(sequence)]
         better = [self._save_again(*each) for each in sorted(found, key=lambda each: each[0].added_ms)[:BETTERED]]
         return min(better, key=lambda simulated: simulated.added_ms, default=None)
@@ -173,6 +180,9 @@ class _Search:
     def _save_again(self, simulated: SimulatedMemory, sequence: EvictionSequence, count: int) -> SimulatedMemory:
         """Stops evicting storages, the last evicted first, as long as the choice still fits and gets faster. Returns
         the result.
+
+        Args:
+            simulated: the choice that evicts the first `count` storages of `sequence`.
         """
         evicted = list(sequence.evicted[:count])
         for each in evicted[-MOST_TAKEN_BACK:][::-1]:
@@ -200,7 +210,12 @@ def apply_choice(graph: TrainingGraph, step: TimedStep, choice: Choice, limit_by
 
 
 def _offload(graph: TrainingGraph, values: set[str], limit: int, step: TimedStep) -> None:
-    """Inserts the offloads and reloads of the named values, in place."""
+    """Inserts the offloads and reloads of the values with these node names, in place.
+
+    Args:
+        limit: the maximum bytes that the step may hold, used to place the copies.
+        step: the times of the nodes, and the speed of the copies.
+    """
     found = step_memory(graph)
     output = graph.graph.output_node()
     for node in found.nodes:  # in this order, nodes of the forward come before those of the backward

@@ -38,6 +38,7 @@ class TimedStep:
     """A step's memory at each node, with the time that each node takes.
 
     Attributes:
+        memory: the bytes that the step holds at each node.
         node_ms: function that returns the milliseconds of a node.
         copies: the speed of offloads and reloads.
     """
@@ -57,7 +58,9 @@ class TimedStep:
         return list(accumulate(self.ms, initial=0.0))
 
     def unread_ms(self, storage: Storage) -> float:
-        """Returns how long nothing reads a storage: from its last read in the forward to its first in the backward."""
+        """Returns the milliseconds in which nothing reads a storage: from its last read in the forward to its first in
+        the backward.
+        """
         return self.starts_ms[storage.first_backward or 0] - self.starts_ms[storage.last_forward + 1]
 
     def nodes_of_storage(self, storage: Storage) -> list[int]:
@@ -85,6 +88,7 @@ class Evicted:
     """A storage that the step does not keep between forward and backward, because it is offloaded or recomputed.
 
     Attributes:
+        storage: the storage.
         names: positions of the nodes that run again to recompute the storage, or None if it is offloaded.
     """
 
@@ -97,7 +101,9 @@ class EvictionSequence:
     """A sequence of choices: each evicts (offloads or recomputes) one more storage than the previous one.
 
     Attributes:
+        segment: as in `Choice`.
         kept: positions of the nodes that are saved if nothing is evicted.
+        evicted: the storages, in the order in which they are evicted.
     """
 
     segment: Sequence[int]
@@ -112,7 +118,7 @@ class EvictionSequence:
         return self.choice(self.evicted[:count])
 
     def choice(self, evicted: Sequence[Evicted]) -> Choice:
-        """Returns the choice that evicts exactly these storages."""
+        """Returns the choice that evicts exactly the storages `evicted`."""
         again = frozenset[int]().union(*(each.names for each in evicted if each.names is not None))
         return Choice(self.segment, self.kept - again, tuple(each.storage for each in evicted if each.names is None))
 
@@ -122,6 +128,7 @@ def eviction_sequences(step: TimedStep, can_recompute: Callable[[fx.Node], bool]
     number of forward segments that are recomputed, and each order of the values.
 
     Args:
+        step: the nodes, memory and times of the step.
         can_recompute: returns whether a node may run again in the backward.
     """
     held = step.memory
@@ -148,6 +155,14 @@ def _in_both_orders(
 ) -> Iterator[EvictionSequence]:
     """Yields the sequences that evict storages in DELTA's filter order and in knapsack order, each for several numbers
     of segments.
+
+    Args:
+        step: the nodes, memory and times of the step.
+        candidates: the storages that may be evicted.
+        recomputable: for each node of the forward, whether it may run again.
+        copied: the storages that may be offloaded.
+        cutter: cuts the forward into segments.
+        counts: the numbers of segments; 0 to recompute nothing.
     """
     found = [s for s in candidates if recomputable[s.born] or s in copied]
     orders = _filter_order(step, found), _knapsack_order(step, found, recomputable, copied)
@@ -158,14 +173,19 @@ def _in_both_orders(
 
 
 def _worth_deciding(memory: StepMemory) -> list[Storage]:
-    """Returns the saved storages large enough to decide about: at least 1 % of the mean size."""
+    """Returns the saved storages of a step that are large enough to decide about: at least 1 % of the mean size."""
     saved = memory.saved
     mean = memory.saved_bytes / max(len(saved), 1)
     return [storage for storage in saved if storage.nbytes >= 0.01 * mean]
 
 
 class _SegmentCutter:
-    """Cuts a forward into segments that save about the same number of bytes, at positions that few live bytes cross."""
+    """Cuts a forward into segments that save about the same number of bytes, at positions that few live bytes cross.
+
+    Args:
+        held: the memory of the step.
+        able: for each node of the forward, whether it may run again.
+    """
 
     def __init__(self, held: StepMemory, able: Sequence[bool]) -> None:
         self._able = able
@@ -203,8 +223,8 @@ class _SegmentCutter:
 
 
 def _filter_order(step: TimedStep, candidates: Sequence[Storage]) -> list[Storage]:
-    """Sorts storages by DELTA's filter: repeatedly takes, of those held at the peak, the one with the largest product
-    of bytes and unread time.
+    """Sorts the storages `candidates` of a step by DELTA's filter: repeatedly takes, of those held at the peak, the one
+    with the largest product of bytes and unread time.
     """
     held = np.array(step.memory.bytes_at_node, dtype=np.int64)
     begin = np.array([s.last_forward for s in candidates], dtype=np.int64)
@@ -225,7 +245,9 @@ def _filter_order(step: TimedStep, candidates: Sequence[Storage]) -> list[Storag
 def _knapsack_order(
     step: TimedStep, candidates: Sequence[Storage], recomputable: Sequence[bool], copied: Set[Storage]
 ) -> list[Storage]:
-    """Sorts storages by how much time evicting them costs per byte, cheapest first."""
+    """Sorts storages by the time per byte that evicting them costs, cheapest first. The arguments are those of
+    `_in_both_orders`.
+    """
     segment = [0 if each else NEVER for each in recomputable]
     saved = {name for storage in step.memory.saved for name in step.nodes_of_storage(storage)}
 
@@ -238,16 +260,20 @@ def _knapsack_order(
 
 
 def _offload_ms(step: TimedStep, storage: Storage, idle_ms: float) -> float:
-    """Returns the time that offloading and reloading a storage adds to a step, if compute can hide `idle_ms` of the
-    copies.
+    """Returns the milliseconds that offloading and reloading a storage adds to a step, if compute can hide `idle_ms` of
+    the copies.
     """
     both_ms = 2 * step.copies.ms(storage.nbytes)
     return max(0.0, both_ms - idle_ms) + step.copies.share * both_ms
 
 
 def _recompute_ms(step: TimedStep, storage: Storage, saved: Set[int], segment: Sequence[int], most_ms: float) -> float:
-    """Returns the time to recompute a storage from the saved ones, or a time above `most_ms` if it takes longer than
-    that.
+    """Returns the milliseconds to recompute a storage from the saved ones, or a time above `most_ms` if it takes longer
+    than that.
+
+    Args:
+        saved: the positions of the nodes whose values are saved.
+        segment: the segment of each node of the forward, or `NEVER`.
     """
     total, seen, waiting = 0.0, set(), [storage.born]
     if segment[waiting[0]] == NEVER:
@@ -266,6 +292,10 @@ def _build_sequence(
 ) -> EvictionSequence:
     """Builds the sequence that evicts storages in this order: those in `copied` by offloading, the others by
     recomputation.
+
+    Args:
+        step: the nodes, memory and times of the step.
+        segment: the segment of each node of the forward, or `NEVER`.
     """
     across = _read_from_other_segments(step, segment)
     saved = {name for storage in step.memory.saved for name in step.nodes_of_storage(storage)}
@@ -288,8 +318,8 @@ def _build_sequence(
 
 
 def _read_from_other_segments(step: TimedStep, segment: Sequence[int]) -> set[int]:
-    """Returns the positions of values that are read by another segment than their own. They are saved, as recomputation
-    starts from them.
+    """Returns the positions of values that a node of another segment reads. They are saved, because recomputation
+    starts from them. `segment` is the segment of each node of the forward, or `NEVER`.
     """
     return {
         value

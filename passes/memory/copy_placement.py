@@ -46,6 +46,7 @@ class PlacedCopy:
     """Where one storage is offloaded and reloaded, as positions of the nodes before which the copies are inserted.
 
     Attributes:
+        storage: the storage.
         left: the position where the step waits for the end of the offload; the backward's first position means the end
             of the forward.
         comes: the position where the reload starts.
@@ -64,7 +65,13 @@ class PlacedCopy:
 
 @dataclass(frozen=True)
 class Placement:
-    """Where all copies of a step are placed, with the resulting peak memory and the time that they add."""
+    """The places of all copies of a step.
+
+    Attributes:
+        copies: the places.
+        peak_bytes: the maximum bytes that the step then holds.
+        added_ms: the time that the copies add to the step.
+    """
 
     copies: tuple[PlacedCopy, ...]
     peak_bytes: int
@@ -85,6 +92,7 @@ def place_copies(
         by_time: the bytes held while each node runs, if nothing is offloaded.
         starts_ms: the start of each node, and the end of the last.
         backward: the position of the first node of the backward.
+        rate: the speed of the copies.
     """
     held = np.array(by_time, dtype=np.int64)
     copies = _place_hidden(storages, starts_ms, backward, rate)
@@ -100,7 +108,9 @@ def place_copies(
 def _place_hidden(
     storages: Sequence[Storage], starts_ms: Sequence[float], backward: int, rate: CopyRate
 ) -> list[PlacedCopy]:
-    """Places each offload's wait as early, and each reload's start as late, as compute can hide the copies."""
+    """Places each offload's wait as early, and each reload's start as late, as compute can hide the copies. The
+    arguments are those of `place_copies`.
+    """
     lane_ms = 0.0
     copies = []
     for storage in sorted(storages, key=lambda s: s.born):
@@ -141,8 +151,8 @@ def _move_copy_closer(
 
 
 def _added_ms(copies: Sequence[PlacedCopy], starts_ms: Sequence[float], rate: CopyRate) -> float:
-    """Returns the time that copies add to a step: waits for them, and the compute time that they take on shared
-    cores.
+    """Returns the milliseconds that copies add to a step: waits for them, and the compute time that they take on shared
+    cores. The other arguments are those of `place_copies`.
     """
     events: list[tuple[int, int, int]] = []  # (position, kind of event, index of the copy)
     for k, copy in enumerate(copies):

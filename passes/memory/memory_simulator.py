@@ -18,7 +18,13 @@ from embrace_fx.passes.step_memory import NEVER_READ, Numbers, bytes_over_time, 
 
 @dataclass(frozen=True)
 class SimulatedMemory:
-    """A choice of values to evict, with the predicted peak memory and the time that it adds to a step."""
+    """The predicted memory and time of a choice of values to evict.
+
+    Attributes:
+        choice: the choice.
+        peak_bytes: the maximum bytes that the step holds.
+        added_ms: the time that the choice adds to the step.
+    """
 
     choice: Choice
     peak_bytes: int
@@ -108,6 +114,7 @@ class MemorySimulator:
         that reads one of them.
 
         Args:
+            choice: the choice.
             again: the nodes that the backward runs again.
         """
         nodes = np.array(sorted(again), dtype=np.int64)
@@ -139,7 +146,9 @@ class MemorySimulator:
         return storage, np.concatenate([positions.own[reads.reader], positions.copies[reads.reader[by_copy]]])
 
     def _starts_ms(self, positions: _Positions) -> list[float]:
-        """Returns the start time of each node, recomputed ones included, followed by the end of the last."""
+        """Returns the start time of each node at these positions, recomputed ones included, followed by the end of the
+        last.
+        """
         of_nodes, ms = np.array(self._step.ms), np.zeros(positions.own[-1])
         ms[positions.own[:-1]] = of_nodes
         ms[positions.copies[positions.again]] = of_nodes[positions.again]

@@ -16,6 +16,10 @@ def memory_line(predicted: Timeline, memory: StepMemory, node_ms: NodeMs) -> tup
 
     The nodes of a phase are spread over the phase's compute spans, one after the other, each for its share of the time.
     The held bytes do not change while compute waits.
+
+    Args:
+        memory: the bytes that the step holds at each node.
+        node_ms: function that returns the milliseconds of a node.
     """
     backward, forward = slice(memory.backward, None), slice(0, memory.backward)
     points: list[MemoryAt] = []
@@ -31,7 +35,7 @@ def memory_line(predicted: Timeline, memory: StepMemory, node_ms: NodeMs) -> tup
 
 
 def _start_times(spans: Sequence[Span], durations_ms: Sequence[float]) -> Iterator[float]:
-    """Yields the start time of each node, spread over the spans by its share of their time."""
+    """Yields the start time of each node. The spans are divided among the nodes in proportion to `durations_ms`."""
     total, offered = sum(durations_ms), sum(s.end_ms - s.start_ms for s in spans)
     if not spans:
         return

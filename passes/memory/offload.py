@@ -48,7 +48,9 @@ def offloadable_values(memory: StepMemory) -> dict[Storage, fx.Node]:
 
 
 def _value_of(storage: Storage, backward: set[fx.Node]) -> fx.Node | None:
-    """Returns the node whose value covers all of a storage, or None if the storage cannot be offloaded."""
+    """Returns the node whose value covers all of a storage, or None if the storage cannot be offloaded. `backward` are
+    the nodes of the backward.
+    """
     if not _is_made_by_compute(storage.node):
         return None
     names = set(storage.names)
@@ -112,7 +114,8 @@ class InsertCopies:
     """Inserts offloads and reloads of storages into a joint graph, in place.
 
     Args:
-        found: the memory of the graph without them.
+        found: the memory of the graph before they are inserted.
+        rate: the speed of the copies.
     """
 
     def __init__(self, graph: TrainingGraph, found: StepMemory, rate: CopyRate) -> None:
@@ -156,9 +159,10 @@ class InsertCopies:
         return node
 
     def _use_reloaded(self, storage: Storage, value: fx.Node, back: fx.Node) -> None:
-        """Makes the backward read the reloaded value, or views of it, instead of the original.
+        """Makes the backward read the reloaded value of a storage, or views of it, instead of the original.
 
         Args:
+            value: the node of the original value.
             back: the node of the reloaded value.
         """
         for name in storage.names:
@@ -170,7 +174,9 @@ class InsertCopies:
                 reader.replace_input_with(name, made)
 
     def _view_again(self, name: fx.Node, value: fx.Node, back: fx.Node, before: fx.Node) -> fx.Node:
-        """Inserts the view of the reloaded value that corresponds to the view `name` of the original value."""
+        """Inserts the view of the reloaded value `back` that corresponds to the view `name` of the original value,
+        before the node `before`.
+        """
         source = view_of(name)
         if name is value:
             return back

@@ -84,7 +84,7 @@ class _RecomputedPiece:
 
     Attributes:
         again: the storages that are recomputed instead of saved.
-        bytes: how many fewer bytes are saved.
+        bytes: the bytes that need not be saved.
         ms: the recomputation time.
     """
 

@@ -168,8 +168,8 @@ class _RecomputedCopies:
             waiting += [(each, level) for each in chain[: chain.index(value)]] if chain else []
 
     def _draw_chains(self, forward: set[fx.Node]) -> dict[fx.Node, list[fx.Node]]:
-        """Maps each node that draws random numbers to its chain: consecutive draws of one generator in the same
-        regions.
+        """Maps each node of the forward that draws random numbers to its chain: consecutive draws of one generator in
+        the same regions.
         """
         chains: dict[fx.Node, list[fx.Node]] = {}
         last: dict[torch.device, fx.Node] = {}

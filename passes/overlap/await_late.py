@@ -38,15 +38,20 @@ class AwaitRowsLate:
 
 @dataclass(frozen=True)
 class _MovedAwait:
-    """The nodes of one table's wait for rows that move down, in order, and the node before which they are inserted."""
+    """A wait for a table's rows that moves down.
+
+    Attributes:
+        nodes: the nodes of the wait, in order.
+        reader: the node before which they are inserted.
+    """
 
     nodes: list[fx.Node]
     reader: fx.Node
 
 
 def _rewrite(phases: Phases) -> None:
-    """Moves each wait for rows, and the cheap nodes that only depend on it, down to the first node that computes with
-    the rows.
+    """Moves each wait for rows in the forward, and the cheap nodes that only depend on it, down to the first node that
+    computes with the rows.
     """
     for each in list(_awaits_to_move(phases["forward"])):
         for node in each.nodes:
@@ -68,14 +73,14 @@ def _awaits_to_move(forward: fx.GraphModule) -> Iterator[_MovedAwait]:
 
 
 def _movable(awaits: list[fx.Node]) -> set[fx.Node]:
-    """Returns the nodes that may move down with a table's waits: cheap nodes that read only the waits, each other and
-    saved values.
+    """Returns the nodes that may move down with a table's waits (`awaits`): cheap nodes that read only the waits, each
+    other and saved values.
 
     No node writes into a saved value, so a node that moves down reads the same value.
     """
 
     def may_move(node: fx.Node, found: set[fx.Node]) -> bool:
-        """Returns whether a node is cheap and reads only nodes that move, or saved values."""
+        """Returns whether a node is cheap and reads only saved values, or nodes that move (`found`)."""
         return _is_cheap(node) and all(n in found or _is_saved(n) for n in node.all_input_nodes)
 
     return reached(awaits, lambda node: node.users, may_move)

@@ -58,7 +58,7 @@ class ChunkBuckets:
         return rewrite_phases(graph, self._rewrite)
 
     def _rewrite(self, phases: Phases) -> None:
-        """Splits the AllReduce of each bucket into chunks."""
+        """Splits the AllReduce of each bucket in the backward into chunks."""
         backward = phases["backward"]
         launches = [
             node
@@ -72,10 +72,8 @@ class ChunkBuckets:
 
 
 def _await_chunks(rewriter: Rewriter, flat: fx.Node, bucket: int, count: int) -> list[fx.Node]:
-    """Inserts nodes that wait for a bucket's chunks, in order. Returns them, last first, followed by `flat`.
-
-    Args:
-        flat: the bucket's tensor.
+    """Inserts nodes that wait for the `count` chunks of a bucket, in order. Returns them, last first, followed by
+    `flat`, the bucket's tensor.
     """
     awaits = [flat]
     for k in range(count):
@@ -162,7 +160,9 @@ def _defer_buckets(backward: fx.GraphModule, buckets: Sequence[tuple[str, ...]])
 
 
 def _await_updates(phases: Phases, buckets: Sequence[tuple[str, ...]], chunks: Sequence[Sequence[int]]) -> None:
-    """Inserts, before the forward's first read of a bucket's parameters, a wait for the bucket and their updates."""
+    """Inserts, before the forward's first read of a bucket's parameters, a wait for the bucket and their updates.
+    `buckets` and `chunks` are as for `UpdateBeforeRead`.
+    """
     forward = phases["forward"]
     rewriter = Rewriter(forward)
     elsewhere, parameters = parameters_of(phases["backward"]), parameters_of(forward)

@@ -14,8 +14,8 @@ from embrace_fx.vocabulary.ops import id_of
 
 
 class Phases:
-    """The phases (forward, backward, ..) of a graph by name. Copies a phase when it is first read, so that other phases
-    need no new verification.
+    """The phases of a graph by name ("forward", "backward", ..), copied for a rewrite. A phase is copied when it is
+    first read, so that other phases need no new verification.
     """
 
     def __init__(self, phases: Mapping[str, fx.GraphModule]) -> None:
@@ -40,7 +40,7 @@ def rewrite_phases(graph: TrainingGraph, rewrite: Callable[[Phases], None]) -> T
 
 
 def set_launch(node: fx.Node, launch: OperationId) -> None:
-    """Replaces the launch id among a node's arguments."""
+    """Replaces the launch id of a node, in its arguments and its metadata."""
     node.args = (*node.args[:-1], str(launch))
     node.meta["launch"] = launch
 

@@ -56,7 +56,12 @@ class SubmitRows:
 
 @dataclass(frozen=True)
 class _GridRoute:
-    """The inputs and results of a `route_grid` node, which sends ids to the ranks that hold their rows."""
+    """The inputs and results of a `route_grid` node, which sends ids to the ranks that own their rows.
+
+    Attributes:
+        ids, counts: the nodes of its inputs.
+        saved: names of its results, which the backward reads.
+    """
 
     ids: fx.Node
     counts: fx.Node
@@ -64,7 +69,7 @@ class _GridRoute:
 
 
 def _split_exchanges(phases: Phases, within_step: Collection[str]) -> None:
-    """Splits the exchanges of all tables, except those in `within_step`, into submissions and waits."""
+    """Splits the exchanges of all tables, except those in `within_step`, into submissions and waits, in place."""
     forward, backward = phases["forward"], phases["backward"]
     routes: dict[str, _GridRoute] = {}  # name of the ids that `coalesce` reads -> the node that routes them
     head = first_after_placeholders(forward.graph).prev  # updates and submissions are inserted after this node
@@ -105,6 +110,12 @@ def _await_rows(
 ) -> fx.Node:
     """Replaces a table's lookup by a submission at the head of the forward and a wait. Returns the node after which the
     next table's nodes belong.
+
+    Args:
+        join: the node that joins the table's received columns to rows.
+        head: the node after which to insert the submission.
+        routes: name of the ids that `coalesce` reads -> the node that routes them. Gets an entry for a table on a grid.
+        trained: names of the tables with a gradient.
     """
     rewriter = Rewriter(forward)
     wait = join.all_input_nodes[0]
@@ -192,7 +203,13 @@ def _submit_gradients(
     outputs: list[tuple[fx.Node | None, OutputRole]],
     routes: Mapping[str, _GridRoute],
 ) -> list[tuple[fx.Node | None, OutputRole]]:
-    """Replaces the exchange and sum of a row gradient with its submission, and returns the remaining outputs."""
+    """Replaces the exchange and sum of a row gradient with its submission, and returns the remaining outputs.
+
+    Args:
+        coalesce: the node of the sum.
+        outputs: the outputs of the backward.
+        routes: name of the ids that `coalesce` reads -> the node that routes them, for tables on a grid.
+    """
     ids, received, _, padding_rows, scale = coalesce.args
     wait = received if isinstance(received, fx.Node) else None
     assert wait is not None

@@ -50,7 +50,7 @@ class SplitRows:
         return rewrite_phases(graph, self._rewrite)
 
     def _rewrite(self, phases: Phases) -> None:
-        """Splits each submission of rows, and each of gradients, in two."""
+        """Splits each submission of rows in two, and each of gradients."""
         forward, backward = phases["forward"], phases["backward"]
         submitted = call_by_table(forward, embrace.submit_rows.default)
         if not submitted:
@@ -113,7 +113,7 @@ def _split_backward(backward: fx.GraphModule, submitted: dict[str, fx.Node], pie
 
 def _submit_early_rows(rewriter: Rewriter, submitted: dict[str, fx.Node], pieces: dict[str, int]) -> None:
     """Inserts, at the start of the backward, the updates by the previous step's delayed gradients, and the submission
-    of the next batch's early rows.
+    of the next batch's early rows. The arguments are those of `_split_backward`.
     """
     shards = {table: _placeholder_in_backward(rewriter, _submitted_shard(node)) for table, node in submitted.items()}
     routes = {

@@ -38,7 +38,7 @@ class SubmitGradientsEarly:
 
 
 def _rewrite(phases: Phases) -> None:
-    """Moves the submissions of each table's gradients up to where their inputs are computed."""
+    """Moves the submissions of each table's gradients in the backward up to where their inputs are computed."""
     backward = phases["backward"]
     for submissions in calls_by_table(backward, torch.ops.embrace.submit_gradients.default).values():
         _move_up(backward.graph, submissions)
@@ -65,7 +65,7 @@ HEAD = ("embrace::update_rows", "embrace::await_ids", "embrace::submit_rows")
 
 
 def needed_only_by(readers: list[fx.Node]) -> set[fx.Node]:
-    """Returns the given nodes, and all nodes whose values nothing else reads."""
+    """Returns `readers`, and all nodes whose values only these nodes read, directly or through each other."""
     return reached(
         readers, lambda node: node.all_input_nodes, lambda node, found: may_move(node) and found.issuperset(node.users)
     )

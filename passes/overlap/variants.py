@@ -64,7 +64,9 @@ class DerivePhase:
         return replace(rewrite_phases(graph, partial(self._rewrite, delayed=delayed)), varied=varied)
 
     def _rewrite(self, phases: Phases, delayed: Sequence[OperationId]) -> None:
-        """Removes what the variant does not run from a phase."""
+        """Removes from a phase all nodes that the variant does not run. `delayed` are the launch ids of delayed
+        gradients.
+        """
         module = phases[self.variant.phase]
         if isinstance(self.variant, ForwardVariant):
             _derive_forward(module, self.variant, delayed)
@@ -74,7 +76,9 @@ class DerivePhase:
 
 
 def _derive_forward(module: fx.GraphModule, variant: ForwardVariant, delayed: Sequence[OperationId]) -> None:
-    """Removes from a forward what its variant does not run: early rows, delayed updates, the next batch's ids."""
+    """Removes from a forward the nodes that its variant does not run: early rows, delayed updates, the next batch's
+    ids. `delayed` are the launch ids of delayed gradients.
+    """
     if variant.arrives != "cut":
         for early in [n for n in calls_of(module, embrace.await_rows.default) if id_of(n).part == "early"]:
             (join,) = early.users
@@ -101,7 +105,7 @@ def _update_delayed(rewriter: Rewriter, update: fx.Node, delayed: list[Operation
 
 
 def _derive_backward(module: fx.GraphModule, variant: BackwardVariant) -> None:
-    """Removes from a backward what its variant does not run: updates, waits and submissions."""
+    """Removes from a backward the nodes that its variant does not run: updates, waits and submissions."""
     if not variant.left:
         for update in calls_of(module, embrace.update_rows.default):
             update.replace_all_uses_with(update.all_input_nodes[0])

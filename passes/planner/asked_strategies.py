@@ -68,7 +68,7 @@ def requested_strategies(
 
 
 def _no_match_error(pattern: str, tables: tuple[str, ...], parameters: tuple[str, ...], *, tables_only: bool) -> str:
-    """Returns the error text for a pattern that matches no name."""
+    """Returns the error text for a pattern that matches no name: of a table if `tables_only`, else of any parameter."""
     what = "table" if tables_only else "table or another trainable parameter"
     names = tables if tables_only else tuple(dict.fromkeys((*tables, *parameters)))
     return (

@@ -100,7 +100,9 @@ class Capture:
         return of_tables + sum(self._saved_by_head_ms(plan, head) for head in self.heads)
 
     def _saved_by_head_ms(self, plan: Plan, head: Tensor) -> float:
-        """Predicts how many milliseconds a sharded output layer saves per step; 0 if it saves none."""
+        """Predicts the milliseconds per step that a sharded output layer with the weight `head` saves; 0 if it saves
+        none.
+        """
         links, ranks = _flat_links(plan), plan.world_size
         both_ways = 2 * self.positions * head.shape[1] * head.element_size()
         whole_ms = cost.all_reduce(head.nbytes, ranks).time_ms(links, "all_reduce")

@@ -78,6 +78,7 @@ def decide(
     Chooses "2d" if there is nothing to compare: one rank, unknown links, or no compute to hide behind.
 
     Args:
+        findings: the graph, the facts about its parameters and the rows that all ranks read.
         links: the cluster for which strategies are compared and sizes of buckets and blocks are chosen.
         current: the plan in use. A table's strategy stays unless the best one takes less than `CLEARLY` of its time,
             and shards keep their grid.
@@ -100,7 +101,7 @@ def decide(
 
 
 def _decide_for_schedule(findings: Findings, links: cost.Cluster, current: Plan | None, links_are: LinksAre) -> Plan:
-    """Decides the plan for the schedule that `findings` names."""
+    """Decides the plan for the schedule that `findings` names. The arguments are those of `decide`."""
     graph, facts, world_size = findings.graph, findings.facts, findings.world_size
     exchanged = (d for d in current if d.strategy in STRATEGIES) if current is not None else ()
     in_use = {decision.parameter: decision for decision in exchanged}
@@ -133,7 +134,7 @@ def _decide_for_schedule(findings: Findings, links: cost.Cluster, current: Plan 
 
 
 def _is_exchanged(fact: ParameterFacts) -> bool:
-    """Returns whether ranks exchange this parameter's gradient."""
+    """Returns whether ranks exchange the gradient of the parameter with these facts."""
     return fact.trainable and not fact.local and fact.used
 
 
@@ -146,6 +147,8 @@ def _choose_strategy(
     """Chooses a parameter's strategy, independently of other parameters.
 
     Args:
+        pricing: prices the strategies.
+        fact: the facts about the parameter.
         table: the parameter as a table, or None if no lookup reads it.
         wanted: maps each parameter to the strategy or grid that the user requested.
     """
@@ -161,7 +164,12 @@ def _choose_strategy(
 
 
 def _record_decision(fact: ParameterFacts, choice: _Choice, table: TableSpec | None, pricing: Pricing) -> Decision:
-    """Makes the plan's record of a choice, with its price and the other candidates."""
+    """Makes the plan's record of a choice for a parameter, with its price and the other candidates.
+
+    Args:
+        fact: the facts about the parameter.
+        table: the parameter as a table, or None if no lookup reads it.
+    """
     chosen, world_size, sparsity = choice.chosen, pricing.world_size, pricing.findings.sparsity
     return Decision(
         fact.name,
@@ -187,7 +195,9 @@ def _record_decision(fact: ParameterFacts, choice: _Choice, table: TableSpec | N
 
 
 def _expected_rows(table: TableSpec, findings: Findings) -> RowCounts | None:
-    """Predicts how many of a table's rows each step reads, or returns None if no rank knows."""
+    """Predicts the numbers of a table's rows that a step reads, from the rows of the first batches (`findings`), or
+    returns None if no rank knows.
+    """
     by_rank = findings.rows.get(table.parameter, ())
     if not any(by_rank):
         return None
@@ -225,8 +235,8 @@ def _sharded_to_share_latency(
 
 
 def _gain_ms(choice: _Choice, in_use: Decision | None) -> float:
-    """Predicts the time per step that sharding a table saves if it shares latency. Near ties keep the strategy in
-    use.
+    """Predicts the time per step that sharding a table saves over the chosen strategy if it shares latency. Near ties
+    keep the strategy in use.
     """
     whole_ms, sharded_ms = choice.chosen.sharing_ms, choice.priced["alltoall"].sharing_ms
     if in_use is None:
@@ -235,7 +245,9 @@ def _gain_ms(choice: _Choice, in_use: Decision | None) -> float:
 
 
 def _tie_factor(sparsely_read: bool) -> float:
-    """Returns the factor by which an unsharded table must be faster than a sharded one to be chosen."""
+    """Returns the factor by which an unsharded table must be faster than a sharded one to be chosen. It is below 1 for
+    a table whose rows are sparsely read.
+    """
     return CLEARLY if sparsely_read else 1.0
 
 
@@ -245,13 +257,15 @@ def _is_by_columns(choice: _Choice) -> bool:
 
 
 def _as_joinable(table: TableSpec, fact: ParameterFacts, world_size: int) -> Joinable:
-    """Describes a table as a candidate to be joined with others, with the size of its largest shard."""
+    """Describes a table as a candidate to be joined with others, with the size of its largest shard. `fact` are the
+    facts about its parameter.
+    """
     return Joinable(table, fact.param_group, ceil(fact.nbytes / world_size))
 
 
 def _choose_for_dense(pricing: Pricing, fact: ParameterFacts, requested: str | Grid) -> _Choice:
     """Chooses a strategy for a parameter that no lookup reads: AllReduce unless the user requests another, because only
-    the user may know of zeros in its gradient.
+    the user may know of zeros in its gradient. `fact` are the facts about the parameter.
     """
     weighed = ("vocabulary",) if fact.name in pricing.losses else ()
     asked = () if requested == "auto" else ("vocabulary", *EXCHANGES)
@@ -274,7 +288,10 @@ def _choose_for_table(
     """Chooses a table's strategy: the legal one that the user requested, or else the fastest.
 
     Args:
+        pricing: prices the strategies.
+        fact: the facts about the table's parameter.
         rows: how many rows each rank reads in a step.
+        requested: the strategy or grid that the user requested, or "auto".
     """
     priced = pricing.price_table(table, fact, rows, requested)
     sharded, allreduce = priced["alltoall"], priced["allreduce"]
@@ -324,6 +341,8 @@ def _choose_for_head(
     clearly faster; otherwise returns None.
 
     Args:
+        fact: the facts about the table's parameter.
+        priced: strategy -> price.
         read: the part of the reason that says how many rows are read.
     """
     head = priced.get("vocabulary")
@@ -363,14 +382,21 @@ def _choose_requested(priced: Mapping[str, PricedStrategy], requested: str, read
 
 
 def _whole_because(pricing: Pricing, sharded: PricedStrategy, allreduce: PricedStrategy, what: str) -> str:
-    """Returns the reason why a table is kept whole although it could be sharded."""
+    """Returns the reason why a table is kept whole although it could be sharded.
+
+    Args:
+        sharded, allreduce: the prices of both.
+        what: the rows that are read, in words.
+    """
     if pricing.world_size == 1:
         return f"densely read: {what}"
     return f"AllReduce adds {allreduce.added_ms:.3f} ms to a step, shards add {sharded.added_ms:.3f} ms: {what}"
 
 
 def _depends_on_rows(pricing: Pricing, table: TableSpec, fact: ParameterFacts) -> bool:
-    """Returns whether the fastest strategy of a table depends on how many rows ranks read."""
+    """Returns whether the fastest strategy of a table depends on how many rows ranks read. `fact` are the facts about
+    its parameter.
+    """
     anywhere = replace(pricing, findings=replace(pricing.findings, sparsity={}), in_use={})
     rows = {ceil(table.num_rows * share) for share in SHARES}
     choices = [_choose_for_table(anywhere, table, fact, (each,) * pricing.world_size, "auto") for each in rows]
@@ -386,7 +412,8 @@ def _worth_a_change(in_use: PricedStrategy, best: PricedStrategy) -> bool:
 
 
 def _worthwhile_sparse_exchange(pricing: Pricing, priced: Mapping[str, PricedStrategy]) -> str | None:
-    """Returns the fastest sparse exchange if it is clearly faster than AllReduce and AlltoAll, or else None.
+    """Returns the fastest sparse exchange if it is clearly faster than AllReduce and AlltoAll, or else None. `priced`
+    maps strategies to prices.
 
     An exchange that sends as much as AllReduce can be faster only through an error in the measured links.
     """
@@ -400,13 +427,13 @@ def _worthwhile_sparse_exchange(pricing: Pricing, priced: Mapping[str, PricedStr
 
 
 def _cheapest_exchange(priced: Mapping[str, PricedStrategy]) -> PricedStrategy | None:
-    """Returns the fastest legal sparse exchange, or None if there is none."""
+    """Returns the fastest legal sparse exchange among the prices of strategies, or None if there is none."""
     legal = (each for name, each in priced.items() if name in EXCHANGES and each.blocker is None)
     return min(legal, key=lambda each: each.predicted_ms, default=None)
 
 
 def _compare_times(other: PricedStrategy, chosen: PricedStrategy) -> str:
-    """Explains, by predicted times, why one candidate was chosen over another."""
+    """Explains, by predicted times, why the chosen candidate was preferred to the other one."""
     ratio = other.predicted_ms / max(chosen.predicted_ms, 1e-9)
     times = f"{ratio:.2f} times the time"
     if ratio > 1:

@@ -110,7 +110,7 @@ def _make_joined_table(tables: list[TableSpec]) -> JoinedTable:
 
 
 def _can_be_joined(use: TableUse) -> bool:
-    """Returns whether a lookup can read a joined table."""
+    """Returns whether a lookup (`use`) can read a joined table."""
     if not use.lookup:  # a graph that only exchanges gradients has no lookups
         return False
     return use.padding_idx < 0 or (use.kind == "embedding" and not use.scale_grad_by_freq)
@@ -146,14 +146,14 @@ class _GraphOrder:
         return max((self._had[node] for node in nodes), default=-1)
 
     def are_neighbours(self, one: Joinable, other: Joinable) -> bool:
-        """Returns whether two tables can share an exchange without delay: no compute lies between their lookups or
-        between their gradients.
+        """Returns whether tables `one` and `other` can share an exchange without delay: no compute lies between their
+        lookups or between their gradients.
         """
         between = [sorted(map(where, (one.table, other.table))) for where in (self.lookup, self._gradient)]
         return not any(first < 0 or any(first < at < last for at in self._computes) for first, last in between)
 
     def shared_properties(self, each: Joinable) -> tuple[object, ...]:
-        """Returns the properties in which all tables of a joined table must agree."""
+        """Returns the properties of a table in which all tables of its joined table must agree."""
         table = each.table
         behind: Mapping[str, frozenset[int]] = self._graph.results_behind
         return (
@@ -183,7 +183,7 @@ def cut_communication(plan: Plan, parameter: Callable[[str], Tensor]) -> Cuts:
 
 def _chunk_sizes(plan: Plan, bucket: tuple[str, ...], parameters: list[Tensor]) -> list[int]:
     """Returns the number of elements of each chunk of a bucket's AllReduce: equal chunks of about the size that the
-    cost model chooses.
+    cost model chooses. `parameters` are those of the bucket.
 
     Schedule "none" reduces whole buckets, because no launch overtakes another. A sparse exchange, which sends in
     rounds, takes a whole gradient.

@@ -92,7 +92,8 @@ def find_violation(
 
 
 def fit_plan(plan: Plan, violations: Sequence[PlanViolation], why_whole: str = WHOLE) -> Plan:
-    """Returns a plan that provides what all ranks' batches need. The result is the same on all ranks.
+    """Returns a plan that provides what all ranks' batches need, given the violations that each rank has found. The
+    result is the same on all ranks.
 
     Args:
         why_whole: the reason to record for tables that are no longer sharded.

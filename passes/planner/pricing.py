@@ -114,7 +114,7 @@ class Findings:
     scored: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
     def with_whole(self, names: Collection[str], reason: str) -> Findings:
-        """Returns a copy that marks these tables as unshardable, because an optimizer needs them whole."""
+        """Returns a copy that marks tables as unshardable for a reason, such as an optimizer."""
         facts = (replace(f, row_update_blocker=reason) if f.name in names else f for f in self.facts)
         return replace(self, facts=tuple(facts))
 
@@ -227,8 +227,8 @@ class Pricing:
         return replicas | shards
 
     def price_dense(self, fact: ParameterFacts, strategies: Collection[str]) -> dict[str, PricedStrategy]:
-        """Returns the price of each strategy for a parameter that no lookup reads. Its gradient is assumed to have no
-        zeros.
+        """Returns the price of each of `strategies` for a parameter that no lookup reads. Its gradient is assumed to
+        have no zeros.
         """
         # The cost of packing the gradient into its bucket.
         packed = cost.passes_work(fact.nbytes) + cost.new_memory_work(fact.nbytes)
@@ -301,7 +301,7 @@ class Pricing:
         return sent, plan, min(both_ms) * (1 - 1 / chunks)
 
     def _head_blocker(self, fact: ParameterFacts) -> str | None:
-        """Returns the reason why an output layer cannot be sharded, or None if it can."""
+        """Returns the reason why the output layer with this weight cannot be sharded, or None if it can."""
         if self.world_size == 1:
             return "a single rank holds the whole layer"
         if not Grid(self.world_size, 1).takes(fact.shape[0]):
@@ -488,7 +488,7 @@ def free_strategy(strategy: str) -> PricedStrategy:
 
 
 def _dense_sparsity(fact: ParameterFacts, world_size: int) -> Sparsity:
-    """Returns the sparsity of a gradient without zeros: every row is present on every rank."""
+    """Returns the sparsity of a parameter's gradient if it has no zeros: every row is present on every rank."""
     num_rows = fact.shape[0] if fact.shape else 1
     return independent_ranks(num_rows, prod(fact.shape[1:]), fact.itemsize, (num_rows,) * world_size)
 

@@ -51,7 +51,9 @@ class SparsityMonitor:
         return {name: tuple(round(n) for n in mean) for name, mean in self._means.items()}
 
     def observe(self, rows_read: Mapping[str, Sequence[int]]) -> None:
-        """Updates the means with one step's row counts of each rank, by table. Negative counts are unknown."""
+        """Updates the means with one step's row counts (`rows_read`) of each rank, by table. Negative counts are
+        unknown.
+        """
         for name, mean in self._means.items():
             of, share = self._shares.get(name, (name, 1.0))
             rows = rows_read.get(of, ())
@@ -97,7 +99,7 @@ def describe_changes(old: Plan, new: Plan) -> tuple[str, ...]:
 
 
 def describe_replan(calls: int, reason: str, old: Plan, new: Plan) -> str:
-    """Says in one line why a plan is replaced, what the new plan changes, and what it is expected to save.
+    """Says in one line why a plan is replaced (`reason`), what the new plan changes, and what it is expected to save.
 
     Args:
         calls: the number of training calls so far.

@@ -67,7 +67,9 @@ def widest_useful_grid(table: TableSpec, world_size: int) -> Grid:
 
 
 def launches_per_step(schedule: str) -> int:
-    """Returns how many collectives a sharded table launches per step, for ids, rows and gradients."""
+    """Returns the number of collectives that a sharded table launches per step under a schedule, for ids, rows and
+    gradients.
+    """
     return 1 + 2 * ONE_WAY[schedule]
 
 
@@ -80,9 +82,11 @@ def shard_exchange(
     local_rows: tuple[int, ...] | None = None,
     schedule: str = "2d",
 ) -> cost.Exchange:
-    """Returns what one rank sends per step for a sharded table (ids, rows, gradients), averaged over ranks.
+    """Returns the bytes and messages that one rank sends per step for a sharded table (ids, rows, gradients), averaged
+    over ranks.
 
     Args:
+        rows_by_rank: the number of unique rows that each rank reads.
         wire: the dtype in which rows are sent.
         grid: the grid of the shards, or None if the table is sharded by columns.
         local_rows: how many rows each rank reads that its own row of the grid holds, or None for an even share.
@@ -116,6 +120,11 @@ def shard_work(
     columns, clears and sums the gradients of its columns, and updates these rows. It sorts ids twice: its own ids, and
     the ids of all ranks. On a grid it searches all ids for the ids of its row, and sorts these. It prepares and
     receives each AlltoAll and the AllGather of ids.
+
+    Args:
+        rows_by_rank: the number of unique rows that each rank reads.
+        itemsize: the bytes of an element as it is sent.
+        schedule: the name of the schedule.
     """
     if world_size == 1 or not rows_by_rank:
         return cost.Work()
@@ -137,6 +146,7 @@ def sweep_work(nbytes: int, world_size: int) -> cost.Work:
 
 def replay_work(table: TableSpec, rows_by_rank: tuple[int, ...], itemsize: int, world_size: int) -> cost.Work:
     """Returns the work per step of a table whose rows apply deferred optimizer steps when they are next read.
+    `rows_by_rank` are the numbers of rows that ranks read.
 
     Every row defers about one step per step and applies it later. After `LONGEST_TAIL` deferred steps the momentum has
     died out, and further steps cost nothing.
@@ -147,7 +157,7 @@ def replay_work(table: TableSpec, rows_by_rank: tuple[int, ...], itemsize: int, 
 
 
 def replica_work(nbytes: int) -> cost.Work:
-    """Returns the processor work of a rank per step for a table kept whole, besides the exchange.
+    """Returns the processor work of a rank per step for a table of `nbytes` kept whole, besides the exchange.
 
     Its gradient has every row. It is allocated, cleared and packed into its bucket, and updates every row.
     """
@@ -190,7 +200,9 @@ class StepTime:
 
 
 def explain_choice(price: Mapping[str, StepTime], chosen: str) -> str:
-    """Explains in one line why a schedule was chosen: how much communication it hides and how much work it adds."""
+    """Explains in one line why a schedule was chosen: how much communication it hides and how much work it adds.
+    `price` maps schedules to step times.
+    """
     shown = chosen if chosen != "none" else FULL
     hides_ms = price["none"].waits_ms - price[shown].waits_ms
     costs_ms = price[shown].work_ms - price["none"].work_ms
@@ -201,8 +213,8 @@ def explain_choice(price: Mapping[str, StepTime], chosen: str) -> str:
 
 
 def cheapest_schedule(price: Mapping[str, StepTime], current: str | None = None) -> str:
-    """Returns the schedule with the shortest step, or, of schedules that are too close to tell apart, the one with the
-    least work.
+    """Returns the schedule with the shortest step time in `price`, or, of schedules that are too close to tell apart,
+    the one with the least work.
 
     Args:
         current: the schedule to keep unless another one is clearly shorter.
@@ -215,7 +227,7 @@ def cheapest_schedule(price: Mapping[str, StepTime], current: str | None = None)
 
 
 def _clearly_shorter(one: StepTime, other: StepTime) -> bool:
-    """Returns whether one step is shorter than another by more than the error of the prediction."""
+    """Returns whether step `one` is shorter than the other by more than the error of the prediction."""
     differs_ms = abs(other.waits_ms - one.waits_ms) + abs(other.work_ms - one.work_ms)
     return one.step_ms < SHORTER * other.step_ms and other.step_ms - one.step_ms > ERROR * differs_ms
 
@@ -225,6 +237,7 @@ class _Compute:
     """A step's estimated compute, in milliseconds.
 
     Attributes:
+        step_ms: the whole compute of the step.
         backward_ms: the whole compute of the backward.
         ready_ms: parameter -> how much of the backward's compute precedes its gradient.
     """
@@ -236,8 +249,12 @@ class _Compute:
 
 @dataclass(frozen=True)
 class _RowExchange:
-    """The predicted exchanges of a table's ids, rows and gradients, and when the backward has computed its last
-    gradient.
+    """The predicted exchanges of a table's ids, rows and gradients, in milliseconds.
+
+    Attributes:
+        one_way_ms: the time to exchange rows, and as long again for gradients.
+        ids_ms: the time to exchange ids.
+        ready_ms: how much of the backward's compute precedes the last gradient.
     """
 
     one_way_ms: float
@@ -258,7 +275,7 @@ def step_times(graph: TrainingGraph, plans: Mapping[str, Plan]) -> dict[str, Ste
 
 
 def _step_time(plan: Plan, compute: _Compute) -> StepTime:
-    """Predicts the parts of a step's time under a plan."""
+    """Predicts the parts of a step's time under a plan, given its compute."""
     schedule, cluster = plan.schedule_name, plan.links.flattened(plan.world_size)
     rows = [_estimate_row_exchange(plan, tables, cluster, compute) for tables in plan.row_exchanges.values()]
     buckets = [_estimate_bucket(plan, names, compute) for names in plan.buckets]
@@ -281,9 +298,7 @@ def _step_time(plan: Plan, compute: _Compute) -> StepTime:
 
 def _estimate_compute(graph: TrainingGraph, plan: Plan, node_ms: NodeMs) -> _Compute:
     """Estimates when a step's compute is done on the plan's processors. A lookup's backward counts only if its table is
-    kept whole.
-
-    The lookups' own backward counts only if the table is whole.
+    kept whole. `node_ms` returns the milliseconds of a node.
     """
     left_out = {name for t in graph.tables if t.parameter in plan.sharded for use in t.uses for name in use.backward}
     of_backward = after_tangents(graph.module)
@@ -300,7 +315,7 @@ def _estimate_compute(graph: TrainingGraph, plan: Plan, node_ms: NodeMs) -> _Com
 
 
 def _estimate_row_exchange(plan: Plan, tables: Sequence[str], cluster: cost.Cluster, compute: _Compute) -> _RowExchange:
-    """Predicts the exchanges of tables that share their launches."""
+    """Predicts the exchanges of tables that share their launches on a cluster, given the step's compute."""
     ids = [ids_exchange(plan[name], plan.world_size) for name in tables]
     one_way_bytes = sum(rows_bytes(plan[name], plan.world_size) for name in tables) // 2
     messages = ONE_WAY[plan.schedule_name] * (plan.world_size - 1)
@@ -313,35 +328,39 @@ def _estimate_row_exchange(plan: Plan, tables: Sequence[str], cluster: cost.Clus
 
 
 def rows_bytes(decision: Decision, world_size: int) -> int:
-    """Returns how many bytes a rank sends per step for a sharded table's rows and their gradients."""
+    """Returns the bytes that a rank sends per step for the rows and their gradients of a sharded table, given by its
+    decision.
+    """
     of_head = decision.head.sent_bytes if decision.head is not None else 0
     besides = decision.norm_bytes + of_head + ids_exchange(decision, world_size).sent_bytes
     return max(decision.sent_bytes_per_step - besides, 0)
 
 
 def one_way_bytes(plan: Plan, tables: Iterable[str]) -> int:
-    """Returns how many bytes the rows of some tables take in one direction. Their gradients take as many in the
-    other.
+    """Returns the bytes of the rows of some tables in one direction, per step and rank. Their gradients take as many in
+    the other.
     """
     return sum(rows_bytes(plan[table], plan.world_size) for table in tables) // 2
 
 
 def ids_exchange(decision: Decision, world_size: int) -> cost.Exchange:
-    """Returns a sharded table's share of the id exchange, for the number of rows that the plan expects."""
+    """Returns the share of a sharded table, given by its decision, in the id exchange, for the number of rows that the
+    plan expects.
+    """
     own = decision.rows.own if decision.rows is not None else 0
     return cost.predict_id_exchange((own,) * world_size, decision.shape[0])
 
 
 def _estimate_bucket(plan: Plan, names: Sequence[str], compute: _Compute) -> tuple[float, float]:
     """Returns (milliseconds of the backward's compute before all gradients of a bucket are ready, milliseconds of the
-    bucket's transfer).
+    bucket's transfer). `names` are the bucket's parameters.
     """
     ready_ms = max(compute.ready_ms.get(name, 0.0) for name in names)
     return ready_ms, bucket_ms(plan, names)
 
 
 def bucket_ms(plan: Plan, names: Sequence[str]) -> float:
-    """Predicts the milliseconds of a bucket's transfer."""
+    """Predicts the milliseconds of the transfer of a bucket with these parameters (`names`)."""
     if plan[names[0]].strategy in EXCHANGES:
         return plan[names[0]].predicted_ms
     sent = cost.Exchange(sum(plan[name].sent_bytes_per_step for name in names), 2 * (plan.world_size - 1))
@@ -357,7 +376,9 @@ def _end_ms(ready_and_transfer_ms: Iterable[tuple[float, float]]) -> float:
 
 
 def _table_work_ms(decision: Decision, world_size: int, cluster: cost.Cluster, schedule: str) -> float:
-    """Predicts the processor time of a table's exchange per step, without transfers."""
+    """Predicts the processor time of a table's exchange per step under a schedule, without transfers. `decision` is the
+    table's.
+    """
     sent_bytes, others = decision.sent_bytes_per_step, world_size - 1
     if decision.strategy in SHARDED:
         sent_ms = cluster.transfer_ms(sent_bytes, launches_per_step(schedule) * others, "all_to_all")

@@ -49,8 +49,9 @@ class Atoms:
     the compute before one bucket's or table's gradients can be sent.
 
     Attributes:
-        units: names of the units in their present order.
+        found: the units of the backward, and the units that need each node.
         ms: milliseconds of each atom, by a bit mask of the units that need it (by index in `units`).
+        units: names of the units in their present order.
     """
 
     found: BackwardUnits
@@ -66,6 +67,7 @@ class Atoms:
         """Makes the atoms of a backward.
 
         Args:
+            found: the units of the backward.
             node_ms: estimated milliseconds of a node.
             measured: unit -> measured milliseconds of its compute in the present order. Units that are missing use
                 estimates.
@@ -96,7 +98,9 @@ class Atoms:
 
 
 def reorder_steps(steps: StepGraph, atoms: Atoms, order: Sequence[str]) -> StepGraph:
-    """Returns the step graph for another order of the backward's units."""
+    """Returns the step graph for another order of the backward's units. `atoms` give the time of each unit in that
+    order.
+    """
     durations = {str(compute_id("backward", unit)): ms for unit, ms in atoms.durations(order).items()}
     operations = tuple(
         replace(each, duration_ms=durations[each.name]) if each.name in durations else each for each in steps.operations
@@ -115,7 +119,9 @@ def search_order(
     The present order of units is tried too: autograd computes some nodes long before the unit that needs them.
 
     Args:
+        steps: the step graph in the present order.
         name, source: the arguments of `launch_order.schedule`.
+        atoms: the atoms of the backward.
         predicted_peak: function that predicts the backward's peak memory in an order.
         limit_bytes: the maximum of that peak.
     """

@@ -35,8 +35,8 @@ class Ready:
     Attributes:
         operation: the collective.
         ready_ms: the time when the last operation that it depends on ended.
-        needed_at: how many compute operations of the window run before the first one that needs the result; infinite if
-            none does.
+        needed_at: the number of compute operations of the window that run before the first one that needs the result;
+            infinite if none needs it.
     """
 
     operation: Operation
@@ -49,13 +49,13 @@ Key = Callable[[Ready], Any]
 
 
 def readiness_key(candidate: Ready) -> float:
-    """Returns the sort key that launches collectives in the order in which they become ready."""
+    """Returns the sort key of a candidate that launches collectives in the order in which they become ready."""
     return candidate.ready_ms
 
 
 def embrace_key(candidate: Ready) -> tuple[int, float]:
-    """Returns the sort key of EmbRace's order (section 4): first ids and rows, then what the next forward needs first,
-    delayed gradients last.
+    """Returns the sort key of a candidate for EmbRace's order (section 4): first ids and rows, then the collectives
+    that the next forward needs first, delayed gradients last.
     """
     classes = {"gradients": 0, "ids": 0, "lookups": 0, "delayed": 2}
     return classes.get(candidate.operation.kind, 1), candidate.needed_at
@@ -98,7 +98,7 @@ def quick_step_ms(steps: StepGraph) -> float:
 
 
 def priority_order(machine: LinkMachine, key: Key) -> list[int]:
-    """Returns the order in which a priority queue with this sort key launches collectives.
+    """Returns the order in which a priority queue with this sort key launches collectives on the simulated machine.
 
     Windows (a backward and the next forward) are simulated until the link is as busy as in training.
 
@@ -150,7 +150,13 @@ class _QueueSimulation:
         return order
 
     def _sort_key(self, times: Mapping[int, float], free_at_ms: float, k: int) -> tuple[Any, str]:
-        """Returns the sort key of an operation that is ready, followed by its name to break ties."""
+        """Returns the sort key of a ready operation, followed by its name to break ties.
+
+        Args:
+            times: operation -> the time when its dependences ended, in ms.
+            free_at_ms: the time when the link is free.
+            k: the operation.
+        """
         operation = self._machine.operations[k]
         return self._key(Ready(operation, times[k] - free_at_ms, self._needed[k])), operation.name
 
@@ -189,7 +195,9 @@ class _QueueSimulation:
 
 
 def _first_need(machine: LinkMachine) -> list[float]:
-    """Returns, for each operation, how many compute operations run before the first one that needs it."""
+    """Returns, for each operation of the machine, the number of compute operations that run before the first one that
+    needs it.
+    """
     windows = max(2, machine.reach + 1)
     size, sequence = len(machine.operations), machine.any_sequence()
     causes = [machine.dependences(k) for k in range(size)]

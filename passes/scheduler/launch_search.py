@@ -19,8 +19,8 @@ SHAKES = 8
 
 
 def improve_order(machine: LinkMachine, orders: list[list[int]], bound_ms: float) -> list[int]:
-    """Improves the fastest of several launch orders by local search, until its budget is spent or the bound is
-    reached.
+    """Improves the fastest of several launch orders by local search on the simulated machine, until its budget is spent
+    or the bound is reached.
 
     Tries first the moves that take a critical launch out of the way of others, then any move. Then repeats this from a
     shaken order, until the budget is spent or no order can be faster.
@@ -129,6 +129,10 @@ def _move_launch(order: list[int], source: int, target: int) -> list[int]:
 def _critical_blocks(path: list[tuple[int, int]], order: list[int]) -> Iterator[tuple[int, int]]:
     """Yields (first position, last position) of each run of launches that follow each other directly on a critical
     path.
+
+    Args:
+        path: (window, operation) of the critical operations.
+        order: the launch order.
     """
     position = {launch: k for k, launch in enumerate(order)}
     seen = set()

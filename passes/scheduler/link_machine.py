@@ -28,8 +28,11 @@ TOLERANCE = 1e-9
 
 @dataclass(frozen=True)
 class WindowTimes:
-    """The simulated start and end of each operation in each window (a backward and the next forward), by operation
-    index.
+    """The simulated times of several windows (a backward and the next forward each), in ms.
+
+    Attributes:
+        starts, ends: for each window, the start and the end of each operation, by operation index.
+        step_ms: the time from one window to the next.
     """
 
     starts: list[list[float]]
@@ -142,11 +145,11 @@ class LinkMachine:
             self.needs_earlier[second].append((distance, first))
 
     def names(self, order: Sequence[int]) -> tuple[str, ...]:
-        """Returns the names of operations, given by index."""
+        """Returns the names of the operations with the indices `order`."""
         return tuple(self.operations[k].name for k in order)
 
     def sequence_if_legal(self, order: Sequence[int]) -> list[int] | None:
-        """Returns the result of `sequence`, or None if it would raise."""
+        """Returns the result of `sequence` for a launch order, or None if it would raise."""
         found = self._sequence(order)
         return found if isinstance(found, list) else None
 
@@ -172,8 +175,8 @@ class LinkMachine:
         )
 
     def _sequence(self, order: Sequence[int]) -> list[int] | tuple[int, int]:
-        """Returns the result of `sequence`, or, if there is none, (first launch that waits for a later one, that later
-        launch).
+        """Returns the result of `sequence` for a launch order, or, if there is none, (first launch that waits for a
+        later one, that later launch).
 
         Only dependences inside a window matter, because windows are launched one after the other.
         """
@@ -247,6 +250,10 @@ class LinkMachine:
     def critical_path(self, run: WindowTimes, order: Sequence[int]) -> list[tuple[int, int]]:
         """Returns the operations that determine the length of the last two windows (each a backward and the next
         forward), as pairs (window, operation).
+
+        Args:
+            run: the simulated times.
+            order: the launch order.
         """
         first = len(run.ends) - 2
         previous = {after: (0, before) for before, after in pairwise((*range(self.count),))}
@@ -273,10 +280,8 @@ class LinkMachine:
         return path[::-1]
 
     def make_timeline(self, run: WindowTimes, order: Sequence[int]) -> tuple[Timeline, tuple[tuple[int, str], ...]]:
-        """Returns the timeline of the last two simulated windows, as on one rank, and its critical path as (window,
-        name).
-
-        The path is (window, name) of the operations that determine the windows' length, in order.
+        """Returns the timeline of the last two simulated windows, as on one rank, and its critical path: (window, name)
+        of the operations that determine the windows' length, in order. The arguments are those of `critical_path`.
         """
         first = len(run.ends) - 2
         waits = []
@@ -326,8 +331,8 @@ class LinkMachine:
 
 
 def _repeats(previous: list[float], current: list[float]) -> bool:
-    """Returns whether a window's times (of a backward and the next forward) repeat the previous window's, shifted by a
-    constant.
+    """Returns whether the times of the current window (a backward and the next forward) are the previous window's,
+    shifted by a constant.
     """
     if not current:
         return True
@@ -337,7 +342,9 @@ def _repeats(previous: list[float], current: list[float]) -> bool:
 
 
 def _compute_operations(steps: StepGraph, by_name: dict[str, Operation]) -> list[Operation]:
-    """Returns the compute operations in program order. Raises if their names or order are invalid."""
+    """Returns the compute operations of a step in program order. Raises if their names or order are invalid. `by_name`
+    has all operations.
+    """
     if len(by_name) != len(steps.operations):
         names = [o.name for o in steps.operations]
         raise ValueError(

@@ -42,8 +42,8 @@ def compute_facts(plan: Plan, schedule: Schedule) -> PictureFacts:
 
 
 def ddp_exposed_ms(plan: Plan, steps: StepGraph, ranks: int) -> float:
-    """Estimates how many milliseconds a step under DDP waits for communication. Tables' gradients are assumed ready
-    only when the backward ends.
+    """Estimates the milliseconds per step that DDP on `ranks` ranks waits for communication. Tables' gradients are
+    assumed ready only when the backward ends.
     """
     tables, others = 0, 0
     for decision in plan:
@@ -98,7 +98,7 @@ def table_places(plan: Plan) -> tuple[TablePlace, ...]:
 
 
 def _describe_parts(decision: Decision, world_size: int) -> tuple[str, ...]:
-    """Describes in words what each rank holds of a table."""
+    """Describes in words the part of a table that each rank has. A single entry means that all ranks have the same."""
     if decision.strategy not in SHARDED or world_size == 1:
         return ("all of it",)
     width = decision.shape[1]

@@ -55,7 +55,7 @@ from embrace_fx.vocabulary.submissions import awaited, begun_or_awaited, compute
 
 @dataclass(frozen=True)
 class Sizes:
-    """How many bytes collectives send, where the graph does not determine it.
+    """The bytes that collectives send, where the graph does not determine them.
 
     Attributes:
         sent: launch -> bytes that one rank sends, if known.
@@ -78,6 +78,7 @@ class Block:
     points.
 
     Attributes:
+        id: the id of the operation.
         ms: estimated milliseconds of its nodes.
         awaits: (launch or copy that it waits for, how many windows earlier that was submitted).
         submits: nodes at its end that submit a collective.
@@ -146,7 +147,12 @@ def _backward_blocks(backward: fx.GraphModule, early: Block, end: Block, node_ms
 
 
 def _forward_blocks(forward: fx.GraphModule, between: Block, node_ms: NodeMs) -> Iterator[Block]:
-    """Yields the compute operations of the forward, in program order."""
+    """Yields the compute operations of the forward, in program order.
+
+    Args:
+        between: the operation between backward and forward, to which the submission of ids is added.
+        node_ms: function that returns the milliseconds of a node.
+    """
     segment: Block | None = Block(START)
     waiting = Block(START)  # compute between the last submission and the next wait
     for node in forward.graph.nodes:
@@ -286,8 +292,9 @@ def build_step_graph(
 
     Args:
         graph: a partitioned graph.
-        durations: compute operation -> measured milliseconds; 0 for missing ones. None to estimate all.
         sizes: the bytes that collectives send.
+        durations: compute operation -> measured milliseconds; 0 for missing ones. None to estimate all.
+        cluster: the links and the speed of compute, for estimates.
     """
     operations: list[Operation] = []
     dependences: list[Dependence] = []
@@ -323,7 +330,9 @@ def build_step_graph(
 
 
 def _add_norm_exchange(steps: StepGraph, sizes: Sizes, cluster: cost.Cluster, world_size: int) -> StepGraph:
-    """Returns the step graph with the exchange of squared row norms, if an optimizer needs it."""
+    """Returns the step graph with the exchange of squared row norms, if an optimizer needs it. `sizes` are the bytes
+    that collectives send, and `cluster` gives the speed of the links.
+    """
     tables = {table for table, nbytes in sizes.norm_bytes.items() if nbytes}
     if not tables:
         return steps
@@ -347,7 +356,7 @@ def _add_norm_exchange(steps: StepGraph, sizes: Sizes, cluster: cost.Cluster, wo
 
 
 def _count_pieces(blocks_of_window: Sequence[Block]) -> dict[str, int]:
-    """Maps each table to the number of pieces in which its delayed gradients are sent."""
+    """Maps each table to the number of pieces in which its delayed gradients are sent, for the blocks of a window."""
     launches = [id_of(node) for block in blocks_of_window for node in block.submits]
     return {launch.what: launch.number + 1 for launch in launches if launch.part == "delayed"}
 
@@ -363,6 +372,12 @@ def _sent_bytes(
     """Returns the bytes that one rank sends in the collective that a node submits.
 
     Until measured, half of a batch's rows count as early, and half as delayed.
+
+    Args:
+        launch: the id of the collective.
+        sizes: the bytes that collectives send, where known.
+        pieces: table -> the number of pieces of its delayed gradients.
+        expected: the values of data-dependent sizes.
     """
     if launch == IDS:
         return sizes.ids_bytes

@@ -33,7 +33,7 @@ def set_read_ahead(memory: RowMemory, batches: int, world_size: int) -> RowMemor
 
 
 def with_measured_speed(table: str, memory: RowMemory, byte_ms: Mapping[OperationId, float]) -> RowMemory:
-    """Returns `memory` with the measured speed of reading and writing rows.
+    """Returns `memory`, of the table with this name, with the measured speed of reading and writing rows.
 
     Args:
         byte_ms: read or write operation -> milliseconds per byte.
@@ -66,10 +66,8 @@ def add_storage_operations(steps: StepGraph, memory: Mapping[str, RowMemory]) ->
 
 
 def lookup_operations(steps: StepGraph, table: str) -> list[str]:
-    """Returns the names of the compute operations that look up a table's rows, in order. For a single process it is the
-    forward.
-
-    With a single process, this is the forward.
+    """Returns the names of the compute operations of a step that look up a table's rows, in order. With a single
+    process, this is the forward.
     """
     sent = {o.name for o in steps.operations if o.kind == "lookups" and table in o.serves}
     found = {d.before for d in steps.dependences if d.after in sent and d.before in steps.compute_order}
@@ -79,6 +77,8 @@ def lookup_operations(steps: StepGraph, table: str) -> list[str]:
 
 
 def _previous_compute(steps: StepGraph, name: str) -> tuple[str, int]:
-    """Returns the compute operation before another one, and how many windows earlier it runs: 0 or 1."""
+    """Returns the compute operation before the one called `name`, and the number of windows by which it runs earlier: 0
+    or 1.
+    """
     place = steps.compute_order.index(name)
     return steps.compute_order[place - 1], int(place == 0)

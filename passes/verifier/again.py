@@ -86,8 +86,12 @@ def replays_draw_equally(graph: TrainingGraph) -> Iterator[Violation]:
 
 @dataclass
 class _Replay:
-    """A replay of random draws: the node that begins it, the number of draws before the replayed ones, and the draws
-    seen so far.
+    """A replay of random draws.
+
+    Attributes:
+        begin: the node that begins it.
+        after: the number of draws before the replayed ones.
+        draws: the draws seen so far.
     """
 
     begin: str

@@ -61,7 +61,7 @@ def is_unchanged(node: fx.Node, verified: Mapping[str, fx.Node]) -> bool:
 
 
 def _same(a: Any, b: Any) -> bool:
-    """Returns whether two arguments are equal. Two nodes are equal if their fake values are equivalent."""
+    """Returns whether arguments `a` and `b` are equal. Two nodes are equal if their fake values are equivalent."""
     if isinstance(b, fx.Node):
         return _are_equivalent(a.meta.get("val", a) if isinstance(a, fx.Node) else a, b.meta.get("val", b))
     if isinstance(a, list | tuple) and isinstance(b, list | tuple):
@@ -72,7 +72,9 @@ def _same(a: Any, b: Any) -> bool:
 
 
 def _are_equivalent(one: Any, other: Any) -> bool:
-    """Returns whether two fake values are the same object, or tensors with equal properties and no symbolic sizes."""
+    """Returns whether `one` and `other` are the same fake value, or tensors with equal properties and no symbolic
+    sizes.
+    """
     if one is other:
         return True
     form, another = _tensor_properties(one), _tensor_properties(other)
@@ -113,7 +115,7 @@ def find_disagreement(node: fx.Node, module: fx.GraphModule, mode: FakeTensorMod
 
 
 def _recorded(node: fx.Node, module: fx.GraphModule, mode: FakeTensorMode) -> Any:
-    """Returns the recorded value of a node as a fake tensor."""
+    """Returns the recorded value of a node as a fake tensor of the fake mode."""
     value = node.meta["val"] if "val" in node.meta else operator.attrgetter(str(node.target))(module)
     if isinstance(value, Tensor) and not isinstance(value, FakeTensor):
         return mode.from_tensor(value, static_shapes=True)
@@ -129,9 +131,13 @@ def _derive_value(node: fx.Node, module: fx.GraphModule, inputs: Mapping[fx.Node
 
 
 def _values_agree(derived: Any, recorded: Any, inputs: Mapping[fx.Node, Any]) -> bool:
-    """Returns whether two values agree in kind and shape. Sizes that depend on data may have other names.
+    """Returns whether the derived and the recorded value of a node agree in kind and shape. Sizes that depend on data
+    may have other names.
 
     The new symbols must map one to one to the recorded sizes, which must be data-dependent too.
+
+    Args:
+        inputs: the values of the node's inputs, whose symbols are not new.
     """
     a, b = pytree.tree_leaves(derived), pytree.tree_leaves(recorded)
     if [_properties(leaf) for leaf in a] != [_properties(leaf) for leaf in b]:
@@ -162,7 +168,7 @@ def _properties(leaf: Any) -> tuple[object, ...]:
 
 
 def _sizes(leaf: Any) -> tuple[Any, ...]:
-    """Returns the sizes of a tensor, or a number itself."""
+    """Returns the sizes of a leaf: those of a tensor, or a number itself."""
     if isinstance(leaf, Tensor):
         return tuple(leaf.shape)
     return () if leaf is None else (leaf,)

@@ -115,6 +115,7 @@ class ModuleScope:
 
     Attributes:
         phase: "joint", or the name of the phase.
+        module: the module.
         verified: name -> node whose value is already known to be correct.
         handed_on: names of the values that earlier phases save.
     """
@@ -126,7 +127,7 @@ class ModuleScope:
 
 
 def definitions_before_uses(scope: ModuleScope) -> Iterator[Violation]:
-    """Checks that every input of a node is an earlier node of this graph, that no two nodes have the same name, and
+    """Checks that every input of a node is an earlier node of the module, that no two nodes have the same name, and
     that the last node is the only output.
     """
     defined: set[fx.Node] = set()
@@ -148,8 +149,8 @@ def definitions_before_uses(scope: ModuleScope) -> Iterator[Violation]:
 
 
 def known_targets(scope: ModuleScope) -> Iterator[Violation]:
-    """Checks that nodes call only dispatcher ops, `getitem` and arithmetic on numbers. Other Python functions could
-    have any effect.
+    """Checks that the module's nodes call only dispatcher ops, `getitem` and arithmetic on numbers. Other Python
+    functions could have any effect.
     """
     for node in scope.module.graph.nodes:
         if node.op not in {"placeholder", "get_attr", "call_function", "output"}:
@@ -163,7 +164,7 @@ def known_targets(scope: ModuleScope) -> Iterator[Violation]:
 
 
 def launches_and_waits_paired(scope: ModuleScope) -> Iterator[Violation]:
-    """Checks that each launch of a collective has exactly one wait, and each wait a launch."""
+    """Checks that each launch of a collective in the module has exactly one wait, and each wait a launch."""
     for node in scope.module.graph.nodes:
         if is_launch(node):
             waits = [user.name for user in node.users if is_wait(user)]
@@ -284,7 +285,9 @@ INVARIANTS = (*_OF_A_MODULE, *_AGAINST_THE_CAPTURED, *_OF_THE_GRAPH)
 
 
 def _raise_first(violations: Iterator[Violation], invariant: str, where: str) -> None:
-    """Raises the first violation as an error, if there is one."""
+    """Raises the first violation as an error, if there is one. The message names the invariant and `where` it is
+    broken.
+    """
     for v in violations:
         # `dict.fromkeys` removes duplicates: without a source line, `source_of` returns the node's name.
         places = [where, *([] if v.node is None else dict.fromkeys((f"node {v.node.name}", source_of(v.node))))]

@@ -47,11 +47,11 @@ def check_storage(steps: StepGraph, memory: Mapping[str, RowMemory]) -> None:
 
 
 def _reads_before_lookup(ahead_in_window: int, distance: int) -> int:
-    """Returns how many windows' reads are submitted before this window's rows have been looked up.
+    """Returns the number of windows whose reads are submitted before this window's rows have been looked up.
 
     Args:
         ahead_in_window: the distance, in program order, from the last lookup of a window to the submission of a read;
             negative if the submission is before the lookup.
-        distance: the count of windows from the submission of a read to its lookup.
+        distance: the number of windows from the submission of a read to its lookup.
     """
     return max(0, distance - (ahead_in_window > 0))

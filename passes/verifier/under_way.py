@@ -39,8 +39,8 @@ def window_nodes(graph: TrainingGraph) -> list[fx.Node]:
 
 
 def crosses_windows(launch: OperationId) -> bool:
-    """Returns whether a collective is awaited in the window (a backward and the next forward) after the one that
-    submits it.
+    """Returns whether a launch is awaited in the window (a backward and the next forward) after the one that submits
+    it.
     """
     return launch == IDS or launch.part == "delayed"
 
@@ -79,7 +79,7 @@ def launches_in_flight_agree(graph: TrainingGraph) -> Iterator[Violation]:
 
 
 def in_flight_at_ends(varied: VariedPhase) -> tuple[Launches, Launches]:
-    """Returns the collectives in flight before a variant's phase, and those after it."""
+    """Returns the collectives in flight before the phase of a variant (`varied`), and those after it."""
     steady, variant = varied.steady, varied.variant
     prior = frozenset(each for each in steady if each.part == "prior")
     delayed = frozenset(each for each in steady if each.part == "delayed")

@@ -9,7 +9,13 @@ from torch import fx
 
 @dataclass(frozen=True)
 class Violation:
-    """A broken invariant: the node that breaks it (None if no single node does) and what is wrong."""
+    """A broken invariant.
+
+    Attributes:
+        node: the node that breaks it, or None if no single node does.
+        expected, found: what should be there, and what is, for the message.
+        remedy: how to fix the pass.
+    """
 
     node: fx.Node | None
     expected: str

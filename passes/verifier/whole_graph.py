@@ -138,7 +138,7 @@ def _batch_dependence(launch: fx.Node) -> Iterator[Violation]:
 
 
 def _by_group(sequence: Iterable[Collective]) -> dict[str, list[Collective]]:
-    """Groups collectives by process group, in their order."""
+    """Groups collectives by process group, in the order of the sequence."""
     groups: dict[str, list[Collective]] = {}
     for collective in sequence:
         groups.setdefault(collective.group, []).append(collective)
