@@ -89,7 +89,7 @@ def compile(
         SetUpError: a ValueError and RuntimeError, on every rank: an unknown option; no trainable parameter; no compiler
             for "inductor"; a model, optimizer or option that differs between ranks.
     """
-    # torch.distributed may not be initialized yet.
+    # Read the rank from the environment: torch.distributed may not be initialized yet.
     with stage("loading torch's compiler", int(os.environ.get("RANK", "0"))):
         from embrace_fx.session.session import Session  # noqa: PLC0415  (takes seconds)
 

@@ -78,7 +78,7 @@ def scratch_bytes(node: fx.Node, expected: ExpectedSizes) -> int:
     hidden, width = w.hh.shape[0] // gates, w.ih.shape[1]
     if name == _LAYER:
         elements = sequences * hidden if cell == "lstm" else 0
-        if not last:  # what would be saved for a backward is temporary here
+        if not last:  # values that a backward would read are temporary here
             kept = {"lstm": gates + 1 + (w.projection is not None), "gru": gates + 1}.get(cell, 0)
             elements += rows * kept * hidden
     else:

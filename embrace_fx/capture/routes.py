@@ -190,8 +190,8 @@ def trace(
     symbols = symbols_of(read.out.graph_capture_output.output_graph.shape_env, names)
     _replace_untraceable_calls(read.gm)
     context = read.gm.meta.get("tracing_context") or TracingContext(read.gm.meta["fake_mode"])
-    # Only the construction of guards needed these fake tensors. C++ owns the sizes that they refer to, and the sizes
-    # refer back to them, so that they would keep the whole capture alive forever.
+    # Drop these fake tensors: only the construction of guards needed them. C++ owns their sizes, which refer back to
+    # them: this cycle would never be collected, and would keep the whole capture alive.
     sizes: Any = context.fake_mode and context.fake_mode.shape_env
     if sizes is not None:
         sizes.tracked_fakes = []

@@ -65,7 +65,7 @@ def add_working_sets(
     own = {}
     for name, tier in found.items():
         of, lies = plan[name], sparsity.get(name)
-        # A reused plan already has its draws.
+        # A reused plan already knows how often each row is drawn.
         repeated = Draws(of.shape[0], 0.0, 0.0) if of.memory is None else of.memory.draws
         together = of.rows.together if of.rows is not None else 1
         own[name] = tier.row_memory(name, of.shape[0], together, repeated if lies is None else Draws.fit(lies), rest)

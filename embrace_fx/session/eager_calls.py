@@ -40,7 +40,7 @@ class EagerCalls:
         self._tables: list[str] = []
         self._row_tables = frozenset[str]()  # the tables of `_tables` with sparse gradients
         self._logged_written = False
-        self._replicated = False  # rank 0's parameters were sent for evaluations before the first plan
+        self._replicated = False  # whether rank 0's parameters were sent, for evaluations before the first plan
         self.reason = "route='eager' was requested" if context.options.route == "eager" else ""
         self._context = context
         context.optimizer_hooks.of_any_layout = bool(self.reason)
@@ -75,8 +75,8 @@ class EagerCalls:
         if call.train and self._accumulation.backward is not None:
             return self._context.model(*call.args, **call.kwargs)
         programs, announcements, trained = self._programs, self._context.announcements, self._trained()
-        train = call.train and bool(trained)  # autograd passes gradients through a frozen model
-        announcements.wait()  # a call without gradients has no backward
+        train = call.train and bool(trained)  # a frozen model needs no step: autograd passes gradients through it
+        announcements.wait()  # for the last call's handshake: if without gradients, no backward waited for it
         entry = self._entry(trained, train=train)
         rows = self._rows_of(entry, call.leaves)
         if programs.pipeline is None:
@@ -172,7 +172,7 @@ class EagerCalls:
         if self._sorted is None or self._sorted[0] is not state.names:
             first: dict[int, str] = {}
             for name in state.names:
-                first.setdefault(id(state.parameter(name)), name)  # a tied parameter has its first name
+                first.setdefault(id(state.parameter(name)), name)  # a tied parameter is listed by its first name
             place = {name: k for k, name in enumerate(self._order)}
             names = sorted(first.values(), key=lambda name: -place.get(name, len(place)))
             self._sorted = state.names, [name for name in names if name not in state.ignored]

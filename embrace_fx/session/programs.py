@@ -86,12 +86,12 @@ class Programs:
         self._on_other_batch = on_other_batch
         self._on_placed = on_placed
         self._violation = PlanViolation()  # the last batch's needs that the plan does not meet
-        self._whole: set[str] = set()  # tables that some batch reads in a way that shards cannot be read
-        self._replanned: dict[str, int] = {}  # reason -> the call that last asked for a plan for it
+        self._whole: set[str] = set()  # tables that some batch reads otherwise than by rows: they stay whole
+        self._replanned: dict[str, int] = {}  # reason -> number of the call that last asked for a plan
         self._logged_reads = False
         self._no_steps = within_steps(context.announcements)
         if (streams := choose_streams(context.device)) is not None:
-            streams.models.add(context.communicator)  # before the first call of any model of the loop
+            streams.models.add(context.communicator)  # must precede the first call of any model in the loop
 
     @property
     def plan(self) -> Plan | None:
@@ -176,7 +176,7 @@ class Programs:
         within the last 100 calls.
         """
         calls, last, options = self.counters.calls, self._replanned.get(reason), self._context.options
-        fixed = options.given_plan is not None or options.table_memory is not None  # a working set stays as it is
+        fixed = options.given_plan is not None or options.table_memory is not None  # a working set cannot be replanned
         if fixed or (last is not None and calls - last < ONCE_IN):
             return False
         self._replanned[reason] = calls
@@ -221,7 +221,7 @@ class Programs:
             findings = gather_findings(context, entry.analysed, entry.captured.inputs(leaves), used, schedule)
         if findings is not None:
             findings = findings.with_whole(self._whole, WHOLE)
-            # Without drift there are no running means.
+            # If drift asks for this plan, use its running means of the rows.
             if (monitor := pipeline.monitor) is not None and monitor.wants_plan:
                 findings = findings.with_rows(monitor.rows)
         new = plan_on_links(context, findings, old, known=self.links)

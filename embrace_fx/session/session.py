@@ -179,7 +179,7 @@ class Session:
                 first_step.enter_context(pause_garbage_collection())
             check_call(self.communicator.group, begun=self._begun)
             if is_first:
-                self.announcements.announce(HandshakeMessage())  # raises if the other ranks do not get here
+                self.announcements.announce(HandshakeMessage())  # raises if another rank does not get here
             if not self._begun:
                 self._set_up()
             arguments = Arguments(args, kwargs, *flatten_arguments(args, kwargs), torch.is_grad_enabled())

@@ -56,7 +56,7 @@ class ShadowRank(JoinHook):
         self._context = context
         self._programs = programs
         self._fit = fit
-        self._sharded: Plan | None = None  # the plan in use before tables became whole
+        self._sharded: Plan | None = None  # the plan in use before the tables were unsharded
         self._left: set[str] = set()  # parameters whose gradient sum this rank has left unreduced
         self.divides_by_all = True
 
@@ -135,7 +135,7 @@ class ShadowRank(JoinHook):
         with torch.no_grad(), without_user_autocast(), self._context.state.pending.closed():
             step = Step(program, (), None)
             step.forward()
-            # As under DDP, parameters reached since the last own step get a gradient, to which this rank adds zeros.
+            # As under DDP, parameters used since this rank's last step get a gradient, to which this rank adds zeros.
             step.unreduced = program.used.reached_by_any(self._context.state.reached)
             if program.has_backward:
                 step.backward([None], for_parameters=False)

@@ -104,7 +104,7 @@ class StepPipeline:
         self._steps_of: WeakKeyDictionary[Program, StepGraphs] = WeakKeyDictionary()  # program -> its steps' graphs
         self._last: Program | None = None  # the last training program
         self._besides: dict[str, Callable[[], fx.GraphModule]] = {}  # name -> phase of an evaluation or accumulation
-        self._logged_least = False  # whether a relaxed budget was logged
+        self._logged_least = False  # whether it was logged that the memory budget cannot be met
         self._ordering: tuple[OrderCompute, ...] = ()  # reorders the backward; empty for autograd's order
         self._profiler: StepProfiler | None = StepProfiler()  # None once the steps have been profiled
         self._graph: TrainingGraph | None = None  # the graph of the first training program

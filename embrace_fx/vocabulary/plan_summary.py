@@ -74,7 +74,7 @@ def _cheapest_to_shard(whole: list[Decision]) -> tuple[str, float] | None:
         decision.parameter: candidate.predicted_ms - decision.predicted_ms
         for decision in whole
         for candidate in decision.candidates
-        # Skip candidates that are not legal: their reason is also the decision's reason.
+        # If a table cannot be sharded, the reason of the decision is also that of this candidate.
         if candidate.strategy == "alltoall" and candidate.rejected != decision.reason
     }
     return min(costs_ms.items(), key=lambda item: item[1]) if costs_ms else None

@@ -42,7 +42,7 @@ def time_category(operation: OperationId) -> Share:
     """
     if operation.lane != "compute":
         return operation.lane
-    # Optimizer and loader have their own operations, so this is the work of the call before its forward.
+    # The optimizer and the loader have operations of their own. What is left is the work before the forward.
     if operation == BETWEEN:
         return "forward"
     # `EARLY` also applies delayed updates, which take far longer than looking up early rows.

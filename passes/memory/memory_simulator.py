@@ -55,7 +55,7 @@ class MemorySimulator:
     def __init__(self, step: TimedStep) -> None:
         self._step, self._memory = step, step.memory
         self._count = len(step.memory.nodes)
-        # Views of parameters are not among these: they use no memory of the step.
+        # `inputs` leaves out views of parameters: they use no memory of the step.
         backward, inputs = step.memory.backward, step.memory.inputs
         late = [(v, k) for k in range(backward, self._count) for v in inputs[k] if v < backward]
         value, reader = np.array(late, dtype=np.int64).reshape(-1, 2).T

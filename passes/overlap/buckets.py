@@ -64,7 +64,7 @@ class ChunkBuckets:
             node
             for node in backward.graph.nodes
             if node.target in (ALL_REDUCE, EXCHANGE)
-            # Other passes reduce counts, which are not packed.
+            # Skip reductions of counts, which other passes insert: they are not packed into buckets.
             and node.all_input_nodes[0].target is embrace.pack_bucket.default
         ]
         for bucket, launch in enumerate(launches):

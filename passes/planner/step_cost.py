@@ -98,7 +98,7 @@ def shard_exchange(
     grid = grid or Grid(1, world_size)
     chunks = [own_columns(table.embedding_dim, grid.columns, column) for column in range(grid.columns)]
     piece_bytes = [wire.row_bytes(last - first) for first, last in chunks]
-    # Each row that is read is received once and sent once, except the piece that the rank owns.
+    # Each row that is read is received once and sent once, except the columns that the rank owns.
     for rank, rows in enumerate(rows_by_rank):
         own_rows = local_rows[rank] if local_rows is not None else rows / grid.rows
         sent_bytes += 2 * (rows * sum(piece_bytes) - own_rows * piece_bytes[grid.place(rank)[1]])

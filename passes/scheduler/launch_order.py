@@ -121,7 +121,7 @@ class _QueueSimulation:
         self._processor = self._link = 0.0  # when the processor, the link and each lane are free
         self._finished: list[list[float]] = []  # for each simulated window, when its operations ended
         self._ends: list[float | None] = []  # when this window's operations ended; None if they have not run
-        self._ran = 0  # how many compute operations of this window have run
+        self._ran = 0  # the number of compute operations of this window that have run
         self._copies: list[int] = []  # copies of this window that have not run
 
     def window(self) -> list[int]:

@@ -64,7 +64,7 @@ class LinkMachine:
         self.needs_earlier: list[list[tuple[int, int]]] = [[] for _ in range(size)]
         # Communication -> communications that it waits for.
         self.needs_launches: list[list[tuple[int, int]]] = [[] for _ in range(size)]
-        released = [-self.count * (self.reach + 1)] * size  # launch -> the last compute operation it needs
+        released = [-self.count * (self.reach + 1)] * size  # launch -> the last compute operation that it waits for
         for d in sorted(steps.dependences, key=lambda d: (d.distance, d.before, d.after)):
             self._add_dependence(d.before, d.after, d.distance, released)
         for launch in range(self.count, size):

@@ -252,7 +252,7 @@ def is_loopback(communicator: Communicator, usual: Cluster) -> bool:
     """
     for own_bytes in (FIRST_BYTES, MOST_BYTES):
         launch = make_launch(communicator, "all_reduce", own_bytes, CPU)
-        mean_ms(communicator, launch, 1, 1, CPU)  # connects the ranks
+        mean_ms(communicator, launch, 1, 1, CPU)  # untimed: the first collective connects the ranks
         most_ms = LOOPBACK_ALIKE * launch_ms(usual, "all_reduce", own_bytes, communicator.world_size)
         spent_ms = found_ms = 0.0
         while spent_ms == 0.0 or (found_ms > most_ms and spent_ms < LOOPBACK_WITHIN_MS):
@@ -320,7 +320,7 @@ def estimate_links(communicator: Communicator, sent_bytes: int, device: torch.de
     device, samples = device if communicator.uses_nccl(device) else CPU, []
     for own_bytes, row in ((FIRST_BYTES, FIRST_ROW), (GLANCED_BYTES, IN_FLIGHT)):
         launch = make_launch(communicator, "all_reduce", own_bytes, device)
-        mean_ms(communicator, launch, 1, 1, device)  # connects the ranks
+        mean_ms(communicator, launch, 1, 1, device)  # untimed: the first collective connects the ranks
         time_ms = median_ms(communicator, launch, MOST_RUNS, row, IN_FLIGHT, device)
         samples.append(Sample(exchange("all_reduce", own_bytes, communicator.world_size), time_ms))
     link = fit_link(samples)
@@ -340,7 +340,7 @@ def links_still_hold(
         (bytes_for_rate(links, communicator.world_size), ALIKE),
     ):
         launch = make_launch(communicator, "all_reduce", own_bytes, device)
-        mean_ms(communicator, launch, 1, 1, device)  # the first collective connects the ranks; it is not timed
+        mean_ms(communicator, launch, 1, 1, device)  # untimed: the first collective connects the ranks
         found_ms = median_ms(communicator, launch, FEWEST_RUNS, IN_FLIGHT, IN_FLIGHT, device)
         expected_ms = launch_ms(links, "all_reduce", own_bytes, communicator.world_size)
         lower = max(alike, ALIKE_WITHIN_A_HOST) if on_one_host else alike
@@ -402,7 +402,7 @@ def time_collective(
     while True:
         launch = make_launch(communicator, collective, own_bytes, device)
         if not samples:
-            mean_ms(communicator, launch, 1, 1, device)  # the first collective connects the ranks; it is not timed
+            mean_ms(communicator, launch, 1, 1, device)  # untimed: the first collective connects the ranks
             time_ms = smallest_ms(communicator, launch, in_flight, device)
         else:
             time_ms = median_ms(communicator, launch, runs, row, in_flight, device)

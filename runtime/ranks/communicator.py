@@ -295,7 +295,7 @@ class Communicator(Groups):
             counts, embedding_dim, group: as for `send_rows`.
         """
         of_owners, of_readers = self._piece_shapes(counts, embedding_dim)
-        # `round_rows` has already rounded them, if they are rounded.
+        # If they are sent rounded, `round_rows` has rounded them already.
         return self._send_pieces(flat, of_owners, of_readers, self.rounding.encode, group, narrows=True)
 
     def _send_pieces(

@@ -228,7 +228,7 @@ class LivenessCheck:
             if not self._closed:
                 self._missing = self._run_check()
         except RuntimeError:
-            self._missing = [0]  # the store is gone, so rank 0 is: without a launcher, its process ran the store
+            self._missing = [0]  # rank 0 is lost: without a launcher, the store ran in its process
         self._decided.set()
 
     def _run_check(self) -> list[int]:

@@ -230,7 +230,7 @@ class Groups:
             return
         are_all = self.world_size == dist.get_world_size()
         if not are_all:
-            gc.collect()  # collect garbage first, which closes the groups of deleted models
+            gc.collect()  # closes the groups of deleted models
         counts = self.gather(len(dist.distributed_c10d._world.pg_names), int)
         if len(set(counts)) > 1 and not are_all:
             raise ValueError(

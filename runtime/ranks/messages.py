@@ -91,7 +91,7 @@ def send_parts(
             failed: Future[Any] = Future()
             failed.set_exception(error)
             works.append(failed)
-    else:  # NCCL needs them in one group
+    else:  # NCCL needs sends and receives in one group
         to = [rank for turn in turns if sent[rank := (own + turn) % ranks].numel()]
         sources = [rank for turn in turns if received[rank := (own - turn) % ranks].numel()]
         messages = [dist.P2POp(dist.irecv, received[rank], group=group, group_peer=rank) for rank in sources]
