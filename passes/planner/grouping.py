@@ -153,7 +153,7 @@ class _GraphOrder:
         return not any(first < 0 or any(first < at < last for at in self._computes) for first, last in between)
 
     def shared_properties(self, each: Joinable) -> tuple[object, ...]:
-        """Returns the properties of a table in which all tables of its joined table must agree."""
+        """Returns those properties of a table that must be equal for all tables that are joined into one."""
         table = each.table
         behind: Mapping[str, frozenset[int]] = self._graph.results_behind
         return (

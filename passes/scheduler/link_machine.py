@@ -96,9 +96,9 @@ class LinkMachine:
     def _put_backward_first(self, released: list[int]) -> None:
         """Makes each launch of the forward depend on all launches of the backward in the same process group.
 
-        A class is always launched in one order. The loop may await a gradient before the forward has submitted
-        anything, for example to clip gradients. If such a gradient came after a launch of the forward, it would never
-        be launched.
+        The collectives of a process group are always launched in one order. The loop may await a gradient before the
+        forward has submitted anything, for example to clip gradients. If such a gradient came after a launch of the
+        forward, it would never be launched.
 
         Args:
             released: launch -> the last compute operation that it needs.
