@@ -69,7 +69,6 @@ class _Lookup:
     """One lookup of a table that is joined with others.
 
     Attributes:
-        table: the table.
         number: the table's index in the joined table.
         node: the node of the lookup.
         ids: the node of the ids.

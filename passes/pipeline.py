@@ -73,7 +73,6 @@ def training_passes(
     """Returns the passes that turn a captured graph into a distributed training step, in order.
 
     Args:
-        plan: the plan.
         present: names of tables that the graph reads; an evaluation may read fewer than training does.
         rank: this rank.
         reduce: whether to reduce gradients; False for a backward under `no_sync` and for a forward alone.

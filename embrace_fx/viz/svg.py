@@ -279,7 +279,6 @@ def _with_hover_text(
     """Wraps a drawn item in an element that shows its facts on hover.
 
     Args:
-        item: the item.
         drawn: its SVG.
         y: the y coordinate of its top edge.
         panel: the panel with the item.

@@ -16,7 +16,6 @@ class VersionSnapshot:
     """Tensors and their version counters at some time, to detect later writes.
 
     Attributes:
-        tensors: the tensors.
         writes: their version counters at that time.
     """
 

@@ -88,7 +88,6 @@ class Evicted:
     """A storage that the step does not keep between forward and backward, because it is offloaded or recomputed.
 
     Attributes:
-        storage: the storage.
         names: positions of the nodes that run again to recompute the storage, or None if it is offloaded.
     """
 

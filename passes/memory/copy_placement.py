@@ -46,7 +46,6 @@ class PlacedCopy:
     """Where one storage is offloaded and reloaded, as positions of the nodes before which the copies are inserted.
 
     Attributes:
-        storage: the storage.
         left: the position where the step waits for the end of the offload; the backward's first position means the end
             of the forward.
         comes: the position where the reload starts.

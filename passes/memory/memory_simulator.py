@@ -21,7 +21,6 @@ class SimulatedMemory:
     """The predicted memory and time of a choice of values to evict.
 
     Attributes:
-        choice: the choice.
         peak_bytes: the maximum bytes that the step holds.
         added_ms: the time that the choice adds to the step.
     """
@@ -114,7 +113,6 @@ class MemorySimulator:
         that reads one of them.
 
         Args:
-            choice: the choice.
             again: the nodes that the backward runs again.
         """
         nodes = np.array(sorted(again), dtype=np.int64)

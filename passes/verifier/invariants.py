@@ -115,7 +115,6 @@ class ModuleScope:
 
     Attributes:
         phase: "joint", or the name of the phase.
-        module: the module.
         verified: name -> node whose value is already known to be correct.
         handed_on: names of the values that earlier phases save.
     """
