@@ -85,7 +85,7 @@ class Forecast(Plan):
 
     def explain(self) -> str:
         """Describes every strategy compared, and the predicted reads of tables larger than memory."""
-        step_ms = self.schedule.without_storage_ms if self.memory and self.world_size > 1 else None
+        step_ms = self.schedule.without_storage_ms if self.memory else None
         lines = (
             f"{name}, {readable_bytes(of.nbytes)} of memory: {of.describe(step_ms)}" for name, of in self.memory.items()
         )
@@ -93,16 +93,7 @@ class Forecast(Plan):
 
     @cached_property
     def schedule(self) -> DrawnSchedule:
-        """The launch order and the predicted timeline of rank 0; `.save(path)` draws it.
-
-        Raises:
-            RuntimeError: the plan is for one rank, which sends nothing.
-        """
-        if self.world_size == 1:
-            raise RuntimeError(
-                "This plan is for one rank, which sends nothing, so it has no schedule. Pass world_size=, or one "
-                "batch for each rank."
-            )
+        """The launch order and the predicted timeline of rank 0; `.save(path)` draws it."""
         tables = {table.parameter for table in self._graph.tables}
         compiled = run_passes(self._graph, training_passes(self, tables, 0))
         found = cut_communication(self, self._context.state.parameter)

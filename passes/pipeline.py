@@ -116,7 +116,7 @@ def overlap_passes(plan: Plan, schedule: str, rank: int, cuts: Cuts) -> tuple[Pa
         rank: this rank.
         cuts: sizes of the chunks of buckets, and numbers of pieces of delayed gradients.
     """
-    if schedule == "none":
+    if schedule == "none" or not (plan.divided or plan.buckets):  # a single process exchanges nothing
         return ()
     vertical = (SplitRows(cuts.pieces),) if schedule in LOOKS_AHEAD else ()
     horizontal = (UpdateBeforeRead(plan.buckets, cuts.chunks),) if schedule in INTO_FORWARD else ()

@@ -79,17 +79,12 @@ def plan(
             schedule=schedule,
             row_updates=row_updates,
         )
-        text = forecast_text(forecast)
+        text = f"{forecast}\n{forecast.schedule}"
         for path in map(Path, output):
             write_forecast(forecast, text, path)
             click.echo(f"wrote {path}", err=True)
     if not output:
         click.echo(text)
-
-
-def forecast_text(forecast: Forecast) -> str:
-    """Returns a forecast's report as text, with the schedule's metrics if several ranks are planned for."""
-    return str(forecast) if forecast.world_size == 1 else f"{forecast}\n{forecast.schedule}"
 
 
 def write_forecast(forecast: Forecast, text: str, path: Path) -> None:
@@ -107,12 +102,7 @@ def write_forecast(forecast: Forecast, text: str, path: Path) -> None:
 
 
 def _write_json(forecast: Forecast, path: Path) -> None:
-    """Writes a forecast's schedule as a trace, for `show` and Perfetto, with the plan in it. For one rank, writes only
-    the plan.
-    """
-    if forecast.world_size == 1:
-        forecast.save(path)
-        return
+    """Writes a forecast's schedule as a trace, for `show` and Perfetto, with the plan in it."""
     forecast.schedule.save(path)
     found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     found |= {"plan": forecast.to_dict(), "sent_bytes_per_step": forecast.sent_bytes_per_step}

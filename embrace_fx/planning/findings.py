@@ -122,8 +122,8 @@ def _disagreements(context: Context, graph: TrainingGraph, plan: Plan) -> Iterat
         return
     asked = context.options.rows
     for strategy in ("alltoall", "allreduce"):
-        found = {d.travels_as for d in plan if d.strategy == strategy}
-        if plan.world_size > 1 and found and (asked not in found or found - {asked, "exact"}):
+        found = {d.travels_as for d in plan if d.strategy == strategy and d.sent_bytes_per_step}
+        if found and (asked not in found or found - {asked, "exact"}):
             yield f"the plan sends {strategy} as {', '.join(sorted(found))}, but compile() has rows={asked!r}"
     for fact in facts:
         decision = planned[fact.name]

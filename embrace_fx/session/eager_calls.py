@@ -25,7 +25,6 @@ from embrace_fx.setup.agreement import agree_on_first_call
 from embrace_fx.setup.context import Context
 from embrace_fx.setup.log import log
 from embrace_fx.vocabulary.graph import TrainingGraph
-from embrace_fx.vocabulary.plan import BY_ROWS
 
 
 class EagerCalls:
@@ -200,8 +199,8 @@ class EagerCalls:
             context.state.hooked = frozenset()  # autograd itself calls the gradient hooks
         program = self._programs.build(entry, accumulates=accumulates)
         rows = self._rows_of(entry, call.leaves) if entry.train else ()
-        plan, alone = self._programs.in_use.plan, context.communicator.world_size == 1
-        sparse = frozenset(name for name in self._row_tables if alone or plan[name].strategy in BY_ROWS)
+        plan = self._programs.in_use.plan
+        sparse = frozenset(name for name in self._row_tables if not plan.makes_dense(name))
         step = GradientStep(program, tuple(trained), rows, sparse)
         step.announce()
         tables = [name for name in self._tables if name in trained]

@@ -196,9 +196,7 @@ class StepPipeline:
 
     def _exchanged_parameters(self) -> dict[str, ExchangedParameter]:
         """Returns the parameters whose rows or gradients a step exchanges, which are none on a single process."""
-        if self._context.communicator.world_size == 1:
-            return {}
-        sharded = set(self.plan.sharded)
+        sharded = set(self.plan.divided)
         exchanged = sharded.union(*self.plan.buckets)
         return {
             each.parameter: ExchangedParameter(each.shape, own.dtype, own.device, padding)
@@ -240,10 +238,11 @@ class StepPipeline:
             as_gradients: whether the graph has only gradients, launched in autograd's order.
         """
         context, plan = self._context, self.plan
-        several = plan.world_size > 1
-        if self.schedule is not None or (several and context.communicator.comm_hook is not None):
+        if self.schedule is not None:
             return
-        if several and not self._launches:
+        if plan.world_size > 1 and not self._launches:
+            if context.communicator.comm_hook is not None:
+                return
             devices = ", ".join(sorted({str(parameter.device) for parameter in context.model.parameters()}))
             warnings.warn(
                 f"The model is on several devices ({devices}), so schedule={plan.schedule_name!r} has no effect: "
@@ -252,14 +251,14 @@ class StepPipeline:
                 stacklevel=2,
             )
             return
-        name, self._graph = "none" if as_gradients and several else "", graph
+        name, self._graph = "none" if as_gradients else "", graph
         self._order = partial(decide_order, context, plan, name=name, compute_in_order=self._compute_in_order)
         self.schedule, self.memory = self._order(graph, predict_storage_reads(plan, self._counters.ahead))
         self.decided = self.schedule
         self.recorder = Recorder(self._aside.make_clock(), partial(bytes_in_use, context.device))
         self.flow = (
             self._flow_between_steps(graph, self.schedule, self.recorder, as_gradients=as_gradients)
-            if several
+            if self._launches
             else within_steps(context.announcements, self._make, self.recorder)
         )
         context.optimizer_hooks.follow(self.flow)

@@ -217,7 +217,7 @@ class Plan:
     @property
     def looks_ahead(self) -> bool:
         """Whether a step sends rows for the next batch."""
-        return self.world_size > 1 and self.schedule_name in LOOKS_AHEAD and bool(self.overlapped)
+        return self.schedule_name in LOOKS_AHEAD and bool(self.divided and self.overlapped)
 
     @property
     def grids(self) -> dict[str, Grid]:
@@ -263,8 +263,12 @@ class Plan:
     @property
     def sparse(self) -> tuple[str, ...]:
         """Names of the unsharded tables whose gradients stay sparse (COO)."""
-        kept = (*BY_ROWS, "local", *(("allreduce",) if self.world_size == 1 else ()))
-        return tuple(d.parameter for d in self.decisions if d.sparse and d.strategy in kept)
+        found = (d.parameter for d in self.decisions if d.sparse and d.strategy not in SHARDED)
+        return tuple(name for name in found if not self.makes_dense(name))
+
+    def makes_dense(self, parameter: str) -> bool:
+        """Returns whether a sparse gradient is made dense to be exchanged, because its bucket is not sent by rows."""
+        return any(parameter in bucket for bucket in self.buckets) and self[parameter].strategy not in BY_ROWS
 
     @property
     def sent_bytes_per_step(self) -> int:

@@ -75,7 +75,8 @@ def decide(
 ) -> Plan:
     """Decides the plan for a graph, for the requested schedule or, under "auto", for the one with the shortest step.
 
-    Chooses "2d" if there is nothing to compare: one rank, unknown links, or no compute to hide behind.
+    Chooses "2d" if there is nothing to compare: one rank, unknown links, or no compute to hide behind. A single rank
+    steps each table by rows or as a whole, and exchanges nothing.
 
     Args:
         findings: the graph, the facts about its parameters and the rows that all ranks read.
@@ -87,9 +88,12 @@ def decide(
     Raises:
         ValueError: a strategy does not exist, a pattern matches nothing, or a grid does not fit the ranks.
     """
+    if findings.world_size == 1:
+        name = FULL if findings.schedule == AUTO else findings.schedule
+        return _without_exchanges(_decide_for_schedule(replace(findings, schedule=name), links, current, links_are))
     if findings.schedule != AUTO:
         return _decide_for_schedule(findings, links, current, links_are)
-    if findings.world_size == 1 or links_are == "assumed" or not has_compute(findings.graph):
+    if links_are == "assumed" or not has_compute(findings.graph):
         return _decide_for_schedule(replace(findings, schedule=FULL), links, current, links_are)
     weighed: dict[str, Plan] = {
         name: _decide_for_schedule(replace(findings, schedule=name), links, current, links_are)
@@ -98,6 +102,12 @@ def decide(
     price = step_times(findings.graph, weighed)
     best = cheapest_schedule(price, None if current is None else current.schedule_name)
     return replace(weighed[best], chosen_because=explain_choice(price, best))
+
+
+def _without_exchanges(plan: Plan) -> Plan:
+    """Returns a plan without what only several ranks need: alternatives by price, rounding, and joined exchanges."""
+    decisions = tuple(replace(each, candidates=(), travels_as="exact") for each in plan)
+    return replace(plan, decisions=decisions, renormed=(), watched=(), spaces=())
 
 
 def _decide_for_schedule(findings: Findings, links: cost.Cluster, current: Plan | None, links_are: LinksAre) -> Plan:
@@ -121,12 +131,9 @@ def _decide_for_schedule(findings: Findings, links: cost.Cluster, current: Plan 
     )
     choices |= _sharded_to_share_latency(tables, choices, pricing)
     decisions = tuple(_record_decision(fact, choices[fact.name], tables.get(fact.name), pricing) for fact in facts)
-    renormed = tuple(
-        t.parameter
-        for t in graph.tables
-        if t.max_norm and world_size > 1 and choices[t.parameter].chosen.strategy != "local"
-    )
-    sharded = [fact for fact in facts if world_size > 1 and _is_by_columns(choices[fact.name])]
+    whole = (t.parameter for t in graph.tables if t.max_norm)
+    renormed = tuple(name for name in whole if choices[name].chosen.strategy != "local")
+    sharded = [fact for fact in facts if _is_by_columns(choices[fact.name])]
     fit = [_as_joinable(tables[fact.name], fact, world_size) for fact in sharded]
     spaces = plan_joined_tables(graph, fit, overlaps=findings.schedule != "none")
     plan = Plan(world_size, decisions, (), renormed, links, links_are, watched=watched, spaces=spaces)
@@ -170,7 +177,7 @@ def _record_decision(fact: ParameterFacts, choice: _Choice, table: TableSpec | N
         fact: the facts about the parameter.
         table: the parameter as a table, or None if no lookup reads it.
     """
-    chosen, world_size, sparsity = choice.chosen, pricing.world_size, pricing.findings.sparsity
+    chosen, sparsity = choice.chosen, pricing.findings.sparsity
     return Decision(
         fact.name,
         fact.shape,
@@ -178,18 +185,18 @@ def _record_decision(fact: ParameterFacts, choice: _Choice, table: TableSpec | N
         chosen.strategy,
         choice.reason,
         chosen.exchange.sent_bytes,
-        cost.all_reduce(fact.nbytes, world_size).sent_bytes if fact.trainable else 0,
+        cost.all_reduce(fact.nbytes, pricing.world_size).sent_bytes if fact.trainable else 0,
         chosen.predicted_ms,
         chosen.scheme,
         chosen.grid,
-        choice.candidates() if world_size > 1 else (),  # one rank sends nothing, so there is nothing to compare
+        choice.candidates(),
         str(sparsity[fact.name]) if fact.name in sparsity else "",
         chosen.defers_rows,
         table.uses[0].padding_idx if table is not None and table.uses else -1,
         _expected_rows(table, pricing.findings) if table is not None else None,
         chosen.norm_bytes,
         chosen.head if chosen.strategy == "vocabulary" else None,
-        chosen.travels_as if world_size > 1 else "exact",
+        chosen.travels_as,
         sparse=table is not None and table.has_sparse_gradient,
     )
 
@@ -313,11 +320,9 @@ def _choose_for_table(
     constant = all(use.constant_ids for use in table.uses)
     if blocker is None and constant:
         return _Choice(allreduce, "its ids do not depend on the batch", priced, "its ids never change")
-    if pricing.world_size == 1:
-        cheaper = blocker is None and share < DENSELY
-    else:
-        faster = _tie_factor(share < DENSELY) * sharded.added_ms < allreduce.added_ms
-        cheaper = blocker is None and (faster or allreduce.blocker is not None)
+    # Of equal times, as on a single rank, which sends nothing, the share decides.
+    faster = (_tie_factor(share < DENSELY) * sharded.added_ms, share) < (allreduce.added_ms, DENSELY)
+    cheaper = blocker is None and (faster or allreduce.blocker is not None)
     best = _worthwhile_sparse_exchange(pricing, priced) or ("alltoall" if cheaper else "allreduce")
     in_use = pricing.in_use[fact.name].strategy if fact.name in pricing.in_use else best
     may_travel = what if blocker is None and sharded.grid is None else ""
@@ -330,7 +335,7 @@ def _choose_for_table(
     if best == "alltoall":
         near = sharded.added_ms > allreduce.added_ms
         return _Choice(sharded, f"a whole table is not clearly faster; {what}" if near else what, priced)
-    reason = blocker or _whole_because(pricing, sharded, allreduce, what)
+    reason = blocker or _whole_because(sharded, allreduce, what)
     return _Choice(allreduce, reason, priced, "", may_travel, share < DENSELY)
 
 
@@ -381,14 +386,14 @@ def _choose_requested(priced: Mapping[str, PricedStrategy], requested: str, read
     return _Choice(priced[requested], f"requested; {read}", priced, asked)
 
 
-def _whole_because(pricing: Pricing, sharded: PricedStrategy, allreduce: PricedStrategy, what: str) -> str:
+def _whole_because(sharded: PricedStrategy, allreduce: PricedStrategy, what: str) -> str:
     """Returns the reason why a table is kept whole although it could be sharded.
 
     Args:
         sharded, allreduce: the prices of both.
         what: the rows that are read, in words.
     """
-    if pricing.world_size == 1:
+    if allreduce.added_ms == sharded.added_ms:
         return f"densely read: {what}"
     return f"AllReduce adds {allreduce.added_ms:.3f} ms to a step, shards add {sharded.added_ms:.3f} ms: {what}"
 
@@ -401,7 +406,7 @@ def _depends_on_rows(pricing: Pricing, table: TableSpec, fact: ParameterFacts) -
     rows = {ceil(table.num_rows * share) for share in SHARES}
     choices = [_choose_for_table(anywhere, table, fact, (each,) * pricing.world_size, "auto") for each in rows]
     best = {(c.chosen.strategy, bool(c.may_travel) and _gain_ms(c, None) > 0) for c in choices}
-    return pricing.world_size > 1 and len(best) > 1
+    return len(best) > 1
 
 
 def _worth_a_change(in_use: PricedStrategy, best: PricedStrategy) -> bool:

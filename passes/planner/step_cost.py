@@ -126,7 +126,7 @@ def shard_work(
         itemsize: the bytes of an element as it is sent.
         schedule: the name of the schedule.
     """
-    if world_size == 1 or not rows_by_rank:
+    if not rows_by_rank:
         return cost.Work()
     everyone, most = sum(rows_by_rank), max(rows_by_rank)
     row_bytes = table.embedding_dim * itemsize

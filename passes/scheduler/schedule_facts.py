@@ -11,7 +11,7 @@ from embrace_fx.cost.links import Collective, all_reduce, exchange
 from embrace_fx.passes.scheduler.launch_order import quick_step_ms
 from embrace_fx.vocabulary.ops import own_columns
 from embrace_fx.vocabulary.picture_facts import PictureFacts, StepEstimate, TablePlace
-from embrace_fx.vocabulary.plan import SHARDED, Decision, Plan
+from embrace_fx.vocabulary.plan import Decision, Plan
 from embrace_fx.vocabulary.schedule import Operation, Schedule, StepGraph
 
 RANKS = (2, 8, 64)
@@ -86,7 +86,7 @@ def table_places(plan: Plan) -> tuple[TablePlace, ...]:
             decision.parameter,
             decision.shape,
             decision.name,
-            _describe_parts(decision, plan.world_size),
+            _describe_parts(decision, plan),
             prod(decision.shape) * ELEMENT_BYTES,
             prod(decision.shape) / all_elements if all_elements else 0.0,
             decision.sent_bytes_per_step / plan.sent_bytes_per_step if plan.sent_bytes_per_step else 0.0,
@@ -97,11 +97,11 @@ def table_places(plan: Plan) -> tuple[TablePlace, ...]:
     return tuple(sorted(found, key=lambda place: -place.table_bytes))
 
 
-def _describe_parts(decision: Decision, world_size: int) -> tuple[str, ...]:
+def _describe_parts(decision: Decision, plan: Plan) -> tuple[str, ...]:
     """Describes in words the part of a table that each rank has. A single entry means that all ranks have the same."""
-    if decision.strategy not in SHARDED or world_size == 1:
+    if decision.parameter not in plan.divided:
         return ("all of it",)
-    width = decision.shape[1]
+    width, world_size = decision.shape[1], plan.world_size
     parts = []
     for rank in range(world_size):
         grid = decision.grid
