@@ -87,7 +87,7 @@ class ShardTables:
         if not self.tables and not self.renormed:
             return graph
         result = graph.edit()
-        expected = shard_tables(result, self)
+        expected = _Sharding(result, self).run()
         return replace(result, expected=replace(expected, by_symbol={**graph.expected.by_symbol, **expected.by_symbol}))
 
     def expected_rows(self, table: TableSpec) -> RowCounts:
@@ -109,130 +109,140 @@ class _ExchangedIds:
     counts: fx.Node
 
 
-class _ExpectedSizes(dict[str, int]):
-    """Expected values of sizes that depend on data, by symbol."""
+class _Sharding:
+    """Shards the tables of one graph in place, and collects how large the exchanged values are expected to be."""
 
-    def expect(self, node: fx.Node, count: int) -> None:
+    def __init__(self, graph: TrainingGraph, options: ShardTables) -> None:
+        self._graph, self._options, self._rewriter = graph, options, Rewriter(graph.module)
+        self._by_symbol: dict[str, int] = {}  # sizes that depend on data -> their expected values
+
+    def run(self) -> ExpectedSizes:
+        """Shards the tables. Returns the expected sizes of exchanged rows and gradients."""
+        graph, options = self._graph, self._options
+        by_name = {table.parameter: table for table in graph.tables}
+        ids = self._exchange_ids([by_name[name] for name in (*options.tables, *options.renormed)])
+        for name in options.tables:
+            self._shard_table(by_name[name], ids[name])
+        for name in options.renormed:
+            _renorm_everywhere(graph, by_name[name], ids[name])
+        if options.in_order:
+            _order_gradient_launches(graph, options.tables)
+        graph.graph.eliminate_dead_code()
+        return ExpectedSizes(self._by_symbol)
+
+    def _expect(self, node: fx.Node, count: int) -> None:
         """Records that the first size of a node's result is expected to be `count`."""
-        self[str(node.meta["val"].shape[0].node.expr)] = count
+        self._by_symbol[str(node.meta["val"].shape[0].node.expr)] = count
 
+    def _exchange_ids(self, tables: list[TableSpec]) -> dict[str, _ExchangedIds]:
+        """Inserts one exchange of the ids of all tables, as early in the graph as the batch's inputs allow. Returns the
+        exchanged ids of each table.
+        """
+        graph, options, rewriter = self._graph, self._options, self._rewriter
+        id_nodes = {table.parameter: list(dict.fromkeys(graph.node(use.ids) for use in table.uses)) for table in tables}
+        head, world_size = move_to_head([node for nodes in id_nodes.values() for node in nodes]), options.world_size
+        uniques: list[fx.Node] = []
+        wheres: dict[str, dict[fx.Node, fx.Node]] = {}
+        with rewriter.before(head):
+            for table in tables:
+                nodes = id_nodes[table.parameter]
+                short = table.parameter.removesuffix(".weight")
+                found = rewriter.call(
+                    embrace.unique_ids.default, nodes, table.num_rows, table.uses[0].padding_idx, name=f"{short}_unique"
+                )
+                uniques.append(rewriter.item(found, 0, f"{short}_rows_of_batch"))
+                self._expect(uniques[-1], options.expected_rows(table).own)
+                wheres[table.parameter] = {
+                    node: rewriter.item(found, k + 1, f"{short}_where") for k, node in enumerate(nodes)
+                }
+            all_rows = [table.num_rows for table in tables]
+            launch = rewriter.call(embrace.all_gather_ids.default, uniques, all_rows, "ids", world_size, name="ids")
+            widest = sum(
+                options.expected_rows(table).own for table in tables
+            )  # each rank sends its counts, then its padded ids
+            self._expect(launch, world_size * (len(tables) + widest))
+            launch.meta["tables"] = tuple(table.parameter for table in tables)
+            launch.meta["launch"] = IDS
+            packed = rewriter.wait(launch)
+            unpacked = rewriter.call(embrace.unpack_ids.default, packed, len(tables), world_size, name="ids_by_table")
+            found_ids = {}
+            for k, table in enumerate(tables):
+                short = table.parameter.removesuffix(".weight")
+                all_ids = rewriter.item(unpacked, 2 * k, f"{short}_ids")
+                self._expect(all_ids, options.expected_rows(table).all)
+                counts = rewriter.item(unpacked, 2 * k + 1, f"{short}_counts")
+                found_ids[table.parameter] = _ExchangedIds(wheres[table.parameter], all_ids, counts)
+        return found_ids
 
-def shard_tables(graph: TrainingGraph, options: ShardTables) -> ExpectedSizes:
-    """Shards tables, in place. Returns the expected sizes of exchanged rows and gradients. `options` are the fields of
-    the pass.
-    """
-    by_name = {table.parameter: table for table in graph.tables}
-    rewriter, sizes = Rewriter(graph.module), _ExpectedSizes()
-    exchanged = [by_name[name] for name in (*options.tables, *options.renormed)]
-    ids = _exchange_ids(graph, rewriter, exchanged, options, sizes)
-    outputs = list(graph.outputs())
-    for name in options.tables:
-        outputs = _shard_table(graph, rewriter, by_name[name], ids[name], outputs, options, sizes)
-    for name in options.renormed:
-        _renorm_everywhere(graph, by_name[name], ids[name])
-    if options.in_order:
-        _order_gradient_launches(graph, options.tables)
-    graph.graph.eliminate_dead_code()
-    return ExpectedSizes(sizes)
+    def _shard_table(self, table: TableSpec, ids: _ExchangedIds) -> None:
+        """Replaces a table with this rank's shard, and its lookups and gradient with exchanges.
 
-
-def _exchange_ids(
-    graph: TrainingGraph, rewriter: Rewriter, tables: list[TableSpec], options: ShardTables, sizes: _ExpectedSizes
-) -> dict[str, _ExchangedIds]:
-    """Inserts one exchange of the ids of all tables, as early in the graph as the batch's inputs allow. Returns the
-    exchanged ids of each table.
-
-    Args:
-        options: the fields of the pass.
-        sizes: the expected sizes, to which this adds those of the ids.
-    """
-    id_nodes = {table.parameter: list(dict.fromkeys(graph.node(use.ids) for use in table.uses)) for table in tables}
-    head, world_size = move_to_head([node for nodes in id_nodes.values() for node in nodes]), options.world_size
-    uniques: list[fx.Node] = []
-    wheres: dict[str, dict[fx.Node, fx.Node]] = {}
-    with rewriter.before(head):
-        for table in tables:
-            nodes = id_nodes[table.parameter]
-            short = table.parameter.removesuffix(".weight")
-            found = rewriter.call(
-                embrace.unique_ids.default, nodes, table.num_rows, table.uses[0].padding_idx, name=f"{short}_unique"
+        Args:
+            ids: the exchanged ids of the table.
+        """
+        graph, options, rewriter = self._graph, self._options, self._rewriter
+        read = options.expected_rows(table)
+        short = table.parameter.removesuffix(".weight")
+        weight = parameters_of(graph.module)[table.parameter]
+        grid = options.grids.get(table.parameter, Grid(1, options.world_size))
+        first, last = own_columns(table.embedding_dim, grid.columns, grid.place(options.rank)[1])
+        num_rows = len(range(table.num_rows)[grid.own_rows(table.num_rows, options.rank)])
+        with rewriter.before(weight):
+            shape, like = (num_rows, last - first), weight.meta["val"]
+            # If the table is also an output layer, its shard exists already.
+            shard = next((node for node, role in graph.inputs() if role == Shard(table.parameter)), None)
+            shard = shard or rewriter.placeholder(
+                f"{weight.name}_shard", Shard(table.parameter), shape, like.dtype, like.device
             )
-            uniques.append(rewriter.item(found, 0, f"{short}_rows_of_batch"))
-            sizes.expect(uniques[-1], options.expected_rows(table).own)
-            wheres[table.parameter] = {
-                node: rewriter.item(found, k + 1, f"{short}_where") for k, node in enumerate(nodes)
-            }
-        all_rows = [table.num_rows for table in tables]
-        launch = rewriter.call(embrace.all_gather_ids.default, uniques, all_rows, "ids", world_size, name="ids")
-        widest = sum(
-            options.expected_rows(table).own for table in tables
-        )  # each rank sends its counts, then its padded ids
-        sizes.expect(launch, world_size * (len(tables) + widest))
-        launch.meta["tables"] = tuple(table.parameter for table in tables)
-        launch.meta["launch"] = IDS
-        packed = rewriter.wait(launch)
-        unpacked = rewriter.call(embrace.unpack_ids.default, packed, len(tables), world_size, name="ids_by_table")
-        found_ids = {}
-        for k, table in enumerate(tables):
-            short = table.parameter.removesuffix(".weight")
-            all_ids = rewriter.item(unpacked, 2 * k, f"{short}_ids")
-            sizes.expect(all_ids, options.expected_rows(table).all)
-            counts = rewriter.item(unpacked, 2 * k + 1, f"{short}_counts")
-            found_ids[table.parameter] = _ExchangedIds(wheres[table.parameter], all_ids, counts)
-    return found_ids
+        with rewriter.before(ids.counts.next):
+            route = _route_ids(rewriter, short, ids, grid, options.rank)
+            columns = rewriter.call(embrace.lookup.default, shard, route.ids, name=f"{short}_columns")
+            sent = route.exchange_call(embrace.all_to_all_rows.default, columns, table.embedding_dim)
+            launch = rewriter.call(*sent, name=f"{short}_rows")
+            launch.meta["launch"] = rows_id(table.parameter, "whole")
+        self._expect(launch, read.own * table.embedding_dim)
+        if route.order is not None:
+            self._expect(route.ids, ceil(read.all / grid.rows))
+            self._expect(route.order, read.own)
+        with rewriter.before(min(weight.users)):
+            flat = rewriter.wait(launch)
+            rows = rewriter.call(*route.join_call(flat, table.embedding_dim), name=f"{short}_table")
+        _read_rows(rewriter, weight, rows, ids, table)
+        kept = [(value, role) for value, role in graph.outputs() if role != Gradient(Parameter(table.parameter))]
+        set_outputs(graph.module, kept + self._exchange_gradient(table, route, last - first))
+        graph.graph.erase_node(weight)
 
+    def _exchange_gradient(self, table: TableSpec, route: _Route, own: int) -> list[tuple[fx.Node | None, OutputRole]]:
+        """Replaces a table's gradient with the exchanged gradient of its shard, and returns the outputs for it.
 
-def _shard_table(
-    graph: TrainingGraph,
-    rewriter: Rewriter,
-    table: TableSpec,
-    ids: _ExchangedIds,
-    outputs: list[tuple[fx.Node | None, OutputRole]],
-    options: ShardTables,
-    sizes: _ExpectedSizes,
-) -> list[tuple[fx.Node | None, OutputRole]]:
-    """Replaces a table with this rank's shard, and its lookups and gradient with exchanges. Returns the graph's new
-    outputs.
-
-    Args:
-        ids: the exchanged ids of the table.
-        outputs: the graph's outputs so far.
-        options: the fields of the pass.
-        sizes: the expected sizes, to which this adds those of rows and gradient.
-    """
-    read = options.expected_rows(table)
-    short = table.parameter.removesuffix(".weight")
-    weight = parameters_of(graph.module)[table.parameter]
-    grid = options.grids.get(table.parameter, Grid(1, options.world_size))
-    first, last = own_columns(table.embedding_dim, grid.columns, grid.place(options.rank)[1])
-    num_rows = len(range(table.num_rows)[grid.own_rows(table.num_rows, options.rank)])
-    with rewriter.before(weight):
-        shape, like = (num_rows, last - first), weight.meta["val"]
-        # If the table is also an output layer, its shard exists already.
-        shard = next((node for node, role in graph.inputs() if role == Shard(table.parameter)), None)
-        shard = shard or rewriter.placeholder(
-            f"{weight.name}_shard", Shard(table.parameter), shape, like.dtype, like.device
-        )
-    with rewriter.before(ids.counts.next):
-        route = _route_ids(rewriter, short, ids, grid, options.rank)
-        columns = rewriter.call(embrace.lookup.default, shard, route.ids, name=f"{short}_columns")
-        sent = route.exchange_call(embrace.all_to_all_rows.default, columns, table.embedding_dim)
-        launch = rewriter.call(*sent, name=f"{short}_rows")
-        launch.meta["launch"] = rows_id(table.parameter, "whole")
-    sizes.expect(launch, read.own * table.embedding_dim)
-    if route.order is not None:
-        sizes.expect(route.ids, ceil(read.all / grid.rows))
-        sizes.expect(route.order, read.own)
-    with rewriter.before(min(weight.users)):
-        flat = rewriter.wait(launch)
-        rows = rewriter.call(*route.join_call(flat, table.embedding_dim), name=f"{short}_table")
-    _read_rows(rewriter, weight, rows, ids, table)
-    outputs = [(v, r) for v, r in outputs if r != Gradient(Parameter(table.parameter))] + _exchange_gradient(
-        graph, rewriter, table, route, outputs, last - first, read, sizes
-    )
-    set_outputs(graph.module, outputs)
-    graph.graph.erase_node(weight)
-    return outputs
+        Args:
+            route: the ids of the rows in this rank's shard.
+            own: the number of this rank's columns.
+        """
+        graph, rewriter, read = self._graph, self._rewriter, self._options.expected_rows(table)
+        gradient = next((v for v, r in graph.outputs() if r == Gradient(Parameter(table.parameter))), None)
+        if gradient is None:
+            return []
+        _refresh_sum(rewriter, gradient)
+        short = table.parameter.removesuffix(".weight")
+        with rewriter.before(gradient.next):
+            flat = rewriter.call(*route.split_call(gradient), name=f"{short}_gradient_columns")
+            sent = route.exchange_call(embrace.all_to_all_gradients.default, flat, table.embedding_dim)
+            launch = rewriter.call(*sent, name=f"{short}_gradient")
+            launch.meta["launch"] = gradients_id(table.parameter, "whole")
+        self._expect(launch, ceil(read.all / route.grid.rows) * own)
+        with rewriter.before(graph.graph.output_node()):
+            received = rewriter.wait(launch)
+            space, padding_idx = graph.spaces.get(table.parameter), table.uses[0].padding_idx
+            paddings = space.padding_rows if space is not None else [padding_idx] if padding_idx >= 0 else []
+            how = own, route.own_padding_rows(paddings), 1.0 / (route.grid.rows * route.grid.columns)
+            coalesced = rewriter.call(embrace.coalesce.default, route.ids, received, *how, name=f"{short}_update")
+            ids_K = rewriter.item(coalesced, 0, f"{short}_update_ids")
+            self._expect(ids_K, ceil(read.together / route.grid.rows))
+            rows_Kd = rewriter.item(coalesced, 1, f"{short}_update_rows")
+        parts = ((ids_K, "ids"), (rows_Kd, "rows"))
+        members = graph.members(table.parameter)
+        return [(value, GradientOfRows(table.parameter, part, members)) for value, part in parts]
 
 
 def _order_gradient_launches(graph: TrainingGraph, tables: Sequence[str]) -> None:
@@ -333,50 +343,6 @@ def _read_rows(rewriter: Rewriter, weight: fx.Node, rows: fx.Node, ids: _Exchang
     weight.replace_all_uses_with(rows, delete_user_cb=lambda user: user.op != "output")
     for node in touched:
         rewriter.refresh(node)
-
-
-def _exchange_gradient(
-    graph: TrainingGraph,
-    rewriter: Rewriter,
-    table: TableSpec,
-    route: _Route,
-    outputs: list[tuple[fx.Node | None, OutputRole]],
-    own: int,
-    read: RowCounts,
-    sizes: _ExpectedSizes,
-) -> list[tuple[fx.Node | None, OutputRole]]:
-    """Replaces a table's gradient with the exchanged gradient of its shard, and returns the graph's new outputs.
-
-    Args:
-        route: the ids of the rows in this rank's shard.
-        outputs: the graph's outputs so far.
-        own: the number of this rank's columns.
-        read: how many rows a step is expected to read.
-        sizes: the expected sizes, to which this adds the gradient's.
-    """
-    gradient = next((v for v, r in outputs if r == Gradient(Parameter(table.parameter))), None)
-    if gradient is None:
-        return []
-    _refresh_sum(rewriter, gradient)
-    short = table.parameter.removesuffix(".weight")
-    with rewriter.before(gradient.next):
-        flat = rewriter.call(*route.split_call(gradient), name=f"{short}_gradient_columns")
-        sent = route.exchange_call(embrace.all_to_all_gradients.default, flat, table.embedding_dim)
-        launch = rewriter.call(*sent, name=f"{short}_gradient")
-        launch.meta["launch"] = gradients_id(table.parameter, "whole")
-    sizes.expect(launch, ceil(read.all / route.grid.rows) * own)
-    with rewriter.before(graph.graph.output_node()):
-        received = rewriter.wait(launch)
-        space, padding_idx = graph.spaces.get(table.parameter), table.uses[0].padding_idx
-        paddings = space.padding_rows if space is not None else [padding_idx] if padding_idx >= 0 else []
-        how = own, route.own_padding_rows(paddings), 1.0 / (route.grid.rows * route.grid.columns)
-        coalesced = rewriter.call(embrace.coalesce.default, route.ids, received, *how, name=f"{short}_update")
-        ids_K = rewriter.item(coalesced, 0, f"{short}_update_ids")
-        sizes.expect(ids_K, ceil(read.together / route.grid.rows))
-        rows_Kd = rewriter.item(coalesced, 1, f"{short}_update_rows")
-    parts = ((ids_K, "ids"), (rows_Kd, "rows"))
-    members = graph.members(table.parameter)
-    return [(value, GradientOfRows(table.parameter, part, members)) for value, part in parts]
 
 
 def _refresh_sum(rewriter: Rewriter, gradient: fx.Node) -> None:

@@ -53,7 +53,6 @@ def decide_order(
     memory: Mapping[str, RowMemory],
     profiled: Profile | None = None,
     *,
-    name: str = "",
     compute_in_order: Callable[[tuple[str, ...]], TrainingGraph] | None = None,
 ) -> tuple[Schedule, Mapping[str, RowMemory]]:
     """Returns the schedule that rank 0 computes, and the prediction for tables larger than memory, by row exchange.
@@ -64,7 +63,6 @@ def decide_order(
     Args:
         graph: the graph of the first training batch, as it runs.
         profiled: the measured times, or None to use the cost model.
-        name: the schedule to follow; "" means the plan's.
         compute_in_order: reorders the backward's units if the profile predicts a gain, and returns the new graph.
 
     Raises:
@@ -75,7 +73,7 @@ def decide_order(
         memory = {key: with_measured_speed(key, of, profiled.byte_ms) for key, of in memory.items()}
     own: _Found | None = None
     if communicator.rank == 0:
-        name, steps = name or plan.schedule_name, _step_graph(context, plan, graph, memory, profiled)
+        name, steps = plan.schedule_name, _step_graph(context, plan, graph, memory, profiled)
         copies = any(op_name(node) in COPY_OPS for node in graph.phases["backward"].graph.nodes)
         # In another order, regions would have to be compiled, and copies placed, again.
         if profiled is None or context.options.backend != "eager" or copies:
@@ -107,9 +105,7 @@ def _search_order(
     memory = step_memory(graph)
     may_hold = MAY_HOLD if context.options.memory_budget is None else 1.0
     bound = round(memory.backward_peak([*units.needed_by]) * may_hold)
-    return search_order(
-        steps, name, "profile", atoms, lambda units_: memory.backward_peak(units.order_nodes(units_)), bound
-    )
+    return search_order(steps, name, atoms, lambda units_: memory.backward_peak(units.order_nodes(units_)), bound)
 
 
 def _step_graph(

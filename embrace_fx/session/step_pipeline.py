@@ -251,8 +251,8 @@ class StepPipeline:
                 stacklevel=2,
             )
             return
-        name, self._graph = "none" if as_gradients else "", graph
-        self._order = partial(decide_order, context, plan, name=name, compute_in_order=self._compute_in_order)
+        self._graph, followed = graph, replace(plan, schedule_name="none") if as_gradients else plan
+        self._order = partial(decide_order, context, followed, compute_in_order=self._compute_in_order)
         self.schedule, self.memory = self._order(graph, predict_storage_reads(plan, self._counters.ahead))
         self.decided = self.schedule
         self.recorder = Recorder(self._aside.make_clock(), partial(bytes_in_use, context.device))

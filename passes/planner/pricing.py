@@ -255,8 +255,8 @@ class Pricing:
         if table is not None:
             wire = Wire(exchange_dtype(self.findings.graph, table).itemsize)
             local = self.findings.local_rows.get(fact.name, {}).get(grid.rows)
-            both_ways = shard_exchange(table, rows, wire, self.world_size, grid, local, "none")
-            work += shard_work(table, rows, wire.itemsize, self.world_size, grid, "none")
+            both_ways = shard_exchange(table, rows, wire, grid, local, "none")
+            work += shard_work(table, rows, wire.itemsize, grid, "none")
         awaited_ms = both_ways.time_ms(self.cluster, "all_to_all") + of_head.time_ms(self.cluster, "all_to_all")
         times = self._exchange_ms(*[awaited_ms - hidden_ms + work.time_ms(self.cluster)] * 2)
         memory = fact.nbytes // self.world_size + 2 * (both_ways + of_head).sent_bytes
@@ -385,11 +385,11 @@ class Pricing:
         itemsize = exchange_dtype(self.findings.graph, table).itemsize
         local_rows = self.findings.local_rows.get(fact.name, {}).get(grid.rows) if grid is not None else None
         wire = Wire(itemsize, self.findings.travels_as)
-        exchange = shard_exchange(table, rows, wire, self.world_size, grid, local_rows, self.findings.schedule)
+        exchange = shard_exchange(table, rows, wire, grid, local_rows, self.findings.schedule)
         norms = self._price_norms(table, fact, rows)
         exchange += norms
         defers_rows, update_work = self._update_rule_cost(table, fact, rows)
-        work = shard_work(table, rows, itemsize, self.world_size, grid, self.findings.schedule) + update_work
+        work = shard_work(table, rows, itemsize, grid, self.findings.schedule) + update_work
         shared_ms = replace(exchange, messages=0).time_ms(self.cluster, "all_to_all")
         return PricedStrategy(
             "alltoall",

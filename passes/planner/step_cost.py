@@ -77,7 +77,6 @@ def shard_exchange(
     table: TableSpec,
     rows_by_rank: tuple[int, ...],
     wire: Wire,
-    world_size: int,
     grid: Grid | None = None,
     local_rows: tuple[int, ...] | None = None,
     schedule: str = "2d",
@@ -94,7 +93,7 @@ def shard_exchange(
     """
     if not rows_by_rank:
         return cost.Exchange(0, 0)
-    sent_bytes = 0.0  # added up over all ranks
+    sent_bytes, world_size = 0.0, len(rows_by_rank)  # bytes of all ranks
     grid = grid or Grid(1, world_size)
     chunks = [own_columns(table.embedding_dim, grid.columns, column) for column in range(grid.columns)]
     piece_bytes = [wire.row_bytes(last - first) for first, last in chunks]
@@ -110,7 +109,6 @@ def shard_work(
     table: TableSpec,
     rows_by_rank: tuple[int, ...],
     itemsize: int,
-    world_size: int,
     grid: Grid | None = None,
     schedule: str = "2d",
 ) -> cost.Work:
@@ -130,7 +128,7 @@ def shard_work(
         return cost.Work()
     everyone, most = sum(rows_by_rank), max(rows_by_rank)
     row_bytes = table.embedding_dim * itemsize
-    own_columns_bytes = everyone * row_bytes / world_size
+    own_columns_bytes = everyone * row_bytes / len(rows_by_rank)
     arriving = cost.new_memory_work(own_columns_bytes) + cost.new_memory_work(most * row_bytes)
     units = cost.Work(units=everyone / (grid.rows if grid is not None else 1) + most)
     routed = cost.passes_work(everyone * ROUTED_BYTES if grid is not None else 0)

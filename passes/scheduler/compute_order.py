@@ -111,27 +111,27 @@ def reorder_steps(steps: StepGraph, atoms: Atoms, order: Sequence[str]) -> StepG
 
 
 def search_order(
-    steps: StepGraph, name: str, source: str, atoms: Atoms, predicted_peak: PredictedPeak, limit_bytes: float
+    steps: StepGraph, name: str, atoms: Atoms, predicted_peak: PredictedPeak, limit_bytes: float
 ) -> tuple[Schedule, tuple[str, ...]]:
-    """Searches for the best schedule of a step together with an order of the backward's units. Returns both; the order
-    is () if the present one is best.
+    """Searches for the best schedule of a measured step together with an order of the backward's units. Returns both;
+    the order is () if the present one is best.
 
     The present order of units is tried too: autograd computes some nodes long before the unit that needs them.
 
     Args:
         steps: the step graph in the present order.
-        name, source: the arguments of `launch_order.schedule`.
+        name: the name of the schedule.
         atoms: the atoms of the backward.
         predicted_peak: function that predicts the backward's peak memory in an order.
         limit_bytes: the maximum of that peak.
     """
-    best, best_order = schedule(steps, name, source), tuple[str, ...]()
+    best, best_order = schedule(steps, name, "profile"), tuple[str, ...]()
     if name == "none" or len(atoms.units) < 2:
         return best, ()
     for order, bound_ms in _Search(steps, atoms, predicted_peak, limit_bytes).find_orders():
         if best.diagnostics().step_ms <= bound_ms * (1 + LEAST_GAIN):
             break
-        found = schedule(reorder_steps(steps, atoms, order), name, source)
+        found = schedule(reorder_steps(steps, atoms, order), name, "profile")
         if found.diagnostics().step_ms < best.diagnostics().step_ms * (1 - LEAST_GAIN):
             best, best_order = found, order
     return best, best_order

@@ -194,8 +194,8 @@ def test_a_processor_that_is_slow_to_search_has_dense_gradients_summed() -> None
 def test_work_for_a_sharded_table_by_hand() -> None:
     """Two ranks read 100 and 140 rows of 4 columns of 8 bytes: 240 halves of rows looked up, cleared, added, updated;
     140 whole ones joined and split. Ids, early and late rows, prior and delayed gradients are launched."""
-    work = shard_work(table_of(graph_of(10_000)), (100, 140), 8, 2)
-    assert shard_work(table_of(graph_of(10_000)), (100, 140), 8, 2, schedule="none").rounds == 3 * ROUNDS
+    work = shard_work(table_of(graph_of(10_000)), (100, 140), 8)
+    assert shard_work(table_of(graph_of(10_000)), (100, 140), 8, schedule="none").rounds == 3 * ROUNDS
     passed_bytes = (3 + UPDATE_PASSES) * 240 * 2 * 8 + 2 * 140 * 4 * 8
     assert work == cost.Work(passed_bytes=passed_bytes, units=240 + 140, rounds=5 * ROUNDS)
 
@@ -316,23 +316,21 @@ def test_bytes_of_a_sharded_table_by_hand() -> None:
     ids = 8 + 4 * (1 + 140)
     rows_and_gradients = (100 * 2 + 140 * 2) * 8
 
-    assert shard_exchange(table_of(graph_of(10_000)), (100, 140), Wire(8), 2) == cost.Exchange(
+    assert shard_exchange(table_of(graph_of(10_000)), (100, 140), Wire(8)) == cost.Exchange(
         ids + rows_and_gradients, 1 + 4
     )
-    assert shard_exchange(table_of(graph_of(10_000)), (100, 140), Wire(8), 2, schedule="none").messages == 1 + 2
-    assert (
-        shard_exchange(table_of(graph_of(10_000)), (100, 140), Wire(4), 2).sent_bytes == ids + rows_and_gradients // 2
-    )
-    rounded = shard_exchange(table_of(graph_of(10_000)), (100, 140), Wire(8, "int8"), 2)
+    assert shard_exchange(table_of(graph_of(10_000)), (100, 140), Wire(8), schedule="none").messages == 1 + 2
+    assert shard_exchange(table_of(graph_of(10_000)), (100, 140), Wire(4)).sent_bytes == ids + rows_and_gradients // 2
+    rounded = shard_exchange(table_of(graph_of(10_000)), (100, 140), Wire(8, "int8"))
     assert rounded.sent_bytes == ids + (100 + 140) * (2 + 1)
-    assert shard_exchange(table_of(graph_of(10_000)), (100,), Wire(8), 1) == cost.Exchange(0, 0)
+    assert shard_exchange(table_of(graph_of(10_000)), (100,), Wire(8)) == cost.Exchange(0, 0)
 
 
 def test_bytes_of_uneven_columns_by_hand() -> None:
     """Three ranks with 2, 2 and no columns of 8 bytes: each sends its own of others' rows, and gradients of others'."""
     rows, gradients = (2 * 7 + 2 * 6) * 8, (4 * 2 + 5 * 2 + 2 * 4) * 8
     ids = 2 * (8 + 4 * (1 + 5))
-    found = shard_exchange(table_of(graph_of(10_000)), (4, 5, 2), Wire(8), 3)
+    found = shard_exchange(table_of(graph_of(10_000)), (4, 5, 2), Wire(8))
     assert found == cost.Exchange(round((rows + gradients) / 3) + ids, 2 + 2 * 2 * 2)
 
 

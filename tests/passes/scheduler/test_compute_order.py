@@ -70,7 +70,7 @@ def step_ms(steps: StepGraph) -> float:
 @given(cases())
 def test_never_slower_and_near_the_best_of_all_orders(case: tuple[StepGraph, Atoms]) -> None:
     steps, atoms = case
-    found, order = search_order(steps, "2d", "profile", atoms, lambda order: 0, 0)
+    found, order = search_order(steps, "2d", atoms, lambda order: 0, 0)
     assert found.diagnostics().step_ms <= step_ms(steps) * (1 + 1e-9)
     assert found.steps == reorder_steps(steps, atoms, order)
     best_ms = min(step_ms(reorder_steps(steps, atoms, each)) for each in permutations(atoms.units))
@@ -113,7 +113,7 @@ def of_chain(weights_ms: float = 6.0) -> tuple[StepGraph, Atoms]:
 
 def test_the_table_goes_ahead_where_its_rows_take_longest() -> None:
     steps, atoms = of_chain()
-    found, order = search_order(steps, "2d", "profile", atoms, lambda order: 0, 0)
+    found, order = search_order(steps, "2d", atoms, lambda order: 0, 0)
     assert atoms.units == ("bucket 0", "words")
     assert order == ("words", "bucket 0")
     assert atoms.durations(order) == {"words": 3.0, "bucket 0": 6.0}
@@ -123,14 +123,14 @@ def test_the_table_goes_ahead_where_its_rows_take_longest() -> None:
 
 def test_nothing_moves_for_the_naive_schedule() -> None:
     steps, atoms = of_chain()
-    assert search_order(steps, "none", "profile", atoms, lambda order: 0, 0)[1] == ()
+    assert search_order(steps, "none", atoms, lambda order: 0, 0)[1] == ()
 
 
 def test_what_is_held_bounds_the_search() -> None:
     steps, atoms = of_chain()
     held: dict[tuple[str, ...], int] = {("bucket 0", "words"): 100, ("words", "bucket 0"): 106}
-    assert search_order(steps, "2d", "profile", atoms, lambda order: held[tuple(order)], 105)[1] == ()
-    assert search_order(steps, "2d", "profile", atoms, lambda order: held[tuple(order)], 106)[1] == (
+    assert search_order(steps, "2d", atoms, lambda order: held[tuple(order)], 105)[1] == ()
+    assert search_order(steps, "2d", atoms, lambda order: held[tuple(order)], 106)[1] == (
         "words",
         "bucket 0",
     )
@@ -138,4 +138,4 @@ def test_what_is_held_bounds_the_search() -> None:
 
 def test_a_gain_that_is_none_moves_nothing() -> None:
     steps, atoms = of_chain(weights_ms=LEAST_GAIN)
-    assert search_order(steps, "2d", "profile", atoms, lambda order: 0, 0)[1] == ()
+    assert search_order(steps, "2d", atoms, lambda order: 0, 0)[1] == ()
