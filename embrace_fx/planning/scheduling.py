@@ -88,7 +88,7 @@ def decide_order(
     if plan.world_size > 1:
         check_launches(graph, issued_launches(agreed, plan))
     check_storage(agreed.steps, memory)
-    node_ms = node_time_estimator(plan.links.flattened(plan.world_size).compute, graph.expected)
+    node_ms = node_time_estimator(plan.links.compute, graph.expected)
     line = memory_line(agreed.predicted, step_memory(graph), node_ms)
     return replace(agreed, predicted=replace(agreed.predicted, memory=line)), memory
 
@@ -99,9 +99,7 @@ def _search_order(
     """Searches for the fastest order of launches and of the backward's compute, using measured times."""
     measured = {each.what: ms for each, ms in profiled.compute_ms.items() if each.kind == "backward"}
     units = BackwardUnits.find(graph.phases["backward"])
-    atoms = Atoms.build(
-        units, node_time_estimator(plan.links.flattened(plan.world_size).compute, graph.expected), measured
-    )
+    atoms = Atoms.build(units, node_time_estimator(plan.links.compute, graph.expected), measured)
     memory = step_memory(graph)
     may_hold = MAY_HOLD if context.options.memory_budget is None else 1.0
     bound = round(memory.backward_peak([*units.needed_by]) * may_hold)

@@ -7,7 +7,7 @@ Contract
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from math import ceil, inf
 
@@ -17,6 +17,7 @@ from embrace_fx.passes.planner.grouping import Joinable, plan_joined_tables, wit
 from embrace_fx.passes.planner.pricing import CLEARLY, Findings, ParameterFacts, PricedStrategy, Pricing, free_strategy
 from embrace_fx.passes.planner.step_cost import cheapest_schedule, explain_choice, has_compute, step_times
 from embrace_fx.vocabulary.graph import TableSpec
+from embrace_fx.vocabulary.joined_table import JoinedTable
 from embrace_fx.vocabulary.plan import EXCHANGES, SHARDED, STRATEGIES, Candidate, Decision, Grid, LinksAre, Plan
 from embrace_fx.vocabulary.schedule import AUTO, FULL, SCHEDULES
 from embrace_fx.vocabulary.sizes import RowCounts
@@ -124,25 +125,20 @@ def _decide_for_schedule(findings: Findings, links: cost.Cluster, current: Plan 
     watched = tuple(
         fact.name
         for fact in facts
-        if _is_exchanged(fact)
-        and fact.name in tables
+        if fact.name in tables
+        and fact.trainable
+        and fact.used
+        and not fact.local
         and wanted[fact.name] == "auto"
         and _depends_on_rows(pricing, tables[fact.name], fact)
     )
-    choices |= _sharded_to_share_latency(tables, choices, pricing)
+    choices |= _sharded_to_share_latency(choices, pricing)
     decisions = tuple(_record_decision(fact, choices[fact.name], tables.get(fact.name), pricing) for fact in facts)
     whole = (t.parameter for t in graph.tables if t.max_norm)
     renormed = tuple(name for name in whole if choices[name].chosen.strategy != "local")
-    sharded = [fact for fact in facts if _is_by_columns(choices[fact.name])]
-    fit = [_as_joinable(tables[fact.name], fact, world_size) for fact in sharded]
-    spaces = plan_joined_tables(graph, fit, overlaps=findings.schedule != "none")
+    spaces = _join_tables(findings, [fact for fact in facts if _is_by_columns(choices[fact.name])])
     plan = Plan(world_size, decisions, (), renormed, links, links_are, watched=watched, spaces=spaces)
     return with_buckets(replace(plan, schedule_name=findings.schedule), graph)
-
-
-def _is_exchanged(fact: ParameterFacts) -> bool:
-    """Returns whether ranks exchange the gradient of the parameter with these facts."""
-    return fact.trainable and not fact.local and fact.used
 
 
 def _choose_strategy(
@@ -213,9 +209,7 @@ def _expected_rows(table: TableSpec, findings: Findings) -> RowCounts | None:
     return RowCounts(max(by_rank), sum(by_rank), min(together, table.num_rows))
 
 
-def _sharded_to_share_latency(
-    tables: Mapping[str, TableSpec], choices: Mapping[str, _Choice], pricing: Pricing
-) -> dict[str, _Choice]:
+def _sharded_to_share_latency(choices: Mapping[str, _Choice], pricing: Pricing) -> dict[str, _Choice]:
     """Finds whole tables that should be sharded after all, because tables joined with others share the latency of an
     exchange. Returns their new choices.
 
@@ -228,9 +222,7 @@ def _sharded_to_share_latency(
     better = {name for name, gain_ms in gains_ms.items() if gain_ms > 0}
     fit = [fact for fact in facts if fact.name in better or _is_by_columns(choices[fact.name])]
     travelling = {}
-    joinable = [_as_joinable(tables[fact.name], fact, pricing.world_size) for fact in fit]
-    overlaps = pricing.findings.schedule != "none"
-    for space in plan_joined_tables(pricing.findings.graph, joinable, overlaps=overlaps):
+    for space in _join_tables(pricing.findings, fit):
         joining = better.intersection(space.tables)
         start_ups_ms = max((whole[name].priced["alltoall"].start_ups_ms for name in joining), default=0.0)
         if len(joining) < len(space.tables) or sum(gains_ms[name] for name in joining) > start_ups_ms:
@@ -263,11 +255,11 @@ def _is_by_columns(choice: _Choice) -> bool:
     return choice.chosen.strategy == "alltoall" and choice.chosen.grid is None
 
 
-def _as_joinable(table: TableSpec, fact: ParameterFacts, world_size: int) -> Joinable:
-    """Describes a table as a candidate to be joined with others, with the size of its largest shard. `fact` are the
-    facts about its parameter.
-    """
-    return Joinable(table, fact.param_group, ceil(fact.nbytes / world_size))
+def _join_tables(findings: Findings, facts: Iterable[ParameterFacts]) -> tuple[JoinedTable, ...]:
+    """Finds which tables are joined, of those sharded by columns that have these facts."""
+    tables = {table.parameter: table for table in findings.graph.tables}
+    fit = [Joinable(tables[each.name], each.param_group, ceil(each.nbytes / findings.world_size)) for each in facts]
+    return plan_joined_tables(findings.graph, fit, overlaps=findings.schedule != "none")
 
 
 def _choose_for_dense(pricing: Pricing, fact: ParameterFacts, requested: str | Grid) -> _Choice:
@@ -326,7 +318,8 @@ def _choose_for_table(
     best = _worthwhile_sparse_exchange(pricing, priced) or ("alltoall" if cheaper else "allreduce")
     in_use = pricing.in_use[fact.name].strategy if fact.name in pricing.in_use else best
     may_travel = what if blocker is None and sharded.grid is None else ""
-    if best != in_use and not _worth_a_change(priced[in_use], priced[best]):
+    # A legal strategy stays in use unless another one is clearly faster.
+    if best != in_use and priced[in_use].blocker is None and priced[best].added_ms >= CLEARLY * priced[in_use].added_ms:
         against = f"{in_use} is in use, {best} not clearly faster"
         may_travel = may_travel if in_use == "allreduce" else ""
         return _Choice(priced[in_use], f"in use; {what}", priced, against, may_travel, share < DENSELY)
@@ -407,13 +400,6 @@ def _depends_on_rows(pricing: Pricing, table: TableSpec, fact: ParameterFacts) -
     choices = [_choose_for_table(anywhere, table, fact, (each,) * pricing.world_size, "auto") for each in rows]
     best = {(c.chosen.strategy, bool(c.may_travel) and _gain_ms(c, None) > 0) for c in choices}
     return len(best) > 1
-
-
-def _worth_a_change(in_use: PricedStrategy, best: PricedStrategy) -> bool:
-    """Returns whether to replace the strategy in use by the best one: it is clearly faster, or the one in use is no
-    longer legal.
-    """
-    return in_use.blocker is not None or best.added_ms < CLEARLY * in_use.added_ms
 
 
 def _worthwhile_sparse_exchange(pricing: Pricing, priced: Mapping[str, PricedStrategy]) -> str | None:

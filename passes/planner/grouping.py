@@ -90,12 +90,9 @@ def plan_joined_tables(
     order = _GraphOrder(graph)
     runs: list[list[Joinable]] = []
     for each in sorted(fit, key=lambda each: order.lookup(each.table)):
-        alike = (
-            run
-            for run in runs
-            if order.shared_properties(run[-1]) == order.shared_properties(each) and _can_join(run, each)
-        )
-        run = next((run for run in alike if not overlaps or order.are_neighbours(run[-1], each)), None)
+        alike = (run for run in runs if order.shared_properties(run[-1]) == order.shared_properties(each))
+        small = (run for run in alike if sum(part.part_bytes for part in (*run, each)) <= JOINED_TABLE_BYTES)
+        run = next((run for run in small if not overlaps or order.are_neighbours(run[-1], each)), None)
         if run is None:
             runs.append([each])
         else:
@@ -114,11 +111,6 @@ def _can_be_joined(use: TableUse) -> bool:
     if not use.lookup:  # a graph that only exchanges gradients has no lookups
         return False
     return use.padding_idx < 0 or (use.kind == "embedding" and not use.scale_grad_by_freq)
-
-
-def _can_join(run: list[Joinable], table: Joinable) -> bool:
-    """Returns whether a table can be joined with the tables in `run`."""
-    return sum(each.part_bytes for each in run) + table.part_bytes <= JOINED_TABLE_BYTES
 
 
 class _GraphOrder:
