@@ -214,7 +214,7 @@ def _span_ms(communicator: Communicator, run: Callable[[], None], device: torch.
     runs, elapsed_ms = 0, 0.0
     while elapsed_ms < HANDLED_MS:
         run()
-        _synchronize(device)
+        torch.get_device_module(device).synchronize(device)
         runs += 1
         elapsed_ms = (time.perf_counter() - start_s) * 1e3
     return elapsed_ms / runs
@@ -459,20 +459,14 @@ def mean_ms(
         launched.append(launch())
     for last in launched:
         communicator.wait(last)
-    _synchronize(device)
+    torch.get_device_module(device).synchronize(device)
     return (time.perf_counter() - start_s) * 1e3 / runs
 
 
 def _wait_for_ranks(communicator: Communicator, device: torch.device) -> None:
     """Waits until all ranks have called it. Collective."""
     communicator.reduce_scalar(torch.zeros((), device=device), dist.ReduceOp.SUM)
-    _synchronize(device)
-
-
-def _synchronize(device: torch.device) -> None:
-    """Waits until a CUDA device has done all of its work. Does nothing for a CPU."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    torch.get_device_module(device).synchronize(device)
 
 
 def make_launch(
