@@ -110,25 +110,27 @@ class LaunchLog:
     """Counts this rank's launches and steps, to compare its progress with other ranks'.
 
     Attributes:
-        step: the number of steps announced so far.
+        step: the number of announcements so far, the same on all ranks. Each begins a step, but for `preparations`.
+        preparations: how many announcements have begun no step, such as those of the first call and of a new plan.
         optimizer_steps: the number of optimizer steps that changed parameters, since a checkpoint was loaded.
-        launched: name of a launch -> the step in which it was last made. The last entry is the last launch.
+        launched: name of a launch -> the value of `step` when it was last made. The last entry is the last launch.
         launches: the number of launches so far.
     """
 
     def __init__(self) -> None:
         self.step = 0
+        self.preparations = 0
         self.optimizer_steps = 0
         self._last: dict[object, int] = {}  # the keys are launch ids, which are converted to names when read
         self.launches = 0
 
     @property
     def launched(self) -> dict[str, int]:
-        """Maps the name of each launch to the last step in which it was made."""
+        """Maps the name of each launch to the value of `step` when it was last made."""
         return {str(name): step for name, step in dict(self._last).items()}
 
     def begin_step(self) -> None:
-        """Records that a step begins."""
+        """Records an announcement, which begins a step."""
         self.step += 1
         self.record(ANNOUNCEMENT)
 
@@ -151,13 +153,14 @@ class RankStatus:
 
     launched: dict[str, int]
     launches: int
+    preparations: int
     place: str
 
     @property
     def last_launch(self) -> str:
         """The name and number of the rank's last launch."""
         name, step = next(reversed(self.launched.items()), ("none", 0))
-        return f"number {self.launches}, {name!r} of step {step}"
+        return f"number {self.launches}, {name!r} of step {step - self.preparations}"
 
 
 def place_of_main_thread() -> str:
@@ -235,7 +238,7 @@ class LivenessCheck:
         """Starts or joins a check: reports this rank's status, and returns the ranks that report none in time."""
         self._store.set(self._called, "1")
         progress = self._progress
-        own = RankStatus(progress.launched, progress.launches, place_of_main_thread())
+        own = RankStatus(progress.launched, progress.launches, progress.preparations, place_of_main_thread())
         self._store.set(self._signatures[self.rank], json.dumps(to_plain(own)))
         self._poll(lambda: self._store.check(self._signatures) or self._store.check([self._verdict]), PATIENCE_S)
         if not self._store.check([self._verdict]):
@@ -283,8 +286,8 @@ class LivenessCheck:
             if absent:
                 name = what if what in absent else absent[0]
                 found.append(
-                    f"rank {r} has not launched {name!r} of step {own[name]}: it is in {each.place}, and its last "
-                    f"launch was {each.last_launch}"
+                    f"rank {r} has not launched {name!r} of step {own[name] - self._progress.preparations}: it is in "
+                    f"{each.place}, and its last launch was {each.last_launch}"
                 )
         if found:
             return "; ".join(found)

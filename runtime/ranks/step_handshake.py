@@ -195,7 +195,7 @@ class StepHandshake:
         Args:
             failure: an error that this rank found after it had set `of_step`, or None.
         """
-        return self.announce(self._message(sizes, failure))
+        return self._announce(self._message(sizes, failure))
 
     def announce_ahead(self, then: Callable[[], None]) -> None:
         """Announces the next step without waiting for the other ranks. `wait` does that.
@@ -205,7 +205,7 @@ class StepHandshake:
         """
         own = self._message((), None)
         if own.failure is not None or self.communicator.world_size == 1:
-            self.announce(own)
+            self._announce(own)
             then()
             return
         self.wait()
@@ -226,12 +226,18 @@ class StepHandshake:
         return own
 
     def announce(self, message: HandshakeMessage) -> list[tuple[int, ...]]:
-        """Exchanges announcements with all ranks, and returns the sizes of every rank.
+        """Exchanges announcements that begin no step with all ranks, and returns the sizes of every rank.
 
         Raises:
             PeerFailure: a rank has failed, or ranks do different things. Raised on every rank.
             PlanDoesNotFit: a rank's batch does not fit the plan. Raised on every rank.
         """
+        found = self._announce(message)
+        self.communicator.progress.preparations += 1
+        return found
+
+    def _announce(self, message: HandshakeMessage) -> list[tuple[int, ...]]:
+        """Exchanges announcements with all ranks, and returns the sizes of every rank. Raises like `announce`."""
         self.wait()
         if self.communicator.world_size == 1:
             self.communicator.check_open()
@@ -282,6 +288,7 @@ class StepHandshake:
             raise PeerFailure(self.communicator.reports(message.failure))
         check_activities([each.activity for each in messages])
         if any(each.does_not_fit for each in messages):
+            self.communicator.progress.preparations += 1  # the step begins with the next announcement
             raise PlanDoesNotFit
         check_programs([each.program for each in messages])
         check_steps(messages, self.communicator)
