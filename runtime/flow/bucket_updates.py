@@ -329,11 +329,12 @@ class Buckets:
         The chunk's gradient may already have been used or dropped.
         """
         self._recorder.pause_segment()
-        ticket = self._submitted.pop(launch, None)
-        if ticket is None and (sent := self.all[self._number[launch.what]].sent) is not None:
-            ticket = next((each for each in sent[1] if each.id == launch), None)
-        if ticket is not None:
-            self._launcher.wait(ticket)
+        if (submitted := self._submitted.pop(launch, None)) is not None:
+            self._launcher.wait(submitted)
+        elif (sent := self.all[self._number[launch.what]].sent) is not None:
+            for ticket in sent[1]:
+                if ticket.id == launch:
+                    self._launcher.wait(ticket)
         return value
 
     def drop_submitted(self) -> None:

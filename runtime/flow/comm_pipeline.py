@@ -138,9 +138,9 @@ class CommPipeline:
         found = expected is not None and is_batch and expected.program is program
         if expected is not None and found:
             values, bad = expected.values, None
+            rows = expected.unique
         else:
-            values, bad = read_batch(self.announcements, program, leaves)
-        rows = program.rows_of_batch(values)
+            values, rows, bad = read_batch(self.announcements, program, leaves)
         coming = following.sizes() if following is not None and self.looks_ahead else None
         everyone = announce_batch(self.announcements, self.launcher, rows, coming, bad, found=found)
         self.announcements.record_rows(program.tables, everyone.rows)
@@ -163,8 +163,8 @@ class CommPipeline:
         self._coming = None
         if following is not None and program.routes and min(chain.from_iterable(everyone.coming), default=0) >= 0:
             following.announced = everyone.coming
-            of_ranks = program.rows_of_ranks(values)
-            following.current = {table: self.exchanges[table].routing(*found) for table, found in of_ranks.items()}
+            for table, (ids, counts) in program.routes.items():
+                following.current[table] = self.exchanges[table].routing(values[ids], values[counts])
             self._coming = following
         variant = ForwardVariant(self._arrival(), self._coming is not None)
         if variant.arrives == "other":  # the rows would wait for gradients that come later in the launch order
@@ -180,11 +180,12 @@ class CommPipeline:
         ahead, self._ahead = self._ahead, None
         if ahead is not None and not ahead.may_be_used(self.launcher.wait):
             ahead = None  # no rank uses a prepared batch that has a bad id
-        exchanges = self.exchanges.values()
-        if not self._valid or not all(exchange.usable for exchange in exchanges):
+        if not self._valid:
             return None
-        if ahead is not None and self._handed_out:
-            return ahead if all(exchange.still_equal() for exchange in exchanges) else None
+        compares = ahead is not None and self._handed_out
+        for exchange in self.exchanges.values():
+            if not exchange.usable or (compares and not exchange.still_equal()):
+                return None
         return ahead
 
     def _arrival(self) -> Arrival:
@@ -204,11 +205,10 @@ class CommPipeline:
         """Waits for gradients in flight that no optimizer step has used, because launches of this forward come after
         theirs.
         """
-        waiting = [each.gradient for each in self.exchanges.values() if each.gradient.waiting]
-        if waiting:
-            with self.launcher.flushing():
-                for gradient in waiting:
-                    gradient.wait()
+        for exchange in self.exchanges.values():
+            if exchange.gradient.waiting:
+                with self.launcher.flushing():
+                    exchange.gradient.wait()
 
     def look_ahead(self, program: IdsProgram, leaves: Sequence[Any]) -> NextBatch:
         """Finds the rows of the next batch, before its own step."""
@@ -255,13 +255,12 @@ class CommPipeline:
         coming = ahead is not None
         if ahead is not None and not ahead.may_be_used(self.launcher.wait):
             ahead = self._ahead = None
-        read = {table: ids for table, (ids, _) in program.rows_of_ranks(values).items()}
         known = ahead.program.routes if ahead is not None else ()
-        cut = bool(known) and all(
-            name in known and exchange.can_split(read.get(name))
-            for name, exchange in self.exchanges.items()
-            if exchange.overlaps
-        )
+        cut = bool(known)
+        for name, exchange in self.exchanges.items():
+            if cut and exchange.overlaps:
+                ids = values[program.routes[name][0]] if name in program.routes else None
+                cut = name in known and exchange.can_split(ids)
         return BackwardVariant(self._left, coming, cut)
 
     def open_window(self, gate: BackwardBarrier | None, absent: Sequence[OperationId]) -> None:
@@ -338,8 +337,8 @@ class CommPipeline:
         if ahead is not None and not ahead.route(self.launcher.wait):
             ahead = self._ahead = None
         if ahead is not None and self._has_cut:
-            for table, found in ahead.program.rows_of_ranks(ahead.values).items():
-                self.exchanges[table].cut_batches(*found, ahead.cuts.get(table))
+            for table, (ids, counts) in ahead.program.routes.items():
+                self.exchanges[table].cut_batches(ahead.values[ids], ahead.values[counts], ahead.cuts.get(table))
         self.recorder.mark(EARLY)
 
     # -- between steps -------------------------------------------------------------------------------------------------
@@ -367,9 +366,9 @@ class CommPipeline:
         """Waits for gradients in flight that no optimizer step has used, because the caller is about to read or change
         them.
         """
-        if True in [each.waiting for each in self._owed]:
-            with self._any_order():
-                for each in self._owed:
+        for each in self._owed:
+            if each.waiting:
+                with self._any_order():
                     each.wait()
 
     def drop(self) -> None:

@@ -87,10 +87,10 @@ class Lookahead:
         except StopIteration:
             return
         self._current_flat = _flatten(self._current)
-        seen = VersionSnapshot.of_tensors_in(self._current_flat[0])
+        seen, recorder = VersionSnapshot.of_tensors_in(self._current_flat[0]), self._recorder()
         try:
             for self._coming in iterator:
-                self._recorder().mark(LOADER)
+                recorder.mark(LOADER)
                 self._coming_flat = _flatten(self._coming)
                 leaves, _ = self._coming_flat
                 _check_separate_memory(
@@ -99,7 +99,8 @@ class Lookahead:
                 seen = VersionSnapshot.of_tensors_in(leaves)
                 self.known = True
                 yield self._current
-                self._recorder().mark(OWN_CODE)
+                recorder = self._recorder()  # another one if the step was the first
+                recorder.mark(OWN_CODE)
                 self._current, self._current_flat = self._coming, self._coming_flat
             self.known = False
             self._coming, self._coming_flat = None, _NOTHING
@@ -179,8 +180,7 @@ def _spec_of_tensors(count: int, *, is_list: bool) -> pytree.TreeSpec:
 
 def _check_separate_memory(current: VersionSnapshot, coming: Iterable[Any]) -> None:
     """Raises `RuntimeError` if the loader has written a later batch into the current batch's tensors."""
-    again = {id(leaf) for leaf in coming}
-    if any(id(leaf) in again for leaf in current.written()):
+    if not {*map(id, coming)}.isdisjoint(map(id, current.written())):
         raise RuntimeError(
             "lookahead(): the loader wrote the next batch into the tensors of the current batch, which has not been "
             "trained on yet. Return new tensors for each batch, or train without lookahead()."

@@ -80,13 +80,13 @@ class IdsProgram:
         """Runs the ids phase on the gathered ids of all ranks, and adds its values to `values`."""
         self.routing(values, unpack_ids(packed, len(self.tables), len(packed)))
 
-    def rows_of_ranks(self, values: Values) -> dict[str, tuple[Tensor, Tensor]]:
-        """Returns, for each table, the ids that all ranks read, and how many are of each rank."""
-        return {table: (values[ids], values[counts]) for table, (ids, counts) in self.routes.items()}
+    def bad_id(self, unique: Sequence[Tensor]) -> str | None:
+        """Describes an id of a batch that is outside of its table, or returns None if all ids are valid.
 
-    def bad_id(self, values: Values) -> str | None:
-        """Describes an id of the batch that is outside of its table, or returns None if all ids are valid."""
-        return describe_bad_id(self.rows_of_batch(values), self.tables, self.num_rows, self.spaces)
+        Args:
+            unique: the result of `rows_of_batch`.
+        """
+        return describe_bad_id(unique, self.tables, self.num_rows, self.spaces)
 
 
 class NextBatch:
@@ -97,6 +97,7 @@ class NextBatch:
 
     Attributes:
         values: the values of the unique phase and, after `route`, of the ids phase.
+        unique: the rows that the batch reads of each table; on a device padded until `route`.
         ticket: the submitted exchange of the ids, to wait for.
         usable: whether all ids of all ranks are valid, as far as known.
         cuts: table -> (the previous batch's prior rows, this batch's early rows), once known.
@@ -109,12 +110,13 @@ class NextBatch:
     ) -> None:
         self.program = program
         self.values = values
+        self.unique = program.rows_of_batch(values)
         self.ticket: Ticket | None = None
         self.routed = False
         self.usable = True
         self.cuts: Mapping[str, tuple[Routing, Routing]] = {}
         self.announced: Sequence[Sequence[int]] = ()
-        self.current: Mapping[str, Routing] = {}
+        self.current: dict[str, Routing] = {}
         self._counts = counts
         self._read = [leaves[k] for k in program.reads]
         # A batch counts as another one if a tensor was written since.
@@ -129,23 +131,21 @@ class NextBatch:
 
     def sizes(self) -> list[int]:
         """Returns how many unique rows the batch reads of each table, or -1 for a table with an invalid id."""
-        unique = self.program.rows_of_batch(self.values)
-        if self.program.bad_id(self.values) is not None:
-            return [-1] * len(unique)
-        return [rows.numel() for rows in unique]
+        if self.program.bad_id(self.unique) is not None:
+            return [-1] * len(self.unique)
+        return [*map(Tensor.numel, self.unique)]
 
     def copy_rows(self) -> None:
         """Starts copying the batch's rows to the host, for `rows`. Here they already are on the host."""
 
     def rows(self) -> dict[str, Tensor]:
         """Returns the rows (K,) that the batch reads of each table, on the host. Any thread may call this."""
-        return dict(zip(self.program.tables, self.program.rows_of_batch(self.values), strict=True))
+        return dict(zip(self.program.tables, self.unique, strict=True))
 
     def exchange(self, communicator: Communicator, exchanges: Mapping[str, RowExchange]) -> InFlight:
         """Starts exchanging the batch's ids with all ranks."""
-        rows = self.program.rows_of_batch(self.values)
-        sizes, group = self.announced, LANE_GROUP[IDS.lane]
-        return communicator.gather_rows_read(rows, sizes, self.program.num_rows, group, self._counts)
+        group = LANE_GROUP[IDS.lane]
+        return communicator.gather_rows_read(self.unique, self.announced, self.program.num_rows, group, self._counts)
 
     def may_be_used(self, wait: Callable[[Ticket], Tensor]) -> bool:
         """Returns whether no rank's batch has an invalid id. Here this is known from the ranks' announcements.
@@ -192,7 +192,7 @@ class DeviceBatch(NextBatch):
     def copy_rows(self) -> None:
         """Starts copying the unique rows and the gathered ids to the host."""
         with self._streams.on("ids", "rows of a batch to come"):
-            rows = [self._streams.to_host(each) for each in self.program.rows_of_batch(self.values)]
+            rows = [self._streams.to_host(each) for each in self.unique]
             self._copies = [*rows, self._streams.to_host(self._of_tables)]
             self._copied = self._streams.record("rows copied")
 
@@ -208,7 +208,7 @@ class DeviceBatch(NextBatch):
 
     def sizes(self) -> list[int]:
         """Returns the maximum number of rows that the batch can read of each table."""
-        return [rows.numel() for rows in self.program.rows_of_batch(self.values)]
+        return [*map(Tensor.numel, self.unique)]
 
     def may_be_used(self, wait: Callable[[Ticket], Tensor]) -> bool:
         """Returns whether no rank's batch has an invalid id. The host learns this from the exchanged ids."""
@@ -265,22 +265,22 @@ class DeviceBatch(NextBatch):
             self._streams.keep(found.ids)
             unpacked += [found.ids[: sum(of_table)], torch.tensor(of_table, device="cpu")]
         self.program.routing(self.values, unpacked)
-        rest, rows, cuts = sizes[len(self._tables) * ranks :], self.program.rows_of_ranks(self.values), {}
+        rest, cuts, values = sizes[len(self._tables) * ranks :], {}, self.values
         for table, split in self._splits.items():
             self._streams.keep(*split.tensors())
-            ids, of_ranks = rows[table]
-            cuts[table] = split.cut_batches(ids, tuple(of_ranks.tolist()), rest)
+            of_table, of_ranks = self.program.routes[table]
+            cuts[table] = split.cut_batches(values[of_table], tuple(values[of_ranks].tolist()), rest)
             rest = rest[split.sizes.numel() :]
         self.cuts = cuts
         for table, beyond, ids in self._for_host:
-            own, _ = rows[table]
+            own = values[self.program.routes[table][0]]
             beyond.store.record_rows(own, ids[: own.numel()].unique())
 
     def _cut_padding(self, counts: Sequence[int]) -> None:
         """Removes the padding from this rank's unique rows. From now on the compute stream uses the tensors."""
-        padded = self.program.rows_of_batch(self.values)
         self._streams.keep(*[value for value in self.values.values() if isinstance(value, Tensor)])
-        by_identity = {id(rows): rows[:count] for rows, count in zip(padded, counts, strict=True)}
+        by_identity = {id(rows): rows[:count] for rows, count in zip(self.unique, counts, strict=True)}
+        self.unique = [by_identity[id(rows)] for rows in self.unique]
         self.values |= {name: by_identity[id(v)] for name, v in self.values.items() if id(v) in by_identity}
 
 
@@ -337,8 +337,11 @@ def announce_batch(
     return HandshakeResult(bool(all_found), overtook, shares, read, coming_rows)
 
 
-def read_batch(announcements: StepHandshake, program: IdsProgram, leaves: Sequence[Any]) -> tuple[Values, str | None]:
-    """Runs the unique phase on a batch. Returns its values, and a description of an invalid id or None.
+def read_batch(
+    announcements: StepHandshake, program: IdsProgram, leaves: Sequence[Any]
+) -> tuple[Values, list[Tensor], str | None]:
+    """Runs the unique phase on a batch. Returns its values, the rows that it reads of each table, and a description of
+    an invalid id or None.
 
     Raises:
         PeerFailure: a rank cannot compute them. Raised on every rank.
@@ -348,4 +351,5 @@ def read_batch(announcements: StepHandshake, program: IdsProgram, leaves: Sequen
     except Exception as error:  # any kind of error, because the other ranks must be informed
         announcements.announce_step((), unreadable_batch(error))
         raise
-    return values, program.bad_id(values)
+    unique = program.rows_of_batch(values)
+    return values, unique, program.bad_id(unique)

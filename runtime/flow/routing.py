@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import cache, lru_cache
+from functools import lru_cache
 from itertools import accumulate
 from operator import sub
 
@@ -132,14 +132,14 @@ def cut_batches(current: Routing, following: Routing, isin: IsIn, chunks: int) -
     is_prior = isin(current.ids, following.ids)
     late = following.select(is_late)
     prior, early = current.select(is_prior), following.select(~is_late, but=[late])
+    delayed = list[Routing]()
 
-    @cache
     def split_delayed() -> list[Routing]:
-        """Returns the routings of the delayed rows, one for each piece."""
-        found = list[Routing]()
-        for k, mask in enumerate(split_in_chunks(current.ids, ~is_prior, chunks), 1):
-            found.append(current.select(mask, but=[prior, *found] if k == chunks else None))
-        return found
+        """Returns the routings of the delayed rows, one for each piece, which it makes at the first call."""
+        if not delayed:
+            for k, mask in enumerate(split_in_chunks(current.ids, ~is_prior, chunks), 1):
+                delayed.append(current.select(mask, but=[prior, *delayed] if k == chunks else None))
+        return delayed
 
     prior.rest, early.rest = split_delayed, lambda: (late,)
     return prior, early

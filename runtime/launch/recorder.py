@@ -164,7 +164,7 @@ class Recorder:
     def end_forward(self) -> None:
         """Records that the forward has ended."""
         self.pause_segment()
-        self.drop_segment()
+        self.segment = None
 
     def drop_segment(self) -> None:
         """Forgets the current piece of compute of a forward that failed."""

@@ -71,13 +71,14 @@ class MismatchWatchdog:
 
     Attributes:
         announced: how many handshakes this rank has begun.
+        name: a prefix of keys in the store, equal on all ranks; "" until the watchdog runs.
         waiting_since_s: when the current wait for a handshake began, in seconds of `time.monotonic`, or None.
     """
 
     def __init__(self) -> None:
         self.announced = 0
         self._rank = 0
-        self._name = ""  # prefix of keys in the store, equal on all ranks
+        self.name = ""
         self.waiting_since_s: float | None = None
         self._written = 0  # the number of the last handshake that was reported as a long wait
         self._found: tuple[FrameType, PeerFailure] | None = None  # a collective that cannot complete, and the reason
@@ -88,9 +89,9 @@ class MismatchWatchdog:
         Args:
             look: a method that calls `check`; the thread calls it repeatedly.
         """
-        if self._name or not (name := communicator.run_periodically(look)):
+        if self.name or not (name := communicator.run_periodically(look)):
             return  # the watchdog runs already, or there are no other ranks
-        self._rank, self._name = communicator.rank, name
+        self._rank, self.name = communicator.rank, name
         communicator.refuse = self.refuse
         itself = weakref.ref(self)
 
@@ -123,7 +124,7 @@ class MismatchWatchdog:
             name: a prefix for keys that is unique, and equal on all ranks.
             answer: tells the waiting rank about a failure, and returns the error that both then raise.
         """
-        self._name = name
+        self.name = name
         if (since_s := self.waiting_since_s) is not None:
             if time.monotonic() - since_s > PATIENCE_S and self._written != self.announced:
                 self._write_record(store, _WAITS)
@@ -177,7 +178,7 @@ class MismatchWatchdog:
             reason: the error that the rank is about to raise, or "" if it waits.
         """
         begun = {str(name): _collectives_begun(group) for group, name in dist.distributed_c10d._world.pg_names.items()}
-        store.set(self._name + what, json.dumps(to_plain(_StoppedRank(self._rank, self.announced, reason, begun))))
+        store.set(self.name + what, json.dumps(to_plain(_StoppedRank(self._rank, self.announced, reason, begun))))
 
     def _find_stopped_rank(self, store: Any, frame: FrameType, what: str, announced: int) -> _StoppedRank | None:
         """Returns the record of a rank that stopped before the collective in which this rank is, or None.
@@ -187,9 +188,9 @@ class MismatchWatchdog:
             what: the suffix of the record's key: `_WAITS` or `_RAISES`.
             announced: the number of handshakes that the other rank must have begun.
         """
-        if not store.check([self._name + what]):
+        if not store.check([self.name + what]):
             return None
-        other: _StoppedRank = from_plain(_StoppedRank, json.loads(store.get(self._name + what).decode()))
+        other: _StoppedRank = from_plain(_StoppedRank, json.loads(store.get(self.name + what).decode()))
         group = _group_of(frame)
         is_behind = other.begun.get(group.group_name, _collectives_begun(group)) < _collectives_begun(group)
         return other if is_behind and other.announced == announced and other.rank != self._rank else None

@@ -238,7 +238,8 @@ class StepHandshake:
 
     def _announce(self, message: HandshakeMessage) -> list[tuple[int, ...]]:
         """Exchanges announcements with all ranks, and returns the sizes of every rank. Raises like `announce`."""
-        self.wait()
+        if self._ahead is not None:
+            self.wait()
         if self.communicator.world_size == 1:
             self.communicator.check_open()
             if message.failure is not None:
@@ -259,7 +260,8 @@ class StepHandshake:
         communicator = self.communicator
         communicator.check_open()
         self._watchdog.announced += 1
-        self.watch()
+        if not self._watchdog.name:
+            self.watch()
         communicator.progress.begin_step()
         return self.launch(message)
 
@@ -274,7 +276,8 @@ class StepHandshake:
         watched = self.form.watched  # fast path: all ranks sent equal numbers, and none reports a failure
         first, self.asked_to_plan, self._given_up = _HEAD + len(watched), False, None
         self.buffers_differ = message.buffers == CHANGED_BUFFERS
-        self.rows_read = dict(zip(watched, zip(*[row[_HEAD:first] for row in rows], strict=True), strict=True))
+        seen = zip(*[row[_HEAD:first] for row in rows], strict=True) if watched else ()
+        self.rows_read = dict(zip(watched, seen, strict=True))
         return [tuple(row[first : first + len(message.sizes)]) for row in rows]
 
     def _check_messages(self, message: HandshakeMessage, messages: Sequence[HandshakeMessage]) -> list[tuple[int, ...]]:

@@ -90,8 +90,7 @@ def _exchange_flags(
     """Starts exchanging, for each rank, how many scalars are not finite and `written`; and the sum of `used` over
     ranks.
     """
-    numbers = [scalar.item() for scalar in scalars]
-    own = [len(numbers) - sum(map(math.isfinite, numbers)), written, *used]
+    own = [len(scalars) - sum(map(math.isfinite, map(Tensor.item, scalars))), written, *used]
     communicator.progress.record(_NAME)
     launched = communicator.gather_equal(torch.tensor(own, dtype=torch.int64, device="cpu"), "ids")
 

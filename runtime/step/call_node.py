@@ -35,8 +35,9 @@ class CallNode(torch.autograd.Function):
         results = spanned("forward", step.forward)
         program = step.program
         program.state.awaiting_backward.add(step)
-        fixed = [r for i, r in zip(program.results, results, strict=True) if i not in program.differentiable]
-        ctx.mark_non_differentiable(*(r for r in fixed if isinstance(r, Tensor)))
+        of_results = zip(program.results, results, strict=True)
+        fixed = [r for i, r in of_results if i not in program.differentiable and isinstance(r, Tensor)]
+        ctx.mark_non_differentiable(*fixed)
         return tuple(results)
 
     @staticmethod

@@ -50,7 +50,8 @@ class _SortedOutputs:
 
     def __init__(self, roles: Sequence[OutputRole]) -> None:
         self.roles = roles  # keep the roles alive, because they are compared by identity
-        self.dense: list[tuple[int, str]] = []
+        self.dense: list[int] = []
+        self.dense_names: list[str] = []
         self.of_shards: list[tuple[int, str]] = []
         # Name of a table -> (its parameters, index of the ids among the outputs, index of the rows).
         self.of_rows: dict[str, tuple[Sequence[str], int, int]] = {}
@@ -60,7 +61,8 @@ class _SortedOutputs:
         for place, role in enumerate(roles):
             match role:
                 case Gradient(Parameter(name)):
-                    self.dense.append((place, name))
+                    self.dense.append(place)
+                    self.dense_names.append(name)
                 case GradientOfShard(table):
                     self.of_shards.append((place, table))
                 case GradientOfRows(table, "rows"):
@@ -105,7 +107,9 @@ class Delivery:
         sorted_ = self._sorted.get(id(roles))
         if sorted_ is None:
             sorted_ = self._sorted[id(roles)] = _SortedOutputs(roles)
-        self._deliver_dense(sorted_.dense, outputs, absent, absent_here, tangents)
+        self._deliver_dense(
+            sorted_.dense_names, [*map(outputs.__getitem__, sorted_.dense)], absent, absent_here, tangents
+        )
         for place, name in sorted_.of_shards:
             self.state.tables[name].add_dense_gradient(outputs[place], absent, unreduced=not self.synchronised)
         for table, (tables, ids, rows) in sorted_.of_rows.items():
@@ -119,8 +123,8 @@ class Delivery:
 
     def _deliver_dense(
         self,
-        places: Sequence[tuple[int, str]],
-        outputs: Sequence[Any],
+        names: Sequence[str],
+        gradients: Sequence[Tensor],
         absent: frozenset[str],
         absent_here: frozenset[str],
         tangents: Sequence[Tensor],
@@ -128,7 +132,7 @@ class Delivery:
         """Stores dense gradients in `.grad`.
 
         Args:
-            places: (index among the outputs, parameter name).
+            names, gradients: the parameters' names and their gradients.
             absent: names of parameters that no rank's backward reaches.
             absent_here: names of parameters that this rank's backward does not reach.
             tangents: the gradients of the model's results, from which the backward began.
@@ -137,12 +141,11 @@ class Delivery:
         ignored, unreached = state.ignored, absent if self.synchronised else absent_here
         others = {tangent.untyped_storage().data_ptr() for tangent in tangents}
         is_plain = self.synchronised and not state.unreduced and not (self.own and state.hooked)
-        for (place, name), parameter in zip(places, state.parameters([n for _, n in places]), strict=True):
+        for name, value, parameter in zip(names, gradients, state.parameters(names), strict=True):
             if name in (absent_here if name in ignored else unreached):
                 continue
             # Two parameters may get the same tensor (the biases of an LSTM), but no two may share a `.grad`;
             # nor may a `.grad` be a tensor passed to the backward, as for a parameter that is only added.
-            value: Tensor = outputs[place]
             shares = others and not value.is_sparse and value.untyped_storage().data_ptr() in others
             if id(value) in given or shares:
                 value = value.clone()

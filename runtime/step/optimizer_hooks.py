@@ -78,11 +78,11 @@ class _OptimizerStep:
 
     def hide_all(self, tables: Sequence[Member]) -> None:
         """Hides the gradients of tables from the optimizer's own step."""
-        parameters = [table.parameter for table in tables]
-        found = [(parameter, parameter.grad, None) for parameter in parameters]
-        self.hidden += [each for each in found if each[1] is not None]  # type: ignore[misc]
-        for parameter in parameters:
-            parameter.grad = None
+        for table in tables:
+            if (gradient := table.parameter.grad) is not None:
+                self.hidden.append((table.parameter, gradient, None))
+        for table in tables:
+            table.parameter.grad = None
 
     def restore(self, *, raised: bool) -> None:
         """Restores the hidden gradients. After a step that raised, skips those that were cleared or replaced since."""

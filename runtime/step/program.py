@@ -236,16 +236,13 @@ class Program:
 
     def snapshot_reads(self, leaves: Sequence[Any], values: Values) -> VersionSnapshot:
         """Returns a snapshot of the tensors that the backward reads, to detect writes."""
-        found = [leaves[index] for index in self._leaves_read]
+        found = [*map(leaves.__getitem__, self._leaves_read), *map(values.__getitem__, self._saved_read)]
         found += self.state.parameters(self._parameters_read)
         found += [self.state.table(name).local for name in self._shards_read]
-        found += [values[name] for name in self._saved_read]
         return VersionSnapshot.of_tensors_in(found)
 
     def name_written(self, written: Sequence[Tensor], leaves: Sequence[Any]) -> str:
-        """Returns the names of the tensors in `written`, for an error message, or "" if there are none."""
-        if not written:
-            return ""
+        """Returns the names of the tensors in `written`, for an error message."""
         names = {storage_id(leaf): "a tensor of the batch" for leaf in leaves if isinstance(leaf, Tensor)}
         names |= {storage_id(self.state.parameter(name)): name for name in self.state.names}
         return ", ".join(dict.fromkeys(names.get(storage_id(tensor), "a result") for tensor in written))

@@ -38,6 +38,7 @@ SECOND = (
     "reduced. Call the model again, or add the losses and call backward once."
 )
 Met = TypeVar("Met")
+_NOTHING_READ = VersionSnapshot()
 
 
 def run_step(program: Program, leaves: Sequence[Any], *, train: bool, following: NextBatch | None = None) -> list[Any]:
@@ -103,7 +104,7 @@ class Step:
         self.unreduced: Collection[str] = program.state.unreduced
         self._values: Values | None = None
         self._results: list[Any] = []  # the tensors and sizes that the model returns
-        self._read_again = VersionSnapshot()
+        self._read_again = _NOTHING_READ
 
     def forward(self) -> list[Any]:
         """Announces the call to the other ranks, runs its forward, and keeps what the backward needs."""
@@ -317,9 +318,8 @@ class Step:
     def _written_tensors(self) -> tuple[int, str]:
         """Returns how many tensors that the backward reads were written since the forward, and their names as text."""
         written = self._read_again.written()
-        # Drop the snapshot, so that the backward can free values after their last use.
-        self._read_again = VersionSnapshot()
-        return len(written), self.program.name_written(written, self._leaves)
+        self._read_again = _NOTHING_READ  # so that the backward can free values after their last use
+        return len(written), self.program.name_written(written, self._leaves) if written else ""
 
     def _call_backward(
         self,
@@ -394,9 +394,9 @@ class Step:
 
     def _batch_gradients(self, roles: Sequence[OutputRole], outputs: Sequence[Any]) -> list[Tensor | None]:
         """Returns the gradients of those tensors of the batch that require one, in the order of the batch."""
-        found = {
-            role.of.index: value
-            for role, value in zip(roles, outputs, strict=True)
-            if isinstance(role, Gradient) and isinstance(role.of, BatchInput)
-        }
-        return [found.get(k) for k, leaf in enumerate(self._leaves) if isinstance(leaf, Tensor) and leaf.requires_grad]
+        wanted = [k for k, leaf in enumerate(self._leaves) if isinstance(leaf, Tensor) and leaf.requires_grad]
+        found: dict[int, Tensor] = {}
+        for role, value in zip(roles, outputs, strict=True) if wanted else ():
+            if isinstance(role, Gradient) and isinstance(role.of, BatchInput):
+                found[role.of.index] = value
+        return [*map(found.get, wanted)]
