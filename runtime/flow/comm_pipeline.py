@@ -239,10 +239,6 @@ class CommPipeline:
         """Records, for time measurements, a forward that ran eagerly."""
         self.recorder.mark(self._forward)
 
-    def end_forward(self) -> None:
-        """Records, for time measurements, that a forward has ended."""
-        self.recorder.end_forward()
-
     def next_backward(self, program: IdsProgram, values: Values) -> BackwardVariant:
         """Chooses the variant of the next backward, which is the same on all ranks.
 
@@ -303,7 +299,7 @@ class CommPipeline:
     def give_up_forward(self) -> None:
         """Forgets a failed forward, whose launches have all been submitted."""
         self._coming = self._ahead = None
-        self.recorder.drop_segment()
+        self.recorder.segment = None
         self._forget_rows()
 
     def give_up_backward(self) -> None:

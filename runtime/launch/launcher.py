@@ -18,7 +18,6 @@ Contract
 from __future__ import annotations
 
 import contextlib
-import time
 from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
@@ -26,7 +25,7 @@ import torch
 from torch import Tensor, fx
 
 from embrace_fx.runtime.launch.launch_queue import LaunchQueue, LaunchWindow
-from embrace_fx.runtime.launch.recorder import OUTSIDE, RecordedWait
+from embrace_fx.runtime.launch.recorder import OUTSIDE
 from embrace_fx.runtime.launch.spans import is_profiled, span
 from embrace_fx.runtime.launch.ticket import Launch, Ticket
 from embrace_fx.runtime.ranks.communicator import Communicator
@@ -174,15 +173,8 @@ class Launcher:
         """Waits for a launch, and returns the collective's result. Records the time of the wait."""
         if ticket.done:
             return ticket.wait()
-        recorder = self.recorder
         try:
-            if recorder.recording is not None or is_profiled():
-                with RecordedWait(recorder, ticket.id):
-                    return ticket.wait()
-            began_s = time.perf_counter()  # inlined instead of a context manager, because it runs at every launch
-            value = ticket.wait()
-            recorder.step_times.waited(ticket.id, time.perf_counter() - began_s)
-            return value
+            return self.recorder.timed(ticket.id, ticket.wait)
         except RuntimeError as error:
             self._communicator.name_ranks(error, ticket.id)
             raise

@@ -166,10 +166,6 @@ class Recorder:
         self.pause_segment()
         self.segment = None
 
-    def drop_segment(self) -> None:
-        """Forgets the current piece of compute of a forward that failed."""
-        self.segment = None
-
     def waiting(self, launch: OperationId) -> contextlib.AbstractContextManager[None]:
         """Returns a context that records a wait for a launch."""
         return RecordedWait(self, launch)

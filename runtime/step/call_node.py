@@ -32,7 +32,7 @@ class CallNode(torch.autograd.Function):
         """Runs the step's forward."""
         ctx.step = step
         ctx.set_materialize_grads(False)
-        results = spanned("forward", step.forward)
+        results = call_without_autograd(spanned, "forward", step.forward)
         program = step.program
         program.state.awaiting_backward.add(step)
         of_results = zip(program.results, results, strict=True)

@@ -33,14 +33,12 @@ def has_node_hooks(parameter: nn.Parameter) -> bool:
         return True
     with torch.inference_mode(False), torch.enable_grad():
         node = torch.autograd.graph.get_gradient_edge(parameter).node
-    handle: Any = node.register_hook(_no_op)  # all hooks of a node are in one dict, to which only a handle refers
+    handle: Any = node.register_hook(
+        lambda *_: None
+    )  # all hooks of a node are in one dict, to which only a handle refers
     hooks = handle.hooks_dict_ref()
     handle.remove()
     return not all(isinstance(hook, NodeHook) for hook in (hooks or {}).values())
-
-
-def _no_op(*_: object) -> None:
-    """Does nothing: a hook that is registered only to get access to a node's other hooks."""
 
 
 def run_tensor_hooks(parameter: nn.Parameter, gradient: Tensor) -> Tensor:

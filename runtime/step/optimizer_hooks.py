@@ -207,9 +207,10 @@ class OptimizerHooks:
         tables = self._take_over_tables(optimizer, held)
         replicas = self._row_updated_replicas(optimizer) if self.replicas else []
         may_wait = self._may_defer(optimizer)
-        exchanges = self._exchanges_of(tables)
-        step.late = self._exchanges_in_flight(exchanges, tables) if may_wait else []
-        for exchange in exchanges:
+        own = set(map(id, tables))
+        for exchange in self._exchanges_of(tables):
+            if may_wait and own.issuperset(map(id, exchange.table.members)) and exchange.gradient.may_defer():
+                step.late.append(exchange)
             if exchange.gradient.step is not None:
                 exchange.gradient.apply()  # apply the previous step's gradient first
         self._sort_tables(step, tables, optimizer)
@@ -325,15 +326,6 @@ class OptimizerHooks:
         """Returns the row exchanges of these tables, each once."""
         of_table = self._flow.of_table
         return list(dict.fromkeys([of_table[table.name] for table in tables if table.name in of_table]))
-
-    @staticmethod
-    def _exchanges_in_flight(exchanges: Sequence[RowExchange], tables: Sequence[Member]) -> list[RowExchange]:
-        """Returns the row exchanges whose gradients are in flight and that serve only these tables."""
-        own, found = set(map(id, tables)), list[RowExchange]()
-        for exchange in exchanges:
-            if own.issuperset(map(id, exchange.table.members)) and exchange.gradient.may_defer():
-                found.append(exchange)
-        return found
 
     def _after_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Runs after an optimizer's step: restores hidden gradients, and applies or defers the updates of tables and

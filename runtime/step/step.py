@@ -12,7 +12,8 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,7 +28,7 @@ from embrace_fx.runtime.step.backward_flags import FAILED, Finish, launch_flags
 from embrace_fx.runtime.step.call_node import TWICE, CallNode
 from embrace_fx.runtime.step.program import LoweredPhase, Program
 from embrace_fx.runtime.step.promised_logits import Logits, LogitsSource
-from embrace_fx.runtime.step.runnable_phase import store_saved, without_user_autocast
+from embrace_fx.runtime.step.runnable_phase import call_without_autograd, store_saved
 from embrace_fx.runtime.step.writable_results import sharing_memory, writable_results
 from embrace_fx.vocabulary.graph import BatchInput, Gradient, OutputRole, Result, Values
 from embrace_fx.vocabulary.step_variant import BackwardVariant, ForwardVariant
@@ -37,7 +38,6 @@ SECOND = (
     "backward() was called a second time for the results of the same call, after the gradients of the first had been "
     "reduced. Call the model again, or add the losses and call backward once."
 )
-Met = TypeVar("Met")
 _NOTHING_READ = VersionSnapshot()
 
 
@@ -48,9 +48,7 @@ def run_step(program: Program, leaves: Sequence[Any], *, train: bool, following:
         train: whether a backward will follow, from results that require grad.
         following: the next batch, or None if it is not known.
     """
-    step = Step(program, leaves, following)
-    with without_user_autocast():
-        tensors = _run_and_unpack(program, step, leaves, train)
+    tensors = _run_and_unpack(program, Step(program, leaves, following), leaves, train)
     results: list[Any] = [None] * program.result_count
     for index, value in program.constants.items():
         results[index] = value
@@ -72,8 +70,7 @@ def _run_and_unpack(program: Program, step: Step, leaves: Sequence[Any], train: 
         step.anchor = made.next_functions[0][0]
         tensors: tuple[Tensor, ...] = CallNode.apply(step, anchor, *inputs)  # type: ignore[no-untyped-call]
         return tensors
-    with torch.no_grad():
-        return tuple(step.forward())
+    return tuple(call_without_autograd(step.forward))
 
 
 @dataclass(frozen=True)
@@ -121,7 +118,7 @@ class Step:
         results = [value for role, value in zip(forward.run.roles, outputs, strict=True) if isinstance(role, Result)]
         store_saved(forward.run.roles, outputs, values)
         program.drop_unread(values, "forward")
-        program.flow.end_forward()
+        program.flow.recorder.end_forward()
         self._values = values
         results, made = writable_results(results, program.differentiable_places)
         self._results = [r.detach() if isinstance(r, Tensor) else r for r in results]
@@ -293,7 +290,8 @@ class Step:
         flow.end_backward()
         try:
             finish = finish or self._launch_flags(used, written)
-            reached = self._call_waiting(finish, names, None, lambda: self._nonfinite_is_harmless(tangents))
+            told = names, None, partial(self._nonfinite_is_harmless, tangents)
+            reached = finish(*told) if gate is None else flow.recorder.timed(ANNOUNCEMENT, finish, *told)
         except PeerFailure:
             flow.give_up_backward()
             raise
@@ -309,11 +307,6 @@ class Step:
         self.program.flow.begin_backward(self.program.ids_program, variant)
         if twice:  # the other ranks are told as about any failure
             raise RuntimeError(TWICE)
-
-    def _call_waiting(self, call: Callable[..., Met], *arguments: Any) -> Met:
-        """Calls a function that waits for other ranks, and records the time of the wait."""
-        flow = self.program.flow
-        return flow.recorder.timed(ANNOUNCEMENT, call, *arguments) if flow.shares_failures else call(*arguments)
 
     def _written_tensors(self) -> tuple[int, str]:
         """Returns how many tensors that the backward reads were written since the forward, and their names as text."""
@@ -347,7 +340,7 @@ class Step:
         if gate.future.done():
             gate.wait()
         else:
-            self._call_waiting(gate.wait)
+            self.program.flow.recorder.timed(ANNOUNCEMENT, gate.wait)
         if not gate.all_are_here():
             self.program.flow.give_up_backward()
             gate.check()
