@@ -163,8 +163,8 @@ class CommPipeline:
         self._coming = None
         if following is not None and program.routes and min(chain.from_iterable(everyone.coming), default=0) >= 0:
             following.announced = everyone.coming
-            for table, (ids, counts) in program.routes.items():
-                following.current[table] = self.exchanges[table].routing(values[ids], values[counts])
+            for table, (ids_name, counts_name) in program.routes.items():
+                following.current[table] = self.exchanges[table].routing(values[ids_name], values[counts_name])
             self._coming = following
         variant = ForwardVariant(self._arrival(), self._coming is not None)
         if variant.arrives == "other":  # the rows would wait for gradients that come later in the launch order

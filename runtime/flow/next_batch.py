@@ -268,8 +268,8 @@ class DeviceBatch(NextBatch):
         rest, cuts, values = sizes[len(self._tables) * ranks :], {}, self.values
         for table, split in self._splits.items():
             self._streams.keep(*split.tensors())
-            of_table, of_ranks = self.program.routes[table]
-            cuts[table] = split.cut_batches(values[of_table], tuple(values[of_ranks].tolist()), rest)
+            ids_name, counts_name = self.program.routes[table]
+            cuts[table] = split.cut_batches(values[ids_name], tuple(values[counts_name].tolist()), rest)
             rest = rest[split.sizes.numel() :]
         self.cuts = cuts
         for table, beyond, ids in self._for_host:
