@@ -16,7 +16,7 @@ from embrace_fx.runtime.probe import probe as measuring
 from embrace_fx.runtime.probe.disk_cache import VARIABLE, cache_folder, read_cached, write_cached
 from embrace_fx.runtime.probe.links import measure_links
 from embrace_fx.runtime.ranks.communicator import Communicator
-from tests.support.ranks import run_ranks
+from tests.support.ranks import run_ranks, run_ranks_expecting_errors
 
 CPU = torch.device("cpu")
 
@@ -99,7 +99,7 @@ def test_a_second_run_probes_nothing_unless_the_network_has_changed(tmp_path: Pa
     assert len(list(tmp_path.iterdir())) == 1
 
 
-def _links_within_a_host(rank: int, world_size: int, folder: str) -> bool:
+def _links_within_a_host(rank: int, world_size: int, folder: str) -> None:
     communicator = Communicator(dist.group.WORLD)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(VARIABLE, folder)
@@ -108,11 +108,13 @@ def _links_within_a_host(rank: int, world_size: int, folder: str) -> bool:
         found = measure_links(communicator, 2**30, CPU)
         measuring._PROBED.clear()
     communicator.close()
-    return found == measuring.loopback(world_size)
+    assert found == measuring.loopback(world_size)
 
 
 def test_ranks_of_one_host_have_its_usual_links(tmp_path: Path) -> None:
-    assert run_ranks(2, _links_within_a_host, str(tmp_path)) == [True, True]
+    """In one of five tries: on a busy machine, every exchange of a try may be slow."""
+    tries = (run_ranks_expecting_errors(2, _links_within_a_host, str(tmp_path)) for _ in range(5))
+    assert any(errors == [None, None] for errors in tries)
     assert not list(tmp_path.iterdir())
 
 
