@@ -19,7 +19,7 @@ import threading
 import time
 import traceback
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any
@@ -131,7 +131,7 @@ class MismatchWatchdog:
                 self._written = self.announced
             return
         top = sys._current_frames().get(threading.main_thread().ident or 0)
-        frame = _find_collective(traceback.walk_stack(top))
+        frame = _find_collective(_with_callers(top))
         if self._found is not None and self._found[0] is not frame:
             self._found = None
         if frame is None or self._found is not None:
@@ -159,7 +159,7 @@ class MismatchWatchdog:
         Raises:
             PeerFailure: names the rank and its reason.
         """
-        frame = _find_collective(traceback.walk_tb(error.__traceback__))
+        frame = _find_collective(frame for frame, _ in traceback.walk_tb(error.__traceback__))
         if frame is None:
             return
         if self._found is not None and self._found[0] is frame:
@@ -208,9 +208,16 @@ def _collectives_begun(group: dist.ProcessGroup) -> int:
         return 0
 
 
-def _find_collective(frames: Iterable[tuple[FrameType, int]]) -> FrameType | None:
+def _with_callers(frame: FrameType | None) -> Iterator[FrameType]:
+    """Yields a stack frame and those of its callers. Reads no line numbers: the frame's thread goes on meanwhile."""
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def _find_collective(frames: Iterable[FrameType]) -> FrameType | None:
     """Returns the stack frame of a collective that needs all ranks of its process group, or None."""
-    for frame, _ in frames:
+    for frame in frames:
         file, name = frame.f_code.co_filename, frame.f_code.co_name
         for there, names in _TOGETHER.items():  # inlined, because it runs a few times a second
             if file.endswith(there) and name.startswith(names):
