@@ -450,7 +450,7 @@ def _store_smoothing(head: Head, node: fx.Node, others: Sequence[fx.Node]) -> No
     narrow = other.all_input_nodes[0] if other.target is aten.expand.default else other
     is_of_sums = loss is not None and loss.sums is not None and loss.backward in node.all_input_nodes
     if not is_of_sums or more or narrow.target is not aten.unsqueeze.default or argument(narrow, "dim") not in (1, -1):
-        raise Unmatched(f"the logits have another gradient than that of the loss ({_describe_node(node)})")
+        raise Unmatched(f"the logits also receive a gradient that does not come from the loss ({_describe_node(node)})")
     assert loss is not None
     head.loss = replace(loss, of_sums=narrow.all_input_nodes[0])
 

@@ -122,7 +122,7 @@ class _QueueSimulation:
         self._finished: list[list[float]] = []  # for each simulated window, when its operations ended
         self._ends: list[float | None] = []  # when this window's operations ended; None if they have not run
         self._ran = 0  # the number of compute operations of this window that have run
-        self._copies: list[int] = []  # copies of this window that have not run
+        self._copies: list[int] = []  # positions of the window's host-device copies that have not run yet
 
     def window(self) -> list[int]:
         """Simulates the next window (a backward and the next forward). Returns its collectives in launch order."""

@@ -53,8 +53,8 @@ def check_group(now: dist.ProcessGroup | None, compiled_in: dist.ProcessGroup | 
         )
     if compiled_in is not None and now is not compiled_in:
         raise RuntimeError(
-            "The process group of compile() has been destroyed or replaced. Initialize torch.distributed once, or "
-            "compile the model after that."
+            "The process group that compile() used has been destroyed or replaced. Initialize torch.distributed only "
+            "once, or compile the model again after you have initialized it anew."
         )
 
 

@@ -158,7 +158,7 @@ class UpdateGroup:
         self.dense: list[nn.Parameter] = []
         self._held: list[LocalStorage] = []
         self._applies = False
-        self._opener = 0  # the id of the training thread, which arms the parameters
+        self._opener = 0  # the id of the training thread, whose access applies updates
 
     def open(self) -> None:
         """Arms the parameters: the next access applies their updates. Applies them now if other tensors share the

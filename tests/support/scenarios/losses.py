@@ -195,6 +195,6 @@ def a_backward_that_reaches_nothing(training: Training) -> None:
     branching = Branching(training)
     for k in range(3):
         loss = branching.call(k, ("ab", "ab"))
-        arriving = _NoGradient.apply(loss) if k == 1 else loss
+        arriving = _NoGradient.apply(loss) if k == 1 else loss  # type: ignore[no-untyped-call]
         arriving.backward()
         branching.step()
