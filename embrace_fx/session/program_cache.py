@@ -65,7 +65,10 @@ class Entries:
 
     def accepting(self, leaves: Sequence[Any]) -> Entry | None:
         """Returns the capture that is valid for a batch, given flattened, or None if there is none."""
-        return next((each for each in self.found if each.captured.accepts(leaves)), None)
+        for entry in self.found:
+            if entry.captured.accepts(leaves):
+                return entry
+        return None
 
 
 class ProgramCache(dict[Any, Entries]):

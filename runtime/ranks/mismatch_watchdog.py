@@ -19,7 +19,7 @@ import threading
 import time
 import traceback
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any
@@ -131,7 +131,11 @@ class MismatchWatchdog:
                 self._written = self.announced
             return
         top = sys._current_frames().get(threading.main_thread().ident or 0)
-        frame = _find_collective(_with_callers(top))
+        frames = []  # without line numbers, because the main thread goes on meanwhile
+        while top is not None:
+            frames.append(top)
+            top = top.f_back
+        frame = _find_collective(frames)
         if self._found is not None and self._found[0] is not frame:
             self._found = None
         if frame is None or self._found is not None:
@@ -206,13 +210,6 @@ def _collectives_begun(group: dist.ProcessGroup) -> int:
         return int(group._get_sequence_number_for_group())  # type: ignore[attr-defined]
     except RuntimeError:
         return 0
-
-
-def _with_callers(frame: FrameType | None) -> Iterator[FrameType]:
-    """Yields a stack frame and those of its callers. Reads no line numbers: the frame's thread goes on meanwhile."""
-    while frame is not None:
-        yield frame
-        frame = frame.f_back
 
 
 def _find_collective(frames: Iterable[FrameType]) -> FrameType | None:
