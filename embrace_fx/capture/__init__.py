@@ -42,22 +42,23 @@ from embrace_fx.vocabulary.graph import BatchInput, Mutation, TrainingGraph
 
 @dataclass(frozen=True)
 class Captured:
-    """A captured graph, and the conditions under which it is valid for a batch.
+    """A captured graph, and the conditions under which it is valid for a call of the model.
 
     Attributes:
-        graph: forward and backward; only the forward if `train` is false.
+        graph: forward and backward; only the forward if captured with `train=False`.
         result_spec: the tree structure of the model's results.
         result_constants: index among the flattened results -> a result that is not a tensor and the same for every
             batch.
         route: "graph" if the forward is captured, "eager" if only gradients are exchanged by the graph.
-        replay: repeats the forward's side effects, and builds its results from the graph's outputs.
+        replay: repeats the forward's side effects, and builds its results from the graph's outputs. None: no side
+            effects.
         guard: torch's shape guards, compiled to a Python expression over the batch's tensors; None accepts any shapes.
         guarded: indices, among the graph's inputs, of the tensors and numbers that `guard` calls t0, t1, ...
         fakes: the traced values of the guarded inputs; empty if nothing is guarded.
         conditions: values of the model, of globals and of closures that must not change while the graph is valid.
         written: indices, among the flattened arguments, of the tensors that the forward writes.
         constants: index among the flattened arguments -> an argument that the forward reads and that is not a tensor.
-        names: index among the flattened arguments -> its name as an expression.
+        names: index among the flattened arguments -> its name as an expression, such as `L['weight']`.
         deciding: names of numbers that cannot become inputs of the graph, because their value decides what it computes.
     """
 
@@ -76,8 +77,8 @@ class Captured:
     deciding: frozenset[str] = frozenset()
 
     def with_new_guards(self) -> Captured:
-        """Returns a copy that also checks guards added since the capture, such as those that compiling the graph
-        adds.
+        """Returns a copy whose `guard` also contains shape guards that torch has added since the capture, for example
+        while the graph was compiled.
         """
         return replace(self, guard=_compile_guard(self.fakes)) if self.fakes else self
 
@@ -94,14 +95,17 @@ class Captured:
 
     @property
     def toggles_state(self) -> bool:
-        """Whether the forward assigns an attribute that it also reads, so that the next call needs another graph."""
+        """Whether the forward assigns a new constant to an attribute that it also reads, so that the next call needs
+        another graph.
+        """
         return self.replay is not None and bool(self.replay.switches)
 
     def inputs(self, leaves: Sequence[Any]) -> Sequence[Any]:
-        """Returns the graph's inputs for a batch.
+        """Returns the graph's inputs for a call: the arguments, and the current values that the graph reads from
+        attributes of objects.
 
         Args:
-            leaves: the flattened arguments of the call. Values that the forward reads from objects are added.
+            leaves: the flattened arguments of the call.
         """
         return leaves if self.replay is None else [*leaves, *self.replay.read_states(leaves)]
 
@@ -150,8 +154,8 @@ def capture(
     Args:
         args, kwargs: one batch, exactly as the model is called with it.
         dynamic: (index among the flattened arguments, dimension) pairs whose size may vary from batch to batch.
-        values: names of numbers and of tensors of objects that become inputs of the graph. All other values become
-            constants.
+        values: expressions such as `L['self'].scale` for numbers and attributes with tensors that become inputs of the
+            graph. Other values become constants.
 
     Raises:
         CaptureError: the forward cannot be captured; the message names the user's line.

@@ -28,8 +28,8 @@ _TAKEN = (
 
 
 def flatten_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], pytree.TreeSpec]:
-    """Flattens the arguments of a call. Returns the leaves and their tree structure, which is the same object for equal
-    structures.
+    """Flattens the arguments of a call with pytree. Returns (leaves, tree structure). Equal structures are the same
+    object.
     """
     leaves = [*args, *kwargs.values()]
     # The common case: no containers, so skip pytree, which makes five Python calls per argument.
@@ -72,7 +72,8 @@ def _register_class(cls_to_register: type) -> None:
 
 
 def check_arguments(leaves: list[Any], kind: str) -> None:
-    """Raises `RefusedError` if an argument is a tensor with a layout that cannot be captured.
+    """Raises `RefusedError` if an argument cannot be captured: a nested or sparse tensor, or an object with tensors in
+    `__slots__`.
 
     Args:
         leaves: the flattened arguments.
@@ -143,7 +144,8 @@ def _describe(leaf: Any) -> str:
 
 
 def argument_names(function: types.FunctionType, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[int, str]:
-    """Returns Dynamo's names of the flattened arguments of a forward, such as `L["ids"]`, by index.
+    """Returns index -> Dynamo's name, such as `L["ids"]`, of each flattened argument of a forward. Empty if names
+    cannot be determined.
 
     Args:
         function: the forward, unbound.
@@ -172,7 +174,7 @@ def argument_names(function: types.FunctionType, args: tuple[Any, ...], kwargs: 
 
 
 def constants_read(leaves: Sequence[Any], names: Mapping[int, str], guards: Collection[str]) -> dict[int, Any]:
-    """Returns the arguments that are not tensors and that a forward reads, by index among the flattened arguments.
+    """Returns index -> value of the flattened arguments that a forward reads and that are not tensors.
 
     Args:
         leaves: the flattened arguments.
@@ -188,7 +190,9 @@ def constants_read(leaves: Sequence[Any], names: Mapping[int, str], guards: Coll
 
 
 def same_constant(one: Any, other: Any) -> bool:
-    """Returns whether a graph captured with one non-tensor argument is valid for the other: same type, equal value."""
+    """Returns whether two non-tensor arguments have the same type and equal values, so that one graph is valid for
+    both.
+    """
     if one is other or type(one) is not type(other):
         return one is other
     try:

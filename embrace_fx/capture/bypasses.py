@@ -23,8 +23,8 @@ from embrace_fx.runtime.tables.pending_parameters import apply_pending
 
 @cache
 def close_bypasses() -> None:
-    """Patches the functions of torch that do not call `__torch_function__`, so that they apply pending updates of their
-    arguments first. Does so once per process.
+    """Patches the functions of torch that bypass `__torch_function__`, so that they first apply delayed optimizer
+    updates of the parameters among their arguments. Does so once per process.
     """
     takers = (
         *((Tensor, name) for name in ("_make_subclass", "set_")),
@@ -46,7 +46,7 @@ def close_bypasses() -> None:
 def _apply_pending_first(
     function: Callable[..., Any], values: Callable[..., Any] = lambda *args, **kwargs: (args, kwargs)
 ) -> Any:
-    """Wraps `function` so that it first applies the pending updates of parameters among its arguments.
+    """Wraps `function` so that it first applies delayed optimizer updates of the parameters among its arguments.
 
     Args:
         values: receives the arguments of a call, and returns the values that may contain parameters.
@@ -54,7 +54,7 @@ def _apply_pending_first(
 
     @functools.wraps(function)
     def applying(*args: Any, **kwargs: Any) -> Any:
-        """Applies pending updates of parameters among the arguments, then calls the original function."""
+        """Applies delayed optimizer updates of parameters among the arguments, then calls the original function."""
         if not torch.compiler.is_dynamo_compiling():  # do nothing while Dynamo traces the call
             apply_pending(values(*args, **kwargs))
         return function(*args, **kwargs)

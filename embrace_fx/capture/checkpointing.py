@@ -28,7 +28,9 @@ _SAVING = (torch_checkpoint.CheckpointPolicy.MUST_SAVE, torch_checkpoint.Checkpo
 
 @contextlib.contextmanager
 def record_checkpoint_regions() -> Iterator[None]:
-    """Opens a context in which tracing marks the nodes of each checkpointed function with the number of its region."""
+    """Opens a context in which tracing marks each node of a function under `torch.utils.checkpoint` with the function's
+    region: its number, after the numbers of the regions around it.
+    """
     regions = _Regions()
     generator, function = torch_checkpoint._checkpoint_without_reentrant_generator, torch_checkpoint.CheckpointFunction
     torch_checkpoint._checkpoint_without_reentrant_generator = regions.without_reentrant
@@ -41,7 +43,9 @@ def record_checkpoint_regions() -> Iterator[None]:
 
 
 class _Regions:
-    """Replaces the functions of `torch.utils.checkpoint`, in both of its modes, while a model is traced."""
+    """Stands in for the functions of `torch.utils.checkpoint` (both modes) during tracing, and marks the nodes of
+    checkpointed functions with their region.
+    """
 
     def __init__(self) -> None:
         self._path: tuple[int, ...] = ()
@@ -62,8 +66,8 @@ class _Regions:
         *args: Any,
         **kwargs: Any,
     ) -> Iterator[None]:
-        """Replaces the generator that runs before and after the function in the non-reentrant mode by one that opens a
-        region. The arguments are those of torch's generator.
+        """Replaces torch's generator that runs before and after a function in the non-reentrant mode. Marks the
+        function's nodes with a new region instead of saving its inputs. Has the same arguments.
         """
         forward_context, _ = context_fn()
         with self._open_region(forward_context):
@@ -71,10 +75,12 @@ class _Regions:
 
     @contextlib.contextmanager
     def _open_region(self, context: Any) -> Iterator[None]:
-        """Opens a region: nodes traced in it are marked with its path, unless an inner region has marked them.
+        """Opens a new region. Nodes traced in it get `meta["region"]`: the region's number, after those of the regions
+        around it. Nodes that an inner region has marked keep their mark.
 
         Args:
-            context: the user's context for the forward, such as a selective policy. Entered inside the region.
+            context: the user's context for the forward, such as a selective checkpointing policy. Entered inside the
+                region.
         """
         mode = get_proxy_mode()
         around, self._path = self._path, (*self._path, next(self._numbers))
@@ -95,7 +101,9 @@ class _Regions:
 
 
 def mark_backward(graph: fx.Graph) -> None:
-    """Marks each backward node with the region of the forward node that it differentiates."""
+    """Copies the checkpoint region in `meta["region"]` from each forward node to the backward nodes that differentiate
+    it.
+    """
     if not any(node.meta.get("region") for node in graph.nodes):
         return
     differentiated: dict[int, tuple[int, ...]] = {}

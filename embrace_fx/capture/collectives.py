@@ -49,8 +49,8 @@ def refuse_collectives() -> Iterator[None]:
         return inspect.isfunction(variable) and variable in _FUNCTIONS
 
     def refused(tx: Any, old_fn: Any, source: Any, **options: Any) -> _RefusedCollective:
-        """Returns the variable that Dynamo traces in place of a collective; calling it raises. The arguments are those
-        of the function of Dynamo that it replaces.
+        """Returns the variable that Dynamo traces in place of a collective; calling it raises. Replaces a function of
+        Dynamo, and has its arguments.
         """
         return _RefusedCollective(old_fn, source=source, **options)
 

@@ -37,7 +37,8 @@ class Effects:
 
     Attributes:
         objects: Dynamo's names of the objects whose attributes or items the forward writes.
-        attributes: name of a written attribute -> the constant assigned to it: `L['self'].count` -> 1.
+        attributes: name of a written attribute -> the constant assigned to it: `L['self'].count` -> 1. `_NO_CONSTANT`
+            if the value is not constant.
         prints: whether the forward prints or logs.
         tensor_hooks: whether the forward registers hooks on tensors.
         globals: names of global variables that the forward assigns.
@@ -50,7 +51,9 @@ class Effects:
     globals: list[str] = field(default_factory=list)
 
     def with_model_as_self(self, model_name: str) -> Effects:
-        """Returns a copy in which the model is named `L['self']` instead of `model_name`."""
+        """Returns a copy in which names refer to the model as `L['self']` instead of `model_name`, Dynamo's name for
+        it.
+        """
         objects = [name.replace(model_name, "L['self']") for name in self.objects]
         attributes = {name.replace(model_name, "L['self']"): value for name, value in self.attributes.items()}
         return replace(self, objects=objects, attributes=attributes)
@@ -61,7 +64,7 @@ class Effects:
 
 @contextlib.contextmanager
 def record_effects() -> Iterator[Effects]:
-    """Opens a context that records the side effects of a forward traced in it."""
+    """Opens a context that yields an empty `Effects`. Tracing a forward in it adds the forward's side effects."""
     effects = Effects()
     suffix = OutputGraph.codegen_suffix
 
@@ -103,7 +106,9 @@ def _add_effects(effects: Effects, found: Any, tx: Any) -> None:
 
 
 def refuse_effects(effects: Effects, model: nn.Module) -> None:
-    """Raises `RefusedError` if the forward has a side effect that cannot be repeated at each call."""
+    """Raises `RefusedError` if the forward assigns a global variable or registers a hook on a tensor, because these
+    side effects cannot be repeated at each call.
+    """
     kind = type(model).__name__
     if effects.tensor_hooks:
         raise RefusedError(
@@ -131,13 +136,15 @@ class ReplayedEffects:
     """Repeats a captured forward's side effects at each call, with code that Dynamo has generated.
 
     Attributes:
-        run: function with the forward's arguments. In place of the graph it calls `outputs`.
-        outputs: a stack whose top is the graph's outputs while `run` runs.
+        run: Dynamo's code, with the forward's arguments. Instead of running a graph, it takes the graph's outputs from
+            the top of `outputs`.
+        outputs: a stack with the graph's outputs while `run` runs.
         model: the object whose method the forward is, or None if it is a function.
         objects: expressions over `scope` for the objects whose attributes or items are written.
         states: where to read tensors and numbers that the graph takes besides the batch's tensors: an expression over
             `scope`, or an index among the flattened arguments.
-        switches: whether the forward assigns a constant that it also reads.
+        scope: the variables that the expressions refer to.
+        switches: whether the forward assigns a new constant to an attribute that it also reads.
     """
 
     run: Callable[..., Any]
@@ -156,10 +163,11 @@ class ReplayedEffects:
             self.outputs.pop()
 
     def read_states(self, leaves: Sequence[Any]) -> list[Any]:
-        """Returns the current values of the states that the replayed effects read.
+        """Returns the current values of the graph's inputs that are not tensors of the batch, such as attributes of the
+        model.
 
         Args:
-            leaves: the flattened arguments of the call, which contain some of the states.
+            leaves: the flattened arguments of the call; some of the values are among them.
         """
         return [leaves[each] if isinstance(each, int) else eval(each, dict(self.scope)) for each in self.states]
 
@@ -179,7 +187,8 @@ def _evaluated_or_none(name: str, scope: Mapping[str, Any]) -> Any:
 
 
 def state_inputs(graph: torch.fx.Graph, model_name: str) -> dict[int, str]:
-    """Maps the position of each input of Dynamo's graph that is read from an object to the expression that reads it.
+    """Returns position -> expression for the inputs of Dynamo's graph that are read from attributes of the model or
+    from globals, except parameters and buffers.
 
     Args:
         model_name: Dynamo's name for the model.
@@ -200,7 +209,8 @@ def build_replay(
     Args:
         out: Dynamo's result of tracing the forward.
         effects: the forward's side effects.
-        states: as in `ReplayedEffects`.
+        states: where to read the graph's inputs besides the batch's tensors: expressions, or indices among the
+            flattened arguments.
         values: the values that Dynamo guards.
     """
     outputs: list[Sequence[Any]] = []

@@ -50,7 +50,7 @@ def _first_sentence(message: str) -> str:
 
 
 class RefusedError(CaptureError):
-    """Raised if the forward does something at each call that a graph cannot do."""
+    """Raised if a model or batch has something that a graph cannot handle, such as backward hooks or nested tensors."""
 
 
 def explain_failed_capture(model: nn.Module, error: Exception, raised: Exception | None) -> CaptureError:
@@ -91,10 +91,13 @@ def explain_failed_capture(model: nn.Module, error: Exception, raised: Exception
 
 
 def raised_by_forward(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], error: Exception) -> Any:
-    """Runs the forward once, eagerly, to find an error that it raises by itself. Returns None if it raises none, or if
-    the failed capture gives no reason to run it.
+    """Returns the error that the forward itself raises on a batch, or None. Runs the forward once, eagerly and without
+    gradients, if the failed capture gives a reason to. Buffers and random numbers are restored afterwards, and nothing
+    is sent.
 
-    The forward runs once, without gradients. Buffers and random numbers are restored, and nothing is sent.
+    Args:
+        args, kwargs: the batch.
+        error: the error that the capture raised.
     """
     of_forward = isinstance(error, TorchRuntimeError | TypeError | AttributeError | KeyError)
     leaves = [*pytree.tree_leaves((args, kwargs)), *model.parameters()]
@@ -119,7 +122,9 @@ def raised_by_forward(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str,
 
 
 def _error_seen_by_dynamo(error: Exception) -> Exception | None:
-    """Rebuilds the built-in exception that the forward raised while Dynamo traced it, or returns None."""
+    """Returns the built-in exception that the forward raised while Dynamo traced it, rebuilt from the message of
+    Dynamo's error, or None if the message names none.
+    """
     found = re.search(r"raised exception (\w+)(\(.*\))", str(error))
     kind = getattr(builtins, found[1], None) if found is not None else None
     try:
@@ -130,7 +135,9 @@ def _error_seen_by_dynamo(error: Exception) -> Exception | None:
 
 
 def _comes_from_user_code(model: nn.Module, raised: Exception) -> bool:
-    """Returns whether the error was raised by the user's own code, so that the training loop may expect it."""
+    """Returns whether an error of the forward was raised by the user's own code, not inside torch. The training loop
+    may expect such an error.
+    """
     frames = traceback.extract_tb(raised.__traceback__)
     own = getattr(sys.modules.get(type(model).__module__), "__file__", None)
     return not frames or frames[-1].filename == own or _is_user_code(frames[-1].filename)
@@ -176,7 +183,7 @@ def _called_collective(error: Exception) -> str | None:
 
 
 def _user_line(error: Exception) -> str | None:
-    """Returns the innermost line of user code in an error's traceback, or None."""
+    """Returns the innermost line of user code in an error's traceback, as "file:line in function", or None."""
     if isinstance(error, CaptureError) and error.where:
         return error.where
     own = [frame for frame in _frames(error) if _is_user_code(frame[0])]
@@ -198,10 +205,13 @@ def _frames(error: Exception) -> list[tuple[str, str, str]]:
 
 
 def line_of_branch(conditions: Sequence[str]) -> str:
-    """Returns the user's line that branches on the last of these conditions.
+    """Returns the user's line that branches on the last of these conditions, as "file:line in function", or "" if
+    unknown.
 
-    torch cuts off what the path has in common with torch's own. The whole path is that of the loaded file that torch
-    would shorten in the same way.
+    torch shortens the file's path in the conditions. The full path is looked up among the loaded files.
+
+    Args:
+        conditions: the source locations of torch's guards, as text.
     """
     found = [match for each in conditions if (match := re.search(r"# (\S+):(\d+) in (\S+)", each)) is not None]
     if not found:

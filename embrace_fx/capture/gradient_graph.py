@@ -48,11 +48,13 @@ def gradient_graph(
     whole: Mapping[str, torch.Size],
     in_rows: Collection[str],
 ) -> TrainingGraph:
-    """Builds a graph that only exchanges gradients. Its k-th input is the gradient of the k-th parameter.
+    """Builds the graph that exchanges gradients if the forward is not captured. Its inputs include the gradients that
+    autograd has computed, in the order of `parameters`.
 
     Args:
         parameters: name -> trained parameter, in the order in which the forward probably reads them.
-        tables: names of the parameters that lookups read. The rows of the k-th one are the batch input with index k.
+        tables: names of the embedding tables among them. Batch input k of the graph holds the row ids in the gradient
+            of the k-th table.
         whole: name of a sharded table -> the shape of the whole table.
         in_rows: names of the tables whose gradients are sparse.
     """
@@ -77,8 +79,8 @@ def gradient_graph(
 
 
 def with_assumed_lookups(graph: TrainingGraph) -> TrainingGraph:
-    """Returns a copy of a gradient graph in which each table has an assumed bag lookup, as a capture would most likely
-    find.
+    """Returns a copy of a gradient graph in which each table is read as by an `EmbeddingBag` that sums, because the
+    real lookups are unknown and a capture would most likely find these.
     """
     tables = (replace(t, uses=tuple(replace(use, kind="bag:sum") for use in t.uses)) for t in graph.tables)
     return replace(graph, tables=tuple(tables))
@@ -90,18 +92,23 @@ def wrap_as_captured(graph: TrainingGraph) -> Captured:
 
 
 def _placeholder(graph: fx.Graph, name: str, role: InputRole, value: Tensor) -> fx.Node:
-    """Adds a placeholder with a role and a traced value to a graph."""
+    """Adds a placeholder to a graph, and returns it.
+
+    Args:
+        role: what the input is, such as a parameter or a gradient.
+        value: the traced value.
+    """
     node = graph.placeholder(re.sub(r"\W|^(?=\d)", "_", name))
     node.meta |= {"role": role, "val": value}
     return node
 
 
 def _table_of_gradient(name: str, weight: Tensor, rows: fx.Node, *, sparse: bool) -> TableSpec:
-    """Describes a table whose lookups are not captured, so that only its gradient is known.
+    """Describes an embedding table of which only the gradient is known, because its lookups are not captured.
 
     Args:
         weight: the whole table.
-        rows: the node with the rows that the gradient has.
+        rows: the graph's input with the row ids in the gradient.
         sparse: whether the gradient is sparse.
     """
     use = TableUse("", (), rows.name, -1, FROM_GRADIENT, False, True, False, "", sparse)

@@ -38,9 +38,10 @@ class Conditions:
     """The conditions under which a captured graph stays valid: Dynamo's guards, except those on the batch.
 
     Attributes:
-        values: recorded values to compare, used if the guards do not even hold right after the capture.
-        manager: torch's guard manager over a frame's locals, or None to compare `values` instead.
-        frame: the locals that the guards refer to: the model.
+        values: the guarded values at the capture, to compare in place of the guards.
+        manager: torch's guard manager. None: compare `values`, because the guards do not even hold right after the
+            capture.
+        frame: the local variables that the guards refer to: only the model.
         cells: closure variable of the forward -> its cell.
         kept: objects that are guarded by identity, kept alive so that no other object gets their address.
         tensors: constants of the graph that must not change: tensors, compared by identity, and NumPy numbers, compared
@@ -69,7 +70,8 @@ class Conditions:
         return bool(self.manager.check(frame)) and self.tensors.are_unchanged()
 
     def to_scope_name(self, name: str, model_name: str) -> str:
-        """Converts Dynamo's name of a value to the expression that reads the value in the scope of `values`.
+        """Returns the expression that reads a value in the scope of `values`, converted from Dynamo's name of the
+        value.
 
         Args:
             model_name: Dynamo's name for the model.
@@ -80,13 +82,13 @@ class Conditions:
         return name if root is None or not cell else f"C[{root[1]!r}].cell_contents{name[root.end() :]}"
 
     def without(self, tensors: Collection[str | int]) -> Conditions:
-        """Returns a copy without the conditions on these tensors, given by name, because they are no longer constants
-        of the graph.
+        """Returns a copy without the conditions on the tensors with these names, for tensors that became inputs of the
+        graph.
         """
         return replace(self, tensors=self.tensors.without(tensors), values=self.values.without(tensors))
 
     def without_broken(self) -> Conditions:
-        """Returns a copy without the conditions that the capture itself has broken by running the forward."""
+        """Returns a copy without the conditions that no longer hold after the capture itself has run the forward."""
         written = {id(each) for each in self.numbers.written()}
         own = replace(
             self, numbers=VersionSnapshot.of_tensors(each for each in self.numbers.tensors if id(each) not in written)
@@ -95,21 +97,21 @@ class Conditions:
 
 
 def to_dynamo_name(name: str, model_name: str) -> str:
-    """Converts an expression that reads a value to Dynamo's name of the value: the inverse of
+    """Returns Dynamo's name of a value, converted from the expression that reads the value: the inverse of
     `Conditions.to_scope_name`. `model_name` is Dynamo's name for the model.
     """
     return re.sub(r"C\['(\w+)'\]\.cell_contents", r"L['\1']", name.replace("L['self']", model_name))
 
 
 def name_of_model(model: nn.Module) -> str:
-    """Returns Dynamo's name for the model among the locals of its forward."""
+    """Returns Dynamo's name for the model among the local variables of its forward, such as `L['self']`."""
     code = traced_function(model).__code__
     # If the forward is decorated, the model is the first item of `*args`.
     return f"L[{code.co_varnames[0]!r}]" if code.co_argcount else "L['args'][0]"
 
 
 def traced_function(model: nn.Module) -> types.FunctionType:
-    """Returns the unbound function of the model that Dynamo traces."""
+    """Returns the function that Dynamo traces for a model, unbound; usually the forward of the model's class."""
     found: types.FunctionType = torch._dynamo.convert_frame.get_traced_fn(model)[0]
     return found
 
@@ -125,7 +127,7 @@ def collect_guards(gm: fx.GraphModule, model: nn.Module) -> Conditions:
     cells = dict(zip(code.co_freevars, function.__closure__ or (), strict=True))
 
     def is_checked(name: str) -> bool:
-        """Returns whether the guard on the value of this name is checked at each call."""
+        """Returns whether to check the guard on the value with this name of Dynamo's at each call."""
         root = re.search(r"\b([LG])\['(\w+)'\]", name)
         if root is None or OF_PROGRAMS.search(name):
             return False
@@ -143,12 +145,12 @@ def collect_guards(gm: fx.GraphModule, model: nn.Module) -> Conditions:
 class _Guards(CheckFunctionManager):
     """Torch's guards, changed to hold references to the guarded objects.
 
-    Torch's own guards instead register with each guarded object to learn of its end, which keeps guards on a library's
-    class or module alive forever.
+    Torch's own guards instead register a callback for the deletion of each guarded object, which keeps guards on a
+    library's class or module alive forever.
 
     Args:
-        is_kept: takes the name of a value, and returns whether to guard the value. Torch's own `guard_filter_fn` would
-            build all guards first, and then the selected ones again.
+        is_kept: takes Dynamo's name of a value, and returns whether to guard the value. Torch's own `guard_filter_fn`
+            would build all guards first, and then the selected ones again.
     """
 
     def __init__(self, is_kept: Callable[[str], bool], *args: Any, **kwargs: Any) -> None:
@@ -158,14 +160,18 @@ class _Guards(CheckFunctionManager):
         super().__init__(*args, **kwargs)
 
     def build_guards(self, sorted_guards: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
-        """Builds those of torch's sorted guards that `is_kept` selects, and stores the guarded values."""
+        """Builds the guards that `is_kept` selects, and stores the guarded values. Returns torch's guard builder and
+        guard manager.
+        """
         kept = [guard for guard in sorted_guards if self._is_kept(guard.name)]
         builder, manager = super().build_guards(kept, *args, **kwargs)
         self.values = [_guarded_value(builder, guard) for guard in kept]
         return builder, manager
 
     def id_ref(self, obj: object, obj_str: str) -> int:
-        """Returns the id of an object, and keeps the object alive. Ignores its name `obj_str`."""
+        """Returns the id of an object, and keeps the object alive. Overrides torch's method; ignores `obj_str`, the
+        object's name.
+        """
         self.guarded.append(obj)
         return id(obj)
 
@@ -184,7 +190,8 @@ def _guarded_value(builder: Any, guard: Any) -> object:
 def _read_guarded_values(
     output: Any, function: types.FunctionType, model: nn.Module, model_name: str, cells: Mapping[str, Any]
 ) -> ReadValues:
-    """Records the guarded values for comparison: numbers and strings by value, tensors by identity.
+    """Returns the values that Dynamo guards, except those of the batch, parameters and buffers, to compare with at
+    later calls.
 
     Args:
         output: Dynamo's output graph, which has the guards.

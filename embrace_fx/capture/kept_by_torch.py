@@ -39,10 +39,10 @@ def forget_captures() -> None:
 
 
 def _clear_shape_caches() -> None:
-    """Clears torch's caches of symbolic sizes, which would keep every capture's fake tensors.
+    """Clears torch's caches of symbolic sizes, which would keep the fake tensors of every capture forever.
 
-    These caches are class attributes and keep the sizes of every capture, with their fake tensors, forever. Up to
-    `MOST_RESULTS` results of operations are kept, because the next capture of a model finds most of its own there.
+    Up to `MOST_RESULTS` cached results of fake tensor operations are kept, because the next capture of a model finds
+    most of its own there.
     """
     if FakeTensorMode.cache_info().size > MOST_RESULTS:
         FakeTensorMode.cache_clear()

@@ -27,17 +27,19 @@ def is_on_meta(model: nn.Module) -> bool:
 
 @contextlib.contextmanager
 def on_fake_cpu(model: nn.Module, batch: Any) -> Iterator[tuple[nn.Module, Any]]:
-    """Opens a context with a copy of the model that has fake CPU tensors as parameters and buffers, and a batch to
-    capture it with.
+    """Opens a context that yields a copy of a model on the meta device, and a batch, both with fake CPU tensors, so
+    that the model can be captured.
 
-    Tied parameters stay tied. The copy is valid inside the context.
+    Tied parameters stay tied. Copy and batch are valid inside the context.
     """
     fake_mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
     twin = copy.deepcopy(model)  # copies no memory, because the model is on the meta device
     made: dict[int, Tensor] = {}
 
     def fake(tensor: Tensor) -> Tensor:
-        """Returns a fake CPU tensor for a tensor, always the same one for the same tensor."""
+        """Returns a fake CPU tensor or parameter with the shape of a meta tensor; the same one each time for the same
+        tensor.
+        """
         if id(tensor) not in made:
             with fake_mode, torch.no_grad():
                 own = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")

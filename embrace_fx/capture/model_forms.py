@@ -16,13 +16,13 @@ STATES = "__states"
 
 
 class TreeResults(nn.Module):
-    """Wraps Dynamo's graph as a module with the same parameter names, whose results are trees of tensors with separate
+    """Wraps Dynamo's graph as a module with the same parameter names, whose results are trees of tensors that share no
     memory.
 
     Args:
-        states: for each value passed as `STATES`, its position among the inputs of Dynamo's graph, or None if the graph
-            does not read it. Results are then the graph's own, not the forward's. None if the forward has no side
-            effects to repeat.
+        states: where the graph takes the values that the keyword argument `STATES` passes: for each, its position among
+            the graph's inputs, or None if the graph does not read it. With `states`, results are the graph's outputs,
+            from which side effects are repeated. None: results are the forward's.
     """
 
     def __init__(self, graph: Any, states: tuple[int | None, ...] | None = None) -> None:
@@ -38,8 +38,8 @@ class TreeResults(nn.Module):
     ) -> Iterator[tuple[str, nn.Module]]:
         """Yields each module once, under one name. Ignores `remove_duplicate`.
 
-        Tracing replaces parameters by tensors, by name, and then restores them. With a second name it would save the
-        tensors as parameters and leave them there.
+        Tracing replaces parameters by tensors, by name, and then restores them. For a module with two names it would
+        save the tensors as the parameters, and would not restore them.
         """
         found: Iterator[tuple[str, nn.Module]] = super().named_modules(memo, prefix)
         return found

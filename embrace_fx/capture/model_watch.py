@@ -38,7 +38,7 @@ class ModelWatch:
         self.record()
 
     def record(self) -> None:
-        """Records the model's current modules and methods, to compare with later."""
+        """Records the model's current modules, methods, parameters and buffers, to compare with later."""
         self._modules = list(self._model.modules())
         self._children = [module._modules for module in self._modules]
         self._parameters = [module._parameters for module in self._modules]
@@ -74,11 +74,11 @@ class ModelWatch:
 
     @property
     def trains(self) -> bool:
-        """Whether any parameter requires a gradient."""
+        """Whether any parameter of the model requires a gradient."""
         return any(self._trains)
 
     def modes(self) -> tuple[bool, ...]:
-        """Returns which modules are in training mode and which parameters require gradients."""
+        """Returns `training` of each module, then `requires_grad` of each parameter."""
         return (*[module.training for module in self._modules], *self._trains)
 
     def modules_changed(self) -> bool:
@@ -88,14 +88,16 @@ class ModelWatch:
         return self._module_state() != self._were or self._root_state() != self._root_was
 
     def refusal(self) -> RuntimeError | None:
-        """Returns the error to raise if a parameter was replaced or converted since `record_parameters`, or None."""
+        """Returns the error to raise if a parameter was added, removed, replaced, or converted to another dtype since
+        it was recorded, or None.
+        """
         if (name := self._replaced_parameter()) is not None:
             return RuntimeError(OTHER_PARAMETERS.format(name))
         return None if (name := self._converted_parameter()) is None else RuntimeError(CONVERTED.format(name))
 
     def renamed(self) -> dict[str, str]:
-        """Maps old parameter names to new ones. Empty if nothing was renamed, or if the parameters themselves have
-        changed.
+        """Returns old name -> new name of the parameters whose names have changed since they were recorded. Empty if
+        the parameters themselves have changed.
         """
         now = self._ids_by_name()
         old, new = ({number: name for name, number in reversed(names.items())} for names in (self._names, now))
@@ -132,11 +134,13 @@ class ModelWatch:
         self._state.hooked = frozenset(n for n, (*_, hooked) in zip(self._state.names, settings, strict=True) if hooked)
 
     def _module_state(self) -> tuple[list[Any], list[Any]]:
-        """Returns the modules, and the forward methods of their classes, for comparison."""
+        """Returns each module's child modules, and the forward method of each module's class, to detect changes."""
         return [*map(tuple, map(_values, self._children))], [kind.forward for kind in self._kinds]
 
     def _root_state(self) -> tuple[Any, ...]:
-        """Returns the model's own forward and hooks, for comparison. Graphs guard those of its submodules."""
+        """Returns the forward and the hooks of the outermost module, to detect changes. Guards of graphs check those of
+        submodules.
+        """
         root = self._model
         hooks = root._forward_pre_hooks, root._forward_hooks, root._backward_pre_hooks, root._backward_hooks
         return root.forward, *map(tuple, hooks)

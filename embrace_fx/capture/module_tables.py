@@ -17,7 +17,7 @@ _INTEGERS = (torch.int64, torch.int32)
 
 
 def lookup_tables(model: nn.Module, names: Collection[str], *, only_sparse: bool = False) -> list[str]:
-    """Returns those of `names` that are weights of embedding layers.
+    """Returns those of the parameter names in `names` that are weights of embedding layers.
 
     Args:
         only_sparse: whether to consider only layers with `sparse=True`.
@@ -29,8 +29,8 @@ def lookup_tables(model: nn.Module, names: Collection[str], *, only_sparse: bool
 
 
 def possible_tables(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Returns the parameters that may be embedding tables: unshared weights of embedding layers, and parameters of the
-    user's own modules.
+    """Returns name -> parameter for parameters that may be embedding tables: trained matrices that only one module
+    uses, an embedding layer or a module that is not torch's.
     """
     named = [(f"{name}.", module) for name, module in model.named_modules() if module._parameters]
     shared = Counter(id(parameter) for _, module in named for parameter in module._parameters.values())
@@ -44,8 +44,8 @@ def possible_tables(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def possible_heads(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Returns the parameters that may be weights of output layers: those of linear layers with as many rows as an
-    embedding.
+    """Returns name -> parameter for weights that may belong to output layers: those of linear layers with as many rows
+    as an embedding.
     """
     rows = {module.num_embeddings for module in model.modules() if isinstance(module, nn.Embedding)}
     layers = [(name, module) for name, module in model.named_modules() if isinstance(module, nn.Linear)]
@@ -69,10 +69,11 @@ def possible_ids(leaves: Sequence[Any]) -> list[Tensor]:
 
 
 def possible_rows(ids: Sequence[Tensor], num_rows: int) -> Tensor:
-    """Returns the rows of a table that a batch probably reads: the values of the tensors in `ids` that fit the table's
-    number of rows best.
+    """Returns the distinct row ids of a table that a batch probably reads: the values of the integer tensors in `ids`
+    whose range fits `num_rows` best. Returns all rows if none fits.
 
-    Small numbers may be ids of a sorted or a large table, or counts. They are used only if there are no others.
+    Tensors with only small numbers may be ids of a sorted or a large table, or counts. They are used only if no others
+    fit.
     """
     fitting, likely = [], []
     for each in ids:

@@ -29,8 +29,8 @@ def numbers_as_inputs(names: Collection[str]) -> Iterator[None]:
     wrap, config = VariableBuilder.wrap_symfloat, cast(Any, torch.compiler.config)
 
     def wrap_float(self: VariableBuilder, value: float) -> Any:
-        """Traces a float (`value`) as a graph input if its name is in `names`, otherwise as a constant. Replaces a
-        method of Dynamo.
+        """Returns Dynamo's variable for a float: a graph input if its name is in `names`, otherwise a constant.
+        Replaces a method of Dynamo.
         """
         assert self.source is not None
         with torch._dynamo.config.patch(assume_static_by_default=self.source.name not in names):
@@ -48,19 +48,20 @@ def numbers_as_inputs(names: Collection[str]) -> Iterator[None]:
 
 
 def symbols_of(sizes: ShapeEnv, names: Collection[str]) -> dict[str, Symbol]:
-    """Maps each of `names` to the symbol that Dynamo has created for the number. Leaves out numbers whose value decided
-    what was traced.
+    """Returns name -> symbol for those of `names` that Dynamo has made symbolic. Numbers whose value decided what was
+    traced have no symbol.
 
     Args:
-        sizes: torch's record of the trace's symbols.
+        sizes: the shape environment of the trace.
+        names: Dynamo's names of numbers.
     """
     tracked = {each.source.name: each.fake for each in sizes.tracked_fakes or () if isinstance(each.fake, Symbol)}
     return {name: symbol for name, symbol in tracked.items() if name in names}
 
 
 def number_inputs(graph: fx.Graph, symbols: Mapping[str, Symbol]) -> dict[str, int]:
-    """Maps each number to its position among the inputs of Dynamo's graph. Makes the graph take floats instead of the
-    tensors that Dynamo wraps them in.
+    """Returns name -> position among the inputs of Dynamo's graph for each number. Makes the graph take floats instead
+    of the tensors that Dynamo wraps them in.
 
     Args:
         symbols: name of the number -> its symbol.

@@ -44,8 +44,8 @@ def defer_prints() -> Iterator[None]:
     call, log = DebuggingVariable.call_function, LoggingLoggerVariable.call_method
 
     def call_print(self: Any, tx: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
-        """Records a call of `print` or `warnings.warn`, to be repeated after the graph has run. Replaces a method of
-        Dynamo.
+        """Makes Dynamo record a call of `print` or `warnings.warn`, to be repeated after the graph has run. Replaces a
+        method of Dynamo.
         """
         category = [kwargs["category"]] if "category" in kwargs else []
         args = [_formatted(each) for each in (*args, *category)]
@@ -59,7 +59,9 @@ def defer_prints() -> Iterator[None]:
         return variables.ConstantVariable.create(None)
 
     def call_logger(self: Any, tx: Any, name: str, args: list[Any], kwargs: dict[str, Any]) -> Any:
-        """Records a call of a logger, to be repeated after the graph has run. Replaces a method of Dynamo."""
+        """Makes Dynamo record a call of a logger's method `name`, to be repeated after the graph has run. Replaces a
+        method of Dynamo.
+        """
         if self.source is None or not name.startswith(_LOG_METHODS):
             return log(self, tx, name, args, kwargs)
         method = DebuggingVariable(getattr(self.value, name), source=AttrSource(self.source, name))
@@ -77,7 +79,9 @@ def defer_prints() -> Iterator[None]:
 
 
 def _break_graph(function: Any) -> NoReturn:
-    """Stops the capture at a call of `function` that cannot be repeated later."""
+    """Raises Dynamo's error for a graph break at a call of `function`, a print or log that cannot be repeated after the
+    graph.
+    """
     torch._dynamo.exc.unimplemented(
         gb_type="cannot be deferred",
         context="",
@@ -87,8 +91,8 @@ def _break_graph(function: Any) -> NoReturn:
 
 
 def _formatted(value: Any) -> Any:
-    """Formats a list at once, because the forward may change it before it is printed. `value` is Dynamo's variable;
-    variables of other kinds are returned unchanged or as text.
+    """Returns Dynamo's variable for an argument of a print, with lists and constant containers turned into text at
+    once, because the forward may change them before they are printed. Other variables are returned unchanged.
     """
     if isinstance(value, _AS_THEY_ARE):
         return value

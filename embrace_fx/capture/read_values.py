@@ -31,7 +31,8 @@ class Changed:
 
     Attributes:
         name: the expression that reads it: `L['self'].scale`, or `L['weight']` for an argument.
-        before, now: its value at the capture, and its current value.
+        before: its value at the capture.
+        now: its current value.
     """
 
     name: str
@@ -40,7 +41,7 @@ class Changed:
 
     @property
     def can_be_input(self) -> bool:
-        """Whether the value can become an input of the graph: a number, or a tensor of an object."""
+        """Whether the value can become an input of the graph: a tensor, or an int or float of unchanged type."""
         kind = type(self.now)
         is_tensor = isinstance(self.before, Tensor) and isinstance(self.now, Tensor)
         return is_tensor or (kind is type(self.before) and kind in (int, float))
@@ -69,8 +70,8 @@ class ReadValues:
 
     @staticmethod
     def evaluate(names: Iterable[str], scope: Mapping[str, Any]) -> ReadValues:
-        """Evaluates expressions with the variables of `scope`, and keeps those whose values can be compared. `names`
-        are the expressions, as source text.
+        """Returns expressions, given as source text in `names`, with their current values. Leaves out those that cannot
+        be evaluated with the variables of `scope`, or whose values cannot be compared.
         """
         own = dict(scope)
         return ReadValues._compile({name: v for name, v in _evaluate(names, own).items() if _comparable(v)}, own)
@@ -91,24 +92,28 @@ class ReadValues:
         return ReadValues.evaluate([name for name in self.names if name not in names], self.scope)
 
     def only_arrays(self) -> ReadValues:
-        """Returns a copy with only tensors and NumPy values, for which Dynamo guards the type but not the content."""
+        """Returns a copy with only the expressions whose values are tensors or NumPy values. Of these, Dynamo's guards
+        check the type but not the content.
+        """
         kinds = (Tensor, np.generic, np.ndarray)
         names = [n for n, value in zip(self.names, self.values, strict=True) if isinstance(value, kinds)]
         return ReadValues.evaluate(names, self.scope)
 
     def without_changed(self) -> ReadValues:
-        """Returns a copy without the values that running the forward during the capture has changed."""
+        """Returns a copy without the expressions whose values have changed while the capture ran the forward."""
         now = _evaluate(self.names, self.scope)
         same = {n: v for n, v in zip(self.names, self.values, strict=True) if n in now and _same(v, now[n])}
         return ReadValues._compile(same, self.scope)
 
     def changed(self) -> list[Changed]:
-        """Returns the values that differ from those at the capture."""
+        """Returns the values that differ from those at the capture. Leaves out expressions that can no longer be
+        evaluated.
+        """
         now, before = _evaluate(self.names, self.scope), zip(self.names, self.values, strict=True)
         return [Changed(n, v, now[n]) for n, v in before if n in now and not _same(v, now[n])]
 
     def are_unchanged(self) -> bool:
-        """Returns whether all values are those at the capture."""
+        """Returns whether all expressions still have their values at the capture."""
         try:
             now = eval(self.code, self.scope)
         except Exception:  # an attribute was removed, or a list became shorter
@@ -120,7 +125,8 @@ _AS_NUMBERS = ("item", "tolist", "__bool__", "__int__", "__float__", "__index__"
 
 
 def tensors_read_as_numbers(graph: fx.Graph, constants: Mapping[fx.Node, Tensor]) -> VersionSnapshot:
-    """Returns a snapshot of the tensors from which the graph reads Python numbers, by calls such as `.item()`.
+    """Returns a snapshot, to detect later writes, of the tensors from which the graph reads Python numbers, by calls
+    such as `.item()`.
 
     Args:
         constants: input of the graph -> its tensor.
@@ -170,14 +176,16 @@ def _evaluate(names: Iterable[str], scope: dict[str, Any]) -> dict[str, Any]:
 
 
 def _comparable(value: Any) -> bool:
-    """Returns whether a value can be compared by content: plain values, arrays and tensors."""
+    """Returns whether a change of a value can be detected: plain values, arrays, and tensors other than parameters."""
     return isinstance(value, (*_PLAIN, np.ndarray)) or (
         isinstance(value, Tensor) and not isinstance(value, nn.Parameter)
     )
 
 
 def _same(a: Any, b: Any) -> bool:
-    """Returns whether values `a` and `b` are equal: plain values by value, tuples by item, others by identity."""
+    """Returns whether `a` and `b` are the same: plain values of equal type and value, tuples by item, others by
+    identity.
+    """
     if a is b or type(a) is not type(b):
         return a is b
     if isinstance(a, tuple):

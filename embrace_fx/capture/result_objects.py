@@ -30,7 +30,9 @@ _CONSTANTS = (torch.dtype, torch.device, torch.layout, type, enum.Enum, types.Fu
 
 @dataclass(frozen=True)
 class _FlattenedObject:
-    """An object among a forward's results, as its class (`kind`) and the values of its attributes."""
+    """Replaces an object among a forward's results while it is traced: the object's class (`kind`) and its attributes
+    by name.
+    """
 
     kind: type
     attributes: dict[str, Any]
@@ -38,7 +40,9 @@ class _FlattenedObject:
 
 @dataclass(frozen=True, eq=False)
 class _Constant:
-    """A part of a result (`value`) that is the same for every batch, so that the graph need not output it."""
+    """Wraps a part of a forward's result (`value`) that is the same for every batch, so that the graph need not output
+    it.
+    """
 
     value: Any
 
@@ -71,8 +75,8 @@ def _flatten_objects(result: Any, copied: frozenset[int]) -> Any:
 
 
 def _flatten_leaf(leaf: Any, copied: frozenset[int]) -> Any:
-    """Returns a leaf in a form that the graph can output: a tensor (copied if its id is in `copied`), a number or a
-    constant.
+    """Returns a leaf in a form that the graph can output: a tensor (a clone if its id is in `copied`), a number, a
+    `_Constant`, or a `_FlattenedObject` for an object with tensors.
     """
     if isinstance(leaf, _CONSTANTS):
         return _Constant(leaf)
@@ -118,8 +122,8 @@ def holds_tensors(value: Any, seen: set[int]) -> bool:
 
 
 def flatten_attributes(object_class: type, attributes: Mapping[str, Any]) -> tuple[list[Any], Any]:
-    """Flattens an object of class `object_class`. Returns (the values of its attributes, the context from which
-    `rebuild_object` rebuilds it).
+    """Flattens an object of class `object_class` for pytree. Returns (the values of its attributes, the context from
+    which `rebuild_object` rebuilds it).
     """
     return list(attributes.values()), (object_class, tuple(attributes))
 

@@ -35,9 +35,9 @@ class KeepRnnWhole(TorchFunctionMode):
     """A torch function mode that turns every recurrent network into one op per layer and direction.
 
     Args:
-        kernel: the kernel of every layer, or None to choose the fastest for each (`choose_kernel`). "loop" supports any
-            layer. Use it if only shapes matter: Dynamo runs each call on fake tensors, and cannot handle a fused
-            kernel's workspace of unknown size.
+        kernel: the kernel of every layer ("cudnn", "mkldnn" or "loop"), or None for the fastest that supports it.
+            "loop" supports any layer. Use it if only shapes matter: Dynamo runs each call on fake tensors, and cannot
+            handle a fused kernel's workspace of unknown size.
     """
 
     def __init__(self, kernel: str | None = None) -> None:
@@ -53,14 +53,15 @@ class KeepRnnWhole(TorchFunctionMode):
 
 
 def rnn_as_ops(kind: str, *args: Any, kernel: str | None = None, **kwargs: Any) -> Any:
-    """Computes `torch.lstm`, `torch.gru` or `torch.rnn_tanh` with one op per layer and direction.
+    """Computes `torch.lstm`, `torch.gru`, `torch.rnn_tanh` or `torch.rnn_relu` with one op per layer and direction.
 
     A graph calls this instead of torch's functions, so that tracing the graph needs no mode, which would intercept
     every function and every tensor access.
 
     Args:
-        kind: the kind of network: "lstm", "gru" or "rnn_tanh".
-        kernel: as for `KeepRnnWhole`.
+        kind: the function to compute: "lstm", "gru", "rnn_tanh" or "rnn_relu".
+        args, kwargs: the arguments of torch's function.
+        kernel: the kernel of every layer ("cudnn", "mkldnn" or "loop"), or None for the fastest that supports it.
     """
     # The op for packed sequences takes batch sizes after the data, and no `batch_first`.
     if len(args) > 3 and isinstance(args[3], list | tuple):
@@ -75,9 +76,10 @@ class _RnnOptions:
     """The options that all layers of a recurrent network share.
 
     Attributes:
-        cell: a key of `embrace_fx.vocabulary.rnn_ops.GATES`, such as "lstm".
-        kernel: as for `KeepRnnWhole`.
-        num_layers, num_directions: numbers of layers, and of directions (1 or 2) of each.
+        cell: the kind of network: "lstm", "gru", "rnn_tanh" or "rnn_relu".
+        kernel: the kernel of every layer ("cudnn", "mkldnn" or "loop"), or None for the fastest that supports it.
+        num_layers: the number of layers.
+        num_directions: 1, or 2 for bidirectional layers.
         dropout: the probability of dropout between the layers; 0 in evaluation mode.
         batch_sizes: the batch sizes of a packed input, or None.
     """
@@ -104,8 +106,13 @@ def _run_network(
     batch_first: bool = False,
     batch_sizes: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
-    """Runs a recurrent network, as one op for each layer and direction. The arguments after `cell` and `kernel`, which
-    are those of `_RnnOptions`, are those of `torch.lstm`.
+    """Runs a recurrent network as one op for each layer and direction. Returns the output, h_n and, for an LSTM, c_n.
+
+    All arguments after `kernel` are those of `torch.lstm`; `batch_sizes` is None unless the input is packed.
+
+    Args:
+        cell: the kind of network: "lstm", "gru", "rnn_tanh" or "rnn_relu".
+        kernel: the kernel of every layer, or None for the fastest that supports it.
     """
     stack = _RnnOptions(cell, kernel, num_layers, 1 + bidirectional, dropout if train else 0.0, batch_sizes)
     # Kernels need contiguous memory with time first. Copy here, so that the backward can read the same copy.
@@ -150,7 +157,11 @@ def _run_layer(
 
     Args:
         stack: the options of all layers.
-        input, h0, c0, weights, reverse: as for the op `rnn_layer`.
+        input: (T, B, I), or (R, I) if packed.
+        h0: the initial hidden state.
+        c0: the initial cell state of an LSTM, else None.
+        weights: the layer's weights, and biases if it has any, in the order of `torch.lstm`.
+        reverse: whether the layer runs backward in time.
     """
     projected = len(weights) in (3, 5)
     kernel = stack.kernel or choose_kernel(

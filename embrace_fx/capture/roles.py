@@ -37,8 +37,8 @@ class GraphWithRoles:
 
     Attributes:
         module: the graph.
-        constants: results that are not tensors, by index among the flattened results.
-        batch: index among the flattened arguments -> the placeholder of that tensor or number.
+        constants: index among the flattened results -> a result that is not a tensor.
+        batch: index among the flattened arguments -> the graph's placeholder for that tensor or number.
     """
 
     module: fx.GraphModule
@@ -47,15 +47,16 @@ class GraphWithRoles:
 
 
 def assign_roles(joint: fx.GraphModule, model: nn.Module, constants: Collection[int] = ()) -> GraphWithRoles:
-    """Assigns roles and readable names to the inputs and outputs of a traced graph, and removes unused nodes.
+    """Assigns roles (parameter, batch input, gradient, ..) and readable names to the inputs and outputs of a traced
+    graph, and removes unused nodes.
 
     Args:
         joint: AOTAutograd's graph of forward and backward, with descriptions of inputs and outputs.
         constants: indices of the flattened arguments that are constants of the graph.
 
     Raises:
-        CaptureError: an input or output has no role, because of views of each other, or mutated parameters that the
-            forward also reads.
+        CaptureError: an input or output has none of these roles, for example because a result is a view of another, or
+            because the forward changes and reads a parameter.
     """
     first_names = _first_names(model)
     module = _flat_module(joint)
@@ -87,8 +88,8 @@ def assign_roles(joint: fx.GraphModule, model: nn.Module, constants: Collection[
 
 
 def _drop_zero_tangent(module: fx.GraphModule, tangent: fx.Node) -> None:
-    """Removes the tangent of the value that `max_norm` writes into a parameter, because that gradient is always
-    zero.
+    """Removes the input `tangent`, the gradient of a parameter's value after the forward has changed it in place, as an
+    embedding's `max_norm` does. It is always zero. Raises `CaptureError` if the forward also uses the changed value.
     """
     for user in list(tangent.users):
         if user.target is torch.ops.aten.add.Tensor and not user.kwargs:
@@ -108,7 +109,9 @@ def _drop_zero_tangent(module: fx.GraphModule, tangent: fx.Node) -> None:
 
 
 def _first_names(model: nn.Module) -> dict[str, str]:
-    """Maps every name of a parameter or buffer to its first name. They differ for tied parameters."""
+    """Returns, for every name of a parameter or buffer, the first name of the same tensor. They differ for tied
+    parameters.
+    """
     first: dict[int, str] = {}
     names: dict[str, str] = {}
     for named in (model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False)):
@@ -118,7 +121,9 @@ def _first_names(model: nn.Module) -> dict[str, str]:
 
 
 def _flat_module(joint: fx.GraphModule) -> fx.GraphModule:
-    """Copies a graph so that it has plain placeholders and one tuple of outputs, instead of (primals, tangents)."""
+    """Returns a copy of AOTAutograd's graph with one flat list of placeholders and one tuple of outputs, instead of
+    (primals, tangents).
+    """
     graph = fx.Graph()
     env: dict[fx.Node, fx.Node] = {}
     for node in joint.graph.nodes:
@@ -135,8 +140,11 @@ def _flat_module(joint: fx.GraphModule) -> fx.GraphModule:
 
 
 def _input_role(desc: Any, first_names: Mapping[str, str]) -> InputRole:
-    """Returns the role of a graph's input, from the tracer's description of it (`desc`). `first_names` maps the names
-    of tied parameters to their first one.
+    """Returns the role of a graph's input.
+
+    Args:
+        desc: AOTAutograd's description of the input.
+        first_names: name of a parameter or buffer -> the first name of the same tensor.
     """
     match desc:
         case aot.ParamAOTInput(target=target):
@@ -154,8 +162,11 @@ def _input_role(desc: Any, first_names: Mapping[str, str]) -> InputRole:
 
 
 def _set_output_roles(module: fx.GraphModule, first_names: Mapping[str, str]) -> dict[int, Any]:
-    """Sets the roles of a graph's outputs. Returns the results that are constants, by index. `first_names` maps the
-    names of tied parameters to their first one.
+    """Sets the roles of a graph's outputs. Removes outputs that are constants, and returns them by index among the
+    results.
+
+    Args:
+        first_names: name of a parameter or buffer -> the first name of the same tensor.
     """
     output = module.graph.output_node()
     values: list[fx.Node] = []

@@ -79,15 +79,14 @@ class Traced:
 def copies_to_mark(
     args: tuple[Any, ...], kwargs: dict[str, Any], dynamic: frozenset[tuple[int, int]]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Returns the arguments with tensors replaced by uninitialized copies, on which the capture can mark dynamic
-    dimensions.
+    """Returns the arguments with uninitialized copies in place of all tensors, and with dynamic dimensions marked for
+    Dynamo.
 
     Each copy begins at the start of its own storage, because batches sliced from one long tensor have varying offsets.
 
     Args:
         args, kwargs: the arguments of the call.
-        dynamic: (index among the flattened arguments, dimension) pairs whose size may vary; only these tensors are
-            copied.
+        dynamic: (index among the flattened arguments, dimension) pairs whose size may vary.
     """
     leaves, spec = pytree.tree_flatten((args, kwargs))
     for index, leaf in enumerate(leaves):
@@ -139,8 +138,8 @@ def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor
 
 
 def _replace_untraceable_calls(read: fx.GraphModule) -> None:
-    """Replaces calls that cannot be traced to ATen in Dynamo's graph and nested graphs: RNNs, `linear`, and lookups
-    with sparse gradients.
+    """Replaces calls of RNNs, `linear`, and lookups with sparse gradients in Dynamo's graph and nested graphs by calls
+    that can be traced to ATen.
 
     ATen graphs do not support the layout of sparse gradients. `meta["custom"]` marks the lookups that requested one.
     """
@@ -177,10 +176,12 @@ def trace(
     values: Collection[str] = (),
     reads_all: bool = False,
 ) -> Traced:
-    """Traces a model's forward and backward.
+    """Traces a model's forward and backward; only the forward if gradients are disabled.
 
     Args:
-        values: names of numbers and of tensors of objects that become inputs of the graph.
+        args, kwargs: one batch, as the model is called with it.
+        values: expressions such as `L['self'].scale` for numbers and attributes with tensors that become inputs of the
+            graph.
         reads_all: whether to treat all arguments as read, even those that Dynamo has not guarded.
     """
     itself = name_of_model(model)
@@ -219,10 +220,10 @@ def trace(
 def _without_unread(
     args: tuple[Any, ...], kwargs: dict[str, Any], read: Mapping[int, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Returns the arguments with a placeholder in place of each one that the forward does not read.
+    """Returns the arguments with `UNREAD` in place of each one that is not a tensor and that the forward does not read.
 
     Args:
-        read: the arguments that it reads, by index among the flattened arguments.
+        read: index among the flattened arguments -> an argument that is not a tensor and that the forward reads.
     """
     leaves, spec = pytree.tree_flatten((args, kwargs))
     kept = [leaf if isinstance(leaf, Tensor) or k in read else UNREAD for k, leaf in enumerate(leaves)]
@@ -233,15 +234,17 @@ def _without_unread(
 def _make_states_inputs(
     model: nn.Module, read: _Read, symbols: Mapping[str, Symbol], model_name: str
 ) -> tuple[TreeResults, list[Any], ReplayedEffects]:
-    """Makes the values that a forward reads from objects inputs of the graph, besides the batch.
+    """Turns values that the forward reads from attributes or globals, and numbers that may vary, into additional inputs
+    of the graph.
 
     Args:
         read: the forward, traced by Dynamo.
-        symbols: Dynamo's name of a number that is an input -> its symbol.
+        symbols: Dynamo's name of a number that may vary -> its symbol.
         model_name: Dynamo's name for the model.
 
     Returns:
-        The module to trace, the values of those inputs, and the forward's side effects.
+        The module to trace, the values of the additional inputs, and the object that repeats the forward's side
+        effects.
     """
     graph, effects = read.gm.graph, read.effects.with_model_as_self(model_name)
     refuse_effects(effects, model)
@@ -255,8 +258,8 @@ def _make_states_inputs(
 
 
 def _where_read(read: _Read, symbols: Mapping[str, Symbol], model_name: str) -> list[str | int]:
-    """Returns where a call reads each number that is an input: an index among the flattened arguments, or an
-    expression.
+    """Returns, for each number that is an input of the graph, where to read it at a call: an index among the flattened
+    arguments, or an expression.
 
     Args:
         read: the forward, traced by Dynamo.
@@ -268,7 +271,8 @@ def _where_read(read: _Read, symbols: Mapping[str, Symbol], model_name: str) -> 
 
 
 def _tensors_read_as_numbers(graph: fx.Graph, model_name: str, values: ReadValues) -> VersionSnapshot:
-    """Returns a snapshot of the model's and global tensors from which Dynamo's graph reads Python numbers.
+    """Returns a snapshot, to detect later writes, of the tensors in attributes and globals from which Dynamo's graph
+    reads Python numbers.
 
     Args:
         model_name: Dynamo's name for the model.
@@ -306,8 +310,9 @@ class _Read:
 def _trace_with_dynamo(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], reads_all: bool) -> _Read:
     """Traces a forward with Dynamo.
 
-    Dynamo runs every call on fake tensors to find shapes, and an unrolled RNN would fix its number of steps. The mode
-    that prevents it takes half of Dynamo's time on top, so it is used only for models that call an RNN.
+    Dynamo runs every call on fake tensors to find shapes, and unrolling an RNN would fix its number of steps.
+    `KeepRnnWhole` prevents that, but makes Dynamo take half as long again, so it is used only for models that call an
+    RNN.
 
     Args:
         reads_all: whether to treat all arguments as read, even those that Dynamo has not guarded.
@@ -329,7 +334,9 @@ def _calls_rnns(module: fx.GraphModule) -> bool:
 
 def _export_with_dynamo(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], reads_all: bool) -> _Read:
     """Traces a forward as torch's `dynamo_graph_capture_for_export` does, but keeps side effects that can be repeated.
-    `reads_all` is as for `trace`.
+
+    Args:
+        reads_all: whether to treat all arguments as read, even those that Dynamo has not guarded.
     """
     with (
         refuse_collectives(),

@@ -14,7 +14,8 @@ def log_graph(name: str, module: fx.GraphModule) -> None:
 
 
 def log_text(name: str, text: Callable[[], str]) -> None:
-    """Writes a report to torch's structured trace. Calls `text` to build it only if the trace is enabled.
+    """Writes a report to torch's structured trace, the log for `tlparse`. Calls `text` to build the report only if the
+    trace is enabled.
 
     Before the first report, torch's handler has no folder, and would build the text only to drop it.
     """
