@@ -115,7 +115,7 @@ def compile(
 
 
 class HasState(Protocol):
-    """Anything with a state dict: a module, an optimizer."""
+    """Any object with a `state_dict` method, such as a module or an optimizer."""
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the state as a dict."""
@@ -124,8 +124,11 @@ class HasState(Protocol):
 def full_state_dict(stateful: HasState | dict[str, Any]) -> dict[str, Any]:
     """Returns `stateful.state_dict()` with whole tensors in place of shards, on every rank. Collective.
 
-    Save it with `torch.save` on one rank. Takes an optimizer, a module that contains a compiled model, an average of
-    its weights, or a state dict.
+    Save it with `torch.save` on one rank.
+
+    Args:
+        stateful: an optimizer, a compiled model or a module that contains one, an `AveragedModel` of it, or a state
+            dict.
     """
     from embrace_fx.runtime.tables.state_dicts import gather_state_dict  # noqa: PLC0415  (DTensor takes a while to import)
 
@@ -134,10 +137,11 @@ def full_state_dict(stateful: HasState | dict[str, Any]) -> dict[str, Any]:
 
 
 def save_full_state_dict(stateful: HasState | dict[str, Any], path: str | Path) -> None:
-    """Writes what `torch.save(full_state_dict(stateful), path)` would, but no rank holds a whole table. Collective.
+    """Writes what `torch.save(full_state_dict(stateful), path)` would, without any rank holding a whole table.
+    Collective.
 
-    Rank 0 writes. If nothing is sharded, every calling rank writes. Load the file with
-    `torch.load(path, mmap=True)` and pass it to `load_state_dict`: each rank then reads only its own columns.
+    Rank 0 writes. If nothing is sharded, every calling rank writes. Load the file with `torch.load(path, mmap=True)`
+    and pass it to `load_state_dict`: each rank then reads only its own columns.
     """
     from embrace_fx.runtime.tables.whole_files import save_gathered  # noqa: PLC0415  (DTensor takes a while to import)
 

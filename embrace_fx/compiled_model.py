@@ -27,7 +27,9 @@ if TYPE_CHECKING:
 
 
 def _compile_copy(model: nn.Module, options: Options) -> CompiledModel:
-    """Compiles a copied or unpickled model again, with the same options, for a single process."""
+    """Compiles a copied or unpickled model with the original's options, for the default process group and without the
+    original's optimizer.
+    """
     from embrace_fx.session.session import Session  # noqa: PLC0415  (torch's compiler takes seconds to import)
 
     return CompiledModel(Session(model, (), None, options), single=True)
@@ -82,7 +84,9 @@ class CompiledModel(nn.Module, Joinable):
     def _has_options(
         self, options: Options, optimizers: tuple[Optimizer, ...], group: dist.ProcessGroup | DeviceMesh | None
     ) -> bool:
-        """Returns whether the model was compiled with exactly these options, optimizers and ranks."""
+        """Returns whether the model was compiled with these options, and with these optimizers and this group as far as
+        they are given.
+        """
         session = self._session
         of_group = group is None or group is session.communicator.group or group is session.device_mesh
         of_optimizers = all(any(each is own for own in session.optimizers) for each in optimizers)
@@ -233,26 +237,30 @@ class CompiledModel(nn.Module, Joinable):
         return self._session.device_mesh
 
     def check_replicas(self) -> None:
-        """Compares the bits of whole parameters, optimizer state and options on all ranks. Collective.
+        """Checks that unsharded parameters, optimizer state and optimizer options are bitwise equal on all ranks.
+        Collective.
 
         Raises:
-            DivergedReplicas: they differ; on every rank, with the rank's number.
+            DivergedReplicas: they differ; the message names the values and ranks. Raised on every rank.
         """
         self._session.check_replicas()
 
     def replan(self) -> None:
-        """Makes a new plan with the next batch, at most once in 100 calls, and logs what changes. Collective."""
+        """Requests a new plan, made with the next training batch, at most once in 100 calls; changes are logged.
+        Collective.
+        """
         self._session.replan()
 
     def synchronize(self) -> None:
-        """Applies every pending update, and waits for it. Reading a parameter does this implicitly."""
+        """Applies all pending parameter updates, and waits for them. Reading a parameter does this implicitly."""
         self._session.programs.apply_pending()
 
     def close(self) -> None:
-        """Applies every pending update, and ends the model's threads and process groups. Call it on every rank.
+        """Applies all pending updates, and ends the model's threads and process groups. Call it on every rank.
 
-        Parameters, optimizer state and `state_dict()` stay usable; calling the model raises. A model without references
-        closes itself. If fewer ranks train than the job has, the model's process groups stay until the job ends.
+        Parameters, optimizer state and `state_dict()` stay usable; calling the model raises. A model is closed
+        automatically when no reference to it is left. If fewer ranks train than the job has, the model's process groups
+        stay until the job ends.
         """
         self._session.close()
 
@@ -292,7 +300,8 @@ class CompiledModel(nn.Module, Joinable):
         return super().named_children()
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
-        """Clips gradients like `torch.nn.utils.clip_grad_norm_` over all parameters, and leaves updates pending.
+        """Clips the gradients of all parameters like `torch.nn.utils.clip_grad_norm_`, without waiting for pending
+        updates.
 
         Collective. Returns the total norm before clipping, the same on all ranks.
         """
@@ -308,7 +317,7 @@ class CompiledModel(nn.Module, Joinable):
 
     @property
     def optimizer(self) -> Any:
-        """The optimizer that was passed to `compile`; a tuple of several."""
+        """The optimizer that was passed to `compile`, a tuple if several were passed, or None."""
         optimizers = self._session.optimizers
         if self.__dict__["_single"]:
             return optimizers[0] if optimizers else None
@@ -317,8 +326,9 @@ class CompiledModel(nn.Module, Joinable):
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Returns a state dict with the plain model's names, and this rank's shard of each sharded table.
 
-        `torch.distributed.checkpoint` saves and re-shards them. `torch.save` refuses shards: use `full_state_dict`.
-        Collective if a table is on a grid; its shard is then a copy, by columns.
+        `torch.distributed.checkpoint` can save the shards, and load them on other numbers of ranks. `torch.save`
+        refuses them: use `full_state_dict`. A table sharded by rows and columns (`Grid`) is returned as a copy, sharded
+        by columns; this is collective.
         """
         self._session.programs.apply_pending()
         found = self._session.model.state_dict(*args, **kwargs)
@@ -335,10 +345,11 @@ class CompiledModel(nn.Module, Joinable):
         return found
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Loads whole tensors or shards, before or after the first call. Each rank keeps its own shard.
+        """Loads a state dict of whole tensors or shards, before or after the first call. Of a sharded table, each rank
+        loads only its own shard. Returns the missing and unexpected names, like `nn.Module.load_state_dict`.
 
-        Names may begin with "module.", as in a state dict of DistributedDataParallel. Collective if values are shards
-        of a table that is whole here, or on a grid.
+        Names may begin with "module.", as in a state dict of DistributedDataParallel. Collective if it has shards of a
+        table that is whole in this model, or sharded by rows and columns (`Grid`).
         """
         model = self._session.model
         named_by_ddp = state_dict and all(name.startswith("module.") for name in state_dict)
@@ -347,8 +358,8 @@ class CompiledModel(nn.Module, Joinable):
         return model.load_state_dict(state_dict, strict, assign)
 
     def save_checkpoint(self, folder: str | Path) -> None:
-        """Saves model and optimizers in a folder that all ranks share; tables larger than memory row by row.
-        Collective.
+        """Saves model and optimizers in a folder that all ranks share. Tables larger than memory are written row by
+        row. Collective.
 
         The previous checkpoint stays valid until this one is complete. Works without `table_memory` too.
         """
@@ -363,13 +374,15 @@ class CompiledModel(nn.Module, Joinable):
 
     @contextlib.contextmanager
     def whole(self) -> Iterator[nn.Module]:
-        """Yields the plain model with every table whole on every rank, so that any part of it can be called.
+        """Opens a context that yields the plain model with every table whole on every rank, so that any part can be
+        called.
 
-        Collective, like FSDP's `summon_full_params`. Writes inside are kept. The next training step builds its programs
-        again, so do not use it around every step.
+        Collective, like FSDP's `summon_full_params`. Parameters changed inside keep their new values. The next training
+        step is compiled anew, so do not open the context around every step.
 
         Raises:
-            RuntimeError: a call waits for its backward, or the tables do not fit into memory; on every rank.
+            RuntimeError: the backward of an earlier call has not run yet, or the tables do not fit into memory. On
+                every rank.
         """
         with self._session.whole():
             yield self._session.model
@@ -378,21 +391,22 @@ class CompiledModel(nn.Module, Joinable):
 
     @property
     def graphs(self) -> Graphs:
-        """The model's graph after each pass, by the pass's name. The first is "captured"; "ids", "forward" and
-        "backward" run.
+        """The model's graph after each compiler pass, by the pass's name, from "captured" to the graphs that a step
+        runs: "ids", "forward" and "backward".
 
-        `graphs.diff(first, second)` compares two as text; `graphs.save("graphs.svg")` draws the phases that run.
+        `graphs.diff(first, second)` compares two as text; `graphs.save("graphs.svg")` draws those that run.
         """
         return self._session.views.graphs
 
     @property
     def plan(self) -> Plan:
-        """The strategy of every parameter, available from the first call on."""
+        """The plan: the strategy of every parameter. Available from the first call on."""
         return self._session.views.plan
 
     @property
     def schedule(self) -> DrawnSchedule:
-        """The launch order and predicted timeline, available from the first step on. `.save(path)` draws it.
+        """The order in which a step launches its operations, and their predicted timeline. Available from the first
+        step on. `.save(path)` draws it.
 
         The first prediction uses the cost model, later ones (from the twelfth step on) measured compute. On a single
         process there is compute only.
@@ -402,22 +416,25 @@ class CompiledModel(nn.Module, Joinable):
 
     @property
     def timeline(self) -> DrawnTimeline:
-        """The operations measured on all ranks in the last `record()`. `.save(path)` draws them with the prediction."""
+        """The operations of all ranks, as measured in the last `record()` context. `.save(path)` draws them next to the
+        prediction.
+        """
         views = self._session.views
         return DrawnTimeline.from_timeline(views.timeline, views.schedule, views.background)
 
     def record(self) -> contextlib.AbstractContextManager[None]:
-        """Measures the training steps inside, for `timeline`. Collective."""
+        """Returns a context that measures the training steps run inside it, for `timeline`. Collective."""
         return self._session.views.record()
 
     def report(self) -> str:
-        """Describes the plan with a reason for each table, what the last steps' time was spent on, and this rank's
-        memory.
+        """Returns a text that describes the plan, with a reason for each table, how the last steps' time was spent, and
+        this rank's memory.
         """
         return self._session.views.report()
 
     def metrics(self) -> dict[str, float]:
-        """Returns the last complete step's figures as a flat dict, for a logger; times from the second backward on.
+        """Returns name -> value of the last complete step, for a logger. Times are available from the second backward
+        on.
 
         A step lasts from the start of a backward to the start of the next, on this rank's host. `step_ms` is the sum of
         `loader_ms`, `forward_ms`, `backward_ms`, `optimizer_ms`, `your_code_ms`, `between_ms` and the waits:

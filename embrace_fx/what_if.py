@@ -59,14 +59,21 @@ LOADER_AHEAD = 3
 
 
 class Forecast(Plan):
-    """The plan predicted for a cluster, with the schedule that follows from it."""
+    """The plan that `embrace_fx.plan` predicts for a cluster, with the schedule that follows from it."""
 
     _context: Context
     _graph: TrainingGraph
 
     @classmethod
     def predict(cls, planned: Plan, context: Context, graph: TrainingGraph) -> Forecast:
-        """Turns a plan into a forecast, whose schedule is predicted from the captured graph."""
+        """Adds to a plan what is needed to predict its schedule from the captured graph. Returns the plan as a
+        forecast.
+
+        Args:
+            planned: the plan.
+            context: the model, its optimizers and the options.
+            graph: the captured graph.
+        """
         found = cls(**vars(planned))
         vars(found).update(_context=context, _graph=graph)
         return found
@@ -84,7 +91,7 @@ class Forecast(Plan):
         return super().__hash__()
 
     def explain(self) -> str:
-        """Describes every strategy compared, and the predicted reads of tables larger than memory."""
+        """Returns a text that lists every strategy compared, and the predicted reads of tables larger than memory."""
         step_ms = self.schedule.without_storage_ms if self.memory else None
         lines = (
             f"{name}, {readable_bytes(of.nbytes)} of memory: {of.describe(step_ms)}" for name, of in self.memory.items()
@@ -93,7 +100,7 @@ class Forecast(Plan):
 
     @cached_property
     def schedule(self) -> DrawnSchedule:
-        """The launch order and the predicted timeline of rank 0; `.save(path)` draws it."""
+        """The schedule: the launch order and the predicted timeline of rank 0. Its method `save` draws it to a file."""
         tables = {table.parameter for table in self._graph.tables}
         compiled = run_passes(self._graph, training_passes(self, tables, 0))
         found = cut_communication(self, self._context.state.parameter)
@@ -112,7 +119,7 @@ class _SingleCommunicator(SingleProcess):
         self.world_size = world_size
 
     def gather(self, value: T, kind: Any) -> list[T]:
-        """Returns this process's value for every rank. Ignores the type."""
+        """Returns a list with this process's value for every rank. Ignores `kind`, the type of the value."""
         return [value] * self.world_size
 
 
@@ -192,10 +199,10 @@ def plan(  # noqa: PLR0913
 
 
 def _batches_of_ranks(batch: Any, world_size: int | None) -> tuple[list[Any], int]:
-    """Returns the given batches as a list, and the number of ranks.
+    """Returns the given batches as a list, and the number of ranks (`world_size`, or one per batch).
 
     Raises:
-        ValueError: there is no batch, or more than ranks.
+        ValueError: there is no batch, or there are more batches than ranks.
     """
     batches = list(batch) if isinstance(batch, list) else [batch]
     ranks = len(batches) if world_size is None else world_size
@@ -230,10 +237,11 @@ def _split_arguments(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
 def _extrapolate_sparsity(
     graph: TrainingGraph, by_batch: Sequence[Mapping[str, tuple[Tensor, Tensor]]], ranks: int
 ) -> dict[str, Sparsity]:
-    """Extrapolates each table's sparsity from a few batches to `ranks` ranks, for tables whose rows all batches show.
+    """Extrapolates each table's sparsity from a few batches to `ranks` ranks. Returns table -> sparsity, for the tables
+    whose ids are known in all batches.
 
     Args:
-        by_batch: for each batch, the result of `drawn_ids`.
+        by_batch: for each batch, table -> (ids that get a gradient, with duplicates; unique rows).
     """
     found = {}
     for table in graph.tables:

@@ -88,10 +88,10 @@ def plan(
 
 
 def write_forecast(forecast: Forecast, text: str, path: Path) -> None:
-    """Writes a forecast to a file, in the format of the file's suffix.
+    """Writes a forecast to a file: .txt, .json, or a picture (.html, .svg or .dot), by the suffix of `path`.
 
     Args:
-        text: the forecast's report, for .txt.
+        text: the forecast's report, to write if the suffix is .txt.
     """
     if path.suffix == ".txt":
         path.write_text(text, encoding="utf-8")
@@ -140,8 +140,8 @@ def show(saved: str, output: str | None) -> None:
 
 
 def read_plan(path: Path) -> Plan | None:
-    """Reads the plan from a .json file that `plan.save(path)` or `plan --output` has written, or returns None if it has
-    none.
+    """Returns the plan in a .json file that `plan.save(path)` or `plan --output` has written, or None if the file
+    contains no plan.
     """
     from embrace_fx.vocabulary.plan import Plan  # noqa: PLC0415
 
@@ -152,7 +152,7 @@ def read_plan(path: Path) -> Plan | None:
 
 
 def _open_page(page: Path) -> None:
-    """Opens a page in a browser, or prints that there is no browser."""
+    """Opens the file `page` in a browser, or prints that there is no browser."""
     if not webbrowser.open(page.resolve().as_uri()):
         click.echo(f"No browser was found. Open {page.resolve()} in a browser", err=True)
 
@@ -274,7 +274,9 @@ def read_cluster(path: Path) -> Cluster:
 
 @contextmanager
 def usage_errors() -> Iterator[None]:
-    """Opens a context that prints an error of the user in one line, without a traceback."""
+    """Opens a context that turns a `ValueError` or `RuntimeError` into a one-line error message of the command, without
+    a traceback.
+    """
     try:
         yield
     except (ValueError, RuntimeError) as error:

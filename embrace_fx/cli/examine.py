@@ -30,7 +30,7 @@ class Finding:
 
     Attributes:
         subject: what was checked.
-        state: "fails" if training is impossible; "limits" if something is slower or an option is unavailable.
+        state: "works"; "limits" if something is slower or an option is unavailable; "fails" if training is impossible.
         found: the result, in a few words.
         to_do: how to fix it, or "" if nothing needs to be done.
     """
@@ -169,7 +169,7 @@ def run_checks(environment: Environment) -> list[Finding]:
 
 
 def probe_links() -> Finding:
-    """Measures the links between the ranks of the default process group. Collective."""
+    """Measures bandwidth and start-up time of the links between the ranks of the default process group. Collective."""
     from embrace_fx.runtime.probe.probe import probe_cluster  # noqa: PLC0415  (DTensor takes a while to import)
     from embrace_fx.runtime.ranks.communicator import Communicator  # noqa: PLC0415
 

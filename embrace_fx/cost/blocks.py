@@ -33,18 +33,18 @@ def index_bytes(limit: int) -> int:
 
 
 def record_bytes(limit: int, width: int, itemsize: int) -> int:
-    """Returns the number of bytes that a record takes in a message: an index up to `limit`, and `width` values of
-    `itemsize` bytes.
+    """Returns the number of bytes that a record of a sparse gradient takes in a message: an index up to `limit`, and
+    `width` values of `itemsize` bytes.
     """
     return index_bytes(limit) + width * itemsize
 
 
 def fastest_block_size(run_length: int, itemsize: int, cluster: Cluster) -> int:
-    """Returns the block size, in elements, that sends a typical sparse gradient (of density `TYPICAL_DENSITY`) in the
-    least time.
+    """Returns the size of blocks, in elements, with which sending the non-zero blocks of a typical sparse gradient
+    takes the least time. A typical gradient has the density `TYPICAL_DENSITY`.
 
-    Small blocks need more indices and more handling, large ones carry more zeros; a faster link favours larger ones. An
-    index takes at most an eighth of its block, because a gradient may be denser than assumed.
+    Small blocks need more indices and more handling, large ones contain more zeros; a faster link favours larger ones.
+    An index takes at most an eighth of its block, because a gradient may be denser than assumed.
 
     Args:
         run_length: the number of consecutive elements that are zero or non-zero together, such as a row's width.
@@ -53,7 +53,7 @@ def fastest_block_size(run_length: int, itemsize: int, cluster: Cluster) -> int:
     """
 
     def time_ms_per_element(size: int) -> float:
-        """Returns the time to send blocks of `size` elements, per element of the tensor."""
+        """Returns the expected time to send the non-zero blocks of `size` elements, in ms per element of the tensor."""
         density = 1 - (1 - TYPICAL_DENSITY) ** math.ceil(size / run_length)
         bytes_per_block = record_bytes(0, size, itemsize)
         handled = Work(passed_bytes=PASSES_PER_BLOCK * bytes_per_block, units=1)
@@ -94,12 +94,12 @@ class Streaming:
 
 
 def choose_streaming(num_blocks: int, width: int, itemsize: int, world_size: int, cluster: Cluster) -> Streaming:
-    """Chooses how many lanes (sequences of blocks that an aggregator processes in parallel) and slots (lanes that share
-    messages) "omnireduce" uses for a tensor.
+    """Returns how many lanes (sequences of blocks that an aggregator processes in parallel) and slots (lanes that share
+    messages) the exchange "omnireduce" uses for a tensor.
 
-    With many lanes, the first block of each lane takes many bytes; with few lanes, the exchange takes many rounds. It
-    chooses the cheapest number of lanes for gradients of `TYPICAL_DENSITY`, and enough slots that sending a round's
-    bytes takes longer than starting it.
+    With many lanes, the first block of each lane takes many bytes; with few lanes, the exchange takes many rounds. The
+    cheapest number of lanes for gradients of `TYPICAL_DENSITY` is chosen, and enough slots that sending a round's bytes
+    takes longer than starting it.
 
     Args:
         num_blocks: the number of blocks of the tensor.
@@ -114,7 +114,7 @@ def choose_streaming(num_blocks: int, width: int, itemsize: int, world_size: int
     present = of_aggregator * (1 - (1 - TYPICAL_DENSITY) ** world_size)
 
     def time_ms(lanes: int) -> float:
-        """Returns the fixed time of all rounds plus the time to send the first block of each lane."""
+        """Returns the start-up time of all rounds, plus the time to send the position of each lane's first block."""
         streaming = Streaming(lanes, slots)
         rounds = expected_rounds(num_blocks, world_size, streaming, present)
         first_bytes = lanes * position_bytes(blocks_per_lane(num_blocks, world_size, lanes))
@@ -125,7 +125,8 @@ def choose_streaming(num_blocks: int, width: int, itemsize: int, world_size: int
 
 
 def blocks_per_lane(num_blocks: int, world_size: int, lanes: int) -> int:
-    """Returns the number of blocks, zero or not, in the longest lane of an aggregator.
+    """Returns the number of blocks, zero or not, in the longest lane of an aggregator, the rank that sums one range of
+    a tensor. Blocks are divided among aggregators, and then among their lanes, which are processed in parallel.
 
     Args:
         num_blocks: the number of blocks of the tensor.
@@ -135,13 +136,13 @@ def blocks_per_lane(num_blocks: int, world_size: int, lanes: int) -> int:
 
 
 def position_bytes(num_blocks: int) -> int:
-    """Returns the number of bytes that encode a block's position in a lane of `num_blocks` blocks."""
+    """Returns the number of bytes that encode a block's position in a sequence of `num_blocks` blocks."""
     return 1 if num_blocks < 2**8 else 4
 
 
 def expected_rounds(num_blocks: int, world_size: int, streaming: Streaming, present: float) -> float:
-    """Returns the expected number of rounds of all streams of an aggregator. A stream has as many rounds as its longest
-    lane has blocks.
+    """Returns the expected number of message rounds, summed over the streams of an aggregator (the rank that sums one
+    range of a tensor). A stream has as many rounds as its longest lane has blocks with non-zero values.
 
     Args:
         num_blocks: the number of blocks of the tensor.

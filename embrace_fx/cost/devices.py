@@ -40,7 +40,7 @@ class Device:
     Attributes:
         name: the product's name, such as "H100".
         memory_bytes_per_ms: bandwidth of its memory.
-        flops_per_ms: floating-point operations per ms of float32 matrix products.
+        flops_per_ms: float32 floating-point operations per ms, in matrix products.
         memory_bytes: the size of its memory.
         inside: link to another device of the same machine.
         to_host: link to the machine's host memory.

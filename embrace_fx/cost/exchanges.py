@@ -58,8 +58,10 @@ class Prediction:
 
     Attributes:
         mean: the bytes and messages that a rank sends, the mean over ranks.
-        critical: each round of the exchange, with the bytes of the rank that sends or receives the most in it.
-        work: the processor work of the rank with the most, if the result is written to a dense gradient in place.
+        critical: the bytes and messages on which the time of the exchange depends: in each of its rounds, those of the
+            rank that sends or receives the most.
+        work: the processor work of the rank that has the most to do, if the result is written to a dense gradient in
+            place.
         collective: the collective whose link the exchange uses.
     """
 
@@ -112,8 +114,8 @@ def predict(
 
 
 def cheaper_scheme(sparsity: Sparsity, cluster: Cluster) -> Scheme:
-    """Returns the scheme of "zen" with the lower predicted time on a cluster, for a tensor of this sparsity. The paper
-    measures a few steps to choose.
+    """Returns the scheme of "zen" with the lower predicted time on a cluster, for a tensor of this sparsity. (The paper
+    measures a few steps to choose.)
     """
     balanced, hierarchical = (
         predict("zen", sparsity, scheme=scheme).time_ms(cluster) for scheme in ("balanced", "hierarchical")
@@ -122,7 +124,9 @@ def cheaper_scheme(sparsity: Sparsity, cluster: Cluster) -> Scheme:
 
 
 def power_of_two_below(world_size: int) -> int:
-    """Returns the largest power of two that is at most `world_size`: how many ranks take part in recursive doubling."""
+    """Returns the largest power of two that is at most `world_size`. In an exchange by recursive doubling, that many
+    ranks take part.
+    """
     return 1 << (world_size.bit_length() - 1)
 
 
@@ -142,8 +146,9 @@ def _predict_all_gather(sparsity: Sparsity) -> Prediction:
 
 
 def _predict_parameter_server(sparsity: Sparsity) -> Prediction:
-    """Predicts strategy "ps" for a tensor of this sparsity. The slowest rank is the server whose range of units (rows
-    or blocks) has the most values.
+    """Predicts strategy "ps" for a tensor of this sparsity. Each rank is the parameter server for one range of the
+    tensor's units (rows or elements). The slowest rank has the most units to send, or is the server with the most
+    units.
     """
     others, record = sparsity.world_size - 1, _record_bytes(sparsity)
     pushed, push_critical = _push_bytes(sparsity, record, sparsity.push_imbalance)
@@ -160,7 +165,7 @@ def _predict_parameter_server(sparsity: Sparsity) -> Prediction:
 
 def _predict_balanced(sparsity: Sparsity) -> Prediction:
     """Predicts strategy "zen" in the balanced scheme, for a tensor of this sparsity. Hashing gives all servers equally
-    many units (rows or blocks), and each returns its means with a bitmap instead of indices.
+    many units (rows or elements). Each server returns the means of its units with a bitmap instead of indices.
     """
     others, values = sparsity.world_size - 1, _value_bytes(sparsity)
     pushed, push_critical = _push_bytes(sparsity, _record_bytes(sparsity), imbalance=1.0)
@@ -179,8 +184,9 @@ def _predict_balanced(sparsity: Sparsity) -> Prediction:
 
 
 def _predict_hierarchical(sparsity: Sparsity) -> Prediction:
-    """Predicts strategy "zen" in the hierarchical scheme, for a tensor of this sparsity: recursive doubling among a
-    power of two of ranks, to which the other ranks first send their units (rows or blocks).
+    """Predicts strategy "zen" in the hierarchical scheme, for a tensor of this sparsity. The largest power of two of
+    ranks exchange units (rows or elements) by recursive doubling. The remaining ranks first send their units to these,
+    and receive the result at the end.
     """
     world_size = sparsity.world_size
     paired = power_of_two_below(world_size)
@@ -192,16 +198,19 @@ def _predict_hierarchical(sparsity: Sparsity) -> Prediction:
         return COUNT_BYTES + units * record
 
     def largest_union(ranks: int) -> float:
-        """Estimates the number of distinct units (rows or blocks) that the fullest group of `ranks` ranks has: the mean
-        group's, scaled by the ratio of the fullest ranks to the mean rank, and at most that of all ranks.
+        """Estimates the number of distinct units (rows or elements) that a group of `ranks` ranks has, for the group
+        that has the most.
+
+        The estimate is the mean over groups, scaled by how many more units than the mean rank the fullest ranks have.
+        It is at most the number for all ranks.
         """
         most = sorted(sparsity.units_by_rank)[-ranks:]
         grown = sparsity.unions[ranks - 1] * fmean(most) / max(sparsity.mean_units, 1.0)
         return min(sparsity.union, max(grown, most[-1]))
 
     def round_work(units: float, union: float) -> Work:
-        """Returns the work of a round: two ranks exchange `units` units (rows or blocks) each and sum them to `union`
-        distinct units.
+        """Returns the work of a rank in a round: two ranks exchange `units` units (rows or elements) each, and sum them
+        to `union` distinct units.
         """
         received, joined = new_memory_work(units * record), new_memory_work(2 * units * values)
         return passes_work(3 * units * values) + received + joined + _add_work(sparsity, 2 * units, union)
@@ -231,13 +240,14 @@ def _predict_hierarchical(sparsity: Sparsity) -> Prediction:
 
 
 def _predict_omnireduce(blocks: Sparsity, streaming: Streaming) -> Prediction:
-    """Predicts strategy "omnireduce". The slowest rank is the aggregator whose range has the most blocks.
+    """Predicts strategy "omnireduce". Each rank aggregates one range of blocks, and the slowest rank is the aggregator
+    whose range has the most non-zero blocks.
 
-    With more than one stream, blocks arrive while means are sent. A single stream sums before it replies. Means are
-    stored until the last one has arrived.
+    With more than one stream, an aggregator receives blocks while it sends means. With a single stream, it sums all
+    blocks of a round before it replies. Each rank stores the means it receives until the last one has arrived.
 
     Args:
-        blocks: the sparsity of the tensor's blocks.
+        blocks: the sparsity of the tensor, counted in blocks.
         streaming: the lanes and streams of each aggregator.
     """
     world_size, record = blocks.world_size, _record_bytes(blocks)
@@ -291,13 +301,14 @@ def _server_work(
     pull_imbalance: float,
     passes_before_pull: float,
 ) -> Work:
-    """Returns the work of the server with the most units (rows or blocks), where each rank is a server for one
-    range.
+    """Returns the work of the rank that serves the most units (rows or elements). Each rank is the server for one range
+    of units.
 
     Args:
         sparsity: the sparsity of the tensor.
         passes_before_push: how often a rank reads its units before it sends them to servers.
-        push_imbalance, pull_imbalance: units of the fullest server, divided by the mean of the servers.
+        push_imbalance, pull_imbalance: the units that the fullest server receives and returns, each divided by the mean
+            over servers.
         passes_before_pull: how often a server reads its means before it returns them.
     """
     union = min(pull_imbalance * sparsity.union / sparsity.world_size, sparsity.union)
@@ -325,19 +336,20 @@ def _predict_one_round(mean_bytes: float, critical_bytes: float, messages: int, 
     Args:
         mean_bytes, critical_bytes: the bytes that a rank sends: the mean over ranks, and the slowest rank's.
         messages: the number of messages that a rank sends.
-        work: the processor work of the rank with the most.
+        work: the processor work of the rank that has the most to do.
     """
     return Prediction(Exchange(round(mean_bytes), messages), Exchange(round(critical_bytes), messages), work)
 
 
 def _push_bytes(sparsity: Sparsity, record: int, imbalance: float) -> tuple[float, float]:
-    """Returns the bytes (of the mean rank, of the slowest rank) to send each rank's units to N servers, one on each
-    rank. `sparsity` counts the units (rows or blocks).
+    """Returns the bytes that a rank sends so that each rank's units (rows or elements) reach N servers, one on each
+    rank: (mean over ranks, for the slowest rank).
 
-    The slowest is the rank with the most units to send, or the server of the fullest range.
+    The slowest is the rank with the most units to send, or the server that receives the most.
 
     Args:
-        record: bytes of one unit.
+        sparsity: the sparsity of the tensor, which counts the units of each rank.
+        record: bytes of one unit in a message.
         imbalance: units of the fullest server, divided by the mean of the servers.
     """
     to_others = (sparsity.world_size - 1) / sparsity.world_size * record
@@ -348,11 +360,12 @@ def _push_bytes(sparsity: Sparsity, record: int, imbalance: float) -> tuple[floa
 
 
 def _pull_bytes(sparsity: Sparsity, record: int, imbalance: float) -> tuple[float, float]:
-    """Returns the bytes (of the mean rank, of the slowest rank) that the servers send to return their parts of the
-    union to all ranks. `sparsity` counts the units (rows or blocks).
+    """Returns the bytes that a server sends so that all ranks get the union of the units (rows or elements), of which
+    each server has a part: (mean over servers, for the slowest server).
 
     Args:
-        record: bytes of one unit.
+        sparsity: the sparsity of the tensor, which counts the units of the union.
+        record: bytes of one unit in a message.
         imbalance: units of the fullest server, divided by the mean of the servers.
     """
     to_others = (sparsity.world_size - 1) / sparsity.world_size * record * sparsity.union

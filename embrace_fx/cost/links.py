@@ -42,12 +42,12 @@ glibc's malloc keeps smaller blocks (M_MMAP_THRESHOLD grows up to 32 MiB)."""
 class Link:
     """A rank's connection as one collective sees it: the bandwidth that it reaches, and its latency.
 
-    Latency is mostly the time to wake threads, which overlaps bytes in flight, so that consecutive large messages hide
-    it. Without `least_ms` it is the alpha of the formulas above, for any size.
+    Latency is mostly the time to wake threads. That time overlaps bytes that are being sent, so consecutive large
+    messages hide it. If `least_ms` is 0, the latency is the alpha of the alpha-beta model, for messages of any size.
 
     Attributes:
         bandwidth_bytes_per_ms: the bytes that one rank can send per millisecond.
-        latency_ms: the latency of a message that its bytes do not hide.
+        latency_ms: the latency that each message adds to the time of its bytes.
         least_ms: the minimum time of a message of any size.
     """
 
@@ -121,11 +121,15 @@ until then only their ratio matters."""
 
 @dataclass(frozen=True)
 class Work:
-    """Processor work of a rank in an exchange, without the transfers, as counts for the rates of `Handling`.
+    """Processor work of a rank in an exchange, without the transfers. Each count is multiplied by a rate or time of
+    `Handling`.
 
     Attributes:
-        scanned_bytes, passed_bytes, claimed_bytes, units, rounds: how often each kind of work is done; n passes over
-            the same bytes count n times.
+        scanned_bytes: bytes searched for non-zero values.
+        passed_bytes: bytes gathered, copied, added or written; n passes over the same bytes count n times.
+        claimed_bytes: bytes of newly allocated memory that are written for the first time.
+        units: rows, blocks or elements that are encoded and decoded.
+        rounds: rounds of communication that are prepared or received.
     """
 
     scanned_bytes: float = 0.0
@@ -156,12 +160,14 @@ class Work:
 
 
 def passes_work(nbytes: float, times: float = 1.0) -> Work:
-    """Returns the work to read or write the same `nbytes` bytes `times` times."""
+    """Returns the work to read or write `nbytes` bytes `times` times over."""
     return Work(passed_bytes=times * nbytes)
 
 
 def new_memory_work(nbytes: float) -> Work:
-    """Returns the work to write `nbytes` bytes of newly allocated memory for the first time."""
+    """Returns the work to write `nbytes` bytes of newly allocated memory for the first time. It is zero below
+    `LARGE_BLOCK_BYTES`, where the allocator reuses memory.
+    """
     return Work(claimed_bytes=nbytes if nbytes >= LARGE_BLOCK_BYTES else 0.0)
 
 
@@ -182,7 +188,7 @@ class Cluster:
         handling: the speed at which a rank's processor gathers, sums and writes.
         compute: the speed of a rank's model compute, for schedules before measurement.
         pace: how many milliseconds of `compute` a rank completes in one millisecond while all ranks compute.
-        busy: the delay of concurrent compute on shared processors, as a share of a transfer's time.
+        busy: how long a transfer delays compute on the same processors, as a share of the transfer's time.
     """
 
     bandwidth_bytes_per_ms: float = 25e9 / 8 / 1e3
@@ -214,7 +220,9 @@ class Cluster:
                 raise ValueError(f"Cluster: bandwidth must be positive, and latency must not be negative. Got {link}.")
 
     def link(self, collective: Collective | None = None) -> Link:
-        """Returns the link that a collective uses."""
+        """Returns the link that a collective uses: its entry in `links`, or else the cluster's default bandwidth and
+        latency. Without an entry, "messages" use the link of "all_to_all". None means the default.
+        """
         listed = dict(self.links)
         if collective == "messages" and "messages" not in listed:
             collective = "all_to_all"
@@ -222,11 +230,8 @@ class Cluster:
         return listed.get(collective, own) if collective is not None else own
 
     def flattened(self, world_size: int) -> Cluster:
-        """Returns an equivalent cluster with one rank per machine.
-
-        Collectives of `world_size` ranks take the same time on both clusters.
-
-        The module's docstring has the formulas.
+        """Returns a cluster with one rank per machine on which collectives of `world_size` ranks take the same time as
+        on this one. The formulas are in the module's docstring.
         """
         if self.inside is None:
             return self
@@ -289,25 +294,28 @@ class Exchange:
 
 
 def all_reduce(tensor_bytes: int, world_size: int) -> Exchange:
-    """Returns the bytes and messages of a ring AllReduce: each rank sends 2 (N-1)/N of the tensor."""
+    """Returns the bytes and messages that a rank sends in a ring AllReduce, which are 2 (N-1)/N of the tensor's
+    bytes.
+    """
     steps = 2 * (world_size - 1)
     return Exchange(round(steps * tensor_bytes / world_size), steps)
 
 
 def all_gather(own_bytes: int, world_size: int) -> Exchange:
-    """Returns the bytes and messages of a ring AllGather: each rank sends its own bytes and forwards those of N-2
-    ranks.
+    """Returns the bytes and messages that a rank sends in a ring AllGather: its own bytes (`own_bytes`), and those that
+    it forwards for N-2 other ranks.
     """
     return Exchange((world_size - 1) * own_bytes, world_size - 1)
 
 
 def predict_id_exchange(rows_by_rank: tuple[int, ...], num_rows: int) -> Exchange:
-    """Returns the bytes and messages of one table in the exchange of ids at the start of a step, which is two
-    AllGathers for all tables.
+    """Returns the bytes and messages that a rank sends for one table in the exchange of ids at the start of a step.
+    That exchange consists of two AllGathers for all tables.
 
-    The first announces each table's number of ids as an int64 (`StepHandshake.announce`; the state before it is the
-    step's own). The second has that number again and the ids (`Communicator.all_gather_ids`), int32 if they fit, padded
-    to the longest rank's. All tables share one length, so slightly less is sent if tables have different longest ranks.
+    The first announces each table's number of ids as an int64 (`StepHandshake.announce`, whose other fields are not
+    counted here). The second has that number again and the ids (`Communicator.all_gather_ids`), padded to the rank with
+    the most ids. Ids are int32 if they fit. All tables are padded together, so slightly less is sent if different ranks
+    have the most ids of different tables.
 
     Args:
         rows_by_rank: for each rank, the number of unique rows of the table that it reads.
@@ -318,14 +326,16 @@ def predict_id_exchange(rows_by_rank: tuple[int, ...], num_rows: int) -> Exchang
 
 
 def all_to_all(own_bytes: int, world_size: int) -> Exchange:
-    """Returns the bytes and messages of an AlltoAll of `own_bytes` per rank. A rank keeps 1/N of its bytes and sends
-    the rest.
+    """Returns the bytes and messages that a rank sends in an AlltoAll of `own_bytes` per rank. A rank keeps 1/N of its
+    bytes and sends the rest.
     """
     return Exchange(round((world_size - 1) * own_bytes / world_size), world_size - 1)
 
 
 def exchange(collective: Collective, own_bytes: int, world_size: int) -> Exchange:
-    """Returns the bytes and messages of launching a collective once, on a tensor of `own_bytes` on each rank."""
+    """Returns the bytes and messages that a rank sends in one launch of a collective, on a tensor of `own_bytes` on
+    each rank.
+    """
     counted = {"all_reduce": all_reduce, "all_to_all": all_to_all, "all_gather": all_gather, "messages": all_to_all}
     return counted[collective](own_bytes, world_size)
 
@@ -338,14 +348,14 @@ def launch_ms(cluster: Cluster, collective: Collective, own_bytes: int, world_si
 
 
 def choose_chunk_bytes(cluster: Cluster, world_size: int, collective: Collective = "all_reduce") -> int:
-    """Chooses the bytes of a chunk for a collective on a cluster. Large transfers are launched in chunks so that an
-    urgent transfer waits only briefly.
+    """Chooses the size of a chunk for a collective on a cluster. Large transfers are cut into chunks that are launched
+    separately, so that an urgent transfer waits only for the current chunk.
 
-    This is the smallest size for which the fixed time is at most `START_UP_SHARE` of a launch's time, and at least
-    `MIN_CHUNK_BYTES`. A single rank gets the size for two ranks.
+    The result is the smallest size for which the fixed time is at most `START_UP_SHARE` of a launch's time, and at
+    least `MIN_CHUNK_BYTES`. For a single rank, it is the size for two ranks.
 
     Returns:
-        Bytes of the whole tensor on each rank, including the part that the rank keeps.
+        Bytes of the chunk's tensor on each rank, including the part that the rank does not send.
     """
     alone = replace(cluster, links=())
     start_up_ms, ms_per_byte = _cost_per_launch_and_byte(alone, max(world_size, 2), collective)
@@ -355,11 +365,13 @@ def choose_chunk_bytes(cluster: Cluster, world_size: int, collective: Collective
 def choose_bucket_bytes(cluster: Cluster, world_size: int, total_bytes: int, *, read_later: bool = True) -> int:
     """Chooses the bytes of a bucket, for dense gradients of `total_bytes` in all.
 
-    If a forward waits for each bucket separately, that is the size of a chunk. Smaller buckets would pay more latency.
-    Larger ones would be launched later, and the first parameter to be read would wait for its whole bucket. If the
-    backward waits for all buckets at its end, it waits for the last one, and each has paid a latency and
-    `BUCKET_ROUNDS` of a processor: for T ms of transfers, and s ms of these, T / k + k s is minimal for sqrt(T / s)
-    buckets.
+    If the next forward waits for each bucket separately, the result is the size of a chunk. Smaller buckets would pay
+    more latency. Larger ones would be launched later, and the first parameter to be read would wait for its whole
+    bucket.
+
+    If the backward waits for all buckets at its end, the exposed time is that of the last bucket, plus a fixed cost for
+    each bucket: its latency and `BUCKET_ROUNDS` rounds of processor work. With k buckets, T ms of transfers and s ms of
+    fixed cost, the sum T / k + k s is minimal for k = sqrt(T / s).
 
     Args:
         cluster: the links between the ranks, and the speed of the processors.
@@ -376,8 +388,8 @@ def choose_bucket_bytes(cluster: Cluster, world_size: int, total_bytes: int, *, 
 
 
 def _cost_per_launch_and_byte(cluster: Cluster, world_size: int, collective: Collective) -> tuple[float, float]:
-    """Returns the cost of a collective on a cluster: (fixed milliseconds of a launch, milliseconds per byte of its
-    tensor).
+    """Returns the cost of a collective on a cluster: (fixed milliseconds per launch, milliseconds per byte of the
+    tensor that is exchanged).
     """
     large = 2**30
     start_up_ms = launch_ms(cluster, collective, 0, world_size)

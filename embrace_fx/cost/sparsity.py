@@ -27,19 +27,19 @@ NEIGHBOURHOODS = 8
 
 @dataclass(frozen=True)
 class Sparsity:
-    """The sparsity of one tensor's gradients on all ranks, counted in units: rows, elements or blocks that are zero or
-    present.
+    """The sparsity of one tensor's gradients on all ranks. It counts units (rows, elements or blocks), which are either
+    present, with values to send, or zero.
 
     Attributes:
         num_units: V, the number of units of the tensor.
         width: values per unit.
         itemsize: bytes of a value.
         units_by_rank: u_r, the number of units present on each rank.
-        unions: the number of units present on any of 1, 2, .. N neighbouring ranks, averaged over neighbourhoods; the
-            last is U.
-        push_imbalance: if the tensor is divided into N even ranges, the units of all ranks in the fullest range,
-            divided by the mean range's.
-        pull_imbalance: the same for the units of the union. Both are Zen's imbalance ratio (OSDI 2025).
+        unions: for 1, 2, .. N neighbouring ranks, the number of units present on at least one of them, averaged over
+            several such groups; the last number is U, for all ranks.
+        push_imbalance: how unevenly the units of all ranks are spread if the tensor is divided into N even ranges: the
+            count of the fullest range, divided by the mean over ranges.
+        pull_imbalance: the same ratio for the union of the ranks' units. Both are Zen's imbalance ratio (OSDI 2025).
         draws_per_unit: the number of ids in a batch, divided by the number of unique ids.
     """
 
@@ -64,12 +64,12 @@ class Sparsity:
 
     @property
     def union(self) -> float:
-        """The number of units (rows or blocks) present on at least one rank."""
+        """The number of distinct units (rows, elements or blocks) that are present on at least one rank."""
         return self.unions[-1]
 
     @property
     def tensor_bytes(self) -> int:
-        """The bytes of the tensor when sent densely."""
+        """The bytes of the whole tensor, including the zero units."""
         return self.num_units * self.width * self.itemsize
 
     @property
@@ -78,8 +78,8 @@ class Sparsity:
         return self.mean_units / max(self.num_units, 1)
 
     def densification(self, ranks: int) -> float:
-        """Returns g(n), the number of units (rows or blocks) present on any of n ranks divided by the number on one
-        rank.
+        """Returns g(n) for n = `ranks`: the number of units (rows or blocks) present on at least one of n ranks,
+        divided by the number on one rank.
         """
         return self.unions[ranks - 1] / max(self.mean_units, 1.0)
 
@@ -99,8 +99,8 @@ class Sparsity:
 def measure_sparsity(
     ids_by_rank: Sequence[Tensor], num_units: int, width: int, itemsize: int, total_ids: int | None = None
 ) -> Sparsity:
-    """Measures the sparsity of a tensor's gradients from the ids of the units (rows, for a table) that each rank's
-    gradient has.
+    """Measures the sparsity of a tensor's gradients. Each rank gives the ids of the units (rows, for a table) that have
+    a gradient.
 
     Args:
         ids_by_rank: for each rank, unique int64 ids (K,) from 0 to num_units - 1.
@@ -143,15 +143,16 @@ def _union_sizes(ids_by_rank: Sequence[Tensor], num_units: int) -> list[int]:
 
 
 def extrapolate(ids_by_batch: Sequence[Tensor], num_units: int, width: int, itemsize: int, world_size: int) -> Sparsity:
-    """Estimates the sparsity of `world_size` ranks from a few measured batches, if all ranks draw ids independently
-    with the frequencies of these batches.
+    """Estimates the sparsity on `world_size` ranks from a few measured batches. It assumes that all ranks draw ids
+    independently, with the frequencies of these batches.
 
-    Ids missing from the measured batches are drawn with the total probability of ids that occur once (Good and Turing),
-    equally distributed. A union is a batch's own units times the expected ratio of the union to one rank.
+    Ids that no measured batch has are assumed equally likely. Together they have the probability of the ids that occur
+    once (Good-Turing estimate). The expected union of several ranks is scaled so that the value for one rank equals the
+    measured one.
 
     Args:
-        ids_by_batch: (T,) int64 ids from 0 to num_units - 1 of each measured batch, with duplicates.
-        num_units: the number of units of the tensor.
+        ids_by_batch: for each measured batch, its int64 ids (T,) from 0 to num_units - 1, with duplicates.
+        num_units: the number of units (such as rows) of the tensor.
         width: the values of a unit.
         itemsize: the bytes of a value.
         world_size: the number of ranks N.
@@ -167,8 +168,8 @@ def extrapolate(ids_by_batch: Sequence[Tensor], num_units: int, width: int, item
     draws = ids.numel() / len(ids_by_batch)
 
     def presence_probabilities(ranks: int) -> tuple[Tensor, float]:
-        """Returns the probabilities that at least one of `ranks` ranks has a unit: for each unit that was measured, and
-        for any one unit that was not.
+        """Returns the probabilities that a unit is present on at least one of `ranks` ranks: (for each unit in the
+        measured batches, for any single unit that is in none).
         """
         return 1 - (1 - often) ** (draws * ranks), 1 - math.pow(1 - new / max(lacking, 1), draws * ranks)
 
@@ -197,7 +198,7 @@ def extrapolate(ids_by_batch: Sequence[Tensor], num_units: int, width: int, item
 
 
 def independent_ranks(num_units: int, width: int, itemsize: int, units_by_rank: tuple[int, ...]) -> Sparsity:
-    """Returns the sparsity if each rank draws its units uniformly and independently of the others.
+    """Returns the expected sparsity if each rank draws its units uniformly and independently of other ranks.
 
     Args:
         num_units: the number of units of the tensor.
@@ -211,10 +212,10 @@ def independent_ranks(num_units: int, width: int, itemsize: int, units_by_rank: 
 
 
 def with_units_by_rank(sparsity: Sparsity, units_by_rank: tuple[int, ...]) -> Sparsity:
-    """Returns a copy of `sparsity` with another number of units (rows or blocks) on each rank, and ranks that overlap
-    to the same degree.
+    """Returns a copy of `sparsity` with other numbers of units (rows or blocks) on the ranks. The ranks' units overlap
+    to the same degree as before.
 
-    The degree is the position of the union between the unions of equal ranks and of independent ranks.
+    The degree is where the union lies between two extremes: all ranks have the same units, or draw them independently.
     """
     drawn = independent_ranks(sparsity.num_units, sparsity.width, sparsity.itemsize, units_by_rank)
     once = independent_ranks(sparsity.num_units, sparsity.width, sparsity.itemsize, sparsity.units_by_rank)
@@ -238,8 +239,8 @@ def with_units_by_rank(sparsity: Sparsity, units_by_rank: tuple[int, ...]) -> Sp
 def in_blocks(sparsity: Sparsity, block_size: int) -> Sparsity:
     """Returns the sparsity of the same gradients, counted in blocks of `block_size` consecutive values.
 
-    A row longer than a block counts as several blocks. Blocks of several rows are counted for rows at random places;
-    clustered rows have fewer.
+    A row longer than a block counts as several blocks. If a block contains several rows, the count assumes rows at
+    random places; rows that lie close together would touch fewer blocks.
     """
     values = sparsity.num_units * sparsity.width
     num_blocks = math.ceil(values / block_size)
@@ -268,16 +269,16 @@ def range_starts(num_units: int, ranges: int) -> list[int]:
 
 
 def range_index(ids: Tensor, num_units: int, ranges: int) -> Tensor:
-    """Returns the index of the range of each id when `num_units` units (rows or blocks) are divided into `ranges` even
-    ranges.
+    """Returns, for each id, the index of its range when `num_units` units (rows or blocks) are divided into `ranges`
+    even ranges.
     """
     starts = torch.tensor(range_starts(num_units, ranges)[1:], dtype=torch.int64, device=ids.device)
     return torch.bucketize(ids, starts, right=True)
 
 
 def imbalance(ids: Tensor, num_units: int, ranges: int) -> float:
-    """Returns the number of ids in the fullest range divided by the mean, when `num_units` units (rows or blocks) are
-    divided into `ranges` even ranges.
+    """Returns the number of ids in the fullest range divided by the mean over ranges, when `num_units` units (rows or
+    blocks) are divided into `ranges` even ranges. Without ids, it is 1.
     """
     if ids.numel() == 0:
         return 1.0

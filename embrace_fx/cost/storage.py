@@ -61,21 +61,23 @@ class Draws:
 
     @classmethod
     def fit(cls, sparsity: Sparsity) -> Draws:
-        """Fits the exponent to a measured sparsity: the expected number of distinct rows of a rank equals the measured
-        one.
+        """Returns the draws whose exponent fits a measured sparsity: the expected number of distinct rows that a rank
+        reads equals the measured number.
         """
         drawn = sparsity.draws_per_unit * sparsity.mean_units
 
         def draws_too_few(exponent: float) -> bool:
-            """Returns whether this exponent yields at most as many distinct rows as were measured."""
+            """Returns whether draws with this exponent are expected to read at most as many distinct rows as were
+            measured.
+            """
             return cls(sparsity.num_units, exponent, drawn).rows <= sparsity.mean_units
 
         return cls(sparsity.num_units, _smallest_number(draws_too_few, _STEEPEST), drawn * sparsity.world_size)
 
     @cached_property
     def _spectrum(self) -> tuple[Tensor, Tensor]:
-        """Divides the rows into groups of similar frequency. Returns (logarithms (G,) of the probability that a step
-        does not read a row of the group, numbers (G,) of rows in the group).
+        """The rows in G groups of similar frequency: (for each group, the logarithm of the probability that a step does
+        not read a given row of it; for each group, its number of rows). Both tensors are (G,).
         """
         edges = torch.logspace(0, math.log10(self.num_rows), _BUCKETS, dtype=torch.float64, device="cpu").round()
         edges = torch.cat([edges, edges[-1:] + 1]).unique()
@@ -89,7 +91,9 @@ class Draws:
         return -float((rows * absent.expm1()).sum())
 
     def missing_rows(self, slots: int) -> float:
-        """Predicts how many of a step's rows are not in memory, if memory has the `slots` rows that were read last."""
+        """Predicts how many of the distinct rows that a step reads are not in memory, if memory holds the `slots` most
+        recently read rows.
+        """
         if slots >= self.num_rows or not self.ids:
             return 0.0
         absent, rows = self._spectrum
@@ -105,7 +109,9 @@ class _CombinedDraws(Draws):
 
     @cached_property
     def _spectrum(self) -> tuple[Tensor, Tensor]:
-        """Returns the groups of all tables, as `Draws._spectrum` does for one."""
+        """The groups of rows of similar frequency of all tables together, as `Draws._spectrum` has them for one
+        table.
+        """
         absent, rows = zip(*(each._spectrum for each in self.tables), strict=True)
         return torch.cat(absent), torch.cat(rows)
 
@@ -122,11 +128,12 @@ class RowMemory:
         row_bytes: bytes of memory for bookkeeping, for each row of the table.
         own_bytes: other bytes of memory that the table needs.
         record_bytes: bytes of a row in storage.
-        at_once: how many rows a step reads for the known batches of all ranks; all must be in memory at once.
+        at_once: how many distinct rows one step of all ranks reads, for the known batches; all must be in memory at
+            once.
         draws: how often each row is looked up.
-        storage: the storage tiers for the other rows, fastest first. Each has the most recently read rows that faster
-            tiers do not have.
-        ahead: how many steps early rows are read; they need memory besides the current step's rows.
+        storage: the storage tiers for rows that are not in memory, fastest first. A tier stores the most recently read
+            rows that memory and faster tiers have no room for.
+        ahead: how many steps before its use a row is read from storage; rows of future steps take memory too.
     """
 
     num_rows: int
@@ -142,12 +149,12 @@ class RowMemory:
 
     @property
     def nbytes(self) -> int:
-        """The maximum bytes of memory that the table needs."""
+        """The maximum bytes of memory that the table needs on a rank."""
         return math.ceil(self.num_rows * self.row_bytes + self.slots * self.slot_bytes) + self.own_bytes
 
     @cached_property
     def moved_by_tier(self) -> tuple[tuple[StorageTier, float], ...]:
-        """For each storage tier, the number of rows that a step reads from it. As many are written back."""
+        """Pairs (storage tier, number of rows that a step reads from it). As many rows are written back."""
         found, held = [], self.slots
         for place in self.storage:
             found.append((place, self.draws.missing_rows(held)))
@@ -180,17 +187,17 @@ class RowMemory:
         return sum(rows * (each.write_ms + self.record_bytes * each.byte_ms) for each, rows in self.moved_by_tier)
 
     def with_slots(self, slots: int) -> RowMemory:
-        """Returns a copy with `slots` rows in memory, at most all rows of the table."""
+        """Returns a copy of this prediction with `slots` rows in memory, at most all rows of the table."""
         return replace(self, slots=min(slots, self.num_rows))
 
     @property
     def smallest(self) -> RowMemory:
-        """A copy with the fewest rows in memory that still fit a known batch."""
+        """A copy of this prediction with the fewest rows in memory that suffice for one step of the known batches."""
         return self.with_slots(max(self.at_once, 1))
 
     def for_step(self, step_ms: float, ahead: int = 1) -> RowMemory:
-        """Returns a copy with the fewest rows in memory for which all reads and writes fit within a step of `step_ms`,
-        with rows read `ahead` steps early.
+        """Returns a copy of this prediction with the fewest rows in memory for which a step's reads and writes take at
+        most `step_ms`. Memory also has room for the rows of `ahead` future steps, which are read early.
         """
 
         def is_hidden(slots: float) -> bool:
@@ -201,8 +208,8 @@ class RowMemory:
         return self.with_slots(max((1 + ahead) * self.at_once, math.ceil(_smallest_number(is_hidden, self.num_rows))))
 
     def describe(self, step_ms: float | None) -> str:
-        """Returns lines of a report on the table: the predicted reads and writes, and the smallest useful
-        `table_memory`.
+        """Returns a report on the table as text: the predicted reads and writes per step, and the smallest useful
+        `table_memory`. It is empty if the number of lookups is unknown.
 
         Args:
             step_ms: the time of a step without waits for this table's rows, or None if unknown.
@@ -227,7 +234,9 @@ class RowMemory:
 
 
 def combine_memories(memories: Sequence[RowMemory]) -> RowMemory:
-    """Combines the predictions for several tables with rows of equal size that share their memory into one."""
+    """Combines the predictions for several tables into one. The tables share their memory, and their rows have equal
+    size.
+    """
     first, *others = memories
     if not others:
         return first
@@ -238,7 +247,9 @@ def combine_memories(memories: Sequence[RowMemory]) -> RowMemory:
 
 
 def _smallest_number(holds: Callable[[float], bool], most: float) -> float:
-    """Returns, by bisection, the smallest number up to `most` for which `holds` returns true."""
+    """Finds, by bisection, the smallest number from 0 to `most` for which `holds` returns true; `most` if it is never
+    true.
+    """
     low, high = 0.0, float(most)
     for _ in range(_HALVINGS):
         middle = (low + high) / 2

@@ -17,11 +17,11 @@ BLOCK = 256
 
 @dataclass(frozen=True)
 class Wire:
-    """The dtype in which numbers are sent, and the number of bytes that they take in a message.
+    """The format in which numbers are sent, and the number of bytes that they take in a message.
 
     Attributes:
         itemsize: bytes of a number in memory.
-        form: the dtype in which to send numbers, used if it is narrower than theirs.
+        form: the format to send, used only if its numbers are narrower than those in memory.
     """
 
     itemsize: int
@@ -33,13 +33,15 @@ class Wire:
         return self.form != "exact" and self.itemsize > (1 if self.form == "int8" else 2)
 
     def row_bytes(self, columns: int) -> int:
-        """Returns the bytes that `columns` columns of a row take in a message."""
+        """Returns the bytes that `columns` numbers of one row take in a message, including the row's scale in
+        "int8".
+        """
         if not self.is_narrower or not columns:
             return columns * self.itemsize
         return columns + 1 if self.form == "int8" else 2 * columns
 
     def dense_bytes(self, elements: int) -> int:
-        """Returns the bytes that a dense gradient of this many elements takes in a message."""
+        """Returns the bytes that a dense gradient of `elements` numbers takes in a message."""
         if not self.is_narrower:
             return elements * self.itemsize
         return elements + ceil(elements / BLOCK) if self.form == "int8" else 2 * elements

@@ -14,9 +14,10 @@ import embrace_fx
 
 
 class EmbraceAccelerator(Accelerator):  # type: ignore[misc]  # accelerate has no types
-    """An `Accelerator` whose `prepare` compiles models instead of wrapping them in DistributedDataParallel.
+    """An `Accelerator` whose `prepare` compiles models with embrace_fx instead of wrapping them in
+    DistributedDataParallel.
 
-    It saves whole tensors under any plan: any number of ranks can load them, with or without embrace_fx.
+    It saves whole (unsharded) tensors under any plan: any number of ranks can load them, with or without embrace_fx.
 
     Args:
         compile_options: options of `embrace_fx.compile`.
@@ -36,8 +37,8 @@ class EmbraceAccelerator(Accelerator):  # type: ignore[misc]  # accelerate has n
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> nn.Module:
-        """Returns the model compiled. Returns it unchanged if it is compiled already, or is only to be evaluated. The
-        arguments are those of `Accelerator.prepare_model`.
+        """Returns the compiled model. If the model is already compiled or `evaluation_mode` is set, does not compile
+        it. The arguments are those of `Accelerator.prepare_model`.
         """
         if isinstance(model, embrace_fx.CompiledModel):
             self._models.append(model)
@@ -52,7 +53,7 @@ class EmbraceAccelerator(Accelerator):  # type: ignore[misc]  # accelerate has n
         return compiled
 
     def prepare_optimizer(self, optimizer: Optimizer, device_placement: bool | None = None) -> AcceleratedOptimizer:
-        """Prepares an optimizer so that its state dict contains whole tensors. The arguments are those of
+        """Returns a prepared optimizer whose state dict has whole (unsharded) tensors. The arguments are those of
         `Accelerator.prepare_optimizer`.
         """
         prepared = super().prepare_optimizer(optimizer, device_placement)
@@ -60,7 +61,9 @@ class EmbraceAccelerator(Accelerator):  # type: ignore[misc]  # accelerate has n
         return prepared
 
     def unwrap_model(self, model: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
-        """Returns the plain model, whose class `transformers.Trainer` reads to decide how to shift labels."""
+        """Returns the plain model that was compiled, or unwraps another model as Accelerate does.
+        (`transformers.Trainer` reads the class of the result to decide how to shift labels.)
+        """
         plain = model.module if isinstance(model, embrace_fx.CompiledModel) else model
         found: nn.Module = super().unwrap_model(plain, *args, **kwargs)
         return found

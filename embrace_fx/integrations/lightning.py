@@ -20,9 +20,11 @@ class EmbraceStrategy(DDPStrategy):
     """A strategy that compiles the network of a LightningModule instead of wrapping the module in
     DistributedDataParallel.
 
-    Steps log, and call metrics and the trainer, which no graph can hold. So the compiled network is the child of the
-    module that has all trainable parameters. If several children have some, it is the module's own forward, which the
-    steps call as `self(...)`. Whole tensors are saved under any plan.
+    The steps of a LightningModule cannot be captured in a graph, because they log, update metrics and use the trainer.
+    So only a part of the module is compiled: its child that has all trainable parameters. If there is no such child,
+    the module's own forward is compiled, and the steps must call it as `self(...)`.
+
+    State dicts contain whole (unsharded) tensors under any plan.
 
     Args:
         compile_options: options of `embrace_fx.compile`.
@@ -35,7 +37,9 @@ class EmbraceStrategy(DDPStrategy):
         self._calls = 0
 
     def setup(self, trainer: Trainer) -> None:
-        """Sets up the trainer. An evaluation after `fit()` uses the network that `fit()` has compiled."""
+        """Sets up the strategy for a trainer. After `fit()`, an evaluation reuses the network that `fit()` has
+        compiled.
+        """
         if self.compiled is None or trainer.state.fn == TrainerFn.FITTING:
             super().setup(trainer)
             return
@@ -48,7 +52,9 @@ class EmbraceStrategy(DDPStrategy):
         self.setup_precision_plugin()
 
     def configure_ddp(self) -> None:
-        """Compiles the module, or its only child with trainable parameters, where DDPStrategy would wrap the module."""
+        """Compiles the module's forward, or its only child with trainable parameters, instead of wrapping the module in
+        DDP.
+        """
         assert self.model is not None
         if self.compiled is not None:  # fit() may be called several times
             return
@@ -73,7 +79,7 @@ class EmbraceStrategy(DDPStrategy):
         return embrace_fx.compile(network, **self._compile_options)
 
     def _call_compiled(self, *args: Any, **kwargs: Any) -> Any:
-        """Calls the compiled network. Installed as the module's `forward`."""
+        """Calls the compiled network. This method replaces the module's `forward`."""
         assert self.compiled is not None
         assert self.model is not None
         self._calls += 1
@@ -81,10 +87,10 @@ class EmbraceStrategy(DDPStrategy):
         return self.compiled(*args, **kwargs)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs the module's `training_step`, and checks that it has called the compiled forward.
+        """Runs and returns the module's `training_step`. Checks that the step has called the compiled forward.
 
         Raises:
-            RuntimeError: the step has not called the compiled forward, so that gradients would not be reduced.
+            RuntimeError: the step has not called the compiled forward, so its gradients would not be reduced.
         """
         assert self.model is not None
         calls, stands_in = self._calls, self.model.__dict__.get("forward") == self._call_compiled
@@ -114,8 +120,8 @@ class EmbraceStrategy(DDPStrategy):
 
 
 class EmbraceMetrics(Callback):
-    """A callback that logs `CompiledModel.metrics()` of the last step, as often as the trainer logs:
-    `Trainer(callbacks=[...])`.
+    """A callback that logs `CompiledModel.metrics()` of the last step every `log_every_n_steps` steps. Pass it to the
+    trainer: `Trainer(callbacks=[EmbraceMetrics()])`.
     """
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
@@ -134,6 +140,8 @@ StrategyRegistry.register("embrace_fx", EmbraceStrategy, description="tables in 
 
 
 def _trained_children(module: nn.Module) -> list[str]:
-    """Returns the names of the module's children and own parameters that are, or contain, trainable parameters."""
+    """Returns the sorted names of the module's direct children that contain trainable parameters, and of its own
+    trainable parameters.
+    """
     trainable = [name for name, parameter in module.named_parameters() if parameter.requires_grad]
     return sorted({name.split(".")[0] for name in trainable})

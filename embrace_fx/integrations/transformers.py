@@ -13,9 +13,9 @@ from embrace_fx.integrations.accelerate import EmbraceAccelerator
 
 
 class EmbraceTrainer(Trainer):
-    """A `Trainer` that compiles its model instead of wrapping it in DistributedDataParallel.
+    """A `Trainer` that compiles its model with embrace_fx instead of wrapping it in DistributedDataParallel.
 
-    It saves whole tensors under any plan. Evaluation runs on the compiled model, on all ranks.
+    It saves whole (unsharded) tensors under any plan. Evaluation runs on the compiled model, on all ranks.
 
     Attributes:
         logs_metrics: whether to log `CompiledModel.metrics()` of the last step together with the loss.
@@ -30,7 +30,9 @@ class EmbraceTrainer(Trainer):
         self.accelerator.__class__ = EmbraceAccelerator
 
     def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: Any = None) -> nn.Module:
-        """Returns the compiled model for an evaluation; for training, wraps the model as `Trainer._wrap_model` does."""
+        """Returns the compiled model for evaluation, if there is one. Otherwise wraps the model as
+        `Trainer._wrap_model` does.
+        """
         compiled = getattr(self, "model_wrapped", None)
         if not training and isinstance(compiled, embrace_fx.CompiledModel):
             return compiled
@@ -38,14 +40,16 @@ class EmbraceTrainer(Trainer):
         return wrapped
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        """Logs `logs`, and with the loss also the compiled model's metrics."""
+        """Logs `logs`. If these have a loss and `logs_metrics` is set, adds the compiled model's metrics."""
         compiled = getattr(self, "model_wrapped", None)
         if self.logs_metrics and "loss" in logs and isinstance(compiled, embrace_fx.CompiledModel):
             logs = logs | {f"embrace_fx/{name}": value for name, value in compiled.metrics().items()}
         super().log(logs, *args, **kwargs)
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
-        """Saves the model with whole tables to a directory, or `state_dict` if given. Collective."""
+        """Saves `state_dict` to a directory, or by default the model's state dict with whole (unsharded) tables.
+        Collective.
+        """
         assert self.model is not None
         super()._save(output_dir, embrace_fx.full_state_dict(self.model) if state_dict is None else state_dict)
 

@@ -63,16 +63,16 @@ def plan_on_links(
     """Decides the plan on rank 0, for the given or measured links, and returns it on all ranks. Collective.
 
     Args:
-        findings: the findings on rank 0, or None on other ranks.
+        findings: the planner's input on rank 0, or None on other ranks.
         current: the current plan, or None.
-        known: the links, if they have been measured.
+        known: the measured links, or None if they have not been measured.
         roughly: whether a short measurement of the links is enough.
         other_bytes: bytes that a step sends for parameters that are not among the findings.
     """
     communicator = context.communicator
 
     def decide_for(links: Cluster, links_are: LinksAre) -> Plan | str | None:
-        """Decides the plan for links of this origin on rank 0, and returns it on all ranks. Collective."""
+        """Returns rank 0's plan for these links, or an error's text; None on other ranks."""
         try:
             return None if findings is None else decide(findings, links, current, links_are)
         except Exception as error:
@@ -96,8 +96,8 @@ def plan_on_links(
 
 
 def reuse_plan(context: Context, graph: TrainingGraph, plan: Plan) -> Plan:
-    """Returns a plan that the user has passed, with the requested schedule. Raises on every rank if it does not fit
-    some rank's model. Collective.
+    """Returns a plan that the user has passed, with the schedule that the options request. Collective: raises
+    ValueError on every rank if the plan does not fit some rank's model.
     """
     own = next(_disagreements(context, graph, plan), None)
     for found in context.communicator.reports(own).values():
@@ -110,7 +110,7 @@ def reuse_plan(context: Context, graph: TrainingGraph, plan: Plan) -> Plan:
 
 
 def _disagreements(context: Context, graph: TrainingGraph, plan: Plan) -> Iterator[str]:
-    """Yields, in a few words each, where a plan and a model differ."""
+    """Yields each point in which a plan does not fit the model, optimizers or ranks, as text for an error message."""
     if plan.world_size != context.communicator.world_size:
         yield f"it was made for {plan.world_size} ranks, and there are {context.communicator.world_size}"
     used = used_parameters(graph)
@@ -146,16 +146,16 @@ def _disagreements(context: Context, graph: TrainingGraph, plan: Plan) -> Iterat
 def gather_findings(
     context: Context, graph: TrainingGraph, leaves: Sequence[Any], used: Collection[str], schedule: str = ""
 ) -> Findings | None:
-    """Gathers on rank 0 what the planner needs: the rows that each rank's batch reads, and the facts about parameters.
-    Returns None on other ranks. Collective.
+    """Gathers the planner's input on rank 0: the rows that each rank's batch reads, and facts about parameters. Returns
+    None on other ranks. Collective.
 
     Args:
         leaves: this rank's batch, as flattened arguments of the model.
-        used: parameters that got a gradient from earlier batches.
-        schedule: the schedule to price; "" means the requested one.
+        used: names of parameters that got a gradient from earlier batches.
+        schedule: the schedule to plan for; "" means the one that the options request.
 
     Raises:
-        PeerFailure: a rank's batch is bad, on every rank.
+        PeerFailure: a rank's batch is bad; raised on every rank.
     """
     communicator, state, options = context.communicator, context.state, context.options
     try:
@@ -186,7 +186,7 @@ def gather_findings(
 
 
 def _why_whole(state: ModelState, graph: TrainingGraph) -> dict[str, str]:
-    """Maps each parameter that must stay whole on this rank to the reason."""
+    """Maps the name of each table that this rank cannot shard to the reason."""
     whole = dict.fromkeys((*unshardable_tables(graph), *state.hooked), WHOLE)
     for table in graph.tables:
         weight = state.parameter(table.parameter)
@@ -201,8 +201,8 @@ def make_findings(
     """Returns the planner's input, made from facts, options, and the ranks' reports of the rows that they read.
 
     Args:
-        reports: the reports of all ranks, or of some. Other ranks then count with the mean of the rows, and unknown
-            ids.
+        reports: the reports of all `ranks` ranks, or of the first ones. Other ranks are assumed to read the mean number
+            of rows, with unknown ids.
     """
     rows, local_rows, sparsity = {}, {}, {}
     for table in graph.tables:
@@ -240,14 +240,14 @@ def collect_facts(
     used: Collection[str],
     sharded: Mapping[str, torch.Size],
 ) -> tuple[ParameterFacts, ...]:
-    """Collects the facts about every parameter that the planner needs.
+    """Returns the facts about every parameter of a model that the planner needs.
 
     Args:
-        graph: the graph, whose tables are known.
+        graph: the captured graph, in which tables have been found.
         known_optimizers: the optimizers known so far.
         row_updates: the option of `compile`.
-        used: parameters that get a gradient.
-        sharded: sharded table -> its whole shape.
+        used: names of the parameters that get a gradient.
+        sharded: name of a sharded table -> its whole shape.
     """
     every = enumerate((type(each), group) for each in known_optimizers.optimizers for group in each.param_groups)
     held: dict[int, list[tuple[type[Optimizer], int]]] = {}  # parameter id -> (optimizer class, param group's index)
@@ -278,8 +278,8 @@ def collect_facts(
 def _update_of_unread_rows(
     known_optimizers: KnownOptimizers, parameter: nn.Parameter, row_updates: RowUpdatesOption
 ) -> DenseUpdatePolicy:
-    """Returns how its optimizer updates a parameter's rows without a gradient. Without an optimizer yet, it counts as
-    Adam's.
+    """Returns how the optimizer of a table (`parameter`) updates rows that no batch has read in a step. If the table
+    has no optimizer yet, Adam is assumed.
     """
     way = known_optimizers.dense_update_policy(parameter, row_update_semantics(row_updates))
     return row_updates if way not in STILL and row_updates in ("sweep", "replay") else way
@@ -291,9 +291,9 @@ class Read:
 
     Attributes:
         rows: the number of unique rows, including the padding row, which is always sent.
-        ids: unique ids with a gradient, or None if there are too many to send.
-        draws: the number of ids with a gradient, counting duplicates.
-        local_rows: number of rows of a grid -> how many of the read rows would be in the rank's own row of it.
+        ids: unique ids of rows that get a gradient, or None if there are too many to send.
+        draws: the number of ids that get a gradient, counting duplicates.
+        local_rows: R -> how many of the rows this rank's part would contain, on a grid of ranks with R rows.
     """
 
     rows: int
@@ -307,11 +307,11 @@ class RankFacts:
     """What one rank reports of its first batch to rank 0.
 
     Attributes:
-        used: parameters with a gradient.
+        used: names of the parameters that get a gradient.
         whole: parameter that cannot be sharded -> the reason.
         reads: table -> the rows that the batch reads.
-        scored: table of an output layer -> how many positions have a label.
-        failure: why measuring failed, or None.
+        scored: table of an output layer -> how many positions of the batch have a label.
+        failure: why the batch could not be examined, or None.
     """
 
     used: tuple[str, ...] = ()
@@ -333,12 +333,12 @@ def _sparsity(table: TableSpec, reads_by_rank: Sequence[Read]) -> Sparsity | Non
 
 
 def grid_rows(ranks: int) -> list[int]:
-    """Returns the numbers of rows, greater than one, that a grid of this many ranks can have."""
+    """Returns the numbers of rows above one that a grid of `ranks` ranks can have, which are divisors of `ranks`."""
     return [each for each in range(2, ranks + 1) if ranks % each == 0]
 
 
 def drawn_ids(state: ModelState, graph: TrainingGraph, leaves: Sequence[Any]) -> dict[str, tuple[Tensor, Tensor]]:
-    """Maps each table to (the ids (T,) in a flattened batch that get a gradient, with duplicates; the unique rows)."""
+    """Maps each table to the ids (T,) in a flattened batch that get a gradient (repeats included), and unique rows."""
     tables = [t for t in graph.tables if all(use.ids_from_batch for use in t.uses)]
     if not tables:
         return {}
@@ -354,7 +354,7 @@ def drawn_ids(state: ModelState, graph: TrainingGraph, leaves: Sequence[Any]) ->
 def count_reads(
     state: ModelState, graph: TrainingGraph, leaves: Sequence[Any], rank: int, ranks: int
 ) -> dict[str, Read]:
-    """Counts the rows of each table that a rank's batch, given by its flattened arguments, reads."""
+    """Returns table -> the rows that a rank's batch, given by its flattened arguments (`leaves`), reads of it."""
     found = {}
     for name, (drawn, unique) in drawn_ids(state, graph, leaves).items():
         ids = drawn.unique().cpu()
@@ -367,7 +367,7 @@ def count_reads(
 
 
 def count_scored(state: ModelState, graph: TrainingGraph, leaves: Sequence[Any]) -> dict[str, int]:
-    """Counts the positions of a flattened batch that have a label, for each table of an output layer."""
+    """Returns table of an output layer -> how many positions of a flattened batch (`leaves`) have a label for it."""
     found = labels_in_batch(graph)
     if not found:
         return {}
@@ -376,7 +376,7 @@ def count_scored(state: ModelState, graph: TrainingGraph, leaves: Sequence[Any])
 
 
 def scores_nothing(state: ModelState, graph: TrainingGraph, leaves: Sequence[Any]) -> bool:
-    """Returns whether a loss is a mean over labels and a flattened batch has none: it is nan, its gradients zero."""
+    """Returns whether a flattened batch has no labels for a loss that is a mean over labels, and therefore nan."""
     labels = mean_loss_labels(graph)
     if not labels:
         return False
@@ -385,7 +385,7 @@ def scores_nothing(state: ModelState, graph: TrainingGraph, leaves: Sequence[Any
 
 
 def _run(state: ModelState, module: fx.GraphModule, leaves: Sequence[Any]) -> tuple[Any, ...]:
-    """Runs a graph that depends only on the flattened batch, and restores the random state for the step's own draws."""
+    """Runs a graph that needs only a flattened batch (`leaves`), and returns its outputs. Keeps the random state."""
     parameter = state.any_parameter()
     device = torch.device("cpu") if parameter is None else parameter.device
     with restored_random_state(device), torch.no_grad():

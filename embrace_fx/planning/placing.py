@@ -25,7 +25,7 @@ from embrace_fx.vocabulary.plan import Plan
 
 
 def place_parameters(context: Context, graph: TrainingGraph, plan: Plan) -> None:
-    """Shards the tables of a plan, and makes all other parameters equal to rank 0's. Collective."""
+    """Shards the tables that a plan shards, and makes all other parameters equal to rank 0's. Collective."""
     grids = {name: plan[name].grid for name in plan.sharded}
     shapes = {name: parameter.shape for name, parameter in context.model.named_parameters()}
     with context.communicator.watching():
@@ -50,9 +50,9 @@ def place_parameters(context: Context, graph: TrainingGraph, plan: Plan) -> None
 
 
 def move_parameters(context: Context, graph: TrainingGraph, old: Plan, new: Plan) -> None:
-    """Moves tables, with their state and gradients, to another plan, between two steps. Collective.
+    """Moves tables, with their state and gradients, from the places in plan `old` to those in `new`. Collective.
 
-    The gradient of a replica is already the mean, equal on all ranks. Each rank has its own part of a shard's gradient.
+    A replica's gradient is already the mean, equal on all ranks. Each rank has only its part of a shard's gradient.
     """
     state = context.state
     gather_tables(context, [name for name in old.sharded if name not in new.sharded])
@@ -82,7 +82,7 @@ def gather_tables(context: Context, names: Sequence[str]) -> None:
 
 
 def gather_buffers(model: nn.Module) -> None:
-    """Gathers buffers that are sharded, such as pruning masks of tables. Collective."""
+    """Replaces the model's sharded buffers, such as pruning masks of tables, by whole ones. Collective."""
     for module in model.modules():
         for key, buffer in module._buffers.items():
             if isinstance(buffer, TableShard):
@@ -90,7 +90,7 @@ def gather_buffers(model: nn.Module) -> None:
 
 
 def _shard_table(context: Context, name: str, plan: Plan, shape: torch.Size, mesh: DeviceMesh | None) -> None:
-    """Shards a table of this whole shape by the plan. With a mesh, the parameter already is this rank's shard."""
+    """Shards a table of whole shape `shape` by the plan. With `mesh`, the parameter is already this rank's shard."""
     parameter, communicator = context.state.parameter(name), context.communicator
     layout = shard_parameter(name, parameter, shape, communicator, plan[name].grid, mesh)
     always, reads = context.options.row_updates == "replay", context.state.reads
@@ -111,7 +111,7 @@ def _shard_table(context: Context, name: str, plan: Plan, shape: torch.Size, mes
 
 
 def _register_tables(context: Context, graph: TrainingGraph, plan: Plan) -> None:
-    """Registers placed tables in the optimizers' hooks, in joined tables, and in the announcements."""
+    """Registers placed tables where steps look them up: optimizer hooks, joined tables, and announcements."""
     row_updates, optimizer_hooks = row_update_semantics(context.options.row_updates), context.optimizer_hooks
     optimizer_hooks.replicas = []
     optimizer_hooks.of_any_layout |= any(use.sparse for table in graph.tables for use in table.uses)

@@ -38,7 +38,7 @@ _Found = tuple[Schedule, tuple[str, ...]]
 
 
 def predict_storage_reads(plan: Plan, ahead: int) -> dict[str, RowMemory]:
-    """Predicts, for each table larger than memory, how many rows a step reads from storage, `ahead` steps early."""
+    """Predicts a step's reads from storage, `ahead` steps early, for each row exchange of tables larger than memory."""
     return {
         name: set_read_ahead(combine_memories(beyond), ahead, plan.world_size)
         for name, tables in plan.row_exchanges.items()
@@ -55,15 +55,15 @@ def decide_order(
     *,
     compute_in_order: Callable[[tuple[str, ...]], TrainingGraph] | None = None,
 ) -> tuple[Schedule, Mapping[str, RowMemory]]:
-    """Returns the schedule that rank 0 computes, and the prediction for tables larger than memory, by row exchange.
-    Both are equal on every rank. Collective.
-
-    The prediction is by row exchange, at the measured speed if there is a profile.
+    """Returns the schedule that rank 0 computes, and the predicted reads from storage of tables larger than memory:
+    name of a table or joined table -> prediction. Both are equal on every rank. Collective.
 
     Args:
         graph: the graph of the first training batch, as it runs.
+        memory: the predicted reads so far; measured times (`profiled`) replace their speed.
         profiled: the measured times, or None to use the cost model.
-        compute_in_order: reorders the backward's units if the profile predicts a gain, and returns the new graph.
+        compute_in_order: a function that puts units of the backward in another order and returns the new graph. It is
+            called if measured times predict a gain.
 
     Raises:
         VerificationError: the order breaks an invariant.
@@ -96,7 +96,7 @@ def decide_order(
 def _search_order(
     context: Context, plan: Plan, graph: TrainingGraph, steps: StepGraph, name: str, profiled: Profile
 ) -> _Found:
-    """Searches for the fastest order of launches and of the backward's compute, using measured times."""
+    """Returns the fastest schedule by measured times, and the backward's units in its order (none if unchanged)."""
     measured = {each.what: ms for each, ms in profiled.compute_ms.items() if each.kind == "backward"}
     units = BackwardUnits.find(graph.phases["backward"])
     atoms = Atoms.build(units, node_time_estimator(plan.links.compute, graph.expected), measured)
@@ -109,7 +109,7 @@ def _search_order(
 def _step_graph(
     context: Context, plan: Plan, graph: TrainingGraph, memory: Mapping[str, RowMemory], profiled: Profile | None
 ) -> StepGraph:
-    """Describes a window (a backward and the next forward) by its operations, durations and dependences."""
+    """Returns the operations of a window (a backward and the next forward), with their durations and dependences."""
     cluster = plan.links.flattened(plan.world_size)
     if plan.world_size == 1:
         return add_storage_operations(build_single_process(graph, cluster.compute), memory)
@@ -127,10 +127,10 @@ def _step_graph(
 
 
 def issued_launches(schedule: Schedule, plan: Plan) -> tuple[OperationId, ...]:
-    """Returns the launches of a schedule that the launcher makes.
+    """Returns the launches of a schedule that the launcher issues, in order.
 
-    The calling thread issues the AllReduce of row norms, the exchanges of output layers, and the AllGather of ids of a
-    batch that was not known ahead.
+    The calling thread itself issues the AllReduce of row norms, the exchanges of output layers, and the AllGather of
+    ids of a batch that was not known ahead.
     """
     of_launcher = [each for each in schedule.launches if each != ROW_NORMS and each.kind != "positions"]
     return tuple(each for each in of_launcher if plan.looks_ahead or each != IDS)

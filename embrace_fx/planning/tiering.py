@@ -45,8 +45,8 @@ def add_working_sets(
     Collective.
 
     Args:
-        sparsity: the sparsity of tables, on rank 0.
-        storage: the storage of rows that are not in memory, or None to measure it.
+        sparsity: table -> the sparsity of its gradients, on rank 0.
+        storage: the kinds of storage for rows that are not in memory, or None to measure them.
 
     Raises:
         ValueError: a table cannot have a working set, or its batches need more memory; the same on every rank.
@@ -84,10 +84,10 @@ def add_working_sets(
 
 
 def _split_space(context: Context, plan: Plan, space: JoinedTable, beyond: Mapping[str, Tier]) -> list[JoinedTable]:
-    """Splits a joined table so that all tables of each part share one working set.
+    """Splits a joined table (`space`) into joined tables, each of which can have a single working set.
 
-    Tables in memory stay together, and so do tables beyond the host's memory with equal columns. Each table beyond a
-    device's memory is alone.
+    Tables that fit in memory stay together. So do tables on the CPU that exceed it (`beyond`) and store equal columns.
+    Each table that exceeds a device's memory becomes its own part.
     """
     on_host = context.device.type == "cpu"
     sets: dict[object, list[str]] = {}
@@ -112,10 +112,10 @@ def _measure_storage(context: Context, records: Records) -> tuple[StorageTier, .
 
 
 def _check_host(context: Context, found: Mapping[str, Tier], plan: Plan) -> None:
-    """Raises `ValueError` on every rank if a host has too little memory for the rows that it must hold. Collective.
+    """Raises `ValueError` on every rank if a host has too little free memory for the rows of these tables. Collective.
 
     Args:
-        found: the tables whose rows do not all stay in memory.
+        found: the tables that do not keep all rows in the memory of their device.
     """
     own = sum(plan[name].shape[0] * Records(tier.columns).nbytes for name, tier in found.items())
     everyone = context.communicator.gather((socket.gethostname(), own, available_bytes()), tuple[str, int, int])
@@ -130,7 +130,7 @@ def _check_host(context: Context, found: Mapping[str, Tier], plan: Plan) -> None
 
 
 def tiered_tables(context: Context, plan: Plan, rank: int) -> dict[str, Tier]:
-    """Returns the tables that keep only some rows in memory, by name, with the columns that a rank holds."""
+    """Returns the tables that keep only some rows in memory: name -> memory limit and the columns of a rank's rows."""
     whole = _memory_limits(context, plan)
     columns = {name: _record_columns(context, name, plan[name].shape, rank) for name in whole}
     asked = dict(whole)
@@ -141,7 +141,7 @@ def tiered_tables(context: Context, plan: Plan, rank: int) -> dict[str, Tier]:
 
 
 def _memory_limits(context: Context, plan: Plan) -> dict[str, float]:
-    """Returns the memory that `table_memory` allows for each table."""
+    """Maps each table that `table_memory` selects to its limit: bytes or, below 1, the share of its rows in memory."""
     if (memory := context.options.table_memory) is None:
         return {}
     if not isinstance(memory, Mapping):
@@ -192,8 +192,8 @@ def _check_supported(context: Context, name: str, plan: Plan) -> None:
 
 
 def _record_columns(context: Context, name: str, shape: tuple[int, ...], rank: int) -> dict[str, Column]:
-    """Returns the columns that are stored for each row of a table: weights, number of applied steps, optimizer
-    state.
+    """Returns the columns that a rank stores for each row of a table, by name: weights, number of applied steps, and
+    optimizer state.
     """
     parameter = context.state.parameter(name)
     ((optimizer, group),) = context.optimizer_hooks.known_optimizers.find(parameter)
@@ -204,13 +204,13 @@ def _record_columns(context: Context, name: str, shape: tuple[int, ...], rank: i
 
 
 def _owned_columns(shape: tuple[int, ...], ranks: int, rank: int) -> range:
-    """Returns which columns of a table of this shape one of `ranks` ranks owns."""
+    """Returns the range of columns that `rank` owns, of a table of this shape sharded by columns over `ranks` ranks."""
     return range(shape[1])[owned_slices(shape, Grid(1, ranks), rank)[1]]
 
 
 def lazily_initialized(context: Context, name: str) -> nn.Embedding | nn.EmbeddingBag | None:
-    """Returns the embedding layer of a table on the meta device whose first values can be computed row by row. Returns
-    None if the table has values, or its module has its own `reset_parameters`.
+    """Returns the embedding layer of a table on the meta device, if the table's initial values can be computed row by
+    row. Returns None if the table has values already, or its module overrides `reset_parameters`.
     """
     parameter = context.state.parameter(name)
     if not parameter.is_meta:
@@ -223,9 +223,9 @@ def lazily_initialized(context: Context, name: str) -> nn.Embedding | nn.Embeddi
 
 
 def open_working_sets(context: Context, plan: Plan, beyond: Mapping[str, Tier]) -> dict[str, tuple[WorkingSet, int]]:
-    """Makes the working sets of tables larger than memory, one for all tables of a joined table.
+    """Makes the working sets of tables larger than memory (`beyond`), one for all tables of a joined table.
 
-    Returns the working set of each table and the table's first row in it. Collective: fails on all ranks or on none.
+    Returns table -> (its working set, index of its first row there). Collective: fails on all ranks or on none.
     """
     found: dict[str, tuple[WorkingSet, int]] = {}
     told, directory = None, context.options.spill_to
@@ -256,7 +256,7 @@ def _device_of(context: Context, name: str) -> torch.device:
 
 
 def _initial_values(context: Context, name: str, decision: Decision) -> InitialValues:
-    """Returns how a table's initial values on this rank are computed. `decision` is its plan. Collective."""
+    """Returns an object that computes initial values of a table's rows, for this rank's columns. Collective."""
     communicator, module = context.communicator, lazily_initialized(context, name)
     seed = communicator.gather(torch.initial_seed() % 2**62, int)[0] ^ crc32(name.encode())
     own = _owned_columns(decision.shape, communicator.world_size, communicator.rank)
@@ -267,13 +267,13 @@ def _initial_values(context: Context, name: str, decision: Decision) -> InitialV
 def place_tiered(
     context: Context, name: str, shape: torch.Size, mesh: DeviceMesh | None, memory: WorkingSet, first: int
 ) -> Member:
-    """Moves a table into its file, or leaves its rows to be computed, and replaces it with a working set. Collective.
+    """Moves a table to storage, or leaves its rows to be computed. Returns it with a working set. Collective.
 
     Args:
         shape: the shape of the whole table.
-        mesh: the ranks of the parts, if the parameter is already this rank's part.
-        memory: the table's working set.
-        first: the table's first row in the working set.
+        mesh: the mesh of the ranks if the parameter is already this rank's shard, or None.
+        memory: the working set of the table.
+        first: the index of the table's first row in the working set.
     """
     parameter, communicator = context.state.parameter(name), context.communicator
     ((optimizer, _),) = context.optimizer_hooks.known_optimizers.find(parameter)
@@ -308,8 +308,8 @@ def place_tiered(
 def _store_initial_values(
     context: Context, memory: WorkingSet, first: int, rows: int, values: Mapping[str, Tensor]
 ) -> None:
-    """Writes a table's initial values to a working set, from row `first` on. Fails on all ranks or on none.
-    Collective.
+    """Writes a table's initial values (column name -> values of all rows) to a working set, from its row `first` on.
+    Collective: fails on all ranks or none.
     """
     told = None
     try:

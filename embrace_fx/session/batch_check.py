@@ -22,11 +22,11 @@ from embrace_fx.vocabulary.plan import Plan
 def make_batch_check(
     context: Context, plan: Plan, graph: TrainingGraph, counters: StepCounters, *, train: bool
 ) -> Callable[[Sequence[Any]], str | None]:
-    """Returns a function that checks a batch before this rank announces its step: ids of whole tables must be in the
-    table. The exchange checks ids of sharded tables. In training (`train`), it also counts the rows that watched tables
-    read.
+    """Returns a function that takes a flattened batch, and returns an error text if an id is outside of its table, else
+    None. It checks tables that are whole on each rank; the exchange checks ids of sharded tables.
 
-    An id outside of its table is a failure. Rows are counted every few steps, in `counters`.
+    In training (`train`), it also counts, every few steps and in `counters`, the rows read of tables whose strategy
+    depends on that number (`Plan.watched`).
     """
     exchanged = (*plan.sharded, *plan.renormed)
     tables = [t for t in graph.tables if t.parameter not in exchanged and all(u.ids_from_batch for u in t.uses)]
@@ -38,8 +38,8 @@ def make_batch_check(
     watched = [t for t in tables if t.parameter in plan.watched] if train else []
 
     def check_and_count(leaves: Sequence[Any]) -> str | None:
-        """Checks the ids in a batch's flattened arguments, and counts the rows that watched tables read. Returns an
-        error text for a bad id, else None.
+        """Checks the ids in a batch's flattened arguments, and counts the rows read of tables in `Plan.watched`.
+        Returns an error text for a bad id, else None.
         """
         with torch.no_grad():
             try:

@@ -25,7 +25,7 @@ class BufferSharing:
     """Makes one model's buffers equal on all ranks.
 
     Attributes:
-        due: whether the next forward must make buffers equal.
+        due: whether the next forward must first make buffers equal.
     """
 
     def __init__(self, context: Context, counters: StepCounters) -> None:
@@ -40,16 +40,16 @@ class BufferSharing:
     def prepare_forward(
         self, graph: TrainingGraph, assigned: frozenset[str], *, reduce: bool
     ) -> tuple[Callable[[], int], Callable[[], None] | None]:
-        """Returns two functions that make a program's buffers equal: to announce them, and to broadcast them.
+        """Returns two functions that make buffers equal before a program's forward: to announce and to broadcast them.
 
         Args:
-            assigned: buffers that the forward replaces with other tensors.
-            reduce: whether gradients are reduced, so that the next forward shares buffers again.
+            assigned: names of buffers that the forward replaces with other tensors.
+            reduce: whether the program reduces gradients, so that the next forward must make buffers equal again.
 
         Returns:
-            A function that hashes the names of the buffers that this rank would share, for ranks to compare in the
-            announcement; and a collective function that broadcasts the buffers between the announcement and the
-            forward, or None if there are no buffers to share.
+            A function that hashes the names of the buffers to broadcast, for ranks to compare in their announcements of
+                the step; and a collective function that broadcasts them, to call before the forward, or None if ranks
+                have no buffers to share.
         """
         if self._context.communicator.world_size == 1 or not self.shared_names():
             return lambda: 0, None
@@ -67,7 +67,7 @@ class BufferSharing:
             return CHANGED_BUFFERS if changed else _hash_names(self._stale)
 
         def share() -> None:
-            """Broadcasts rank 0's values of the buffers to share, and records which this forward will change."""
+            """Broadcasts the buffers to share from one rank, and records which ones this forward will change."""
             due, self.due = self.due, reduce
             if due:
                 # As ranks run out of batches, other ranks take over the authority, each with the buffers of
@@ -87,11 +87,11 @@ class BufferSharing:
         return self._state.buffers_except(self._written | self._state.ignored)
 
     def shares_next(self) -> bool:
-        """Returns whether the next forward makes buffers equal."""
+        """Returns whether the next forward first makes buffers equal on all ranks."""
         return self.due and bool(self.shared_names())
 
     def shared_names(self) -> list[str]:
-        """Returns the names of the buffers that ranks share: all except those that each rank keeps for itself."""
+        """Returns the names of the buffers that are to be equal on all ranks; none if the options share no buffers."""
         ignored, shares = self._state.ignored, self._context.options.shares_buffers
         return [name for name in self._state.buffer_names() if shares and name not in ignored]
 

@@ -22,8 +22,8 @@ DTYPES: dict[Callable[..., Any], torch.dtype | None] = {
 
 
 def register_hook(communicator: Communicator, asked: CommHook, options: Options, begun: bool, registered: str) -> str:
-    """Registers a hook as DDP's `register_comm_hook` does, and returns its name. torch's own hooks that compress only
-    set the dtype of gradients on the wire; any other hook reduces the gradients itself.
+    """Registers a hook as DDP's `register_comm_hook` does, and returns its name. torch's compression hooks only set the
+    dtype in which gradients are sent; any other hook reduces the gradients itself.
 
     Args:
         asked: the hook and its state, as the user passes them.

@@ -62,7 +62,7 @@ _MACHINERY = (
 
 
 def _ddp_logging_data(session: Session) -> dict[str, Any]:
-    """Returns the fields of DDP's `_get_ddp_logging_data()` that a compiled model knows."""
+    """Returns those fields of DDP's `_get_ddp_logging_data()` that have a value for a compiled model."""
     parameters = list(session.model.parameters())
     return {
         "world_size": session.communicator.world_size,
@@ -79,10 +79,10 @@ def _ddp_logging_data(session: Session) -> dict[str, Any]:
 
 
 def read_attribute(session: Session, name: str, error: AttributeError) -> Any:
-    """Returns the value of an attribute that DistributedDataParallel has and libraries read.
+    """Returns a compiled model's value for a DistributedDataParallel attribute that libraries read.
 
     Args:
-        error: the `AttributeError` to raise, with an explanation, if a compiled model has no such attribute.
+        error: the `AttributeError` to raise, or to raise from, if a compiled model has no such attribute.
     """
     if name in _READ:
         return _READ[name](session)
@@ -95,8 +95,8 @@ def read_attribute(session: Session, name: str, error: AttributeError) -> Any:
 
 
 def assign_attribute(session: Session, name: str, value: Any) -> None:
-    """Sets an attribute that DistributedDataParallel has to a value, equally on every rank. Raises AttributeError if a
-    compiled model cannot change it.
+    """Sets an attribute of DistributedDataParallel on a compiled model; all ranks must set the same value. Raises
+    AttributeError if a compiled model cannot change it.
     """
     if name == "module":
         raise AttributeError(

@@ -61,15 +61,15 @@ class EagerCalls:
             log("%s runs eagerly, with whole tables: %s", type(self._context.model).__name__, reason)
 
     def extend_plan(self) -> None:
-        """Extends the plan to all ranks' batches. Makes calls run eagerly if one cannot be captured. Collective."""
+        """Changes the plan to fit all ranks' batches, or makes calls run eagerly if a capture failed. Collective."""
         if reason := self._programs.extend_plan():
             self.take_over(reason)
             entry = self._entry(self._trained(), train=True)
             self._programs.replan(entry, self._rows_of(entry), reason)
 
     def call(self, call: Arguments) -> Any:
-        """Runs the user's forward on a batch as a step of the model. Collective. A call inside a backward, as from a
-        checkpoint that recomputes, is a part of that backward instead.
+        """Runs the user's forward eagerly on a batch, as a step of the model. Collective. A call inside a backward, as
+        by a checkpoint that recomputes its forward, is not a new step.
         """
         if call.train and self._accumulation.backward is not None:
             return self._context.model(*call.args, **call.kwargs)
@@ -93,7 +93,7 @@ class EagerCalls:
         return results
 
     def evaluate_unplanned(self, call: Arguments) -> Any:
-        """Runs a forward without gradients before there is a plan, when no table is sharded yet. Collective."""
+        """Runs a forward without gradients before the first training call, with whole parameters. Collective."""
         context, model = self._context, self._context.model
         agree_on_first_call(context.communicator, EVALUATING, None)
         if any(parameter.is_meta for parameter in model.parameters()):
@@ -108,7 +108,7 @@ class EagerCalls:
         return model(*call.args, **call.kwargs)
 
     def evaluates(self) -> bool:
-        """Returns whether forwards without gradients run eagerly, even if training is captured."""
+        """Returns whether forwards without gradients run eagerly, even if training runs captured graphs."""
         plan, options = self._programs.plan, self._context.options
         if plan is None or plan.sharded or plan.renormed or options.backend != "eager":
             return False
@@ -118,7 +118,7 @@ class EagerCalls:
         return trains and options.route is None and not self._context.state.ignored
 
     def evaluate(self, call: Arguments) -> Any:
-        """Runs a forward without gradients eagerly, after applying every update.
+        """Runs a forward without gradients eagerly, after applying all pending optimizer updates.
 
         Collective if ranks share buffers. Otherwise one rank may evaluate while the others wait.
         """
@@ -139,8 +139,8 @@ class EagerCalls:
         return kind.found[0]
 
     def _rows_of(self, entry: Entry, leaves: Sequence[Any] = ()) -> list[Tensor]:
-        """Returns, for each table of an entry, the rows of a recent gradient, or before the first one those that a
-        batch may read. `leaves` is the flattened batch.
+        """Returns, for each table of an entry, ids of rows that a recent gradient had. If a table had no gradient yet,
+        returns those that the flattened batch `leaves` may read.
         """
         tables, rows = entry.analysed.tables, self._rows
         if unknown := [table for table in tables if table.parameter not in rows]:
@@ -151,7 +151,7 @@ class EagerCalls:
         return [rows[table.parameter] for table in tables]
 
     def _sample_rows(self, gradients: Mapping[str, Tensor]) -> None:
-        """Samples the rows of sparse gradients. After the first backward, requests a plan in its order."""
+        """Records row ids of gradients every few steps. The first time, requests buckets in the gradients' order."""
         if self._came and (not self._tables or self._programs.counters.calls % SAMPLED_EVERY):
             return
         if not self._came:
@@ -162,8 +162,8 @@ class EagerCalls:
             self._rows[name] = torch.arange(0, device="cpu") if gradient is None else _nonzero_rows(gradient).cpu()
 
     def _trained(self) -> dict[str, nn.Parameter]:
-        """Returns the parameters whose gradients are exchanged: those that had none so far, then the others in reverse
-        order of their gradients in the last backward.
+        """Returns the parameters whose gradients are exchanged. Those that got no gradient in the first backward come
+        first, then the others in reverse order of their gradients in it.
 
         Buckets are filled from the end of this order, and launched once they are full.
         """
@@ -180,7 +180,7 @@ class EagerCalls:
         return {name: parameter for name, parameter in found if parameter.requires_grad}
 
     def _graph(self, trained: Mapping[str, nn.Parameter]) -> TrainingGraph:
-        """Returns a graph that only exchanges the gradients of `trained`, and stores its tables in the state."""
+        """Returns a graph that only exchanges the gradients of `trained`. Also records which of these are tables."""
         if self._context.communicator.comm_hook is None:
             self._tables = lookup_tables(self._context.model, trained)
             self._row_tables = frozenset(lookup_tables(self._context.model, trained, only_sparse=True))
@@ -189,11 +189,11 @@ class EagerCalls:
         return gradient_graph(trained, self._tables, whole, self._row_tables)
 
     def remove_hooks(self) -> None:
-        """Removes the hooks from the model's parameters."""
+        """Removes the hooks that collect gradients from the model's parameters."""
         self._accumulation.forget()
 
     def _run(self, entry: Entry, trained: Mapping[str, nn.Parameter], call: Arguments, *, accumulates: bool) -> Any:
-        """Announces a call, runs the forward eagerly, and prepares the exchange of the gradients of `trained`."""
+        """Announces a call, prepares the exchange of `trained`'s gradients, and returns the eager forward's result."""
         context = self._context
         if self.reason:
             context.state.hooked = frozenset()  # autograd itself calls the gradient hooks
@@ -234,5 +234,5 @@ _WRITTEN = (
 
 
 def _nonzero_rows(gradient: Tensor) -> Tensor:
-    """Returns the ids of a dense gradient's rows that are not zero, or of the rows that a sparse gradient has."""
+    """Returns the ids of a gradient's rows: of the non-zero ones if it is dense, of those it contains if sparse."""
     return gradient._indices()[0].unique() if gradient.is_sparse else block_bitmap(gradient).nonzero().view(-1)

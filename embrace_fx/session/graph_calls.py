@@ -46,9 +46,9 @@ class GraphCalls:
     _watch: ModelWatch
 
     def call(self, call: Arguments) -> Any:
-        """Runs the model on a batch. Collective.
+        """Runs the model on a batch and returns its output. Collective.
 
-        Raises on every rank: PlanDoesNotFit if the plan must change first, RunsEagerly if no graph holds the forward.
+        Raises on every rank: PlanDoesNotFit if the plan must change first, RunsEagerly if a forward cannot be captured.
         """
         programs, leaves, train = self._programs, call.leaves, call.train
         kind = programs.cache[call_key(self._watch.modes(), leaves, call.spec, train)]
@@ -80,7 +80,7 @@ class GraphCalls:
         return entry.captured.build_result(results, call.args, call.kwargs)
 
     def _entry(self, captures: Entries, call: Arguments) -> Entry:
-        """Returns one of `captures` that is valid for a call's batch. Captures the model if there is none."""
+        """Returns one of `captures` that is valid for a call's batch, or captures the model if none is."""
         if (found := captures.accepting(call.leaves)) is None:
             with pause_garbage_collection():
                 return self._capture(captures, call)
@@ -88,11 +88,11 @@ class GraphCalls:
         return found
 
     def _find_program(self, entry: Entry, kind: Entries, call: Arguments) -> tuple[Entry, Program]:
-        """Returns the cache entry and the program that run a batch. Compiles the program at its first use.
+        """Returns the cache entry and the program with which to run a call. Compiles the program at its first use.
 
         Args:
-            entry: the capture found for the batch.
-            kind: the captures of calls with the same key.
+            entry: an entry whose capture is valid for the batch.
+            kind: the entries of calls with the same cache key, used if compiling makes `entry` invalid for the batch.
         """
         accumulates = call.train and not self._context.state.synchronised
         compiles = accumulates not in entry.programs
@@ -102,7 +102,7 @@ class GraphCalls:
         return entry, program
 
     def _next_batch(self, captures: Entries, program: Program, leaves: Sequence[Any]) -> NextBatch | None:
-        """Prepares the batch after that of `leaves`, whose ids this step exchanges, or returns None if unknown."""
+        """Prepares the exchange of the next batch's ids in this step. Returns None if that batch is unknown."""
         coming = self._lookahead.following(leaves)
         if coming is None and self._lookahead.known and program.flow.looks_ahead:
             self._lookahead.warn_of_other_batch()
@@ -115,10 +115,10 @@ class GraphCalls:
         program is not known yet.
 
         Args:
-            kind: the captures of calls with this call's key, which the future batch is assumed to share.
+            kind: the entries of calls with this call's cache key, which the future batch is assumed to share.
             leaves: this call's flattened arguments.
-            coming: those of the future batch, or None if it is not known.
-            is_next: whether it is the next batch, whose rows are sent in advance if its program overlaps steps.
+            coming: the future batch's flattened arguments, or None if they are not known.
+            is_next: whether it is the next batch, whose rows are sent early if its program overlaps steps.
         """
         if coming is None or signature(coming) != signature(leaves):
             return None
@@ -138,7 +138,7 @@ class GraphCalls:
             return None
 
     def _capture(self, captures: Entries, call: Arguments) -> Entry:
-        """Captures the forward at the same time as the other ranks. Raises if all ranks must run it eagerly."""
+        """Captures the forward together with other ranks, and returns the entry. Raises if it must run eagerly."""
         context, programs = self._context, self._programs
         failure, captured, rank = None, None, context.communicator.rank
         programs.flow.apply()
@@ -171,7 +171,7 @@ class GraphCalls:
         return entry
 
     def _captured(self, kind: Entries, call: Arguments) -> Captured:
-        """Captures the forward with a batch. Sizes that have varied in calls with this key become symbolic."""
+        """Captures the forward with a batch. Sizes that vary between calls of this cache key become symbolic."""
         changed = kind.found[-1].captured.changed_constants(call.leaves) if kind.found else []
         kind.values |= {each.name for each in changed if each.name and each.can_be_input} - kind.deciding
         constant = next((each for each in changed if each.name not in kind.values), None)
@@ -219,10 +219,11 @@ class GraphCalls:
 
 
 def varying_sizes(captures: Entries) -> frozenset[tuple[int, int]]:
-    """Returns (index of an argument, dimension) of the sizes that have varied among `captures` and may vary again.
+    """Returns the tensor sizes that may differ in later calls, because they differed between `captures`. Each is given
+    as (index of the flattened argument, dimension).
 
-    If any size has varied, batch sizes may vary too, because such a loader usually ends with a short batch. A batch
-    size that equals a varying size stays constant, because torch would take the two for one symbol.
+    If any size has varied, first dimensions are included too, because such a loader usually ends with a short batch. A
+    first dimension that equals a varying size stays constant, because torch would take the two for one symbol.
     """
     current = captures.shapes[-1]
     sizes = {(index, dim): size for index, shape in current.items() for dim, size in enumerate(shape)}

@@ -18,12 +18,12 @@ from embrace_fx.setup.context import Context
 
 
 def set_up_offloading(context: Context, compute: Compute) -> tuple[Copies | None, CopyRate]:
-    """Prepares offloading of saved values. Returns the object that copies them, or None, and the copies' rate on the
-    slowest rank. Collective if the options request offloading.
+    """Prepares offloading of values saved for the backward. Returns the object that copies them (None if there is no
+    place for copies) and the rate of copies on the slowest rank. Collective if a place exists.
 
     Args:
-        compute: the assumed speed of nodes. Only the proportions of its estimates are right, so the copies' rate is
-            converted to the estimates' milliseconds.
+        compute: the assumed speed of compute. Only the ratios of its time estimates are right, so the rate is expressed
+            in these estimated milliseconds.
     """
     options, devices = context.options, {parameter.device for parameter in context.model.parameters()}
     device = next(iter(devices), torch.device("cpu"))

@@ -20,8 +20,8 @@ class Arguments:
     """The arguments of one call of the model, as passed (`args`, `kwargs`) and flattened.
 
     Attributes:
-        leaves: the flattened arguments, of the structure `spec`.
-        train: whether a backward may follow.
+        leaves: the flattened arguments, whose structure is `spec`.
+        train: whether gradients are enabled, so that a backward may follow.
     """
 
     args: tuple[Any, ...]
@@ -33,11 +33,12 @@ class Arguments:
 
 @dataclass
 class Entry:
-    """One capture of the forward, and the programs compiled from it.
+    """A cache entry: one capture of the forward, and the programs compiled from it.
 
     Attributes:
-        captured: the capture. `analysed` is its graph with tables found, and `train` whether it has a backward.
-        programs: whether gradients are accumulated (`no_sync`) -> program, built when first needed.
+        analysed: the captured graph, in which tables have been found.
+        train: whether the graph has a backward.
+        programs: whether gradients are accumulated (`no_sync`) -> program, compiled when first needed.
         reused: how many calls have used the capture, besides the one for which it was made.
     """
 
@@ -50,12 +51,13 @@ class Entry:
 
 @dataclass
 class Entries:
-    """The captures (`found`) of calls with the same cache key, which differ only in shapes and constants.
+    """The cache entries of calls with the same cache key, which differ only in shapes and constants.
 
     Attributes:
-        shapes: for each captured batch, index of a tensor -> its shape.
-        values: names of values that have changed and so are inputs of graphs.
-        deciding: names of values that have changed but cannot become inputs.
+        found: the entries, in order of their capture.
+        shapes: for each capture's batch, index of a tensor -> its shape.
+        values: names of numbers that changed between calls and so are inputs of graphs instead of constants.
+        deciding: names of numbers that have changed but cannot become inputs.
     """
 
     found: list[Entry] = field(default_factory=list)
@@ -64,7 +66,7 @@ class Entries:
     deciding: frozenset[str] = frozenset()
 
     def accepting(self, leaves: Sequence[Any]) -> Entry | None:
-        """Returns the capture that is valid for a batch, given flattened, or None if there is none."""
+        """Returns the first entry whose capture is valid for a flattened batch (`leaves`), or None."""
         for entry in self.found:
             if entry.captured.accepts(leaves):
                 return entry
@@ -72,12 +74,12 @@ class Entries:
 
 
 class ProgramCache(dict[Any, Entries]):
-    """The entries of a model's calls, by `call_key`.
+    """The cache entries of a model's calls, by cache key (`call_key`).
 
-    Calls with the same arguments share their `shapes`: sizes that vary in training also vary in an evaluation.
+    Calls whose arguments have the same structure and dtypes share their `shapes`, in training and in evaluation.
 
     Attributes:
-        captures: the number of captures made.
+        captures: the number of captures made so far.
     """
 
     def __init__(self) -> None:
@@ -90,7 +92,7 @@ class ProgramCache(dict[Any, Entries]):
         return found
 
     def entries(self) -> Iterator[Entry]:
-        """Yields every entry: one per capture."""
+        """Yields every cache entry of every key."""
         for each in self.values():
             yield from each.found
 
@@ -102,8 +104,8 @@ class StepCounters:
     Attributes:
         calls: number of training calls.
         replan_for: the reason why this rank requests another plan, or "".
-        rows_seen: watched table -> how many rows the next step reads.
-        authority: the rank whose buffers the other ranks get.
+        rows_seen: table whose strategy depends on it (`Plan.watched`) -> how many rows the next step reads.
+        authority: the rank from which other ranks get their buffers.
         uneven: whether ranks may have run different numbers of optimizer steps (`join`).
         ahead: how many batches the loader is read ahead.
     """
@@ -117,12 +119,13 @@ class StepCounters:
 
 
 def call_key(modes: tuple[bool, ...], leaves: Sequence[Any], spec: pytree.TreeSpec, train: bool) -> Any:
-    """Returns the cache key of a call: structure, dtypes, autocast, and the training modes of all modules. Calls with
-    one key differ only in shapes and constants.
+    """Returns the cache key of a call: structure, dtypes, autocast, and whether it trains. Calls with equal keys differ
+    only in shapes and constants.
 
     Args:
+        modes: the training mode of each module.
         leaves: the flattened arguments.
-        spec: the unique object for this structure, as returned by `flatten_arguments`.
+        spec: the unique object for their structure, as returned by `flatten_arguments`.
     """
     autocast: tuple[Any, ...] = ()
     for device in ("cpu", "cuda"):
@@ -132,7 +135,7 @@ def call_key(modes: tuple[bool, ...], leaves: Sequence[Any], spec: pytree.TreeSp
 
 
 def signature(leaves: Sequence[Any]) -> tuple[Any, ...]:
-    """Returns the types, dtypes and devices of flattened arguments, which must match for a capture to be valid."""
+    """Returns the types, dtypes, devices and numbers of dimensions of flattened arguments, which a capture fixes."""
     found: list[Any] = []
     for leaf in leaves:
         is_tensor = isinstance(leaf, Tensor)

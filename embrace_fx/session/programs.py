@@ -64,16 +64,16 @@ class Programs:
 
     Args:
         on_other_batch: called when the model gets another batch than the one prepared as the next.
-        on_placed: called after tables were placed by a plan, with whether it is the first plan.
+        on_placed: called after a plan has placed the tables; its argument is whether this is the first plan.
 
     Attributes:
-        cache: the entries of the calls so far.
-        pipeline: the current plan with its programs and its pipeline of communication, or None before the first
+        cache: the cache entries of the calls so far.
+        pipeline: the current plan with its programs and the communication of its steps, or None before the first
             training call.
         counters: counters that all calls share.
-        buffers: shares the model's buffers.
+        buffers: makes the model's buffers equal on all ranks.
         links: the measured links, or None.
-        records: whether to record each program's steps as soon as the program is built.
+        records: whether each new program starts to record its steps, inside `record()`.
     """
 
     def __init__(self, context: Context, on_other_batch: Callable[[], None], on_placed: Callable[[bool], None]) -> None:
@@ -100,12 +100,12 @@ class Programs:
 
     @property
     def flow(self) -> CommPipeline:
-        """The pipeline that keeps communication from one step to the next."""
+        """The communication of the current plan that continues from one step to the next."""
         return self._no_steps if self.pipeline is None else self.pipeline.flow
 
     @property
     def in_use(self) -> StepPipeline:
-        """The pipeline. Raises RuntimeError before the first training call."""
+        """The current plan with its programs. Raises RuntimeError before the first training call."""
         if self.pipeline is None:
             raise RuntimeError(
                 "There is no plan, report or graph yet: the graph is captured with the first batch. Call the model "
@@ -116,11 +116,11 @@ class Programs:
     # -- programs ------------------------------------------------------------------------------------------------------
 
     def build(self, entry: Entry, *, accumulates: bool = False) -> Program:
-        """Returns the program for a cache entry under the current plan, compiling it at the first call. One that
-        `accumulates` does not reduce gradients.
+        """Returns the program for a cache entry under the current plan, compiling it at the first call. If
+        `accumulates`, the program does not reduce gradients.
 
         Raises:
-            PlanDoesNotFit: the plan must be changed first, on every rank.
+            PlanDoesNotFit: the plan must be changed first; raised on every rank.
         """
         pipeline = self.in_use
         if not entry.programs:
@@ -136,7 +136,7 @@ class Programs:
         return entry.programs[accumulates]
 
     def start_recording(self) -> None:
-        """Starts a recording that was requested before there was a recorder."""
+        """Starts to record steps if `records` is set, there is a recorder, and no recording is in progress."""
         recorder = None if self.pipeline is None else self.pipeline.recorder
         if self.records and recorder is not None and recorder.recording is None:
             recorder.start()
@@ -167,13 +167,13 @@ class Programs:
             log("%s", summarize(self.in_use.plan))
 
     def _adopt(self, plan: Plan, findings: Findings | None) -> None:
-        """Makes a plan, decided from `findings`, the current one. After an error, nothing has changed."""
+        """Makes a plan, decided from `findings`, the current one. If this raises, the old plan stays."""
         self.pipeline = StepPipeline(self._context, plan, findings, self.counters, self.buffers, self._on_other_batch)
         log_text("plan", lambda: str(plan))
 
     def ask_to_replan(self, reason: str) -> bool:
-        """Requests another plan from all ranks with the next announcement. Returns False if the same reason was given
-        within the last 100 calls.
+        """Requests another plan with the next announcement. Returns False if it does not, because the options fix the
+        plan or the same reason was given within the last `ONCE_IN` calls.
         """
         calls, last, options = self.counters.calls, self._replanned.get(reason), self._context.options
         fixed = options.given_plan is not None or options.table_memory is not None  # a working set cannot be replanned
@@ -184,7 +184,7 @@ class Programs:
         return True
 
     def observe(self) -> None:
-        """Checks, at every `SAMPLED_EVERY`-th call, how many rows are read. Requests a new plan on a change."""
+        """Checks, at every `SAMPLED_EVERY`-th call, how many rows batches read. Requests a plan if that has changed."""
         monitor = self.in_use.monitor
         if monitor is not None and self.counters.calls % SAMPLED_EVERY == 0:
             monitor.observe(self._context.announcements.rows_read)
@@ -192,13 +192,13 @@ class Programs:
                 self.ask_to_replan(DRIFT)
 
     def replan(self, entry: Entry, leaves: Sequence[Any], reason: str = "") -> None:
-        """Makes a new plan with a batch. Collective. If it raises, it does so on every rank, and nothing has
-        changed.
+        """Makes a new plan from this batch of every rank. Collective. If it raises, it does so on every rank, and the
+        old plan stays.
 
         Args:
-            reason: the reason for a new plan; "" means the reason of the rank that asked in its announcement. The plan
-                then stays for now if a rank's work is unfinished or a rank has run out of batches (`join`), because a
-                plan is made for all ranks' batches.
+            reason: why the plan must change now. With "", the reason is that of the rank that requested a plan in its
+                announcement, and the plan may stay: it does if a rank has unfinished work or has run out of batches
+                (`join`), because a plan is made from all ranks' batches.
         """
         context, pipeline, forced = self._context, self.in_use, bool(reason)
         old, communicator, asked = pipeline.plan, context.communicator, self.counters
@@ -234,27 +234,28 @@ class Programs:
             log("planned again %s", describe_replan(self.counters.calls, reason, old, new))
 
     def use_plan(self, new: Plan, reason: str) -> None:
-        """Makes a modified copy of the plan the current one, and logs the reason. Collective."""
+        """Makes `new`, a modified copy of the current plan, the current one, and logs the reason. Collective."""
         analysed = next(self.cache.entries()).analysed
         self._replace_plan(analysed, new, self.in_use.findings, reason)
 
     def check_fit(self, violation: PlanViolation, activity: int, *, meets: bool = False) -> None:
-        """Announces that this rank's batch needs a change of the plan. Raises PlanDoesNotFit on all ranks, so that they
-        change it together.
+        """Raises PlanDoesNotFit on all ranks, so that they change the plan together, if some rank's batch needs a
+        change.
 
         Args:
-            activity: the activity of the call.
-            meets: whether all ranks call this, even if the plan fits their batches.
+            violation: what this rank's batch needs that the plan lacks.
+            activity: the mode of the call, as `Context.activity` returns it.
+            meets: whether all ranks call this, even those whose batches the plan fits.
         """
         self._violation = violation
         if violation or meets:
             self._context.announcements.announce(HandshakeMessage(activity=activity, does_not_fit=bool(violation)))
 
     def extend_plan(self) -> str:
-        """Extends the plan by the needs of all ranks' batches, before the step that has them. Collective.
+        """Changes the plan to what all ranks' batches need, before the step of these batches. Collective.
 
-        Returns, on every rank, the reason why forwards run eagerly from now on, or "" if graphs hold them. Raises
-        PeerFailure on every rank if the plan may not change now on some rank.
+        Returns, on every rank, the reason why forwards run eagerly from now on, or "" if they do not. Raises
+        PeerFailure on every rank if some rank may not change its plan now.
         """
         own, self._violation = self._violation, PlanViolation()
         state, communicator = self._context.state, self._context.communicator
@@ -277,7 +278,7 @@ class Programs:
         return ""
 
     def unshard(self, names: Sequence[str], reason: str) -> None:
-        """Makes the tables `names` whole before an optimizer steps them, and changes the plan. Collective."""
+        """Makes the tables `names` whole on every rank before an optimizer's step, and changes the plan. Collective."""
         entry = next(each for each in self.cache.entries() if each.train)
         if not self._may_change_plan(entry) or self._context.options.given_plan is not None:
             raise RuntimeError(
@@ -313,7 +314,7 @@ class Programs:
             log("planned again %s", line)
 
     def _may_change_plan(self, entry: Entry) -> bool:
-        """Returns whether the plan may change on this rank: no backward, `no_sync` or recording is in progress."""
+        """Returns whether this rank may change its plan: it trains, and no backward, `no_sync` or recording is open."""
         state = self._context.state
         tables = {decision.parameter for decision in self.in_use.plan if decision.is_table}
         return (
@@ -327,39 +328,39 @@ class Programs:
     # -- pending updates -----------------------------------------------------------------------------------------------
 
     def pending_updates(self) -> tuple[UpdateGroup, UpdateGroup]:
-        """Returns the groups of parameters whose updates may be pending between calls: dense parameters, and tables."""
+        """Returns the parameters whose updates may be pending between calls, as two groups: dense ones, and tables."""
         state, lock = self._context.state, self._context.state.pending.lock
 
         def tables() -> Iterable[nn.Parameter]:
-            """Returns the tables that may have pending updates."""
+            """Returns all tables if some have pending updates, or none."""
             if not state.has_deferred_rows and not self.flow.has_pending_tables:
                 return ()
             return state.table_parameters()
 
         def joined() -> list[Tensor]:
-            """Returns the joined memory of all joined tables."""
+            """Returns the tensors in which the rows of joined tables are stored."""
             return [memory for space in state.spaces.values() for memory in space.store.joined]
 
         def apply_dense() -> None:
-            """Applies the pending updates of buckets."""
+            """Applies the pending updates of dense parameters."""
             self.flow.apply_buckets()
 
         dense = UpdateGroup(lambda: self.flow.buckets.pending_parameters, apply_dense, lock)
         return dense, UpdateGroup(tables, self._apply_pending, lock, joined)
 
     def late_optimizers(self) -> list[Optimizer]:
-        """Returns the optimizers whose last step has updates that are still pending."""
+        """Returns the optimizers of tables and of dense buckets whose last updates may be pending."""
         found = [table.optimizer for table in self._context.state.tables.values() if table.optimizer is not None]
         return found + self.flow.buckets.optimizers
 
     def apply_pending(self) -> None:
-        """Applies pending updates and drops rows sent early, because parameters may be read or written now."""
+        """Applies pending updates, and drops rows sent early, so that code outside of a step can use the parameters."""
         self._context.state.pending.close()
         self._apply_pending()
 
     def _apply_pending(self) -> None:
-        """Applies pending updates, and waits for gradients in flight, so that `.grad` has ordinary tensors. Logs a
-        hint, once, if that happens in every step.
+        """Applies pending updates, and waits for gradients in flight, so that `.grad` has ordinary tensors. If that
+        happens in every step, logs a hint once.
         """
         state = self._context.state
         self.flow.apply()

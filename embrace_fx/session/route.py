@@ -85,7 +85,7 @@ def reason_to_run_eagerly(context: Context, programs: Programs, leaves: Sequence
 
 
 def _requires_graph(context: Context) -> bool:
-    """Returns whether an option requires a capture, or eager lookups of some layer would differ from DDP's."""
+    """Returns whether the forward must be captured, because of an option or a layer that runs differently eagerly."""
     options, state = context.options, context.state
     asked = options.route, options.memory_budget, options.table_memory, options.given_plan
     usual = options.strategy == "auto" and options.schedule == AUTO and options.row_updates == "exact"

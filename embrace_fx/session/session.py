@@ -111,7 +111,7 @@ class Session:
         return optimizer_hooks
 
     def _unshard(self, names: Sequence[str], reason: str) -> None:
-        """Makes tables whole that an optimizer needs whole, for this reason. Collective."""
+        """Makes the tables `names` whole on all ranks, because an optimizer needs them whole. Collective."""
         self.programs.unshard(names, reason)
 
     @property
@@ -122,17 +122,17 @@ class Session:
 
     @property
     def is_training(self) -> bool:
-        """Returns whether the model has been called and is not closed."""
+        """Whether the compiled model has been called and is not closed."""
         return self._begun and self.communicator.is_open
 
     def before_fork(self) -> None:
-        """Applies pending updates before a fork. The main thread also waits for gradients outside of a backward."""
+        """Applies pending updates before the process forks. On the main thread, also waits for gradients in flight."""
         self.state.pending.apply()
         if threading.current_thread() is threading.main_thread():
             self.programs.flow.wait()
 
     def in_fork(self) -> None:
-        """Disconnects the model from the other ranks, in a forked child."""
+        """Disconnects the model from the other ranks, in the child process of a fork."""
         self.communicator.leave_fork()
         self.programs.flow.launcher.queue.error = RuntimeError(FORKED)
 
@@ -158,8 +158,8 @@ class Session:
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # torch.compile does not trace into it
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Runs a call of the model. Inside `functional_call`, with other tensors in place of the parameters, calls the
-        plain model.
+        """Runs a call of the model and returns its output. Inside `functional_call`, where other tensors replace all
+        parameters, it calls the plain model.
         """
         if self._watch.all_replaced(buffers=self.options.shares_buffers):
             return self.model(*args, **kwargs)
@@ -168,8 +168,8 @@ class Session:
             return self._run(args, kwargs)
 
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Sets the model up at its first call, and runs the call. Runs it again if the forward turns out not to be
-        capturable.
+        """Runs a call of the model, after setting it up at the first one. Repeats the call after the plan has changed,
+        or if the forward cannot be captured and has to run eagerly.
         """
         is_first = self.programs.pipeline is None
         with contextlib.ExitStack() as first_step:
@@ -199,7 +199,7 @@ class Session:
     def _call(self, call: Arguments) -> Any:
         """Runs the model on a batch. Raises PlanDoesNotFit, on every rank, if the plan must change first.
 
-        Until a call trains a parameter, the plain model runs, because a discriminator may be frozen at its first calls.
+        Until some parameter is trainable, the plain model runs: a GAN's discriminator may be frozen at its first calls.
         """
         self.communicator.check_open()
         self._check_model(call.train)
@@ -220,8 +220,8 @@ class Session:
         return self._eager.call(call) if self._eager.reason else self._graphs.call(call)
 
     def _check_model(self, train: bool) -> None:
-        """Compares the model with its programs: raises if parameters were replaced, and drops captures if modules have
-        changed.
+        """Compares the model with what was captured: raises if parameters were replaced, and drops all captures if
+        modules have changed.
 
         Raises PlanDoesNotFit on every rank if parameters were renamed, as pruning does.
         """
@@ -250,7 +250,7 @@ class Session:
         self._watch.record()
 
     def _take_over_renames(self) -> None:
-        """Renames parameters in the session and in the plan as the user has renamed them in the model."""
+        """Updates the names of parameters in this session, after the user has renamed them in the model."""
         self._record_model()
         self.programs.cache.clear()
         self._eager.remove_hooks()
@@ -258,7 +258,7 @@ class Session:
             self._after_placing(first=False)
 
     def _end_lookahead(self) -> None:
-        """Applies every update, and stops expecting a next batch."""
+        """Applies pending updates, and expects no next batch, because the loop over the loader has ended."""
         self.programs.flow.expect_no_batch()
         self.programs.apply_pending()
 
@@ -273,7 +273,7 @@ class Session:
             self._after_placing(first=False)
 
     def _after_placing(self, first: bool) -> None:
-        """Records where the plan has placed parameters. The first time, loads a checkpoint requested before."""
+        """Updates the session after a plan has placed parameters. The first time, loads a requested checkpoint."""
         self._placed.record(self)
         if self._eager.reason:  # autograd itself accumulates all gradients in `.grad`
             self._outside.stop()
@@ -286,7 +286,7 @@ class Session:
             self._watch.record_parameters()
 
     def whole(self) -> contextlib.AbstractContextManager[None]:
-        """Returns a context in which tables are whole on all ranks."""
+        """Returns a context in which sharded tables are whole on all ranks."""
         return whole_tables(self._context, self.programs)
 
     def replan(self) -> None:
@@ -304,7 +304,7 @@ class Session:
         )
 
     def _checkpointed(self) -> tuple[nn.Module, ModelState, Sequence[Optimizer], Communicator]:
-        """Returns what a checkpoint saves: the model, its tables, the optimizers; and the communicator."""
+        """Returns the first arguments of `checkpoint.save` and `load`: model, tables, optimizers and communicator."""
         return self.model, self.state, self._context.optimizer_hooks.known_optimizers.optimizers, self.communicator
 
     def save_checkpoint(self, folder: Path) -> None:
@@ -313,7 +313,7 @@ class Session:
         checkpoint.save(*self._checkpointed(), folder)
 
     def load_checkpoint(self, folder: Path) -> None:
-        """Loads a checkpoint immediately, or in the first call after tables have been placed. Collective."""
+        """Loads a checkpoint now or, before the first training call, in that call. Collective."""
         if self.programs.pipeline is None:
             self._to_load = folder
             return
@@ -322,7 +322,7 @@ class Session:
         self.parameters_were_loaded()
 
     def close(self) -> None:
-        """Applies pending updates, and ends the threads and process groups of the model."""
+        """Applies pending updates, and ends the threads and process groups of this session."""
         self._eager.remove_hooks()
         self.programs.close()
         self.state.flush_tables()
@@ -331,7 +331,7 @@ class Session:
         self._placed.kept = None
 
     def release(self) -> None:
-        """Ends this session, because the model is compiled again: makes tables whole. Collective."""
+        """Makes tables whole and ends this session, because the model is compiled again. Collective."""
         self.programs.apply_pending()
         self.programs.leave_model()
         gather_buffers(self.model)
@@ -345,7 +345,7 @@ _STAYS = "the plan is kept: plan= or table_memory= fixes it, or model.replan() c
 
 
 def _log_empty_groups(optimizer: Optimizer) -> None:
-    """Logs param groups without parameters. Code such as `name in {"module.emb.weight"}` leaves them empty."""
+    """Logs an optimizer's param groups that are empty, as if made from DDP's names, which begin with "module."."""
     if empty := [k for k, group in enumerate(optimizer.param_groups) if not group["params"]]:
         log(
             "param group(s) %s of %s have no parameters; names in a compiled model do not begin with 'module.'",

@@ -43,13 +43,13 @@ _ADDS_UP = (
 
 
 class ShadowRank(JoinHook):
-    """The hook that torch's `Join` calls on a rank without batches. The rank takes part in the others' steps.
+    """The hook that torch's `Join` calls on a rank without batches, to take part in the steps of other ranks.
 
     Args:
-        fit: changes the plan to what all ranks' batches need. Collective.
+        fit: a collective function that changes the plan to what all ranks' batches need.
 
     Attributes:
-        divides_by_all: whether gradients are divided by the count of all ranks, not of those that still have batches.
+        divides_by_all: whether gradients are divided by the number of all ranks; else, by that of ranks with batches.
     """
 
     def __init__(self, context: Context, programs: Programs, fit: Callable[[], None]) -> None:
@@ -61,7 +61,7 @@ class ShadowRank(JoinHook):
         self.divides_by_all = True
 
     def begin(self, *, divides_by_all: bool) -> ShadowRank:
-        """Returns this hook, when a loop under `join` begins. The argument is stored as the attribute of that name."""
+        """Stores `divides_by_all` when a loop under `join` begins, and returns this hook."""
         if self._context.options.table_memory is not None:
             raise ValueError(
                 "join() does not work with table_memory: once a rank has no batches left, tables become whole on all "
@@ -71,13 +71,13 @@ class ShadowRank(JoinHook):
         return self
 
     def gather_activities(self, activity: int | None = None) -> int:
-        """Exchanges in which modes ranks make their next call. Collective.
+        """Exchanges the modes of all ranks' next calls, and returns that of the first rank with a batch. Collective.
 
         Args:
-            activity: `JOINED` on a rank without batches, or None for a call of this rank.
+            activity: `JOINED` on a rank without batches, or None for the mode of this rank's call.
 
         Raises:
-            RuntimeError: a rank has joined before the first batch or during an accumulation; raised on every rank.
+            RuntimeError: a rank ran out of batches before the first step or while accumulating; raised on every rank.
         """
         programs, counters = self._programs, self._programs.counters
         activity = self._context.activity(train=torch.is_grad_enabled()) if activity is None else activity
@@ -96,7 +96,7 @@ class ShadowRank(JoinHook):
         return everyone[active[0]]
 
     def _agree_on_gradients(self, active: Sequence[int]) -> None:
-        """Gives tables a gradient on all ranks or none, before an optimizer's step. `active` ranks have batches."""
+        """Gives each table a gradient on all ranks, if a rank that has batches (`active`) has one, or else on none."""
         tables = self._context.state.tables
         own = tuple(name for name, table in tables.items() if table.parameter.grad is not None)
         adds_up = any(held.unreduced for held in self._context.state.gradients())
@@ -124,7 +124,7 @@ class ShadowRank(JoinHook):
                 self._fit()
 
     def _run_without_batch(self, activity: int) -> None:
-        """Takes part, without a batch, in the program that the other ranks run in this mode (`activity`)."""
+        """Takes part, without a batch, in the step that other ranks run. `activity` is the mode of their call."""
         state, programs = self._context.state, self._programs
         kind = programs.cache["no batch", activity != EVALUATING]
         if not kind.found:
@@ -143,7 +143,7 @@ class ShadowRank(JoinHook):
                 step.join_backward()
 
     def post_hook(self, is_last_joiner: bool) -> None:
-        """Ends `join` once all ranks have run out of batches: the last ones send their state. Collective."""
+        """Ends `join` once no rank has batches: the last rank to have one broadcasts its state. Collective."""
         context = self._context
         self._programs.counters.authority, self._programs.counters.uneven = 0, False
         context.state.gradient_scale = 1.0

@@ -28,11 +28,11 @@ class PlacedTables:
     """What a model remembers of the session that sharded its tables: their layouts, and the hooks on its state dict.
 
     Attributes:
-        layouts: each name of a table -> its layout.
-        copies: hooks of copies of the model made while its tables were whole.
-        handles: the session's hooks on the model, to remove them.
-        kept: the session until it is closed, kept by the model so that a pending update is applied when the model is
-            read, even if the compiled model is gone.
+        layouts: name of a table (each name, if tied) -> its layout.
+        copies: hooks of copies of the model that were made while its tables were whole.
+        handles: the handles with which to remove the session's hooks from the model.
+        kept: the session, until it is closed. The model keeps it alive to apply pending updates when the model is read,
+            even if the compiled model is gone.
     """
 
     kept: Session | None = None
@@ -57,12 +57,12 @@ _MADE_BEFORE = (
 
 
 class StateHook:
-    """A hook of a model's state dicts.
+    """A hook on a model's state dict.
 
     Args:
-        act: the function to call, with this hook and torch's arguments.
-        session: the model's session, or None on a copy of the model.
-        placed: the layouts of tables, kept without a session.
+        act: the function to call, with this hook and the arguments of torch's hook.
+        session: the model's session (the state of its compilation), or None on a copy of the model.
+        placed: the layouts of tables, used if there is no session.
     """
 
     def __init__(self, act: Callable[..., None], session: Session | None, placed: PlacedTables) -> None:
@@ -74,17 +74,17 @@ class StateHook:
 
     @property
     def session(self) -> Session | None:
-        """The session, or None if it no longer exists."""
+        """The session of the compiled model, or None if it no longer exists."""
         return self._find_session()
 
     @property
     def layouts(self) -> Mapping[str, Layout]:
-        """Each name of a sharded table -> its layout."""
+        """The layouts of the model's sharded tables, by each of their names."""
         return self._placed.layouts if self.session is None else self.session.state.layouts
 
     @property
     def trainer(self) -> Session | None:
-        """The session that trains the model, if it is open and can make the tables whole, or None."""
+        """The model's session if it has been called and is not closed, so that it can make tables whole; else None."""
         return self.session if self.session is not None and self.session.is_training else None
 
     @property
@@ -111,19 +111,19 @@ class StateHook:
 
 
 def _before_saving(hook: StateHook, *_: Any) -> None:
-    """Applies every update before a state dict is taken."""
+    """Applies pending updates before a state dict is taken."""
     if hook.session is not None:
         hook.session.programs.apply_pending()
 
 
 def _after_saving(hook: StateHook, module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Converts sharded tables in a state dict with this prefix to what `torch.distributed.checkpoint` expects."""
+    """Replaces tables whose names have this prefix, in a state dict, by what `torch.distributed.checkpoint` saves."""
     with hook.naming_dead_ranks():
         insert_shards(state_dict, hook.layouts, prefix=prefix)
 
 
 def _before_loading(hook: StateHook, module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Replaces whole tables in a state dict to load, whose names have this prefix, by this rank's shards."""
+    """Replaces whole tables whose names have this prefix, in a state dict to load, by this rank's shards."""
     check_names(module, state_dict, prefix)
     _before_saving(hook)
     with hook.naming_dead_ranks():
@@ -137,7 +137,7 @@ def _after_loading(hook: StateHook, *_: Any) -> None:
 
 
 def add_state_hooks(session: Session) -> PlacedTables:
-    """Registers the hooks that put shards into state dicts, and that tell the session about loaded values."""
+    """Registers hooks that save and load shards in the model's state dict. Returns the record of its tables."""
     placed, model = PlacedTables(), session.model
     placed.kept = session
     placed.handles = [

@@ -56,20 +56,19 @@ from embrace_fx.vocabulary.submissions import submitted
 
 
 class StepPipeline:
-    """The programs, the communication and the schedule of a model's steps under one plan. Another plan gets a new
-    pipeline.
+    """The programs, the communication and the schedule of a model's steps under one plan. A new plan gets a new object.
 
     Args:
-        findings: on rank 0, what the plan was decided from.
+        findings: on rank 0, the planner's input that led to the plan.
         on_other_batch: called when the model gets another batch than the one prepared as the next.
 
     Attributes:
-        monitor: on rank 0, follows how many rows batches read, if strategies depend on it.
-        flow: the communication between steps. Before the first training program and at the end, it stays within steps.
+        monitor: on rank 0, observes how many rows batches read, if strategies depend on it.
+        flow: the communication of steps. It stays within steps before the first training program and after `close`.
         schedule: the schedule of the steps, or None before the first training program, and if nothing is scheduled.
         decided: the schedule that the cost model predicts.
         recorder: measures the steps, or None if `schedule` is None.
-        memory: the prediction for tables larger than memory, by row exchange.
+        memory: table or joined table that is larger than memory -> its predicted reads from storage.
         built: whether a training program has been compiled.
     """
 
@@ -110,18 +109,18 @@ class StepPipeline:
         self._graph: TrainingGraph | None = None  # the graph of the first training program
 
     def monitor_rows(self) -> None:
-        """Starts following how many rows batches read, if strategies depend on it."""
+        """Starts to observe how many rows batches read, on rank 0 and if strategies depend on it."""
         watches = self.findings is not None and self.plan.watched and not self.plan.memory
         self.monitor = SparsityMonitor(self.plan, self.findings) if watches and self.findings else None
 
     # -- programs ------------------------------------------------------------------------------------------------------
 
     def build(self, entry: Entry, *, accumulates: bool) -> None:
-        """Compiles a cache entry's program. Collective for the first training program, for which the schedule is
-        decided.
+        """Compiles a cache entry's program and stores it there. The first training program is collective, because ranks
+        then decide the schedule.
 
         Args:
-            accumulates: whether dense gradients are not reduced.
+            accumulates: whether the program is for `no_sync`, and does not reduce dense gradients.
         """
         train, reduce = entry.train, entry.train and not accumulates
         joint, compiled, failure = None, None, None
@@ -155,7 +154,7 @@ class StepPipeline:
 
     @property
     def graphs(self) -> Graphs:
-        """The graphs of the last training program after each pass, and the phases of variants of its step."""
+        """The graphs of the last training program after each pass, and those of variants such as evaluation."""
         if (last := self._last) is None:
             return Graphs()
         steps = self._steps_of[last]
@@ -164,15 +163,15 @@ class StepPipeline:
 
     @property
     def _shown_step(self) -> CompiledGraph | None:
-        """Returns the compiled step that `model.graphs` shows, or None before the first call."""
+        """The last compiled training step, which `model.graphs` shows, or None before the first one."""
         return None if self._last is None else self._steps_of[self._last].steady
 
     def step_memory(self) -> StepMemory | None:
-        """Predicts the memory that a step of the last training program holds, or returns None before the first."""
+        """Predicts the memory in use during the last program's training step. Returns None before the first one."""
         return None if self._shown_step is None else step_memory(self._shown_step.graph)
 
     def _compile(self, analysed: TrainingGraph, *, train: bool, reduce: bool) -> CompiledGraph:
-        """Runs the plan's passes on a captured graph, of training if `train`, with reduced gradients if `reduce`."""
+        """Runs the plan's passes on a captured graph: for training if `train`, with gradients reduced if `reduce`."""
         present = {table.parameter for table in analysed.tables}
         budget = self._context.options.memory_budget
         rates = self.plan.links.compute, self._copy_rate
@@ -183,7 +182,7 @@ class StepPipeline:
         return run_passes(analysed, passes)
 
     def _log_least(self, asked: int, least: int) -> None:
-        """Logs, once, that a memory budget of `asked` bytes was raised to the minimum of `least` bytes."""
+        """Logs once that a step needs `least` bytes, more than the memory budget of `asked` bytes."""
         if not self._logged_least and self._context.communicator.rank == 0:
             log(
                 "a step of this batch needs at least %s, but memory_budget=%g allows only %s; the step gets what it "
@@ -207,9 +206,9 @@ class StepPipeline:
         }
 
     def _overlap(self, compiled: CompiledGraph, entry: Entry) -> CompiledGraph:
-        """Overlaps communication with the next step, as the schedule says.
+        """Returns a compiled step whose communication overlaps the next step, as the schedule says.
 
-        A forward on the eager route is not overlapped, because it could read any parameter anywhere.
+        The step of a forward that runs eagerly is not overlapped: it could read any parameter at any time.
         """
         if not self._launches:
             return compiled
@@ -221,21 +220,21 @@ class StepPipeline:
 
     @cached_property
     def _cut_sizes(self) -> Cuts:
-        """The sizes of the chunks and the numbers of the pieces into which communication is cut."""
+        """The sizes of the chunks of dense buckets, and the numbers of pieces of row exchanges."""
         return cut_communication(self.plan, self._context.state.parameter)
 
     @cached_property
     def _launches(self) -> bool:
-        """Whether a launcher launches the exchanges. It does not under a communication hook of the user."""
+        """Whether a launcher issues collectives: on several ranks, on one device, without communication hook."""
         devices = {parameter.device for parameter in self._context.model.parameters()}
         one_device = len(devices) == 1 and next(iter(devices)).type in ("cpu", "cuda")
         return self.plan.world_size > 1 and one_device and self._context.communicator.comm_hook is None
 
     def _decide_schedule(self, graph: TrainingGraph, *, as_gradients: bool) -> None:
-        """Decides the schedule and makes its pipeline, at the first training program. Collective.
+        """Decides the schedule and makes its communication, at the first training program. Collective.
 
         Args:
-            as_gradients: whether the graph has only gradients, launched in autograd's order.
+            as_gradients: whether the graph only exchanges gradients, in the order in which autograd computes them.
         """
         context, plan = self._context, self.plan
         if self.schedule is not None:
@@ -266,7 +265,7 @@ class StepPipeline:
     def _flow_between_steps(
         self, graph: TrainingGraph, schedule: Schedule, recorder: Recorder, *, as_gradients: bool
     ) -> CommPipeline:
-        """Makes the pipeline that follows a schedule and records its launches. Collective."""
+        """Makes the communication that follows a schedule across steps, and records its launches. Collective."""
         context, plan, state = self._context, self.plan, self._context.state
         communicator, device = context.communicator, context.device
         launched, pieces = issued_launches(schedule, plan), dict(self._cut_sizes.pieces)
@@ -294,7 +293,7 @@ class StepPipeline:
         )
 
     def _after_announcement(self) -> None:
-        """Switches, once there is a profile, to the launch order found from measured times. Called in each step when
+        """Adopts the launch order found from measured times, once steps have been profiled. Called in each step when
         every rank is known to continue.
         """
         if self._profiler is None or self._graph is None:
@@ -307,13 +306,13 @@ class StepPipeline:
         self.flow.launcher.reorder(issued_launches(self.schedule, self.plan))
 
     def close(self) -> None:
-        """Applies updates pending between steps, and ends the communication between them."""
+        """Applies pending updates, and ends the communication between steps."""
         flow, self.flow = self.flow, self._aside
         self._context.optimizer_hooks.follow(self.flow)
         flow.close()
 
     def _compute_in_order(self, units: tuple[str, ...]) -> TrainingGraph:
-        """Reorders the backward of every training program by these units. Returns the last program's graph."""
+        """Puts the units of every backward in this order. Returns the graph of the last training program."""
         self._ordering = (OrderCompute(units),)
         for program, of_steps in self._steps_of.items():
             of_steps.reorder(self._ordering)
@@ -323,7 +322,7 @@ class StepPipeline:
         return self._shown_step.graph
 
     def _make_program(self, joint: CompiledGraph, of_steps: StepGraphs, entry: Entry, *, reduce: bool) -> Program:
-        """Makes an entry's program, which reduces gradients if `reduce`. `joint` is not overlapped yet."""
+        """Makes an entry's program, which reduces gradients if `reduce`. `joint` is its step without overlap."""
         analysed, train = entry.analysed, entry.train
         flow = self.flow if train and (reduce or self.flow.is_within_steps) else self._aside
         announced, share = self._buffers.prepare_forward(analysed, self._assigned_buffers(entry), reduce=reduce)
@@ -338,7 +337,7 @@ class StepPipeline:
             regions = RegionCompiler()
 
         def announcement_of(leaves: Sequence[Any]) -> HandshakeMessage:
-            """Returns this rank's announcement of the step that begins with these flattened inputs."""
+            """Returns this rank's announcement of the step that runs a batch (`leaves`, flattened)."""
             own = HandshakeMessage(activity=activity, failure=check(leaves), program=launched, buffers=announced())
             own.rows_seen, counters.rows_seen = counters.rows_seen, {}
             own.steps = 0 if counters.uneven else communicator.progress.optimizer_steps
@@ -363,7 +362,7 @@ class StepPipeline:
         )
 
     def _assigned_buffers(self, entry: Entry) -> frozenset[str]:
-        """Returns the names of the buffers that the forward assigns, besides those that its graph writes."""
+        """Returns the names of the buffers that the forward may write or replace outside of its graph."""
         replay, state = entry.captured.replay, self._context.state
         if entry.captured.route == EAGER:  # the forward may write any buffer
             return frozenset(state.buffer_names())

@@ -45,11 +45,11 @@ class Views:
 
     @property
     def graphs(self) -> Graphs:
-        """The graphs of the last training program."""
+        """The graphs of the last training step that was compiled."""
         return self._programs.in_use.graphs.set_eager_reason(self._eager.reason)
 
     def report(self) -> Report:
-        """Returns a text with the plan and its reasons, the measured step, and advice."""
+        """Returns a text with the plan and its reasons, the time of measured steps, the memory, and advice."""
         context, pipeline, plan = self._context, self._programs.in_use, self.plan
         shares_ms, schedule = context.optimizer_hooks.recorder.step_times.shares_ms(), pipeline.schedule
         parts = [render(plan, folded=True) + context.communicator.rounding_report()]
@@ -75,7 +75,7 @@ class Views:
         return Report(text)
 
     def metrics(self) -> dict[str, float]:
-        """Returns the measurements of the last complete step, by name."""
+        """Returns metrics by name: predicted bytes and, once measured, the times of the last complete step."""
         steps, plan = self._context.optimizer_hooks.recorder.step_times.steps, self.plan
         found = {
             "sent_bytes_predicted": float(plan.sent_bytes_per_step),
@@ -96,12 +96,12 @@ class Views:
         return found
 
     def background(self) -> PictureFacts:
-        """Computes the facts that a picture shows beside the schedule."""
+        """Returns the facts that a picture shows beside the schedule."""
         return compute_facts(self.plan, self.schedule)
 
     @property
     def timeline(self) -> Timeline:
-        """The timeline that the last `record()` has measured."""
+        """The timeline of all ranks, measured by the last `record()`."""
         if self._timeline is None:
             raise RuntimeError("There is no timeline yet. Train a few steps inside `with model.record():`.")
         return self._timeline
@@ -137,7 +137,7 @@ class Report(str):
 
 
 def memory_report(step_memory: StepMemory, model: nn.Module, optimizers: Sequence[Optimizer]) -> str:
-    """Reports this rank's memory: parameters, optimizer state, the predicted bytes of a step, and a line over time."""
+    """Returns a text on this rank's memory: parameters, optimizer state, and a step's predicted use over time."""
     again = sum("again" in node.meta for node in step_memory.nodes)
     state = [value for each in optimizers for value in pytree.tree_leaves(dict(each.state))]
     lines = [
@@ -153,10 +153,10 @@ def memory_report(step_memory: StepMemory, model: nn.Module, optimizers: Sequenc
 
 
 def tables_report(tables: Mapping[str, Member], ranks: int, beyond: Mapping[str, str]) -> str:
-    """Returns lines with the bytes of each sharded table: predicted for any rank, and measured on this one.
+    """Returns lines of text with the bytes of each sharded table: predicted for any rank, and measured on this rank.
 
     Args:
-        beyond: table larger than memory -> its prediction as text.
+        beyond: name of a table larger than memory -> text on its predicted reads from storage.
     """
     rows: list[tuple[str, ...]] = [("", "parameters", "gradient", "state", "parameters", "gradient", "state")]
     for name, table in tables.items():

@@ -40,7 +40,7 @@ def whole_tables(context: Context, programs: Programs) -> Iterator[None]:
 
 
 def _check_can_gather(context: Context, names: Sequence[str]) -> None:
-    """Raises if a rank cannot make the tables `names` whole now, or lacks the memory. Collective."""
+    """Raises on every rank if some rank cannot make the tables `names` whole now, or lacks the memory. Collective."""
     state, own = context.state, ""
     if state.awaiting_backward or state.unreduced:
         own = "a call still waits for its backward, or gradients accumulated under no_sync() are not reduced yet"
@@ -61,7 +61,7 @@ def _check_can_gather(context: Context, names: Sequence[str]) -> None:
 
 
 def _missing_bytes(context: Context, name: str) -> int:
-    """Returns how many more bytes a rank needs to hold a table and its optimizer state whole."""
+    """Returns the bytes that a rank needs to hold a whole copy of a table and its optimizer state."""
     table, parameter = context.state.tables[name], context.state.parameter(name)
     held = [
         o.state.get(parameter) or {}

@@ -40,7 +40,7 @@ def agree_on_set_up(
     *,
     is_called: bool = False,
 ) -> None:
-    """Checks the arguments of all ranks together, because a rank that failed alone would leave the others waiting.
+    """Checks the arguments of all ranks together, because other ranks would wait for a rank that fails alone.
 
     Args:
         optimizers, options: the arguments of `compile`.
@@ -82,7 +82,7 @@ def agree_on_set_up(
 
 
 def describe(model: nn.Module, optimizers: Sequence[Optimizer], options: Options) -> dict[str, str]:
-    """Describes this rank's model, optimizers and options as aspect -> text, for ranks to compare."""
+    """Returns a description of this rank's model, optimizers and options, for ranks to compare: aspect -> text."""
     ignored = ignored_names(model)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     trained = any(getattr(hook, "trainer", None) is not None for hook in model._state_dict_pre_hooks.values())
@@ -105,8 +105,8 @@ def describe(model: nn.Module, optimizers: Sequence[Optimizer], options: Options
 def replicated_values(state: ModelState, optimizers: Sequence[Optimizer]) -> Iterator[tuple[str, Any]]:
     """Yields (name, value) for all that must be equal on all ranks: parameters, param groups, optimizer state.
 
-    Elements of a sharded table are on one rank only and cannot be compared, but its counters can. Buffers are left out,
-    because they may legitimately differ between steps.
+    Elements of a sharded table are on one rank only and cannot be compared, but its optimizer's step counters can.
+    Buffers are left out, because they may legitimately differ between steps.
     """
     # A tied parameter counts once, by its first name.
     names = {id(state.parameter(name)): name for name in reversed(state.names)}
@@ -140,13 +140,13 @@ def agree_on_first_call(
     Args:
         activity: the mode of the call, as `Context.activity` returns it.
         failure: the error with which this rank could not capture its batch, or None.
-        route: the requested route.
+        route: the option `route` of `compile`.
 
     Returns:
         The reason why all ranks run the forward eagerly, or "" if all have captured it.
 
     Raises:
-        CaptureError: a rank could not capture; on every rank. A rank whose forward raises by itself raises that error.
+        CaptureError: a rank could not capture; raised on every rank. A rank whose forward itself raised re-raises that.
     """
     reason = runs_eagerly_for(failure, route)
     own = (activity, None if failure is None else failure_text(failure), reason)
@@ -160,7 +160,7 @@ def agree_on_first_call(
 
 
 def runs_eagerly_for(failure: Exception | None, route: str | None) -> str:
-    """Returns why a forward that failed to be captured may run eagerly, or "" if it may not, as by `route` "graph"."""
+    """Returns the reason to run a forward eagerly after its capture failed, or "" if it must not run eagerly."""
     if route == "graph" or not isinstance(failure, CaptureError) or failure.raised is not None:
         return ""
     return failure.reason
@@ -170,7 +170,7 @@ def give_up(announcements: StepHandshake, failure: Exception) -> NoReturn:
     """Announces to the other ranks, in place of a step, that this rank has failed, and raises the error.
 
     Raises:
-        CaptureError: if `failure` is one (or the forward's own error); other ranks raise PeerFailure.
+        CaptureError: `failure` is one. If the forward itself raised, raises that error. Other ranks raise PeerFailure.
         PeerFailure: for any other failure, on every rank.
     """
     report = None
@@ -185,7 +185,7 @@ def give_up(announcements: StepHandshake, failure: Exception) -> NoReturn:
 
 
 def _error_of_forward(failure: Exception | None) -> Exception | None:
-    """Returns the exception of the user's own forward that caused this failed capture, or None."""
+    """Returns the exception that the user's own forward raised during a failed capture, or None."""
     raised = failure.raised if isinstance(failure, CaptureError) else None
     if raised is not None:
         raised.add_note(f"Raised by the forward while it was captured: {failure}")

@@ -31,10 +31,10 @@ class Context:
 
     @property
     def device(self) -> torch.device:
-        """The device of the model's parameters, apart from those on the meta device."""
+        """The device of the first parameter that is not on the meta device, or torch's default device."""
         devices = (parameter.device for parameter in self.model.parameters())
         return next((each for each in devices if each.type != "meta"), torch.get_default_device())
 
     def activity(self, *, train: bool) -> int:
-        """Returns the mode of a call, which ranks announce: training, accumulating (inside `no_sync`) or evaluating."""
+        """Returns the code of a call's mode for announcements: training, accumulating (in `no_sync`) or evaluating."""
         return activity_code(train=train, reduces=self.state.synchronised)

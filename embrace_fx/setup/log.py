@@ -24,7 +24,7 @@ _of_thread = threading.local()
 
 
 def log(message: str, *args: object) -> None:
-    """Logs one line at INFO, from a message and its arguments as for `logging.info`. Call it on rank 0 only."""
+    """Logs one line at INFO. `args` fill in `message`, as for `logging.info`. Call it on rank 0 only."""
     if logger.hasHandlers():  # the program has configured logging
         logger.info(message, *args)
     elif not (logger.disabled or logger.level > logging.INFO or logging.root.manager.disable >= logging.INFO):
@@ -33,12 +33,12 @@ def log(message: str, *args: object) -> None:
 
 @contextlib.contextmanager
 def stage(what: str, rank: int = 0) -> Iterator[None]:
-    """Opens a context for a stage of the first call. While it takes long, a thread logs the stage and those inside
-    it.
+    """Opens a context for a stage of the first call. If the stage takes long, a thread logs its name at intervals, or
+    that of the innermost stage inside it.
 
     Args:
         what: the stage, such as "probing links".
-        rank: this rank; only rank 0 reports.
+        rank: this rank; only rank 0 logs.
     """
     if rank != 0:
         yield
@@ -59,7 +59,7 @@ def stage(what: str, rank: int = 0) -> Iterator[None]:
 
 
 def _watch(stages: list[tuple[str, float]], ended: threading.Event) -> None:
-    """Logs the innermost of `stages`, (stage, start time), every few seconds until the event `ended` is set."""
+    """Logs the last of `stages`, pairs (name, start time in s), every few seconds until the event `ended` is set."""
     while not ended.wait(LINE_EVERY_S):
         for what, began_s in stages[-1:]:  # the last stage may have ended in the meantime
             log("%s, %.0f s so far", what, time.monotonic() - began_s)

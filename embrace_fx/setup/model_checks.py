@@ -34,7 +34,7 @@ def check_model(model: nn.Module, optimizers: Sequence[Any], *, is_called: bool)
 
 
 def _find_problems(model: nn.Module, optimizers: Sequence[Any], *, is_called: bool) -> Iterator[str]:
-    """Yields the reasons why a model cannot be trained: a wrapper, an optimizer, a parameter."""
+    """Yields an error message for each reason why a model cannot be trained with these optimizers."""
     kind, hooks = type(model).__name__, [*model._state_dict_pre_hooks.values()]
     # The wrapper of torch.compile.
     by_torch = isinstance(model, DistributedDataParallel) or "_orig_mod" in model._modules
@@ -71,7 +71,7 @@ def _find_problems(model: nn.Module, optimizers: Sequence[Any], *, is_called: bo
 
 
 def _find_parameter_problems(model: nn.Module, *, is_called: bool) -> Iterator[str]:
-    """Yields the problems of a model's parameters, for messages. `is_called`: at its first call, all may be frozen."""
+    """Yields a message for each problem of a model's parameters. At its first call (`is_called`), all may be frozen."""
     kind, hooks = type(model).__name__, [*model._state_dict_pre_hooks.values()]
     if not is_called and not any(parameter.requires_grad for parameter in model.parameters()):
         yield f"compile(): {kind} has no trainable parameter, so there is nothing to train. Call the model itself."
@@ -104,8 +104,8 @@ def _type_text(value: object) -> str:
 def _refuse_shared_memory(model: nn.Module) -> None:
     """Raises `ValueError` if a trainable parameter shares memory with another parameter or a buffer.
 
-    Under DDP, two Parameters on one storage stay equal, because both are written in place. Here they would silently
-    diverge, because a table may be sharded and parameters may be updated at different times.
+    Under DDP, two Parameters on one storage stay equal, because both are written in place. In a compiled model they
+    would silently diverge, because a table may be sharded, and parameters may be updated at different times.
     """
     by_storage: dict[int, list[tuple[str, Tensor]]] = {}
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
@@ -134,7 +134,7 @@ def share_memory(one: Tensor, other: Tensor) -> bool:
 
 
 def _addresses(tensor: Tensor) -> np.ndarray[Any, Any]:
-    """Returns an array at the addresses of a tensor's elements. Do not read it: they may be a device's."""
+    """Returns an array over the addresses of a tensor's elements. Do not read its values: they may be on a GPU."""
     size, at = tensor.element_size(), (tensor.data_ptr(), True)
     place = {"version": 3, "data": at, "shape": tuple(tensor.shape), "typestr": f"|V{size}"}
     place["strides"] = tuple(size * stride for stride in tensor.stride())
@@ -142,5 +142,5 @@ def _addresses(tensor: Tensor) -> np.ndarray[Any, Any]:
 
 
 def _same_view(one: Tensor, other: Tensor) -> bool:
-    """Returns whether two tensors are the same view of the same memory."""
+    """Returns whether two tensors have the same address, shape and strides."""
     return (one.data_ptr(), one.shape, one.stride()) == (other.data_ptr(), other.shape, other.stride())

@@ -40,7 +40,7 @@ class Options:
 
     @property
     def shares_buffers(self) -> bool:
-        """Whether forwards read rank 0's buffers."""
+        """Whether a forward starts with rank 0's buffers on all ranks (`broadcast_buffers=True`)."""
         return self.broadcast_buffers is True
 
     @property
@@ -61,16 +61,16 @@ class Options:
         return self.plan if isinstance(self.plan, Plan | None) else Plan.load(self.plan)
 
     def text_to_compare(self) -> str:
-        """Returns the options as text that must be equal on all ranks.
+        """Returns the options as text, which must be equal on all ranks.
 
-        Of `spill_to`, which may differ, it shows whether it is set; of a given plan, the digest.
+        For `spill_to`, which may differ, the text says only whether it is set. A given plan appears as its digest.
         """
         plan = self.given_plan
         own = replace(self, plan=None, spill_to=None if self.spill_to is None else "somewhere")
         return repr(own) + (f" and a plan of digest {plan.digest()}" if plan is not None else "")
 
     def check(self, where: str = "compile()") -> None:
-        """Raises `ValueError` if an option has a wrong value. The error names the call `where`."""
+        """Raises `ValueError` if an option has a wrong value. The error message names the call `where`."""
         allowed = {
             "schedule": (AUTO, *SCHEDULES),
             "row_updates": ("exact", "sweep", "replay", "lazy"),
@@ -115,7 +115,7 @@ class Options:
             )
 
     def _check_tables(self, where: str) -> None:
-        """Raises `ValueError` if an option about tables has a wrong value. The error names the call `where`."""
+        """Raises `ValueError` if an option about tables has a wrong value. The error message names the call `where`."""
         memory: object = self.table_memory
         of_tables = list(memory.values()) if isinstance(memory, Mapping) else [] if memory is None else [memory]
         if not all(isinstance(each, int | float) and each > 0 for each in of_tables):
@@ -132,6 +132,6 @@ class Options:
 
 
 def as_tuple(optimizer: Optimizers) -> tuple[Optimizer, ...]:
-    """Returns `compile`'s argument `optimizer` as a tuple of optimizers. Checks nothing: ranks check together later."""
+    """Returns the argument `optimizer` of `compile` as a tuple, unchecked: all ranks check it together later."""
     given: Any = () if optimizer is None else optimizer
     return tuple(given) if isinstance(given, list | tuple) else (given,)

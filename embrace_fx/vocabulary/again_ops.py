@@ -20,24 +20,26 @@ _RANDOM = (torch.Tag.nondeterministic_seeded,)
 
 @op("random_state", "(Device device) -> Tensor", tags=_RANDOM)
 def random_state(device: torch.device) -> Tensor:
-    """Returns the state of a device's default generator: uint8 on the host, 5,056 bytes for a CPU, 16 for a GPU."""
+    """Returns the state of a device's default random number generator, as a uint8 tensor on the host: 5,056 bytes for a
+    CPU, 16 for a GPU.
+    """
     return torch.empty(5056 if device.type == "cpu" else 16, dtype=torch.uint8, device="cpu")
 
 
 @op("begin_replay", "(Tensor state, Device device) -> Tensor", tags=_RANDOM)
 def begin_replay(state: Tensor, device: torch.device) -> Tensor:
-    """Sets a device's random generator to `state`. Returns its previous state, for `end_replay`."""
+    """Sets a device's default random number generator to `state`. Returns its previous state, for `end_replay`."""
     return torch.empty_like(state)
 
 
 @op("end_replay", "(Tensor state, Device device) -> ()", tags=_RANDOM)
 def end_replay(state: Tensor, device: torch.device) -> None:
-    """Sets a device's random generator back to its state before `begin_replay`."""
+    """Sets a device's default random number generator back to `state`, the result of `begin_replay`."""
 
 
 @op("copy_unwritten", "(Tensor state) -> Tensor")
 def copy_unwritten(state: Tensor) -> Tensor:
-    """Copies `state`, a buffer or batch tensor that the forward will overwrite, so that the backward can recompute from
-    it.
+    """Returns a copy of `state`, a buffer or batch tensor, made before the forward overwrites it. The backward
+    recomputes values from the copy.
     """
     return torch.empty_like(state)

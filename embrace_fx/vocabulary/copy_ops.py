@@ -25,8 +25,8 @@ COPY_OPS: frozenset[str] = frozenset({OFFLOAD, AWAIT_OFFLOAD, RELOAD, AWAIT_RELO
 
 @op("offload", "(Tensor value, str launch) -> Tensor")
 def offload(value: Tensor, launch: str) -> Tensor:
-    """Starts copying a value from the device to the host, or from the CPU to a file. The value's memory stays allocated
-    until the copy has ended.
+    """Starts copying a value from the device to the host, or from the CPU to a file. Returns a tensor that only
+    `await_offload` may read. The value's memory stays allocated until the copy has ended.
 
     Args:
         launch: the copy's id as text.
@@ -36,8 +36,8 @@ def offload(value: Tensor, launch: str) -> Tensor:
 
 @op("await_offload", "(Tensor leaving, str launch) -> Tensor")
 def await_offload(leaving: Tensor, launch: str) -> Tensor:
-    """Waits for an offload, and frees the value's memory. Returns a placeholder tensor without memory, which `reload`
-    takes.
+    """Waits until an offload has ended, and frees the value's memory. Returns a placeholder tensor without memory, from
+    which `reload` restores the value.
 
     Args:
         leaving: the result of `offload`.
@@ -48,7 +48,8 @@ def await_offload(leaving: Tensor, launch: str) -> Tensor:
 
 @op("reload", "(Tensor stored, str launch) -> Tensor")
 def reload(stored: Tensor, launch: str) -> Tensor:
-    """Allocates memory for an offloaded value, and starts copying the value back.
+    """Allocates memory for an offloaded value, and starts copying the value back. Returns a tensor that only
+    `await_reload` may read.
 
     Args:
         stored: the result of `await_offload`.
@@ -59,7 +60,7 @@ def reload(stored: Tensor, launch: str) -> Tensor:
 
 @op("await_reload", "(Tensor coming, str launch) -> Tensor")
 def await_reload(coming: Tensor, launch: str) -> Tensor:
-    """Waits for a reload, and returns the value.
+    """Waits until a reload has ended, and returns the value.
 
     Args:
         coming: the result of `reload`.

@@ -48,7 +48,9 @@ STILL = ("", "lazy")
 
 
 def row_update_semantics(option: RowUpdatesOption) -> RowUpdates:
-    """Returns how rows without a gradient are updated under the option `row_updates` of `compile`."""
+    """Returns how an optimizer's step treats table rows without a gradient under the option `row_updates` of `compile`:
+    "lazy" (leaves them unchanged), or "exact" (updates them as the optimizer does by itself).
+    """
     return "lazy" if option == "lazy" else "exact"
 
 

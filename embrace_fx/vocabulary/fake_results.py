@@ -13,8 +13,8 @@ Fake = Callable[..., Any]
 
 
 def op(name: str, schema: str, *, tags: Sequence[torch.Tag] = ()) -> Callable[[Fake], Fake]:
-    """Decorator that declares the op `embrace::name`. It decorates the fake kernel, whose docstring documents the
-    op.
+    """Returns a decorator that declares the custom op `embrace::name`. The decorated function is the op's fake kernel,
+    and its docstring documents the op.
 
     Args:
         schema: the op's arguments and results, as `torch.library.define` takes them: "(Tensor ids, int rows) ->

@@ -18,7 +18,8 @@ from embrace_fx.vocabulary.fake_results import empty_as, op, unknown_size
 
 @op("submit_ids", "(Tensor[] ids, str launch) -> Tensor")
 def submit_ids(ids: Sequence[Tensor], launch: str) -> Tensor:
-    """Submits the AllGather of the next batch's ids to the launcher. Returns an empty tensor.
+    """Submits the AllGather of the next batch's ids to the launcher, which starts collectives in the order of the
+    schedule. Returns an empty tensor.
 
     Args:
         ids: for each table, the ids (R,) that all ranks read for this batch. `await_ids` compares them with the next
@@ -30,8 +31,10 @@ def submit_ids(ids: Sequence[Tensor], launch: str) -> Tensor:
 
 @op("await_ids", "(Tensor[] ids, str launch) -> Tensor")
 def await_ids(ids: Sequence[Tensor], launch: str) -> Tensor:
-    """Waits for the next batch's ids. Splits this batch's rows into prior ones, which the next batch also reads, and
-    delayed ones; and the next batch's rows into late ones, which this batch also reads, and early ones.
+    """Waits for the ids of the next batch, and splits the rows of both batches. Returns an empty tensor.
+
+    This batch's rows are split into prior ones, which the next batch also reads, and delayed ones. The next batch's
+    rows are split into late ones, which this batch also reads, and early ones.
 
     Example, two ranks: this batch reads rows [2, 5] on rank 0 and [5] on rank 1, the next one rows [5, 9] on both. Row
     5 is prior: each rank sends its gradient immediately, and its owners update the row before they look it up for the
@@ -46,14 +49,13 @@ def await_ids(ids: Sequence[Tensor], launch: str) -> Tensor:
 
 @op("submit_rows", "(Tensor shard, Tensor ids, Tensor counts, str table, ScalarType dtype, str launch) -> Tensor")
 def submit_rows(shard: Tensor, ids: Tensor, counts: Tensor, table: str, dtype: torch.dtype, launch: str) -> Tensor:
-    """Looks up a batch's rows in this rank's columns of a table, and submits their AlltoAll to the launcher. Returns an
-    empty tensor.
+    """Looks up a batch's rows in this rank's columns of a table, and submits their AlltoAll to the launcher, which
+    starts collectives in the order of the schedule. Returns an empty tensor.
 
     Args:
-        shard: this rank's columns (V, d) of `table`.
-        ids, counts: the ids (R,) that all ranks read and each rank's number of them (N,), as `unpack_ids` returns them
-            for the forward's batch. A backward, which submits the next batch's early rows, passes those of its own
-            batch.
+        shard: this rank's d columns of the V rows of `table`, (V, d).
+        ids, counts: results of `unpack_ids`: the ids (R,) that all ranks read, and each rank's number of them (N,).
+            They are those of the current batch, even in a backward, which submits rows of the next batch.
         table: the table's name.
         dtype: the dtype in which the rows are sent.
         launch: the launch's id as text.
@@ -63,7 +65,8 @@ def submit_rows(shard: Tensor, ids: Tensor, counts: Tensor, table: str, dtype: t
 
 @op("await_rows", "(Tensor ids, Tensor counts, str table, ScalarType dtype, str launch) -> Tensor")
 def await_rows(ids: Tensor, counts: Tensor, table: str, dtype: torch.dtype, launch: str) -> Tensor:
-    """Waits for the rows of `submit_rows`. Returns them as received: flat (k * D,), in blocks by the sending rank.
+    """Waits for the rows that `submit_rows` sends. Returns k received rows of D columns in one dimension, (k * D,): one
+    block per sending rank, with that rank's columns of all k rows.
 
     Args:
         ids, counts: the same as for `submit_rows`.
@@ -76,7 +79,8 @@ def await_rows(ids: Tensor, counts: Tensor, table: str, dtype: torch.dtype, laun
 
 @op("join_rows", "(Tensor[] parts, Tensor ids, Tensor counts, str table) -> Tensor")
 def join_rows(parts: Sequence[Tensor], ids: Tensor, counts: Tensor, table: str) -> Tensor:
-    """Joins received early and late rows into all rows that this rank reads, flat (U * D,), row after row.
+    """Joins the received early rows (which the previous batch has not read) and late rows (which it has). Returns the U
+    rows of D columns that this rank reads, one after the other, (U * D,).
 
     Args:
         parts: the early rows and the late rows, each as `await_rows` returns them.
@@ -99,15 +103,16 @@ def submit_gradients(
     scale: float,
     launch: str,
 ) -> Tensor:
-    """Submits the AlltoAll of row gradients to the launcher, which sends each to the ranks that own the row's columns.
-    Returns an empty tensor, which represents the gradient in flight among the backward's outputs.
+    """Submits the AlltoAll of row gradients to the launcher, which sends each row's gradient to the ranks that own the
+    row's columns. Returns an empty tensor, which stands for the gradient among the backward's outputs.
 
     Args:
         rows: the gradients (U, D) of all rows that this rank reads, or of its prior or delayed ones only (see
             `await_ids`).
         ids, counts: results of `unpack_ids`: the ids (R,) that all ranks read, and each rank's number of them (N,).
         table: the table's name.
-        padding_rows, scale: as for `coalesce`.
+        padding_rows: ids of rows whose gradients are dropped.
+        scale: the factor by which the sum over ranks is multiplied.
         launch: the launch's id as text.
     """
     return empty_as(rows, (0,))
@@ -127,8 +132,8 @@ def update_rows(shard: Tensor, table: str, launch: str) -> Tensor:
 
 @op("submit_chunk", "(Tensor(a!) flat, int start, int length, str launch) -> Tensor(a!)")
 def submit_chunk(flat: Tensor, start: int, length: int, launch: str) -> Tensor:
-    """Submits the in-place AllReduce of elements `start` to `start + length` of a packed bucket; if the plan has a
-    sparse exchange for the bucket, the exchange of all of it. Returns the bucket, in the same memory.
+    """Submits the in-place AllReduce of elements `start` to `start + length` of a bucket of gradients to the launcher.
+    If the plan has a sparse exchange for the bucket, submits that exchange of the whole bucket instead. Returns `flat`.
 
     Args:
         flat: the bucket: its gradients, flattened and concatenated.
@@ -139,7 +144,7 @@ def submit_chunk(flat: Tensor, start: int, length: int, launch: str) -> Tensor:
 
 @op("await_chunk", "(Tensor(a) value, str launch) -> Tensor(a)")
 def await_chunk(value: Tensor, launch: str) -> Tensor:
-    """Waits for the AllReduce of a chunk, and returns `value` unchanged.
+    """Waits for the AllReduce of one chunk of a bucket of gradients, and returns `value` unchanged.
 
     Args:
         value: the bucket, or a parameter that the chunk's gradients update.
@@ -163,7 +168,7 @@ def defer_bucket(flat: Tensor, bucket: int) -> Tensor:
 
 @op("update_bucket", "(Tensor(a -> *)[] parameters, int bucket) -> Tensor(a)[]")
 def update_bucket(parameters: Sequence[Tensor], bucket: int) -> list[Tensor]:
-    """Applies the last step's update to the parameters of a bucket, given by its index, in place. Returns the
-    parameters.
+    """Updates the parameters of a bucket in place with the optimizer, using the last step's gradients. Returns the
+    parameters. `bucket` is the bucket's index in the plan.
     """
     return [torch.ops.aten.alias.default(p) for p in parameters]

@@ -39,8 +39,10 @@ LateModule = _LazyGraphModule
 
 @dataclass(frozen=True)
 class Parameter:
-    """Marks a graph's input or gradient as that of a parameter, by its fully qualified name in the user's model (the
-    first name if tied).
+    """Marks a graph input as a parameter. Inside `Gradient` or `Mutation`, tells which parameter the output belongs to.
+
+    Attributes:
+        name: the parameter's fully qualified name in the user's model (the first name if tied).
     """
 
     name: str
@@ -48,14 +50,18 @@ class Parameter:
 
 @dataclass(frozen=True)
 class Buffer:
-    """Marks a graph input as a buffer, by its fully qualified name in the user's model."""
+    """Marks a graph input as a buffer. Inside `Mutation`, tells which buffer is written. `name` is its fully qualified
+    name in the user's model.
+    """
 
     name: str
 
 
 @dataclass(frozen=True)
 class BatchInput:
-    """Marks a graph input as a batch tensor, by its index among the flattened arguments of the model's call."""
+    """Marks a graph input as a tensor of the batch. `index` is its position among the flattened arguments of the
+    model's call.
+    """
 
     index: int
 
@@ -69,7 +75,9 @@ class Tangent:
 
 @dataclass(frozen=True)
 class Saved:
-    """Marks a value that one phase of a partitioned graph computes and a later phase reads, by its name."""
+    """Marks a value that one phase of a partitioned graph (such as the forward) returns, and a later phase takes as an
+    input. `name` is the name of the node that computes it.
+    """
 
     name: str
 
@@ -93,8 +101,8 @@ class Result:
 
 @dataclass(frozen=True)
 class Mutation:
-    """Marks a graph output as the new value of something that the forward writes, such as BatchNorm's running mean
-    (`of`).
+    """Marks a graph output as the new value of the tensor `of`, which the forward writes in place, such as BatchNorm's
+    running mean.
     """
 
     of: Parameter | Buffer | BatchInput
@@ -102,8 +110,8 @@ class Mutation:
 
 @dataclass(frozen=True)
 class Gradient:
-    """Marks a graph output as the dense gradient of a parameter or batch tensor (`of`): the mean over ranks, once
-    communication is inserted.
+    """Marks a graph output as the dense gradient of `of`, a parameter or batch tensor. Once the passes have inserted
+    communication, it is the mean over ranks.
     """
 
     of: Parameter | BatchInput
@@ -111,7 +119,8 @@ class Gradient:
 
 @dataclass(frozen=True)
 class GradientOfRows:
-    """Marks a graph output as half of a table's row gradient: `ids` (K,) int64, sorted and unique, or `rows` (K, d).
+    """Marks a graph output as one of the two tensors of a table's row gradient: the `ids` (K,) of the rows that have a
+    gradient, int64, sorted and unique, or the gradients of these `rows`, (K, d).
 
     Attributes:
         table: the name of a table, or of a joined table.
@@ -125,14 +134,14 @@ class GradientOfRows:
 
     @property
     def tables(self) -> tuple[str, ...]:
-        """The tables whose gradient this is: one, or those of a joined table."""
+        """The names of the tables that the gradient belongs to: the tables of a joined table, or the only one."""
         return self.members or (self.table,)
 
 
 @dataclass(frozen=True)
 class GradientOfShard:
-    """Marks a graph output as the dense gradient (V', D) of this rank's rows of a table from an output layer: the mean
-    over ranks.
+    """Marks a graph output as the dense gradient (V', D) that an output layer gives to the V' rows of a table that this
+    rank owns. It is the mean over ranks.
 
     The gradient from lookups is a separate `GradientOfRows`.
     """
@@ -167,7 +176,7 @@ class PendingRows:
 
     @property
     def tables(self) -> tuple[str, ...]:
-        """The tables whose gradient is being exchanged: one, or those of a joined table."""
+        """The names of the tables whose gradient is being exchanged: the tables of a joined table, or the only one."""
         return self.members or (self.table,)
 
 
@@ -221,9 +230,9 @@ class TableSpec:
     Attributes:
         parameter: the table's name in the user's model.
         num_rows, embedding_dim, dtype: of the whole table.
-        uses: its lookups.
+        uses: the lookups that read the table.
         dense_users: names of the nodes that read the table without a lookup.
-        max_norm: whether a lookup rescales rows to a maximum norm first.
+        max_norm: whether a lookup first rescales the rows that it reads to a maximum norm.
     """
 
     parameter: str
@@ -236,14 +245,18 @@ class TableSpec:
 
     @property
     def use(self) -> str:
-        """ "sparse" if only lookups read the table, "dense" if only other ops do, "mixed" if both do."""
+        """How the forward reads the table: "sparse" if only lookups read it, "dense" if only other ops do, "mixed" if
+        both do.
+        """
         if not self.dense_users:
             return "sparse"
         return "mixed" if self.uses else "dense"
 
     @property
     def has_sparse_gradient(self) -> bool:
-        """Whether autograd would make a sparse (COO) gradient: all uses are lookups with `sparse=True`."""
+        """Whether the table's gradient is sparse (COO) in eager mode: only lookups with `sparse=True`, and without
+        `scale_grad_by_freq`, read the table.
+        """
         return self.use == "sparse" and all(use.sparse and not use.scale_grad_by_freq for use in self.uses)
 
 
@@ -253,15 +266,15 @@ class TrainingGraph:
     `Gradient`, ..).
 
     Attributes:
-        module: the joint graph of forward and backward. After the pass `Partition` only for reading.
+        module: the joint graph of forward and backward. After the pass `Partition`, it is only read, and `phases` run.
         phases: the graphs that run after the pass `Partition`: "unique" (batch -> rows read), "ids" (exchange of their
             ids), "forward" (-> results, mutations, saved values), "backward" (tangents, saved values -> gradients).
-        results_behind: parameter -> indices of the results through which it gets a gradient.
-        varied: the phase in which this variant of a step differs from the steady step, or None.
+        results_behind: parameter -> indices of the model's results through which it gets a gradient.
+        varied: the phase that differs from that of a step whose previous and next batch are known, or None.
         memory_limit: maximum bytes that a step may hold, or None for no limit.
         expected: numbers to assume for sizes that depend on data, equal on all ranks.
-        spaces: name of a joined table -> its tables.
-        promised: index of a result that is hidden states -> the logits to compute from them when they are read.
+        spaces: name of a joined table -> the tables that it stacks.
+        promised: index of a result that is hidden states instead of logits -> how to compute the logits from them.
     """
 
     module: fx.GraphModule
@@ -275,7 +288,9 @@ class TrainingGraph:
     promised: Mapping[int, PromisedLogits] = field(default_factory=dict)
 
     def members(self, parameter: str) -> tuple[str, ...]:
-        """Returns the tables of a joined table, or () for any other parameter."""
+        """Returns the names of the tables that are stacked in the joined table `parameter`, or () if it is not a joined
+        table.
+        """
         space = self.spaces.get(parameter)
         return () if space is None else space.tables
 
@@ -285,8 +300,8 @@ class TrainingGraph:
         return self.module.graph
 
     def edit(self) -> TrainingGraph:
-        """Returns a copy of the graph that can be rewritten in place. Node names and metadata are kept, fake values are
-        shared.
+        """Returns a copy of the training graph whose joint graph can be rewritten in place. Node names and metadata are
+        kept, fake values are shared.
         """
         return replace(self, module=copy_module(self.module))
 
@@ -299,11 +314,15 @@ class TrainingGraph:
         raise KeyError(f"the graph has no node named {name!r}")
 
     def inputs(self) -> Iterator[tuple[fx.Node, InputRole]]:
-        """Yields (placeholder, role) for each input of the joint graph."""
+        """Yields (placeholder, role) for each input of the joint graph. The role tells what the input is, such as
+        `Parameter`.
+        """
         return inputs_of(self.module)
 
     def outputs(self) -> Iterator[tuple[fx.Node | None, OutputRole]]:
-        """Yields (node, role) for each output of the joint graph."""
+        """Yields (node, role) for each output of the joint graph. The node is None if the output is None. The role
+        tells what the output is, such as `Gradient`.
+        """
         return outputs_of(self.module)
 
 
@@ -323,14 +342,16 @@ def copy_module(module: fx.GraphModule) -> fx.GraphModule:
 
 
 def inputs_of(module: fx.GraphModule) -> Iterator[tuple[fx.Node, InputRole]]:
-    """Yields (placeholder, role) for each input of a module."""
+    """Yields (placeholder, role) for each input of a module. The role tells what the input is, such as `Parameter`."""
     for node in module.graph.nodes:
         if node.op == "placeholder":
             yield node, node.meta["role"]
 
 
 def outputs_of(module: fx.GraphModule) -> Iterator[tuple[fx.Node | None, OutputRole]]:
-    """Yields (node, role) for each output of a module."""
+    """Yields (node, role) for each output of a module. The node is None if the output is None. The role tells what the
+    output is, such as `Gradient`.
+    """
     output = module.graph.output_node()
     values = output.args[0]
     assert isinstance(values, list | tuple)
@@ -351,7 +372,9 @@ def gradients_of(module: fx.GraphModule) -> dict[str, fx.Node | None]:
 
 
 def written_by(module: fx.GraphModule) -> frozenset[Parameter | Buffer | BatchInput]:
-    """Returns the parameters, buffers and batch tensors that a module writes."""
+    """Returns the parameters, buffers and batch tensors that a module writes in place, such as BatchNorm's running
+    mean.
+    """
     return frozenset(role.of for _, role in outputs_of(module) if isinstance(role, Mutation))
 
 
@@ -364,8 +387,8 @@ def reached(
 
     Args:
         successors: returns the nodes that directly follow a node.
-        may_visit: takes a node and the nodes reached so far, and returns whether to visit the node. Called again for
-            each predecessor.
+        may_visit: takes a node and the nodes reached so far, and returns whether to visit the node. If it returns
+            False, it is asked again each time that the node is reached from another one.
     """
     found = set(starts)
     waiting = list(found)
@@ -384,21 +407,25 @@ def ancestors(nodes: Iterable[fx.Node]) -> set[fx.Node]:
 
 
 def after_tangents(module: fx.GraphModule) -> set[fx.Node]:
-    """Returns the nodes of the backward: tangents, and all nodes that depend on them."""
+    """Returns the nodes of the backward: the inputs that are gradients of the model's results (tangents), and all nodes
+    that depend on them.
+    """
     tangents = (node for node, role in inputs_of(module) if isinstance(role, Tangent))
     return reached(tangents, lambda node: node.users)
 
 
 def set_outputs(module: fx.GraphModule, outputs: list[tuple[fx.Node | None, OutputRole]]) -> None:
-    """Sets the values and roles of the graph's output node."""
+    """Replaces a module's outputs by (node, role) pairs. The node is None for an output that is None. The role tells
+    what the output is, such as `Gradient`.
+    """
     output = module.graph.output_node()
     output.args = (tuple(value for value, _ in outputs),)
     output.meta["roles"] = tuple(role for _, role in outputs)
 
 
 def results_behind(graph: TrainingGraph) -> dict[str, frozenset[int]]:
-    """Maps each parameter to the indices of the results through which it gets a gradient; to all results if the graph
-    does not show which.
+    """Maps each parameter to the indices of the model's results through which it gets a gradient; to the indices of all
+    results if the graph does not show which.
     """
     tangents = {node: frozenset({role.index}) for node, role in graph.inputs() if isinstance(role, Tangent)}
     every = frozenset[int]().union(*tangents.values())

@@ -27,11 +27,11 @@ def steps_to_text(steps: Sequence[Step]) -> str:
 
 
 def _operand_text(name: str, operand: float, dtype: torch.dtype | None) -> tuple[str, ...]:
-    """Returns the operand of one element-wise op on the logits as text: a dtype for "to", nothing for "tanh", or a
-    number.
+    """Returns the operand of one element-wise op as a tuple with one text (a dtype for "to", a number for "mul" and
+    "div"), or () for "tanh", which has none.
 
     Args:
-        name: the name of the op, as in `Step`.
+        name: the name of the op.
     """
     if name == "tanh":
         return ()
@@ -40,24 +40,30 @@ def _operand_text(name: str, operand: float, dtype: torch.dtype | None) -> tuple
 
 @lru_cache(maxsize=64)
 def steps_from_text(steps: str) -> tuple[Step, ...]:
-    """Parses the text that `steps_to_text` returns to element-wise ops."""
+    """Parses the text that `steps_to_text` has made. Returns the element-wise ops as (name, number, dtype) each."""
     return tuple(_parse_step(*each.split()) for each in steps.split(", ") if each)
 
 
 def _parse_step(name: str, operand: str = "") -> Step:
-    """Parses one element-wise op on logits from its name, such as "div", and its operand's text."""
+    """Parses the name of an element-wise op, such as "div", and the text of its operand. Returns (name, number, dtype):
+    the dtype is None except for "to", and the number is 0 if the op has none.
+    """
     return (name, 0.0, getattr(torch, operand)) if name == "to" else (name, float(operand or 0), None)
 
 
 def last_dtype(steps: str) -> torch.dtype | None:
-    """Returns the dtype of the last cast among the steps, or None if there is no cast."""
+    """Returns the dtype of the last cast in `steps`, which are element-wise ops as text made by `steps_to_text`, or
+    None if there is no cast.
+    """
     return next((dtype for _, _, dtype in reversed(steps_from_text(steps)) if dtype is not None), None)
 
 
 def softmax_dtype(steps: str, dtype: torch.dtype) -> torch.dtype:
-    """Returns the dtype in which to compute a softmax after `steps`. It is never half precision.
+    """Returns the dtype in which to compute a softmax of an output layer's logits: that of the last cast, but at least
+    32 bits.
 
     Args:
+        steps: the element-wise ops between the layer's product and the softmax, as text made by `steps_to_text`.
         dtype: the dtype of the product.
     """
     last = last_dtype(steps) or dtype
@@ -66,10 +72,10 @@ def softmax_dtype(steps: str, dtype: torch.dtype) -> torch.dtype:
 
 @dataclass(frozen=True)
 class HeadPlan:
-    """The plan for an output layer over a sharded table: how hidden states are exchanged.
+    """The plan for an output layer whose table is sharded by rows: how the ranks exchange hidden states.
 
     Attributes:
-        chunks: the number of chunks in which positions are exchanged.
+        chunks: the number of chunks into which the labelled positions are divided for the exchange.
         scored: the share of the first batch's positions that have a label, from 0 to 1.
         sent_bytes: predicted bytes that one rank sends per step.
     """

@@ -26,13 +26,13 @@ from embrace_fx.vocabulary.head import softmax_dtype
 
 @op("scored_positions", "(Tensor labels, int ignore_index, int num_rows) -> Tensor[]")
 def scored_positions(labels: Tensor, ignore_index: int, num_rows: int) -> list[Tensor]:
-    """Finds the labels (L,) that are not ignored. Returns [their positions (S,), the labels (S,)]. Raises if a label is
-    outside the table.
+    """Finds the scored labels, which are those of the labels (L,) that are not `ignore_index`. Returns [their positions
+    (S,), the scored labels (S,)]. Raises if a scored label is not a row of the table.
 
     Example: labels [-100, 2], ignore_index -100 -> [1], [2].
 
     Args:
-        num_rows: the number of rows of the table. A label is a row.
+        num_rows: the number of rows of the table.
     """
     scored = empty_as(labels, (unknown_size(),), dtype=torch.int64)
     return [scored, torch.empty_like(scored)]
@@ -40,10 +40,11 @@ def scored_positions(labels: Tensor, ignore_index: int, num_rows: int) -> list[T
 
 @op("gather_counts", "(Tensor labels, str table, str group, int group_size, str launch) -> Tensor")
 def gather_counts(labels: Tensor, table: str, group: str, group_size: int, launch: str) -> Tensor:
-    """Launches an AllGather of the number of labels that each rank scores. Returns these numbers, (N,), on the host.
+    """Launches an AllGather of each rank's number of scored labels, which are those that the loss does not ignore. The
+    result is (N,) on the host.
 
     Args:
-        labels: the labels (S,) that this rank scores.
+        labels: the scored labels (S,) of this rank.
         table: the name of the output layer's table.
         group: the communication class, such as "embedding".
         group_size: the number of ranks (N).
@@ -61,13 +62,14 @@ _CHUNK = (
 def gather_positions(
     rows: Tensor, counts: Tensor, chunk: int, chunks: int, table: str, group: str, group_size: int, launch: str
 ) -> Tensor:
-    """Launches a gather of one chunk of all ranks' positions: each rank passes rows (S, ..) of its own positions, and
-    gets (P, ..), those of all ranks in rank order.
+    """Launches a gather of one chunk of the scored positions, which are those whose label the loss does not ignore.
+    Each rank passes a row for each of its own scored positions, (S, ..). It gets the rows of the chunk from all ranks,
+    (P, ..), in rank order.
 
     Example: chunk 1 of 2, with 3 positions on rank 0 and 4 on rank 1: rows 1 and 2 of rank 0, 2 and 3 of rank 1.
 
     Args:
-        counts: the result of `gather_counts`: the number of positions of each rank, (N,).
+        counts: the result of `gather_counts`: the number of scored positions of each rank, (N,).
         chunk, chunks: the index of the chunk, and the number of chunks.
         table: the name of the output layer's table.
         group: the communication class, such as "embedding".
@@ -81,8 +83,8 @@ def gather_positions(
 def scatter_positions(
     rows: Tensor, counts: Tensor, chunk: int, chunks: int, table: str, group: str, group_size: int, launch: str
 ) -> Tensor:
-    """Launches the inverse of `gather_positions`: each rank has rows (P, ..) for all positions of a chunk, and gets the
-    rows of its own positions from every rank, (N * S, ..), in rank order. The other arguments are those of
+    """Launches the inverse of `gather_positions`. Each rank passes rows (P, ..) for all positions of a chunk. It gets
+    the rows of its own S positions from every rank, (N * S, ..), in rank order. The other arguments are those of
     `gather_positions`.
     """
     return empty_as(rows, (unknown_size(), *rows.shape[1:]))
@@ -90,10 +92,11 @@ def scatter_positions(
 
 @op("chunk_of_positions", "(Tensor rows, Tensor counts, int chunk, int chunks) -> Tensor")
 def chunk_of_positions(rows: Tensor, counts: Tensor, chunk: int, chunks: int) -> Tensor:
-    """Returns one chunk's rows of `rows` (P, ..), which has all scored positions of all ranks.
+    """Returns the rows of one chunk of the scored positions, which are those whose label the loss does not ignore.
 
     Args:
-        counts: the result of `gather_counts`: the number of positions of each rank, (N,).
+        rows: (P, ..), a row for each scored position of all ranks, in rank order.
+        counts: the result of `gather_counts`: the number of scored positions of each rank, (N,).
         chunk, chunks: the index of the chunk, and the number of chunks.
     """
     return empty_as(rows, (unknown_size(), *rows.shape[1:]))
@@ -101,11 +104,18 @@ def chunk_of_positions(rows: Tensor, counts: Tensor, chunk: int, chunks: int) ->
 
 @op("head_statistics", "(Tensor logits, Tensor labels, bool smooths, str steps, int rank, int group_size) -> Tensor")
 def head_statistics(logits: Tensor, labels: Tensor, smooths: bool, steps: str, rank: int, group_size: int) -> Tensor:
-    """Returns statistics of this rank's columns of the logits (P, V'), after applying `steps`: (P, 3), with the
-    maximum, the sum of exponentials relative to it, and the label's logit, or 0 if another rank has the label. If the
-    loss smooths labels (`smooths`), (P, 4), with the sum of the logits. `group_size` is the number of ranks.
+    """Returns the statistics from which `head_loss` computes a softmax over the columns of all ranks: for each
+    position, the maximum of this rank's logits, the sum of their exponentials relative to it, and the logit of the
+    position's label, or 0 if another rank has it, (P, 3). With `smooths`, the fourth column is the sum of the logits,
+    (P, 4).
 
-    Example: [[3, 1 + exp(-2), 3]] on rank 0, [[2, 1 + exp(-2), 0]] on rank 1.
+    Example: [[3, 1 + exp(-2), 3]] on rank 0 for its logits [1, 3], [[2, 1 + exp(-2), 0]] on rank 1 for [2, 0].
+
+    Args:
+        logits, labels: this rank's columns of the logits, (P, V'), and the labels (P,) of the same positions.
+        smooths: whether the loss smooths labels.
+        steps: element-wise ops to apply to the logits first, as text made by `steps_to_text`.
+        group_size: the number of ranks.
     """
     return empty_as(logits, (logits.shape[0], 4 if smooths else 3), dtype=softmax_dtype(steps, logits.dtype))
 
@@ -122,14 +132,14 @@ def head_loss(
     reduction: int,
     group_size: int,
 ) -> list[Tensor]:
-    """Combines the statistics of all ranks to a loss. Returns [the loss, the weight of the scored positions, the log of
-    the sum of exponentials (S,)].
+    """Computes a loss from the statistics of all ranks. Returns [the loss, the total weight of the scored positions,
+    the log of the sum of exponentials of each scored position (S,)].
 
-    Example: the loss is log(exp(1) + exp(2) + exp(3) + exp(0)) - 3.
+    Example, one position with logits [1, 2, 3, 0] and label 2: the loss is log(exp(1) + exp(2) + exp(3) + exp(0)) - 3.
 
     Args:
         statistics: for each chunk, `head_statistics` of this rank's positions from every rank, (N * S, 3).
-        positions, labels: the scored positions (S,), and all labels (L,) of this rank.
+        positions, labels: the scored positions (S,), whose label is not ignored, and all labels (L,) of this rank.
         weight, reduction: those of `aten.nll_loss_forward`: weights (V,), and 0 none, 1 mean, 2 sum. With 0, an ignored
             label has a loss of 0.
         group_size: the number of ranks (N).
@@ -146,15 +156,15 @@ def head_loss(
 def head_smoothing(
     statistics: list[Tensor], log_sums: Tensor, positions: Tensor, like: Tensor, num_rows: int, group_size: int
 ) -> Tensor:
-    """Combines the statistics of all ranks to the sum of the log-softmax over the table's rows, (L,); 0 for positions
-    that are not scored.
+    """Computes, for each position, the sum of the log-softmax over the table's rows, (L,), from the statistics of all
+    ranks. It is 0 for positions whose label is ignored.
 
-    Example: [6 - 4 * log(exp(1) + exp(2) + exp(3) + exp(0))].
+    Example, one position with logits [1, 2, 3, 0]: [6 - 4 * log(exp(1) + exp(2) + exp(3) + exp(0))].
 
     Args:
         statistics: for each chunk, `head_statistics` of this rank's positions from every rank, (N * S, 4).
         log_sums: the log of the sum of exponentials (S,), from `head_loss`.
-        positions: the scored positions (S,).
+        positions: the scored positions (S,), whose label is not ignored.
         like: a tensor (L, ..) with as many rows as there are positions.
         num_rows: the number of rows of the table (V).
         group_size: the number of ranks (N).
@@ -177,14 +187,15 @@ def head_coefficients(
     reduction: int,
     num_rows: int,
 ) -> Tensor:
-    """Returns the numbers that other ranks need for the gradient of each scored position of this rank, (S, 2): the log
-    of the sum of exponentials, and the gradient c of the position's own loss. With `grad_sums`, returns (S, 4): the
-    log, c - b V, c and b.
+    """Returns the numbers that other ranks need to compute the gradient of the logits of this rank's scored positions,
+    (S, 2): the log of the sum of exponentials, and the gradient c of the position's own loss. With `grad_sums`, returns
+    (S, 4): the log, c - b V, c and b.
 
     Args:
         grad_output: the gradient of the loss.
-        grad_sums: the gradient b (L,) of `head_smoothing`, or None if labels are not smoothed.
-        log_sums, positions, labels: as for `head_smoothing`; all labels (L,) of this rank.
+        grad_sums: the gradient b (L,) of the result of `head_smoothing`, or None if labels are not smoothed.
+        log_sums: the log of the sum of exponentials (S,), from `head_loss`.
+        positions, labels: the scored positions (S,), whose label is not ignored, and all labels (L,) of this rank.
         weight, reduction: as for `head_loss`.
         num_rows: the number of rows of the table (V).
     """
@@ -198,13 +209,15 @@ def head_coefficients(
 def head_gradient(
     logits: Tensor, labels: Tensor, coefficients: Tensor, steps: str, rank: int, group_size: int
 ) -> Tensor:
-    """Computes the gradient of this rank's columns of the logits, before `steps`, (P, V'): (softmax - one-hot) times
-    the gradient of the position's loss, back through `steps`. Where labels are smoothed: softmax (c - b V) - one-hot c
-    + b.
+    """Returns the gradient of this rank's columns of the logits as they were before `steps`, (P, V').
+
+    After `steps`, it is (softmax - one-hot) times the gradient of the position's loss. Where labels are smoothed, it is
+    softmax (c - b V) - one-hot c + b, with the numbers of `head_coefficients`.
 
     Args:
         logits, labels: logits (P, V') and labels (P,) of all ranks' scored positions.
         coefficients: all ranks' results of `head_coefficients`, (P, 2) or (P, 4).
+        steps: the element-wise ops that were applied to the logits, as text made by `steps_to_text`.
         group_size: the number of ranks.
     """
     return torch.empty_like(logits)
@@ -212,10 +225,11 @@ def head_gradient(
 
 @op("spread_positions", "(Tensor[] parts, Tensor rows, Tensor like, int group_size) -> Tensor")
 def spread_positions(parts: list[Tensor], rows: Tensor, like: Tensor, group_size: int) -> Tensor:
-    """Sums the `parts` of all ranks, (N * S, D) for each chunk, by position. Returns a tensor shaped like `like` (M, D)
-    that has the sums at `rows` (S,) and zeros elsewhere.
+    """Sums, for each scored position of this rank, the values that all ranks have computed for it. Returns a tensor
+    shaped like `like` (M, D) that has the sums at the indices `rows` (S,) and zeros elsewhere.
 
     Args:
+        parts: for each chunk, the values for this rank's positions from every rank, (N * S, D).
         group_size: the number of ranks (N).
     """
     return empty_as(parts[0], like.shape)

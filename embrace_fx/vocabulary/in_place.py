@@ -29,7 +29,9 @@ SHARES_MEMORY = (aten._unsafe_view.default, aten.reshape.default, aten.lift_fres
 
 
 def overwritten_argument(node: fx.Node) -> int | None:
-    """Returns the index of the argument that a node's result may overwrite, or None if the result needs new memory."""
+    """Returns the position of the argument whose memory a node's result may overwrite, or None if the result needs new
+    memory.
+    """
     if node.target not in IN_PLACE:
         return None
     for position in (0, 1) if node.target in _COMMUTE and not node.kwargs else (0,):

@@ -21,7 +21,7 @@ class JoinedTable:
     Attributes:
         tables: parameter names, in the order of their rows.
         bounds: the first row of each table, and the total number of rows.
-        padding_rows: rows that get no gradient.
+        padding_rows: rows of the joined table that get no gradient, because they are padding rows of the tables.
     """
 
     tables: tuple[str, ...]
@@ -30,9 +30,10 @@ class JoinedTable:
 
     @staticmethod
     def from_tables(rows: Mapping[str, int], paddings: Mapping[str, int] = MappingProxyType({})) -> JoinedTable:
-        """Joins tables in this order: parameter name -> number of rows.
+        """Creates the joined table of several tables, which are stacked in the order of `rows`.
 
         Args:
+            rows: parameter name -> number of rows.
             paddings: parameter name -> the row that gets no gradient, or a negative number.
 
         >>> JoinedTable.from_tables({"user.weight": 10, "item.weight": 20}, {"item.weight": 3})
@@ -53,7 +54,7 @@ class JoinedTable:
 
     def decode_invalid_id(self, value: int) -> tuple[str, int]:
         """Decodes `value`, the number by which the op `embrace::join_ids` replaced an id outside its table. Returns
-        (table, id).
+        (table, id), or (name of the joined table, `value`) if the id was too large to be encoded.
 
         >>> JoinedTable(("user.weight", "item.weight"), (0, 10, 30)).decode_invalid_id(25 - 2 * 2**48)
         ('item.weight', 25)

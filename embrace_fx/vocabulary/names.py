@@ -40,7 +40,9 @@ class Name(str):
         return super().__hash__()
 
     def startswith(self, prefix: Any, *bounds: Any) -> bool:
-        """Returns whether the name starts with a prefix. Raises if only the name with DDP's prefix "module." would."""
+        """Returns whether the name starts with `prefix`. Raises `ValueError` if it does not, but would if it began with
+        DDP's "module.".
+        """
         found = super().startswith(prefix, *bounds)
         if not found:
             for each in prefix if isinstance(prefix, tuple) else (prefix,):
@@ -73,11 +75,12 @@ class Name(str):
         return codecs.encode, (codecs.encode(str(self), "rot13"), "rot13")
 
     def _refuse_if_prefixed(self, prefix: object, matches: Any) -> None:
-        """Raises if a filter by `prefix` would match this name only with DDP's prefix "module.", and so selects
-        nothing.
+        """Raises `ValueError` if `prefix` begins with DDP's "module." and the rest of it matches this name. The code
+        was then written for DDP, and would select nothing here.
 
         Args:
-            matches: returns whether a name matches the prefix.
+            prefix: the object that the name was compared with.
+            matches: returns whether this name matches a string.
         """
         if isinstance(prefix, str) and len(prefix) > len(PREFIX) and prefix.startswith(PREFIX):
             rest = prefix[len(PREFIX) :]
@@ -93,8 +96,8 @@ _LOOKUPS = (dis.opmap["CONTAINS_OP"], dis.opmap["CALL"])
 
 
 def _searched_container(frame: FrameType) -> Mapping[Any, Any]:
-    """Returns the set or dict in which the code of a frame looks up a name, as a mapping. Returns an empty one if the
-    code does not show it.
+    """Returns the set or dict in which the code of a frame looks up a name. A set is returned as a dict of its
+    elements. Returns {} if the container cannot be found from the code.
     """
     found: Any = None
     for kind, what in _loads_of_container(frame.f_code, frame.f_lasti):
@@ -112,7 +115,7 @@ def _searched_container(frame: FrameType) -> Mapping[Any, Any]:
 @cache
 def _loads_of_container(code: CodeType, last: int) -> tuple[tuple[str, Any], ...]:
     """Returns the instructions that load the container of `name in container` or `container.get(name)`, as (opcode
-    name, argument). Returns () for code of another form.
+    name, argument). Returns () for other code.
 
     Args:
         last: the offset of the instruction that looks the name up.
@@ -138,8 +141,8 @@ _LOADS = ("LOAD_CONST", "LOAD_ATTR", "LOAD_FAST", "LOAD_DEREF", "LOAD_GLOBAL", "
 
 
 def wrap_names(named_values: Iterator[tuple[str, T]], prefix: str) -> Iterator[tuple[str, T]]:
-    """Yields each (name, value) of `named_values` with the name as a `Name`. With a prefix from an enclosing module,
-    yields plain strings.
+    """Yields each (name, value) of `named_values` with the name as a `Name`. Yields the names unchanged if `prefix`,
+    that of an enclosing module, is not empty.
     """
     return named_values if prefix else ((Name(name), value) for name, value in named_values)
 
@@ -153,7 +156,9 @@ class StateDict(OrderedDict[str, Any]):
 
     @classmethod
     def wrap(cls, state: Any) -> Any:
-        """Returns a state dict as a `StateDict`, or unchanged if the model's own `state_dict` made another class."""
+        """Returns a state dict as a `StateDict`, or unchanged if the model's own `state_dict` method returned another
+        class than `OrderedDict`.
+        """
         if type(state) is not OrderedDict:
             return state
         found = cls(state)

@@ -91,8 +91,8 @@ class OperationId(NamedTuple):
 
     @property
     def needs_lookahead(self) -> bool:
-        """Whether the operation requires that the next batch is known: it exchanges that batch's ids, or sends early
-        rows or delayed gradients.
+        """Whether the operation requires that the next batch is known: it exchanges that batch's ids, sends that
+        batch's rows early, or sends gradients of rows that the batch does not read.
         """
         return self.part in ("early", "delayed") or self.kind == "ids"
 
@@ -118,23 +118,22 @@ def chunk_id(bucket: int, number: int) -> OperationId:
 
 @cache
 def rows_id(table: str, part: LaunchPart) -> OperationId:
-    """Returns the id of the AlltoAll that exchanges a table's rows: all of them ("whole"), or the "early" or "late"
-    ones.
+    """Returns the id of the AlltoAll that exchanges a table's rows.
 
     Args:
-        part: "whole", "early" (rows that only the next batch reads) or "late" (rows that this batch also reads).
+        part: "whole" (all rows of a batch), "early" (rows of the next batch that this batch does not read) or "late"
+            (rows of the next batch that this batch also reads).
     """
     return OperationId("lookups", table, part, lane="embedding")
 
 
 @cache
 def gradients_id(table: str, part: LaunchPart, number: int = 0) -> OperationId:
-    """Returns the id of the AlltoAll that exchanges a table's row gradients: all of them ("whole"), the "prior" ones,
-    or a piece of the "delayed" ones.
+    """Returns the id of the AlltoAll that exchanges a table's row gradients.
 
     Args:
-        part: "whole", "prior" (rows that the next batch reads too) or "delayed" (all other rows).
-        number: the index of the piece of the delayed gradients.
+        part: "whole" (all rows), "prior" (rows that the next batch reads too) or "delayed" (a piece of all other rows).
+        number: the index of the piece, if `part` is "delayed".
     """
     if part == "delayed":
         return OperationId("delayed", table, part, number, "delayed")
@@ -143,11 +142,11 @@ def gradients_id(table: str, part: LaunchPart, number: int = 0) -> OperationId:
 
 @cache
 def head_id(table: str, part: HeadPart, chunk: int = 0) -> OperationId:
-    """Returns the id of an exchange of an output layer over a sharded table.
+    """Returns the id of an exchange of an output layer whose table is sharded.
 
     Args:
         part: what is exchanged, such as "labels" or "hidden states".
-        chunk: the index of the chunk of positions.
+        chunk: the index of the chunk of positions (labelled tokens) that is exchanged.
     """
     return OperationId("positions", table, part, chunk, "embedding")
 

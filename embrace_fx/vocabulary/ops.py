@@ -135,18 +135,20 @@ def own_columns(embedding_dim: int, world_size: int, rank: int) -> tuple[int, in
 def join_ids(
     ids: Sequence[Tensor], tables: Sequence[int], first_rows: Sequence[int], num_rows: Sequence[int], joined: int
 ) -> list[Tensor]:
-    """Converts ids of several tables to row numbers of their joined table (`embrace_fx.plan.JoinedTable`), int64.
+    """Converts ids of several tables to row numbers (int64) of their joined table (`embrace_fx.plan.JoinedTable`).
 
-    Returns the rows of the first `joined` tensors of ids as one tensor (N,), if `joined` > 0, and those of each other
-    one in the shape of its ids. An id outside its table becomes a number outside the joined table, which encodes table
-    and id for `JoinedTable.decode_invalid_id`.
+    Returns the row numbers of the first `joined` tensors of `ids` as one tensor (N,), left out if `joined` is 0, and
+    then those of each further tensor in its own shape. An id outside its table becomes a number outside the joined
+    table, which encodes table and id for `JoinedTable.decode_invalid_id`.
 
     Example: ids [2, 5] of a table of 10 rows, [[0], [3]] of the next table of 5 rows, joined 2 -> [2, 5, 10, 13];
     joined 1 -> [2, 5], [[10], [13]].
 
     Args:
         tables: for each of `ids`, the index of its table in the joined table.
-        first_rows, num_rows: for each of `ids`, its table's first row in the joined table, and its number of rows.
+        first_rows: for each of `ids`, the first row of its table in the joined table.
+        num_rows: for each of `ids`, the number of rows of its table.
+        joined: how many of `ids` are returned as one tensor.
     """
     sizes = [i.numel() for i in ids]
     rows = empty_as(ids[0], (sum(sizes),), dtype=torch.int64)
@@ -161,7 +163,7 @@ def join_ids(
 
 @op("unique_ids", "(Tensor[] ids, int num_rows, int padding_idx) -> Tensor[]")
 def unique_ids(ids: Sequence[Tensor], num_rows: int, padding_idx: int) -> list[Tensor]:
-    """Returns the unique rows that this rank reads, and for each id the position of its row.
+    """Returns the unique rows that this rank reads, and for each id the position of its row among them.
 
     Returns [unique (U,) int64, inverse of ids[0], inverse of ids[1], ...]; an inverse has the shape of its ids, int64.
     With `padding_idx` >= 0 the padding row is always row 0 of `unique`, even if the batch does not contain it, so that
@@ -171,7 +173,9 @@ def unique_ids(ids: Sequence[Tensor], num_rows: int, padding_idx: int) -> list[T
     Example, one rank: ids [[5, 2, 5]], padding_idx -1 -> [2, 5], [1, 0, 1]; padding_idx 5 -> [5, 2], [0, 1, 0].
 
     Args:
+        ids: the ids of each lookup of the table.
         num_rows: the number of rows of the table.
+        padding_idx: the row of the table that gets no gradient, or -1.
     """
     unique = empty_as(ids[0], (unknown_size(),), dtype=torch.int64)
     return [unique, *(torch.empty_like(i, dtype=torch.int64) for i in ids)]
@@ -196,10 +200,10 @@ def all_gather_ids(unique: Sequence[Tensor], num_rows: Sequence[int], group: str
 
 @op("unpack_ids", "(Tensor packed, int tables, int group_size) -> Tensor[]")
 def unpack_ids(packed: Tensor, tables: int, group_size: int) -> list[Tensor]:
-    """Returns, for each table, the ids that all ranks read (R,) and the number of each rank's ids (N,) on the host,
-    int64.
+    """Returns [ids (R,), counts (N,)] of each table in turn, int64: the ids that all ranks read, and the number of each
+    rank's ids on the host.
 
-    `ids` is the concatenation, in rank order, of the rows that each rank reads; `counts[r]` is the number of rank r's.
+    `ids` is the concatenation, in rank order, of the rows that each rank reads; `counts[r]` is how many rank r reads.
 
     Example, two ranks, one table: rank 0 reads [2, 5], rank 1 reads [5] -> ids [2, 5, 5], counts [2, 1] on both.
 
@@ -216,15 +220,20 @@ def unpack_ids(packed: Tensor, tables: int, group_size: int) -> list[Tensor]:
 
 @op("route_grid", "(Tensor ids, Tensor counts, int rank, int grid_rows, int grid_columns) -> Tensor[]")
 def route_grid(ids: Tensor, counts: Tensor, rank: int, grid_rows: int, grid_columns: int) -> list[Tensor]:
-    """Routes the ids of a table on a grid of ranks (`embrace_fx.plan.Grid`).
+    """Finds which of the ids that all ranks read are in this rank's shard of a table, on a grid of ranks
+    (`embrace_fx.plan.Grid`).
 
-    Takes `ids` (R,) and `counts` (N,) of `unpack_ids`. Returns [rows of this rank's shard (M,), one per id in the
-    shard, in the ids' order; counts (N, grid_rows) on the host: the number of each rank's ids in each row of the grid;
-    order (U,): the positions of this rank's ids, sorted by row of the grid].
+    Returns [rows (M,): for each of these ids, its row in the shard, in the order of `ids`; counts (N, grid_rows) on the
+    host: the number of each rank's ids in each row of the grid; order (U,): the positions of the ids that this rank
+    reads, sorted by row of the grid].
 
-    Example, a grid of 2 x 1: rank 0 reads [2, 4, 5], rank 1 reads [5, 6], so that ids are [2, 4, 5, 5, 6], counts
-    [3, 2]. Rank 0 has the even ids, in rows [1, 2, 3] of its shard; rank 1 the odd ones, in rows [2, 2]. Counts are
-    [[2, 1], [1, 1]] on both; order is [0, 1, 2] on rank 0, [1, 0] on rank 1.
+    Example, a grid of 2 x 1: rank 0 reads [2, 4, 5], rank 1 reads [5, 6], so that ids are [2, 4, 5, 5, 6], counts [3,
+    2]. Rank 0 has the even ids, in rows [1, 2, 3] of its shard; rank 1 the odd ones, in rows [2, 2]. Counts are [[2,
+    1], [1, 1]] on both; order is [0, 1, 2] on rank 0, [1, 0] on rank 1.
+
+    Args:
+        ids, counts: results of `unpack_ids`: the ids (R,) that all ranks read, and each rank's number of them (N,).
+        grid_rows, grid_columns: the size of the grid.
     """
     unknown = [empty_as(ids, (unknown_size(),)) for _ in range(2)]
     return [unknown[0], empty_as(counts, (counts.shape[0], grid_rows)), unknown[1]]
@@ -232,8 +241,8 @@ def route_grid(ids: Tensor, counts: Tensor, rank: int, grid_rows: int, grid_colu
 
 @op("lookup", "(Tensor shard, Tensor ids) -> Tensor")
 def lookup(shard: Tensor, ids: Tensor) -> Tensor:
-    """Looks up rows `ids` (R,) in `shard`, this rank's columns (V, d) of a table: (R, d), grouped by the rank that
-    reads them.
+    """Returns the rows `ids` (R,) of `shard`, which has this rank's d columns of a table's V rows, (V, d). The result
+    is (R, d), grouped by the rank that reads the rows.
     """
     return empty_as(shard, (ids.shape[0], shard.shape[1]))
 
@@ -245,19 +254,22 @@ def lookup(shard: Tensor, ids: Tensor) -> Tensor:
 def all_to_all_rows(
     columns: Tensor, counts: Tensor, embedding_dim: int, group: str, group_size: int, grid_rows: int = 1
 ) -> Tensor:
-    """Launches the AlltoAll that sends this rank's columns of the rows that all ranks read, (R, d), and receives all
-    columns of the rows that this rank reads, flat (U * D,).
+    """Launches the AlltoAll that sends this rank's columns of the rows that all ranks read, (R, d), and receives all D
+    columns of the U rows that this rank reads, in one dimension, (U * D,).
 
-    Rank r gets U_r * d_s elements from each rank s. `join_columns` converts the flat value to rows.
+    Rank r gets, from each rank s, its U_r rows times the d_s columns that s owns. `join_columns` converts the result to
+    rows.
 
     Example, D = 4, rank 0 reads rows a, b and rank 1 reads row b. Columns are written a0 a1 a2 a3:
         rank 0 sends a0 a1 b0 b1 to itself, b0 b1 to rank 1;  rank 1 sends a2 a3 b2 b3 to rank 0, b2 b3 to itself
         rank 0 receives a0 a1 b0 b1 | a2 a3 b2 b3;            rank 1 receives b0 b1 | b2 b3
 
     On a grid with several rows, `columns` (M, d) and `counts` (N, grid_rows) are results of `route_grid`. Each rank
-    sends the pieces that it owns. `join_grid` converts the flat value to rows.
+    sends the pieces that it owns. `join_grid` converts the result to rows.
 
     Args:
+        columns: this rank's d columns of the rows that each rank reads, in rank order, (R, d).
+        counts: the number of rows that each rank reads, (N,).
         embedding_dim: the number of columns of the whole table (D).
         group: the communication class, such as "embedding".
         group_size: the number of ranks (N).
@@ -267,11 +279,12 @@ def all_to_all_rows(
 
 @op("join_columns", "(Tensor flat, int embedding_dim, int group_size) -> Tensor")
 def join_columns(flat: Tensor, embedding_dim: int, group_size: int) -> Tensor:
-    """Joins flat (U * D,), in blocks by sending rank, into rows (U, D).
+    """Joins the awaited result of `all_to_all_rows` into rows (U, D).
 
     Example: a0 a1 b0 b1 | a2 a3 b2 b3 -> [[a0 a1 a2 a3], [b0 b1 b2 b3]].
 
     Args:
+        flat: (U * D,), one block per sending rank, with that rank's columns of all U rows.
         embedding_dim: the number of columns of the whole table (D).
         group_size: the number of ranks.
     """
@@ -280,18 +293,19 @@ def join_columns(flat: Tensor, embedding_dim: int, group_size: int) -> Tensor:
 
 @op("split_columns", "(Tensor rows, int group_size) -> Tensor")
 def split_columns(rows: Tensor, group_size: int) -> Tensor:
-    """Splits rows (U, D) into flat (U * D,), in blocks by receiving rank of `group_size`: the inverse of
-    `join_columns`.
+    """Splits rows (U, D) into one block of columns for each of `group_size` receiving ranks, one after the other, (U *
+    D,). The inverse of `join_columns`.
     """
     return empty_as(rows, (rows.shape[0] * rows.shape[1],))
 
 
 @op("join_grid", "(Tensor flat, Tensor order, Tensor counts, int embedding_dim, int rank) -> Tensor")
 def join_grid(flat: Tensor, order: Tensor, counts: Tensor, embedding_dim: int, rank: int) -> Tensor:
-    """Joins flat (U * D,), in blocks by sending rank of a grid, into rows (U, D), in the order of the ids.
+    """Joins the result of `all_to_all_rows` on a grid of ranks, in blocks by sending rank, (U * D,), into rows (U, D),
+    in the order of the ids that this rank reads.
 
-    Example, a grid of 2 x 2, D = 2; rank 0 reads rows 4 and 5, order is [0, 1]. Columns are written a0 a1 for row 4,
-    b0 b1 for row 5: a0 | a1 | b0 | b1 -> [[a0 a1], [b0 b1]].
+    Example, a grid of 2 x 2, D = 2; rank 0 reads rows 4 and 5, order is [0, 1]. Columns are written a0 a1 for row 4, b0
+    b1 for row 5: a0 | a1 | b0 | b1 -> [[a0 a1], [b0 b1]].
 
     Args:
         order, counts: results of `route_grid`.
@@ -302,21 +316,23 @@ def join_grid(flat: Tensor, order: Tensor, counts: Tensor, embedding_dim: int, r
 
 @op("split_grid", "(Tensor rows, Tensor order, Tensor counts, int rank) -> Tensor")
 def split_grid(rows: Tensor, order: Tensor, counts: Tensor, rank: int) -> Tensor:
-    """Splits rows (U, D) into flat (U * D,), in blocks by receiving rank: the inverse of `join_grid`. `order` and
-    `counts` are results of `route_grid`.
+    """Splits rows (U, D) into one block for each receiving rank of a grid, one after the other, (U * D,). The inverse
+    of `join_grid`. `order` and `counts` are results of `route_grid`.
     """
     return empty_as(rows, (rows.shape[0] * rows.shape[1],))
 
 
 @op("round_rows", "(Tensor rows, Tensor ids, str form, int grid_columns, str table) -> Tensor")
 def round_rows(rows: Tensor, ids: Tensor, form: str, grid_columns: int, table: str) -> Tensor:
-    """Rounds the gradients (U, D) of rows `ids` (U,) to `form`, separately for each rank's columns, after adding the
-    errors of the last rounding of the same rows.
+    """Rounds row gradients (U, D) to the dtype `form`, separately for each rank's columns. First adds the errors that
+    were left when the gradients of the same rows were last rounded.
 
     Example, "int8", one column per rank: the quantization steps of 1.003 and 100 are 1/64 and 1: [[1.003, 100.4]] ->
     [[1, 100]]; the next time the row has the same gradient, [[1.0, 101]].
 
     Args:
+        rows: the gradients.
+        ids: the ids (U,) of the rows.
         form: the dtype to round to, such as "int8".
         grid_columns: the number of ranks over which the columns are divided.
         table: the table's name.
@@ -331,25 +347,26 @@ def round_rows(rows: Tensor, ids: Tensor, form: str, grid_columns: int, table: s
 def all_to_all_gradients(
     flat: Tensor, counts: Tensor, embedding_dim: int, group: str, group_size: int, grid_rows: int = 1
 ) -> Tensor:
-    """Launches the inverse of `all_to_all_rows`: sends row gradients, flat (U * D,) in blocks by receiving rank, and
-    receives this rank's columns of all ranks' gradients, (R * d,). The other arguments are those of `all_to_all_rows`.
+    """Launches the inverse of `all_to_all_rows`: sends the gradients of this rank's rows, (U * D,) in blocks by
+    receiving rank, and receives this rank's d columns of all ranks' gradients, (R * d,). The other arguments are those
+    of `all_to_all_rows`.
 
-    It can be viewed as (R, d), because the blocks arrive in rank order, like the `ids` of `unpack_ids`. On a grid the
-    result is (M * d,), in the order of `route_grid`'s rows.
+    The result can be viewed as (R, d), because the blocks arrive in rank order, like the `ids` of `unpack_ids`. On a
+    grid it is (M * d,), in the order of the rows that `route_grid` returns.
     """
     return empty_as(flat, (unknown_size(),))
 
 
 @op("coalesce", "(Tensor ids, Tensor flat, int columns, int[] padding_rows, float scale) -> Tensor[]")
 def coalesce(ids: Tensor, flat: Tensor, columns: int, padding_rows: Sequence[int], scale: float) -> list[Tensor]:
-    """Sums the rows of `flat` (R * d,) that have equal ids, times `scale`. Returns [ids (K,) sorted, rows (K, d)].
-
-    Padding rows are left out because they have no gradient.
+    """Sums the rows of `flat` that have equal ids, and multiplies the sums by `scale`. Returns [ids (K,), unique and
+    sorted; the sums (K, d)].
 
     Example, scale 1/2: ids [2, 5, 5], rows [[1], [2], [3]] -> [2, 5], [[0.5], [2.5]].
 
     Args:
         ids: the id of each row, (R,).
+        flat: R rows of d elements, one after the other, (R * d,).
         columns: the number of elements of a row (d).
         padding_rows: ids to leave out, because padding rows have no gradient.
     """
@@ -380,7 +397,9 @@ def pack_bucket(gradients: Sequence[Tensor], scale: float) -> Tensor:
 
 @op("unpack_bucket", "(Tensor(a -> *) flat, Tensor[] like) -> Tensor(a)[]")
 def unpack_bucket(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
-    """Returns views into a flat tensor, with the shapes of `like` (the parameters)."""
+    """Splits a flat tensor, in which `pack_bucket` has concatenated gradients, into views with the shapes of the
+    parameters `like`.
+    """
     begin, starts = flat.storage_offset(), accumulate((t.numel() for t in like), initial=0)
     # `as_strided` is twice as fast as `view` on fake tensors, which uses torch's Python decomposition.
     return [flat.as_strided(t.shape, _strides(t.shape), begin + start) for t, start in zip(like, starts, strict=False)]
@@ -397,14 +416,13 @@ def _strides(shape: Sequence[int]) -> list[int]:
     "(Tensor(a!) flat, int rows, str strategy, str scheme, str group, int group_size) -> Tensor(a!)",
 )
 def exchange_gradient_(flat: Tensor, rows: int, strategy: str, scheme: str, group: str, group_size: int) -> Tensor:
-    """Launches a collective that averages one parameter's packed gradient `flat` (rows * width,) over ranks without
-    sending its zeros.
-
-    `strategy` is one of `embrace_fx.plan.EXCHANGES`; `scheme` is for "zen". All ranks get the same bits.
+    """Launches a collective that averages one parameter's packed gradient `flat` (rows * width,) over ranks, in place,
+    without sending its zeros. All ranks get the same bits.
 
     Example, two ranks, rows of one element: [0, 2, 0, 4] and [0, 6, 0, 0] -> [0, 4, 0, 2]; of four rows, two are sent.
 
     Args:
+        rows: the number of rows of the parameter.
         strategy: one of `embrace_fx.plan.EXCHANGES`.
         scheme: "balanced" or "hierarchical" for "zen", else "".
         group: the communication class, such as "dense".

@@ -39,14 +39,15 @@ def to_plain(value: Any) -> Any:
 
 
 def from_plain(kind: Any, value: Any, where: str = "it") -> Any:
-    """Converts the result of `to_plain` back to a value.
+    """Converts the result of `to_plain` back to a value of type `kind`.
 
     >>> from_plain(tuple[int, ...], [1, 2], "shape")
     (1, 2)
 
     Args:
-        where: the value's name, for errors.
         kind: the type of the value, as a type hint.
+        value: the result of `to_plain`.
+        where: what to call the value in errors.
 
     Raises:
         ValueError: the data has another type.
@@ -89,7 +90,7 @@ _hints = cache(get_type_hints)
 
 @cache
 def _split_hint(hint: Any) -> tuple[Any, tuple[Any, ...]]:
-    """Splits a type hint into its generic type, or None if it has no arguments, and its arguments."""
+    """Returns (origin, arguments) of a type hint: (tuple, (int, str)) for `tuple[int, str]`, (None, ()) for `int`."""
     return get_origin(hint), get_args(hint)
 
 
@@ -102,10 +103,11 @@ def _field_names(hint: Any) -> tuple[str, ...] | None:
 
 
 def _from_union(kinds: tuple[Any, ...], value: Any, where: str) -> Any:
-    """Converts plain data to the first type of a union (`kinds`) that accepts it.
+    """Converts plain data to the first type of a union that accepts it. Raises `ValueError` if none does.
 
     Args:
-        where: the value's name, for errors.
+        kinds: the types of the union.
+        where: what to call the value in errors.
     """
     if value is None and NoneType in kinds:
         return None
@@ -123,7 +125,7 @@ def _integer_tensor(value: list[Any], where: str) -> Tensor:
     anything else.
 
     Args:
-        where: the value's name, for errors.
+        where: what to call the value in errors.
     """
     try:
         dtype, data = value

@@ -9,8 +9,8 @@ from torch import Tensor
 
 
 def is_plain_object(value: Any) -> bool:
-    """Returns whether the whole state of `value` is its attributes: it is no tensor, number, container or class with
-    slots.
+    """Returns whether the attributes of `value` are its whole state. This is false for tensors, numbers, containers,
+    and instances of classes with slots.
     """
     builtin = isinstance(value, Tensor | torch.SymInt | torch.SymFloat | torch.SymBool)
     makes_itself: Any = type(value).__new__

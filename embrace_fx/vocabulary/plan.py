@@ -57,15 +57,16 @@ class Grid:
         return divmod(rank, self.columns)
 
     def own_rows(self, num_rows: int, rank: int) -> slice:
-        """Returns the rows that a rank owns of a table of `num_rows` rows, as a slice. Row `id` of the table is row `id
-        // rows` of the shard.
+        """Returns the slice of the rows of a table that a rank owns. Row `id` of the table is row `id // rows` of the
+        rank's shard.
         """
         return slice(self.place(rank)[0], num_rows, self.rows)
 
     def takes(self, num_rows: int) -> bool:
         """Returns whether torch's DTensor placements can express this grid for a table of `num_rows` rows.
 
-        They cannot for a few tables of up to rows * (rows - 1) rows, whose equal chunks are smaller than that.
+        They cannot if chunks of equal size fill fewer than `rows` ranks, which happens only for a few tables of up to
+        rows * (rows - 1) rows.
         """
         return num_rows <= self.rows or -(-num_rows // -(-num_rows // self.rows)) == self.rows
 
@@ -80,11 +81,12 @@ class Candidate:
     Attributes:
         strategy: one of `STRATEGIES`.
         scheme: for "zen": "balanced" or "hierarchical"; else "".
-        sent_bytes_per_step: as in `Decision`.
-        predicted_ms: as in `Decision`. The comparison is by this time.
+        sent_bytes_per_step: predicted payload that one rank sends per step, the mean over ranks.
+        predicted_ms: predicted time of the exchange on an idle link, by which strategies are compared; for a table,
+            with the compute of lookups and updates.
         memory_bytes: bytes of parameter, gradient and exchange buffers on one rank, without optimizer state.
         rejected: the reason in a few words why it was not chosen, or "" for the chosen one.
-        grid: as in `Decision`.
+        grid: the grid of ranks over which a table is sharded, if it has more than one row; else None.
     """
 
     strategy: str
@@ -97,12 +99,12 @@ class Candidate:
 
     @property
     def name(self) -> str:
-        """The strategy's name with its scheme or grid."""
+        """The name of the strategy with its scheme or grid, such as "zen, balanced"."""
         return _strategy_name(self.strategy, self.scheme, self.grid)
 
 
 def _strategy_name(strategy: str, scheme: str, grid: Grid | None) -> str:
-    """Returns a strategy's name with its scheme or grid, such as "zen balanced"."""
+    """Returns a strategy's name with its scheme or grid, such as "zen, balanced"."""
     kind = scheme or str(grid or "")
     return f"{strategy}, {kind}" if kind else strategy
 
@@ -160,7 +162,7 @@ class Decision:
 
     @property
     def name(self) -> str:
-        """Returns the strategy with its scheme or grid."""
+        """The name of the strategy with its scheme or grid, such as "zen, balanced"."""
         return _strategy_name(self.strategy, self.scheme, self.grid)
 
 
@@ -171,13 +173,14 @@ class Plan:
     Attributes:
         world_size: number of ranks.
         decisions: one per parameter, in the model's order.
-        buckets: parameters whose gradients are reduced together, in launch order; each of `exchanged` has its own.
+        buckets: names of parameters whose gradients are reduced together, in launch order. A parameter with a sparse
+            exchange has a bucket of its own.
         renormed: unsharded tables with `max_norm`, whose replicas must rescale the same rows.
         links: the cluster for which strategies were compared and sizes of buckets and blocks chosen.
         links_are: whether the links were measured, given by the user, or assumed.
         watched: tables whose best strategy depends on how many rows ranks read, so that they may be planned again.
         history: why each earlier plan was replaced, one line each.
-        spaces: groups of tables in `sharded` that are joined to one table.
+        spaces: joined tables, each of which stacks several of the sharded tables.
         schedule_name: the name of the schedule, one of `SCHEDULES`.
         chosen_because: why the schedule was chosen, in one line, or "" if schedules were not compared.
     """
@@ -201,27 +204,31 @@ class Plan:
 
     @property
     def divided(self) -> tuple[str, ...]:
-        """Returns the tables of which each rank has only a part: the sharded ones, if there are several ranks."""
+        """Names of the tables of which each rank has only a part: the sharded ones, or none on a single rank."""
         return self.sharded if self.world_size > 1 else ()
 
     @property
     def heads(self) -> dict[str, HeadPlan]:
-        """Maps each sharded table that an output layer reads to how that layer's hidden states are exchanged."""
+        """Maps each table with the strategy "vocabulary", which an output layer reads, to how that layer exchanges
+        hidden states.
+        """
         return {d.parameter: d.head or HeadPlan() for d in self.decisions if d.strategy == "vocabulary"}
 
     @property
     def overlapped(self) -> dict[str, tuple[str, ...]]:
-        """Maps each table or joined table whose exchanges may overlap the next step to its member tables."""
+        """Maps each sharded table whose exchanges may overlap the next step to (its name,), and each such joined table
+        to the names of the tables that it stacks.
+        """
         return {name: tables for name, tables in self.row_exchanges.items() if name not in self.heads}
 
     @property
     def looks_ahead(self) -> bool:
-        """Whether a step sends rows for the next batch."""
+        """Whether a step already sends rows that only the next batch reads."""
         return self.schedule_name in LOOKS_AHEAD and bool(self.divided and self.overlapped)
 
     @property
     def grids(self) -> dict[str, Grid]:
-        """Maps each sharded table to its grid, for grids of more than one row."""
+        """Maps each sharded table to the grid of ranks over which it is sharded, for grids of more than one row."""
         return {d.parameter: d.grid for d in self.decisions if d.grid is not None}
 
     @property
@@ -240,14 +247,16 @@ class Plan:
 
     @property
     def rows_as(self) -> Format:
-        """The dtype in which rows of sharded tables are sent; "exact" if they are not rounded."""
+        """The format in which rows of sharded tables are sent, such as "bf16"; "exact" if they are not rounded."""
         return next(
             (d.travels_as for d in self.decisions if d.strategy in SHARDED and d.travels_as != "exact"), "exact"
         )
 
     @property
     def row_exchanges(self) -> dict[str, tuple[str, ...]]:
-        """Maps each table or joined table whose rows are exchanged to its member tables."""
+        """Maps each sharded table whose rows are exchanged to (its name,), and each such joined table to the names of
+        the tables that it stacks.
+        """
         of = {table: space for space in self.spaces for table in space.tables}
         found: dict[str, tuple[str, ...]] = {}
         for table in filter(lambda name: self[name].is_table, self.sharded):
@@ -262,12 +271,14 @@ class Plan:
 
     @property
     def sparse(self) -> tuple[str, ...]:
-        """Names of the unsharded tables whose gradients stay sparse (COO)."""
+        """Names of the unsharded tables whose gradients are sparse (COO) tensors and are not made dense."""
         found = (d.parameter for d in self.decisions if d.sparse and d.strategy not in SHARDED)
         return tuple(name for name in found if not self.makes_dense(name))
 
     def makes_dense(self, parameter: str) -> bool:
-        """Returns whether a sparse gradient is made dense to be exchanged, because its bucket is not sent by rows."""
+        """Returns whether a sparse (COO) gradient of a parameter is made dense before its exchange, because the
+        parameter's strategy does not send single rows.
+        """
         return any(parameter in bucket for bucket in self.buckets) and self[parameter].strategy not in BY_ROWS
 
     @property
@@ -285,7 +296,7 @@ class Plan:
         return iter(self.decisions)
 
     def join_tables(self, tables: Sequence[str]) -> JoinedTable:
-        """Describes the joined table of these tables, with rows in this order."""
+        """Returns the joined table that stacks the rows of these tables in this order."""
         decisions = {name: self[name] for name in tables}
         return JoinedTable.from_tables(
             {name: each.shape[0] for name, each in decisions.items()},
@@ -303,7 +314,7 @@ class Plan:
         return explain(self)
 
     def to_dict(self) -> dict[str, object]:
-        """Returns the plan as a dict."""
+        """Returns the plan as nested dicts and tuples, by the names of its fields."""
         return asdict(self)
 
     def save(self, path: str | Path) -> None:
@@ -334,7 +345,7 @@ class Plan:
 
 
 def check_grid(grid: Grid, parameter: str, shape: tuple[int, ...], world_size: int) -> None:
-    """Raises `ValueError` if a table cannot be sharded on the grid that the user requested.
+    """Raises `ValueError` if a table cannot be sharded on a grid of ranks that the user requested.
 
     Args:
         parameter, shape: the table's name and (rows, columns).

@@ -12,7 +12,8 @@ LONGEST = 120 - len("embrace_fx: ")
 
 
 def summarize(plan: Plan) -> str:
-    """Returns the decisions, without predicted times, as one line that names as many tables as fit.
+    """Returns one line that says which tables are sharded, which are whole, and how much a rank sends. It names tables
+    if the names fit, and else only counts them.
 
     >>> from embrace_fx.cost.links import Cluster
     >>> tables = [Decision("item", (9000, 8), True, "alltoall", "40 of 9000 rows read", 2048, 288000, 0.4)]
@@ -45,7 +46,9 @@ def _count_tables(count: int) -> str:
 
 
 def _list_names(names: list[str]) -> str:
-    """Returns the first names as a list in text, with the number of the others."""
+    """Returns text with the first names and the number of further ones, ": a, b, c and 2 more", or "" if there are
+    none.
+    """
     if not names:
         return ""
     more = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
@@ -67,8 +70,8 @@ def give_advice(plan: Plan) -> str:
 
 
 def _cheapest_to_shard(whole: list[Decision]) -> tuple[str, float] | None:
-    """Returns (name, added ms per step) of the table that would cost the least to shard, or None. `whole` are the
-    decisions about unsharded tables.
+    """Returns (name, milliseconds added to a step) of the table that would cost the least to shard, or None if none can
+    be sharded. `whole` are the decisions about unsharded tables.
     """
     costs_ms = {
         decision.parameter: candidate.predicted_ms - decision.predicted_ms

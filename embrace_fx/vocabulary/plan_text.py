@@ -29,7 +29,8 @@ LEAST_FOLDED = 3
 
 
 def render(plan: Plan, *, folded: bool = False) -> str:
-    """Returns the plan as a text table: embedding tables first, then other parameters, then the totals against DDP.
+    """Returns the plan as a text table: embedding tables first, then other parameters, then the total bytes sent with
+    this plan and with DDP.
 
     Args:
         folded: whether dense parameters with the same strategy and reason share a row.
@@ -72,7 +73,7 @@ def render(plan: Plan, *, folded: bool = False) -> str:
 
 
 def _formats(plan: Plan) -> list[str]:
-    """Returns lines that list which parameters are sent rounded and which exactly."""
+    """Returns lines that list which parameters are sent rounded and which exactly, or [] if none is rounded."""
     rounded: dict[str, list[str]] = {}
     for decision in plan.decisions:
         if decision.travels_as != "exact":
@@ -85,7 +86,7 @@ def _formats(plan: Plan) -> list[str]:
 
 
 def _cells(decision: Decision) -> tuple[str, ...]:
-    """Returns the cells of one decision's row in the table."""
+    """Returns the texts of the columns in one decision's row of the plan's table."""
     return (
         decision.parameter,
         " x ".join(map(str, decision.shape)) or "scalar",
@@ -98,7 +99,9 @@ def _cells(decision: Decision) -> tuple[str, ...]:
 
 
 def _folded_cells(decisions: Sequence[Decision]) -> tuple[str, ...]:
-    """Returns the cells of one row for several decisions with the same strategy and reason."""
+    """Returns the texts of the columns in one row of the plan's table, for several decisions with the same strategy and
+    reason.
+    """
     return (
         f"{len(decisions)} others",
         f"{sum(prod(d.shape) for d in decisions):,} in all",
@@ -111,11 +114,11 @@ def _folded_cells(decisions: Sequence[Decision]) -> tuple[str, ...]:
 
 
 def explain(plan: Plan) -> str:
-    """Returns a text table of the strategies compared for each parameter, with the chosen one marked and the reason
-    against each other one.
+    """Returns a text table of the strategies compared for each parameter. It marks the chosen strategy, and gives the
+    reason against each other one.
 
-    The measured sparsity of a table's gradients (`embrace_fx.cost.sparsity.Sparsity`) is below its candidates.
-    Parameters without a choice are left out.
+    The measured sparsity of a table's gradients (`embrace_fx.cost.sparsity.Sparsity`) is below its strategies.
+    Parameters for which no strategies were compared are left out.
     """
     text = TextTable(title=f"embrace_fx plan, {plan.world_size} rank(s): candidates, per rank and step")
     for column in ("parameter", "strategy", "sent", "ms alone", "memory", "", "reason against it"):
@@ -175,7 +178,9 @@ NARROWEST, WIDEST, NO_TERMINAL = 80, 200, 160
 
 
 def terminal_width() -> int:
-    """Returns the width of the terminal, limited to a range, or `NO_TERMINAL` if there is none."""
+    """Returns the number of characters per line of the terminal, limited to `NARROWEST` and `WIDEST`, or `NO_TERMINAL`
+    if there is no terminal.
+    """
     try:
         columns = os.get_terminal_size(sys.stdout.fileno()).columns
     except (AttributeError, OSError, ValueError):  # standard output is closed, not a file, or not a terminal
@@ -184,7 +189,9 @@ def terminal_width() -> int:
 
 
 def fit_to_terminal(*parts: str | TextTable, widest: int = WIDEST) -> str:
-    """Joins texts and text tables to one text that fits the width of the terminal, up to `widest` columns."""
+    """Joins texts and text tables into one text that fits the width of the terminal. `widest` is the maximum number of
+    characters per line.
+    """
     out = io.StringIO()
     console = Console(file=out, width=min(widest, terminal_width()), no_color=True)
     for part in parts:

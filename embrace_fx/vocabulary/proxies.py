@@ -45,10 +45,10 @@ def _forwarding_method(name: str, find: Callable[[Any, str], Any]) -> Callable[.
 
 
 class NoStorage(torch._C.StorageBase):
-    """The storage class of a tensor without memory of its own. No other tensor can use such a storage.
+    """The storage of a tensor without memory of its own. Any use raises `RuntimeError`.
 
-    `Tensor.untyped_storage(part)` does not dispatch to the class. Functions that take a storage reject this one by its
-    name.
+    The name of the class is the error message, because functions that take a storage reject this one with its class's
+    name. `Tensor.untyped_storage(tensor)` returns it instead of calling the method of the tensor's class.
     """
 
     def __getattribute__(self, name: str) -> Any:
@@ -66,8 +66,9 @@ NoStorage.__name__ = (
 def share_memory_on_assignment(proxy_class: type[Tensor], find: Callable[[Any, int], Tensor]) -> None:
     """Makes `tensor.data = proxy` share the memory that the proxy represents, for proxies of this class.
 
-    The setter does not dispatch: it copies the proxy's own fields, which have no memory, and the next read would abort
-    the process. Before that it calls one op that does dispatch, whose kernel here sets the proxy's memory.
+    Without this, the assignment copies the proxy's own fields, which have no memory, and the next read aborts the
+    process. The assignment cannot be overridden, but it first calls an op that can. The kernel of that op sets the
+    proxy's memory.
 
     Args:
         find: function of (proxy, its reference count during the call) that returns a tensor with the memory.

@@ -29,7 +29,8 @@ GATES: dict[str, int] = {"lstm": 4, "gru": 3, "rnn_tanh": 1, "rnn_relu": 1}
 
 
 class LayerWeights(NamedTuple):
-    """The weights of one layer in one direction.
+    """The weights of one layer in one direction, for G gates, H hidden size, I input size, and P size of the output (H
+    without a projection).
 
     Attributes:
         ih, hh: the weights of the input (G*H, I) and of the hidden state (G*H, P).
@@ -45,8 +46,8 @@ class LayerWeights(NamedTuple):
 
     @classmethod
     def from_list(cls, weights: Sequence[Tensor]) -> LayerWeights:
-        """Makes weights from torch's flat list: input weight, hidden weight, both biases if there are four or five
-        entries, then the projection.
+        """Returns the weights from torch's list: input weight, hidden weight, both biases if there are four or five
+        entries, then the projection if there are three or five.
         """
         has_biases = len(weights) >= 4
         bias_ih, bias_hh = (weights[2], weights[3]) if has_biases else (None, None)
@@ -77,7 +78,10 @@ def rnn_layer(
     kernel: str,
     save: bool,
 ) -> list[Tensor]:
-    """Runs one layer in one direction: [output, h_n, c_n of an LSTM, then values that the backward needs].
+    """Runs one layer in one direction. Returns [output, h_n, c_n of an LSTM, then values that the backward needs].
+
+    T are the steps, B the sequences, I, H and P the sizes of input, cell and output, G the gates, and R = T * B, or the
+    sum of `batch_sizes`.
 
     Args:
         input: (T, B, I), or (R, I) packed as `torch.nn.utils.rnn.PackedSequence` packs it.
@@ -90,10 +94,10 @@ def rnn_layer(
         save: whether a backward will follow. If not, only the results are returned.
 
     Returns:
-        output (T, B, P) or (R, P) and h_n (B, P) in `h0`'s dtype, c_n (B, H) in `c0`'s; then, with `save`, of
-        "mkldnn" its workspace (bytes, of a size only oneDNN knows); of "cudnn" its reserve and its packed weights; of
-        "loop" the gates after their activation (R, G*H), and of an LSTM the cells (R, H) and, with a projection, the
-        hidden state before it (R, H); of a GRU the recurrent half of the new gate (R, H).
+        output (T, B, P) or (R, P) and h_n (B, P) in `h0`'s dtype, c_n (B, H) in `c0`'s; then, with `save`, of "mkldnn"
+            its workspace (bytes, of a size only oneDNN knows); of "cudnn" its reserve and its packed weights; of "loop"
+            the gates after their activation (R, G*H), and of an LSTM the cells (R, H) and, with a projection, the
+            hidden state before it (R, H); of a GRU the recurrent half of the new gate (R, H).
     """
     w = LayerWeights.from_list(weights)
     hidden_size = w.hh.shape[0] // GATES[cell]
@@ -138,7 +142,7 @@ def rnn_layer_backward(
     kernel: str,
     input_grad: bool,
 ) -> list[Tensor]:
-    """Computes the gradients of [input if `input_grad`, h0, c0 of an LSTM, each weight], in their shapes and dtypes.
+    """Returns the gradients of [input if `input_grad`, h0, c0 of an LSTM, each weight], in their shapes and dtypes.
 
     Args:
         grad_output, grad_h, grad_c: gradients of the layer's output, h_n and c_n, each None for zero.
@@ -152,7 +156,7 @@ def rnn_layer_backward(
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
-    """Saves the tensors that the backward of an RNN layer reads: autograd's `setup_context` of the op `rnn_layer`."""
+    """Saves what the backward of the op `rnn_layer` reads in the autograd context `ctx`."""
     input, h0, c0, weights, batch_sizes, ctx.cell, ctx.reverse, ctx.kernel, save = inputs
     if not save:
         raise RuntimeError(
@@ -166,7 +170,11 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> N
 
 
 def _backward(ctx: Any, grads: Sequence[Tensor | None]) -> tuple[Any, ...]:
-    """Returns the gradients of the arguments of `rnn_layer`: its backward for autograd."""
+    """Returns the gradients of the arguments of the op `rnn_layer`, for autograd.
+
+    Args:
+        grads: the gradients of the op's results, None for those that have none.
+    """
     input, h0, c0, batch_sizes, *rest = ctx.saved_tensors
     weights, results = rest[: ctx.num_weights], rest[ctx.num_weights :]
     grad_c = grads[2] if c0 is not None else None

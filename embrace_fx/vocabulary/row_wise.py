@@ -48,10 +48,10 @@ class RowWiseAdagrad(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Performs one optimizer step. Returns the closure's loss, if given.
+        """Performs one optimizer step. Returns the closure's loss, or None without a closure.
 
         Raises:
-            RuntimeError: a sparse gradient.
+            RuntimeError: a gradient is sparse.
         """
         with torch.enable_grad():
             loss = closure() if closure is not None else None
@@ -78,7 +78,9 @@ class RowWiseAdagrad(Optimizer):
 
 
 def new_sums(parameter: Tensor, group: Mapping[str, Any]) -> Tensor:
-    """Returns the initial optimizer state of a parameter: one sum per row."""
+    """Returns the initial optimizer state of a parameter: a tensor with one number per row. `group` is the parameter's
+    group of options.
+    """
     return torch.full(
         parameter.shape[:1], group["initial_accumulator_value"], dtype=parameter.dtype, device=parameter.device
     )

@@ -44,7 +44,8 @@ INTO_FORWARD: frozenset[str] = frozenset({"horizontal", "2d"})
 
 @dataclass(frozen=True)
 class Cuts:
-    """How a schedule divides buckets into chunks, and tables' delayed gradients into pieces.
+    """How a schedule divides buckets into chunks, and tables' delayed gradients (those of rows that the next batch does
+    not read) into pieces.
 
     Attributes:
         chunks: for each bucket, the number of elements in each chunk.
@@ -60,8 +61,8 @@ class Operation:
     """An operation of a step (compute, collective or copy), which runs on one lane.
 
     Attributes:
-        name: unique within a window and equal on every rank: "backward encoder.0", "embedding prior", "bucket 2 [0]".
-            The text of the id, if there is one.
+        name: unique within a window (a backward and the next forward) and equal on every rank, such as "backward
+            encoder.0" or "bucket 2 [0]". It is the text of `id`, if that is not None.
         kind: the kind of operation.
         lane: where it runs: compute, a process group, or a direction of copies.
         duration_ms: its time on an idle processor or link.
@@ -104,17 +105,17 @@ class Operation:
 
     @property
     def is_compute(self) -> bool:
-        """Whether the operation is compute."""
+        """Whether the operation runs on the processor or device, rather than being a collective or copy."""
         return self.lane == "compute"
 
     @property
     def share(self) -> Share:
-        """The category of a step's time under which the operation is reported."""
+        """The category of a step's time, such as "forward" or "dense", under which the operation is reported."""
         return time_category(self.id or OperationId(self.kind, self.name, lane=self.lane))
 
     @property
     def is_communication(self) -> bool:
-        """Whether the operation is a collective."""
+        """Whether the operation is a collective between ranks."""
         return self.lane in CLASS_LANES
 
 
@@ -131,7 +132,7 @@ class Dependence:
 
 @dataclass(frozen=True)
 class StepGraph:
-    """The operations of a window (a backward and the next forward), and which must end before which.
+    """The operations of a window (a backward and the next forward), and the dependences between them.
 
     Attributes:
         operations: in any order.
@@ -178,12 +179,13 @@ class Span:
 
 @dataclass(frozen=True)
 class Wait:
-    """A time during which a rank's compute waits for communication.
+    """A time during which a rank's compute waits for a collective or copy.
 
     Attributes:
         launch: name of the operation that compute waits for.
         lane: the lane of that operation.
-        window, start_ms, end_ms: as in `Span`.
+        window: the index of the window (a backward and the next forward), from the first one shown.
+        start_ms, end_ms: milliseconds since the start of the first window, on clocks aligned over ranks.
     """
 
     launch: str
@@ -198,11 +200,14 @@ class Wait:
 class Diagnostics:
     """Metrics of a predicted or measured timeline.
 
+    A lane is where operations run: compute, a class of collectives, or a direction of copies.
+
     Attributes:
-        step_ms: time from one window to the next.
+        step_ms: time from the start of one backward to the start of the next.
         compute_ms: the part of a step's time spent in compute.
-        exposed_ms: lane -> the part of a step's time spent waiting for it; an entry for every lane but compute.
-        communication_ms: lane -> the time that it is busy; an entry for every lane but compute.
+        exposed_ms: lane -> the part of a step's time in which compute waits for it; an entry for every class of
+            collectives, and for copies if there are any.
+        communication_ms: lane -> the part of a step's time in which it is busy; the same entries.
         overlap_ratio: share of the time of communication and copies that compute hides, from 0 to 1; 1 if there is
             none.
         shares_ms: a step's time by category (`embrace_fx.vocabulary.step_parts`). The categories add up to the step.
@@ -240,11 +245,11 @@ class Timeline:
     """When operations ran on each rank: measured under `record()`, or predicted.
 
     Attributes:
-        spans: in any order.
-        waits: in any order.
+        spans: the runs of operations, in any order.
+        waits: the times in which compute waits, in any order.
         world_size: number of ranks that took part, shown or not.
-        dependences: which operations must end before which; they determine how long memory is held. Without them,
-            `held_bytes` is 0.
+        dependences: which operations must end before which. They determine how long memory is held. Without them,
+            `Diagnostics.held_bytes` is 0.
         memory: the bytes that ranks hold over time, if known.
     """
 
@@ -268,7 +273,7 @@ class Schedule:
         name: one of `SCHEDULES`.
         launch_order: names of the collectives, in order.
         steps: the operations that are ordered, with their dependences.
-        predicted: two windows of the steady state, as on one rank.
+        predicted: the predicted timeline of one rank: two windows of the steady state.
         critical_path: (window, name) of the operations of `predicted` that determine its length, in order.
         source: where durations come from: "cost model" or "profile".
     """
@@ -282,13 +287,15 @@ class Schedule:
 
     @property
     def without_storage_ms(self) -> float:
-        """The predicted step time, without waits for rows of tables larger than memory."""
+        """The predicted milliseconds of a step, without waits for reading rows of tables larger than memory from
+        storage.
+        """
         figures = self.diagnostics()
         return figures.step_ms - figures.exposed_ms.get("storage", 0.0)
 
     @property
     def launches(self) -> tuple[OperationId, ...]:
-        """The launch order as operation ids."""
+        """The ids of the collectives in launch order, without those that have no id."""
         ids = {operation.name: operation.id for operation in self.steps.communications}
         return tuple(each for name in self.launch_order if (each := ids[name]) is not None)
 
@@ -297,7 +304,7 @@ class Schedule:
         return diagnose(self.predicted)
 
     def digest(self) -> str:
-        """Returns a hash of the name and the launch order, which must be equal on all ranks."""
+        """Returns a hash of the schedule's name and launch order, which must be equal on all ranks."""
         return hashlib.sha256("\n".join((self.name, *self.launch_order)).encode()).hexdigest()
 
 
@@ -305,8 +312,8 @@ def diagnose(timeline: Timeline) -> Diagnostics:
     """Computes the metrics of a timeline: medians over its windows (each a backward and the next forward) and ranks,
     but the maximum for memory.
 
-    A step lasts from the first compute operation of a window to the first of the next; in a single window, to the end
-    of its last one. Windows without compute are not counted.
+    A step lasts from the first compute operation of a window to that of the next window. If there is only one window,
+    the step lasts to the end of the window's last compute operation. Windows without compute are not counted.
     """
     spans: dict[tuple[int, int], list[Span]] = defaultdict(list)  # (rank, window) -> its spans
     for span in timeline.spans:
@@ -341,12 +348,12 @@ _Window = tuple[int, int]  # (rank, window)
 def _category_times(
     lengths: Mapping[_Window, float], spans: Mapping[_Window, list[Span]], waits: Mapping[_Window, list[Wait]]
 ) -> dict[Share, float]:
-    """Returns the milliseconds of each category of a step's time, averaged over ranks. Each rank is represented by its
-    window of median length.
+    """Returns the milliseconds of each category of a step's time, averaged over ranks. Of each rank, only the window (a
+    backward and the next forward) of median length is used.
 
     Args:
-        lengths: (rank, window) -> its length in milliseconds.
-        spans, waits: the spans and waits of each (rank, window).
+        lengths: (rank, window) -> length of the window in milliseconds.
+        spans, waits: (rank, window) -> the runs of operations, and the waits of compute, in the window.
     """
     found: dict[Share, float] = dict.fromkeys(SHARES, 0.0)
     by_rank: dict[int, list[_Window]] = defaultdict(list)
@@ -367,14 +374,17 @@ def _median(values: Sequence[float]) -> float:
 
 
 def _total_on_lane(intervals: Iterable[Span | Wait], lane: Lane) -> float:
-    """Returns the total milliseconds of the intervals on a lane."""
+    """Returns the total milliseconds of those intervals that are on a lane."""
     lanes = ((i.operation.lane if isinstance(i, Span) else i.lane, i) for i in intervals)
     return sum(i.end_ms - i.start_ms for found, i in lanes if found == lane)
 
 
 def _step_lengths(windows: dict[_Window, list[Span]]) -> dict[_Window, float]:
-    """Returns the length of each window (a backward and the next forward) in milliseconds. The last window has none,
-    unless it is the only one.
+    """Returns the milliseconds from the start of compute in each window (a backward and the next forward) to that in
+    the next window. If no window has a next one, returns the milliseconds from start to end of compute.
+
+    Args:
+        windows: (rank, window) -> the runs of operations in the window.
     """
     compute = {key: [s for s in found if s.operation.lane == "compute"] for key, found in windows.items()}
     starts = {key: min(s.start_ms for s in found) for key, found in compute.items()}
@@ -387,7 +397,7 @@ def _step_lengths(windows: dict[_Window, list[Span]]) -> dict[_Window, float]:
 
 
 def _peak_held_bytes(timeline: Timeline, rank: int) -> int:
-    """Returns the most bytes that a rank's operations hold at any time."""
+    """Returns the maximum, over time, of the bytes that a rank's operations hold (`Operation.held_bytes`)."""
     ends = {(s.window, s.operation.name): s.end_ms for s in timeline.spans if s.rank == rank}
     last = max(ends.values())
     readers: dict[str, list[Dependence]] = defaultdict(list)

@@ -16,8 +16,8 @@ class RowCounts:
     """How many rows of a table a step is expected to read; equal on all ranks.
 
     Attributes:
-        own: the number of unique rows of the rank that reads the most.
-        all: the sum of the ranks' numbers of unique rows.
+        own: the number of unique rows that a single rank reads; the maximum over ranks.
+        all: the sum over ranks of the number of unique rows that each reads.
         together: the number of unique rows that at least one rank reads.
     """
 
@@ -27,7 +27,9 @@ class RowCounts:
 
     @classmethod
     def unknown(cls, num_rows: int, world_size: int) -> RowCounts:
-        """Returns assumed counts for a table of `num_rows` rows that is not in the plan."""
+        """Returns counts for a table of `num_rows` rows whose counts are unknown: each rank is assumed to read
+        `UNKNOWN_SIZE` rows.
+        """
         own = min(UNKNOWN_SIZE, num_rows)
         return cls(own, world_size * own, min(world_size * own, num_rows))
 
@@ -42,13 +44,15 @@ class ExpectedSizes:
     """Numbers to assume for the symbolic sizes of a graph.
 
     Attributes:
-        by_symbol: symbol of a size that depends on data -> the expected number.
+        by_symbol: name of the symbol for a size that depends on data -> the expected number.
     """
 
     by_symbol: Mapping[str, int] = field(default_factory=dict)
 
     def number(self, size: int | torch.SymInt) -> int:
-        """Returns a number for a size: its value at the capture, else the expected one, else `UNKNOWN_SIZE`."""
+        """Returns a number for a size: its value when the graph was captured, else the expected number, else
+        `UNKNOWN_SIZE`.
+        """
         if isinstance(size, int):
             return size
         if is_known(size):
@@ -62,5 +66,5 @@ NOTHING_EXPECTED = ExpectedSizes()
 
 
 def is_known(size: int | torch.SymInt) -> bool:
-    """Returns whether a size was known at the capture, rather than depending on data."""
+    """Returns whether a size had a value when the graph was captured, rather than depending on data."""
     return isinstance(size, int) or getattr(size.node, "hint", None) is not None

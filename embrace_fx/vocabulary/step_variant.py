@@ -18,9 +18,11 @@ ARRIVALS: tuple[Arrival, ...] = get_args(Arrival)
 class ForwardVariant:
     """What a forward communicates, depending on what the previous backward sent and whether the next batch is known.
 
+    Early rows are those that this batch reads and the previous one does not.
+
     Attributes:
-        arrives: "cut" if the previous backward has split its gradients and sent early rows for this batch; "whole" if
-            it has not, or there was none; "other" if it has done so for another batch.
+        arrives: "cut" if the previous backward knew this batch, and has sent its early rows; "other" if it has sent
+            early rows for another batch instead; "whole" if it has sent none, or there was no previous backward.
         coming: whether the next batch is known on all ranks, so that its ids are sent.
         phase: always "forward".
     """
@@ -31,7 +33,7 @@ class ForwardVariant:
 
     @property
     def is_steady(self) -> bool:
-        """Whether this is the forward of a step between two others, all with known batches."""
+        """Whether the previous backward knew this forward's batch, and the next batch is known too."""
         return self.arrives == "cut" and self.coming
 
     def __str__(self) -> str:
@@ -45,9 +47,10 @@ class BackwardVariant:
     """What a backward communicates, depending on the previous backward and whether the next batch is known.
 
     Attributes:
-        left: whether the previous backward has left delayed gradients to be applied.
+        left: whether the previous backward has left gradients of rows that are still to be applied.
         coming: whether the ids of the next batch are being exchanged.
-        cut: whether row gradients are split into prior and delayed ones, and early rows of the next batch sent.
+        cut: whether this backward sends gradients of the rows that the next batch reads before the other gradients, and
+            then the rows that only the next batch reads.
         phase: always "backward".
     """
 
@@ -58,7 +61,7 @@ class BackwardVariant:
 
     @property
     def is_steady(self) -> bool:
-        """Whether this is the backward of a step between two others, all with known batches."""
+        """Whether the previous backward knew this backward's batch, and the next batch is known too."""
         return self.left and self.coming and self.cut
 
     def __str__(self) -> str:
@@ -73,7 +76,7 @@ StepVariant = ForwardVariant | BackwardVariant
 
 @dataclass(frozen=True)
 class VariedPhase:
-    """A phase (forward or backward) that differs from that of the steady step.
+    """A phase (forward or backward) that differs from that of a steady step, whose previous and next batch are known.
 
     Attributes:
         variant: the variant of that phase.

@@ -18,12 +18,14 @@ _FORWARD = ("offload", "counts", "labels", "hidden states", "statistics")
 
 
 def is_submission(node: fx.Node) -> bool:
-    """Returns whether a node submits a collective to the launcher."""
+    """Returns whether a node submits a collective to the launcher, which starts collectives in the order of the
+    schedule.
+    """
     return launch_of(node) is not None and op_name(node) in _SUBMITTED
 
 
 def submitted(*modules: fx.GraphModule) -> Iterator[OperationId]:
-    """Yields the ids of the collectives that modules submit, in order."""
+    """Yields the ids of the collectives that modules submit to the launcher, in the order of their nodes."""
     for module in modules:
         for node in module.graph.nodes:
             launch = launch_of(node)
@@ -32,7 +34,9 @@ def submitted(*modules: fx.GraphModule) -> Iterator[OperationId]:
 
 
 def awaited(node: fx.Node) -> OperationId | None:
-    """Returns the id of the submitted collective that a node waits for, or None."""
+    """Returns the id of the collective that a node waits for, or None if it waits for none that was submitted to the
+    launcher.
+    """
     if op_name(node) in AWAITS:
         return launch_of(node)
     source = node.all_input_nodes[0] if op_name(node) == _WAIT else None
@@ -40,8 +44,8 @@ def awaited(node: fx.Node) -> OperationId | None:
 
 
 def begun_or_awaited(node: fx.Node) -> tuple[OperationId, bool] | None:
-    """Returns (id, whether the node awaits it) of the copy or output layer's exchange that a node begins or awaits, or
-    None.
+    """Returns (id, whether the node awaits it) of the copy, or the exchange of an output layer, that a node begins or
+    awaits. Returns None if the node does neither.
     """
     if op_name(node) in COPY_OPS:
         return id_of(node), op_name(node) in (AWAIT_OFFLOAD, AWAIT_RELOAD)
@@ -50,8 +54,8 @@ def begun_or_awaited(node: fx.Node) -> tuple[OperationId, bool] | None:
 
 
 def compute_up_to(node: fx.Node) -> OperationId:
-    """Returns the id of the piece of compute that ends at this node, which begins or awaits a copy or an output layer's
-    exchange.
+    """Returns the id of the piece of compute that ends at a node. The node must begin or await a copy or an exchange of
+    an output layer.
 
     Raises:
         ValueError: the node does neither.
@@ -64,6 +68,6 @@ def compute_up_to(node: fx.Node) -> OperationId:
 
 
 def overlaps_steps(graph: TrainingGraph) -> bool:
-    """Returns whether the graph has communication that overlaps the next step."""
+    """Returns whether any phase of the graph submits or awaits communication that overlaps the next step."""
     handed_over = SUBMISSIONS | AWAITS
     return any(op_name(node) in handed_over for module in graph.phases.values() for node in module.graph.nodes)

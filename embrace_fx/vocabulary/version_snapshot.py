@@ -16,7 +16,7 @@ class VersionSnapshot:
     """Tensors and their version counters at some time, to detect later writes.
 
     Attributes:
-        writes: their version counters at that time.
+        writes: the version counter of each tensor at that time.
     """
 
     tensors: tuple[Tensor, ...] = ()
@@ -46,7 +46,9 @@ class VersionSnapshot:
         return [each for each, one, other in zip(self.tensors, self.writes, now, strict=True) if one != other]
 
     def is_current_for(self, values: Iterable[object]) -> bool:
-        """Returns whether `values` contain exactly the snapshot's tensors, and none was written since."""
+        """Returns whether the tensors among `values` are those of the snapshot, in the same order, and none was written
+        since. Inference tensors are ignored.
+        """
         now = [each for each in values if isinstance(each, Tensor) and not each.is_inference()]
         return [*map(id, now)] == [*map(id, self.tensors)] and tuple(map(_VERSION, self.tensors)) == self.writes
 
