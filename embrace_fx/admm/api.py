@@ -54,25 +54,26 @@ def train(
     Args:
         rnn: one tanh layer in one direction, float32 or float64, with or without `batch_first`.
         head: from hidden units to scores of classes.
-        data: inputs (B, N, I), or (N, B, I) without `batch_first`, and int64 classes: (B,) if the head classifies a
-            sequence by its last state, or the inputs' first two sizes if it classifies every step (language model).
-            In parallel training, this rank's own sequences; the asynchronous master does not train on its data.
-        iterations: the total number, including those before a resume. With asynchronous ranks, the master's updates of
-            the agreed weights.
+        data: (inputs, targets). Inputs are (B, N, I), or (N, B, I) without `batch_first`. Targets are int64 classes:
+            (B,) if the head classifies a sequence by its last state, or the inputs' first two dimensions if it
+            classifies every step (language model). In parallel training, this rank's own sequences; the asynchronous
+            master does not train on its data.
+        iterations: the total number, including those before a resume. With asynchronous ranks, the number of times that
+            the master averages the workers' weights.
         batch_size: sequences per batch, in an order that torch's global generator seeds.
         penalties, stopping: `Penalties()` and `Stopping()` if None.
         rescale: whether to scale the initial weights for the method (`setup.rescaled`). Pass False to continue from
             trained weights.
         validation: data to evaluate weights on, in the form of `data`; the training data if None.
-        state: a state to resume from, with the same bits as without a break unless ranks are asynchronous.
+        state: a state to resume from. Unless ranks are asynchronous, results are bitwise as without the interruption.
         parallel, process_group: the parallel method, and its ranks (the default group if None). Without `parallel`,
             this process trains alone.
         on_iteration: called with each iteration's metrics.
         timeline: a file for a picture of all ranks' work, written by rank 0: .svg, .html or .json.
 
     Returns:
-        The state after the last iteration. The modules have `state.best`; `state.stopped` is the reason for an early
-        end.
+        The state after the last iteration. `state.best` has the weights that the modules got, and `state.stopped` the
+        reason for an early end, or None.
 
     Raises:
         ValueError: an input is not supported. In parallel training `PeerFailure`, on every rank.
@@ -83,7 +84,9 @@ def train(
     communicator = Communicator(training_group(parallel, process_group))
 
     def prepare() -> OwnInputs:
-        """Checks the arguments of `train`, and returns this rank's weights and data."""
+        """Checks this rank's arguments of `train`, and returns this rank's weights and data. Raises `ValueError` for
+        unsupported arguments.
+        """
         asked.check(communicator.timeout())
         own = read_inputs(rnn, head, data, validation, asked.is_synchronous or communicator.rank != MASTER)
         if state is not None:
@@ -104,12 +107,13 @@ def train(
 
 
 def _train(state: State, inputs: OwnInputs, run: Run, communicator: Communicator, parallel: Parallel) -> None:
-    """Runs all iterations on this rank: alone, synchronously, or as master or worker of asynchronous training
-    (`parallel`).
+    """Runs all training iterations on this rank: alone (`parallel` is None), synchronously, or as master or worker of
+    asynchronous training.
 
     Args:
         state: the state to update, in place.
         inputs: this rank's weights and data.
+        run: the options of the run, such as the number of iterations.
     """
     if not isinstance(parallel, Asynchronous):
         train_synchronously(state, inputs.data, run, communicator, parallel.strength if parallel is not None else 0.0)

@@ -49,19 +49,22 @@ ORDERS: tuple[Order, ...] = ("go on", "end", "dead", "late")
 
 
 class LateRank(RuntimeError):
-    """Raised if a worker that the master must wait for did not arrive in time."""
+    """Raised if a worker of asynchronous training does not send the weights that the master waits for in time."""
 
 
 @dataclass(frozen=True)
 class Asynchronous:
-    """Options of asynchronous training: a master averages the weights, and ranks do not wait for each other.
+    """Options of asynchronous training: rank 0, the master, averages the weights of all other ranks, the workers.
+    Workers do not wait for each other.
 
     Attributes:
-        strength: the strength (g) of the pull to the agreed weights, per sequence of a batch.
-        arrivals: the number of workers that the master waits for before it updates the weights (S).
-        staleness: the number of updates after which a worker's contribution must be renewed; with 1, all wait for all.
-        patience_s: seconds that the master waits for a worker that it needs. Then all ranks raise. At most half of the
-            process group's timeout.
+        strength: the factor g of the quadratic penalty on the difference between a worker's weights and the master's
+            average, per sequence of a batch.
+        arrivals: the number of workers that the master waits for before each update of the average.
+        staleness: the number of updates that may use the same weights of a worker. Then the master waits for new ones.
+            With 1, each update waits for all workers.
+        patience_s: seconds that the master waits for a worker whose weights it needs. Then all ranks raise. At most
+            half of the process group's timeout.
     """
 
     strength: float = 0.003
@@ -75,14 +78,14 @@ class Asynchronous:
 
 
 class Reply(NamedTuple):
-    """The master's reply to a worker.
+    """The master's reply to a worker in asynchronous training.
 
     Attributes:
-        order: "go on" with the agreed weights, "end" with the best weights, or fail because a worker is "dead" or
+        order: "go on" with the averaged weights, "end" with the best weights, or fail because a worker is "dead" or
             "late".
-        vector: the agreed weights, or the best ones at the end.
+        vector: the averaged weights or, with "end", the best ones.
         culprit: the rank of the dead or late worker, or -1.
-        iteration, loss: of the best weights.
+        iteration, loss: the iteration and the loss of the best weights, with "end".
     """
 
     order: Order
@@ -93,34 +96,35 @@ class Reply(NamedTuple):
 
 
 class Connection:
-    """A connection to one other rank of a group, over which numbers and weights are sent.
+    """A point-to-point connection to one other rank of a process group. Each message has a few numbers and a vector of
+    weights.
 
     Args:
-        peer: the other rank.
-        like: a vector with the size and dtype of the weights.
+        peer: the other rank, numbered as in the default group.
+        like: a vector with the size, dtype and device of the weights.
     """
 
     def __init__(self, group: dist.ProcessGroup, peer: int, like: Tensor) -> None:
         self._group, self._peer, self._like = group, peer, like
 
     def send(self, numbers: Sequence[float], vector: Tensor) -> None:
-        """Sends numbers and a vector of weights as one float64 message."""
+        """Sends `numbers`, padded with zeros to `NUMBERS`, and a vector of weights as one float64 message."""
         head = torch.tensor([*numbers, *[0.0] * (NUMBERS - len(numbers))], dtype=torch.float64)
         dist.send(torch.cat([head, vector.cpu().double()]), self._peer, group=self._group)
 
     def receive(self) -> tuple[list[float], Tensor]:
-        """Receives the numbers and the vector of one message."""
+        """Receives one message. Returns its `NUMBERS` numbers and its vector of weights."""
         message = torch.empty(NUMBERS + self._like.numel(), dtype=torch.float64)
         dist.recv(message, self._peer, group=self._group)
         return message[:NUMBERS].tolist(), message[NUMBERS:].to(self._like)
 
 
 def open_connections(communicator: Communicator, like: Tensor) -> dict[int, Connection]:
-    """Opens this rank's connections, by the peer's rank. The master connects to every worker, and a worker to the
-    master.
+    """Opens this rank's connections for asynchronous training, and returns them by the peer's rank. The master (rank 0)
+    connects to every worker, and a worker only to the master.
 
     Args:
-        like: a vector with the size and dtype of those to send.
+        like: a vector with the size, dtype and device of the weights to send and receive.
     """
     group = communicator.host_group()
     ranks = dist.get_process_group_ranks(group)
@@ -131,13 +135,15 @@ def open_connections(communicator: Communicator, like: Tensor) -> dict[int, Conn
 def run_worker(
     state: State, data: Data, run: Run, communicator: Communicator, master: Connection, strength: float
 ) -> None:
-    """Runs a worker's iterations until the master ends them. Raises if a rank is dead or late.
+    """Runs a worker's iterations of asynchronous training until the master ends them. Raises if a worker is dead or
+    late.
 
     Args:
         state: the worker's state, updated in place.
-        data: the worker's own sequences.
-        master: the connection to the master, which has the best weights.
-        strength: the strength (g) of the pull to the agreed weights.
+        data: the worker's sequences to train on.
+        run: the options of the run.
+        master: the connection to the master.
+        strength: the factor g of the penalty on the difference from the averaged weights.
     """
     recorder, start_s = run.recorder, time.perf_counter() - state.elapsed_s
     state.stopped = None
@@ -162,11 +168,12 @@ def run_worker(
 
 
 def _report_to_master(master: Connection, splits: Sums, vector: Tensor, recorder: Recorder) -> Reply:
-    """Sends this worker's contribution to the master, and returns the master's reply.
+    """Sends a worker's weights and sums to the master, waits for the reply, and returns it.
 
     Args:
-        splits: the sums for this worker's metrics.
-        vector: the contribution (`consensus.contribution`).
+        splits: the sums from which the metrics of this worker's iteration are computed.
+        vector: the worker's contribution to the average: its weights plus scaled multipliers
+            (`consensus.contribution`).
         recorder: records the time of the messages.
     """
     started_s = time.perf_counter()
@@ -180,7 +187,7 @@ def _report_to_master(master: Connection, splits: Sums, vector: Tensor, recorder
 
 
 def lost_worker_error(order: Order, culprit: int, rank: int) -> RuntimeError:
-    """Returns the error that every rank but the lost one raises if a worker is dead or late.
+    """Returns the error that the remaining ranks raise if a worker is lost: `DeadRank` or `LateRank`.
 
     Args:
         order: "dead" or "late", as the master sent it.
@@ -203,8 +210,8 @@ Arrivals = queue.SimpleQueue[tuple[int, tuple[Sums, Tensor] | RuntimeError]]
 
 
 class MessageThread(threading.Thread):
-    """A thread of the master that receives one worker's messages until the worker is dismissed or the connection
-    breaks.
+    """A thread of the master that exchanges messages with one worker, until the master ends the training or the
+    connection breaks.
     """
 
     def __init__(self, worker: int, line: Connection, arrivals: Arrivals) -> None:
@@ -213,8 +220,8 @@ class MessageThread(threading.Thread):
         self.replies: queue.SimpleQueue[Reply] = queue.SimpleQueue()
 
     def run(self) -> None:
-        """Passes the worker's messages to the master and the master's replies back, until the master dismisses the
-        worker.
+        """Puts each message of the worker into the master's queue, and sends the master's reply to the worker, until a
+        reply ends the training. If the connection breaks, puts the error into the queue.
         """
         try:
             reply = None
@@ -230,11 +237,14 @@ class MessageThread(threading.Thread):
 
 
 class Contributions:
-    """The last contribution of each worker, and how many updates ago it arrived.
+    """The last contribution of each worker to the master's average (its weights plus scaled multipliers, as one
+    vector), and how many updates of the average ago it arrived.
 
     Args:
-        start: each worker's contribution before its first report.
-        known: whether `start` is known. If not, the first update waits for all workers.
+        start: the vector to use for each worker before its first report.
+        workers: the number of workers.
+        known: whether `start` is every worker's true contribution. If not, as after a resume, the first update waits
+            for all workers.
     """
 
     def __init__(self, start: Tensor, workers: int, options: Asynchronous, known: bool) -> None:
@@ -244,19 +254,27 @@ class Contributions:
         self.arrived: set[int] = set()
 
     def store(self, worker: int, sums: Sums, vector: Tensor) -> None:
-        """Stores a worker's contribution, and the sums for its metrics. Worker 1 is the first."""
+        """Stores a worker's new contribution.
+
+        Args:
+            worker: the worker's rank, from 1.
+            sums: the sums from which the worker's metrics are computed.
+            vector: its weights plus scaled multipliers.
+        """
         self._vectors[worker - 1], self._sums[worker] = vector, sums
         self.arrived.add(worker)
 
     def missing(self) -> list[int]:
-        """Returns the workers whose contributions the next update must wait for."""
+        """Returns the ranks of the workers whose contributions the next update must wait for, or [] if it need not
+        wait.
+        """
         absent = [worker for worker in range(1, len(self._ages) + 1) if worker not in self.arrived]
         stale = [worker for worker in absent if self._ages[worker - 1] >= self._options.staleness]
         return stale or (absent if len(self.arrived) < self._options.arrivals else [])
 
     def update(self) -> tuple[Tensor, set[int], int]:
-        """Averages the contributions. Returns the mean, the workers that arrived since the last update, and the age of
-        the oldest contribution.
+        """Averages the workers' last contributions. Returns the mean, the ranks of the workers whose contributions
+        arrived since the last update, and the age of the oldest contribution, in updates.
         """
         ages = [0 if k + 1 in self.arrived else age for k, age in enumerate(self._ages)]
         self._ages = [age + 1 for age in ages]
@@ -264,14 +282,12 @@ class Contributions:
         return self._vectors.mean(0), arrived, max(ages)
 
     def sums(self) -> Sums:
-        """Returns the sums for the metrics, over all workers that have reported."""
+        """Returns the sums from which the metrics are computed, added up over all workers that have reported."""
         return reduce(add, self._sums.values())
 
 
 class LostWorker(Exception):
-    """Raised on the master if a worker is dead or late, with the order for the other workers and the lost worker's
-    rank.
-    """
+    """Raised on the master if a worker is lost. Its arguments are "dead" or "late", and the worker's rank."""
 
 
 class Master:
@@ -285,8 +301,9 @@ class Master:
         self._carriers = {worker: MessageThread(worker, line, self._inbox) for worker, line in lines.items()}
 
     def lead(self) -> None:
-        """Updates the agreed weights until all iterations are done, training stops early, or a worker is dead or
-        late.
+        """Runs the master: averages the workers' weights until all iterations are done or training stops early, and
+        then sends the best weights to all workers. Raises `DeadRank` or `LateRank`, on all ranks, if a worker is dead
+        or late.
         """
         state = self._state
         for carrier in self._carriers.values():
@@ -301,7 +318,9 @@ class Master:
             raise lost_worker_error(order, culprit, self._communicator.rank) from lost.__cause__
 
     def _iterate(self) -> None:
-        """Collects contributions and replies with their mean, until all iterations are done or training stops early."""
+        """Runs the master's iterations, until all are done or training stops early. Each waits for contributions,
+        averages the last one of every worker, and replies with the mean to the workers that have arrived.
+        """
         state, run, recorder = self._state, self._run, self._run.recorder
         known = state.iteration == 0  # in a resumed training, only the workers know their last contributions
         contributions = Contributions(state.agreed.flat(), len(self._carriers), self._options, known)
@@ -324,8 +343,8 @@ class Master:
             run.log(progress)
 
     def _collect(self, contributions: Contributions) -> None:
-        """Receives contributions until an update is possible. Raises `LostWorker` if a needed worker is dead or
-        late.
+        """Receives workers' contributions, and stores them in `contributions`, until the average can be updated. Raises
+        `LostWorker` if a worker is dead or late.
         """
         deadline_s = time.monotonic() + self._options.patience_s
         while not self._inbox.empty() or contributions.missing():
@@ -339,8 +358,8 @@ class Master:
             contributions.store(worker, *report)
 
     def _dismiss(self, reply: Reply) -> None:
-        """Replies to the current or next report of every worker, and waits until all have the reply; or raises
-        `LostWorker`.
+        """Sends a final reply to every worker, in answer to its current or next report, and waits until all have it.
+        Raises `LostWorker` if a worker does not take it within `patience_s`.
         """
         for carrier in self._carriers.values():
             carrier.replies.put(reply)

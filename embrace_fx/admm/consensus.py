@@ -34,7 +34,8 @@ class Synchronous:
     """Options of synchronous training: after each iteration ranks wait for each other and average their weights.
 
     Attributes:
-        strength: the strength (g) of the pull to the agreed weights, per sequence of a batch.
+        strength: the factor g of the quadratic penalty on the difference between a rank's weights and the average, per
+            sequence of a batch.
     """
 
     strength: float = 0.003
@@ -71,33 +72,40 @@ class Run:
 
 
 def pull_to_agreed(state: State, strength: float) -> Consensus:
-    """Returns the pull on a rank's weights towards the agreed weights minus the duals, z - u, with strength g. `state`
-    has all three.
+    """Returns the penalty that pulls a rank's weights towards z - u, the averaged weights minus the rank's scaled
+    multipliers.
+
+    Args:
+        state: the rank's state, which has z and u.
+        strength: the factor g of the penalty.
     """
     return Consensus(state.agreed.from_flat(state.agreed.flat() - state.duals.flat()), strength)
 
 
 def contribution(state: State) -> torch.Tensor:
-    """Returns a rank's contribution to the agreed weights, theta + u, as one vector, from its state. The agreed weights
-    z are the mean of all ranks' contributions.
+    """Returns theta + u, a rank's weights plus its scaled multipliers, from its state, as one vector. The mean over all
+    ranks becomes the new averaged weights z.
     """
     return state.weights.flat() + state.duals.flat()
 
 
 def store_agreed(state: State, z: torch.Tensor) -> None:
-    """Stores newly agreed weights `z` in a rank's state, and updates its duals: u += theta - z."""
+    """Stores `z`, the new weights averaged over ranks, in a rank's state, and updates its scaled multipliers: u +=
+    theta - z, where theta are the rank's own weights.
+    """
     state.duals = state.duals.from_flat(contribution(state) - z)
     state.agreed = state.agreed.from_flat(z)
 
 
 def add_over_ranks(communicator: Communicator, values: Sequence[float]) -> list[float]:
-    """Returns the sums over ranks of each of `values`. Collective."""
+    """Returns the sum over all ranks of each number in `values`. Collective."""
     return list(communicator.reduce_scalar(torch.tensor(values, dtype=torch.float64), dist.ReduceOp.SUM).tolist())
 
 
 def train_synchronously(state: State, data: Data, run: Run, communicator: Communicator, strength: float) -> None:
-    """Trains on this rank's data until the run stops, and updates `state` in place. `strength` is g, equal on all
-    ranks.
+    """Trains on this rank's data, and averages the weights over ranks after each iteration, until all iterations are
+    done or training stops early. Updates `state` in place. `strength` is the factor g of the penalty on the difference
+    from the average, equal on all ranks.
     """
     recorder, start_s = run.recorder, time.perf_counter() - state.elapsed_s
     state.stopped = None
@@ -116,8 +124,8 @@ def train_synchronously(state: State, data: Data, run: Run, communicator: Commun
 
 
 def _update_agreed(state: State, communicator: Communicator, recorder: Recorder) -> None:
-    """Replaces the agreed weights in `state` with the mean of all ranks' contributions. Records its time.
-    Collective.
+    """Averages the weights plus scaled multipliers over all ranks, stores the mean as the agreed weights in `state`,
+    and updates the rank's multipliers. Records the time of the AllReduce. Collective.
     """
     if communicator.world_size == 1:
         state.agreed = state.weights

@@ -24,11 +24,12 @@ from embrace_fx.admm.model import PerConstraint, require
 
 @dataclass(frozen=True)
 class Penalties:
-    """The penalties of the constraints in the augmented Lagrangian.
+    """The factors of the penalties in the augmented Lagrangian of ADMM.
 
     Attributes:
-        p1, p2, p3: the penalties of the residuals of a, s and o, per sequence.
-        damping: the damping of the weights' least squares, relative to the mean square of the weights' inputs.
+        p1, p2, p3: factors for the residuals of the preactivations (a), of the states (s) and of the outputs (o).
+        damping: the damping of the least-squares update of the weights, relative to the mean square of each weight's
+            input.
     """
 
     p1: float = 4.0
@@ -42,13 +43,13 @@ class Penalties:
 
 
 def lagrangian(o_MBC: Tensor, y_MB: Tensor, shifted: PerConstraint, penalties: Penalties) -> Tensor:
-    """Returns the augmented Lagrangian L, summed over sequences.
+    """Returns the augmented Lagrangian, summed over sequences, as a scalar tensor.
 
     Args:
-        o_MBC: outputs.
+        o_MBC: the model's outputs, (steps that the head reads, sequences, classes).
         y_MB: target classes.
-        shifted: residuals minus scaled multipliers (r^).
-        penalties: the penalties of the residuals.
+        shifted: residuals of the constraints, minus scaled multipliers.
+        penalties: the factors of the squared residuals.
     """
     total = summed_loss(o_MBC, y_MB)
     for r, p in zip(shifted.tensors(), (penalties.p1, penalties.p2, penalties.p3), strict=True):
@@ -57,5 +58,7 @@ def lagrangian(o_MBC: Tensor, y_MB: Tensor, shifted: PerConstraint, penalties: P
 
 
 def summed_loss(o_MBC: Tensor, y_MB: Tensor) -> Tensor:
-    """Returns the cross entropy of outputs `o_MBC` for classes `y_MB`, summed over sequences and steps."""
+    """Returns the cross entropy of logits `o_MBC` (steps, sequences, classes) for target classes `y_MB`, summed over
+    steps and sequences.
+    """
     return cross_entropy(o_MBC.flatten(0, 1), y_MB.flatten(), reduction="sum")

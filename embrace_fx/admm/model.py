@@ -25,11 +25,11 @@ def require(condition: bool, message: str) -> None:
 
 @dataclass(frozen=True)
 class Weights:
-    """All weights of the RNN and its head.
+    """All weights of an RNN with I inputs and H hidden units, and of its head with C classes.
 
     Attributes:
-        cell_HF: [U W b], which multiplies the cell's inputs [x_n; s_{n-1}; 1].
-        head_CG: [V c], which multiplies the head's inputs [s_m; 1].
+        cell_HF: the RNN's weights [U W b], (H, I + H + 1), which multiply its input, previous state and 1.
+        head_CG: the head's weights [V c], (C, H + 1), which multiply the RNN's state and 1.
     """
 
     cell_HF: Tensor
@@ -37,16 +37,16 @@ class Weights:
 
     @property
     def W_HH(self) -> Tensor:
-        """The recurrent weights W (H, H)."""
+        """The RNN's recurrent weights W, (H, H) for H hidden units."""
         return self.cell_HF[:, -1 - self.cell_HF.shape[0] : -1]
 
     @property
     def V_CH(self) -> Tensor:
-        """The head's weights V (C, H), without the bias."""
+        """The head's weights V without the bias, (C, H) for C classes and H hidden units."""
         return self.head_CG[:, :-1]
 
     def tensors(self) -> tuple[Tensor, Tensor]:
-        """Returns both matrices: the cell's and the head's."""
+        """Returns both weight matrices: the RNN cell's and the head's."""
         return self.cell_HF, self.head_CG
 
     def flat(self) -> Tensor:
@@ -54,19 +54,21 @@ class Weights:
         return torch.cat([tensor.flatten() for tensor in self.tensors()])
 
     def from_flat(self, vector: Tensor) -> Weights:
-        """Returns weights of the same shapes as these, with values from a vector that `flat` returned."""
+        """Returns new weights with the shapes of these and the values of a vector that `flat` returned."""
         pieces = vector.split([tensor.numel() for tensor in self.tensors()])
         return Weights(*(p.view(t.shape).clone() for p, t in zip(pieces, self.tensors(), strict=True)))
 
 
 @dataclass(frozen=True)
 class PerConstraint:
-    """One tensor for each kind of constraint of ADMM, such as its residuals or multipliers.
+    """One tensor for each of the three kinds of constraints of ADMM, such as the constraints' residuals or multipliers.
+
+    The dimensions are N time steps or M steps that the head reads, B sequences, and H hidden units or C classes.
 
     Attributes:
-        a_NBH: of the constraints a_n = U x_n + W s_{n-1} + b.
-        s_NBH: of the constraints s_n = tanh(a_n).
-        o_MBC: of the constraints o_m = V s_m + c.
+        a_NBH: values for the constraints on preactivations, a_n = U x_n + W s_{n-1} + b.
+        s_NBH: values for the constraints on states, s_n = tanh(a_n).
+        o_MBC: values for the constraints on outputs, o_m = V s_m + c.
     """
 
     a_NBH: Tensor
@@ -74,7 +76,7 @@ class PerConstraint:
     o_MBC: Tensor
 
     def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns the three tensors: of a, s and o."""
+        """Returns the tensors for preactivations, states and outputs."""
         return self.a_NBH, self.s_NBH, self.o_MBC
 
     def __add__(self, other: PerConstraint) -> PerConstraint:
@@ -84,22 +86,23 @@ class PerConstraint:
         return PerConstraint(*(-each for each in self.tensors()))
 
     def at(self, chosen_B: Tensor) -> PerConstraint:
-        """Returns the values of the sequences with the indices `chosen_B`."""
+        """Returns a copy with only the sequences at the indices `chosen_B`."""
         return PerConstraint(*(each.index_select(1, chosen_B) for each in self.tensors()))
 
     def set_at(self, chosen_B: Tensor, other: PerConstraint) -> None:
-        """Overwrites the values of the sequences with the indices `chosen_B` by those of `other`."""
+        """Overwrites the values of the sequences at the indices `chosen_B` with those of `other`, in place."""
         for each, new in zip(self.tensors(), other.tensors(), strict=True):
             each.index_copy_(1, chosen_B, new)
 
 
 @dataclass(frozen=True)
 class Data:
-    """Training or evaluation data.
+    """Data to train on or to evaluate.
 
     Attributes:
-        x_NBI: input sequences, in the weights' dtype.
-        y_MB: target classes, int64.
+        x_NBI: input sequences, (time steps, sequences, inputs of a step), in the weights' dtype.
+        y_MB: int64 target classes, (1, sequences) for a class per sequence or (time steps, sequences) for a class per
+            step.
     """
 
     x_NBI: Tensor
@@ -111,19 +114,19 @@ class Data:
         return self.x_NBI.shape[1]
 
     def at(self, chosen_B: Tensor) -> Data:
-        """Returns the sequences with the indices `chosen_B`, and their targets."""
+        """Returns the sequences at the indices `chosen_B`, with their targets."""
         return Data(self.x_NBI.index_select(1, chosen_B), self.y_MB.index_select(1, chosen_B))
 
 
 @dataclass(frozen=True)
 class ForwardPass:
-    """All values of a forward pass.
+    """All values of a forward pass over B sequences of N time steps. The head reads M steps: all, or only the last one.
 
     Attributes:
-        cell_NBF: the inputs of the cell, [x_n; s_{n-1}; 1].
-        s_NBH: the states.
-        head_MBG: the inputs of the head, [s_m; 1].
-        o_MBC: the outputs.
+        cell_NBF: the RNN cell's inputs at each step: input x_n, previous state s_{n-1} and 1, concatenated.
+        s_NBH: the hidden states.
+        head_MBG: the head's inputs: state s_m and 1, concatenated.
+        o_MBC: the outputs, for C classes.
     """
 
     cell_NBF: Tensor
@@ -135,11 +138,11 @@ class ForwardPass:
 def run_forward(
     weights: Weights, x_NBI: Tensor, head_steps: int, residuals: PerConstraint | None = None
 ) -> ForwardPass:
-    """Runs the RNN with these weights, and its head on the last `head_steps` steps.
+    """Runs the RNN with these weights on all time steps, and its head on the last `head_steps` steps.
 
     Args:
-        x_NBI: the inputs.
-        residuals: values to add to a, s and o, or None for a plain forward pass.
+        x_NBI: the inputs, (time steps, sequences, inputs of a step).
+        residuals: values to add to preactivations, states and outputs, or None for a plain forward pass.
     """
     (N, B, inputs), (H, F) = x_NBI.shape, weights.cell_HF.shape
     read = x_NBI.new_empty(N + 1, B, F)
@@ -158,7 +161,7 @@ def run_forward(
 
 
 def read_weights(rnn: nn.RNN, head: nn.Linear) -> Weights:
-    """Copies the weights of the user's RNN and head, with the RNN's two biases added up. Raises `ValueError` for
+    """Copies the weights of the user's RNN and head. The RNN's two biases are added up. Raises `ValueError` for
     unsupported modules.
     """
     _check_modules(rnn, head)
@@ -170,7 +173,9 @@ def read_weights(rnn: nn.RNN, head: nn.Linear) -> Weights:
 
 
 def write_weights(weights: Weights, rnn: nn.RNN, head: nn.Linear) -> None:
-    """Writes the weights into the user's RNN and head. `bias_ih_l0` gets the RNN's whole bias."""
+    """Copies weights into the user's RNN and head. `bias_ih_l0` gets the RNN's whole bias, and `bias_hh_l0` becomes
+    zero.
+    """
     own = dict(rnn.named_parameters())
     with torch.no_grad():
         own["weight_ih_l0"].copy_(weights.cell_HF[:, : rnn.input_size])
@@ -185,9 +190,9 @@ def read_data(data: tuple[Tensor, Tensor], weights: Weights, *, batch_first: boo
     """Checks that inputs and targets fit the weights, and returns them with time as the first dimension.
 
     Args:
-        data: inputs (B, N, I) if `batch_first`, else (N, B, I), and targets: (B,) for one class per sequence, or the
-            inputs' first two sizes for one class per step.
-        name: the user's name of the data, for errors.
+        data: (inputs, targets). Inputs have the shape (B, N, I) if `batch_first`, else (N, B, I). Targets have the
+            shape (B,) for a class per sequence, or the inputs' first two dimensions for a class per step.
+        name: the name of the data in error messages.
 
     Raises:
         ValueError: the data does not fit.
@@ -224,7 +229,7 @@ def read_data(data: tuple[Tensor, Tensor], weights: Weights, *, batch_first: boo
 
 
 def _check_modules(rnn: nn.RNN, head: nn.Linear) -> None:
-    """Raises unless the modules are an RNN and a head that ADMM supports and that fit each other."""
+    """Raises `ValueError` unless ADMM supports the RNN and the head, and the head has one input per hidden unit."""
     require(
         (type(rnn), type(head)) == (nn.RNN, nn.Linear),
         f"admm.train() supports a torch.nn.RNN and a torch.nn.Linear, not {type(rnn).__qualname__} and "

@@ -15,12 +15,13 @@ class Progress:
 
     Attributes:
         iteration: the iteration's number, from 1; 0 is the state before training.
-        loss: mean cross entropy of the model, by a plain forward pass over the monitored data.
-        accuracy: the share of correctly classified targets of the monitored data.
-        lagrangian: the augmented Lagrangian per sequence, after the joint updates.
-        ra, rs, ro: root mean squares of the residuals after the joint updates.
-        disagreement: root mean square of the ranks' weights minus the agreed ones; 0 in a single process.
-        staleness: maximum age of a rank's contribution, in updates, or 0 unless ranks are asynchronous.
+        loss: mean cross entropy of a plain forward pass over the validation data, or the training data without it.
+        accuracy: the share of correctly classified targets in the same forward pass.
+        lagrangian: the augmented Lagrangian per sequence, after the batches' updates of preactivations, states and
+            outputs.
+        ra, rs, ro: root mean squares of the residuals of preactivations, states and outputs after these updates.
+        disagreement: root mean square of the ranks' weights minus the averaged weights; 0 in a single process.
+        staleness: with asynchronous ranks, how many updates ago the oldest weights in the average arrived; else 0.
         elapsed_s: wall time since training began, including earlier parts of a resumed training.
     """
 
@@ -38,15 +39,15 @@ class Progress:
 
 @dataclass(frozen=True)
 class Sums:
-    """Sums over targets, sequences, constraints and ranks, each with the number of terms, from which the metrics are
-    computed.
+    """Sums from which the metrics of an iteration are computed, each with its number of terms. Those of several ranks
+    can be added.
 
     Attributes:
         loss, correct: cross entropy, and number of correctly classified targets, of `targets` targets.
         lagrangian: the augmented Lagrangian of `sequences` sequences.
-        ra, rs: squared residuals of a and of s, each of `states` elements.
-        ro: squared residuals of o, of `outputs` elements.
-        gap: mean squared differences from the agreed weights, of `ranks` ranks.
+        ra, rs: squared residuals of preactivations and of states, each of `states` elements.
+        ro: squared residuals of outputs, of `outputs` elements.
+        gap: mean squared differences of ranks' weights from the averaged weights, of `ranks` ranks.
     """
 
     loss: float = 0.0
@@ -64,17 +65,15 @@ class Sums:
 
     @classmethod
     def of_model(cls, weights: Weights, data: Data) -> Sums:
-        """Returns the sums that give the loss and accuracy of a model with these weights on some data, by a plain
-        forward pass.
-        """
+        """Runs a plain forward pass over `data`. Returns the sums that give its loss and accuracy; the others are 0."""
         o_MBC = run_forward(weights, data.x_NBI, len(data.y_MB)).o_MBC
         correct = (o_MBC.argmax(-1) == data.y_MB).sum()
         return cls(float(summed_loss(o_MBC, data.y_MB)), float(correct), float(data.y_MB.numel()))
 
     @classmethod
     def of_disagreement(cls, weights: Weights, agreed: Weights) -> Sums:
-        """Returns the sums from which the disagreement is computed: the mean squared difference of a rank's weights
-        from the agreed ones.
+        """Returns the sums for one rank's disagreement: the mean squared difference of its weights from the averaged
+        weights `agreed`; the other sums are 0.
         """
         return cls(gap=float((weights.flat() - agreed.flat()).square().mean()), ranks=1.0)
 
@@ -82,7 +81,9 @@ class Sums:
         return Sums(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
 
     def progress(self, iteration: int, *, staleness: int, elapsed_s: float) -> Progress:
-        """Computes an iteration's metrics from the sums. `staleness` and `elapsed_s` are passed on."""
+        """Returns an iteration's metrics, computed from these sums. `staleness` and `elapsed_s` are copied into the
+        result.
+        """
         loss, accuracy, after = self.loss / self.targets, self.correct / self.targets, self.lagrangian / self.sequences
         squares = self.ra / self.states, self.rs / self.states, self.ro / self.outputs, self.gap / self.ranks
         ra, rs, ro, gap = (square**0.5 for square in squares)
@@ -98,16 +99,19 @@ class Best:
     weights: Weights
 
     def better_of(self, progress: Progress, weights: Weights) -> Best:
-        """Returns the better of this and an iteration's metrics and weights, by their losses. A loss of nan is never
-        better.
+        """Returns `Best` for the given metrics and weights if their loss is lower, otherwise `self`. A loss of nan is
+        never lower.
         """
         return Best(progress.iteration, progress.loss, weights) if progress.loss < self.loss else self
 
 
 @dataclass(frozen=True)
 class Stopping:
-    """Criteria to end training early: `patience` iterations without a lower loss, or an `accuracy`. None disables
-    one.
+    """Criteria to end training early.
+
+    Attributes:
+        patience: the number of iterations without a lower loss after which training ends, or None.
+        accuracy: the accuracy at which training ends, or None.
     """
 
     patience: int | None = 100
@@ -120,8 +124,11 @@ class Stopping:
         require(fits, f"admm.Stopping(): accuracy is {self.accuracy}. Pass a number above 0 and at most 1.")
 
     def reason(self, progress: Progress, best: Best) -> str | None:
-        """Returns the reason to end training after an iteration with the metrics `progress`, or None to continue.
-        `best` has the lowest loss so far.
+        """Returns the reason to end training after an iteration, as text, or None to continue.
+
+        Args:
+            progress: the iteration's metrics.
+            best: the lowest loss so far, with its iteration.
         """
         if not (math.isfinite(progress.loss) and math.isfinite(progress.lagrangian)):
             return f"the loss was not finite at iteration {progress.iteration}"

@@ -28,13 +28,13 @@ PREACTIVATIONS, OUTPUTS, ROUNDS = 0.5, 0.3, 8
 
 @dataclass(frozen=True)
 class OwnInputs:
-    """This rank's inputs of a training.
+    """The weights and data that this rank passed to `train`.
 
     Attributes:
-        weights: its weights.
-        data: its data.
+        weights: the modules' weights.
+        data: the data to train on.
         monitored: the data to evaluate weights on.
-        trains: whether it trains on `data`; an asynchronous master does not.
+        trains: whether this rank trains on `data`; an asynchronous master does not.
     """
 
     weights: Weights
@@ -45,7 +45,7 @@ class OwnInputs:
 
 @dataclass(frozen=True)
 class Training:
-    """The options of a call of `train`, which documents them. They must be equal on all ranks."""
+    """The options of a call of `train`, with the meanings documented there. They must be equal on all ranks."""
 
     iterations: int
     batch_size: int
@@ -56,14 +56,15 @@ class Training:
 
     @property
     def is_synchronous(self) -> bool:
-        """Whether ranks wait for each other after each iteration."""
+        """Whether training is synchronous (ranks wait for each other after each iteration) or in a single process."""
         return not isinstance(self.parallel, Asynchronous)
 
     def check(self, timeout: timedelta | None) -> None:
         """Raises `ValueError` for invalid options.
 
         Args:
-            timeout: the time limit for messages. A longer `patience_s` would end in an error that names no rank.
+            timeout: the process group's timeout, or None to not check it. `patience_s` may be at most half of it,
+                because after the timeout an error would not name the late rank.
         """
         require(
             self.iterations >= 0 and self.batch_size >= 1,
@@ -79,7 +80,8 @@ class Training:
             )
 
     def shared_values(self, inputs: OwnInputs, *, draws: bool, state: State | None) -> dict[str, str]:
-        """Returns, by name, the values that must be equal on all ranks: the options, and facts about data and state.
+        """Returns name -> text of everything that must be equal on all ranks: the options, shapes and dtypes of
+        weights, the kind of targets, and whether the call has a timeline and a state.
 
         Args:
             inputs: this rank's weights and data.
@@ -149,10 +151,11 @@ def read_inputs(
 def prepare_on_all(
     communicator: Communicator, prepare: Callable[[], OwnInputs], shared_values: Callable[[OwnInputs], dict[str, str]]
 ) -> OwnInputs:
-    """Calls `prepare` on every rank. Raises `PeerFailure` on all ranks if it raises on one. Collective.
+    """Calls `prepare` on every rank, and returns this rank's result. Collective. Raises `PeerFailure` on all ranks if
+    `prepare` raises on one, or if ranks differ in a shared value.
 
     Args:
-        shared_values: returns, by name, the settings that must be equal on all ranks.
+        shared_values: returns name -> text of the settings that must be equal on all ranks.
     """
     if communicator.world_size == 1:
         return prepare()
@@ -174,8 +177,8 @@ def prepare_on_all(
 
 
 def initial_state(communicator: Communicator, inputs: OwnInputs, penalties: Penalties, *, rescale: bool) -> State:
-    """Returns the state of a new training: rank 0's weights, and a seed from torch's global generator for the order of
-    batches. Collective.
+    """Returns the state of a new training. All ranks get rank 0's weights, and a seed for the order of batches, drawn
+    from rank 0's global generator. Collective.
 
     Args:
         inputs: this rank's weights and data.
@@ -193,15 +196,15 @@ def initial_state(communicator: Communicator, inputs: OwnInputs, penalties: Pena
 
 
 def rescale_weights(weights: Weights, data: Data | None, add: Callable[[Sequence[float]], Sequence[float]]) -> Weights:
-    """Scales the initial weights so that preactivations and outputs have the root mean squares that suit the method.
+    """Returns the initial weights, scaled so that preactivations and outputs have the root mean squares that suit ADMM.
     Collective.
 
-    [U W b] is scaled to `PREACTIVATIONS`, then [V c] to `OUTPUTS`. Initial weights that differ by a factor become
-    equal.
+    The RNN's weights are scaled until preactivations have `PREACTIVATIONS`, then the head's until outputs have
+    `OUTPUTS`. Initial weights that differ only by a factor give the same result.
 
     Args:
         data: this rank's data, or None if it does not train.
-        add: sums numbers over ranks.
+        add: returns the sum over ranks of each number in a sequence.
     """
     for rounds in reversed(range(ROUNDS + 1)):
         squares, count = 0.0, 0

@@ -21,15 +21,17 @@ class State:
     """The state of one rank's training.
 
     Attributes:
-        penalties: the penalties of the Lagrangian.
+        penalties: the factors of the penalties in the Lagrangian.
         weights: this rank's own weights.
-        multipliers: the multipliers of this rank's sequences, divided by penalties, or None on an asynchronous master.
-        agreed: the weights that all ranks agree on (z); in a single process its own weights.
-        duals: the scaled multipliers (u) of the constraint that this rank's weights equal the agreed ones; zero in a
+        multipliers: the multipliers of the constraints of this rank's sequences, divided by the penalties' factors.
+            None on an asynchronous master.
+        agreed: the weights averaged over ranks (z); in a single process, its own weights.
+        duals: the scaled multipliers (u) of the constraint that this rank's weights equal the averaged ones; zero in a
             single process.
-        best: the agreed weights with the lowest loss, which training leaves in the modules.
-        seed: the seed of the batches' order.
-        grams: running means of the Gram matrices, which damp the least squares for the weights.
+        best: the averaged weights with the lowest loss, which training leaves in the modules.
+        seed: the seed for the order of batches.
+        grams: running means of the Gram matrices of the inputs of cell and head, used to fit the weights.
+        iteration: the number of completed iterations.
         history: the metrics of each iteration; equal on all synchronous ranks.
         stopped: the reason why training ended early, or None.
     """
@@ -48,8 +50,11 @@ class State:
 
     @classmethod
     def begin(cls, weights: Weights, data: Data | None, penalties: Penalties, best: Best, seed: int) -> State:
-        """Returns the state before the first iteration, with zero multipliers if the rank has data to train on. The
-        other arguments are fields of the state.
+        """Returns the state before the first iteration. The other arguments are stored as its attributes.
+
+        Args:
+            data: the data to train on, which determines the multipliers' shapes. None: this rank does not train and has
+                none.
         """
         zeros = Weights(*map(torch.zeros_like, weights.tensors()))
         multipliers = None
@@ -59,12 +64,12 @@ class State:
 
     @property
     def elapsed_s(self) -> float:
-        """The seconds of training so far."""
+        """The wall time of the training so far, in seconds."""
         return self.history[-1].elapsed_s if self.history else 0.0
 
     def advance(self, progress: Progress, stopping: Stopping) -> None:
-        """Records an iteration's metrics (`progress`), remembers the agreed weights if their loss is the lowest so far,
-        and decides by the criteria `stopping` whether to stop.
+        """Records the metrics of an iteration, keeps the averaged weights as `best` if their loss is the lowest so far,
+        and sets `stopped` if a criterion of `stopping` is met.
         """
         self.history.append(progress)
         self.best = self.best.better_of(progress, self.agreed)
@@ -110,14 +115,16 @@ Sizes = tuple[tuple[int, ...], ...]
 
 
 def multiplier_sizes(weights: Weights, data: Data) -> Sizes:
-    """Returns the shapes of the multipliers of a, s and o for these weights and this data."""
+    """Returns the shapes of the multipliers of preactivations, states and outputs for these weights and this data."""
     states, outputs = (*data.x_NBI.shape[:2], len(weights.cell_HF)), (*data.y_MB.shape, len(weights.head_CG))
     return states, states, outputs
 
 
 def _fixed_values(weights: Weights, multipliers: Sizes, penalties: Penalties) -> dict[str, str]:
-    """Returns, by name, the values that must be the same when a state is saved and when training resumes from it.
-    `multipliers` are the shapes of the multipliers.
+    """Returns name -> text of the values that must be the same when a state is saved and when training resumes from it.
+
+    Args:
+        multipliers: the shapes of the multipliers.
     """
     return {
         "weights": ", ".join(f"{each.dtype} {tuple(each.shape)}" for each in weights.tensors()),

@@ -29,10 +29,12 @@ TOLERANCE = 0.01
 
 
 class Jacobian:
-    """The Jacobian J of a forward pass's outputs with respect to the residuals of a, s and o.
+    """The Jacobian J of an RNN's outputs with respect to the residuals of preactivations, states and outputs. It is
+    never stored: methods multiply by it.
 
     Args:
-        s_NBH: the states of the forward pass.
+        weights: the weights of the forward pass about which the RNN is linearized.
+        s_NBH: the states of that pass, (time steps, sequences, hidden units).
     """
 
     def __init__(self, weights: Weights, s_NBH: Tensor) -> None:
@@ -40,7 +42,9 @@ class Jacobian:
         self._slope_NBH = 1 - s_NBH.square()
 
     def apply(self, r: PerConstraint) -> Tensor:
-        """Returns J r, (M, B, C), computed by one pass forward in time."""
+        """Returns the product of the Jacobian and residuals `r`, computed by one pass forward in time. Its shape is (M,
+        B, C): steps that the head reads, sequences, classes.
+        """
         moved_NBH, W_t = torch.empty_like(self._slope_NBH), self._W_HH.t()
         for n, slope_BH in enumerate(self._slope_NBH):
             a_BH = torch.addmm(r.a_NBH[n], moved_NBH[n - 1], W_t) if n else r.a_NBH[n]
@@ -48,11 +52,11 @@ class Jacobian:
         return torch.matmul(moved_NBH[-len(r.o_MBC) :], self._V_CH.t()).add_(r.o_MBC)
 
     def apply_transposed(self, y: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns the blocks of J' y for a and s, computed by one pass backward in time. The block for o is y
-        itself.
+        """Returns the product of the transposed Jacobian and `y`, computed by one pass backward in time: the blocks for
+        preactivations and for states, each (N, B, H) or (N, K, B, H). The block for outputs is `y` itself.
 
         Args:
-            y: (M, B, C), or (M, K, B, C) for K vectors at once.
+            y: (M, B, C), or (M, K, B, C) for K vectors at once; M steps that the head reads, B sequences, C classes.
         """
         pulled = y @ self._V_CH
         steps, first = len(self._slope_NBH), len(self._slope_NBH) - len(y)
@@ -71,14 +75,15 @@ class Jacobian:
 def minimize_jointly(
     jacobian: Jacobian, o_MBC: Tensor, y_MB: Tensor, shifted: PerConstraint, penalties: Penalties
 ) -> PerConstraint:
-    """Returns the shifted residuals that minimize the Lagrangian, linearized about a forward pass.
+    """Returns the residuals, minus scaled multipliers, that minimize the Lagrangian with the RNN linearized about a
+    forward pass.
 
     Args:
         jacobian: the Jacobian of the pass.
-        o_MBC: the outputs of the pass.
+        o_MBC: the outputs of the pass, (steps that the head reads, sequences, classes).
         y_MB: target classes.
         shifted: the residuals before the update, minus scaled multipliers.
-        penalties: the penalties of the Lagrangian.
+        penalties: the factors of the squared residuals.
     """
     q_MBC = o_MBC.softmax(-1)
     g_MBC = q_MBC.scatter_add(-1, y_MB[..., None], q_MBC.new_full((), -1.0).expand(*y_MB.shape, 1))
@@ -89,12 +94,12 @@ def minimize_jointly(
 def solve_last_step(
     jacobian: Jacobian, g_MBC: Tensor, q_MBC: Tensor, shifted: PerConstraint, penalties: Penalties
 ) -> PerConstraint:
-    """Minimizes for a head that reads only the last step, by solving a C x C system with S = diag(q) - q q' for each
-    sequence.
+    """Returns the residuals, minus scaled multipliers, that minimize the linearized Lagrangian for a head that reads
+    only the last step. Solves a C x C system for each sequence, with the loss's Hessian S = diag(q) - q q'.
 
     Args:
-        jacobian, shifted, penalties: as for `minimize_jointly`, and so is the result.
-        g_MBC: the gradient of the loss at the outputs.
+        jacobian, shifted, penalties: as for `minimize_jointly`.
+        g_MBC: the gradient of the loss with respect to the outputs.
         q_MBC: the softmax of the outputs.
     """
     (N, B, H), C = shifted.a_NBH.shape, g_MBC.shape[2]
@@ -115,10 +120,12 @@ def solve_last_step(
 def solve_all_steps(
     jacobian: Jacobian, g_MBC: Tensor, q_MBC: Tensor, shifted: PerConstraint, penalties: Penalties
 ) -> PerConstraint:
-    """Minimizes for a head that reads every step, by conjugate gradients for each sequence: y = g + E v, (1 + E' R E) v
-    = -E' (J r^ + R g), S = E E'.
+    """Returns the residuals, minus scaled multipliers, that minimize the linearized Lagrangian for a head that reads
+    every step.
 
-    E is diag(root) times a projection, with root = sqrt(q).
+    Solves (1 + E' R E) v = -E' (J r^ + R g) by conjugate gradients for each sequence. J is the Jacobian, R = J p^-1 J'
+    with the penalties p, r^ is `shifted`, and g is the loss's gradient. E factors the loss's Hessian as E E': it is
+    diag(sqrt(q)) times a projection. The residuals follow from y = g + E v.
 
     Args:
         jacobian, g_MBC, q_MBC, shifted, penalties: as for `solve_last_step`.
@@ -126,11 +133,15 @@ def solve_all_steps(
     root_MBC = q_MBC.sqrt()
 
     def project(v_MBC: Tensor) -> Tensor:
-        """Returns `v_MBC` without each vector's component along `root_MBC`."""
+        """Returns `v_MBC` without the component of each vector over classes along `root_MBC`, the square root of the
+        softmax.
+        """
         return v_MBC - root_MBC * (root_MBC * v_MBC).sum(-1, keepdim=True)
 
     def residuals(y_MBC: Tensor) -> PerConstraint:
-        """Returns the residuals of all constraints for dual variables `y_MBC`."""
+        """Returns the shifted residuals of all constraints for dual variables `y_MBC`: -J' y, divided by the penalties'
+        factors.
+        """
         a, s = jacobian.apply_transposed(y_MBC)
         return PerConstraint(a / -penalties.p1, s / -penalties.p2, y_MBC / -penalties.p3)
 

@@ -23,14 +23,15 @@ STEPS = StepGraph(tuple(Operation.from_id(each, 0.0) for each in COMPUTE), (), t
 def save_timeline(
     path: str | os.PathLike[str], communicator: Communicator, recording: Recording, *, in_step: bool
 ) -> None:
-    """Draws what all ranks did during training to a file on rank 0. Collective.
+    """Draws what all ranks did during training to a file, on rank 0. Collective.
 
-    If ranks are not synchronous, the picture's windows are as long as the slowest rank's mean iteration.
+    The picture is divided into windows: iterations or, if ranks are asynchronous, spans as long as the slowest rank's
+    mean iteration.
 
     Args:
         path: the file; its suffix decides the format.
         recording: this rank's recording.
-        in_step: whether ranks are synchronous, so that windows are iterations.
+        in_step: whether ranks are synchronous.
     """
     if not in_step:
         mean_s = (recording.marks[-1][2] - recording.marks[0][2]) / (recording.window + 1)
@@ -41,11 +42,11 @@ def save_timeline(
 
 
 def cut_by_time(recording: Recording, window_s: float) -> Recording:
-    """Returns the recording divided into windows of equal length instead of iterations."""
+    """Returns a copy of the recording divided into time spans of `window_s` seconds instead of iterations."""
     start_s, end_s = recording.marks[0][2], recording.marks[-1][2]
 
     def window(at_s: float) -> int:
-        """Returns the index of the window that contains the time `at_s`."""
+        """Returns the index of the time span of `window_s` seconds that contains the time `at_s`."""
         return int((at_s - start_s) / window_s)
 
     return Recording(

@@ -36,11 +36,11 @@ def run_epoch(
         state: the rank's state.
         data: the rank's sequences.
         batch_size: the number of sequences of a batch.
-        consensus: the pull to the agreed weights, or None in a single process.
-        mark: called after each part of a batch's update, for a timeline.
+        consensus: the penalty that pulls weights to the average over ranks, or None in a single process.
+        mark: called with each finished operation of a batch's update, for a timeline.
 
     Returns:
-        The residuals after the updates, summed over batches.
+        The sums, over all batches, of the Lagrangian and of squared residuals. Those for loss and accuracy are 0.
     """
     state.weights = state.agreed
     generator = torch.Generator().manual_seed(state.seed + state.iteration)
@@ -55,8 +55,9 @@ def run_epoch(
 
 
 def _update_on_batch(state: State, data: Data, chosen_B: Tensor, consensus: Consensus | None, mark: Mark) -> Tensor:
-    """Updates `state` by one batch. Returns the Lagrangian after the joint update, and the sums of squared residuals of
-    a, s and o.
+    """Updates the weights, multipliers and Gram matrices in `state` by one batch. Returns a float64 tensor of 4
+    numbers: the Lagrangian after the update of the residuals, and the sums of squared residuals of preactivations,
+    states and outputs.
 
     Args:
         chosen_B: the indices of the batch's sequences in `data`.

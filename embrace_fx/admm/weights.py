@@ -25,10 +25,12 @@ FLOOR = 1e-3
 
 @dataclass(frozen=True)
 class Grams:
-    """Running means of the Gram matrices phi phi'. None before the first batch.
+    """Running means, over batches, of the Gram matrices of the inputs by which weights are multiplied. None before the
+    first batch.
 
     Attributes:
-        cell_FF, head_GG: for phi the inputs of the cell, and of the head.
+        cell_FF: for the inputs of the RNN cell, (inputs, inputs).
+        head_GG: for the inputs of the head, (inputs, inputs).
     """
 
     cell_FF: Tensor | None = None
@@ -37,8 +39,12 @@ class Grams:
 
 @dataclass(frozen=True)
 class Consensus:
-    """The term of the Lagrangian that pulls a rank's weights theta to `target` = z - u: g/2 |theta - target|^2 per
-    sequence of a batch, with g = `strength`.
+    """A term of the Lagrangian that pulls a rank's weights theta to `target`: g/2 |theta - target|^2 per sequence of a
+    batch, with g = `strength`.
+
+    Attributes:
+        target: the weights averaged over ranks, minus this rank's scaled multipliers.
+        strength: the factor g.
     """
 
     target: Weights
@@ -53,15 +59,15 @@ def update_weights(
     penalties: Penalties,
     consensus: Consensus | None = None,
 ) -> tuple[Weights, Grams]:
-    """Returns the weights that fit a batch best, and the updated running means.
+    """Returns new weights, fitted to a batch by damped least squares, and the updated Gram matrices.
 
     Args:
         weights: the current weights.
-        grams: the running means before the batch.
+        grams: the running means of Gram matrices before the batch.
         forward: the forward pass on the batch.
-        shifted: its residuals minus multipliers.
-        penalties: the penalties of the Lagrangian, and the damping.
-        consensus: the pull to the agreed weights, or None in a single process.
+        shifted: the residuals to fit, minus scaled multipliers.
+        penalties: the factors of the squared residuals, and the damping.
+        consensus: the penalty that pulls weights to the average over ranks, or None in a single process.
     """
     targets = consensus.target.tensors() if consensus is not None else (None, None)
     matrices, running = [], []
@@ -81,15 +87,17 @@ def update_weights(
 def fit_matrix(
     matrix: Tensor, gram: Tensor, phi_RK: Tensor, r: Tensor, damping: float, pull: tuple[Tensor, float] | None
 ) -> Tensor:
-    """Returns the matrix that minimizes the damped least squares of the residuals `r` for the inputs `phi`.
+    """Returns `matrix` plus the change that fits the residuals `r` best, as a linear function of the inputs, by damped
+    least squares.
 
     Args:
-        matrix: the current matrix, to which the damping pulls.
-        gram: the running mean of phi phi'.
-        phi_RK: the inputs phi of R rows.
-        r: the shifted residuals of these rows.
-        damping: the damping, relative to the mean square of the inputs.
-        pull: (target, strength g) of the pull to the agreed weights, or None.
+        matrix: the current weights, to which the damping pulls.
+        gram: the running mean of the inputs' Gram matrix.
+        phi_RK: R rows of K inputs.
+        r: the residuals to fit, minus scaled multipliers; one row for each row of `phi_RK`.
+        damping: the damping, relative to the mean square of each input.
+        pull: (target, strength): weights to be pulled to, and how strongly relative to the mean squared residual. Or
+            None.
     """
     slope = phi_RK.t() @ r / len(r)
     diagonal = gram.diagonal()

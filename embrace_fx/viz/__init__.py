@@ -36,12 +36,15 @@ def save(
     timeline: Timeline | None = None,
     background: PictureFacts | None = None,
 ) -> None:
-    """Draws a prediction, a measurement, or both above one another, in the format of `path`'s suffix.
+    """Draws a prediction (`schedule`), a measurement (`timeline`), or both above one another, to a file. The suffix of
+    `path` determines the format.
 
     Creates missing folders of `path`.
 
     Args:
-        background: facts shown beside the picture: where tables are, DDP's step, steps on other numbers of ranks.
+        path: ends in `.html`, `.json`, `.svg` or `.dot`.
+        background: facts shown beside the picture: where tables are, DDP's step time, step times on other numbers of
+            ranks.
 
     Raises:
         ValueError: the suffix is unknown, there is nothing to draw, a timeline has no spans, or a `.dot` has no
@@ -80,7 +83,7 @@ class DrawnSchedule(Schedule):
 
     @classmethod
     def from_schedule(cls, schedule: Schedule, background: Callable[[], PictureFacts] | None = None) -> DrawnSchedule:
-        """Returns a drawable copy of a schedule. `background` is as for the class."""
+        """Returns a drawable copy of a schedule. `background` computes the facts shown beside its picture."""
         return cls(**vars(schedule), background=background)
 
     def save(self, path: str | os.PathLike[str], *, timeline: Timeline | None = None) -> None:
@@ -91,16 +94,16 @@ class DrawnSchedule(Schedule):
         return _metrics_table(Picture(self, None))
 
     def _repr_html_(self) -> str:
-        """Returns the schedule as an SVG, for notebooks."""
+        """Returns the schedule as an SVG picture, which notebooks show."""
         return svg.render(Picture(self, None))
 
 
 @dataclass(frozen=True)
 class DrawnTimeline(Timeline):
-    """A timeline that prints as its metrics and can be saved as a picture.
+    """A measured timeline that prints as its metrics and can be saved as a picture.
 
     Attributes:
-        schedule: the prediction, drawn above it.
+        schedule: the prediction drawn above the timeline, or None.
         background: function that computes the facts shown beside the picture, or None.
     """
 
@@ -111,7 +114,9 @@ class DrawnTimeline(Timeline):
     def from_timeline(
         cls, timeline: Timeline, schedule: Schedule | None, background: Callable[[], PictureFacts] | None = None
     ) -> DrawnTimeline:
-        """Returns a drawable copy of a timeline. The other arguments are as for the class."""
+        """Returns a drawable copy of a timeline. `schedule` is the prediction to draw above it, and `background`
+        computes the facts shown beside the picture.
+        """
         return cls(**vars(timeline), schedule=schedule, background=background)
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -123,7 +128,7 @@ class DrawnTimeline(Timeline):
         return _metrics_table(Picture(self.schedule, self))
 
     def _repr_html_(self) -> str:
-        """Returns the timeline as an SVG, for notebooks."""
+        """Returns the timeline as an SVG picture, which notebooks show."""
         return svg.render(Picture(self.schedule, self))
 
 

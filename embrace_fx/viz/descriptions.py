@@ -13,7 +13,9 @@ Item = Span | Wait | Gap
 
 
 class HoverTexts:
-    """Describes operations, waits and gaps of a picture in words, for texts shown on hover."""
+    """Describes operations, waits and gaps of a picture in words. The texts appear when the pointer hovers over
+    them.
+    """
 
     def __init__(self, picture: Picture) -> None:
         self._picture = picture
@@ -30,13 +32,13 @@ class HoverTexts:
             self._needed_by[each.before].append(each.after + (" (next window)" if each.distance else ""))
 
     def text(self, panel: Panel, item: Item) -> str:
-        """Returns the description of an item of a panel, one fact per line."""
+        """Returns the description of an operation, wait or gap (`item`) of a panel, one fact per line."""
         step = f"t{item.window:+d}" if item.window else "t"
         where = f"where: {panel.status}, rank {item.rank}, window {step}"
         return "\n".join((f"{name(item)}: {_format_ms(item.end_ms - item.start_ms)}", where, *self._lines(panel, item)))
 
     def _lines(self, panel: Panel, item: Item) -> Iterator[str]:
-        """Yields the lines that describe an item of a panel."""
+        """Yields lines of text on an operation, wait or gap (`item`) of a panel, without its name and place."""
         if not isinstance(item, Span):
             yield f"class: {item.lane}" if isinstance(item, Wait) else "runs: Python and autograd"
             yield f"starts: {self._time_in_window(panel, item.window, item.start_ms)}"
@@ -60,8 +62,8 @@ class HoverTexts:
                 yield f"{term}: {', '.join(names[operation.name])}"
 
     def _times(self, panel: Panel, item: Span) -> Iterator[str]:
-        """Yields lines with the predicted and the measured time of an operation, given by one of its spans and the
-        span's panel.
+        """Yields lines with the predicted and the measured time of an operation, and their ratio. The operation is
+        given by one of its spans (`item`) and the panel that shows the span.
         """
         times: list[float] = []
         for other in self._picture.panels:
@@ -83,8 +85,8 @@ class HoverTexts:
             yield f"ratio: {times[1] / times[0]:.2f} measured / predicted"
 
     def _time_in_window(self, panel: Panel, window: int, time_ms: float) -> str:
-        """Describes a time on a panel by its distance from the start of its window (a backward and the next
-        forward).
+        """Returns text on how long after the start of its window (a backward and the next forward) a time of a panel
+        is.
         """
         if window not in panel.windows:
             return "outside of the windows"

@@ -15,12 +15,14 @@ from embrace_fx.vocabulary.schedule import Operation, Schedule
 
 
 def render(schedule: Schedule) -> str:
-    """Returns the step graph of a schedule in the DOT language. Collectives show their position in the launch order."""
+    """Returns the graph of a step's operations and their dependences in the DOT language. Collectives show their
+    position in the launch order.
+    """
     return "\n".join(("digraph step {", *(f"  {line}" for line in _lines(schedule)), "}", ""))
 
 
 def _lines(schedule: Schedule) -> Iterator[str]:
-    """Yields the lines of a step graph in the DOT language."""
+    """Yields lines in the DOT language that draw a step's operations and the dependences between them."""
     steps = schedule.steps
     critical = {name for _, name in schedule.critical_path}
     place = {name: number for number, name in enumerate(schedule.launch_order, start=1)}

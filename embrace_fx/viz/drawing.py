@@ -29,13 +29,13 @@ _NAMED_OPS = 3
 
 @dataclass
 class Cell:
-    """A block of the drawing: a collective, or all compute between two collectives.
+    """A block of the drawing: a collective, or a run of compute nodes between collectives.
 
     Attributes:
         phase: the phase of the step, such as "forward".
-        lane: "compute", or the lane of the collective.
-        nodes: the graph nodes that it stands for.
-        after: indices of the cells that it depends on.
+        lane: "compute", or the collective's class of communication.
+        nodes: the graph nodes that the block stands for.
+        after: indices of the cells on which this one depends.
     """
 
     phase: str
@@ -45,7 +45,7 @@ class Cell:
 
     @property
     def label(self) -> str:
-        """The text in the cell: the collective, or the compute's most frequent ops."""
+        """The text in the cell: the name of the collective, or the most frequent ops of the compute."""
         if self.lane != "compute":
             launch = launch_of(self.nodes[0])
             return str(launch) if launch is not None else self.nodes[0].name
@@ -100,7 +100,9 @@ def fold_nodes(modules: Mapping[str, fx.GraphModule]) -> list[Cell]:
 
 
 def _waited_for(node: fx.Node) -> object | None:
-    """Returns the collective that a node waits for, as its id or its node, or None if the node does not wait."""
+    """Returns the collective that a node waits for: its launch id, or the node that launches it. Returns None if the
+    node is not a wait.
+    """
     if op_name(node) != "_c10d_functional::wait_tensor":
         return None
     source = node.all_input_nodes[0]
@@ -108,7 +110,7 @@ def _waited_for(node: fx.Node) -> object | None:
 
 
 def _lane_of(node: fx.Node) -> Lane:
-    """Returns the lane on which a node's collective runs."""
+    """Returns the lane (class of communication) of the collective that a node launches."""
     launch = launch_of(node)
     if launch is not None:
         return launch.lane
@@ -148,8 +150,8 @@ LAYOUT_S = 60.0
 
 
 def svg(modules: Mapping[str, fx.GraphModule], title: str) -> str:
-    """Returns a drawing of graphs as an SVG file that follows the reader's light or dark scheme. The arguments are
-    those of `dot`.
+    """Returns a drawing of graphs as SVG text that follows the reader's light or dark scheme. The arguments are those
+    of `dot`.
     """
     laid_out = _graphviz_svg(dot(modules, title))
     return _boxes_svg(fold_nodes(modules), title) if laid_out is None else laid_out
@@ -173,7 +175,7 @@ def _graphviz_svg(text: str) -> str | None:
 
 
 def _style_of_layout() -> str:
-    """Returns the style sheet that replaces Graphviz's colours in dark mode."""
+    """Returns the CSS that replaces the colours of a drawing by Graphviz in dark mode."""
     whole = ".embrace-graphs"
     rules = [f"{whole}{{background:{DARK.page}}}{whole} .graph>polygon{{fill:{DARK.page};stroke:none}}"]
     rules.append(f"{whole} .graph>text{{fill:{DARK.text}}}{whole} .edge path{{stroke:{DARK.faint}}}")
@@ -190,8 +192,8 @@ _CHARACTER = 6.2
 
 
 def _boxes_svg(cells: Sequence[Cell], title: str) -> str:
-    """Draws the cells as a titled column of boxes, each with its number, label and dependences, for machines without
-    Graphviz.
+    """Returns an SVG that shows cells as a column of boxes under a title, for machines without Graphviz. Each box has
+    its number, its label and the cells on which it depends.
     """
     needs = ["after " + ", ".join(str(k + 1) for k in sorted(cell.after)) if cell.after else "" for cell in cells]
     wide = 44 + _CHARACTER * max((len(cell.label) for cell in cells), default=0)

@@ -20,13 +20,14 @@ from embrace_fx.vocabulary.graph import PHASES
 
 
 class Graphs(Mapping[str, fx.GraphModule]):
-    """The graphs of a compiled model by name: as captured, after each pass, and the phases that run.
+    """The graphs of a compiled model by name: as captured, after each compiler pass, and the phases (such as forward
+    and backward) that a step runs.
 
     Args:
         modules: name -> graph, in order.
-        phases: pass -> the phases after it, for passes after the graph was partitioned.
+        phases: name of a pass -> the phases after it, for passes that run once the graph has been divided into phases.
         variants: name -> function that builds a phase of a variant of the step, such as the first step's.
-        sources: function that returns phase name -> function that returns the source code that runs.
+        sources: function that returns, for each phase's name, a function that returns the Python source that runs.
 
     Attributes:
         reason: why the graphs only exchange gradients while the forward runs eagerly, or "" if they contain the
@@ -65,15 +66,16 @@ class Graphs(Mapping[str, fx.GraphModule]):
         return self
 
     def _repr_html_(self) -> str:
-        """Returns the graphs of the last step as an SVG, for notebooks."""
+        """Returns a drawing of the phases that a step runs as an SVG, which notebooks show."""
         return drawing.svg(self._final_graphs(), _WHAT_RUNS) if self else "no graph yet"
 
     def text(self, name: str) -> str:
-        """Returns the graph after a pass as text, or all of its phases if it is partitioned."""
+        """Returns the graph of this name as text, or all of its phases if it is divided into phases."""
         return "\n".join(f"# {phase}\n{_readable(module)}" for phase, module in self._phases_of(name).items())
 
     def source(self, name: str = "backward") -> str:
-        """Returns the Python code of a phase that runs. Comments name the collective that a line launches or awaits.
+        """Returns the Python source of a phase that steps run. Comments name the collective that a line launches or
+        awaits.
 
         Args:
             name: "unique", "ids", "forward" or "backward", or a variant of these that has run.
@@ -87,8 +89,8 @@ class Graphs(Mapping[str, fx.GraphModule]):
         return found()
 
     def diff(self, first: str, second: str) -> str:
-        """Returns the differences between two graphs, given by the names of their passes, as a unified diff; "" if they
-        are equal.
+        """Returns the differences between the texts of two graphs as a unified diff; "" if they are equal. `first` and
+        `second` are names of the graphs.
 
         Raises:
             KeyError: there is no graph of that name.
@@ -124,11 +126,15 @@ class Graphs(Mapping[str, fx.GraphModule]):
         target.write_text(text, encoding="utf-8")
 
     def _phases_of(self, name: str) -> Mapping[str, fx.GraphModule]:
-        """Returns the phases of the graph after a pass, or the graph alone if it is not partitioned."""
+        """Returns phase -> graph after the pass `name`. If the graph is not yet divided into phases, its only key is
+        `name`.
+        """
         return self._phases.get(name) or {name: self[name]}
 
     def _final_graphs(self) -> Mapping[str, fx.GraphModule]:
-        """Returns the phases that run in a step, or the last graph if it is not partitioned."""
+        """Returns phase -> graph for the phases that a step runs, or name -> last graph if it is not divided into
+        phases.
+        """
         ran = {phase: self._modules[phase] for phase in PHASES if phase in self._modules}
         return ran or self._phases_of(list(self._modules)[-1])
 

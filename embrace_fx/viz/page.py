@@ -82,7 +82,7 @@ _NAMED = Theme(
 
 
 def _section(picture: Picture, panel: Panel) -> str:
-    """Returns one panel of a picture (the prediction or the measurement) as an HTML section."""
+    """Returns one panel of a picture (the predicted or the measured timeline) as an HTML section."""
     status = panel.status
     return "\n".join(
         (
@@ -97,7 +97,7 @@ def _section(picture: Picture, panel: Panel) -> str:
 
 
 def _colour_rules() -> str:
-    """Returns the CSS rules of both themes."""
+    """Returns the CSS rules that set the page's colours in light and in dark mode."""
     dark = _colour_variables(DARK)
     return (
         f":root {{ color-scheme: light; {_colour_variables(LIGHT)} }}\n"
@@ -107,7 +107,7 @@ def _colour_rules() -> str:
 
 
 def _colour_variables(theme: Theme) -> str:
-    """Returns the colours of a theme as CSS variables."""
+    """Returns declarations of CSS variables for the colours of a theme."""
     values = {name: getattr(theme, name) for name in _PLAIN}
     values |= {f"fill-{name}": theme.fill[name] for name in PAINTS}
     values |= {f"ink-{name}": theme.ink[name] for name in PAINTS}
@@ -115,7 +115,7 @@ def _colour_variables(theme: Theme) -> str:
 
 
 def _script_data(picture: Picture) -> dict[str, Any]:
-    """Returns the plain values of a picture that the page's script reads."""
+    """Returns the data of a picture that the page's script reads, as a dict of values for JSON."""
     schedule = picture.schedule
     return {
         "left": svg.LEFT,
@@ -138,7 +138,7 @@ def _script_data(picture: Picture) -> dict[str, Any]:
 
 
 def _panel_data(panel: Panel) -> dict[str, Any]:
-    """Converts a panel to the plain values that the page's script reads."""
+    """Returns the data of a panel that the page's script reads, as a dict of values for JSON."""
     return {
         "status": panel.status,
         "ranks": panel.ranks,
@@ -149,8 +149,8 @@ def _panel_data(panel: Panel) -> dict[str, Any]:
 
 
 def _operation_data(picture: Picture) -> Iterator[dict[str, Any]]:
-    """Yields the data that the page's script needs for each operation of a picture: its fields, and its median time
-    over steps and ranks for each panel.
+    """Yields the data of each operation of a picture that the page's script reads: its fields, its bytes as text, and
+    for each panel its median time over steps and ranks (None if the panel does not show it).
     """
     operations: dict[str, Operation] = {}
     taken: list[dict[str, list[float]]] = []
@@ -171,5 +171,5 @@ def _operation_data(picture: Picture) -> Iterator[dict[str, Any]]:
 
 
 def _metric_data(figure: Metric) -> dict[str, Any]:
-    """Converts a metric (`figure`) to the plain values that the page's script reads."""
+    """Returns the data of a metric (`figure`) that the page's script reads, as a dict of values for JSON."""
     return {**asdict(figure), "text": str(figure)}

@@ -18,11 +18,15 @@ from embrace_fx.vocabulary.step_parts import Share
 
 @dataclass(frozen=True)
 class Theme:
-    """The CSS colours of one theme.
+    """The CSS colours of the light or the dark theme of pictures.
 
     Attributes:
-        page, strip, line, faint, text, critical: colours of the background, of lanes, of lines, of secondary text, of
-            text, and of the critical path.
+        page: the background.
+        strip: the background of a lane, on which its operations are drawn.
+        line: separating lines.
+        faint: secondary text.
+        text: other text.
+        critical: the critical path.
         fill: key of `PAINTS` -> the colour of an operation.
         ink: key of `PAINTS` -> the colour of text on that operation.
     """
@@ -116,10 +120,12 @@ OF_SHARE: Mapping[Share, str] = {
 
 
 def paint(operation: Operation) -> str:
-    """Returns the key of an operation's colour in `PAINTS`: by category for compute, by lane for communication."""
+    """Returns the key in `PAINTS` of an operation's colour: its category for compute, its lane for communication and
+    copies.
+    """
     return OF_SHARE.get(operation.share, operation.lane)
 
 
 def lane_paint(lane: Lane) -> str:
-    """Returns the key of a lane's colour in `PAINTS`."""
+    """Returns the key in `PAINTS` of the colour that stands for a lane."""
     return "backward" if lane == "compute" else lane

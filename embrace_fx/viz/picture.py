@@ -25,13 +25,13 @@ _LEAST_GAP_MS = 0.001
 
 @dataclass(frozen=True)
 class Phase:
-    """A part of a window on one rank: the backward, the optimizer's step, or the next forward.
+    """The backward, the optimizer's step or the forward of a window (a backward and the next forward), on one rank.
 
     Attributes:
         name: the phase; "step" is the optimizer's.
-        window: the index of the window (a backward and the next forward).
-        start_ms, end_ms: as in `Span`.
-        step: the number of the training step; 0 for the first backward shown.
+        window: the index of the window.
+        start_ms, end_ms: milliseconds since the start of the first window.
+        step: the number of the training step, counted from that of the first backward shown, which is 0.
     """
 
     name: Literal["backward", "step", "forward"]
@@ -52,7 +52,8 @@ class Gap:
     """A time during which a rank neither runs an operation nor waits for one.
 
     Attributes:
-        window, start_ms, end_ms: as in `Span`.
+        window: the index of the window (a backward and the next forward).
+        start_ms, end_ms: milliseconds since the start of the first window.
     """
 
     window: int
@@ -63,13 +64,13 @@ class Gap:
 
 @dataclass(frozen=True)
 class Metric:
-    """One metric shown for a panel: its name, value and colour.
+    """One metric shown for a panel (a predicted or measured timeline): its name, value and colour.
 
     Attributes:
         label: the metric's name.
         unit: the value's unit, such as "ms", or "" for a ratio.
-        lane: the lane that it is about, or None.
-        is_wait: whether it is a time of waiting, which pictures hatch.
+        lane: the lane (compute or a class of communication) that it is about, or None.
+        is_wait: whether it is time spent waiting, which pictures hatch.
         paint: the key of its colour in `palette.PAINTS`, or None.
     """
 
@@ -82,7 +83,7 @@ class Metric:
 
     @property
     def digits(self) -> int:
-        """The number of decimals to show."""
+        """The number of decimals with which to show the value."""
         return 3 if self.unit == "" else 2
 
     def __str__(self) -> str:
@@ -94,7 +95,7 @@ class Panel:
     """One of a picture's timelines, the predicted or the measured one, prepared for drawing.
 
     Attributes:
-        status: where its times come from, in words.
+        status: whether the timeline was predicted or measured.
         diagnostics: the timeline's metrics.
         critical_path: (window, name) of the operations that determine the step's length, in order; empty if unknown.
     """
@@ -111,18 +112,20 @@ class Panel:
 
     @cached_property
     def windows(self) -> tuple[int, ...]:
-        """The windows (a backward and the next forward each) whose compute is shown."""
+        """The indices of the windows (a backward and the next forward each) in which the timeline has compute,
+        sorted.
+        """
         return tuple(sorted({phase.window for phase in self.phases}))
 
     @cached_property
     def lanes(self) -> tuple[Lane, ...]:
-        """The lanes (compute, and each kind of communication) that any rank uses."""
+        """The lanes (compute, and each class of communication or copies) that the timeline uses, in drawing order."""
         used = {span.operation.lane for span in self.timeline.spans}
         return tuple(lane for lane in LANES if lane in used)
 
     @cached_property
     def phases(self) -> tuple[Phase, ...]:
-        """The phases of all ranks, ordered by rank, then by time."""
+        """The backwards, optimizer steps and forwards of all ranks, ordered by rank, then by time."""
         by_window: defaultdict[tuple[int, int], list[Span]] = defaultdict(list)
         for span in self.timeline.spans:
             if span.operation.is_compute:
@@ -143,19 +146,19 @@ class Panel:
 
     @property
     def shown_windows(self) -> tuple[int, ...]:
-        """The windows shown before the reader scrolls: the last two, or the only one."""
+        """The indices of the windows shown before the reader scrolls: the last two, or the only one."""
         return self.windows[-SHOWN_WINDOWS:]
 
     @property
     def origin_ms(self) -> float:
-        """The start of the first window in `shown_windows`, which is 0 on the time axis."""
+        """The start in ms of the first window in `shown_windows`. The time axis has its 0 there."""
         return self.starts_ms[self.shown_windows[0]]
 
     @cached_property
     def shown_ms(self) -> tuple[float, float]:
-        """The times (first start, last end) of everything in `shown_windows`, in ms since `origin_ms`.
+        """The first start and the last end, in ms since `origin_ms`, of the operations and waits of `shown_windows`.
 
-        Communication may start before its window does.
+        The first start may be negative, because communication may start before its window does.
         """
         items: tuple[Span | Wait, ...] = (*self.timeline.spans, *self.timeline.waits)
         shown = [x for x in items if x.window in self.shown_windows]
@@ -163,7 +166,9 @@ class Panel:
 
     @cached_property
     def rows(self) -> dict[tuple[int, Lane], list[list[Span]]]:
-        """Maps (rank, lane) to its spans, distributed over as few rows as possible so that none overlap."""
+        """Maps (rank, lane) to drawing rows of spans. The spans of a lane are distributed over as few rows as possible
+        so that none overlap.
+        """
         by_lane: defaultdict[tuple[int, Lane], list[Span]] = defaultdict(list)
         for span in self.timeline.spans:
             by_lane[span.rank, span.operation.lane].append(span)
@@ -171,12 +176,12 @@ class Panel:
 
     @cached_property
     def critical_spans(self) -> tuple[Span, ...]:
-        """The spans of the critical path, on the first rank."""
+        """The spans of the operations on the critical path, on the lowest rank."""
         found = {(s.window, s.operation.name): s for s in self.timeline.spans if s.rank == self.ranks[0]}
         return tuple(found[key] for key in self.critical_path if key in found)
 
     def waits_of(self, rank: int) -> Iterator[Wait]:
-        """Yields the waits of a rank."""
+        """Returns an iterator over the times during which a rank's compute waits."""
         return (wait for wait in self.timeline.waits if wait.rank == rank)
 
     def gaps_of(self, rank: int) -> Iterator[Gap]:
@@ -191,13 +196,15 @@ class Panel:
             end_ms = max(end_ms, item.end_ms)
 
     def _compute_metrics(self) -> Iterator[Metric]:
-        """Yields a metric for each category of compute in a step, in execution order."""
+        """Yields a metric for each category of compute (such as backward, optimizer and loader) that takes time in a
+        step.
+        """
         for share in ("backward", "your code", "optimizer", "loader", "forward"):
             if ms := self.diagnostics.shares_ms.get(share, 0.0):
                 yield Metric(share, ms, "ms", "compute", paint=OF_SHARE[share])
 
     def why(self) -> Why | None:
-        """Explains the time of a step in words, or returns None if a step takes no time."""
+        """Returns an explanation, in words, of how long a step takes, or None if a step takes no time."""
         is_measured = self.status == "measured"
         return explain_step(
             self.diagnostics.shares_ms, "A step takes" if is_measured else "A step is predicted to take"
@@ -225,10 +232,10 @@ class Panel:
 
 @dataclass(frozen=True)
 class Bar:
-    """A bar that shows one system's step time, divided by category.
+    """A bar that shows the step time of a prediction, of a measurement or of DDP, divided by category.
 
     Attributes:
-        name: the system, such as "predicted" or "DDP".
+        name: what the bar is about, such as "predicted" or "DDP, estimated".
         parts: the time of each category.
         total_ms: the step's time.
     """
@@ -245,10 +252,10 @@ class Picture:
     Attributes:
         schedule: the prediction, or None.
         timeline: the measurement, or None.
-        background: facts to show beside them, or None.
+        background: facts to show beside the timelines, or None.
 
     Raises:
-        ValueError: there is neither, or one has no compute.
+        ValueError: neither a schedule nor a timeline is given, or one of them has no compute.
     """
 
     schedule: Schedule | None
@@ -267,7 +274,7 @@ class Picture:
 
     @cached_property
     def panels(self) -> tuple[Panel, ...]:
-        """The panels of the prediction and of the measurement, if they exist."""
+        """The panels for drawing: the predicted timeline, then the measured one, as far as they exist."""
         found = []
         if (schedule := self.schedule) is not None:
             found.append(Panel("predicted", schedule.predicted, schedule.diagnostics(), schedule.critical_path))
@@ -277,7 +284,8 @@ class Picture:
 
     @property
     def why(self) -> Why | None:
-        """Explains a step's time: of the measured step, or else of a prediction from measured compute; otherwise None.
+        """An explanation in words of the measured step's time. Without a measurement, it explains the prediction if
+        that uses measured times of compute, and is None otherwise.
 
         A prediction by the cost model alone lacks the optimizer's and the loader's time.
         """
@@ -285,8 +293,8 @@ class Picture:
         return self.panels[-1].why() if is_told else None
 
     def ratios(self) -> dict[str, str]:
-        """Maps the name of each metric to its measured value divided by the predicted one, as text; "" if either is 0
-        as shown.
+        """Maps each metric's name to its measured value divided by the predicted one, as text. The text is "" if the
+        ratio is unknown, or the predicted value is shown as 0. Without both panels, the dict is empty.
         """
         if len(self.panels) < 2:
             return {}
@@ -294,7 +302,9 @@ class Picture:
         return {label: _format_ratio(measured.get(label), predicted.get(label)) for label in {**predicted, **measured}}
 
     def bars(self) -> tuple[Bar, ...]:
-        """Returns bars to compare step times: predicted, measured, and estimated for DDP with the same compute."""
+        """Returns bars that compare step times: predicted, measured, and estimated for DDP with the same compute, as
+        far as they are known.
+        """
         found = []
         for panel in self.panels:
             parts = tuple(f for f in panel.figures() if f.paint or f.label == "between operations")
@@ -308,19 +318,19 @@ class Picture:
         return tuple(found)
 
     def _link_slowdown(self) -> float:
-        """Returns the measured time of dense gradients divided by the predicted one, by which DDP's estimate is
-        scaled.
+        """Returns the measured time of dense communication divided by the predicted one, or 1 if either is unknown.
+        DDP's estimated communication is multiplied by it.
         """
         predicted, *measured = (panel.diagnostics.communication_ms.get("dense", 0.0) for panel in self.panels)
         return measured[0] / predicted if measured and measured[0] and predicted else 1.0
 
     @property
     def lanes(self) -> tuple[Lane, ...]:
-        """The lanes (compute, and each kind of communication) that any panel shows."""
+        """The lanes (compute, and each class of communication or copies) that any panel uses, in drawing order."""
         return tuple(lane for lane in LANES if any(lane in panel.lanes for panel in self.panels))
 
     def legend(self) -> Iterator[tuple[Literal["paint", "wait", "gap", "path"], str, str]]:
-        """Yields the legend's entries: (kind of mark, key of its colour, name)."""
+        """Yields the legend's entries: (kind of mark, key of its colour in `palette.PAINTS` or "", text)."""
         used = {paint(span.operation) for panel in self.panels for span in panel.timeline.spans}
         yield from (("paint", each, name) for each, name in PAINTS.items() if each in used)
         if waited := next((w.lane for panel in self.panels for w in panel.timeline.waits), None):
@@ -338,7 +348,7 @@ class Picture:
 
     @property
     def subtitle(self) -> str:
-        """Where the prediction comes from, and how many ranks were measured."""
+        """Text on where the prediction comes from, and on how many ranks the timeline was measured."""
         parts = []
         if self.schedule:
             parts.append(f"prediction from the {self.schedule.source}")
@@ -349,10 +359,10 @@ class Picture:
 
 
 def _format_ratio(measured: Metric | None, predicted: Metric | None) -> str:
-    """Formats a measured value divided by the predicted one; "" if the prediction is 0.00, because the quotient would
-    be noise.
+    """Returns a measured value divided by the predicted one, as text. Returns "" if either is None, or if the predicted
+    value is shown as 0, because the ratio would be noise.
 
-    From 100 on it has no decimals, to fit a phone's width.
+    Ratios of 100 or more have no decimals, to fit a phone's width.
     """
     if measured is None or predicted is None or not round(predicted.value, predicted.digits):
         return ""
@@ -361,15 +371,16 @@ def _format_ratio(measured: Metric | None, predicted: Metric | None) -> str:
 
 
 def labels(operation: Operation) -> tuple[str, ...]:
-    """Returns labels for an operation, longest first: its name, the names of its tables or buckets, and the last part
-    of these.
+    """Returns three labels for an operation, longest first: its name, the names of the tables or buckets that it
+    serves, and the last part of these names.
     """
     served = ", ".join(_short_name(name) for name in operation.serves)
     return (operation.name, served, re.split(r"[. ](?!\+)", served)[-1])
 
 
 def _short_name(name: str) -> str:
-    """Shortens a table's name. A joined table gets its first table's name and the number of the others.
+    """Returns a short form of a table's name. For a joined table (several tables stored as one), it is the first
+    table's name and the number of other tables.
 
     >>> _short_name("user.weight and 2 more")
     'user +2'
@@ -380,10 +391,11 @@ def _short_name(name: str) -> str:
 
 
 def _phases_of_window(spans: Sequence[Span], rank: int, window: int, end_ms: float) -> Iterator[Phase]:
-    """Yields the backward, the optimizer's step and the forward of a window on one rank.
+    """Yields those of the phases backward, optimizer's step and forward that take time in a window on one rank.
 
     Args:
         spans: the compute operations of the window on that rank.
+        window: the index of the window (a backward and the next forward).
         end_ms: the end of the window.
     """
     start_ms = min(span.start_ms for span in spans)
@@ -406,7 +418,9 @@ def _phases_of_window(spans: Sequence[Span], rank: int, window: int, end_ms: flo
 
 
 def _pack_rows(spans: Sequence[Span]) -> list[list[Span]]:
-    """Distributes spans over rows without overlap: in order of time, each into the first free row."""
+    """Distributes spans over drawing rows so that none overlap. In order of time, each span goes into the first row
+    that is free at its start.
+    """
     rows: list[list[Span]] = [[]]
     for span in sorted(spans, key=lambda s: (s.start_ms, s.end_ms)):
         free = next((row for row in rows if not row or row[-1].end_ms <= span.start_ms + 1e-6), None)

@@ -37,7 +37,7 @@ _LINE = 150
 
 
 def render(picture: Picture) -> str:
-    """Returns a picture as an SVG file."""
+    """Draws a picture (the timelines of a schedule, a measurement or both) and returns the text of the SVG file."""
     body = list(_sections(picture))
     description = f'<desc id="desc">{escape("; ".join(_metrics_line(panel) for panel in picture.panels))}</desc>'
     lines = [line for part in body for line in part.lines]
@@ -47,11 +47,12 @@ def render(picture: Picture) -> str:
 
 
 def svg_document(title: str, width: int, height: int, head: Sequence[str], lines: Sequence[str]) -> str:
-    """Returns an SVG file of this title and size, in pixels, that follows the reader's light or dark scheme.
+    """Returns the text of an SVG file with this title and size (in pixels). Its colours follow the reader's light or
+    dark mode.
 
     Args:
-        head: lines of SVG before the background.
-        lines: lines of SVG on the background.
+        head: SVG elements that come before the background, such as `<defs>`, as lines of text.
+        lines: SVG elements drawn on the background, as lines of text.
     """
     labels = "title desc" if head else "title"
     return "\n".join(
@@ -71,8 +72,8 @@ def svg_document(title: str, width: int, height: int, head: Sequence[str], lines
 
 
 def rank_strips(picture: Picture, panel: Panel) -> Iterator[str]:
-    """Yields one SVG element for each rank of a panel of a picture, for the HTML page. The page's script moves its
-    items when the reader zooms.
+    """Yields, for the HTML page, an `<svg>` element as text for each rank of a panel (the predicted or the measured
+    timeline). The page's script moves the operations in it when the reader zooms.
     """
     low, high = (
         edge(getattr(s, at) for s in panel.timeline.spans) for edge, at in ((min, "start_ms"), (max, "end_ms"))
@@ -91,10 +92,10 @@ def rank_strips(picture: Picture, panel: Panel) -> Iterator[str]:
 
 @dataclass(frozen=True)
 class _Section:
-    """A section of the picture.
+    """A part of the picture that has been drawn, such as the legend or the timeline of one rank.
 
     Attributes:
-        lines: its lines of SVG.
+        lines: its SVG elements, as lines of text.
         bottom: the y coordinate of its bottom edge.
     """
 
@@ -109,7 +110,7 @@ class _Axis:
     Attributes:
         origin_ms: the time that the axis shows as 0.
         start_ms, end_ms: the range that the axis shows, in ms since `origin_ms`.
-        live: whether a script moves elements later, by times in their attributes.
+        live: whether the picture is part of the HTML page, whose script moves elements when the reader zooms.
     """
 
     origin_ms: float
@@ -122,7 +123,7 @@ class _Axis:
         return round(LEFT + (WIDTH - LEFT - RIGHT) * min(max(share, 0.0), 1.0), 2)
 
     def shows(self, item: Span | Wait | Gap | Phase) -> bool:
-        """Returns whether any part of an item lies in the time that is shown."""
+        """Returns whether any part of an item lies in the time range of the axis; always True if the axis is live."""
         return self.live or (self(item.end_ms) > LEFT and self(item.start_ms) < WIDTH - RIGHT)
 
     def rectangle(self, item: Span | Wait | Gap) -> str:
@@ -131,8 +132,8 @@ class _Axis:
         return f'x="{left}" width="{max(self(item.end_ms) - left - 0.5, 0.5):.2f}"'
 
     def data_times(self, start_ms: float, end_ms: float, **more: object) -> str:
-        """Returns SVG attributes with an element's start and end, and `more` facts, for the page's script; "" in a
-        static picture.
+        """Returns the attributes of an SVG element from which the page's script places it: `data-s` and `data-e` (start
+        and end in ms), and one `data-` attribute for each of `more`. Returns "" if the axis is not live.
         """
         values = {"s": f"{start_ms:.4f}", "e": f"{end_ms:.4f}", **more} if self.live else {}
         return "".join(f' data-{key}="{escape(str(value))}"' for key, value in values.items())
@@ -246,8 +247,8 @@ def _rank_section(panel: Panel, rank: int, axis: _Axis, top: float, facts: Hover
 
 
 def _memory_section(panel: Panel, rank: int, axis: _Axis, top: float) -> _Section:
-    """Returns the section with a rank's memory as a line over time, empty if it is not known. The arguments are those
-    of `_rank_section`.
+    """Returns the section that shows a rank's memory as a line over time. It has no lines if the timeline has no memory
+    values for the rank. `top` is the y coordinate of its top edge.
     """
     points = [p for p in panel.timeline.memory if p.rank == rank]
     if not points:
@@ -276,12 +277,12 @@ def _memory_section(panel: Panel, rank: int, axis: _Axis, top: float) -> _Sectio
 def _with_hover_text(
     item: Span | Wait | Gap, drawn: str, y: float, panel: Panel, axis: _Axis, facts: HoverTexts
 ) -> str:
-    """Wraps a drawn item in an element that shows its facts on hover.
+    """Wraps the SVG of an item in an element that shows facts about the item on hover. Returns the element as text.
 
     Args:
-        drawn: its SVG.
-        y: the y coordinate of its top edge.
-        panel: the panel with the item.
+        drawn: the item's SVG.
+        y: the y coordinate of the item's top edge.
+        panel: the timeline that contains the item.
         axis: the time axis.
         facts: the texts shown on hover.
     """
@@ -309,8 +310,8 @@ def _span_bar(span: Span, axis: _Axis, y: float, *, framed: bool) -> str:
 
 
 def _wait_bar(item: Wait | Gap, axis: _Axis, y: float) -> str:
-    """Returns a hatched bar for a wait, or a thin line for a gap. `y` is the y coordinate of its top edge on the time
-    axis.
+    """Returns the SVG of a hatched bar for a wait, or of a thin line for a gap (a time in which the rank neither runs
+    an operation nor waits for one). `y` is the y coordinate of the top edge of the compute lane.
     """
     extent = axis.rectangle(item)
     if isinstance(item, Gap):
@@ -323,7 +324,9 @@ def _wait_bar(item: Wait | Gap, axis: _Axis, y: float) -> str:
 
 
 def _phase_names(phases: list[Phase], axis: _Axis, y: float) -> Iterator[str]:
-    """Yields the names of the phases that are wide enough for them, at the y coordinate `y` along the time axis."""
+    """Yields an SVG text with the name of each phase, such as "forward", at the y coordinate `y`. Leaves out names that
+    are wider than their phase, unless the axis is live.
+    """
     for phase in phases:
         left, right = axis(phase.start_ms), axis(phase.end_ms)
         if axis.live or CHARACTER * len(phase.label) <= right - left - 4:
@@ -332,15 +335,17 @@ def _phase_names(phases: list[Phase], axis: _Axis, y: float) -> Iterator[str]:
 
 
 def _boundaries(phases: list[Phase], axis: _Axis, top: float, bottom: float) -> Iterator[str]:
-    """Yields a vertical line on the time axis, from `top` to `bottom`, at the start of each phase."""
+    """Yields a vertical SVG line at the start of each phase (forward or backward), between the y coordinates `top` and
+    `bottom`.
+    """
     for phase in phases:
         kind = "window" if phase.name == "backward" else "phase"
         yield _svg_line(axis, phase.start_ms, phase.start_ms, top, bottom, f'class="{kind}"')
 
 
 def _arrows(path: Sequence[Span], axis: _Axis, place: Mapping[int, float]) -> Iterator[str]:
-    """Yields an arrow from the end of each operation on the critical path to the start of the next one, if they are in
-    different rows.
+    """Yields an SVG arrow from the end of each operation on the critical path to the start of the next one, if their
+    bars have different y coordinates.
 
     Args:
         path: the spans of the critical path, in order.
@@ -356,15 +361,19 @@ def _arrows(path: Sequence[Span], axis: _Axis, place: Mapping[int, float]) -> It
 
 
 def _svg_line(axis: _Axis, from_ms: float, to_ms: float, y1: float, y2: float, css_class: str) -> str:
-    """Returns a line from the point (`from_ms`, `y1`) to (`to_ms`, `y2`), each a time on the axis and a y coordinate.
-    `css_class` is the line's SVG attribute `class="..."`.
+    """Returns an SVG line from (`from_ms`, `y1`) to (`to_ms`, `y2`). The axis converts the times to x coordinates.
+
+    Args:
+        css_class: the whole attribute, such as `class="arrow"`, followed by further attributes if any.
     """
     times = axis.data_times(from_ms, to_ms)
     return f'<line x1="{axis(from_ms)}" x2="{axis(to_ms)}" y1="{y1}" y2="{y2}" {css_class}{times}/>'
 
 
 def _ticks(axis: _Axis, y: float) -> Iterator[str]:
-    """Yields the time axis and its ticks. `y` is the y coordinate of the line."""
+    """Yields the SVG elements of the time axis: a horizontal line at the y coordinate `y`, ticks, and their times in
+    ms.
+    """
     span_ms = axis.end_ms - axis.start_ms
     power = 10 ** math.floor(math.log10(span_ms / 8))
     step = next(m * power for m in (1, 2, 5, 10) if m * power >= span_ms / 8)
@@ -400,7 +409,7 @@ def svg_definitions(picture: Picture) -> str:
 
 
 def _hatch(lane: Lane) -> str:
-    """Returns the hatching pattern for waits for a lane."""
+    """Returns the SVG pattern, in a lane's colour, that fills the bars of waits for operations on that lane."""
     return (
         f'<pattern id="h-{lane}" width="5" height="5" patternUnits="userSpaceOnUse" patternTransform="rotate(45)">'
         f'<rect width="2" height="5" class="f-{lane}"/></pattern>'
@@ -408,7 +417,7 @@ def _hatch(lane: Lane) -> str:
 
 
 def style_sheet(theme: Theme) -> str:
-    """Returns the style sheet of a picture in one theme."""
+    """Returns the CSS of a picture: fonts and lines, and the colours of one theme (light or dark)."""
     fixed = (
         "text{font:10px Helvetica,Arial,'DejaVu Sans',sans-serif}"
         ".title{font-size:15px;font-weight:bold}.heading{font-size:12px;font-weight:bold}.rank{font-weight:bold}"
@@ -420,7 +429,7 @@ def style_sheet(theme: Theme) -> str:
 
 
 def _colour_rules(theme: Theme) -> str:
-    """Returns the style rules for the colours of a theme."""
+    """Returns the CSS rules that set the colours of one theme (light or dark)."""
     rules = [
         f"text{{fill:{theme.text}}}.faint,.tick,.lane{{fill:{theme.faint}}}",
         f".page{{fill:{theme.page}}}.strip{{fill:{theme.strip}}}.axis,.phase,.gap,.memory{{stroke:{theme.faint}}}",

@@ -26,7 +26,9 @@ _NANOSECOND_US = 0.001
 
 
 def render(picture: Picture) -> str:
-    """Returns a picture as a trace file."""
+    """Returns a picture (the timelines of a schedule, a measurement or both) as the text of a JSON file in the Chrome
+    trace event format.
+    """
     pids = count(1)
     events: list[Event] = []
     for panel in picture.panels:
@@ -45,7 +47,8 @@ def render(picture: Picture) -> str:
 
 
 def read_trace(path: str | os.PathLike[str]) -> tuple[Schedule | None, Timeline | None]:
-    """Reads the prediction and the measurement from a trace that `render` has written; None for a missing one.
+    """Reads the predicted schedule and the measured timeline from a file whose text `render` returned. Either is None
+    if the picture did not have it.
 
     Raises:
         ValueError: the file is missing or not a trace of embrace_fx.
@@ -63,17 +66,19 @@ def read_trace(path: str | os.PathLike[str]) -> tuple[Schedule | None, Timeline 
 
 
 def _plain_data(cls: type[Schedule | Timeline], value: Schedule | Timeline | None) -> Any:
-    """Converts a schedule or timeline to plain data, without the fields that drawing adds. Returns None for None.
+    """Converts a schedule or timeline to JSON types: a dict of its fields. Returns None for None.
 
     Args:
-        cls: the class whose fields to convert: `Schedule` or `Timeline`.
+        cls: the class whose fields to convert: `Schedule` or `Timeline`. Fields that only a subclass has are left out.
         value: the schedule or timeline.
     """
     return None if value is None else {field.name: to_plain(getattr(value, field.name)) for field in fields(cls)}
 
 
 def _rank_events(panel: Panel, rank: int, pid: int) -> Iterator[Event]:
-    """Yields the trace events of one rank of a panel. `pid` is the rank's process number in the trace."""
+    """Yields the trace events of one rank of a panel (the predicted or the measured timeline). `pid` is the rank's
+    process number in the trace.
+    """
     yield _name_event("process", pid, 0, f"{panel.status}, rank {rank}")
     yield {"ph": "M", "name": "process_sort_index", "pid": pid, "tid": 0, "args": {"sort_index": pid}}
     for lane in panel.lanes:
@@ -103,8 +108,9 @@ def _rank_events(panel: Panel, rank: int, pid: int) -> Iterator[Event]:
 
 
 def _arrows(panel: Panel, pid: int) -> Iterator[Event]:
-    """Yields the arrows of a panel's critical path, from the end of each operation to the start of the next. `pid` is
-    the process number of the first rank in the trace.
+    """Yields the trace events that draw arrows along the critical path of a panel (the predicted or the measured
+    timeline), from the end of each operation to the start of the next. `pid` is the process number of the first rank,
+    to which the path belongs.
     """
     tids = {
         id(span): _thread_id(panel, lane, number)
@@ -120,13 +126,20 @@ def _arrows(panel: Panel, pid: int) -> Iterator[Event]:
 
 
 def _thread_id(panel: Panel, lane: Lane, row: int) -> int:
-    """Returns the thread number in the trace for a row of a lane of a panel. Viewers sort rows by it."""
+    """Returns the thread number in the trace for one row of a lane. A lane has several rows if its operations overlap.
+    Viewers sort rows by this number.
+    """
     most = max(len(rows) for rows in panel.rows.values())
     return LANES.index(lane) * most + row + 1
 
 
 def _name_event(event: str, pid: int, tid: int, name: str) -> Event:
-    """Returns the trace event that names a process or a thread (`event`), given by its numbers `pid` and `tid`."""
+    """Returns the trace event that gives a process or a thread its name.
+
+    Args:
+        event: "process" or "thread".
+        pid, tid: the numbers of the process and the thread in the trace.
+    """
     return {"ph": "M", "name": f"{event}_name", "pid": pid, "tid": tid, "args": {"name": name}}
 
 

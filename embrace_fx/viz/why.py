@@ -69,12 +69,13 @@ LEAST = 0.02
 
 @dataclass(frozen=True)
 class Why:
-    """The explanation of a step's time.
+    """The explanation of what a step's time is spent on.
 
     Attributes:
-        headline: a sentence with the categories that take the most time.
+        headline: a sentence with the time of the step and the category that takes most of it.
         change: a sentence with the change that would help most.
-        parts: (category, share of the step, ms) of each category that takes at least a share `LEAST`.
+        parts: (category, share of the step from 0 to 1, ms) of each category that takes at least a share `LEAST` of the
+            step, longest first. The other categories are summed as "all else".
     """
 
     headline: str
@@ -87,10 +88,10 @@ class Why:
 
 
 def explain_step(shares_ms: Mapping[Share, float], step: str = "A step takes") -> Why | None:
-    """Explains a step's time in words. Returns None if it takes no time.
+    """Explains in words what a step's time is spent on. Returns None if all times are zero.
 
     Args:
-        shares_ms: category -> milliseconds.
+        shares_ms: category -> milliseconds of the step.
         step: the beginning of the sentence: "A step is predicted to take" for a prediction.
     """
     whole_ms = sum(shares_ms.values())
@@ -111,12 +112,12 @@ def explain_step(shares_ms: Mapping[Share, float], step: str = "A step takes") -
 
 
 def compare_to_prediction(shares_ms: Mapping[Share, float], schedule: Schedule) -> str:
-    """Returns a sentence about a step that is slower or faster than predicted, with an option to try; "" if it takes as
-    long as predicted.
+    """Returns sentences that say how much slower or faster a measured step is than predicted, and what to try. Returns
+    "" if the times differ by at most a share `LEFT` of the predicted time.
 
     Args:
         shares_ms: category -> milliseconds of the measured step.
-        schedule: the schedule in use.
+        schedule: the schedule in use, with the predicted times.
     """
     figures = schedule.diagnostics()
     measured_ms = sum(shares_ms[part] for part in PREDICTED)
