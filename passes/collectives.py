@@ -36,11 +36,11 @@ class Collective:
 
     Attributes:
         group: the process group's purpose, such as "embedding" or "dense".
-        op: the op, without its overload.
+        op: the op's name, "namespace::name" without overload.
         id: the id of the launch as text, or "" if it has none.
         serves: the tables or parameters whose ids or gradients are packed into one launch, in order.
-        options: other arguments of the op that are not tensors, by name.
-        dtype: the dtype of the tensors.
+        options: other arguments of the op that are not tensors: (name, value as text).
+        dtype: the dtype of the launch's result.
         shape: the shape of a tensor that is reduced or exchanged as a whole, or None if the size depends on the batch.
     """
 
@@ -100,7 +100,9 @@ def group_of(launch: fx.Node) -> str:
 
 
 def launch_options(launch: fx.Node) -> dict[str, Any]:
-    """Returns the arguments of a launch that are not tensors, by name."""
+    """Returns those arguments of a collective's op that are not tensors, by name. Arguments left at their defaults are
+    not included.
+    """
     assert isinstance(launch.target, OpOverload)
     tensors = {a.name for a in launch.target._schema.arguments if "Tensor" in str(a.type)}
     return {name: value for name, value in _arguments(launch).items() if name not in tensors}
@@ -122,13 +124,13 @@ def is_launch(node: Argument) -> bool:
 
 
 def is_wait(node: fx.Node) -> bool:
-    """Returns whether a node waits for a collective that another node has started."""
+    """Returns whether a node waits for a collective that another node has started, by `wait_tensor`."""
     return op_name(node) == "_c10d_functional::wait_tensor"
 
 
 def aliased_inputs(node: fx.Node) -> list[fx.Node]:
-    """Returns the inputs whose memory a node's result may share: the source of a view, or an input that the node writes
-    in place.
+    """Returns the inputs whose memory a node's result may share: the source of a view, an input that the node writes in
+    place, or the collective that the node waits for.
     """
     if node.target is operator.getitem:  # an item of a list of views is a view; other items are separate results
         return aliased_inputs(node.all_input_nodes[0])
@@ -146,7 +148,9 @@ def aliased_inputs(node: fx.Node) -> list[fx.Node]:
 
 @functools.cache
 def _shared_arguments(op: OpOverload) -> tuple[tuple[int, str], ...]:
-    """Returns (position, name) of each tensor or list argument whose memory an op's results may share."""
+    """Returns (position, name) of each argument of an op (tensor or list of tensors) whose memory the op's results may
+    share.
+    """
     schema = op._schema
     if all(result.alias_info is None for result in schema.returns):
         return ()

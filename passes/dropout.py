@@ -28,8 +28,8 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class EagerDropout:
-    """The pass that replaces `native_dropout` on the CPU by what eager mode computes, and removes the copies that
-    dropout with p=0 leaves.
+    """The pass that replaces `native_dropout` on the CPU by the ops that eager mode runs, and removes the `clone` nodes
+    that dropout with p=0 leaves.
     """
 
     def __call__(self, graph: TrainingGraph) -> TrainingGraph:
@@ -37,8 +37,8 @@ class EagerDropout:
 
 
 def _removable_copies(graph: TrainingGraph) -> list[fx.Node]:
-    """Returns the `clone` nodes that can be removed because they keep the layout and no output of the graph is or views
-    them.
+    """Returns the `clone` nodes that can be removed. They keep the layout of their input, and neither they nor views of
+    them are outputs of the graph.
     """
     found = []
     for node in graph.graph.find_nodes(op="call_function", target=aten.clone.default):
@@ -55,7 +55,7 @@ def _is_returned(node: fx.Node) -> bool:
 
 
 def _is_view(node: fx.Node) -> bool:
-    """Returns whether a node is a view of its input or picks one item of it."""
+    """Returns whether a node is a view of its input, or picks one item of its input."""
     is_op = isinstance(node.target, torch._ops.OpOverload)
     return node.target is operator.getitem or (is_op and (node.target in SHARES_MEMORY or yields_views(node.target)))
 
@@ -68,7 +68,7 @@ def _remove_copy(rewriter: Rewriter, node: fx.Node) -> None:
 
 
 def _dropouts(graph: TrainingGraph) -> list[fx.Node]:
-    """Returns the dropout nodes of a training graph that `use_scaled_noise` can replace."""
+    """Returns the `native_dropout` nodes of a training graph that `use_scaled_noise` can replace."""
     return [
         node
         for node in graph.graph.find_nodes(op="call_function", target=aten.native_dropout.default)
@@ -77,7 +77,7 @@ def _dropouts(graph: TrainingGraph) -> list[fx.Node]:
 
 
 def _is_replaceable(node: fx.Node) -> bool:
-    """Returns whether a dropout runs on the CPU and only its backward reads its mask."""
+    """Returns whether a `native_dropout` node runs on the CPU and its mask is read only by the dropout's backward."""
     value = node.args[0]
     if not isinstance(value, fx.Node) or value.meta["val"].device.type != "cpu":
         return False

@@ -65,11 +65,11 @@ class Loss:
 
     Attributes:
         node: the `nll_loss_forward`.
-        steps: the element-wise ops between the product and the log-softmax.
-        shapes: the ops between the product and the log-softmax that change the leading shape.
+        steps: the element-wise ops between the matrix product and the log-softmax.
+        shapes: the nodes before the loss that change only the logits' leading shape, such as views.
         backward: the `nll_loss_backward` of `node`, or None if no gradient is taken.
-        sums: the sum of the log-softmax over the table's rows, if labels are smoothed.
-        of_sums: the gradient (L,) with respect to `sums`.
+        sums: the sum of the log-softmax over the table's rows, or None if labels are not smoothed.
+        of_sums: the gradient (L,) with respect to `sums`, or None.
     """
 
     node: fx.Node
@@ -104,7 +104,7 @@ class Head:
     Attributes:
         weight: the table's placeholder.
         as_read: the (V, D) node whose transpose is multiplied with the hidden states: the table or a cast of it.
-        product: the `mm` or `addmm`.
+        product: the matrix product (`mm` or `addmm`) that computes the logits.
         hidden: the hidden states (M, D), which are the other factor.
         bias: the added bias (V,), or None.
         sizes: nodes that read a leading size of the logits.
@@ -134,8 +134,8 @@ def forward_nodes(graph: TrainingGraph) -> set[fx.Node]:
 
 
 def head_blocker(graph: TrainingGraph, parameter: str, forward: set[fx.Node] | None = None) -> str | None:
-    """Returns the reason why the head over a table, given by name, cannot be sharded, or None if it can. `forward` is
-    the result of `forward_nodes`, if known.
+    """Returns the reason why the output layer over the table `parameter` cannot be sharded, or None if it can.
+    `forward` is the result of `forward_nodes`, if known.
     """
     try:
         find_head(graph, parameter, forward)
@@ -145,8 +145,8 @@ def head_blocker(graph: TrainingGraph, parameter: str, forward: set[fx.Node] | N
 
 
 def head_losses(graph: TrainingGraph) -> dict[str, Loss]:
-    """Maps each table to the loss of its output layer, for losses that are computed in the graph rather than in the
-    training loop.
+    """Maps the name of each table that is an output layer's weight to the loss of that layer. Only losses that the
+    model's forward computes, rather than the training loop, are in the graph.
     """
     if all(node.target is not aten.nll_loss_forward.default for node in graph.graph.nodes):
         return {}
@@ -162,14 +162,14 @@ def labels_in_batch(graph: TrainingGraph) -> dict[str, tuple[fx.Node, int]]:
     """Finds the labels of output layers whose loss is in the graph, if the labels depend on the batch alone.
 
     Returns:
-        table -> the labels (L,), and the label that the loss ignores.
+        name of the layer's table -> (node of the labels (L,), the label that the loss ignores).
     """
     losses = {name: loss for name, loss in head_losses(graph).items() if labels_from_batch(loss)}
     return {name: (argument(o.node, "target"), argument(o.node, "ignore_index")) for name, o in losses.items()}
 
 
 def mean_loss_labels(graph: TrainingGraph) -> list[tuple[fx.Node, int]]:
-    """Returns (labels, ignored label) of every mean loss in the graph whose labels depend on the batch alone."""
+    """Returns (node of the labels, ignored label) of every mean loss whose labels depend on the batch alone."""
     losses = [n for n in graph.graph.nodes if n.target in _MEANS and argument(n, "reduction") == 1]
     found = [(argument(node, "target"), argument(node, "ignore_index")) for node in losses]
     return [(labels, ignored) for labels, ignored in found if _depends_on_batch_only(labels)]
@@ -190,8 +190,8 @@ def find_head(graph: TrainingGraph, parameter: str, forward: set[fx.Node] | None
 
 
 def head_over(graph: TrainingGraph, weight: fx.Node, forward: set[fx.Node]) -> Head:
-    """Finds the output layer over the table with the placeholder `weight`, among the nodes of the forward. Raises like
-    `find_head`.
+    """Returns the output layer whose weight is the table with the placeholder `weight`. `forward` are the nodes of the
+    forward. Raises like `find_head`.
     """
     product, as_read = _find_product(weight, forward)
     hidden, added = product.args[-2], product.args[0] if product.target is aten.addmm.default else None
@@ -249,9 +249,7 @@ def _forward_users(node: fx.Node, forward: set[fx.Node]) -> list[fx.Node]:
 
 
 def _follow_logits(graph: TrainingGraph, head: Head, forward: set[fx.Node]) -> None:
-    """Follows the logits in the forward, from the product to the model's results and to the loss, and stores both in
-    `head`.
-    """
+    """Finds the model's results and the loss that are computed from the logits of `head`, and stores them in `head`."""
     results: dict[fx.Node, list[int]] = {}
     for value, role in graph.outputs():
         if value is not None and isinstance(role, Result):
@@ -279,8 +277,8 @@ def _follow_logits(graph: TrainingGraph, head: Head, forward: set[fx.Node]) -> N
 
 
 def _classify_step(node: fx.Node, logits: fx.Node) -> tuple[tuple[Step, ...], bool]:
-    """Classifies a node that reads logits. Returns ((step,) if it is a supported element-wise step, else (); whether it
-    changes the logits' leading shape).
+    """Classifies a node that reads logits. Returns (the node as an element-wise op, in a tuple, or () if it is none;
+    whether it changes the logits' leading shape). Raises `Unmatched` for an unsupported node.
     """
     target = node.target
     keeps = isinstance(node.meta.get("val"), torch.Tensor) and _last_dim_sizes(node) == _last_dim_sizes(logits)
@@ -304,7 +302,8 @@ def _classify_step(node: fx.Node, logits: fx.Node) -> tuple[tuple[Step, ...], bo
 def _find_loss(
     head: Head, softmax: fx.Node, steps: tuple[Step, ...], shapes: tuple[fx.Node, ...], forward: set[fx.Node]
 ) -> None:
-    """Finds the loss that reads a log-softmax of the logits, among the nodes of the forward, and stores it in `head`.
+    """Finds the loss that reads `softmax`, the log-softmax of the logits, among the nodes of the forward. Stores it in
+    `head`.
 
     Args:
         steps, shapes: the element-wise ops, and the changes of the leading shape, before the log-softmax.
@@ -338,8 +337,8 @@ def _find_loss(
 
 
 def _check_loss(node: fx.Node, forward: set[fx.Node]) -> None:
-    """Raises `Unmatched` if a negative log-likelihood has an unsupported form, or a forward node reads more than its
-    loss.
+    """Raises `Unmatched` if an `nll_loss_forward` has an unsupported shape, if its weights or labels are drawn at
+    random, or if the forward reads its second result, the total weight.
     """
     weight = argument(node, "weight")
     if weight is not None and any(map(draws_random_numbers, _with_ancestors(weight))):
@@ -379,8 +378,8 @@ def _check_smoothing(node: fx.Node, likelihood: fx.Node, forward: set[fx.Node]) 
 
 
 def _loss_backward(readers: Sequence[fx.Node]) -> fx.Node | None:
-    """Returns the backward node among the readers of a log-softmax that computes the loss's gradient, or None if no
-    gradient is taken.
+    """Returns the `nll_loss_backward` node that reads one of `readers`, which are a log-softmax and its views. Returns
+    None if no gradient is taken.
     """
     found = [user for reader in readers for user in reader.users if user.target is aten.nll_loss_backward.default]
     if len(found) > 1:
@@ -407,7 +406,7 @@ def _depends_on_batch_only(value: fx.Node) -> bool:
 
 
 def _find_gradients(graph: TrainingGraph, head: Head, forward: set[fx.Node]) -> None:
-    """Finds the nodes after the forward that compute the gradients of hidden states, table and bias, and stores them in
+    """Finds the nodes of the backward that compute the gradients of hidden states, table and bias. Stores them in
     `head`.
     """
     indices = {made.index for made in head.results}
@@ -443,8 +442,8 @@ def _find_gradients(graph: TrainingGraph, head: Head, forward: set[fx.Node]) -> 
 
 
 def _store_smoothing(head: Head, node: fx.Node, others: Sequence[fx.Node]) -> None:
-    """Stores in `head` the gradient of the log-softmax's sum, for a loss with smoothed labels. `node` adds it, one of
-    `others`, to the gradient of the loss.
+    """Stores in `head` the gradient with respect to the sum of the log-softmax, for a loss with smoothed labels.
+    `others` must have just the node of that gradient, which `node` adds to the gradient of the loss.
     """
     loss, (other, *more) = head.loss, others
     narrow = other.all_input_nodes[0] if other.target is aten.expand.default else other
@@ -456,14 +455,14 @@ def _store_smoothing(head: Head, node: fx.Node, others: Sequence[fx.Node]) -> No
 
 
 def _store_gradient(head: Head, end: fx.Node, chain: set[fx.Node]) -> None:
-    """Stores a node in `head` as the gradient that it computes: of hidden states, table or bias.
+    """Stores the node `end` in `head` as the gradient that it computes: of hidden states, table or bias.
 
     Args:
-        chain: the nodes between the gradient of the logits and `end`.
-        end: the node.
+        end: a matrix product or sum that reads the gradient of the logits.
+        chain: the nodes between the start of the backward and `end`.
 
     Raises:
-        Unmatched: it computes another gradient, or one that is already stored.
+        Unmatched: `end` computes another gradient, or one that is already stored.
     """
     if end.target is aten.sum.dim_IntList:
         kind = "of_bias" if head.bias is not None and argument(end, "dim") == [0] else ""
@@ -479,7 +478,7 @@ def _store_gradient(head: Head, end: fx.Node, chain: set[fx.Node]) -> None:
 
 
 def _is_table(head: Head, node: Any) -> bool:
-    """Returns whether a node is the table as the head's product reads it, possibly transposed twice."""
+    """Returns whether a node is the table as `head.product` reads it, transposed an even number of times."""
     turned = 0
     while isinstance(node, fx.Node) and node.target is _TRANSPOSE:
         node, turned = node.args[0], turned + 1
@@ -492,7 +491,7 @@ def _describe_node(node: fx.Node) -> str:
 
 
 def parameter_read(node: fx.Node) -> str:
-    """Returns the name of the parameter that a node reads or casts."""
+    """Returns the name of the parameter that a node is or casts, or "" if it is not a parameter."""
     while node.op != "placeholder":
         node = node.all_input_nodes[0]
     role = node.meta["role"]

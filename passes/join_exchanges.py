@@ -46,7 +46,8 @@ class ExchangedParameter:
 
     Attributes:
         shape, dtype, device: of the whole parameter.
-        padding_idx: the row of a sharded table that gets no gradient, or -1 if there is none. None for a replica.
+        padding_idx: the row of a sharded table that gets no gradient, or -1 if there is none. None if the parameter is
+            not sharded.
     """
 
     shape: tuple[int, ...]
@@ -57,8 +58,8 @@ class ExchangedParameter:
 
 @dataclass(frozen=True)
 class JoinExchanges:
-    """The pass that adds the plan's exchanges that a graph lacks: with no rows for an unused table, with zeros for
-    other parameters.
+    """The pass that makes a rank take part in all exchanges of the plan, even if its batch does not use some
+    parameters: with no rows for such a table, and with zeros for other parameters.
 
     Attributes:
         exchanged: the parameters of the plan's exchanges by name, in the order of the plan.
@@ -94,7 +95,7 @@ class JoinExchanges:
 
 
 def idle_graph(name: str, parameter: Tensor) -> TrainingGraph:
-    """Builds the training graph of a rank that has no batch: it returns a zero computed from one parameter.
+    """Returns the training graph of a rank that has no batch. Its result is a zero computed from one parameter.
 
     return aten.new_zeros(parameter, [])
     """
@@ -112,8 +113,8 @@ def idle_graph(name: str, parameter: Tensor) -> TrainingGraph:
 
 
 def _add_empty_lookup(graph: TrainingGraph, rewriter: Rewriter, name: str, parameter: ExchangedParameter) -> None:
-    """Adds a lookup of zero rows of a table and its gradient, so that a rank whose batch does not use the table takes
-    part in its exchange.
+    """Adds a lookup of zero rows of a table, and the gradient of the lookup, so that a rank whose batch does not use
+    the table takes part in its exchange.
 
     Args:
         name: the table's name.

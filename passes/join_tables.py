@@ -43,7 +43,7 @@ embrace = torch.ops.embrace
 
 @dataclass(frozen=True)
 class JoinTables:
-    """The pass that replaces groups of tables by one joined table each.
+    """The pass that replaces groups of tables by joined tables, each of which stacks the rows of one group.
 
     Attributes:
         spaces: the joined tables of the plan.
@@ -66,15 +66,15 @@ class JoinTables:
 
 @dataclass(frozen=True)
 class _Lookup:
-    """One lookup of a table that is joined with others.
+    """One lookup of a table that becomes part of a joined table.
 
     Attributes:
         number: the table's index in the joined table.
         node: the node of the lookup.
         ids: the node of the ids.
         backward: the nodes that compute the lookup's share of the gradient.
-        is_joined: whether the joint lookup replaces this lookup.
-        is_bag: whether the lookup sums the rows of each bag (`nn.EmbeddingBag`).
+        is_joined: whether a lookup of the joined table for several sets of ids replaces this lookup.
+        is_bag: whether it is a bag lookup (`nn.EmbeddingBag`), which combines the rows of each bag.
     """
 
     table: TableSpec
@@ -87,7 +87,7 @@ class _Lookup:
 
 
 def _join_group(graph: TrainingGraph, space: JoinedTable) -> None:
-    """Replaces the tables that `space` joins, their lookups and their gradients by those of the joined table."""
+    """Replaces the tables that `space` stacks, their lookups and their gradients by those of the joined table."""
     rewriter, weights = Rewriter(graph.module), parameters_of(graph.module)
     lookups = _lookups_to_join(graph, space)
     first = min(weights[each.table.parameter] for each in lookups)
@@ -112,7 +112,7 @@ def _join_group(graph: TrainingGraph, space: JoinedTable) -> None:
 
 
 def _lookups_to_join(graph: TrainingGraph, space: JoinedTable) -> list[_Lookup]:
-    """Returns the lookups of the tables that `space` joins, in the order of their rows in the joined table."""
+    """Returns the lookups of the tables that `space` stacks, in the order of the tables in the joined table."""
     by_name = {table.parameter: table for table in graph.tables}
     nodes = {node.name: node for node in graph.graph.nodes}
     is_trained = any(isinstance(role, Gradient) for _, role in graph.outputs())
@@ -130,7 +130,7 @@ def _join_ids(
     rewriter: Rewriter, space: JoinedTable, joined: Sequence[_Lookup], others: Sequence[_Lookup]
 ) -> list[fx.Node]:
     """Inserts, at the head of the graph, the conversion of ids to row numbers of the joined table `space`. Returns one
-    tensor for all joined lookups, then one for each other lookup.
+    node for all lookups of `joined`, if there are any, then one for each of `others`.
     """
     lookups = [*joined, *others]
     numbers = [each.number for each in lookups]
@@ -148,14 +148,13 @@ def _join_ids(
 
 
 def _replace_lookups(rewriter: Rewriter, name: str, joined: Sequence[_Lookup], weight: fx.Node, ids: fx.Node) -> None:
-    """Inserts one lookup of the joined table, and replaces the results of the lookups that it joins by views of its
-    result.
+    """Inserts one lookup of the joined table, and replaces the results of the lookups `joined` by views of its result.
 
     Args:
         name: the name of the joined table.
         joined: the lookups to replace.
         weight: the joined table's placeholder.
-        ids: the row numbers of all joined lookups.
+        ids: the row numbers, in the joined table, of all lookups to replace.
     """
     narrow = _common_dtype([_cast_dtype(user) for each in joined for user in each.node.users])
     with rewriter.before(min(each.node for each in joined)):
@@ -183,8 +182,11 @@ def _replace_lookups(rewriter: Rewriter, name: str, joined: Sequence[_Lookup], w
 
 
 def _sum_gradients(rewriter: Rewriter, space: JoinedTable, joined: Sequence[_Lookup], ids: fx.Node) -> list[fx.Node]:
-    """Inserts one gradient of the joined table `space`, for all joined lookups, after the last of their own gradients.
-    Returns it, or [] if there are none. `ids` are the row numbers of all joined lookups.
+    """Inserts one node that computes the gradient of the joined table `space` from the gradients of all lookups
+    `joined`. Returns [the node], or [] if there are no gradients.
+
+    Args:
+        ids: the row numbers, in the joined table, of all these lookups.
     """
     if not joined[0].backward:
         return []
@@ -212,18 +214,20 @@ def _common_dtype(dtypes: Sequence[torch.dtype | None]) -> torch.dtype | None:
 
 
 def _cast_dtype(node: fx.Node) -> torch.dtype | None:
-    """Returns the dtype to which a node casts, or None if the node is not only a cast."""
+    """Returns the dtype to which a node casts, or None if the node does not only cast."""
     return node.meta["val"].dtype if is_plain_cast(node) else None
 
 
 def _source_dtype(node: fx.Node) -> torch.dtype | None:
-    """Returns the dtype from which a node casts, or None if the node is not only a cast."""
+    """Returns the dtype from which a node casts, or None if the node does not only cast."""
     found: torch.dtype | None = node.all_input_nodes[0].meta["val"].dtype if is_plain_cast(node) else None
     return found
 
 
 def _shape_of_ids(rewriter: Rewriter, ids: fx.Node) -> list[int | fx.Node]:
-    """Returns the shape of a tensor of ids. A size that depends on the batch is a node that computes it."""
+    """Returns the sizes of a tensor of ids. For a size that depends on the batch, inserts and returns a node that
+    computes it.
+    """
     return [
         size if isinstance(size, int) else rewriter.call(aten.sym_size.int, ids, dim, name=f"{ids.name}_size_{dim}")
         for dim, size in enumerate(ids.meta["val"].shape)
@@ -231,7 +235,7 @@ def _shape_of_ids(rewriter: Rewriter, ids: fx.Node) -> list[int | fx.Node]:
 
 
 def _multiply_sizes(rewriter: Rewriter, size: Sequence[int | fx.Node]) -> int | fx.Node:
-    """Returns the product of sizes, inserting multiplications for sizes that are nodes."""
+    """Returns the product of sizes: a number, or a node if a size is a node. Inserts the necessary multiplications."""
     found: int | fx.Node = 1
     for each in size:
         if isinstance(found, int) and isinstance(each, int):
@@ -244,12 +248,12 @@ def _multiply_sizes(rewriter: Rewriter, size: Sequence[int | fx.Node]) -> int | 
 
 
 def _redirect_lookup(rewriter: Rewriter, lookup: _Lookup, before: fx.Node, weight: fx.Node, ids: fx.Node) -> None:
-    """Makes one lookup and its gradient read the joined table by row numbers, instead of its table by ids.
+    """Makes one lookup and its gradient read the joined table by row numbers, instead of the lookup's own table by ids.
 
     Args:
-        before: the node before which new nodes are inserted.
+        before: the placeholder of the lookup's own table, which `weight` replaces.
         weight: the joined table's placeholder.
-        ids: the lookup's row numbers.
+        ids: the lookup's row numbers in the joined table.
     """
     readers = [node for node in before.users if node.target is SAMPLE_WEIGHTS_BACKWARD]
     for node in (lookup.node, *lookup.backward, *(n for n in readers if argument(n, "indices") is lookup.ids)):
@@ -265,8 +269,8 @@ def _redirect_lookup(rewriter: Rewriter, lookup: _Lookup, before: fx.Node, weigh
 def _return_joint_gradient(
     graph: TrainingGraph, rewriter: Rewriter, space: JoinedTable, gradients: Sequence[fx.Node]
 ) -> None:
-    """Replaces the gradients of the tables that `space` joins among the graph's outputs by one gradient, the sum of
-    `gradients`.
+    """Replaces, among the graph's outputs, the gradients of the tables that `space` stacks by the joined table's
+    gradient. It is the sum of `gradients`.
     """
     of_tables = {Gradient(Parameter(name)) for name in space.tables}
     outputs = [(value, role) for value, role in graph.outputs() if role not in of_tables]

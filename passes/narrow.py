@@ -38,7 +38,9 @@ _SUMMED = _EXCHANGED - {torch.float16}
 
 @dataclass(frozen=True)
 class NarrowExchange:
-    """The pass that exchanges rows in the narrower dtype to which the forward casts them."""
+    """The pass that exchanges embedding rows in the narrower dtype to which the forward casts them, for example by
+    autocast.
+    """
 
     def __call__(self, graph: TrainingGraph) -> TrainingGraph:
         joins = [node for node in graph.graph.nodes if node.target in JOINS]
@@ -53,7 +55,8 @@ class NarrowExchange:
 
 
 def exchange_dtype(graph: TrainingGraph, table: TableSpec) -> torch.dtype:
-    """Returns the dtype in which the rows of a table are exchanged if it is sharded.
+    """Returns the dtype in which the rows of a table are exchanged if it is sharded: the narrower dtype to which the
+    forward casts them, if there is one, or else the table's own.
 
     Args:
         graph: the captured graph.
@@ -66,11 +69,11 @@ def exchange_dtype(graph: TrainingGraph, table: TableSpec) -> torch.dtype:
 
 
 def narrow_exchange(graph: TrainingGraph, join: fx.Node) -> bool:
-    """Moves the exchange of one table's rows behind the casts to a narrower dtype, in place. Returns False if the
-    exchange must stay in the wide dtype.
+    """Makes the exchange of one table's rows send a narrower dtype, in place, by casting rows before they are sent
+    rather than after. Returns False if they must be sent in the table's own dtype.
 
     Args:
-        join: the node that joins the table's received columns to rows.
+        join: the node that assembles full rows from the columns received from each rank.
     """
     lookups = [user for user in join.users if user.target is aten.embedding.default]
     if any(user not in lookups and user.target is not aten.sym_size.int for user in join.users):
@@ -89,8 +92,8 @@ def narrow_exchange(graph: TrainingGraph, join: fx.Node) -> bool:
 
 
 def _common_narrow_dtype(lookups: list[fx.Node], gradients: list[fx.Node], wide: torch.dtype) -> torch.dtype | None:
-    """Returns the narrower dtype that all lookups are cast to and all gradients are cast from, or None if there is
-    none.
+    """Returns the dtype that all lookups are cast to and all gradients are cast from, or None if they have none in
+    common or it is not narrower than `wide`, the table's dtype.
     """
     casts = [user for lookup in lookups for user in lookup.users]
     dtypes = {user.kwargs.get("dtype") if is_plain_cast(user) else None for user in casts}
@@ -108,8 +111,8 @@ def is_plain_cast(node: fx.Node) -> bool:
 
 
 def _gradient_split(graph: TrainingGraph, join: fx.Node) -> fx.Node | None:
-    """Returns the node that splits the gradient of these rows by columns, or None. It reads the same result of the id
-    exchange as `join`.
+    """Returns the node that splits a table's row gradient by columns, or None. The table is the one whose rows `join`
+    assembles from received columns.
     """
     launch = join.all_input_nodes[0].all_input_nodes[0]
     counts = launch.args[1]
@@ -137,7 +140,7 @@ def _narrow_forward(
     """Casts looked-up columns to `dtype` before they are sent, and removes the later casts of the received rows.
 
     Args:
-        join: the node that joins received columns to rows.
+        join: the node that assembles full rows from the columns received from each rank.
         lookups: the lookups of the received rows.
         casts: the casts to remove.
     """

@@ -123,27 +123,29 @@ def _with_expected_sizes(value: Any, expected: ExpectedSizes) -> Any:
 
 
 def _attention_flops(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> float:
-    """Returns the FLOPs of scaled dot-product attention, whose first arguments these are."""
+    """Returns the FLOPs of scaled dot-product attention on these inputs. Further arguments of the op are ignored."""
     return float(sdpa_flop_count(query.shape, key.shape, value.shape))
 
 
 def _attention_backward_flops(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> float:
-    """Returns the FLOPs of the backward of scaled dot-product attention, whose first arguments these are."""
+    """Returns the FLOPs of the backward of scaled dot-product attention, for the gradient `grad` of its output. Further
+    arguments of the op are ignored.
+    """
     return float(sdpa_backward_flop_count(grad.shape, query.shape, key.shape, value.shape))
 
 
 def _rnn_layer_flops(
     input: Tensor, h0: Tensor, c0: Tensor | None, weights: Sequence[Tensor], *_: Any, **__: Any
 ) -> float:
-    """Returns the FLOPs of the op `rnn_layer`, whose first arguments these are: two per element of its weight matrices,
-    at each position.
+    """Returns the FLOPs of the op `rnn_layer` on these inputs: two for each element of its weight matrices and each
+    position of the input. Biases and further arguments of the op are ignored.
     """
     return 2.0 * input.shape[:-1].numel() * sum(weight.numel() for weight in weights if weight.dim() > 1)
 
 
 def _rnn_layer_backward_flops(_o: Any, _h: Any, _c: Any, *arguments: Any, **__: Any) -> float:
-    """Returns the FLOPs of the op `rnn_layer_backward`: twice those of `rnn_layer`, for gradients of inputs and
-    weights. The first three arguments, gradients of the results, are ignored.
+    """Returns the FLOPs of the op `rnn_layer_backward`: twice those of `rnn_layer`, whose arguments are `arguments`,
+    because gradients of both inputs and weights are computed. The gradients of its three results are ignored.
     """
     return 2.0 * _rnn_layer_flops(*arguments)
 

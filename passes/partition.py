@@ -54,8 +54,8 @@ no result reads them."""
 
 @dataclass(frozen=True)
 class Partition:
-    """The pass that splits the joint graph into phases: "unique", "ids", "forward" and, if there are gradients,
-    "backward".
+    """The pass that splits the joint graph into phases: "unique" (finds unique ids), "ids" (exchanges them), "forward"
+    and, if there are gradients, "backward".
     """
 
     def __call__(self, graph: TrainingGraph) -> TrainingGraph:
@@ -63,7 +63,7 @@ class Partition:
 
 
 def phase_nodes(graph: TrainingGraph) -> dict[str, set[fx.Node]]:
-    """Maps the name of each phase to the nodes of a joint graph that it will contain."""
+    """Maps the name of each phase to the set of a joint graph's nodes that belong to it."""
     nodes = [node for node in graph.graph.nodes if node.op not in ("placeholder", "output")]
     head = ancestors(node for node in nodes if _is_ids_op(node))
     wanted = [n for n, role in graph.outputs() if n is not None and isinstance(role, Result | Mutation)]
@@ -78,7 +78,9 @@ def phase_nodes(graph: TrainingGraph) -> dict[str, set[fx.Node]]:
 
 
 def partition(graph: TrainingGraph) -> dict[str, fx.GraphModule]:
-    """Splits a training graph into its phases, and saves each value that a later phase reads."""
+    """Splits a training graph into phases. Returns the graph of each phase by name. Each phase also returns the values
+    that later phases read.
+    """
     outputs = [(node, role) for node, role in graph.outputs() if node is not None]
     nodes = [node for node in graph.graph.nodes if node.op not in ("placeholder", "output")]
     members = phase_nodes(graph)
@@ -116,7 +118,7 @@ def _move_sizes_and_items(nodes: list[fx.Node], ids: set[fx.Node], forward: set[
 
 
 def _is_size_or_item(node: fx.Node) -> bool:
-    """Returns whether a node is a size, an item of a tuple, or another call that is not an op."""
+    """Returns whether a node reads a size or an item of a tuple, or calls another function that is not an op."""
     return node.target is torch.ops.aten.sym_size.int or not isinstance(node.target, torch._ops.OpOverload)
 
 
@@ -152,8 +154,8 @@ def _build_phase(
     """Builds the graph of one phase: placeholders for its inputs, `nodes` in order, then the outputs.
 
     Args:
-        wanted: the phase's values among the outputs of the training step, with their roles.
-        saved: the phase's values that later phases read.
+        wanted: the outputs of the training step that this phase returns, with their roles.
+        saved: the values that this phase returns for later phases.
     """
     own = set(nodes)
     read = {source for node in nodes for source in node.all_input_nodes if source not in own}

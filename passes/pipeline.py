@@ -37,11 +37,11 @@ Pass = Callable[[TrainingGraph], TrainingGraph]
 
 @dataclass(frozen=True)
 class CompiledGraph:
-    """The graph after the last pass, with a snapshot of the graph after each pass.
+    """The result of running passes: the final graph, with a snapshot of the graph after each pass.
 
     Attributes:
         graph: the graph after the last pass.
-        graphs: name of a pass -> the graph after it.
+        graphs: name of a pass -> the graph after it; then name of a phase -> its final graph.
         phases: name of a pass -> the phases after that pass, if the graph is partitioned.
         ms: name of a pass -> its milliseconds.
     """
@@ -57,7 +57,9 @@ class CompiledGraph:
 
 
 def with_tables(graph: TrainingGraph) -> TrainingGraph:
-    """Returns a captured graph with its `tables` filled in."""
+    """Returns a copy of a captured graph that records its embedding tables, and through which results each parameter
+    gets a gradient.
+    """
     return replace(graph, tables=find_tables(graph), results_behind=results_behind(graph))
 
 
@@ -76,7 +78,8 @@ def training_passes(
         present: names of tables that the graph reads; an evaluation may read fewer than training does.
         rank: this rank.
         reduce: whether to reduce gradients; False for a backward under `no_sync` and for a forward alone.
-        join: the pass that adds exchanges in which the batch takes no part, or None for a forward alone.
+        join: the pass that takes part in exchanges of parameters that only other ranks' batches use; None for a forward
+            alone.
         memory: the pass that keeps the step within a memory budget, or None without a budget.
     """
     joined = join.exchanged if join is not None else ()  # a single process exchanges nothing
@@ -131,7 +134,7 @@ def overlap_passes(plan: Plan, schedule: str, rank: int, cuts: Cuts) -> tuple[Pa
 
 
 def run_passes(analysed: TrainingGraph, passes: Iterable[Pass], earlier: CompiledGraph | None = None) -> CompiledGraph:
-    """Runs the passes on the graph `analysed`, keeps a snapshot after each, and verifies the final graph.
+    """Runs the passes on the graph `analysed` and verifies the final graph. Returns it with a snapshot after each pass.
 
     Args:
         earlier: the result of passes that have already run on `analysed`, or None. The passes continue from it.
@@ -161,10 +164,15 @@ def run_passes(analysed: TrainingGraph, passes: Iterable[Pass], earlier: Compile
 
 
 def _verify(changed: Sequence[tuple[str, TrainingGraph]], captured: TrainingGraph, analysed: TrainingGraph) -> None:
-    """Verifies the last graph. If it is invalid, verifies each graph in turn to name the pass that broke it. `changed`
-    are (pass, graph after it).
+    """Verifies the last graph of `changed`. If it is invalid, verifies each graph in turn, so that the error names the
+    pass that broke it.
 
     Verifying every graph in every run took a sixth of all Python calls when planning twelve layers.
+
+    Args:
+        changed: (name of a pass, graph after it) for each pass that has changed the graph.
+        captured: the graph before all passes.
+        analysed: the graph before the passes of `changed`.
     """
     try:
         for name, graph in changed[-1:]:

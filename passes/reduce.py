@@ -51,7 +51,7 @@ class ReduceGradients:
     Attributes:
         buckets: names of each bucket's parameters, in launch order; equal on all ranks.
         world_size: the number of ranks.
-        exchanged: parameters whose gradient has a sparse exchange instead of an AllReduce.
+        exchanged: parameter -> (strategy, scheme) of the sparse exchange that its gradient has instead of an AllReduce.
     """
 
     buckets: tuple[tuple[str, ...], ...]
@@ -70,7 +70,11 @@ def reduce_gradients(
     graph: TrainingGraph, buckets: tuple[tuple[str, ...], ...], world_size: int, exchanged: Exchanged
 ) -> None:
     """Replaces the gradients of each bucket by their means over ranks, in place. All collectives are launched before
-    the first wait. The arguments are as for `ReduceGradients`.
+    the first wait.
+
+    Args:
+        buckets: names of each bucket's parameters, in launch order.
+        exchanged: parameter -> (strategy, scheme) of the sparse exchange that its gradient has instead of an AllReduce.
     """
     rewriter = Rewriter(graph.module)
     parameters, gradients = parameters_of(graph.module), gradients_of(graph.module)
@@ -113,7 +117,9 @@ def reduce_gradients(
 
 
 def _outputs_with_means(graph: TrainingGraph, means: dict[str, fx.Node]) -> list[tuple[fx.Node | None, OutputRole]]:
-    """Returns the graph's outputs, with each gradient replaced by its mean over ranks."""
+    """Returns the graph's outputs, with each gradient replaced by its mean over ranks. `means` maps parameters to these
+    means; those of parameters without a gradient output are appended.
+    """
     outputs: list[tuple[fx.Node | None, OutputRole]] = []
     waiting = dict(means)
     for value, role in graph.outputs():

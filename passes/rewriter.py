@@ -51,9 +51,9 @@ def computing_fakes(mode: FakeTensorMode) -> Iterator[None]:
 
 
 class Rewriter:
-    """Edits one graph: inserts calls, each with a readable name and a fake value.
+    """Edits one graph: inserts calls, each with a readable name and a fake value in `meta["val"]`.
 
-    The fake mode is the capture's own, found in the graph's values.
+    Fake values are computed in the fake mode under which the graph was captured.
     """
 
     def __init__(self, module: fx.GraphModule) -> None:
@@ -74,7 +74,7 @@ class Rewriter:
         self._region = around
 
     def call(self, target: Any, *args: Any, name: str, **options: Any) -> fx.Node:
-        """Inserts a call of the op or function `target` at the current place. `options` are the call's keyword
+        """Inserts and returns a call of the op or function `target` at the insertion point. `options` are its keyword
         arguments.
         """
         node = self.graph.create_node("call_function", target, args, options, name=name)
@@ -85,15 +85,15 @@ class Rewriter:
         return node
 
     def launch(self, target: Any, *args: Any, launch: OperationId, name: str) -> fx.Node:
-        """Inserts, at the current place, a call of the op `target` that starts a launch or a copy, or waits for it.
-        `launch` is the id, which becomes the last argument.
+        """Inserts and returns, at the insertion point, a call of an op that starts or awaits a collective or a copy.
+        `launch`, the id of this collective or copy, becomes the last argument.
         """
         node = self.call(target, *args, str(launch), name=name)
         node.meta["launch"] = launch
         return node
 
     def copy(self, node: fx.Node, reads: Callable[[fx.Node], fx.Node], name: str) -> fx.Node:
-        """Inserts a copy of a node at the current place, for recomputation in the backward.
+        """Inserts and returns a copy of a node at the insertion point, for recomputation in the backward.
 
         Args:
             reads: maps each input of the node to the input that the copy reads.
@@ -107,21 +107,23 @@ class Rewriter:
         return copy
 
     def item(self, node: fx.Node, index: int, name: str) -> fx.Node:
-        """Inserts a read of the item at `index` of a node's tuple."""
+        """Inserts and returns a node that reads the item at `index` of the tuple `node`."""
         return self.call(operator.getitem, node, index, name=name)
 
     def cast(self, node: fx.Node, dtype: torch.dtype, name: str) -> fx.Node:
-        """Inserts a cast of a node to `dtype`."""
+        """Inserts and returns a node that casts the tensor `node` to `dtype`."""
         return self.call(_CAST, node, dtype=dtype, name=name)
 
     def wait(self, launch: fx.Node) -> fx.Node:
-        """Inserts a wait for a collective that the node `launch` has started."""
+        """Inserts and returns a wait for the collective that the node `launch` starts."""
         return self.call(WAIT, launch, name=f"{launch.name}_done")
 
     def placeholder(
         self, name: str, role: Any, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
     ) -> fx.Node:
-        """Inserts a placeholder with a role, and with a fake value of this shape, at the current place."""
+        """Inserts and returns, at the insertion point, a placeholder with a role (what it stands for, such as a
+        parameter) and a fake value of this shape.
+        """
         node = self.graph.create_node("placeholder", name, name=name)
         node.target = node.name
         node.meta["role"] = role
@@ -130,14 +132,14 @@ class Rewriter:
         return node
 
     def copy_placeholder(self, placeholder: fx.Node) -> fx.Node:
-        """Inserts, as the graph's first node, a copy of another phase's placeholder."""
+        """Inserts and returns, as the graph's first node, a copy of a placeholder of another phase's graph."""
         with self.before(next(iter(self.graph.nodes))):
             found = self.graph.placeholder(placeholder.name)
         found.meta = dict(placeholder.meta)
         return found
 
     def refresh(self, node: fx.Node) -> None:
-        """Recomputes a call's fake value after its arguments have changed."""
+        """Recomputes the fake value of the call `node` after its arguments have changed."""
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
         with computing_fakes(self.fake_mode):
             assert callable(node.target)
@@ -146,7 +148,9 @@ class Rewriter:
         node.meta["derived"] = DerivedValue(node.target, args, kwargs, value)
 
     def retype(self, node: fx.Node, dtype: torch.dtype) -> None:
-        """Changes only the dtype of a call's fake value. Its sizes stay, because later nodes refer to their symbols."""
+        """Changes only the dtype of the fake value of `node`. Its sizes stay, because later nodes refer to their
+        symbols.
+        """
         with self.fake_mode:
             node.meta["val"] = torch.empty_like(node.meta["val"], dtype=dtype)
 
@@ -158,8 +162,8 @@ def first_after_placeholders(graph: fx.Graph) -> fx.Node:
 
 
 def move_to_head(nodes: Sequence[fx.Node]) -> fx.Node:
-    """Moves `nodes`, and everything that they depend on, to the head of the graph. Returns the first node after
-    them.
+    """Moves `nodes`, and everything that they depend on, to right after the graph's placeholders. Returns the first
+    node after them.
     """
     head = first_after_placeholders(nodes[0].graph)
     for needed in sorted(ancestors(nodes)):
@@ -175,8 +179,8 @@ def rewrite_each(
     find: Callable[[TrainingGraph], Sequence[fx.Node]],
     rewrite: Callable[[Rewriter, fx.Node], None],
 ) -> TrainingGraph:
-    """Calls `rewrite` on each node that `find` returns, in a copy of the graph. Returns the same graph if there is
-    none.
+    """Calls `rewrite` on each node that `find` returns, in a copy of the graph. Returns the copy, or the graph itself
+    if `find` returns no node.
     """
     if not find(graph):
         return graph

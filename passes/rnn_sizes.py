@@ -20,8 +20,8 @@ _PAGE_BYTES = 4096
 
 
 def saved_workspace_bytes(node: fx.Node, expected: ExpectedSizes) -> int | None:
-    """Returns the bytes of the workspace that oneDNN saves with an RNN layer's results, or None for other nodes.
-    `expected` are the values of data-dependent sizes.
+    """Returns the bytes of the workspace that oneDNN saves for the backward of an RNN layer, or None if `node` is not a
+    layer computed by oneDNN for training. `expected` are the values of data-dependent sizes.
     """
     if op_name(node) != _LAYER or node.args[-2:] != ("mkldnn", True):
         return None
@@ -37,14 +37,14 @@ def lstm_workspace_bytes(steps: int, sequences: int, width: int, hidden_size: in
     lines, with one more line if all rows would map to the same cache sets. Found by experiment (torch 2.13, float32).
 
     Args:
-        steps, sequences: the numbers of steps and of sequences.
-        width: the width of the input.
-        hidden_size: the width of the state.
+        steps, sequences: the length and the number of the sequences.
+        width: the number of input features.
+        hidden_size: the number of features of the hidden state.
         itemsize: the bytes of an element.
     """
 
     def padded_row(values: int) -> int:
-        """Returns the length to which oneDNN pads a row of `values` values."""
+        """Returns the number of elements to which oneDNN pads a row of `values` elements."""
         line = 64 // itemsize
         filled = -(-values // line) * line
         return filled + line if filled % 256 == 0 else filled
@@ -59,8 +59,8 @@ def lstm_workspace_bytes(steps: int, sequences: int, width: int, hidden_size: in
 
 
 def scratch_bytes(node: fx.Node, expected: ExpectedSizes) -> int:
-    """Returns the bytes of temporaries that an RNN layer's loop over time holds, or 0 for other nodes. `expected` are
-    the values of data-dependent sizes.
+    """Returns the bytes of temporaries of an RNN layer that is computed by a loop over time steps, or of its backward;
+    0 for other nodes. `expected` are the values of data-dependent sizes.
     """
     name = op_name(node)
     if name not in (_LAYER, _BACKWARD):

@@ -36,12 +36,12 @@ class RoundRowGradients:
         return rewrite_each(graph, self._launches_to_round, self._insert_rounding)
 
     def _launches_to_round(self, graph: TrainingGraph) -> list[fx.Node]:
-        """Returns the nodes that launch the AlltoAll of row gradients."""
+        """Returns the nodes that launch the AlltoAll of row gradients, if these are wider than the dtype to send."""
         launches = graph.graph.find_nodes(op="call_function", target=embrace.all_to_all_gradients.default)
         return [each for each in launches if Wire(each.meta["val"].element_size(), self.form).is_narrower]
 
     def _insert_rounding(self, rewriter: Rewriter, launch: fx.Node) -> None:
-        """Inserts a node that rounds a row gradient before its AlltoAll."""
+        """Inserts a node that rounds row gradients before the AlltoAll that the node `launch` starts."""
         split = launch.all_input_nodes[0]
         gradient, table = split.all_input_nodes[0], launch.meta["launch"].what
         (gather,) = launch.graph.find_nodes(op="call_function", target=embrace.all_gather_ids.default)

@@ -70,8 +70,9 @@ class ShardTables:
         renormed: unsharded tables with `max_norm`. Each rank rescales the rows that any rank reads, so that replicas
             stay equal.
         rank, world_size: this rank and the number of ranks, which determine this rank's columns.
-        grids: table -> its grid, if the grid has more than one row.
-        in_order: whether gradients are launched in the order of `tables`, for graphs that no launcher orders.
+        grids: table -> its grid of ranks, if the grid has more than one row.
+        in_order: whether the graph itself must launch gradients in the order of `tables`, because no schedule orders
+            them.
         rows: table -> how many rows a step is expected to read, if known.
     """
 
@@ -97,10 +98,10 @@ class ShardTables:
 
 @dataclass(frozen=True)
 class _ExchangedIds:
-    """The nodes of the exchanged ids of one table.
+    """The nodes of the ids of one table, which all ranks have exchanged.
 
     Attributes:
-        where: node of a lookup's ids -> the node of their positions among the unique rows that this rank reads.
+        where: node of a lookup's ids -> node of the positions of these ids among the unique ids that this rank reads.
         all_ids, counts: the ids (R,) that all ranks read, and each rank's number of them (N,).
     """
 
@@ -131,7 +132,7 @@ class _Sharding:
         return ExpectedSizes(self._by_symbol)
 
     def _expect(self, node: fx.Node, count: int) -> None:
-        """Records that the first size of a node's result is expected to be `count`."""
+        """Records that the data-dependent first dimension of a node's tensor is expected to be `count`."""
         self._by_symbol[str(node.meta["val"].shape[0].node.expr)] = count
 
     def _exchange_ids(self, tables: list[TableSpec]) -> dict[str, _ExchangedIds]:
@@ -213,11 +214,12 @@ class _Sharding:
         graph.graph.erase_node(weight)
 
     def _exchange_gradient(self, table: TableSpec, route: _Route, own: int) -> list[tuple[fx.Node | None, OutputRole]]:
-        """Replaces a table's gradient with the exchanged gradient of its shard, and returns the outputs for it.
+        """Replaces a table's gradient with the exchanged gradient of its shard. Returns the graph outputs for it, ids
+        and rows, or an empty list if the table has no gradient.
 
         Args:
             route: the ids of the rows in this rank's shard.
-            own: the number of this rank's columns.
+            own: the number of columns in this rank's shard.
         """
         graph, rewriter, read = self._graph, self._rewriter, self._options.expected_rows(table)
         gradient = next((v for v, r in graph.outputs() if r == Gradient(Parameter(table.parameter))), None)
@@ -259,11 +261,13 @@ def _order_gradient_launches(graph: TrainingGraph, tables: Sequence[str]) -> Non
 
 @dataclass(frozen=True)
 class _Route:
-    """The ids whose rows this rank looks up for others: all ranks' ids, or, on a grid, those sent to this rank.
+    """The ids whose rows this rank looks up for all ranks: every id that any rank reads or, on a grid, those whose rows
+    are in this rank's shard.
 
     Attributes:
-        ids, counts: nodes of the ids, and of their number by rank.
-        order: node of the order in which a grid sends the ids, or None if the grid has one row.
+        ids: node of these ids; on a grid, of their row numbers in the shard.
+        counts: node of the number of ids that each rank reads; on a grid, of its number in each row of the grid.
+        order: node of the positions of this rank's ids, sorted by row of the grid, or None if the grid has one row.
     """
 
     ids: fx.Node
@@ -276,7 +280,7 @@ class _Route:
         """Returns the target and arguments of the call that launches an exchange of rows or gradients.
 
         Args:
-            launch: the op.
+            launch: the op to call.
             sent: the node of the values to send.
             embedding_dim: the number of columns of the whole table.
         """
@@ -284,8 +288,8 @@ class _Route:
         return launch, sent, self.counts, embedding_dim, "embedding", ranks, *on_grid
 
     def join_call(self, flat: fx.Node, embedding_dim: int) -> tuple[Any, ...]:
-        """Returns the target and arguments of the call that joins received columns (`flat`) to rows of `embedding_dim`
-        columns.
+        """Returns the target and arguments of the call that assembles full rows, of `embedding_dim` columns, from the
+        columns received from each rank (`flat`).
         """
         if self.order is None:
             return embrace.join_columns.default, flat, embedding_dim, self.grid.columns
@@ -304,8 +308,8 @@ class _Route:
 
 
 def _route_ids(rewriter: Rewriter, short: str, ids: _ExchangedIds, grid: Grid, rank: int) -> _Route:
-    """Returns the ids whose rows this rank looks up for others. On a grid of several rows, inserts the op that
-    exchanges them. `short` is the table's name in names of nodes.
+    """Returns the ids whose rows this rank looks up for all ranks. On a grid of several rows, inserts the op that
+    selects them. `short` is the table's name in names of nodes.
     """
     if grid.rows == 1:
         return _Route(ids.all_ids, ids.counts, None, grid, rank)
@@ -321,7 +325,7 @@ def _read_rows(rewriter: Rewriter, weight: fx.Node, rows: fx.Node, ids: _Exchang
     """Makes each lookup read the exchanged rows, by position, instead of the table by id.
 
     Args:
-        weight: the table's placeholder.
+        weight: the placeholder of the table's weight.
         rows: the node of the rows (U, D) that this rank reads.
         ids: the exchanged ids of the table.
     """
@@ -346,8 +350,8 @@ def _read_rows(rewriter: Rewriter, weight: fx.Node, rows: fx.Node, ids: _Exchang
 
 
 def _refresh_sum(rewriter: Rewriter, gradient: fx.Node) -> None:
-    """Recomputes the fake values of the sum over a table's lookups, after its terms' shape became that of the exchanged
-    rows.
+    """Recomputes the fake values of a table's gradient if it is a sum over lookups. The terms now have the shape of the
+    exchanged rows rather than that of the table.
     """
     if gradient.target is aten.add.Tensor:
         for term in gradient.all_input_nodes:
@@ -366,7 +370,9 @@ def _renorm_everywhere(graph: TrainingGraph, table: TableSpec, ids: _ExchangedId
 
 
 def _renorm_chain(node: fx.Node) -> list[fx.Node]:
-    """Returns the nodes from the parameter to a `max_norm` rescaling: copies and earlier rescalings."""
+    """Returns a `max_norm` rescaling, followed by the nodes from which it gets its weight: earlier rescalings, copies,
+    and finally the parameter.
+    """
     chain = [node]
     while chain[-1].op == "call_function" and chain[-1].all_input_nodes:
         chain.append(chain[-1].all_input_nodes[0])

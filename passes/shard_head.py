@@ -72,11 +72,11 @@ embrace = torch.ops.embrace
 
 @dataclass(frozen=True)
 class ShardHeads:
-    """The pass that shards output layers: each rank computes the logits of its own rows of the table, for all ranks'
-    positions.
+    """Graph pass that shards output layers whose weight is a sharded table. Each rank computes the logits of its own
+    rows of the table, for the positions of all ranks.
 
     Attributes:
-        tables: parameter name -> how its hidden states are exchanged, in order; equal on all ranks.
+        tables: name of the table's parameter -> how its output layer is sharded; in the same order on all ranks.
         rank, world_size: this rank and the number of ranks, which determine this rank's rows.
         keeps_logits: whether a loss outside of the model may keep its logits for the backward (`PromisedLogits`).
     """
@@ -104,13 +104,13 @@ class ShardHeads:
 
 @dataclass(frozen=True)
 class _Scored:
-    """The nodes for the positions of this rank that have a label.
+    """Graph nodes for the S positions of this rank that have a label.
 
     Attributes:
-        positions: (S,), indices of the positions among the labels.
-        rows: (S,), indices of the positions among the hidden states.
-        counts: (N,), how many such positions each rank has.
-        chunks: the chunks in which positions are exchanged, in order.
+        positions: (S,), indices of the positions in the labels.
+        rows: (S,), indices of the positions in the hidden states.
+        counts: (N,), how many such positions each of the N ranks has.
+        chunks: the chunks in which all ranks' positions are exchanged, in order.
         log_sums: (S,), the log-sum-exp of the logits at each position.
     """
 
@@ -123,12 +123,12 @@ class _Scored:
 
 @dataclass(frozen=True)
 class _Chunk:
-    """The nodes for one chunk of the labelled positions of all ranks.
+    """Graph nodes for one chunk of the labelled positions of all ranks, P in number.
 
     Attributes:
         labels: the labels (P,).
         hidden: the hidden states (P, D).
-        logits: this rank's columns of the logits (P, V').
+        logits: the logits (P, V') of this rank's V' rows of the table.
     """
 
     labels: fx.Node
@@ -137,7 +137,7 @@ class _Chunk:
 
 
 class _HeadSharding:
-    """Rewrites one output layer to use this rank's shard of the table.
+    """Rewrites a graph so that one output layer uses this rank's shard of the table.
 
     Attributes:
         sizes: symbol of a data-dependent size -> its expected value.
@@ -157,8 +157,8 @@ class _HeadSharding:
         self.sizes: dict[str, int] = {}
 
     def rewrite(self) -> dict[int, PromisedLogits]:
-        """Rewrites the output layer in place. Returns the results of the model that are logits computed only when read,
-        by index.
+        """Rewrites the output layer in place. Returns a map from the index of each result of the model that is logits
+        to how the runtime computes it when it is read.
         """
         head, loss = self._head, self._head.loss
         for size in head.sizes:
@@ -190,15 +190,15 @@ class _HeadSharding:
         return {made.index: self._make_promise(made.steps) for made in head.results}
 
     def _call(self, target: Any, *args: Any, name: str, **options: Any) -> fx.Node:
-        """Inserts a call of the op `target`, with a name that begins with the output layer's."""
+        """Inserts a call of the op `target`, and returns its node, named after the output layer and `name`."""
         return self._rewriter.call(target, *args, name=f"{self._name}_{name}", **options)
 
     def _launch(self, target: Any, *args: Any, part: HeadPart, name: str, chunk: int = 0, chunks: int = 1) -> fx.Node:
-        """Inserts a call of the op `target` that launches an exchange of rows between all ranks.
+        """Inserts a call of the op `target`, which launches an exchange between all ranks. Returns its node.
 
         Args:
-            part: what is exchanged, for the launch's id.
-            chunk, chunks: the chunk's index, and the number of chunks.
+            part: what is exchanged, such as "labels", for the launch's id.
+            chunk, chunks: the index of the exchanged chunk of positions, and the number of chunks.
         """
         table, ranks = self._table, self._options.world_size
         launch = self._rewriter.launch(
@@ -212,18 +212,18 @@ class _HeadSharding:
         return name if self._chunks == 1 else f"{name}_{chunk}"
 
     def _launch_chunk(self, target: Any, rows: fx.Node, counts: fx.Node, chunk: int, part: HeadPart) -> fx.Node:
-        """Inserts a call of the op `target` that exchanges `rows` of one chunk of the positions. `part` says what they
-        are.
+        """Inserts a call of the op `target`, which exchanges one chunk of `rows`, one row per position, between all
+        ranks. Returns its node. `part` names what the rows are, such as "hidden states".
         """
         name, of = self._numbered(part.replace(" ", "_"), chunk), {"chunk": chunk, "chunks": self._chunks}
         return self._launch(target, rows, counts, chunk, self._chunks, part=part, name=name, **of)
 
     def _launch_whole(self, rows: fx.Node, counts: fx.Node, part: HeadPart) -> fx.Node:
-        """Inserts one launch that gathers `rows` of all positions. `part` says what they are."""
+        """Inserts one launch that gathers all `rows` of all ranks, and returns its node. `part` names what they are."""
         return self._launch(embrace.gather_positions.default, rows, counts, 0, 1, part=part, name=f"all_{part}")
 
     def _take_chunk(self, rows: fx.Node, counts: fx.Node, chunk: int, name: str) -> fx.Node:
-        """Returns one chunk's rows of the gathered ones, or all rows if there is only one chunk."""
+        """Returns a node with one chunk of `rows`, gathered from all ranks; `rows` itself if it is the only chunk."""
         if self._chunks == 1:
             return rows
         target = embrace.chunk_of_positions.default
@@ -232,12 +232,12 @@ class _HeadSharding:
         return found
 
     def _expect(self, node: fx.Node, count: int) -> None:
-        """Records that the first size of a node's result is expected to be `count`, if that size is a new symbol."""
+        """Records `count` as the expected size of the first dimension of a node's result, if that size is symbolic."""
         if not isinstance(size := node.meta["val"].shape[0], int):
             self.sizes[str(size.node.expr)] = count
 
     def _insert_shard(self) -> fx.Node:
-        """Inserts the placeholder of this rank's shard of the weight."""
+        """Inserts a placeholder for this rank's shard of the weight, and returns it."""
         options, weight = self._options, self._head.weight
         own = Grid(options.world_size, 1).own_rows(self._weight.shape[0], options.rank)
         shape = (len(range(self._weight.shape[0])[own]), self._weight.shape[1])
@@ -248,7 +248,7 @@ class _HeadSharding:
     # -- the forward ---------------------------------------------------------------------------------------------------
 
     def _insert_loss(self, loss: Loss) -> _Scored:
-        """Inserts the loss over all positions that have a label."""
+        """Replaces the loss by one from sharded logits. Returns the nodes that its backward reads."""
         head, node, rewriter, options = self._head, loss.node, self._rewriter, self._options
         labels, reduction = argument(node, "target"), argument(node, "reduction")
         with rewriter.before(move_to_head([labels]) if labels_from_batch(loss) else node):
@@ -294,8 +294,8 @@ class _HeadSharding:
     def _insert_chunk_logits(
         self, chunk_number: int, all_labels: fx.Node, counts: fx.Node, gathering: fx.Node, loss: Loss
     ) -> tuple[_Chunk, fx.Node]:
-        """Inserts the logits of the chunk with this number, for this rank's rows of the table. Returns the chunk, and
-        the launch that exchanges its maxima and sums.
+        """Inserts the logits of one chunk of positions, for this rank's rows of the table. Returns the chunk, and the
+        launch that exchanges its softmax statistics. `gathering` is the launch that gathers its hidden states.
         """
         labels = self._take_chunk(all_labels, counts, chunk_number, "chunk_labels")
         hidden = self._rewriter.wait(gathering)
@@ -308,8 +308,8 @@ class _HeadSharding:
         return _Chunk(labels, hidden, logits), launch
 
     def _hidden_rows(self, positions: fx.Node, shapes: Sequence[fx.Node]) -> fx.Node:
-        """Returns, for each position (an index among the labels), the index of its row among the hidden states.
-        `shapes` are the ops that change the leading shape of the logits in between.
+        """Returns a node with the index in the hidden states of each of `positions`, which are indices in the labels.
+        `shapes` are the ops that change the leading dimensions of the logits in between.
         """
         if all(shape.target is not aten.slice.Tensor for shape in shapes):
             return positions
@@ -322,8 +322,8 @@ class _HeadSharding:
         return self._call(aten.index_select.default, every, 0, positions, name="rows_of_positions")
 
     def _reshape_like(self, value: fx.Node, like: fx.Node, last: tuple[int, ...]) -> fx.Node:
-        """Changes the leading shape of hidden states, or of one value per position, as `like` changes that of logits.
-        `last` is the size of the last dimension, or () for one value per position.
+        """Applies the slice or reshape `like` of the logits' leading dimensions to `value`, whose rows have the shape
+        `last`: (D,) for hidden states, () for one number per position. Returns the new node.
         """
         if like.target is aten.slice.Tensor:
             return self._call(aten.slice.Tensor, value, *like.args[1:], name=f"{like.name}_of_hidden")
@@ -331,7 +331,7 @@ class _HeadSharding:
         return self._call(aten.reshape.default, value, [*size[:-1], *last], name=f"{like.name}_of_hidden")
 
     def _insert_logits(self, hidden: fx.Node, chunk: int) -> fx.Node:
-        """Inserts this rank's columns of a chunk's logits (P, V'), before element-wise steps such as a softcap."""
+        """Inserts a chunk's logits (P, V') for this rank's rows of the table, before steps such as a softcap."""
         head, options, name = self._head, self._options, self._numbered("logits", chunk)
         transposed = self._call(aten.t.default, self._read_shard(), name="shard_transposed")
         if head.bias is None:
@@ -341,18 +341,18 @@ class _HeadSharding:
         return self._call(aten.addmm.default, bias, hidden, transposed, name=name)
 
     def _read_shard(self) -> fx.Node:
-        """Returns the shard in the dtype in which the model reads its weight."""
+        """Returns this rank's shard of the weight, cast to the dtype in which the model reads the weight."""
         return self._cast_to(self._shard, self._head.as_read.meta["val"].dtype)
 
     def _cast_to(self, node: fx.Node, dtype: torch.dtype) -> fx.Node:
-        """Returns a node with a dtype, inserting a cast if the node's differs."""
+        """Returns `node` if it has this dtype, otherwise an inserted cast of it."""
         return node if node.meta["val"].dtype == dtype else self._rewriter.cast(node, dtype, f"{node.name}_cast")
 
     # -- the backward --------------------------------------------------------------------------------------------------
 
     def _insert_gradients(self, loss: Loss, backward: fx.Node, scored: _Scored) -> tuple[list[fx.Node], fx.Node | None]:
-        """Inserts the gradients of the loss. Returns those of the hidden states, by chunk, and of the table. `backward`
-        is the loss's backward node.
+        """Inserts the gradients of the loss, whose backward node is `backward`. Returns the gradient of the hidden
+        states, in a list that is empty if nothing needs it, and the gradient of the shard, or None.
         """
         head, options, rewriter = self._head, self._options, self._rewriter
         follows = loss.of_sums is not None and backward < loss.of_sums
@@ -400,10 +400,10 @@ class _HeadSharding:
     def _insert_logits_gradient(
         self, number: int, chunk: _Chunk, counts: fx.Node, everyone: fx.Node, loss: Loss
     ) -> fx.Node:
-        """Inserts the gradient of the logits of the chunk with this number, for this rank's rows of the table.
+        """Inserts the gradient of one chunk's logits, for this rank's rows of the table. Returns its node.
 
         Args:
-            everyone: the factor of each position's gradient, gathered from all ranks.
+            everyone: the coefficients of each position's gradient, gathered from all ranks.
         """
         coefficients = self._take_chunk(everyone, counts, number, "chunk_coefficients")
         how = steps_to_text(loss.steps), self._options.rank, self._options.world_size
@@ -411,7 +411,7 @@ class _HeadSharding:
         return self._call(embrace.head_gradient.default, chunk.logits, chunk.labels, coefficients, *how, name=name)
 
     def _accumulate_table_gradient(self, partial_sum: fx.Node | None, gradient: fx.Node, hidden: fx.Node) -> fx.Node:
-        """Adds a chunk's contribution to the mean gradient of this rank's rows (V', D).
+        """Adds one chunk's share of the mean gradient of this rank's rows (V', D), and returns the sum.
 
         Args:
             partial_sum: the sum over previous chunks, or None for the first.
@@ -425,7 +425,7 @@ class _HeadSharding:
         return self._call(aten.addmm.default, partial_sum, turned, mean, name="shard_gradient")
 
     def _replace_bias_gradient(self, node: fx.Node, own: fx.Node) -> None:
-        """Replaces the gradient of the bias by one that is zero except for this rank's share `own`."""
+        """Replaces the bias's gradient `node` by one that is `own` for this rank's rows, and zero elsewhere."""
         options, every = self._options, self._weight.shape[0]
         share = self._call(
             aten.slice_backward.default, own, [every], 0, options.rank, every, options.world_size, name="bias_gradient"
@@ -436,7 +436,7 @@ class _HeadSharding:
     # -- results -------------------------------------------------------------------------------------------------------
 
     def _flatten_positions(self, node: fx.Node) -> fx.Node:
-        """Reshapes hidden states with the leading shape of the logits to a matrix (M, D)."""
+        """Returns the hidden states from which the logits `node` are computed, with the logits' leading dimensions."""
         if node not in self._shown:
             source = self._flatten_positions(node.all_input_nodes[0])
             reshapes = node.target in (*VIEWS, aten.slice.Tensor)
@@ -445,8 +445,8 @@ class _HeadSharding:
         return self._shown[node]
 
     def _replace_tangents(self, hidden: Mapping[int, fx.Node]) -> list[fx.Node]:
-        """Replaces the tangents of logits by tangents of their hidden states. Returns the new tangents as matrices (M,
-        D).
+        """Replaces tangents of logits by tangents of their hidden states (`hidden`, by index of the result). Returns
+        the new tangents as matrices (positions, D).
         """
         found = []
         for node, role in list(self._graph.inputs()):
@@ -472,7 +472,7 @@ class _HeadSharding:
         before.replace_all_uses_with(first)
 
     def _make_promise(self, steps: Sequence[Step]) -> PromisedLogits:
-        """Describes how the runtime computes logits, with these element-wise steps, when they are read."""
+        """Describes how to compute logits, with these element-wise steps, from hidden states when they are read."""
         head = self._head
         narrow = head.as_read.meta["val"].dtype
         bias = parameter_read(head.bias) if head.bias is not None else ""
@@ -485,8 +485,8 @@ class _HeadSharding:
     def _remove_term(
         self, term: fx.Node, outputs: Sequence[tuple[fx.Node | None, OutputRole]]
     ) -> list[tuple[fx.Node | None, OutputRole]]:
-        """Removes the output layer's term from the sum that forms the table's gradient. Returns the graph's new
-        outputs.
+        """Removes `term`, the gradient from the output layer, from the table's gradient in the graph. Returns the
+        graph's new outputs: (value or None, role).
         """
         role = Gradient(Parameter(self._table))
         if any(value is term and each == role for value, each in outputs):

@@ -32,11 +32,12 @@ SPARSE = torch.ops.embrace.sparse_gradient.default
 
 @dataclass(frozen=True)
 class SparseGradients:
-    """The pass that makes gradients of unsharded tables sparse.
+    """Graph pass that makes gradients of unsharded embedding tables sparse (COO tensors).
 
     Attributes:
         tables: parameter names of the tables.
-        exchanged: parameters that may have a gradient on other ranks but have none in this graph.
+        exchanged: parameters that may have a gradient on other ranks. If they have none in this graph, they get an
+            empty one.
     """
 
     tables: tuple[str, ...]
@@ -55,7 +56,7 @@ class SparseGradients:
 
 
 def _make_sparse(graph: TrainingGraph, name: str) -> None:
-    """Makes a table's gradient sparse, in place, if all of its lookups request it."""
+    """Converts a table's gradient to a COO tensor in the graph, in place, if all of the table's lookups request it."""
     table = next((table for table in graph.tables if table.parameter == name), None)
     if table is None or not table.has_sparse_gradient or any(use.kind == FROM_GRADIENT for use in table.uses):
         return
@@ -72,7 +73,7 @@ def _make_sparse(graph: TrainingGraph, name: str) -> None:
 
 
 def _add_empty_gradient(graph: TrainingGraph, name: str) -> None:
-    """Adds an empty sparse gradient of a table to the outputs, in place."""
+    """Adds an empty COO gradient of a table to the graph's outputs, in place."""
     rewriter, weight = Rewriter(graph.module), parameters_of(graph.module)[name]
     with rewriter.before(graph.graph.output_node()):
         zeros = rewriter.call(aten.zeros_like.default, weight, name=f"{weight.name}_no_gradient")

@@ -18,11 +18,11 @@ from embrace_fx.vocabulary.step_variant import VARIANTS, StepVariant
 
 
 class StepGraphs:
-    """Derives the graph of each variant of a step, such as the first step, from the graph of a step between two others.
-    Caches them.
+    """Derives and caches the graph of each variant of a training step, such as the first one, from that of a steady
+    step.
 
     Attributes:
-        steady: the graph of a step between two others, whose next batch is known.
+        steady: the compiled graph of a steady step: one with a step before and after it, whose next batch is known.
     """
 
     def __init__(self, steady: CompiledGraph, analysed: TrainingGraph) -> None:
@@ -32,7 +32,7 @@ class StepGraphs:
 
     @property
     def have_variants(self) -> bool:
-        """Whether steps have variants, which is so only if exchanges of rows are split in two."""
+        """Whether steps have variants. They do only if the exchange of a batch's table rows is split in two."""
         return "backward" in self.steady.graph.phases and splits_rows(self.steady.graph)
 
     def graph(self, variant: StepVariant) -> TrainingGraph:
@@ -46,18 +46,20 @@ class StepGraphs:
         return self._derived[variant]
 
     def reorder(self, passes: Sequence[Pass]) -> None:
-        """Runs passes that reorder the steady step, and drops all derived phases, which are then derived again when
-        needed.
+        """Runs passes that reorder the steady step. Drops the cached graphs of backward variants, which are derived
+        again when needed.
         """
         self.steady = run_passes(self._analysed, passes, self.steady)
         self._derived = {variant: each for variant, each in self._derived.items() if variant.phase == "forward"}
 
     def modules(self) -> Mapping[str, Callable[[], fx.GraphModule]]:
-        """Maps the name of each phase of a variant to a function that builds the phase."""
+        """Maps the name of each step variant to a function that builds the graph module in which it differs from a
+        steady step. Empty if steps have no variants.
+        """
         if not self.have_variants:
             return {}
         return {str(variant): partial(self._phase_module, variant) for variant in VARIANTS if not variant.is_steady}
 
     def _phase_module(self, variant: StepVariant) -> fx.GraphModule:
-        """Returns the phase, forward or backward, in which a variant differs from the steady step."""
+        """Returns the graph module of the phase, forward or backward, in which `variant` differs from a steady step."""
         return self.graph(variant).phases[variant.phase]

@@ -52,8 +52,9 @@ class Storage:
         nbytes: its size.
         born, dies: positions, among the step's nodes, of the node that allocates the storage and of its last reader.
             `dies` is the number of nodes if the storage outlives the step.
-        last_forward, first_backward: positions of the last reader in the forward and of the first in the backward, or
-            None.
+        last_forward: position of its last reader in the forward, at least `born`.
+        first_backward: position of its first reader in the backward. None if there is none, or if the backward
+            allocates it.
         known: whether its size is fixed; if False, the size depends on data and `nbytes` is an expected size.
         names: the nodes whose values lie in it.
     """
@@ -71,11 +72,12 @@ class Storage:
 
 @dataclass(frozen=True)
 class Reads:
-    """Every read of a storage in a step, as parallel arrays of indices. A node also reads the storages of its own
+    """Every read of a storage in a step, as parallel arrays. A node also counts as a reader of the storages of its
     result.
 
     Attributes:
-        reader, value, storage: the node that reads, the value that it reads, and a storage in which the value lies.
+        reader, value: positions in the step of the node that reads, and of the node whose value it reads.
+        storage: index of a storage that holds the value.
     """
 
     reader: Numbers
@@ -103,11 +105,11 @@ class StepMemory:
 
     @cached_property
     def bytes_at_node(self) -> list[int]:
-        """The bytes held while each node runs."""
+        """For each node in execution order, the bytes of memory that the step holds while the node runs."""
         return self._held(self.storages)
 
     def as_line(self) -> str:
-        """Draws the bytes held over the step as one line of block characters."""
+        """Draws the bytes held over the step as one line of block characters. Empty if no bytes are held."""
         if not self.bytes_at_node or not self.peak_bytes:
             return ""
         width = min(SAMPLES, len(self.bytes_at_node))
@@ -117,12 +119,12 @@ class StepMemory:
 
     @property
     def peak_bytes(self) -> int:
-        """The most bytes held at any time."""
+        """The most bytes that the step holds at any time."""
         return max(self.bytes_at_node, default=0)
 
     @property
     def known_peak_bytes(self) -> int:
-        """The peak of the storages whose size does not depend on data: a lower bound of the real peak."""
+        """The peak bytes of only those storages whose size does not depend on data: a lower bound of the real peak."""
         return max(self._held([s for s in self.storages if s.known]), default=0)
 
     def backward_peak(self, order: Sequence[fx.Node]) -> int:
@@ -151,7 +153,7 @@ class StepMemory:
 
     @cached_property
     def inputs(self) -> list[list[int]]:
-        """For each node, the positions of the nodes that it reads."""
+        """For each node in execution order, the positions of its input nodes."""
         return [[self.position[v] for v in node.all_input_nodes if v in self.position] for node in self.nodes]
 
     @cached_property
@@ -170,7 +172,7 @@ class StepMemory:
         return np.array([s.number for s in self.storages if s.dies == len(self.nodes)], dtype=np.int64)
 
     def _held(self, storages: Sequence[Storage]) -> list[int]:
-        """Returns the bytes that some storages hold while each node runs."""
+        """Returns, for each node of the step, the bytes of `storages` that are held while it runs."""
         born, dies, nbytes = np.array([(s.born, s.dies, s.nbytes) for s in storages], dtype=np.int64).reshape(-1, 3).T
         by_time: list[int] = bytes_over_time(born, dies, nbytes, len(self.nodes)).tolist()
         return by_time
@@ -212,8 +214,8 @@ def first_reads(storage: Numbers, position: Numbers, count: int) -> Numbers:
 
 
 def step_memory(graph: TrainingGraph) -> StepMemory:
-    """Computes the memory of a step from its phases. If the graph is not partitioned yet, uses the phases that it will
-    have.
+    """Simulates the memory of a training step. If the graph is not partitioned into phases yet, assumes the phases that
+    it will have.
     """
     in_order, outputs, saved = _order_of_phases(graph) if graph.phases else _order_of_whole_graph(graph)
     nodes = [node for phase in in_order for node in phase]
@@ -225,16 +227,16 @@ _Ordered = tuple[list[list[fx.Node]], set[fx.Node], dict[fx.Node, fx.Node]]
 
 
 def _order_of_whole_graph(graph: TrainingGraph) -> _Ordered:
-    """Returns, for a graph that is not partitioned yet, the nodes in the order of its future phases, the outputs, and
-    no saved values.
+    """Returns, for a graph that is not partitioned yet: the nodes of each future phase, the values that outlive the
+    step, and an empty dict in place of saved values.
     """
     in_order = [[node for node in graph.graph.nodes if node in phase] for phase in phase_nodes(graph).values()]
     return in_order, {value for value, _ in graph.outputs() if value is not None}, {}
 
 
 def _order_of_phases(graph: TrainingGraph) -> _Ordered:
-    """Returns, for a partitioned graph, the nodes of all phases in order, the outputs, and the saved value that each
-    placeholder reads.
+    """Returns, for a partitioned graph: the nodes of each phase, the values that outlive the step, and a map from each
+    placeholder of a saved value to that value.
     """
     in_order, outputs, saved = [], set(), {}
     made: dict[str, fx.Node] = {}
@@ -258,8 +260,8 @@ def _order_of_phases(graph: TrainingGraph) -> _Ordered:
 
 
 def nbytes(value: Any, expected: ExpectedSizes = NOTHING_EXPECTED) -> int:
-    """Returns the bytes of a fake tensor, or the sum of the bytes of a tree of them. `expected` are the values of
-    data-dependent sizes.
+    """Returns the bytes of a fake tensor, or the sum of the bytes of a pytree of them. `expected` has the values to
+    assume for data-dependent sizes.
     """
     return sum(
         prod(map(expected.number, tuple(t.shape))) * t.element_size() for t in _leaves(value) if isinstance(t, Tensor)
@@ -267,7 +269,7 @@ def nbytes(value: Any, expected: ExpectedSizes = NOTHING_EXPECTED) -> int:
 
 
 def _leaves(value: Any) -> list[Any]:
-    """Returns the tensors and numbers of a value that may be a tree."""
+    """Returns the leaves of a pytree, such as tensors and numbers; for a single value, only that value."""
     return [value] if isinstance(value, Tensor) else pytree.tree_leaves(value)
 
 
@@ -278,7 +280,7 @@ def simulate_memory(
     saved: Mapping[fx.Node, fx.Node] = MappingProxyType({}),
     expected: ExpectedSizes = NOTHING_EXPECTED,
 ) -> StepMemory:
-    """Computes the memory of nodes that run in this order.
+    """Computes the memory of a step whose nodes run in this order.
 
     Args:
         backward: the position of the first node of the backward.
@@ -330,7 +332,7 @@ def simulate_memory(
 
 
 def _with_lifetimes(found: StepMemory, outlives: Sequence[int]) -> StepMemory:
-    """Returns the memory `found` with each storage's first and last use computed from its reads.
+    """Sets when each storage of `found` is first and last used, computed from its reads. Returns `found`.
 
     Args:
         outlives: indices of the storages that outlive the step.
@@ -357,13 +359,13 @@ def _result_bytes(node: fx.Node, expected: ExpectedSizes) -> list[int]:
 
 
 def _is_known(node: fx.Node) -> bool:
-    """Returns whether no size of a node's results depends on data."""
+    """Returns whether the sizes of all tensors that a node returns are independent of data."""
     tensors = [leaf for leaf in _leaves(node.meta.get("val")) if isinstance(leaf, Tensor)]
     return all(is_known(size) for tensor in tensors for size in tuple(tensor.shape))
 
 
 def _inputs_sharing_memory(node: fx.Node, position: dict[fx.Node, int], backward: int) -> Iterator[fx.Node]:
-    """Yields the inputs of a node whose memory its result shares or overwrites.
+    """Yields those inputs of `node` whose memory holds its result, because the result is a view or overwrites them.
 
     Args:
         position: node -> its position in the step.
@@ -385,23 +387,24 @@ def _inputs_sharing_memory(node: fx.Node, position: dict[fx.Node, int], backward
 
 
 def _is_item(node: fx.Node) -> bool:
-    """Returns whether a node picks an item of a tuple."""
+    """Returns whether a node selects one item of another node's tuple, as `getitem` does."""
     return node.op == "call_function" and not isinstance(node.target, torch._ops.OpOverload) and len(node.args) == 2
 
 
 def _result_indices(source: fx.Node, expected: ExpectedSizes) -> dict[int, int]:
-    """Maps the index of each result of a node that has memory to its index among only those results. `expected` are the
-    values of data-dependent sizes.
+    """Numbers those results of a node that occupy memory. Returns index among all results -> index among these.
+    `expected` has the values to assume for data-dependent sizes.
     """
     with_memory = (k for k, size in enumerate(_result_bytes(source, expected)) if size)
     return {k: place for place, k in enumerate(with_memory)}
 
 
 def _item_storage(storages: Sequence[Storage], node: fx.Node, places: Mapping[int, int]) -> Sequence[Storage]:
-    """Returns the storage of the result that a node picks from a tuple, or none if that result has no memory.
+    """Returns the storage of the tuple item that `node` selects, in a list that is empty if the item has no memory.
+    Returns all storages if it is unknown which of them the item occupies.
 
     Args:
-        storages: the storages of the tuple's results that have memory.
+        storages: the storages of the tuple's items that have memory.
         places: the result of `_result_indices` for the tuple.
     """
     source, index = node.all_input_nodes[0], node.args[1]

@@ -85,7 +85,9 @@ def _describe_table(
 
 
 def _table_readers(weight: fx.Node) -> tuple[list[fx.Node], list[fx.Node]]:
-    """Returns the nodes that read a table, or its copy that `max_norm` made; and the table with these copies."""
+    """Returns two lists: the nodes that read a table or a rescaled copy of it; the table, and its copies made by
+    `max_norm`.
+    """
     readers: list[fx.Node] = []
     copies = [weight]
     for node in copies:
@@ -100,7 +102,7 @@ def _table_readers(weight: fx.Node) -> tuple[list[fx.Node], list[fx.Node]]:
 
 
 def _feeds_renorm(node: fx.Node) -> bool:
-    """Returns whether a node's only readers are `max_norm` rescalings."""
+    """Returns whether a node has readers and all of them are `max_norm` rescalings."""
     return bool(node.users) and all(user.target is RENORM for user in node.users)
 
 
@@ -122,7 +124,7 @@ def gradient_terms(gradient: fx.Node) -> list[fx.Node]:
 
 
 def _backwards_by_lookup(lookups: list[fx.Node], backwards: list[fx.Node]) -> list[list[fx.Node]]:
-    """Returns, for each lookup, the backward nodes that compute its share of the gradient."""
+    """Returns, for each lookup of a table, the backward nodes that compute its contribution to the table's gradient."""
     shares: list[list[fx.Node]] = [[] for _ in lookups]
     for backward in sorted(backwards, reverse=True):  # autograd visits the lookups in reverse order
         able = [k for k, lookup in enumerate(lookups) if _is_backward_of(backward, lookup)]
@@ -135,7 +137,7 @@ def _describe_use(lookup: fx.Node, share: list[fx.Node], mutated: frozenset[Any]
     """Describes one lookup of a table.
 
     Args:
-        share: the backward nodes that compute the lookup's share of the table's gradient.
+        share: the backward nodes that compute the lookup's contribution to the table's gradient.
         mutated: the values that the forward writes.
     """
     ids = argument(lookup, "indices")
@@ -159,7 +161,7 @@ def _describe_use(lookup: fx.Node, share: list[fx.Node], mutated: frozenset[Any]
 
 
 def _is_backward_of(backward: fx.Node, lookup: fx.Node) -> bool:
-    """Returns whether a backward node computes the gradient of a lookup."""
+    """Returns whether `backward` computes the gradient of the embedding lookup `lookup`."""
     same_kind = (backward.target is aten.embedding_dense_backward.default) == (lookup.target is aten.embedding.default)
     if not same_kind or argument(backward, "indices") is not argument(lookup, "indices"):
         return False

@@ -44,9 +44,9 @@ class Memory:
 
     Attributes:
         budget: bytes; if below 1, a fraction of the bytes that the step holds when everything is saved.
-        compute: the device's speed, for the estimates of nodes not yet measured.
+        compute: the device's speed, from which the time of nodes that have not been measured is estimated.
         copies: the speed of copies between the device and the host, or to a file; by default nothing is offloaded.
-        on_relaxed: called with (requested bytes, minimum bytes) if no choice meets a budget given as a fraction.
+        on_relaxed: called with (requested bytes, minimum bytes) if nothing meets a budget given as a fraction.
     """
 
     budget: float
@@ -77,7 +77,8 @@ class Memory:
 
 
 def _fit_limit(graph: TrainingGraph, recomputed: TrainingGraph, step: TimedStep, limit: int) -> TrainingGraph:
-    """Returns the fastest graph found whose memory is within the limit, or the one with the lowest peak if none is.
+    """Returns the fastest graph found whose memory is within the limit. If none is, returns the one with the lowest
+    peak.
 
     Args:
         recomputed: `graph` with the user's checkpointed regions recomputed.
@@ -111,8 +112,8 @@ def _fit_limit(graph: TrainingGraph, recomputed: TrainingGraph, step: TimedStep,
 
 
 def _eviction_counts(sequence: EvictionSequence) -> list[int]:
-    """Returns up to nine numbers of storages of a sequence to evict (recompute or offload), evenly spaced from one to
-    all.
+    """Returns up to nine counts, evenly spaced from one to all, of the storages of a sequence. They are tried as
+    numbers of storages to evict (recompute or offload).
 
     Evicting more storages may hold more bytes, because the backward holds recomputed values.
     """
@@ -122,8 +123,11 @@ def _eviction_counts(sequence: EvictionSequence) -> list[int]:
 def _lowest_peaks(
     simulator: MemorySimulator, sequences: Sequence[EvictionSequence], limit: int
 ) -> list[SimulatedMemory]:
-    """Returns the choice with the lowest predicted peak of each sequence, sorted by peak. `limit` bytes are used to
-    place copies.
+    """Returns, for each sequence of storages to evict, the choice with the lowest predicted peak memory, sorted by
+    peak.
+
+    Args:
+        limit: the maximum bytes that the step may hold, used to place copies.
     """
     simulated = (
         [simulator.simulate(sequence.first(n), limit) for n in _eviction_counts(sequence)] for sequence in sequences
@@ -132,7 +136,9 @@ def _lowest_peaks(
 
 
 class _Search:
-    """Searches for the fastest choice of values to evict within a memory limit, with few simulations."""
+    """Searches for the fastest choice of values to evict (recompute or offload) within a memory limit, with few
+    simulations.
+    """
 
     def __init__(self, simulator: MemorySimulator, limit: int) -> None:
         self._simulator = simulator
@@ -140,16 +146,17 @@ class _Search:
         self._best_ms = inf
 
     def best(self, sequences: Sequence[EvictionSequence]) -> SimulatedMemory | None:
-        """Returns the choice that fits the limit and adds the least time to a step, among all sequences, or None if
-        none fits.
+        """Returns, of the choices found in all sequences that fit the memory limit, the one that adds the least time to
+        a step. Returns None if none fits.
         """
         found = [each for sequence in sequences for each in self._fitting_choices(sequence)]
         better = [self._save_again(*each) for each in sorted(found, key=lambda each: each[0].added_ms)[:BETTERED]]
         return min(better, key=lambda simulated: simulated.added_ms, default=None)
 
     def _fitting_choices(self, sequence: EvictionSequence) -> Iterator[tuple[SimulatedMemory, EvictionSequence, int]]:
-        """Yields the choices of a sequence that fit the limit, the ones that evict least first, with the sequence and
-        the number of evicted storages.
+        """Yields the choice that evicts the fewest storages of a sequence and still fits the memory limit, with the
+        sequence and the number of evicted storages. Yields nothing if no choice fits, or if it would be slower than the
+        best one found.
         """
         tried: dict[int, SimulatedMemory] = {}
 
@@ -178,8 +185,8 @@ class _Search:
         yield tried[high], sequence, high
 
     def _save_again(self, simulated: SimulatedMemory, sequence: EvictionSequence, count: int) -> SimulatedMemory:
-        """Stops evicting storages, the last evicted first, as long as the choice still fits and gets faster. Returns
-        the result.
+        """Saves storages again that a choice evicts, the last evicted first, where the choice then still fits the
+        memory limit and becomes faster. Returns the improved choice.
 
         Args:
             simulated: the choice that evicts the first `count` storages of `sequence`.
@@ -194,10 +201,11 @@ class _Search:
 
 
 def apply_choice(graph: TrainingGraph, step: TimedStep, choice: Choice, limit_bytes: int) -> TrainingGraph:
-    """Builds the graph whose backward recomputes and reloads values as the choice says.
+    """Returns the graph whose backward recomputes and reloads the values that `choice` evicts.
 
     Args:
         step: the nodes, memory and times of `graph`.
+        choice: which values are saved, offloaded or recomputed.
         limit_bytes: maximum bytes that the step may hold, used to place copies.
     """
     nodes = step.memory.nodes
@@ -210,9 +218,10 @@ def apply_choice(graph: TrainingGraph, step: TimedStep, choice: Choice, limit_by
 
 
 def _offload(graph: TrainingGraph, values: set[str], limit: int, step: TimedStep) -> None:
-    """Inserts the offloads and reloads of the values with these node names, in place.
+    """Inserts the offloads and reloads of some values in place.
 
     Args:
+        values: the names of the nodes that compute the values.
         limit: the maximum bytes that the step may hold, used to place the copies.
         step: the times of the nodes, and the speed of the copies.
     """

@@ -35,12 +35,12 @@ NEVER = -1
 
 @dataclass(frozen=True)
 class TimedStep:
-    """A step's memory at each node, with the time that each node takes.
+    """The memory that a training step holds at each node of its graph, and the time that each node takes.
 
     Attributes:
         memory: the bytes that the step holds at each node.
         node_ms: function that returns the milliseconds of a node.
-        copies: the speed of offloads and reloads.
+        copies: the speed of offloads to the host or a file, and of reloads.
     """
 
     memory: StepMemory
@@ -49,32 +49,31 @@ class TimedStep:
 
     @cached_property
     def ms(self) -> list[float]:
-        """The milliseconds of each node."""
+        """The estimated milliseconds of each node of the step, in execution order."""
         return [self.node_ms(node) for node in self.memory.nodes]
 
     @cached_property
     def starts_ms(self) -> list[float]:
-        """The start time of each node, followed by the end of the last node."""
+        """The start time of each node of the step in milliseconds, followed by the end of the last node."""
         return list(accumulate(self.ms, initial=0.0))
 
     def unread_ms(self, storage: Storage) -> float:
-        """Returns the milliseconds in which nothing reads a storage: from its last read in the forward to its first in
-        the backward.
-        """
+        """Returns the milliseconds between a storage's last read in the forward and its first read in the backward."""
         return self.starts_ms[storage.first_backward or 0] - self.starts_ms[storage.last_forward + 1]
 
     def nodes_of_storage(self, storage: Storage) -> list[int]:
-        """Returns the positions, in the step, of the nodes whose values lie in a storage."""
+        """Returns the positions, in execution order, of the nodes whose values lie in a storage."""
         return [self.memory.position[node] for node in storage.names]
 
 
 @dataclass(frozen=True)
 class Choice:
-    """The decision whether each value is saved, offloaded or recomputed in the backward.
+    """A decision, for each value that the backward reads, whether to save, offload or recompute it.
 
     Attributes:
-        segment: for each node of the forward, the number of the segment that is recomputed with it, or `NEVER`.
-        kept: positions of nodes that are saved although their segment is recomputed.
+        segment: for each node of the forward, the number of its segment (nodes that are recomputed together), or
+            `NEVER` if it is not recomputed.
+        kept: positions of nodes that are saved although the other nodes of their segment are recomputed.
         offloaded: storages that are copied to the host or a file until the backward.
     """
 
@@ -97,10 +96,11 @@ class Evicted:
 
 @dataclass(frozen=True)
 class EvictionSequence:
-    """A sequence of choices: each evicts (offloads or recomputes) one more storage than the previous one.
+    """A sequence of choices, each of which evicts (offloads or recomputes) one more storage than the previous one.
 
     Attributes:
-        segment: as in `Choice`.
+        segment: for each node of the forward, the number of its segment (nodes that are recomputed together), or
+            `NEVER` if it is not recomputed.
         kept: positions of the nodes that are saved if nothing is evicted.
         evicted: the storages, in the order in which they are evicted.
     """
@@ -123,8 +123,9 @@ class EvictionSequence:
 
 
 def eviction_sequences(step: TimedStep, can_recompute: Callable[[fx.Node], bool]) -> Iterator[EvictionSequence]:
-    """Yields candidates for saving memory: each lists saved values to drop or offload, in order. There is one for each
-    number of forward segments that are recomputed, and each order of the values.
+    """Yields candidate sequences of saved values to evict (offload or recompute). They differ in the order of the
+    values, in the number of segments into which the forward is cut for recomputation, and in whether values are
+    offloaded.
 
     Args:
         step: the nodes, memory and times of the step.
@@ -152,15 +153,15 @@ def _in_both_orders(
     cutter: _SegmentCutter,
     counts: Sequence[int],
 ) -> Iterator[EvictionSequence]:
-    """Yields the sequences that evict storages in DELTA's filter order and in knapsack order, each for several numbers
-    of segments.
+    """Yields sequences that evict storages in DELTA's filter order (by bytes and unread time), and in knapsack order
+    (by cost per byte), each for several numbers of segments.
 
     Args:
         step: the nodes, memory and times of the step.
         candidates: the storages that may be evicted.
         recomputable: for each node of the forward, whether it may run again.
         copied: the storages that may be offloaded.
-        cutter: cuts the forward into segments.
+        cutter: cuts the forward into segments, which are recomputed one at a time.
         counts: the numbers of segments; 0 to recompute nothing.
     """
     found = [s for s in candidates if recomputable[s.born] or s in copied]
@@ -172,7 +173,7 @@ def _in_both_orders(
 
 
 def _worth_deciding(memory: StepMemory) -> list[Storage]:
-    """Returns the saved storages of a step that are large enough to decide about: at least 1 % of the mean size."""
+    """Returns a step's saved storages, except those smaller than 1 % of their mean size."""
     saved = memory.saved
     mean = memory.saved_bytes / max(len(saved), 1)
     return [storage for storage in saved if storage.nbytes >= 0.01 * mean]
@@ -182,7 +183,7 @@ class _SegmentCutter:
     """Cuts a forward into segments that save about the same number of bytes, at positions that few live bytes cross.
 
     Args:
-        held: the memory of the step.
+        held: the bytes that the step holds at each node.
         able: for each node of the forward, whether it may run again.
     """
 
@@ -199,7 +200,9 @@ class _SegmentCutter:
         self._saved = list(accumulate(saved, initial=0))
 
     def segments(self, count: int) -> list[int]:
-        """Cuts the forward into `count` segments. Returns the segment number of each node."""
+        """Cuts the forward into `count` segments. Returns the segment number of each node, or `NEVER` for a node that
+        may not run again.
+        """
         cuts = [self._best_position(k / count, 0.5 / count) for k in range(1, count)]
         number, found = 0, []
         for position, able in enumerate(self._able):
@@ -208,11 +211,11 @@ class _SegmentCutter:
         return found
 
     def _best_position(self, share: float, tolerance: float) -> int:
-        """Returns the best position for a cut: few live bytes cross it, and about `share` of all saved bytes are saved
-        before it.
+        """Returns the position of the node before which to cut: few live bytes cross the cut, and about the fraction
+        `share` of all saved bytes is saved before it.
 
         Args:
-            tolerance: how far the saved bytes may be from `share`, as a share of all saved bytes.
+            tolerance: how far the fraction of saved bytes may be from `share`.
         """
         total = self._saved[-1]
         first = bisect_left(self._saved, (share - tolerance) * total)
@@ -222,8 +225,8 @@ class _SegmentCutter:
 
 
 def _filter_order(step: TimedStep, candidates: Sequence[Storage]) -> list[Storage]:
-    """Sorts the storages `candidates` of a step by DELTA's filter: repeatedly takes, of those held at the peak, the one
-    with the largest product of bytes and unread time.
+    """Returns the storages `candidates` of a step in the order of DELTA's filter. It repeatedly evicts, of the storages
+    in memory at the peak, the one with the largest product of bytes and unread time.
     """
     held = np.array(step.memory.bytes_at_node, dtype=np.int64)
     begin = np.array([s.last_forward for s in candidates], dtype=np.int64)
@@ -244,14 +247,20 @@ def _filter_order(step: TimedStep, candidates: Sequence[Storage]) -> list[Storag
 def _knapsack_order(
     step: TimedStep, candidates: Sequence[Storage], recomputable: Sequence[bool], copied: Set[Storage]
 ) -> list[Storage]:
-    """Sorts storages by the time per byte that evicting them costs, cheapest first. The arguments are those of
-    `_in_both_orders`.
+    """Returns storages sorted by the time per byte that evicting (offloading or recomputing) them costs, cheapest
+    first.
+
+    Args:
+        recomputable: for each node of the forward, whether it may run again.
+        copied: the storages that may be offloaded.
     """
     segment = [0 if each else NEVER for each in recomputable]
     saved = {name for storage in step.memory.saved for name in step.nodes_of_storage(storage)}
 
     def least_ms(storage: Storage) -> float:
-        """Returns the least time that evicting a storage adds: by offloading or by recomputation."""
+        """Returns the milliseconds that evicting a storage adds to the step, by offloading or recomputation, whichever
+        is faster.
+        """
         copied_ms = _offload_ms(step, storage, step.unread_ms(storage)) if storage in copied else inf
         return min(copied_ms, _recompute_ms(step, storage, saved, segment, copied_ms))
 
@@ -267,12 +276,12 @@ def _offload_ms(step: TimedStep, storage: Storage, idle_ms: float) -> float:
 
 
 def _recompute_ms(step: TimedStep, storage: Storage, saved: Set[int], segment: Sequence[int], most_ms: float) -> float:
-    """Returns the milliseconds to recompute a storage from the saved ones, or a time above `most_ms` if it takes longer
-    than that.
+    """Returns the milliseconds to recompute a storage from saved values. Returns infinity if it cannot be recomputed,
+    and some time above `most_ms` if recomputation takes longer than `most_ms`.
 
     Args:
         saved: the positions of the nodes whose values are saved.
-        segment: the segment of each node of the forward, or `NEVER`.
+        segment: for each node of the forward, its segment, or `NEVER` if it cannot be recomputed.
     """
     total, seen, waiting = 0.0, set(), [storage.born]
     if segment[waiting[0]] == NEVER:
@@ -289,12 +298,12 @@ def _recompute_ms(step: TimedStep, storage: Storage, saved: Set[int], segment: S
 def _build_sequence(
     step: TimedStep, segment: Sequence[int], order: Sequence[Storage], copied: Set[Storage]
 ) -> EvictionSequence:
-    """Builds the sequence that evicts storages in this order: those in `copied` by offloading, the others by
-    recomputation.
+    """Returns the sequence that evicts storages in the given order. Storages in `copied` are offloaded, unless
+    recomputing them is faster; all others are recomputed.
 
     Args:
         step: the nodes, memory and times of the step.
-        segment: the segment of each node of the forward, or `NEVER`.
+        segment: for each node of the forward, its segment, or `NEVER` if it cannot be recomputed.
     """
     across = _read_from_other_segments(step, segment)
     saved = {name for storage in step.memory.saved for name in step.nodes_of_storage(storage)}
@@ -317,8 +326,8 @@ def _build_sequence(
 
 
 def _read_from_other_segments(step: TimedStep, segment: Sequence[int]) -> set[int]:
-    """Returns the positions of values that a node of another segment reads. They are saved, because recomputation
-    starts from them. `segment` is the segment of each node of the forward, or `NEVER`.
+    """Returns the positions of nodes whose values another segment reads. These values are saved, because recomputation
+    starts from them. `segment` has, for each node of the forward, its segment or `NEVER`.
     """
     return {
         value

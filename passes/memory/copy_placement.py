@@ -24,8 +24,8 @@ class CopyRate:
 
     Attributes:
         bytes_per_ms: the speed in each direction; 0 if nothing can be copied.
-        start_ms: the fixed time of a copy.
-        share: the fraction of a copy's time that compute loses, if both use the same cores.
+        start_ms: the fixed time of each copy, independent of its size.
+        share: the fraction of a copy's time by which compute takes longer, because both use the same cores.
     """
 
     bytes_per_ms: float = 0.0
@@ -64,10 +64,10 @@ class PlacedCopy:
 
 @dataclass(frozen=True)
 class Placement:
-    """The places of all copies of a step.
+    """Where all offloads and reloads of a step are placed, with the memory and time that result.
 
     Attributes:
-        copies: the places.
+        copies: where each storage is offloaded and reloaded.
         peak_bytes: the maximum bytes that the step then holds.
         added_ms: the time that the copies add to the step.
     """
@@ -85,11 +85,12 @@ def place_copies(
     limit: int,
     rate: CopyRate,
 ) -> Placement:
-    """Places the offloads and reloads of saved storages so that the step holds at most `limit` bytes.
+    """Places the offloads and reloads of saved storages so that the step holds at most `limit` bytes, if possible.
+    Returns their places, with the resulting peak memory and added time.
 
     Args:
         by_time: the bytes held while each node runs, if nothing is offloaded.
-        starts_ms: the start of each node, and the end of the last.
+        starts_ms: the start time of each node, followed by the end of the last node.
         backward: the position of the first node of the backward.
         rate: the speed of the copies.
     """
@@ -107,8 +108,12 @@ def place_copies(
 def _place_hidden(
     storages: Sequence[Storage], starts_ms: Sequence[float], backward: int, rate: CopyRate
 ) -> list[PlacedCopy]:
-    """Places each offload's wait as early, and each reload's start as late, as compute can hide the copies. The
-    arguments are those of `place_copies`.
+    """Places each offload's wait as early, and each reload's start as late, as compute can hide the copies.
+
+    Args:
+        starts_ms: the start time of each node, followed by the end of the last node.
+        backward: the position of the first node of the backward.
+        rate: the speed of the copies.
     """
     lane_ms = 0.0
     copies = []
@@ -126,8 +131,8 @@ def _place_hidden(
 def _move_copy_closer(
     copies: Sequence[PlacedCopy], held: np.ndarray[tuple[int], np.dtype[np.int64]], peak: int, backward: int
 ) -> bool:
-    """Moves the end of one offload earlier or the start of one reload later, to reduce the peak. Returns False if no
-    move reduces it.
+    """Moves the end of one offload earlier, or the start of one reload later, to reduce the peak. Changes `copies` and
+    `held` in place. Returns False if no move reduces the peak.
 
     Args:
         held: the bytes held at each node, with the copies as placed now.
@@ -150,8 +155,8 @@ def _move_copy_closer(
 
 
 def _added_ms(copies: Sequence[PlacedCopy], starts_ms: Sequence[float], rate: CopyRate) -> float:
-    """Returns the milliseconds that copies add to a step: waits for them, and the compute time that they take on shared
-    cores. The other arguments are those of `place_copies`.
+    """Returns the milliseconds that copies add to a step: its waits for them, and the compute time that they take on
+    shared cores. `starts_ms` are the start times of all nodes, followed by the end of the last one.
     """
     events: list[tuple[int, int, int]] = []  # (position, kind of event, index of the copy)
     for k, copy in enumerate(copies):

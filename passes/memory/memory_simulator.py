@@ -18,7 +18,7 @@ from embrace_fx.passes.step_memory import NEVER_READ, Numbers, bytes_over_time, 
 
 @dataclass(frozen=True)
 class SimulatedMemory:
-    """The predicted memory and time of a choice of values to evict.
+    """The predicted memory and time of a step under a choice of values to evict (offload or recompute).
 
     Attributes:
         peak_bytes: the maximum bytes that the step holds.
@@ -32,12 +32,12 @@ class SimulatedMemory:
 
 @dataclass(frozen=True)
 class _Positions:
-    """Where all nodes of a step stand once the recomputed nodes of a choice are inserted.
+    """Where all nodes of a step stand once copies of the nodes to recompute are inserted in its backward.
 
     Attributes:
-        own: the positions of the step's original nodes, and the end.
-        again: the nodes that run again, in execution order.
-        copies: node in `again` -> the position at which it runs again.
+        own: the new position of each original node, followed by the number of all nodes.
+        again: indices of the original nodes that run again, in execution order.
+        copies: for each original node, the position at which it runs again; only those in `again` count.
     """
 
     own: Numbers
@@ -46,7 +46,7 @@ class _Positions:
 
 
 class MemorySimulator:
-    """Simulates which bytes a step holds, and how long it takes, for choices of values to evict.
+    """Simulates which bytes a step holds, and how long it takes, for choices of values to evict (offload or recompute).
 
     Saved random states are ignored, so that `step_memory` may give slightly more bytes.
     """
@@ -92,7 +92,7 @@ class MemorySimulator:
         return SimulatedMemory(choice, placed.peak_bytes, added_ms + placed.added_ms)
 
     def recomputed_ms(self, choice: Choice) -> float:
-        """Returns the time to recompute what a choice evicts, without simulating its memory."""
+        """Returns the milliseconds to recompute what a choice evicts, without simulating its memory."""
         return sum(self._step.ms[node] for node in self._recomputed_nodes(choice))
 
     def _recomputed_nodes(self, choice: Choice) -> set[int]:
@@ -109,11 +109,11 @@ class MemorySimulator:
         return found
 
     def _positions(self, choice: Choice, again: set[int]) -> _Positions:
-        """Returns the positions of all nodes. The recomputed nodes of a segment come before the backward's first node
-        that reads one of them.
+        """Returns the positions of all nodes once the recomputed ones are inserted. Those of a segment (nodes that are
+        recomputed together) come before the backward's first node that reads one of them.
 
         Args:
-            again: the nodes that the backward runs again.
+            again: indices of the nodes that the backward runs again.
         """
         nodes = np.array(sorted(again), dtype=np.int64)
         segment = np.array(choice.segment, dtype=np.int64)[nodes]
@@ -126,8 +126,8 @@ class MemorySimulator:
         return _Positions(own + np.searchsorted(before, own, side="right"), nodes, copies)
 
     def _reads(self, choice: Choice, positions: _Positions) -> tuple[Numbers, Numbers]:
-        """Returns the storage and the position of every read under a choice. The recomputed storage s has the number s
-        + number of storages.
+        """Returns two arrays that list every read under a choice: the number of the storage that is read, and the
+        position of the reading node. A recomputed copy of storage s has the number s + (number of storages).
         """
         reads, count, backward = self._memory.reads, len(self._memory.storages), self._memory.backward
         again = np.zeros(self._count, dtype=bool)
@@ -144,8 +144,8 @@ class MemorySimulator:
         return storage, np.concatenate([positions.own[reads.reader], positions.copies[reads.reader[by_copy]]])
 
     def _starts_ms(self, positions: _Positions) -> list[float]:
-        """Returns the start time of each node at these positions, recomputed ones included, followed by the end of the
-        last.
+        """Returns the start time in milliseconds of each node, recomputed ones included, by position, followed by the
+        end of the last node.
         """
         of_nodes, ms = np.array(self._step.ms), np.zeros(positions.own[-1])
         ms[positions.own[:-1]] = of_nodes

@@ -12,7 +12,7 @@ from embrace_fx.vocabulary.schedule import MemoryAt, Span, Timeline
 
 
 def memory_line(predicted: Timeline, memory: StepMemory, node_ms: NodeMs) -> tuple[MemoryAt, ...]:
-    """Predicts the bytes that a rank holds over the time of a predicted timeline.
+    """Returns how many bytes a rank is predicted to hold at each time of a predicted timeline.
 
     The nodes of a phase are spread over the phase's compute spans, one after the other, each for its share of the time.
     The held bytes do not change while compute waits.
@@ -35,7 +35,9 @@ def memory_line(predicted: Timeline, memory: StepMemory, node_ms: NodeMs) -> tup
 
 
 def _start_times(spans: Sequence[Span], durations_ms: Sequence[float]) -> Iterator[float]:
-    """Yields the start time of each node. The spans are divided among the nodes in proportion to `durations_ms`."""
+    """Yields the start time of each node in milliseconds, if the nodes share the time of `spans` in proportion to
+    `durations_ms`.
+    """
     total, offered = sum(durations_ms), sum(s.end_ms - s.start_ms for s in spans)
     if not spans:
         return

@@ -34,9 +34,9 @@ embrace = torch.ops.embrace
 
 
 def offloadable_values(memory: StepMemory) -> dict[Storage, fx.Node]:
-    """Maps each storage that can be offloaded to the value that covers all of its memory.
+    """Maps each saved storage that can be offloaded to the node whose tensor covers all of its memory.
 
-    The storage of a result or a launch stays in memory.
+    Results of the step, its inputs, and values that a collective has received cannot be offloaded.
     """
     backward = set(memory.nodes[memory.backward :])
     values = {}
@@ -48,8 +48,8 @@ def offloadable_values(memory: StepMemory) -> dict[Storage, fx.Node]:
 
 
 def _value_of(storage: Storage, backward: set[fx.Node]) -> fx.Node | None:
-    """Returns the node whose value covers all of a storage, or None if the storage cannot be offloaded. `backward` are
-    the nodes of the backward.
+    """Returns the node whose tensor covers all of a storage's memory, or None if the storage cannot be offloaded.
+    `backward` are the nodes of the backward.
     """
     if not _is_made_by_compute(storage.node):
         return None
@@ -84,8 +84,8 @@ def _is_view_chain_of(node: fx.Node | None, value: fx.Node) -> bool:
 
 
 def _is_made_by_compute(node: fx.Node) -> bool:
-    """Returns whether a node computes its value, rather than receiving it. Of this package's own ops, only RNN layers
-    compute.
+    """Returns whether a node computes its value, rather than being an input or receiving it from other ranks. Of this
+    package's own ops, only RNN layers count as compute.
     """
     while node.op == "call_function" and not isinstance(node.target, OpOverload):
         node = node.all_input_nodes[0]
@@ -114,7 +114,7 @@ class InsertCopies:
     """Inserts offloads and reloads of storages into a joint graph, in place.
 
     Args:
-        found: the memory of the graph before they are inserted.
+        found: the memory of the graph without offloads and reloads.
         rate: the speed of the copies.
     """
 
@@ -142,11 +142,11 @@ class InsertCopies:
             self._use_reloaded(copy.storage, self._values[copy.storage], back)
 
     def _insert(self, storage: Storage, op: torch._ops.OpOverloadPacket, value: fx.Node, before: fx.Node) -> fx.Node:
-        """Inserts a node that starts a storage's copy or waits for it.
+        """Inserts and returns a node that starts an offload or reload of a storage, or waits for its end.
 
         Args:
             op: the op to call.
-            value: the value to copy.
+            value: the node of the op's input: the value to offload, or the result of the op before this one.
             before: the node before which the call is inserted.
         """
         name = self._values[storage].name
@@ -174,8 +174,8 @@ class InsertCopies:
                 reader.replace_input_with(name, made)
 
     def _view_again(self, name: fx.Node, value: fx.Node, back: fx.Node, before: fx.Node) -> fx.Node:
-        """Inserts the view of the reloaded value `back` that corresponds to the view `name` of the original value,
-        before the node `before`.
+        """Repeats, on the reloaded value `back`, the views that lead from the original value to its view `name`.
+        Inserts them before the node `before`, and returns the last one, or `back` if `name` is `value` itself.
         """
         source = view_of(name)
         if name is value:
@@ -187,7 +187,7 @@ class InsertCopies:
 
 
 def _skip_placeholders(node: fx.Node) -> fx.Node:
-    """Returns this node, or the first one after it that is not a placeholder."""
+    """Returns the first node after this one that is not a placeholder."""
     following = node.next
     while following.op == "placeholder":
         following = following.next

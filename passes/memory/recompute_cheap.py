@@ -80,12 +80,12 @@ class RecomputeCheap:
 
 @dataclass(frozen=True)
 class _RecomputedPiece:
-    """Storages that are recomputed together, found by one minimum cut.
+    """Storages that are recomputed together in the backward, found by one minimum cut.
 
     Attributes:
         again: the storages that are recomputed instead of saved.
-        bytes: the bytes that need not be saved.
-        ms: the recomputation time.
+        bytes: how many bytes fewer are saved.
+        ms: the milliseconds that recomputation takes.
     """
 
     again: tuple[Storage, ...]
@@ -94,7 +94,9 @@ class _RecomputedPiece:
 
 
 class _MinimumCuts:
-    """Finds the storages to recompute by a minimum cut of each connected part of the forward."""
+    """Finds the storages to recompute in the backward. Storages are linked if one is computed cheaply from the other,
+    and each connected component of them is solved by a minimum cut.
+    """
 
     def __init__(self, graph: TrainingGraph, found: StepMemory, node_ms: NodeMs) -> None:
         self._held = found
@@ -112,7 +114,9 @@ class _MinimumCuts:
         self._makers = {s: self._nodes_that_make(s) for s in self._storages}
 
     def nodes_to_recompute(self) -> list[list[fx.Node]]:
-        """Returns lists of nodes to recompute, one list for each minimum cut that is worth it."""
+        """Returns lists of nodes to recompute, one list for each minimum cut that fits in the time allowed for
+        recomputation. Cuts that save the most bytes per time are considered first.
+        """
         allowed_ms = AT_MOST * sum(map(self._node_ms, self._held.nodes))
         regions = []
         for piece in sorted(self._pieces(), key=lambda p: p.ms / p.bytes):
@@ -128,7 +132,7 @@ class _MinimumCuts:
 
     @cached_property
     def _sources(self) -> dict[Storage, list[Storage]]:
-        """Maps each storage that is cheap to recompute to the storages that its recomputation reads."""
+        """Maps each storage that is cheap to recompute to the other storages that its recomputation reads."""
         found: dict[Storage, list[Storage]] = {}
         depth: dict[Storage, int] = {}
         for storage in self._storages:
@@ -141,7 +145,9 @@ class _MinimumCuts:
         return found
 
     def _storages_read_to_make(self, storage: Storage) -> list[Storage] | None:
-        """Returns the storages that the nodes which compute a storage read, or None if they are not cheap."""
+        """Returns the other storages that the nodes which compute `storage` read, or None if `storage` cannot be
+        recomputed cheaply.
+        """
         if storage.dies == len(self._held.nodes):
             return None
         nodes = [storage.node, *(n for n in storage.names if n in self._forward)]
@@ -159,7 +165,9 @@ class _MinimumCuts:
         return list(read)
 
     def _pieces(self) -> Iterator[_RecomputedPiece]:
-        """Yields the recomputation found by a minimum cut of each connected part, if it saves bytes."""
+        """Yields, for each connected component of linked storages, the recomputation that a minimum cut finds, if it
+        saves enough bytes.
+        """
         reads: nx.Graph[Storage] = nx.Graph()
         reads.add_nodes_from(self._storages)
         reads.add_edges_from((source, storage) for storage, sources in self._sources.items() for source in sources)
@@ -170,8 +178,8 @@ class _MinimumCuts:
                     yield piece
 
     def _cut(self, storages: Sequence[Storage]) -> _RecomputedPiece | None:
-        """Returns the recomputation of these storages that saves most bytes, or None if it saves too few bytes for the
-        kernels that it runs.
+        """Returns the recomputation of these storages that saves the most bytes, or None if it saves too few bytes for
+        the number of ops that it runs.
         """
         position = {s: k for k, s in enumerate(storages)}
         outlives = [s.dies == len(self._held.nodes) for s in storages]
@@ -189,19 +197,20 @@ class _MinimumCuts:
         return _RecomputedPiece(tuple(again), less, sum(self._node_ms(n) * TIMES.get(op_name(n), 0.0) for n in nodes))
 
     def _to_recompute(self, needed: Iterable[Storage], saved: set[Storage]) -> list[Storage]:
-        """Returns the storages that must be recomputed to get all of `needed` from the `saved` ones."""
+        """Returns the storages that must be recomputed to get all of `needed` from the storages `saved`."""
         found = reached(needed, lambda storage: () if storage in saved else self._sources[storage])
         return sorted(found - saved, key=lambda s: s.number)
 
 
 def cheapest_to_save(sizes: Sequence[int], sources: Mapping[int, Sequence[int]], needed: Iterable[int]) -> set[int]:
-    """Returns the set of storages with the fewest bytes from which all needed ones can be computed, found by a minimum
-    cut.
+    """Returns the indices of the storages to save: those with the fewest bytes from which all needed storages can be
+    computed. They are found by a minimum cut.
 
     Args:
         sizes: bytes of each storage.
-        sources: maps a storage that may be recomputed to the storages that its recomputation reads.
-        needed: the storages that the backward reads.
+        sources: maps the index of a storage that may be recomputed to those of the storages that its recomputation
+            reads.
+        needed: indices of the storages that the backward reads.
     """
     # (storage, False) is the input side of a storage, (storage, True) its output side.
     flow: nx.DiGraph[tuple[int, bool]] = nx.DiGraph()

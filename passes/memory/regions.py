@@ -52,7 +52,7 @@ class RecomputeRegions:
 
 
 def with_recomputed(graph: TrainingGraph, regions: Mapping[str, int], kept: Collection[str] = ()) -> TrainingGraph:
-    """Returns the graph whose backward recomputes the nodes of the given regions.
+    """Returns a copy of the graph whose backward recomputes the nodes of the given regions.
 
     Args:
         regions: maps a node's name to the number of its region; the nodes of a region are recomputed together.
@@ -67,8 +67,8 @@ def with_recomputed(graph: TrainingGraph, regions: Mapping[str, int], kept: Coll
 
 
 def insert_copies(graph: TrainingGraph) -> list[fx.Node]:
-    """Inserts recomputed copies of all nodes in checkpointed regions into the backward, in place, and clears the
-    regions' marks. Returns the copies.
+    """Inserts recomputed copies of all nodes in checkpointed regions into the backward, in place. Removes the metadata
+    that marks the regions. Returns the inserted nodes.
     """
     copies = _RecomputedCopies(graph).insert()
     for node in graph.graph.nodes:
@@ -78,9 +78,10 @@ def insert_copies(graph: TrainingGraph) -> list[fx.Node]:
 
 
 def can_recompute(node: fx.Node, written: frozenset[object]) -> bool:
-    """Returns whether a node may run again in the backward: it returns one tensor and has no other effect.
+    """Returns whether a node may run again in the backward: it returns tensors and has no other effect.
 
-    Sizes are saved. A reader of a parameter that the forward writes (`max_norm`) would read another value.
+    Nodes that return sizes may not, nor may readers of a parameter that the forward overwrites (`max_norm`), because
+    they would read another value.
 
     Args:
         written: the parameters, buffers and batch tensors that the forward writes.
@@ -99,8 +100,8 @@ def can_recompute(node: fx.Node, written: frozenset[object]) -> bool:
 
 
 class _RecomputedCopies:
-    """Inserts copies of forward nodes into the backward. Regions may be nested: copies on level k are read by nodes
-    inside k regions.
+    """Inserts copies of forward nodes into the backward, for checkpointed regions, which may be nested. A node inside
+    several regions can have several copies: that on level k is recomputed with the k outermost regions around it.
     """
 
     def __init__(self, graph: TrainingGraph) -> None:
@@ -135,7 +136,7 @@ class _RecomputedCopies:
     # -- the nodes to recompute ---------------------------------------------------------------------------------------
 
     def _paths_of(self, forward: set[fx.Node]) -> dict[fx.Node, Path]:
-        """Maps each forward node that may run again to the nested regions around it."""
+        """Maps each forward node that may run again to the numbers of the nested regions around it, outermost first."""
         paths: dict[fx.Node, Path] = {}
         for node in self._graph.nodes:
             path = _computing_op(node).meta.get("region", ())
@@ -144,8 +145,8 @@ class _RecomputedCopies:
         return paths
 
     def _level(self, value: fx.Node, reader: Path | None) -> int:
-        """Returns the level whose copy of `value` a reader inside the regions `reader` must read; 0 for the
-        original.
+        """Returns the level (number of outermost regions) whose recomputed copy of `value` a reader must read; 0 for
+        the original. `reader` are the regions around the reader, or None if it is not in a region.
         """
         path = self._paths.get(value, ())
         shared = len(path)
@@ -155,7 +156,9 @@ class _RecomputedCopies:
         return min(shared, len(path) - 1) if value in self._kept else shared
 
     def _request(self, value: fx.Node, level: int) -> None:
-        """Records that a copy of `value` is needed on a level, and every copy that it reads in turn."""
+        """Records that a copy of `value` is needed on a level, and so are copies of everything that it must read in
+        turn.
+        """
         waiting = [(value, level)]
         while waiting:
             value, level = waiting.pop()
@@ -168,8 +171,8 @@ class _RecomputedCopies:
             waiting += [(each, level) for each in chain[: chain.index(value)]] if chain else []
 
     def _draw_chains(self, forward: set[fx.Node]) -> dict[fx.Node, list[fx.Node]]:
-        """Maps each node of the forward that draws random numbers to its chain: consecutive draws of one generator in
-        the same regions.
+        """Maps each node in a region that draws random numbers to its chain: consecutive draws of one device's
+        generator in the same regions.
         """
         chains: dict[fx.Node, list[fx.Node]] = {}
         last: dict[torch.device, fx.Node] = {}
@@ -189,7 +192,7 @@ class _RecomputedCopies:
     # -- inserting copies ----------------------------------------------------------------------------------------------
 
     def _place(self, region: Path, before: fx.Node) -> None:
-        """Inserts a region's copies before a node, after the copies of outer regions that they read."""
+        """Inserts a region's copies before a node, after those copies of outer regions that they read."""
         nodes = sorted(self._wanted.pop(region, ()), key=self._position.__getitem__)
         for node in nodes:
             for value in node.all_input_nodes:
@@ -207,9 +210,7 @@ class _RecomputedCopies:
                     self._rewriter.call(embrace.end_replay.default, now, device_of(node), name=f"{node.name}_replayed")
 
     def _copy(self, node: fx.Node, region: Path) -> None:
-        """Inserts the copy of a node for a recomputed region. The copy reads the region's copies of the node's
-        inputs.
-        """
+        """Inserts a copy of a node, to recompute a region. The copy reads the region's copies of its inputs."""
         inputs = {value: self._level(value, region) for value in node.all_input_nodes}
         name = f"{node.name}_again" + (f"_{len(region)}" if len(region) > 1 else "")
         copy = self._rewriter.copy(node, lambda n: self._copies[n, inputs[n]] if inputs[n] else n, name)
@@ -217,7 +218,7 @@ class _RecomputedCopies:
         self._copies[node, len(region)] = copy
 
     def _replayed(self, nodes: list[fx.Node]) -> list[list[fx.Node]]:
-        """Groups the nodes that draw random numbers by their chains."""
+        """Returns those of `nodes` that draw random numbers, grouped by chain (consecutive draws of one generator)."""
         found: dict[int, list[fx.Node]] = {}
         for node in nodes:
             if node in self._chains:
@@ -225,8 +226,8 @@ class _RecomputedCopies:
         return list(found.values())
 
     def _begin_replay(self, first: fx.Node) -> fx.Node:
-        """Inserts the node that restores the random state from before the first draw of a chain, and the node that
-        saves this state in the forward.
+        """Inserts and returns a node that restores the random state from before the first draw of a chain. Also
+        inserts, in the forward, a node that saves this state, if there is none yet.
         """
         device = device_of(first)
         if first not in self._states:
@@ -238,7 +239,9 @@ class _RecomputedCopies:
         return self._rewriter.call(embrace.begin_replay.default, state, device, name=f"{first.name}_replay")
 
     def _read_unwritten(self) -> None:
-        """Makes copies read buffers as they were before the forward, for buffers that the forward overwrites."""
+        """Makes the recomputed copies read buffers that the forward overwrites as they were before: from copies made at
+        its start.
+        """
         first = next(node for node in self._graph.nodes if node.op != "placeholder")
         for copy in self._copies.values():
             for value in copy.all_input_nodes:

@@ -28,7 +28,7 @@ from embrace_fx.vocabulary.ops import op_name
 
 @dataclass(frozen=True)
 class AwaitRowsLate:
-    """The pass that moves each wait for rows down to the first node that computes with the rows."""
+    """The pass that moves each wait for exchanged embedding rows down to the first node that computes with the rows."""
 
     def __call__(self, graph: TrainingGraph) -> TrainingGraph:
         if "forward" not in graph.phases or not any(_awaits_to_move(graph.phases["forward"])):
@@ -38,10 +38,10 @@ class AwaitRowsLate:
 
 @dataclass(frozen=True)
 class _MovedAwait:
-    """A wait for a table's rows that moves down.
+    """A wait for a table's exchanged rows that is to move down in the forward.
 
     Attributes:
-        nodes: the nodes of the wait, in order.
+        nodes: the nodes that move with the wait, itself included, in program order.
         reader: the node before which they are inserted.
     """
 
@@ -80,14 +80,14 @@ def _movable(awaits: list[fx.Node]) -> set[fx.Node]:
     """
 
     def may_move(node: fx.Node, found: set[fx.Node]) -> bool:
-        """Returns whether a node is cheap and reads only saved values, or nodes that move (`found`)."""
+        """Returns whether a node is cheap and reads only saved values, or values of nodes that move too (`found`)."""
         return _is_cheap(node) and all(n in found or _is_saved(n) for n in node.all_input_nodes)
 
     return reached(awaits, lambda node: node.users, may_move)
 
 
 def _is_cheap(node: fx.Node) -> bool:
-    """Returns whether a node has no effect but its value and takes little time. User-defined ops do not count."""
+    """Returns whether a node takes little time and has no side effect. User-defined ops never count as cheap."""
     if op_name(node) == "embrace::join_rows":
         return True
     own = not isinstance(node.target, torch._ops.OpOverload) or node.target.namespace in ("aten", "embrace")

@@ -45,8 +45,8 @@ embrace = torch.ops.embrace
 
 @dataclass(frozen=True)
 class ChunkBuckets:
-    """The pass that splits the AllReduce of each bucket of dense gradients into chunks, so that urgent launches wait
-    only for a chunk.
+    """The pass that splits the AllReduce of each bucket of dense gradients into chunks, so that urgent collectives need
+    not wait for a whole bucket.
 
     Attributes:
         chunks: for each bucket, in launch order, the number of elements in each chunk.
@@ -72,8 +72,8 @@ class ChunkBuckets:
 
 
 def _await_chunks(rewriter: Rewriter, flat: fx.Node, bucket: int, count: int) -> list[fx.Node]:
-    """Inserts nodes that wait for the `count` chunks of a bucket, in order. Returns them, last first, followed by
-    `flat`, the bucket's tensor.
+    """Inserts nodes that wait for the `count` chunks of the bucket with index `bucket`, in order. Returns them, last
+    first, followed by `flat`, the node of the bucket's tensor.
     """
     awaits = [flat]
     for k in range(count):
@@ -127,8 +127,8 @@ class UpdateBeforeRead:
 
 
 def _defer_buckets(backward: fx.GraphModule, buckets: Sequence[tuple[str, ...]]) -> None:
-    """Makes the backward end while its buckets are still being reduced, and removes the gradients unpacked from
-    them.
+    """Lets the backward end while its buckets are still being all-reduced: removes the waits for them and the gradients
+    unpacked from them, and adds an output for each pending bucket.
     """
     rewriter = Rewriter(backward)
     outputs = list(outputs_of(backward))
@@ -160,8 +160,12 @@ def _defer_buckets(backward: fx.GraphModule, buckets: Sequence[tuple[str, ...]])
 
 
 def _await_updates(phases: Phases, buckets: Sequence[tuple[str, ...]], chunks: Sequence[Sequence[int]]) -> None:
-    """Inserts, before the forward's first read of a bucket's parameters, a wait for the bucket and their updates.
-    `buckets` and `chunks` are as for `UpdateBeforeRead`.
+    """Inserts, before the forward's first read of a bucket's parameters, a wait for the bucket and the optimizer's
+    update of these parameters.
+
+    Args:
+        buckets: names of each bucket's parameters, in launch order.
+        chunks: for each bucket, the number of elements in each chunk.
     """
     forward = phases["forward"]
     rewriter = Rewriter(forward)
@@ -182,5 +186,5 @@ def _await_updates(phases: Phases, buckets: Sequence[tuple[str, ...]], chunks: S
 
 
 def _is_not_inserted(inserted: set[fx.Node], user: fx.Node) -> bool:
-    """Returns whether a user of a node is not one of the inserted nodes."""
+    """Returns whether the node `user` is none of the nodes `inserted`."""
     return user not in inserted

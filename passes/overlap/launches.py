@@ -14,8 +14,8 @@ from embrace_fx.vocabulary.ops import id_of
 
 
 class Phases:
-    """The phases of a graph by name ("forward", "backward", ..), copied for a rewrite. A phase is copied when it is
-    first read, so that other phases need no new verification.
+    """The phases of a graph by name ("forward", "backward", ..), for a rewrite. A phase is copied when it is first
+    read, and only copied phases need to be verified again.
     """
 
     def __init__(self, phases: Mapping[str, fx.GraphModule]) -> None:
@@ -40,7 +40,9 @@ def rewrite_phases(graph: TrainingGraph, rewrite: Callable[[Phases], None]) -> T
 
 
 def set_launch(node: fx.Node, launch: OperationId) -> None:
-    """Replaces the launch id of a node, in its arguments and its metadata."""
+    """Replaces the launch id of a node (the id of the collective that it submits or awaits) in its arguments and
+    metadata.
+    """
     node.args = (*node.args[:-1], str(launch))
     node.meta["launch"] = launch
 
@@ -51,12 +53,12 @@ def calls_of(module: fx.GraphModule, op: OpOverload) -> list[fx.Node]:
 
 
 def call_by_table(module: fx.GraphModule, op: OpOverload) -> dict[str, fx.Node]:
-    """Maps each table to the one node that calls an op for it."""
+    """Maps the name of each table to the node that calls `op` for it; to the last one if there are several."""
     return {table: nodes[-1] for table, nodes in calls_by_table(module, op).items()}
 
 
 def calls_by_table(module: fx.GraphModule, op: OpOverload) -> dict[str, list[fx.Node]]:
-    """Maps each table to the nodes that call an op for it, in program order."""
+    """Maps the name of each table to the nodes that call `op` for it, in program order."""
     found: dict[str, list[fx.Node]] = {}
     for node in calls_of(module, op):
         found.setdefault(id_of(node).what, []).append(node)
@@ -64,7 +66,7 @@ def calls_by_table(module: fx.GraphModule, op: OpOverload) -> dict[str, list[fx.
 
 
 def erase_chain(graph: fx.Graph, node: fx.Node, keep: set[fx.Node]) -> None:
-    """Erases a node that nothing reads, and every node that only it has read. Nodes in `keep` stay."""
+    """Erases a node if nothing reads it, and then its inputs in the same way. Placeholders and nodes in `keep` stay."""
     if node.users or node.op == "placeholder" or node in keep:
         return
     inputs = node.all_input_nodes
@@ -74,7 +76,7 @@ def erase_chain(graph: fx.Graph, node: fx.Node, keep: set[fx.Node]) -> None:
 
 
 def drop_unread(module: fx.GraphModule, *kinds: type[InputRole]) -> None:
-    """Erases placeholders with roles of the given kinds that no node reads any more."""
+    """Erases placeholders that no node reads any more and that have a role of one of the types `kinds`."""
     for node, role in list(inputs_of(module)):
         if not node.users and isinstance(role, kinds):
             module.graph.erase_node(node)

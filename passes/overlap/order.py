@@ -34,8 +34,8 @@ from embrace_fx.vocabulary.submissions import is_submission
 
 @dataclass(frozen=True)
 class OrderCompute:
-    """The pass that reorders the backward's compute. It moves units: the compute that is needed before one bucket's or
-    table's gradients can be sent.
+    """The pass that reorders the compute of the backward. It moves units, each of which is the compute that is needed
+    before one bucket's or table's gradients can be sent.
 
     Attributes:
         units: names of tables and buckets, in the new order. Other units follow in their old order.
@@ -92,8 +92,8 @@ class BackwardUnits:
         return cls(units, needed)
 
     def unit_of_node(self) -> dict[fx.Node, str]:
-        """Maps each node to the unit of the next submission of gradients after it. Nodes after the last submission are
-        left out.
+        """Maps each node to the unit (table or bucket) whose gradients are submitted next after it. Nodes after the
+        last submission are left out.
         """
         found: dict[fx.Node, str] = {}
         pending: list[fx.Node] = []
@@ -115,8 +115,8 @@ class BackwardUnits:
         return (*known, *(unit for unit in self.units if unit not in known))
 
     def order_nodes(self, order: Sequence[str]) -> list[fx.Node]:
-        """Returns all nodes sorted by the order of units: each with the first unit that needs it, and nodes without a
-        unit last.
+        """Returns all nodes, sorted by the order of units: each node with the first unit that needs it. Nodes that no
+        unit needs come last.
         """
         groups: dict[int, list[fx.Node]] = {k: [] for k in range(len(self.units) + 1)}
         first = self.first_unit_of(order)
@@ -125,8 +125,8 @@ class BackwardUnits:
         return [node for k in sorted(groups) for node in groups[k]]
 
     def first_unit_of(self, order: Sequence[str]) -> Callable[[int], int]:
-        """Returns a function that maps a bit mask of units to the index, in `order`, of the first of them, or to the
-        number of units for an empty mask.
+        """Returns a function from a bit mask of units to the index, in `order`, of the first of these units. For an
+        empty mask, it returns the number of units.
         """
         place = {unit: k for k, unit in enumerate(self.with_all_units(order))}
         places = [place[unit] for unit in self.units]
@@ -154,11 +154,11 @@ def _submitted_unit(node: fx.Node) -> str | None:
 def _fixed_before(nodes: Sequence[fx.Node], unit_of: Mapping[fx.Node, str]) -> dict[fx.Node, list[fx.Node]]:
     """Maps each node to the nodes that must run before it although it does not read their values.
 
-    Nodes with effects keep their order. The head, up to its last submission of rows, stays first, because it finishes
-    the previous step.
+    Nodes with side effects keep their order. The backward starts with nodes that finish the previous step's updates and
+    send rows; all other nodes stay after these.
 
     Args:
-        unit_of: maps each node to its unit.
+        unit_of: maps each node that submits gradients to their table or bucket.
     """
     before: dict[fx.Node, list[fx.Node]] = {}
     fixed = [node for node in nodes if node not in unit_of and not may_move(node)]

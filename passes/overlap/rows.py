@@ -44,8 +44,8 @@ class SubmitRows:
     """The pass that lets exchanges of row gradients, and updates of sharded tables, overlap the next step.
 
     Attributes:
-        within_step: names of tables that are exchanged and updated within their own step: an output layer reads all of
-            their rows.
+        within_step: names of tables that are exchanged and updated within one step, because an output layer reads all
+            of their rows.
     """
 
     within_step: tuple[str, ...] = ()
@@ -56,11 +56,11 @@ class SubmitRows:
 
 @dataclass(frozen=True)
 class _GridRoute:
-    """The inputs and results of a `route_grid` node, which sends ids to the ranks that own their rows.
+    """The inputs and results of a `route_grid` node, which finds the ids whose rows are in this rank's shard.
 
     Attributes:
         ids, counts: the nodes of its inputs.
-        saved: names of its results, which the backward reads.
+        saved: names of its results, which are saved for the backward.
     """
 
     ids: fx.Node
@@ -69,7 +69,7 @@ class _GridRoute:
 
 
 def _split_exchanges(phases: Phases, within_step: Collection[str]) -> None:
-    """Splits the exchanges of all tables, except those in `within_step`, into submissions and waits, in place."""
+    """Replaces the exchange of each table, except those in `within_step`, by a submission and a wait, in place."""
     forward, backward = phases["forward"], phases["backward"]
     routes: dict[str, _GridRoute] = {}  # name of the ids that `coalesce` reads -> the node that routes them
     head = first_after_placeholders(forward.graph).prev  # updates and submissions are inserted after this node
@@ -89,30 +89,30 @@ def _split_exchanges(phases: Phases, within_step: Collection[str]) -> None:
 
 
 def _lookup_of(join: fx.Node) -> fx.Node:
-    """Returns the node that looks up the columns that `join` joins to rows."""
+    """Returns the node that looks up the columns from which `join` assembles full rows, once they are exchanged."""
     columns: Any = join.all_input_nodes[0].all_input_nodes[0].args[0]
     found: fx.Node = columns if columns.target is embrace.lookup.default else columns.all_input_nodes[0]
     return found
 
 
 def _table_of(join: fx.Node) -> str:
-    """Returns the table whose received columns a node joins to rows."""
+    """Returns the name of the table whose rows the node `join` assembles from received columns."""
     return str(_lookup_of(join).all_input_nodes[0].meta["role"].table)
 
 
 def _role_of_gradient(coalesce: fx.Node, outputs: Sequence[tuple[fx.Node | None, OutputRole]]) -> GradientOfRows:
-    """Returns the role of the output that a `coalesce` node computes."""
+    """Returns the role of the graph output that a `coalesce` node, the sum of a table's row gradients, computes."""
     return next(role for value, role in outputs if value in coalesce.users and isinstance(role, GradientOfRows))
 
 
 def _await_rows(
     forward: fx.GraphModule, join: fx.Node, head: fx.Node, routes: dict[str, _GridRoute], trained: set[str]
 ) -> fx.Node:
-    """Replaces a table's lookup by a submission at the head of the forward and a wait. Returns the node after which the
-    next table's nodes belong.
+    """Replaces a table's lookup by a submission at the start of the forward, and a wait where its rows are needed.
+    Returns the submission, after which the next table's is to be inserted.
 
     Args:
-        join: the node that joins the table's received columns to rows.
+        join: the node that assembles the table's full rows from received columns.
         head: the node after which to insert the submission.
         routes: name of the ids that `coalesce` reads -> the node that routes them. Gets an entry for a table on a grid.
         trained: names of the tables with a gradient.
@@ -147,7 +147,7 @@ def submit_rows(
     """Inserts the update of a table, if it is trained, and the submission of its rows. Returns the submission.
 
     Args:
-        inputs: the nodes of the shard, the ids and the counts.
+        inputs: the nodes of the shard, the ids, and each rank's number of ids.
     """
     name, (shard, *read) = table.removesuffix(".weight"), inputs
     if trained:
@@ -158,10 +158,11 @@ def submit_rows(
 
 
 def await_rows(rewriter: Rewriter, table: str, ids_and_counts: tuple[Any, Any], dtype: torch.dtype) -> fx.Node:
-    """Inserts the wait for a table's rows, and the node that joins their columns.
+    """Inserts the wait for a table's rows, and a node that assembles the rows from received columns. Returns the
+    latter.
 
     Args:
-        ids_and_counts: the nodes of the rows' ids and counts.
+        ids_and_counts: the nodes of the rows' ids, and of the number of ids of each rank.
     """
     name, launch = table.removesuffix(".weight"), rows_id(table, "whole")
     part = rewriter.launch(
@@ -173,11 +174,12 @@ def await_rows(rewriter: Rewriter, table: str, ids_and_counts: tuple[Any, Any], 
 def submit_gradients(
     rewriter: Rewriter, table: str, inputs: tuple[Any, Any, Any], padding_rows: Any, scale: Any
 ) -> fx.Node:
-    """Inserts the submission of a table's row gradients.
+    """Inserts and returns the submission of a table's row gradients.
 
     Args:
-        inputs: the nodes of the gradients, ids and counts.
-        padding_rows, scale: the arguments of `coalesce`.
+        inputs: the nodes of the gradients, their ids, and each rank's number of ids.
+        padding_rows: ids of padding rows, which get no gradient.
+        scale: the factor on the summed gradients.
     """
     name, launch = f"{table.removesuffix('.weight')}_submitted", gradients_id(table, "whole")
     target = embrace.submit_gradients.default
@@ -203,7 +205,8 @@ def _submit_gradients(
     outputs: list[tuple[fx.Node | None, OutputRole]],
     routes: Mapping[str, _GridRoute],
 ) -> list[tuple[fx.Node | None, OutputRole]]:
-    """Replaces the exchange and sum of a row gradient with its submission, and returns the remaining outputs.
+    """Replaces the exchange and sum of a row gradient with its submission. Returns the new outputs of the backward,
+    with the submission in place of the summed gradient.
 
     Args:
         coalesce: the node of the sum.

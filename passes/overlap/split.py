@@ -37,11 +37,12 @@ embrace = torch.ops.embrace
 
 @dataclass(frozen=True)
 class SplitRows:
-    """The pass that splits exchanges of rows in two. Early rows were not changed by the last step and are sent at once;
-    late rows after their update. Prior gradients, of rows that the next batch reads, are sent before the delayed ones.
+    """The pass that splits each exchange of rows, and of row gradients, in two. Early rows, which the last step has not
+    changed, are sent at once; late rows after their update. Prior gradients, of rows that the next batch reads, are
+    sent before the delayed ones.
 
     Attributes:
-        pieces: (table, number of pieces of its delayed gradients).
+        pieces: pairs (table, number of pieces in which its delayed gradients are sent).
     """
 
     pieces: tuple[tuple[str, int], ...]
@@ -50,7 +51,7 @@ class SplitRows:
         return rewrite_phases(graph, self._rewrite)
 
     def _rewrite(self, phases: Phases) -> None:
-        """Splits each submission of rows in two, and each of gradients."""
+        """Splits each submission of rows into early and late ones, and each of gradients into prior and delayed."""
         forward, backward = phases["forward"], phases["backward"]
         submitted = call_by_table(forward, embrace.submit_rows.default)
         if not submitted:
@@ -88,8 +89,8 @@ def _split_forward(forward: fx.GraphModule) -> None:
 
 
 def _split_backward(backward: fx.GraphModule, submitted: dict[str, fx.Node], pieces: dict[str, int]) -> None:
-    """Splits the backward's exchanges: submits prior and delayed gradients separately, and the next batch's early rows
-    at its start.
+    """Splits the backward's exchanges. Submits prior and delayed gradients separately, and, at the backward's start,
+    the next batch's early rows.
 
     Args:
         submitted: table -> the forward's submission of its rows.
@@ -112,8 +113,12 @@ def _split_backward(backward: fx.GraphModule, submitted: dict[str, fx.Node], pie
 
 
 def _submit_early_rows(rewriter: Rewriter, submitted: dict[str, fx.Node], pieces: dict[str, int]) -> None:
-    """Inserts, at the start of the backward, the updates by the previous step's delayed gradients, and the submission
-    of the next batch's early rows. The arguments are those of `_split_backward`.
+    """Inserts, at the start of the backward, the updates of tables by the previous step's delayed gradients, and then
+    the submission of the next batch's early rows.
+
+    Args:
+        submitted: table -> the forward's submission of its rows.
+        pieces: table -> number of pieces of its delayed gradients.
     """
     shards = {table: _placeholder_in_backward(rewriter, _submitted_shard(node)) for table, node in submitted.items()}
     routes = {

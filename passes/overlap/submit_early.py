@@ -29,7 +29,7 @@ from embrace_fx.vocabulary.ops import AWAITS, LAUNCHES, LOCAL_OF_FLOW, SUBMISSIO
 
 @dataclass(frozen=True)
 class SubmitGradientsEarly:
-    """The pass that moves each submission of row gradients up, to right after the last of its inputs."""
+    """The pass that moves each submission of row gradients up, to right after the last of its inputs is computed."""
 
     def __call__(self, graph: TrainingGraph) -> TrainingGraph:
         moved_up = rewrite_phases(graph, _rewrite)
@@ -45,7 +45,7 @@ def _rewrite(phases: Phases) -> None:
 
 
 def _move_up(graph: fx.Graph, submissions: list[fx.Node]) -> None:
-    """Moves the submissions of one table's gradient, and the nodes that only they need, to right after their inputs."""
+    """Moves the submissions of one table's gradient, and nodes that only they need, up to right after their inputs."""
     moved = needed_only_by(submissions)
     inputs = [value for node in moved for value in node.all_input_nodes if value not in moved]
     place = max(*inputs, _end_of_head(graph))
@@ -55,7 +55,9 @@ def _move_up(graph: fx.Graph, submissions: list[fx.Node]) -> None:
 
 
 def _end_of_head(graph: fx.Graph) -> fx.Node:
-    """Returns the last node of the backward's head, which finishes the previous step and submits early rows."""
+    """Returns the last node of the backward's head, which finishes the previous step and submits early rows, or the
+    last placeholder if there is no head.
+    """
     head = [node for node in graph.nodes if op_name(node) in HEAD]
     return head[-1] if head else first_after_placeholders(graph).prev
 
@@ -65,14 +67,14 @@ HEAD = ("embrace::update_rows", "embrace::await_ids", "embrace::submit_rows")
 
 
 def needed_only_by(readers: list[fx.Node]) -> set[fx.Node]:
-    """Returns `readers`, and all nodes whose values only these nodes read, directly or through each other."""
+    """Returns `readers`, and all nodes without side effects whose values are needed by nothing else."""
     return reached(
         readers, lambda node: node.all_input_nodes, lambda node, found: may_move(node) and found.issuperset(node.users)
     )
 
 
 def may_move(node: fx.Node) -> bool:
-    """Returns whether a node may move to any place after its inputs, because it has no effect but its value.
+    """Returns whether a node may move to any place after its inputs, because it has no side effect.
 
     A user's op may move unless its schema says that it writes, or its tags that it draws random numbers.
     """

@@ -47,8 +47,8 @@ embrace = torch.ops.embrace
 
 @dataclass(frozen=True)
 class DerivePhase:
-    """The pass that derives a variant of the forward or backward, such as that of the first step, from the steady
-    step's.
+    """The pass that derives a variant of the forward or backward from that of a steady step. For example, the first
+    step has no previous gradients to apply.
     """
 
     variant: StepVariant
@@ -76,8 +76,9 @@ class DerivePhase:
 
 
 def _derive_forward(module: fx.GraphModule, variant: ForwardVariant, delayed: Sequence[OperationId]) -> None:
-    """Removes from a forward the nodes that its variant does not run: early rows, delayed updates, the next batch's
-    ids. `delayed` are the launch ids of delayed gradients.
+    """Adapts a forward to its variant, in place. Removes the waits for early rows, or the submission of the next
+    batch's ids, if the variant has none. If early rows were sent for another batch, adds the updates by delayed
+    gradients, whose launch ids are `delayed`.
     """
     if variant.arrives != "cut":
         for early in [n for n in calls_of(module, embrace.await_rows.default) if id_of(n).part == "early"]:
@@ -93,8 +94,8 @@ def _derive_forward(module: fx.GraphModule, variant: ForwardVariant, delayed: Se
 
 
 def _update_delayed(rewriter: Rewriter, update: fx.Node, delayed: list[OperationId]) -> None:
-    """Inserts updates by all delayed pieces of a gradient, after the prior update and before the rows' lookup.
-    `delayed` are the pieces' launch ids.
+    """Inserts table updates by all delayed pieces of a gradient, after the update by its prior part and before the
+    lookup of rows. `delayed` are the pieces' launch ids.
     """
     readers, last = list(update.users), update
     for k, launch in enumerate(delayed):
@@ -105,7 +106,7 @@ def _update_delayed(rewriter: Rewriter, update: fx.Node, delayed: list[Operation
 
 
 def _derive_backward(module: fx.GraphModule, variant: BackwardVariant) -> None:
-    """Removes from a backward the nodes that its variant does not run: updates, waits and submissions."""
+    """Removes from a backward the updates, waits and submissions that its variant does not run, in place."""
     if not variant.left:
         for update in calls_of(module, embrace.update_rows.default):
             update.replace_all_uses_with(update.all_input_nodes[0])

@@ -31,8 +31,8 @@ def check_strategy(strategy: Strategy, where: str = "the plan") -> None:
 
 
 def _as_patterns(strategy: Strategy) -> Mapping[str, str | Grid]:
-    """Returns a strategy as a mapping from patterns of parameter names to strategies. A single one gets a pattern that
-    matches all.
+    """Returns a strategy as a mapping from patterns of parameter names to strategies. A strategy that is not a mapping
+    gets the pattern "*", which matches all names.
     """
     return {"*": strategy} if isinstance(strategy, str | Grid) else strategy
 
@@ -68,7 +68,9 @@ def requested_strategies(
 
 
 def _no_match_error(pattern: str, tables: tuple[str, ...], parameters: tuple[str, ...], *, tables_only: bool) -> str:
-    """Returns the error text for a pattern that matches no name: of a table if `tables_only`, else of any parameter."""
+    """Returns the error text for a pattern that matches no name. `tables_only` says whether only names of tables were
+    tried.
+    """
     what = "table" if tables_only else "table or another trainable parameter"
     names = tables if tables_only else tuple(dict.fromkeys((*tables, *parameters)))
     return (

@@ -36,11 +36,11 @@ AWAITED = 0.5
 
 @dataclass(frozen=True)
 class Capture:
-    """A possible capture of a model's forward, with the sizes from which its cost and gain are predicted.
+    """A possible capture of a model's forward as a graph, with the sizes from which its cost and gain are predicted.
 
     Attributes:
         parameters: the number of trained parameters.
-        elements: the elements of parameters that are multiplied with every position of a batch.
+        elements: the number of elements of all parameters that are multiplied with every position of a batch.
         positions: the number of positions (tokens) of the largest batch.
         heads: the weights of output layers. Every position is assumed to have a label.
         other_bytes: bytes of the parameters that are not in the plan and are neither tables nor output layers.
@@ -54,16 +54,16 @@ class Capture:
 
     @property
     def capture_ms(self) -> float:
-        """The predicted time of the capture, in milliseconds."""
+        """The predicted milliseconds of capturing and compiling the model."""
         return CAPTURE_MS * self.parameters
 
     def compute_ms(self, plan: Plan) -> float:
-        """Estimates the compute time of a step, in milliseconds. Ranks that share a core take longer."""
+        """Estimates the milliseconds of compute per step. They are longer if ranks share a core."""
         alone_ms = FLOPS * self.elements * self.positions / CORE.flops_per_ms + PARAMETER_MS * self.parameters
         return alone_ms / min(plan.links.pace, 1.0)
 
     def pays(self, plan: Plan, error: float = 1.0) -> bool:
-        """Returns whether the graph saves enough time to be worth its capture.
+        """Returns whether a captured graph is predicted to save enough time per step to be worth its capture.
 
         Args:
             error: a factor on the predicted savings, for an optimistic estimate.
@@ -81,7 +81,7 @@ class Capture:
         return f"{saved}, and a capture would take {self.capture_ms / 1e3:.1f} s"
 
     def _hidden_ms(self, plan: Plan) -> float:
-        """Predicts how many milliseconds of buckets' transfers the next forward would hide per step, because the
+        """Predicts how many milliseconds of gradient AllReduces per step the next forward would hide, because the
         backward is too short to hide them.
         """
         compute_ms = self.compute_ms(plan)
@@ -90,8 +90,8 @@ class Capture:
         return min(max(late_ms, 0.0), (1 - BACKWARD) * compute_ms)
 
     def _saved_by_shards_ms(self, plan: Plan) -> float:
-        """Predicts how many milliseconds of waiting sharded tables save per step, compared with the cheapest exchange
-        of whole tables.
+        """Predicts how many milliseconds of waiting per step sharded tables and output layers save, compared with the
+        cheapest exchange of gradients of unsharded ones.
         """
         whole = {
             name: [c.predicted_ms for c in plan[name].candidates if c.strategy not in SHARDED] for name in plan.sharded

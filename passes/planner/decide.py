@@ -38,10 +38,10 @@ class _Choice:
     """The strategy chosen for a parameter, with the reason in one line.
 
     Attributes:
-        priced: the price of each compared strategy by name; empty if only one was possible.
-        against: the reason against all other strategies, if it is not their time.
-        may_travel: the reason to give if this table is sharded after all, to share latency with other tables; "" if it
-            is kept whole for a reason other than latency.
+        priced: strategy -> price, for all compared strategies; empty if only one was possible.
+        against: why all other strategies were rejected, or "" if because of their predicted times.
+        may_travel: for an unsharded table, the reason to give if it is sharded after all, to share latency with other
+            tables; "" if that is not possible.
         sparsely_read: whether each rank reads less than a share `DENSELY` of the table's rows.
     """
 
@@ -53,7 +53,7 @@ class _Choice:
     sparsely_read: bool = False
 
     def candidates(self) -> tuple[Candidate, ...]:
-        """Returns the compared strategies, each with the reason why it was not chosen."""
+        """Returns the compared strategies, fastest first, each with the reason why it was not chosen."""
         return tuple(
             Candidate(
                 each.strategy,
@@ -74,16 +74,16 @@ def decide(
     current: Plan | None = None,
     links_are: LinksAre = "assumed",
 ) -> Plan:
-    """Decides the plan for a graph, for the requested schedule or, under "auto", for the one with the shortest step.
+    """Returns the plan for a graph, for the requested schedule or, under "auto", for the one with the shortest step.
 
-    Chooses "2d" if there is nothing to compare: one rank, unknown links, or no compute to hide behind. A single rank
-    steps each table by rows or as a whole, and exchanges nothing.
+    Chooses the schedule "2d" if there is nothing to compare: one rank, unknown links, or no compute to hide behind. A
+    single rank exchanges nothing; its plan only says which tables are updated by rows and which as a whole.
 
     Args:
         findings: the graph, the facts about its parameters and the rows that all ranks read.
         links: the cluster for which strategies are compared and sizes of buckets and blocks are chosen.
-        current: the plan in use. A table's strategy stays unless the best one takes less than `CLEARLY` of its time,
-            and shards keep their grid.
+        current: the plan in use. A table's strategy stays unless the best one takes less than a share `CLEARLY` of its
+            time, and shards keep their grid.
         links_are: whether the links were measured, given by the user, or assumed.
 
     Raises:
@@ -106,13 +106,15 @@ def decide(
 
 
 def _without_exchanges(plan: Plan) -> Plan:
-    """Returns a plan without what only several ranks need: alternatives by price, rounding, and joined exchanges."""
+    """Returns a copy of the plan for a single rank, which exchanges nothing: without prices of other strategies,
+    rounding of sent values, rescaling by all ranks' ids, and joined tables.
+    """
     decisions = tuple(replace(each, candidates=(), travels_as="exact") for each in plan)
     return replace(plan, decisions=decisions, renormed=(), watched=(), spaces=())
 
 
 def _decide_for_schedule(findings: Findings, links: cost.Cluster, current: Plan | None, links_are: LinksAre) -> Plan:
-    """Decides the plan for the schedule that `findings` names. The arguments are those of `decide`."""
+    """Returns the plan for the schedule that `findings` names. The arguments are those of `decide`."""
     graph, facts, world_size = findings.graph, findings.facts, findings.world_size
     exchanged = (d for d in current if d.strategy in STRATEGIES) if current is not None else ()
     in_use = {decision.parameter: decision for decision in exchanged}
@@ -167,7 +169,7 @@ def _choose_strategy(
 
 
 def _record_decision(fact: ParameterFacts, choice: _Choice, table: TableSpec | None, pricing: Pricing) -> Decision:
-    """Makes the plan's record of a choice for a parameter, with its price and the other candidates.
+    """Returns the plan's record of the strategy chosen for a parameter, with its price and the other candidates.
 
     Args:
         fact: the facts about the parameter.
@@ -198,8 +200,8 @@ def _record_decision(fact: ParameterFacts, choice: _Choice, table: TableSpec | N
 
 
 def _expected_rows(table: TableSpec, findings: Findings) -> RowCounts | None:
-    """Predicts the numbers of a table's rows that a step reads, from the rows of the first batches (`findings`), or
-    returns None if no rank knows.
+    """Predicts how many of a table's rows a step reads, from the rows that the first batches read. Returns None if
+    these are unknown.
     """
     by_rank = findings.rows.get(table.parameter, ())
     if not any(by_rank):
@@ -210,11 +212,11 @@ def _expected_rows(table: TableSpec, findings: Findings) -> RowCounts | None:
 
 
 def _sharded_to_share_latency(choices: Mapping[str, _Choice], pricing: Pricing) -> dict[str, _Choice]:
-    """Finds whole tables that should be sharded after all, because tables joined with others share the latency of an
-    exchange. Returns their new choices.
+    """Finds unsharded tables that should be sharded after all, because tables that are joined share the latency of one
+    exchange. Returns their new choices by name.
 
-    Without latency, their AlltoAll adds less to a step than their AllReduce. They are sharded if their joined table has
-    a table that is sharded anyway, or if together they save more than the latency of one table.
+    Without its latency, the AlltoAll of each adds less to a step than its AllReduce. They are sharded if they can be
+    joined to a table that is sharded anyway, or if together they save more than the latency of one exchange.
     """
     facts = pricing.findings.facts
     whole = {fact.name: choices[fact.name] for fact in facts if choices[fact.name].may_travel}
@@ -234,8 +236,8 @@ def _sharded_to_share_latency(choices: Mapping[str, _Choice], pricing: Pricing) 
 
 
 def _gain_ms(choice: _Choice, in_use: Decision | None) -> float:
-    """Predicts the time per step that sharding a table saves over the chosen strategy if it shares latency. Near ties
-    keep the strategy in use.
+    """Predicts how many milliseconds per step an unsharded table would save if it was sharded and shared the latency of
+    its exchange. Near ties count in favour of the strategy in use.
     """
     whole_ms, sharded_ms = choice.chosen.sharing_ms, choice.priced["alltoall"].sharing_ms
     if in_use is None:
@@ -244,8 +246,8 @@ def _gain_ms(choice: _Choice, in_use: Decision | None) -> float:
 
 
 def _tie_factor(sparsely_read: bool) -> float:
-    """Returns the factor by which an unsharded table must be faster than a sharded one to be chosen. It is below 1 for
-    a table whose rows are sparsely read.
+    """Returns a factor f: an unsharded table is chosen only if it takes less than f times the time of a sharded one. f
+    is below 1 if each rank reads few of the table's rows.
     """
     return CLEARLY if sparsely_read else 1.0
 
@@ -256,15 +258,15 @@ def _is_by_columns(choice: _Choice) -> bool:
 
 
 def _join_tables(findings: Findings, facts: Iterable[ParameterFacts]) -> tuple[JoinedTable, ...]:
-    """Finds which tables are joined, of those sharded by columns that have these facts."""
+    """Returns the groups of tables to join, among the column-sharded tables described by `facts`."""
     tables = {table.parameter: table for table in findings.graph.tables}
     fit = [Joinable(tables[each.name], each.param_group, ceil(each.nbytes / findings.world_size)) for each in facts]
     return plan_joined_tables(findings.graph, fit, overlaps=findings.schedule != "none")
 
 
 def _choose_for_dense(pricing: Pricing, fact: ParameterFacts, requested: str | Grid) -> _Choice:
-    """Chooses a strategy for a parameter that no lookup reads: AllReduce unless the user requests another, because only
-    the user may know of zeros in its gradient. `fact` are the facts about the parameter.
+    """Chooses a strategy for a parameter that no lookup reads: AllReduce unless the user requests another or sharding
+    an output layer is clearly faster. `fact` are the facts about the parameter.
     """
     weighed = ("vocabulary",) if fact.name in pricing.losses else ()
     asked = () if requested == "auto" else ("vocabulary", *EXCHANGES)
@@ -335,13 +337,13 @@ def _choose_for_table(
 def _choose_for_head(
     pricing: Pricing, fact: ParameterFacts, priced: Mapping[str, PricedStrategy], read: str
 ) -> _Choice | None:
-    """Chooses to shard the rows of a table that an output layer reads, if the loss is in the graph and sharding is
-    clearly faster; otherwise returns None.
+    """Returns the choice to shard the rows of a weight that an output layer reads, if the loss is in the graph and
+    sharding is clearly faster; otherwise None.
 
     Args:
-        fact: the facts about the table's parameter.
+        fact: the facts about the weight.
         priced: strategy -> price.
-        read: the part of the reason that says how many rows are read.
+        read: text for the reason that says how many rows lookups read; "" if none do.
     """
     head = priced.get("vocabulary")
     if head is None or head.blocker is not None or fact.name not in pricing.losses:
@@ -354,13 +356,13 @@ def _choose_for_head(
 
 
 def _choose_requested(priced: Mapping[str, PricedStrategy], requested: str, read: str, what: str) -> _Choice | None:
-    """Returns the choice that follows the user's request as far as it is legal, or None without a request or if an
-    unsharded table is not legal either.
+    """Returns the choice that follows the user's request as far as it is legal. Returns None without a request, or if
+    neither the requested sharding nor AllReduce is legal.
 
     Args:
         priced: strategy -> price.
-        read: the part of the reason that says how many rows are read.
-        what: the kind of parameter in words, for the reason.
+        read: text for the reason that says how many rows are read.
+        what: text for the reason that says how many rows are read and how many columns each rank would hold.
     """
     if requested == "auto":
         return None
@@ -383,8 +385,8 @@ def _whole_because(sharded: PricedStrategy, allreduce: PricedStrategy, what: str
     """Returns the reason why a table is kept whole although it could be sharded.
 
     Args:
-        sharded, allreduce: the prices of both.
-        what: the rows that are read, in words.
+        sharded, allreduce: the prices of sharding it and of keeping it whole.
+        what: text that says how many rows are read and how many columns each rank would hold.
     """
     if allreduce.added_ms == sharded.added_ms:
         return f"densely read: {what}"
@@ -424,7 +426,7 @@ def _cheapest_exchange(priced: Mapping[str, PricedStrategy]) -> PricedStrategy |
 
 
 def _compare_times(other: PricedStrategy, chosen: PricedStrategy) -> str:
-    """Explains, by predicted times, why the chosen candidate was preferred to the other one."""
+    """Returns a text that says, by predicted times, why `chosen` was preferred to `other`."""
     ratio = other.predicted_ms / max(chosen.predicted_ms, 1e-9)
     times = f"{ratio:.2f} times the time"
     if ratio > 1:

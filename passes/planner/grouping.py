@@ -26,7 +26,8 @@ from embrace_fx.vocabulary.schedule import INTO_FORWARD, Cuts
 
 
 def with_buckets(plan: Plan, graph: TrainingGraph) -> Plan:
-    """Returns the plan with the replicas' gradients grouped in buckets, in launch order: about the backward's order.
+    """Returns a copy of the plan in which the gradients of unsharded parameters are grouped in buckets, in launch
+    order: about the order in which the backward computes them.
 
     Parameters are grouped in the forward's order, so that the forward needs at the same time what is reduced together.
     Parameters that the forward does not read keep their order. A bucket has one dtype and a size chosen by the cost
@@ -62,7 +63,7 @@ def with_buckets(plan: Plan, graph: TrainingGraph) -> Plan:
 
 @dataclass(frozen=True)
 class Joinable:
-    """A sharded table that may be joined with others, and the properties in which they must agree.
+    """A sharded table that may be joined with others to one table, and the properties in which they must agree.
 
     Attributes:
         param_group: the index of the table's param group.
@@ -77,12 +78,12 @@ class Joinable:
 def plan_joined_tables(
     graph: TrainingGraph, tables: Collection[Joinable], *, overlaps: bool
 ) -> tuple[JoinedTable, ...]:
-    """Finds groups of two or more tables to join, in the order of their lookups.
+    """Returns groups of two or more tables to join to one table each, in the order of their lookups.
 
     Args:
         graph: the captured graph.
         tables: the tables sharded by columns.
-        overlaps: whether communication overlaps compute.
+        overlaps: whether communication overlaps compute; then joined tables must be needed at about the same time.
     """
     fit = [each for each in tables if all(_can_be_joined(use) for use in each.table.uses)]
     if len(fit) < 2:
@@ -101,20 +102,20 @@ def plan_joined_tables(
 
 
 def _make_joined_table(tables: list[TableSpec]) -> JoinedTable:
-    """Describes the joined table of several tables."""
+    """Returns the description of a joined table: one table that has the rows of all `tables`."""
     paddings = {table.parameter: table.uses[0].padding_idx for table in tables}
     return JoinedTable.from_tables({table.parameter: table.num_rows for table in tables}, paddings)
 
 
 def _can_be_joined(use: TableUse) -> bool:
-    """Returns whether a lookup (`use`) can read a joined table."""
+    """Returns whether a table that is read by the lookup `use` can be joined with other tables."""
     if not use.lookup:  # a graph that only exchanges gradients has no lookups
         return False
     return use.padding_idx < 0 or (use.kind == "embedding" and not use.scale_grad_by_freq)
 
 
 class _GraphOrder:
-    """Where lookups, table gradients and compute stand in a captured graph."""
+    """The positions of lookups, table gradients and compute-heavy nodes in a captured graph."""
 
     def __init__(self, graph: TrainingGraph) -> None:
         self._graph = graph
@@ -133,19 +134,23 @@ class _GraphOrder:
         return min(self._position[use.lookup] for use in table.uses)
 
     def _gradient(self, table: TableSpec) -> int:
-        """Returns the position of the last node that computes a table's gradient, or -1 if it has none."""
+        """Returns the position of the last compute-heavy node on which a table's gradient depends, or -1 if it has
+        none.
+        """
         nodes = [node for use in table.uses for name in use.backward if (node := self._nodes.get(name)) is not None]
         return max((self._had[node] for node in nodes), default=-1)
 
     def are_neighbours(self, one: Joinable, other: Joinable) -> bool:
-        """Returns whether tables `one` and `other` can share an exchange without delay: no compute lies between their
-        lookups or between their gradients.
+        """Returns whether tables `one` and `other` can share an exchange without delay: no compute-heavy node lies
+        between their lookups or between their gradients.
         """
         between = [sorted(map(where, (one.table, other.table))) for where in (self.lookup, self._gradient)]
         return not any(first < 0 or any(first < at < last for at in self._computes) for first, last in between)
 
     def shared_properties(self, each: Joinable) -> tuple[object, ...]:
-        """Returns those properties of a table that must be equal for all tables that are joined into one."""
+        """Returns the properties in which a table must agree with all tables that are joined with it: its width,
+        dtypes, param group, and the results through which it gets a gradient.
+        """
         table = each.table
         behind: Mapping[str, frozenset[int]] = self._graph.results_behind
         return (
@@ -158,7 +163,8 @@ class _GraphOrder:
 
 
 def cut_communication(plan: Plan, parameter: Callable[[str], Tensor]) -> Cuts:
-    """Chooses the chunk sizes of each bucket, and the number of pieces of each table's delayed gradients.
+    """Chooses the chunk sizes of each bucket, and the number of pieces of each table's delayed gradients (those of rows
+    that the next batch does not read).
 
     Pieces are sized as if all of the first batch's rows were delayed.
 

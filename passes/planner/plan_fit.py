@@ -44,7 +44,7 @@ class PlanViolation:
     renamed: tuple[tuple[str, str], ...] = ()
 
     def names(self) -> tuple[str, ...]:
-        """Returns the names of all parameters whose treatment must change."""
+        """Returns the names of all parameters for which the plan must change."""
         return (*self.late, *self.whole, *(old for old, _ in self.renamed))
 
     def __bool__(self) -> bool:
@@ -76,8 +76,8 @@ def unshardable_tables(graph: TrainingGraph) -> Iterator[str]:
 def find_violation(
     plan: Plan, graph: TrainingGraph, hooked: Collection[str] = (), ignored: Collection[str] = ()
 ) -> PlanViolation:
-    """Compares a plan with the captured graph of a training or evaluation batch. The graph's tables must be filled
-    in.
+    """Returns what the captured graph of a training or evaluation batch needs and a plan does not provide. The graph's
+    `tables` must be known.
 
     Args:
         hooked: parameters with gradient hooks, which need this rank's own dense gradients.
@@ -92,8 +92,8 @@ def find_violation(
 
 
 def fit_plan(plan: Plan, violations: Sequence[PlanViolation], why_whole: str = WHOLE) -> Plan:
-    """Returns a plan that provides what all ranks' batches need, given the violations that each rank has found. The
-    result is the same on all ranks.
+    """Returns a copy of a plan, changed to provide what the batches of all ranks need. `violations` has what each
+    rank's batch lacks. The result is the same on all ranks.
 
     Args:
         why_whole: the reason to record for tables that are no longer sharded.

@@ -87,18 +87,18 @@ class Findings:
     """Everything that a plan is decided from, except the links. Rank 0 builds it from the reports of all ranks.
 
     Attributes:
-        graph: the captured graph with its tables found.
+        graph: the captured graph, with its tables.
         facts: every parameter of the model.
         rows: table -> how many unique rows each rank's first batch reads.
         strategy: "auto", one strategy or grid for every table, or {name pattern: strategy or grid}.
         schedule: the schedule of the steps.
         sparsity: table -> measured sparsity of its gradients on all ranks, in rows. Other tables are assumed to be read
             at random.
-        local_rows: table on a grid -> how many rows each rank reads that its own row of the grid holds; an even share
-            if missing.
+        local_rows: table -> number of rows of a grid -> how many of the rows that each rank reads are held by ranks in
+            its own row of the grid; an even share if missing.
         travels_as: the dtype in which rows of sharded tables and AllReduced gradients are sent.
         has_budget: whether the user has set a memory budget.
-        scored: table of an output layer -> how many positions of each rank's batch have a label; all if missing.
+        scored: weight of an output layer -> how many positions of each rank's batch have a label; all if missing.
     """
 
     graph: TrainingGraph
@@ -114,7 +114,7 @@ class Findings:
     scored: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
     def with_whole(self, names: Collection[str], reason: str) -> Findings:
-        """Returns a copy that marks tables as unshardable for a reason, such as an optimizer."""
+        """Returns a copy that marks tables as unshardable. `reason` says why, for example because of the optimizer."""
         facts = (replace(f, row_update_blocker=reason) if f.name in names else f for f in self.facts)
         return replace(self, facts=tuple(facts))
 
@@ -158,20 +158,18 @@ class PricedStrategy:
 
     @property
     def start_ups_ms(self) -> float:
-        """The latency that is saved if this exchange shares a launch with others."""
+        """The milliseconds of latency that are saved if this exchange shares a launch with others."""
         return self.predicted_ms - self.sharing_ms
 
     @property
     def added_ms(self) -> float:
-        """The time that this strategy adds to a step, if a replica shares the latency of a bucket that exists
-        anyway.
-        """
+        """The milliseconds that this strategy adds to a step. An unsharded parameter shares the latency of a bucket."""
         return self.predicted_ms if self.strategy in SHARDED else self.sharing_ms
 
 
 @dataclass(frozen=True)
 class Pricing:
-    """Prices the strategies of parameters. For times, `cluster` is `links` with one rank per machine.
+    """Prices the strategies of parameters, from the speed of the links and the sizes of what ranks send.
 
     Attributes:
         in_use: parameter -> its decision in the current plan.
@@ -193,7 +191,7 @@ class Pricing:
 
     @cached_property
     def losses(self) -> Collection[str]:
-        """The names of parameters used by an output layer whose loss is in the graph."""
+        """The names of the weights of those output layers that have their loss in the graph."""
         return head_losses(self.findings.graph)
 
     @cached_property
@@ -243,10 +241,11 @@ class Pricing:
     def _price_head(
         self, fact: ParameterFacts, table: TableSpec | None = None, rows: tuple[int, ...] = ()
     ) -> PricedStrategy:
-        """Prices sharding the rows of a table that both lookups and an output layer read.
+        """Returns the price of sharding the rows of an output layer's weight. If lookups read it too, `table` and
+        `rows` describe them: how many unique rows each rank reads.
 
-        Hidden states of scored positions are sent to every rank, and their gradients are returned. The number of logits
-        is the same as without shards.
+        Hidden states of positions with a label are sent to every rank, and their gradients are returned. The number of
+        logits is the same as without shards.
         """
         grid = Grid(self.world_size, 1)
         both_ways, (of_head, head, hidden_ms) = cost.Exchange(0, 0), self._position_exchanges(fact)
@@ -274,8 +273,8 @@ class Pricing:
         """Returns the exchanges of an output layer's hidden states and gradients per step, how they are cut in chunks,
         and how many milliseconds of them compute hides.
 
-        With K chunks, hidden states are sent while other chunks' products are computed, which hides all but 1 / K of
-        the shorter of both. Each chunk takes three exchanges. K minimizes the sum.
+        With K chunks, hidden states are sent while the logits of other chunks are computed. This hides all but 1 / K of
+        the shorter of both. Each chunk takes three exchanges. K minimizes the total time.
         """
         try:
             head = find_head(self.findings.graph, fact.name, self._forward)
@@ -354,15 +353,13 @@ class Pricing:
     def _price_shards(
         self, table: TableSpec, fact: ParameterFacts, rows: tuple[int, ...], requested: str | Grid
     ) -> PricedStrategy:
-        """Prices sharding a table: on the requested grid, else on the current one, else by columns or on a grid that is
-        clearly faster.
+        """Returns the price of sharding a table: on the requested grid, else on the current one, else by columns or on
+        a grid that is clearly faster.
 
-        Both send the same bytes. By columns, a rank handles a piece of every row that any rank reads: N u pieces of D /
-            N columns,
-        if each rank reads u rows. On a grid of R rows it handles only rows of its own row of ranks: N u / R pieces of D
-            / C
-        columns (`shard_work`). Of the grids with useful columns, the one with most columns is priced, because columns
-        share the work evenly for any ids, and rows only if ids are spread evenly.
+        Both send the same bytes. If each of N ranks reads u rows of D columns, a rank handles N u pieces of D / N
+        columns by columns. On a grid of R x C ranks it handles N u / R pieces of D / C columns: only rows of its own
+        row of the grid. Of the grids with useful columns, the one with most columns is priced, because columns share
+        the work evenly for any ids, and rows only if ids are spread evenly.
         """
         if isinstance(requested, Grid):
             check_grid(requested, fact.name, fact.shape, self.world_size)
@@ -380,7 +377,7 @@ class Pricing:
     def _price_layout(
         self, table: TableSpec, fact: ParameterFacts, rows: tuple[int, ...], grid: Grid | None
     ) -> PricedStrategy:
-        """Prices sharding a table on a grid of ranks, or by columns if the grid is None or has one row."""
+        """Returns the price of sharding a table on a grid, or by columns if the grid is None or has one row."""
         grid = grid if grid is not None and grid.rows > 1 else None
         itemsize = exchange_dtype(self.findings.graph, table).itemsize
         local_rows = self.findings.local_rows.get(fact.name, {}).get(grid.rows) if grid is not None else None
@@ -409,7 +406,9 @@ class Pricing:
         )
 
     def _price_norms(self, table: TableSpec, fact: ParameterFacts, rows: tuple[int, ...]) -> cost.Exchange:
-        """Returns the AllReduce of one number per row read, which row-wise optimizers need."""
+        """Returns the AllReduce by which row-wise optimizers sum one number per row that any rank reads; nothing for
+        others.
+        """
         if not fact.adds_up_norms or not rows:
             return cost.Exchange(0, 0)
         found = self.findings.sparsity.get(table.parameter)
@@ -419,8 +418,8 @@ class Pricing:
     def _update_rule_cost(
         self, table: TableSpec, fact: ParameterFacts, rows: tuple[int, ...]
     ) -> tuple[bool, cost.Work]:
-        """Chooses between updating all rows in each step and deferring updates of unread rows. Returns whether to
-        defer, and the work of the choice.
+        """Chooses between updating all rows in each step and deferring updates of unread rows. Returns whether to defer
+        them, and the processor work per step of this choice.
         """
         if fact.dense_update_policy in STILL:
             return False, cost.Work()
@@ -431,7 +430,7 @@ class Pricing:
         return defers_rows, replay if defers_rows else sweep
 
     def _exchange_ms(self, predicted_ms: float, sharing_ms: float) -> tuple[float, float]:
-        """Returns both times (as in `PricedStrategy`), or zeros for a single rank, which sends nothing."""
+        """Returns both arguments unchanged, or zeros for a single rank, which sends nothing."""
         return (predicted_ms, sharing_ms) if self.world_size > 1 else (0.0, 0.0)
 
     def _sparsity_of(self, table: TableSpec, fact: ParameterFacts, rows: tuple[int, ...]) -> Sparsity:
@@ -483,7 +482,7 @@ def head_sharding_blocker(graph: TrainingGraph, name: str, forward: set[fx.Node]
 
 
 def free_strategy(strategy: str) -> PricedStrategy:
-    """Returns a strategy that costs nothing, because it sends nothing."""
+    """Returns the price, zero, of a strategy that sends nothing."""
     return PricedStrategy(strategy, cost.Exchange(0, 0), 0.0, 0.0, 0)
 
 
@@ -494,7 +493,7 @@ def _dense_sparsity(fact: ParameterFacts, world_size: int) -> Sparsity:
 
 
 def upkeep_of_replicas(table: TableSpec, rows_by_rank: tuple[int, ...]) -> cost.Exchange:
-    """Returns the AllGather of ids, per step, by which replicas of a table with `max_norm` rescale the same rows."""
+    """Returns the AllGather of ids per step by which replicas of a `max_norm` table rescale the same rows."""
     if not rows_by_rank or not table.max_norm:
         return cost.Exchange(0, 0)
     return cost.predict_id_exchange(rows_by_rank, table.num_rows)  # `ShardTables.renormed`

@@ -27,8 +27,8 @@ DRIFTED = 0.2
 
 
 class SparsityMonitor:
-    """Follows, on rank 0, how many rows ranks read of each table whose best strategy depends on it. Requests a new plan
-    when that changes.
+    """Follows, on rank 0, how many rows each rank reads of those tables whose best strategy depends on it. Requests a
+    new plan when these numbers have changed enough for another strategy.
 
     Attributes:
         wants_plan: whether a clearly better plan has been found and not yet been made.
@@ -51,8 +51,8 @@ class SparsityMonitor:
         return {name: tuple(round(n) for n in mean) for name, mean in self._means.items()}
 
     def observe(self, rows_read: Mapping[str, Sequence[int]]) -> None:
-        """Updates the means with one step's row counts (`rows_read`) of each rank, by table. Negative counts are
-        unknown.
+        """Updates the running means with how many rows of each table every rank has read in one step (`rows_read`).
+        Negative numbers are unknown.
         """
         for name, mean in self._means.items():
             of, share = self._shares.get(name, (name, 1.0))
@@ -83,7 +83,7 @@ class SparsityMonitor:
 
 
 def _planned_shares(plan: Plan) -> dict[str, tuple[str, float]]:
-    """Maps each table of a joined table to (the joined table, the table's planned share of the rows that are read)."""
+    """Maps each member of a joined table to (joined table, the member's planned share of the rows that are read)."""
     rows = plan.rows
     return {
         table: (space.name, rows[table].own / max(rows[space.name].own, 1))
@@ -94,7 +94,7 @@ def _planned_shares(plan: Plan) -> dict[str, tuple[str, float]]:
 
 
 def describe_changes(old: Plan, new: Plan) -> tuple[str, ...]:
-    """Describes each change of a parameter's strategy between two plans in one line."""
+    """Returns the names of the parameters that have another strategy in the plan `new` than in `old`."""
     return tuple(d.parameter for d in new if d.strategy != old[d.parameter].strategy)
 
 

@@ -57,8 +57,8 @@ LocalRows = Mapping[int, tuple[int, ...]]
 
 
 def widest_useful_grid(table: TableSpec, world_size: int) -> Grid:
-    """Returns the grid with the most columns of ranks whose shards still have at least `USEFUL_COLUMNS` columns, or all
-    of the table's.
+    """Returns, of the grids whose shards still have at least `USEFUL_COLUMNS` columns (or all of a narrow table's), the
+    one that splits columns among the most ranks.
     """
     least = min(USEFUL_COLUMNS, table.embedding_dim)
     divisors = (c for c in range(1, world_size + 1) if world_size % c == 0)
@@ -88,7 +88,8 @@ def shard_exchange(
         rows_by_rank: the number of unique rows that each rank reads.
         wire: the dtype in which rows are sent.
         grid: the grid of the shards, or None if the table is sharded by columns.
-        local_rows: how many rows each rank reads that its own row of the grid holds, or None for an even share.
+        local_rows: how many of the rows that each rank reads are held by ranks in its own row of the grid; None for an
+            even share.
         schedule: the name of the schedule, which determines whether rows and gradients are sent in two parts.
     """
     if not rows_by_rank:
@@ -138,16 +139,18 @@ def shard_work(
 
 
 def sweep_work(nbytes: int, world_size: int) -> cost.Work:
-    """Returns the work of an optimizer step that updates every row of a shard of `nbytes`."""
+    """Returns a rank's processor work in an optimizer step that updates every row of its shard of a table with
+    `nbytes`.
+    """
     return cost.passes_work((2 + UPDATE_PASSES) * nbytes / world_size)
 
 
 def replay_work(table: TableSpec, rows_by_rank: tuple[int, ...], itemsize: int, world_size: int) -> cost.Work:
-    """Returns the work per step of a table whose rows apply deferred optimizer steps when they are next read.
+    """Returns the processor work per step of a table whose rows apply deferred optimizer steps when they are next read.
     `rows_by_rank` are the numbers of rows that ranks read.
 
-    Every row defers about one step per step and applies it later. After `LONGEST_TAIL` deferred steps the momentum has
-    died out, and further steps cost nothing.
+    Each step defers about one update of every row, which is applied later. After `LONGEST_TAIL` deferred updates the
+    momentum has died out, and further ones cost nothing.
     """
     steps = min(table.num_rows, LONGEST_TAIL * sum(rows_by_rank))
     passed_bytes = REPLAY_PASSES * steps * table.embedding_dim * itemsize / world_size
@@ -157,7 +160,7 @@ def replay_work(table: TableSpec, rows_by_rank: tuple[int, ...], itemsize: int, 
 def replica_work(nbytes: int) -> cost.Work:
     """Returns the processor work of a rank per step for a table of `nbytes` kept whole, besides the exchange.
 
-    Its gradient has every row. It is allocated, cleared and packed into its bucket, and updates every row.
+    The gradient has every row. It is allocated, cleared and packed into its bucket, and every row is updated.
     """
     return cost.passes_work((2 + UPDATE_PASSES) * nbytes) + cost.new_memory_work(2 * nbytes)
 
@@ -193,7 +196,7 @@ class StepTime:
 
     @property
     def step_ms(self) -> float:
-        """The whole step, in milliseconds."""
+        """The predicted time of the whole step, in milliseconds."""
         return self.compute_ms + self.waits_ms + self.work_ms
 
 
@@ -247,12 +250,12 @@ class _Compute:
 
 @dataclass(frozen=True)
 class _RowExchange:
-    """The predicted exchanges of a table's ids, rows and gradients, in milliseconds.
+    """The predicted exchanges of ids, rows and gradients for tables that are exchanged together, in milliseconds.
 
     Attributes:
         one_way_ms: the time to exchange rows, and as long again for gradients.
         ids_ms: the time to exchange ids.
-        ready_ms: how much of the backward's compute precedes the last gradient.
+        ready_ms: how much of the backward's compute precedes the last of their gradients.
     """
 
     one_way_ms: float
@@ -295,8 +298,8 @@ def _step_time(plan: Plan, compute: _Compute) -> StepTime:
 
 
 def _estimate_compute(graph: TrainingGraph, plan: Plan, node_ms: NodeMs) -> _Compute:
-    """Estimates when a step's compute is done on the plan's processors. A lookup's backward counts only if its table is
-    kept whole. `node_ms` returns the milliseconds of a node.
+    """Estimates the compute of a step on the plan's processors, and when each gradient is ready. A lookup's backward
+    counts only if its table is kept whole. `node_ms` returns the milliseconds of a node.
     """
     left_out = {name for t in graph.tables if t.parameter in plan.sharded for use in t.uses for name in use.backward}
     of_backward = after_tangents(graph.module)
@@ -313,7 +316,7 @@ def _estimate_compute(graph: TrainingGraph, plan: Plan, node_ms: NodeMs) -> _Com
 
 
 def _estimate_row_exchange(plan: Plan, tables: Sequence[str], cluster: cost.Cluster, compute: _Compute) -> _RowExchange:
-    """Predicts the exchanges of tables that share their launches on a cluster, given the step's compute."""
+    """Predicts the exchanges of several tables that are exchanged together, given the step's compute."""
     ids = [ids_exchange(plan[name], plan.world_size) for name in tables]
     one_way_bytes = sum(rows_bytes(plan[name], plan.world_size) for name in tables) // 2
     messages = ONE_WAY[plan.schedule_name] * (plan.world_size - 1)
@@ -326,8 +329,8 @@ def _estimate_row_exchange(plan: Plan, tables: Sequence[str], cluster: cost.Clus
 
 
 def rows_bytes(decision: Decision, world_size: int) -> int:
-    """Returns the bytes that a rank sends per step for the rows and their gradients of a sharded table, given by its
-    decision.
+    """Returns the bytes that a rank sends per step for a sharded table's rows and their gradients. `decision` is the
+    plan's decision for the table.
     """
     of_head = decision.head.sent_bytes if decision.head is not None else 0
     besides = decision.norm_bytes + of_head + ids_exchange(decision, world_size).sent_bytes
@@ -335,15 +338,15 @@ def rows_bytes(decision: Decision, world_size: int) -> int:
 
 
 def one_way_bytes(plan: Plan, tables: Iterable[str]) -> int:
-    """Returns the bytes of the rows of some tables in one direction, per step and rank. Their gradients take as many in
-    the other.
+    """Returns the bytes that a rank sends per step for the rows of some tables. The gradients of these rows take as
+    many again.
     """
     return sum(rows_bytes(plan[table], plan.world_size) for table in tables) // 2
 
 
 def ids_exchange(decision: Decision, world_size: int) -> cost.Exchange:
-    """Returns the share of a sharded table, given by its decision, in the id exchange, for the number of rows that the
-    plan expects.
+    """Returns what a sharded table adds to the exchange of ids per step, if ranks read as many rows as the plan
+    expects. `decision` is the plan's decision for the table.
     """
     own = decision.rows.own if decision.rows is not None else 0
     return cost.predict_id_exchange((own,) * world_size, decision.shape[0])
@@ -374,8 +377,8 @@ def _end_ms(ready_and_transfer_ms: Iterable[tuple[float, float]]) -> float:
 
 
 def _table_work_ms(decision: Decision, world_size: int, cluster: cost.Cluster, schedule: str) -> float:
-    """Predicts the processor time of a table's exchange per step under a schedule, without transfers. `decision` is the
-    table's.
+    """Predicts the milliseconds of processor time per step of a table's exchange under a schedule, without transfers.
+    `decision` is the plan's decision for the table.
     """
     sent_bytes, others = decision.sent_bytes_per_step, world_size - 1
     if decision.strategy in SHARDED:

@@ -50,7 +50,7 @@ class Atoms:
 
     Attributes:
         found: the units of the backward, and the units that need each node.
-        ms: milliseconds of each atom, by a bit mask of the units that need it (by index in `units`).
+        ms: bit mask of units (by index in `units`) -> milliseconds of the atom that exactly these units need.
         units: names of the units in their present order.
     """
 
@@ -64,11 +64,11 @@ class Atoms:
 
     @classmethod
     def build(cls, found: BackwardUnits, node_ms: NodeMs, measured: Mapping[str, float]) -> Atoms:
-        """Makes the atoms of a backward.
+        """Returns the atoms of a backward.
 
         Args:
             found: the units of the backward.
-            node_ms: estimated milliseconds of a node.
+            node_ms: function that estimates the milliseconds of a node.
             measured: unit -> measured milliseconds of its compute in the present order. Units that are missing use
                 estimates.
         """
@@ -98,8 +98,8 @@ class Atoms:
 
 
 def reorder_steps(steps: StepGraph, atoms: Atoms, order: Sequence[str]) -> StepGraph:
-    """Returns the step graph for another order of the backward's units. `atoms` give the time of each unit in that
-    order.
+    """Returns a copy of the step graph with another order of the backward's units. `atoms` give the time of each unit
+    in that order.
     """
     durations = {str(compute_id("backward", unit)): ms for unit, ms in atoms.durations(order).items()}
     operations = tuple(
@@ -116,13 +116,14 @@ def search_order(
     """Searches for the best schedule of a measured step together with an order of the backward's units. Returns both;
     the order is () if the present one is best.
 
-    The present order of units is tried too: autograd computes some nodes long before the unit that needs them.
+    The units are also tried in their present order, because autograd computes some nodes long before the unit that
+    needs them.
 
     Args:
         steps: the step graph in the present order.
         name: the name of the schedule.
         atoms: the atoms of the backward.
-        predicted_peak: function that predicts the backward's peak memory in an order.
+        predicted_peak: function that predicts the backward's peak memory in bytes for an order.
         limit_bytes: the maximum of that peak.
     """
     best, best_order = schedule(steps, name, "profile"), tuple[str, ...]()
@@ -138,8 +139,8 @@ def search_order(
 
 
 class _Search:
-    """Searches for fast orders of the units (the compute before each submission of gradients). Tries each order at most
-    once, until a limit on their number is reached.
+    """Searches for fast orders of the units (each is the compute before one submission of gradients). Tries each order
+    at most once, until a limit on the number of orders is reached.
     """
 
     def __init__(self, steps: StepGraph, atoms: Atoms, predicted_peak: PredictedPeak, held_limit: float) -> None:
@@ -149,10 +150,10 @@ class _Search:
         self._most = min(TRIED, max(LOOKED_AT // len(steps.operations), 1))
 
     def find_orders(self) -> list[tuple[tuple[str, ...], float]]:
-        """Returns the orders with the lowest bound of the step time, each with its bound.
+        """Returns the orders with the least lower bound of the step time, each with this bound in milliseconds.
 
-        Several orders may have it, and only some of them reach it. At most as many are returned as can be simulated in
-        the time of this search.
+        Several orders may have the same bound without being equally fast. At most as many are returned as can be
+        simulated in the time that this search takes.
         """
         best: tuple[str, ...] = ()
         best_ms = link_bound_ms(self._steps)
@@ -174,8 +175,8 @@ class _Search:
     def _try_order(
         self, order: tuple[str, ...], best: tuple[str, ...], best_ms: float
     ) -> tuple[tuple[str, ...], float]:
-        """Returns (`order`, its bound) if it is new, clearly faster and within the memory limit; otherwise (`best`,
-        `best_ms`).
+        """Returns (`order`, lower bound of its step time) if it is new, clearly faster and within the memory limit;
+        otherwise (`best`, `best_ms`).
         """
         if order in self._tried:
             return best, best_ms
@@ -194,7 +195,7 @@ class _Search:
 
 
 def _neighbour_orders(order: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
-    """Yields the orders that differ from this one in the place of one unit, short moves first."""
+    """Yields the orders that result from moving one unit to another place, short moves first."""
     for distance in range(1, len(order)):
         for place in range(len(order) - distance):
             for source, target in ((place, place + distance), (place + distance, place)):

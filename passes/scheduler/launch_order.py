@@ -30,13 +30,13 @@ _WARM_UP_WINDOWS = 3
 
 @dataclass(frozen=True)
 class Ready:
-    """A collective whose data is ready while the link is free.
+    """A collective whose data is ready while the link is free, so that it may be launched next.
 
     Attributes:
         operation: the collective.
-        ready_ms: the time when the last operation that it depends on ended.
-        needed_at: the number of compute operations of the window that run before the first one that needs the result;
-            infinite if none needs it.
+        ready_ms: the time when the last operation that it depends on ended, in milliseconds since the backward began.
+        needed_at: the number of compute operations that run before the first one that needs the result; infinite if
+            none needs it.
     """
 
     operation: Operation
@@ -49,13 +49,13 @@ Key = Callable[[Ready], Any]
 
 
 def readiness_key(candidate: Ready) -> float:
-    """Returns the sort key of a candidate that launches collectives in the order in which they become ready."""
+    """Returns a candidate's sort key for launching collectives in the order in which they become ready."""
     return candidate.ready_ms
 
 
 def embrace_key(candidate: Ready) -> tuple[int, float]:
-    """Returns the sort key of a candidate for EmbRace's order (section 4): first ids and rows, then the collectives
-    that the next forward needs first, delayed gradients last.
+    """Returns a candidate's sort key for the launch order of the EmbRace paper (section 4): ids and rows first, then
+    what the next forward needs first, and delayed gradients last.
     """
     classes = {"gradients": 0, "ids": 0, "lookups": 0, "delayed": 2}
     return classes.get(candidate.operation.kind, 1), candidate.needed_at
@@ -112,7 +112,7 @@ def priority_order(machine: LinkMachine, key: Key) -> list[int]:
 
 
 class _QueueSimulation:
-    """Simulates steps whose collectives are launched from a priority queue."""
+    """Simulates steps in which the ready collective with the least sort key is launched whenever the link is free."""
 
     def __init__(self, machine: LinkMachine, key: Key) -> None:
         self._machine = machine
@@ -153,9 +153,9 @@ class _QueueSimulation:
         """Returns the sort key of a ready operation, followed by its name to break ties.
 
         Args:
-            times: operation -> the time when its dependences ended, in ms.
-            free_at_ms: the time when the link is free.
-            k: the operation.
+            times: operation -> the time when all that it depends on has ended, in ms.
+            free_at_ms: the time when the simulated window (a backward and the next forward) begins.
+            k: the index of the operation.
         """
         operation = self._machine.operations[k]
         return self._key(Ready(operation, times[k] - free_at_ms, self._needed[k])), operation.name
@@ -180,8 +180,8 @@ class _QueueSimulation:
         self._ends[first] = ready + self._machine.durations[first]
 
     def _ready_at_ms(self, operation: int) -> float | None:
-        """Returns when everything that an operation depends on has ended, or None if some of it has not been simulated
-        yet.
+        """Returns the time in ms when everything that an operation depends on has ended, or None if some of it has not
+        been simulated yet.
         """
         ready = 0.0
         for distance, before in self._machine.dependences(operation):
@@ -196,7 +196,7 @@ class _QueueSimulation:
 
 def _first_need(machine: LinkMachine) -> list[float]:
     """Returns, for each operation of the machine, the number of compute operations that run before the first one that
-    needs it.
+    needs it; infinity if none needs it.
     """
     windows = max(2, machine.reach + 1)
     size, sequence = len(machine.operations), machine.any_sequence()

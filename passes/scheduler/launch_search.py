@@ -19,11 +19,11 @@ SHAKES = 8
 
 
 def improve_order(machine: LinkMachine, orders: list[list[int]], bound_ms: float) -> list[int]:
-    """Improves the fastest of several launch orders by local search on the simulated machine, until its budget is spent
-    or the bound is reached.
+    """Improves the fastest of several launch orders by local search on the simulated machine. Returns the best order
+    found.
 
-    Tries first the moves that take a critical launch out of the way of others, then any move. Then repeats this from a
-    shaken order, until the budget is spent or no order can be faster.
+    First tries moves of launches on the critical path, then any move. When none helps, repeats this from a randomly
+    changed order. Ends when the budget is spent or no order can be faster than the best.
 
     Args:
         bound_ms: a lower bound of the step time for every order.
@@ -53,20 +53,20 @@ class _Search:
         self._draw = random.Random(0).random
 
     def run(self, order: list[int]) -> WindowTimes | None:
-        """Simulates a launch order. Returns None if it deadlocks."""
+        """Simulates a launch order. Returns the times of its operations, or None if the order deadlocks."""
         sequence = self.machine.sequence_if_legal(order)
         found = None if sequence is None else self.machine.run(sequence)
         self.starts_left -= len(order) if found is None else len(found.ends) * len(found.ends[0])
         return found
 
     def step_ms(self, order: list[int]) -> float:
-        """Returns the step time of a launch order, or infinity if it deadlocks."""
+        """Returns the step time of a launch order in milliseconds, or infinity if the order deadlocks."""
         run = self.run(order)
         return run.step_ms if run is not None else float("inf")
 
     def descend(self, order: list[int], step_ms: float) -> tuple[list[int], float]:
-        """Applies moves of launches that shorten the step until none does. Returns the final order and its step
-        time.
+        """Applies moves of launches that shorten the step, until none does or the budget is spent. Returns the final
+        order and its step time.
         """
         better = True
         while better and step_ms > self.bound_ms:
@@ -81,8 +81,8 @@ class _Search:
         return order, step_ms
 
     def shake(self, order: list[int]) -> list[int]:
-        """Makes a few random moves that keep the order legal. Returns the new order, or the same one if none was
-        found.
+        """Makes up to three random moves that keep the launch order legal. Returns the new order, or the same one if no
+        move is legal.
         """
         for _ in range(3):
             moved = _move_launch(order, self._random_below(len(order)), self._random_below(len(order)))
@@ -120,15 +120,15 @@ class _Search:
 
 
 def _move_launch(order: list[int], source: int, target: int) -> list[int]:
-    """Returns a copy of an order with one launch moved from `source` to `target`."""
+    """Returns a copy of a launch order, in which the launch at position `source` is moved to position `target`."""
     moved = list(order)
     moved.insert(target, moved.pop(source))
     return moved
 
 
 def _critical_blocks(path: list[tuple[int, int]], order: list[int]) -> Iterator[tuple[int, int]]:
-    """Yields (first position, last position) of each run of launches that follow each other directly on a critical
-    path.
+    """Yields (first position, last position) of each run of two or more launches that follow each other directly on a
+    critical path.
 
     Args:
         path: (window, operation) of the critical operations.

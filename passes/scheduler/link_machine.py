@@ -28,7 +28,7 @@ TOLERANCE = 1e-9
 
 @dataclass(frozen=True)
 class WindowTimes:
-    """The simulated times of several windows (a backward and the next forward each), in ms.
+    """The simulated times of several windows (each is a backward and the next forward), in ms.
 
     Attributes:
         starts, ends: for each window, the start and the end of each operation, by operation index.
@@ -41,10 +41,11 @@ class WindowTimes:
 
 
 class LinkMachine:
-    """A simulated machine with one processor and one link, on which training steps run under a launch order.
+    """A simulated machine with one processor and one network link, on which training steps run under a launch order.
 
-    A simulation needs few of the dependences. Compute operations follow the program's order, and communications follow
-    the launch order. Of the compute operations that a communication needs, only the last one matters.
+    Only those dependences are stored that matter for a simulation: compute operations follow the program's order
+    anyway, and communications the launch order. Of the compute operations that a communication needs, only the last one
+    matters.
     """
 
     def __init__(self, steps: StepGraph) -> None:
@@ -113,8 +114,8 @@ class LinkMachine:
             self.needs_launches[later].extend((0, k) for k in earlier)
 
     def _add_dependence(self, before: str, after: str, distance: int, released: list[int]) -> None:
-        """Makes operation `after` depend on operation `before` of the `distance`-th previous window. Raises if that is
-        impossible.
+        """Makes operation `after` depend on operation `before`, `distance` windows earlier (0 for the same window).
+        Raises `ValueError` if that is impossible.
 
         Args:
             released: launch -> the last compute operation that it needs, updated in place.
@@ -206,8 +207,8 @@ class LinkMachine:
         return sequence
 
     def run(self, sequence: list[int], windows: int = WINDOWS) -> WindowTimes:
-        """Simulates several windows (each a backward and the next forward) in a row, each with its operations in this
-        sequence.
+        """Simulates up to `windows` windows (each a backward and the next forward) in a row, each with its operations
+        in this sequence. Stops early once they repeat each other.
         """
         count, durations, needs, needs_earlier = self.count, self.durations, self.needs, self.needs_earlier
         copying = self.copying
@@ -308,7 +309,7 @@ class LinkMachine:
         return Timeline(spans, shown, 1, self.steps.dependences), path
 
     def dependences(self, operation: int) -> list[tuple[int, int]]:
-        """Returns (how many windows earlier, operation) for each operation on which this one depends."""
+        """Returns pairs (how many windows earlier, operation index) of all operations on which this one depends."""
         return [
             *((0, p) for p in self.needs[operation]),
             *self.needs_launches[operation],
@@ -342,8 +343,8 @@ def _repeats(previous: list[float], current: list[float]) -> bool:
 
 
 def _compute_operations(steps: StepGraph, by_name: dict[str, Operation]) -> list[Operation]:
-    """Returns the compute operations of a step in program order. Raises if their names or order are invalid. `by_name`
-    has all operations.
+    """Returns the compute operations of a step in program order. `by_name` has all operations. Raises `ValueError` if
+    their names are not unique or the step's compute order does not contain each once.
     """
     if len(by_name) != len(steps.operations):
         names = [o.name for o in steps.operations]

@@ -28,7 +28,9 @@ _COLLECTIVE: dict[str, Collective] = {
 
 
 def compute_facts(plan: Plan, schedule: Schedule) -> PictureFacts:
-    """Computes the facts shown beside the picture of a plan's schedule."""
+    """Returns the facts shown beside the picture of a plan's schedule, such as the predicted step time on other numbers
+    of ranks.
+    """
     if plan.world_size == 1:
         return PictureFacts(0.0, (), table_places(plan))
     steps = []
@@ -42,8 +44,8 @@ def compute_facts(plan: Plan, schedule: Schedule) -> PictureFacts:
 
 
 def ddp_exposed_ms(plan: Plan, steps: StepGraph, ranks: int) -> float:
-    """Estimates the milliseconds per step that DDP on `ranks` ranks waits for communication. Tables' gradients are
-    assumed ready only when the backward ends.
+    """Estimates the milliseconds per step that DDP on `ranks` ranks would wait for communication. Gradients of tables
+    are assumed to be ready only when the backward ends.
     """
     tables, others = 0, 0
     for decision in plan:
@@ -79,7 +81,7 @@ def _rescale_operation(operation: Operation, plan: Plan, ranks: int) -> Operatio
 
 
 def table_places(plan: Plan) -> tuple[TablePlace, ...]:
-    """Returns where the rows and columns of each table are, the largest table first."""
+    """Returns which rows and columns of each table each rank holds, the largest table first."""
     all_elements = sum(prod(decision.shape) for decision in plan)
     found = [
         TablePlace(
@@ -98,7 +100,9 @@ def table_places(plan: Plan) -> tuple[TablePlace, ...]:
 
 
 def _describe_parts(decision: Decision, plan: Plan) -> tuple[str, ...]:
-    """Describes in words the part of a table that each rank has. A single entry means that all ranks have the same."""
+    """Describes in words the part of a table that each rank has, one text per rank, or a single text if all ranks have
+    the same.
+    """
     if decision.parameter not in plan.divided:
         return ("all of it",)
     width, world_size = decision.shape[1], plan.world_size

@@ -74,8 +74,8 @@ class Sizes:
 
 @dataclass
 class Block:
-    """A compute operation of the window (a backward and the next forward): consecutive nodes between two communication
-    points.
+    """A compute operation: consecutive nodes between two communication points of a window (a backward and the next
+    forward).
 
     Attributes:
         id: the id of the operation.
@@ -118,11 +118,12 @@ def _is_lookup(node: fx.Node) -> bool:
 
 
 def _backward_blocks(backward: fx.GraphModule, early: Block, end: Block, node_ms: NodeMs) -> Iterator[Block]:
-    """Yields the compute operations of the backward, in program order.
+    """Yields the compute operations of the backward, in program order, except `early` and `end`.
 
     Args:
-        early: the operation to which nodes before the backward belong.
-        end: the operation after the backward.
+        early: the operation at the start of the backward, which submits early rows; filled in place.
+        end: the operation after the last submission of gradients; filled in place.
+        node_ms: function that returns the milliseconds of a node.
     """
     block = early
     for node in backward.graph.nodes:
@@ -186,8 +187,8 @@ def _forward_blocks(forward: fx.GraphModule, between: Block, node_ms: NodeMs) ->
 def _cut_at_copies(
     module: fx.GraphModule, what: OperationId, node_ms: NodeMs, before_ms: float = 0.0
 ) -> Iterator[Block]:
-    """Cuts a phase without collectives into compute operations, at the nodes that begin a copy or wait for one. The
-    last one has the id `what`.
+    """Cuts a phase without collectives into compute operations, at the nodes that begin a copy or wait for one. Yields
+    them in order; the last one has the id `what`.
 
     Args:
         before_ms: milliseconds of compute before the phase, added to the first operation.
@@ -202,8 +203,8 @@ def _cut_at_copies(
 
 
 def build_single_process(graph: TrainingGraph, compute: cost.Compute) -> StepGraph:
-    """Describes the window (a backward and the next forward) of a single process, which has compute and copies but
-    sends nothing.
+    """Returns the step graph of a single process, which has compute and copies but sends nothing, for a window (a
+    backward and the next forward).
     """
     node_ms, phases = node_time_estimator(compute, graph.expected), graph.phases
     head_ms = sum(node_ms(node) for name in ("unique", "ids") for node in phases[name].graph.nodes)
@@ -237,8 +238,8 @@ def _add_copies(block: Block, operations: list[Operation], dependences: list[Dep
 
 
 def _end_block(node: fx.Node, block: Block) -> Block:
-    """Ends a block at a node that begins or awaits a copy or an output layer's exchange. Returns the ended part;
-    `block` continues after it.
+    """Ends a compute operation at a node that begins or awaits a copy or an output layer's exchange. Returns the ended
+    operation; `block` continues with the nodes after it.
     """
     ended = Block(compute_up_to(node), block.ms, _pop_ending_awaits(block))
     block.ms = 0.0
@@ -253,20 +254,24 @@ def _end_block(node: fx.Node, block: Block) -> Block:
 
 
 def _pop_ending_awaits(block: Block) -> list[tuple[OperationId, int]]:
-    """Removes from a block, and returns, the waits that end it: for copies and for gathered positions."""
+    """Removes from a block, and returns, its waits for copies and for gathered hidden states of output layers. Each of
+    these waits ends a compute operation.
+    """
     found = [each for each in block.awaits if _ends_block(each[0])]
     block.awaits = [each for each in block.awaits if not _ends_block(each[0])]
     return found
 
 
 def _ends_block(launch: OperationId) -> bool:
-    """Returns whether waiting for this launch ends a compute operation, as for copies and gathered positions."""
+    """Returns whether a wait for this launch ends a compute operation. Waits for copies and for gathered hidden states
+    of output layers do.
+    """
     return launch.lane in COPIES or launch.kind == "positions"
 
 
 def _operation_after_await(node: fx.Node) -> OperationId | None:
-    """Returns the operation that begins at a node that reads awaited rows or an awaited bucket, or None for other
-    nodes.
+    """Returns the id of the compute operation that ends at a node that reads awaited rows or an awaited bucket, or None
+    for other nodes.
     """
     match op_name(node):
         case "embrace::join_rows":
@@ -288,7 +293,7 @@ def build_step_graph(
     cluster: cost.Cluster,
     world_size: int,
 ) -> StepGraph:
-    """Describes the window (a backward and the next forward) of a graph, with durations measured or estimated.
+    """Returns the step graph of a window (a backward and the next forward), with durations measured or estimated.
 
     Args:
         graph: a partitioned graph.
@@ -330,8 +335,8 @@ def build_step_graph(
 
 
 def _add_norm_exchange(steps: StepGraph, sizes: Sizes, cluster: cost.Cluster, world_size: int) -> StepGraph:
-    """Returns the step graph with the exchange of squared row norms, if an optimizer needs it. `sizes` are the bytes
-    that collectives send, and `cluster` gives the speed of the links.
+    """Returns the step graph with the exchange that sums squares of rows over ranks, if an optimizer needs it. `sizes`
+    are the bytes that collectives send, and `cluster` gives the speed of the links.
     """
     tables = {table for table, nbytes in sizes.norm_bytes.items() if nbytes}
     if not tables:
@@ -371,7 +376,8 @@ def _sent_bytes(
 ) -> int:
     """Returns the bytes that one rank sends in the collective that a node submits.
 
-    Until measured, half of a batch's rows count as early, and half as delayed.
+    Until measured, half of the bytes of a batch's rows count as early rows, and half of those of their gradients as
+    delayed.
 
     Args:
         launch: the id of the collective.

@@ -22,8 +22,8 @@ WRITES_BEHIND = 2
 
 
 def set_read_ahead(memory: RowMemory, batches: int, world_size: int) -> RowMemory:
-    """Returns `memory` with the number of steps by which rows are read ahead from storage: `batches`, or one less with
-    several ranks.
+    """Returns a copy of `memory` with the number of steps by which rows are read ahead from storage: one per batch that
+    is known early, as far as memory has room for the rows, and at most `MOST_AHEAD`.
 
     Args:
         batches: how many batches the loader is ahead. Ranks learn one call later which rows the others will read.
@@ -33,7 +33,8 @@ def set_read_ahead(memory: RowMemory, batches: int, world_size: int) -> RowMemor
 
 
 def with_measured_speed(table: str, memory: RowMemory, byte_ms: Mapping[OperationId, float]) -> RowMemory:
-    """Returns `memory`, of the table with this name, with the measured speed of reading and writing rows.
+    """Returns a copy of `memory`, of the table with this name, with the measured speed of reading and writing rows in
+    storage.
 
     Args:
         byte_ms: read or write operation -> milliseconds per byte.
@@ -49,7 +50,7 @@ def add_storage_operations(steps: StepGraph, memory: Mapping[str, RowMemory]) ->
     """Returns the step graph with the reads and writes of rows in storage, for tables larger than memory.
 
     Args:
-        memory: table larger than memory -> how many of its rows are in memory.
+        memory: table larger than memory -> how many of its rows are in memory and how fast others are read and written.
     """
     operations, dependences = [*steps.operations], [*steps.dependences]
     for table, of in memory.items():

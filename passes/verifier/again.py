@@ -23,9 +23,10 @@ _STATE, _BEGIN, _END = "embrace::random_state", "embrace::begin_replay", "embrac
 
 
 def copies_equal_originals(graph: TrainingGraph) -> Iterator[Violation]:
-    """Checks that each recomputed copy calls the same op as its original, on the same values or on copies of them.
+    """Checks each node that recomputes another one: it calls the same op on the same values, or on recomputed copies of
+    them.
 
-    A copy must also launch and await nothing, and read no state that the forward writes.
+    Such a node must not launch or await a collective, and must not read state that the forward writes.
     """
     nodes = {node.name: node for node in graph.graph.nodes}
     written = written_by(graph.module)
@@ -44,8 +45,8 @@ def copies_equal_originals(graph: TrainingGraph) -> Iterator[Violation]:
 
 
 def replays_draw_equally(graph: TrainingGraph) -> Iterator[Violation]:
-    """Checks that the backward draws random numbers again in the same order, from the random state that was saved
-    before the first draw.
+    """Checks that recomputed random ops draw the same numbers as the original ones: in the same order, from the random
+    state that was saved before the first of them.
     """
     drawn: dict[torch.device, list[str]] = {}
     states: dict[str, tuple[torch.device, int]] = {}  # random state -> (its device, the number of draws before it)
@@ -86,12 +87,12 @@ def replays_draw_equally(graph: TrainingGraph) -> Iterator[Violation]:
 
 @dataclass
 class _Replay:
-    """A replay of random draws.
+    """A sequence of nodes that repeat earlier draws of random numbers on one device.
 
     Attributes:
-        begin: the node that begins it.
-        after: the number of draws before the replayed ones.
-        draws: the draws seen so far.
+        begin: name of the node that begins it.
+        after: the number of original draws on the device before the repeated ones.
+        draws: names of the original draws repeated so far.
     """
 
     begin: str
@@ -100,13 +101,13 @@ class _Replay:
 
 
 def _comparable_call(node: fx.Node) -> tuple[Any, ...]:
-    """Returns a node's call in a form in which a copy equals its original."""
+    """Returns a node's op and arguments in a form that is equal for an original node and one that recomputes it."""
     leaves, spec = pytree.tree_flatten((node.args, dict(node.kwargs)))
     return str(node.target), str(spec), [_origin(leaf) if isinstance(leaf, fx.Node) else str(leaf) for leaf in leaves]
 
 
 def _origin(node: fx.Node) -> str:
-    """Returns the name of the node whose value a node copies or recomputes; its own name if it does neither."""
+    """Returns the name of the node whose value `node` copies or recomputes, or its own name if it does neither."""
     if op_name(node) == "embrace::copy_unwritten":
         node = node.all_input_nodes[0]
     while op_name(node) in COPY_OPS:  # an offloaded and reloaded value counts as the value itself

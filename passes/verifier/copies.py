@@ -20,9 +20,11 @@ _READERS = {OFFLOAD: AWAIT_OFFLOAD, AWAIT_OFFLOAD: RELOAD, RELOAD: AWAIT_RELOAD}
 
 
 def copies_in_pairs(graph: TrainingGraph) -> Iterator[Violation]:
-    """Checks that each value is offloaded, awaited, reloaded and awaited exactly once, in this order.
+    """Checks that each offloaded value is copied to the host, awaited, copied back and awaited, each once and in this
+    order.
 
-    No other node may read a value in between. Both ends of a copy must have the copy's id, and print it.
+    No other node may read the result of such a step. Both ends of a copy must have the copy's id, also as last
+    argument.
     """
     nodes = [node for module in running_modules(graph) for node in module.graph.nodes]
     copying = [node for node in nodes if op_name(node) in COPY_OPS]
@@ -80,7 +82,9 @@ def freed_values_unread(graph: TrainingGraph) -> Iterator[Violation]:
 
 
 def within_memory_limit(graph: TrainingGraph) -> Iterator[Violation]:
-    """Checks that the step holds at most as many bytes as its limit. Sizes that depend on data count as 0."""
+    """Checks that the step's peak memory is within the graph's limit. Storages whose size depends on data count as 0
+    bytes.
+    """
     if graph.memory_limit is None:
         return
     found = step_memory(graph)

@@ -47,7 +47,7 @@ def is_derived(node: fx.Node) -> bool:
 
 
 def is_unchanged(node: fx.Node, verified: Mapping[str, fx.Node]) -> bool:
-    """Returns whether the node of the same name in `verified` is the same call on identical fake values."""
+    """Returns whether `verified` has a node of this name with the same op, equal arguments and the same fake value."""
     twin = verified.get(node.name)
     return (
         twin is not None
@@ -61,7 +61,9 @@ def is_unchanged(node: fx.Node, verified: Mapping[str, fx.Node]) -> bool:
 
 
 def _same(a: Any, b: Any) -> bool:
-    """Returns whether arguments `a` and `b` are equal. Two nodes are equal if their fake values are equivalent."""
+    """Returns whether arguments `a` and `b` of a call are equal. Nodes count as equal if their fake values are
+    equivalent.
+    """
     if isinstance(b, fx.Node):
         return _are_equivalent(a.meta.get("val", a) if isinstance(a, fx.Node) else a, b.meta.get("val", b))
     if isinstance(a, list | tuple) and isinstance(b, list | tuple):
@@ -115,7 +117,7 @@ def find_disagreement(node: fx.Node, module: fx.GraphModule, mode: FakeTensorMod
 
 
 def _recorded(node: fx.Node, module: fx.GraphModule, mode: FakeTensorMode) -> Any:
-    """Returns the recorded value of a node as a fake tensor of the fake mode."""
+    """Returns a node's `meta["val"]`, with real tensors converted to fake tensors of `mode`."""
     value = node.meta["val"] if "val" in node.meta else operator.attrgetter(str(node.target))(module)
     if isinstance(value, Tensor) and not isinstance(value, FakeTensor):
         return mode.from_tensor(value, static_shapes=True)
@@ -123,7 +125,7 @@ def _recorded(node: fx.Node, module: fx.GraphModule, mode: FakeTensorMode) -> An
 
 
 def _derive_value(node: fx.Node, module: fx.GraphModule, inputs: Mapping[fx.Node, Any]) -> Any:
-    """Computes a node's value from the values of its inputs."""
+    """Computes a node's value by calling its target on the values of its inputs."""
     if node.op == "get_attr":
         return operator.attrgetter(str(node.target))(module)
     assert callable(node.target)
@@ -131,13 +133,13 @@ def _derive_value(node: fx.Node, module: fx.GraphModule, inputs: Mapping[fx.Node
 
 
 def _values_agree(derived: Any, recorded: Any, inputs: Mapping[fx.Node, Any]) -> bool:
-    """Returns whether the derived and the recorded value of a node agree in kind and shape. Sizes that depend on data
-    may have other names.
+    """Returns whether the computed value of a node (`derived`) and its recorded one agree in dtype, device, layout and
+    sizes.
 
-    The new symbols must map one to one to the recorded sizes, which must be data-dependent too.
+    Data-dependent sizes that the node creates may have other symbols, if these map one to one to data-dependent sizes.
 
     Args:
-        inputs: the values of the node's inputs, whose symbols are not new.
+        inputs: the values of the node's inputs, whose symbols must be equal.
     """
     a, b = pytree.tree_leaves(derived), pytree.tree_leaves(recorded)
     if [_properties(leaf) for leaf in a] != [_properties(leaf) for leaf in b]:
@@ -158,7 +160,9 @@ def _values_agree(derived: Any, recorded: Any, inputs: Mapping[fx.Node, Any]) ->
 
 
 def _properties(leaf: Any) -> tuple[object, ...]:
-    """Returns the properties of a leaf, without its sizes."""
+    """Returns a tensor's dtype, device, layout and number of dimensions; for another value, its type (plain, for
+    symbolic numbers).
+    """
     if isinstance(leaf, Tensor):
         return leaf.dtype, leaf.device, leaf.layout, leaf.dim()
     for symbolic, plain in ((torch.SymBool, bool), (torch.SymInt, int), (torch.SymFloat, float)):
@@ -168,7 +172,7 @@ def _properties(leaf: Any) -> tuple[object, ...]:
 
 
 def _sizes(leaf: Any) -> tuple[Any, ...]:
-    """Returns the sizes of a leaf: those of a tensor, or a number itself."""
+    """Returns the sizes of a tensor. For another value, returns the value itself, or () for None."""
     if isinstance(leaf, Tensor):
         return tuple(leaf.shape)
     return () if leaf is None else (leaf,)
@@ -180,7 +184,9 @@ def _expression(size: Any) -> Any:
 
 
 def _describe_value(value: Any) -> str:
-    """Describes the leaves of a value for a message."""
+    """Describes a value for an error message: dtype, shape and device of each tensor in it, and its other leaves as
+    text.
+    """
     leaves = pytree.tree_leaves(value)
     return ", ".join(
         f"{str(x.dtype).removeprefix('torch.')}{list(x.shape)} on {x.device}" if isinstance(x, Tensor) else str(x)

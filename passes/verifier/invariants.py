@@ -111,11 +111,11 @@ def verify(
 
 @dataclass(frozen=True)
 class ModuleScope:
-    """One module to verify, with what is already known about it.
+    """A graph module to verify, and what earlier checks have found.
 
     Attributes:
-        phase: "joint", or the name of the phase.
-        verified: name -> node whose value is already known to be correct.
+        phase: name of the phase that the module computes, or "joint" for the whole graph.
+        verified: name -> node of that name in a module verified earlier, whose value is known to be correct.
         handed_on: names of the values that earlier phases save.
     """
 
@@ -208,8 +208,10 @@ def values_agree(scope: ModuleScope) -> Iterator[Violation]:
 
 
 def values_have_roles(scope: ModuleScope) -> Iterator[Violation]:
-    """Checks that every placeholder has a unique role, and every output a role; and that earlier phases save the values
-    that later ones read.
+    """Checks that every input and output of the module has a role, which says what it is, such as a parameter or a
+    gradient.
+
+    No two inputs have the same role. Each value that the module reads from an earlier phase must be saved by one.
     """
     seen: dict[InputRole, fx.Node] = {}
     for node in scope.module.graph.nodes:

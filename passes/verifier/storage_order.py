@@ -10,11 +10,11 @@ from embrace_fx.vocabulary.schedule import StepGraph
 
 
 def check_storage(steps: StepGraph, memory: Mapping[str, RowMemory]) -> None:
-    """Checks the reads of tables larger than memory: they end before the lookup, and memory always has room for the
-    rows that are read.
+    """Checks the reads from storage of tables larger than memory. Each read ends before the lookup of its rows, and
+    memory always has room for the rows that are read.
 
-    A step's rows have slots from the submission of their read until the step's last lookup. The slots must hold these
-    rows and the rows of all steps whose reads are submitted in that time. Then no prefetched row is evicted before its
+    A step's rows have slots in memory from the submission of their read until the step's last lookup. The slots must
+    also hold the rows of all steps whose reads are submitted in that time. Then no prefetched row is evicted before its
     step, because rows that no step waits for are evicted first.
 
     Args:
@@ -47,11 +47,12 @@ def check_storage(steps: StepGraph, memory: Mapping[str, RowMemory]) -> None:
 
 
 def _reads_before_lookup(ahead_in_window: int, distance: int) -> int:
-    """Returns the number of windows whose reads are submitted before this window's rows have been looked up.
+    """Returns how many later windows (each a backward and the next forward) submit a read from storage before one
+    window's rows, already read, have been looked up.
 
     Args:
         ahead_in_window: the distance, in program order, from the last lookup of a window to the submission of a read;
             negative if the submission is before the lookup.
-        distance: the number of windows from the submission of a read to its lookup.
+        distance: the number of windows from the submission of a read to the lookup of its rows.
     """
     return max(0, distance - (ahead_in_window > 0))

@@ -34,20 +34,22 @@ Launches = frozenset[OperationId]
 
 
 def window_nodes(graph: TrainingGraph) -> list[fx.Node]:
-    """Returns the nodes of a window: of the backward, then of the next forward."""
+    """Returns the nodes of the backward, followed by those of the next forward."""
     return [node for phase in ("backward", "forward") for node in graph.phases[phase].graph.nodes]
 
 
 def crosses_windows(launch: OperationId) -> bool:
-    """Returns whether a launch is awaited in the window (a backward and the next forward) after the one that submits
+    """Returns whether a collective is awaited one window (a backward and the next forward) after the one that submits
     it.
     """
     return launch == IDS or launch.part == "delayed"
 
 
 def launches_in_flight_agree(graph: TrainingGraph) -> Iterator[Violation]:
-    """Checks that a window, or a variant's phase, awaits, submits and looks up in the right order, given what is in
-    flight at its start.
+    """Checks the collectives of a window (a backward and the next forward), or of the phase of a step variant.
+
+    Given those in flight at the start, each one is submitted once before it is awaited, no row is looked up while its
+    update is in flight, and the right ones are in flight at the end.
     """
     varied = graph.varied
     if varied is not None:
@@ -79,7 +81,7 @@ def launches_in_flight_agree(graph: TrainingGraph) -> Iterator[Violation]:
 
 
 def in_flight_at_ends(varied: VariedPhase) -> tuple[Launches, Launches]:
-    """Returns the collectives in flight before the phase of a variant (`varied`), and those after it."""
+    """Returns the collectives that must be in flight at the start of a step variant's phase, and those at its end."""
     steady, variant = varied.steady, varied.variant
     prior = frozenset(each for each in steady if each.part == "prior")
     delayed = frozenset(each for each in steady if each.part == "delayed")
@@ -100,7 +102,8 @@ def _check_lookup(node: fx.Node, launch: OperationId, under_way: set[OperationId
 
     Args:
         node: the lookup.
-        under_way: the launches in flight.
+        launch: the id of the exchange of the rows.
+        under_way: the ids of the collectives in flight.
     """
     gradients = {each for each in under_way if each.what == launch.what and each.kind in ("gradients", "delayed")}
     if launch.part == "late" and rows_id(launch.what, "early") in under_way:

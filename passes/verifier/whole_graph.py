@@ -36,12 +36,13 @@ from embrace_fx.vocabulary.submissions import overlaps_steps
 
 
 def parameters_updated_once(graph: TrainingGraph, captured: TrainingGraph) -> Iterator[Violation]:
-    """Checks that each trained parameter has exactly one gradient: either a dense one or a pair of ids and rows.
+    """Checks that each trained parameter has exactly one gradient: either a dense one, or row ids with one gradient row
+    each.
 
-    A table that an output layer reads has one gradient of its shard, with or without such a pair.
+    A sharded output layer's table has one dense gradient of this rank's shard, and may also have ids with rows.
 
-    A parameter is trained if it has a gradient in the captured graph, or from a pass (only other ranks' batches use
-    it).
+    A parameter is trained if it has a gradient in the captured graph. It is also trained if a pass has added its
+    gradient, because only other ranks' batches use the parameter.
     """
     found = _gradients(graph)
     for name in _gradients(captured) | found:
@@ -72,12 +73,11 @@ def forward_kept(graph: TrainingGraph, captured: TrainingGraph) -> Iterator[Viol
 
 
 def collectives_in_one_order(graph: TrainingGraph) -> Iterator[Violation]:
-    """Checks that collectives cannot differ between ranks: they do not depend on the batch, and partitioning kept each
-    process group's order.
+    """Checks that collectives cannot differ between ranks.
 
-    A rank sees only its own graph. It checks that no launch's identity depends on the batch, that a group has one size,
-    and that partitioning changed no group's order. The runtime compares the identities between ranks by
-    `sequence_hash`.
+    A rank sees only its own graph. It checks that no launch's identity depends on the batch, that all launches in a
+    process group agree on its size, and that partitioning kept each group's order. The runtime compares the identities
+    between ranks by `sequence_hash`.
     """
     sizes: dict[str, int] = {}
     for module in (graph.module, *graph.phases.values()):
@@ -97,7 +97,7 @@ def collectives_in_one_order(graph: TrainingGraph) -> Iterator[Violation]:
 
 
 def _output_roles(graph: TrainingGraph) -> Iterator[OutputRole]:
-    """Yields the roles of the outputs that have a value."""
+    """Yields the role of each graph output that is not None: what the output is, such as a parameter's gradient."""
     for module in running_modules(graph):
         yield from (role for value, role in outputs_of(module) if value is not None)
 

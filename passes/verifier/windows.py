@@ -25,10 +25,10 @@ from embrace_fx.vocabulary.submissions import awaited, is_submission, submitted
 
 
 def exchanged_once(graph: TrainingGraph) -> Iterator[Violation]:
-    """Checks that each exchange of the joint graph is submitted, and awaited, exactly once in the graph that overlaps
+    """Checks that each exchange of the joint (forward and backward) graph occurs once in the graph that overlaps
     communication.
 
-    Early and delayed parts, and further chunks, are not counted.
+    Of an exchange that is split into parts or chunks, only one is counted.
     """
     before = Counter(op_name(node) for node in graph.module.graph.nodes)
     after: Counter[str] = Counter()
@@ -54,7 +54,7 @@ _HANDED_OVER = {
 
 
 def launches_identified(graph: TrainingGraph) -> Iterator[Violation]:
-    """Checks that every submission and every wait has the id of its collective, also in its name."""
+    """Checks that the last argument of each submission and each await is the id of its collective."""
     for node in window_nodes(graph):
         if op_name(node) in SUBMISSIONS | AWAITS and str(launch_of(node)) != node.args[-1]:
             remedy = "make the node with embrace_fx.passes.rewriter.Rewriter.launch"
@@ -65,7 +65,9 @@ def launches_identified(graph: TrainingGraph) -> Iterator[Violation]:
 
 
 def rows_current(graph: TrainingGraph) -> Iterator[Violation]:
-    """Checks that rows are looked up only after all of their updates."""
+    """Checks that each lookup of a table's rows depends on all updates of the table that come before it in the same
+    phase.
+    """
     for phase in ("backward", "forward"):
         updated: dict[str, set[OperationId]] = defaultdict(set)
         for node in graph.phases[phase].graph.nodes:
@@ -79,14 +81,14 @@ def rows_current(graph: TrainingGraph) -> Iterator[Violation]:
 
 
 def _updates_before(value: object) -> Iterator[OperationId]:
-    """Yields the ids of the updates on which a value depends."""
+    """Yields the ids of the row updates on which `value`, a table's shard, depends."""
     while isinstance(value, fx.Node) and op_name(value) == "embrace::update_rows":
         yield id_of(value)
         value = value.args[0]
 
 
 def rows_joined(graph: TrainingGraph) -> Iterator[Violation]:
-    """Checks that a forward joins all parts in which a table's rows were sent."""
+    """Checks that a forward joins all parts, such as early and late rows, in which a table's rows were sent."""
     sent = [launch for launch in _submitted(graph) if launch.kind == "lookups"]
     for node in graph.phases["forward"].graph.nodes:
         if op_name(node) != "embrace::join_rows" or graph.varied is not None:
@@ -100,7 +102,9 @@ def rows_joined(graph: TrainingGraph) -> Iterator[Violation]:
 
 
 def gradients_cut_once(graph: TrainingGraph) -> Iterator[Violation]:
-    """Checks that a table's gradient is sent either whole, or as one prior part and all delayed pieces."""
+    """Checks that a table's gradient is sent either whole, or as one part that is sent first ("prior") and all delayed
+    pieces.
+    """
     by_table: dict[str, list[OperationId]] = defaultdict(list)
     for launch in _submitted(graph) if graph.varied is None else ():
         if launch.kind in ("gradients", "delayed"):
@@ -124,7 +128,7 @@ def _submitted(graph: TrainingGraph) -> list[OperationId]:
 
 
 def chunks_cover(graph: TrainingGraph) -> Iterator[Violation]:
-    """Checks that the chunks of a bucket contain each of its elements exactly once."""
+    """Checks that the chunks in which a bucket of gradients is reduced contain each of its elements exactly once."""
     chunks: dict[str, list[fx.Node]] = defaultdict(list)
     for node in window_nodes(graph):
         if op_name(node) == "embrace::submit_chunk":
@@ -143,8 +147,8 @@ def chunks_cover(graph: TrainingGraph) -> Iterator[Violation]:
 
 
 def chunks_unread_in_flight(graph: TrainingGraph) -> Iterator[Violation]:
-    """Checks that nothing reads a bucket between the submission of a chunk and the wait for it, and that all chunks of
-    a bucket are awaited before it is handed over.
+    """Checks that nothing reads a bucket of gradients between the submission of one of its chunks and the wait for it,
+    and that all chunks are in flight when the backward leaves the bucket to the next forward.
     """
     flying: dict[fx.Node, frozenset[OperationId]] = {}
     for node in graph.phases["backward"].graph.nodes:
@@ -195,7 +199,7 @@ def parameters_current(graph: TrainingGraph) -> Iterator[Violation]:
 
 
 def _awaited_chunks(update: fx.Node) -> Iterator[OperationId]:
-    """Yields the ids of the chunks for which an update waits."""
+    """Yields the ids of the gradient chunks for which a bucket's update waits."""
     for value in update.all_input_nodes:
         node = value
         while op_name(node) == "embrace::await_chunk":
