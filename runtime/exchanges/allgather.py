@@ -12,11 +12,11 @@ from embrace_fx.runtime.exchanges.rounds import gather_units
 
 
 def mean_parts(own: RowSet, channel: Channel, _cluster: Cluster) -> Steps[list[RowSet]]:
-    """Averages the units (rows) of all ranks: gathers them, and sums them in rank order, so that all ranks get the same
-    bits. Returns the mean as one part.
+    """Averages sparse gradients over ranks: gathers their rows, and sums them in rank order, so that all ranks get the
+    same bits. Returns the mean as a list of one set of rows.
 
     Args:
-        own: this rank's units.
+        own: the rows of this rank's gradient.
         channel: sends the messages.
     """
     ids, rows, counts = yield from gather_units(own, channel)

@@ -19,11 +19,11 @@ from embrace_fx.runtime.exchanges.rounds import send_units
 
 
 def mean_parts(units: RowSet, channel: Channel, _cluster: Cluster) -> Steps[list[RowSet]]:
-    """Averages the units (rows) of all ranks by recursive doubling. Partial sums are sent in the units' dtype. Returns
-    the mean as one part.
+    """Averages sparse gradients over ranks by recursive doubling. Partial sums are sent in the gradients' dtype.
+    Returns the mean as a list of one set of rows.
 
     Args:
-        units: this rank's units.
+        units: the rows of this rank's gradient.
         channel: sends the messages.
     """
     rank, paired = channel.rank, power_of_two_below(channel.world_size)

@@ -33,8 +33,9 @@ class Strategy:
     """A way in which ranks average a gradient. All ranks get the same bits.
 
     Attributes:
-        mean_parts: exchanges this rank's units, and returns disjoint parts of the mean in any order.
-        units: splits a gradient (rows, width) into units: rows or blocks, each with an index.
+        mean_parts: averages this rank's units with those of the other ranks. Returns the mean as disjoint sets of
+            units.
+        units: splits a gradient (rows, width) into units: its non-zero rows or blocks, each with an index.
     """
 
     mean_parts: Callable[[RowSet, Channel, Cluster], Steps[list[RowSet]]]
@@ -66,7 +67,7 @@ class ExchangeKind:
 
 
 def exchange_gradient_(flat: Tensor, kind: ExchangeKind, channel: Channel, cluster: Cluster) -> Tensor:
-    """Replaces a gradient by its mean over ranks, in place. Returns when the exchange has ended.
+    """Replaces a gradient by its mean over ranks, in place, and returns it. Blocks until the exchange has ended.
 
     Args:
         flat: the gradient, dense (rows * width,) or, if the strategy's units are rows, coalesced COO (rows, width).
@@ -93,7 +94,8 @@ Exchange = Callable[[Tensor, str, Channel], object]
 def create_exchanges(
     plan: Plan, parameter: Callable[[str], Tensor], communicator: Communicator, *, at_once: bool
 ) -> dict[int, Callable[[Tensor, str], InFlight]]:
-    """Creates, for each bucket that is not AllReduced, a function that starts its exchange. Collective.
+    """Returns, by index of the bucket, a function that starts the bucket's exchange, for each bucket that is not
+    AllReduced. Collective.
 
     Args:
         plan: the plan, which has the buckets and strategies.
@@ -115,10 +117,10 @@ def create_exchanges(
 
 
 def _create_exchange(plan: Plan, name: str, first: Tensor, rounding: Rounding) -> Exchange | None:
-    """Returns how a bucket's gradient is exchanged, or None if it is AllReduced.
+    """Returns a function that exchanges a bucket's gradient, or None if it is AllReduced.
 
     Args:
-        name: the name of this parameter.
+        name: the name of the bucket's first parameter.
         first: the bucket's first parameter.
         rounding: rounds gradients before they are sent.
     """

@@ -52,13 +52,13 @@ def nonzero_blocks(dense: Tensor, cluster: Cluster) -> RowSet:
 
 
 def mean_parts(blocks: RowSet, channel: Channel, cluster: Cluster) -> Steps[list[RowSet]]:
-    """Averages the blocks of all ranks by streaming aggregation. Returns one part for each round; the ids of a part do
-    not ascend.
+    """Averages sparse gradients over ranks by streaming aggregation of non-zero blocks. Returns the mean as one set of
+    blocks for each round, whose ids do not ascend.
 
     Args:
         blocks: this rank's non-zero blocks.
         channel: sends the messages.
-        cluster: the links, from which the number of lanes follows.
+        cluster: the links, from which the number of concurrent sequences of blocks follows.
     """
     shape = blocks.num_rows, blocks.width, blocks.rows.itemsize
     streaming = choose_streaming(*shape, channel.world_size, cluster)
@@ -95,9 +95,11 @@ def mean_parts(blocks: RowSet, channel: Channel, cluster: Cluster) -> Steps[list
 
 
 class _BlockLanes:
-    """Lanes of blocks (N, L): lane l of aggregator n has every L-th block of the range that n aggregates.
+    """Assigns blocks of a tensor to lanes: sequences of blocks that are aggregated one after another.
 
-    A block's *place* in its lane needs fewer bytes than its index. The place after the last one means no block.
+    Each of N aggregators has a range of the blocks and L lanes. Its lane l has every L-th block of the range, beginning
+    with the l-th. A block's *place* in its lane needs fewer bytes than its index. The place after the last one means no
+    block.
     """
 
     def __init__(self, num_blocks: int, world_size: int, lanes: int, device: torch.device) -> None:
@@ -109,25 +111,24 @@ class _BlockLanes:
         self._lane = torch.arange(lanes, device=device)
 
     def encode(self, blocks: Tensor, starts: Tensor) -> Tensor:
-        """Encodes (R, L) blocks as places in their lanes (sequences of blocks), with `num_blocks` for none.
+        """Encodes block indices (R, L) as places in their lanes (sequences of blocks), in bytes, flat. The index
+        `num_blocks` means no block.
 
         Args:
-            starts: (R, 1), the first blocks of the ranges.
+            starts: (R, 1), the index of the first block of each aggregator's range.
         """
         places = (blocks - starts) // self.lanes
         return torch.where(blocks < self.num_blocks, places, self._none).to(self._dtype).view(-1).view(torch.uint8)
 
     def decode(self, places: Tensor, starts: Tensor) -> Tensor:
-        """Decodes places in lanes (sequences of blocks) to blocks: the inverse of `encode`. `starts` is as for
-        `encode`.
-        """
+        """Returns the block indices (R, L) that `encode` has encoded as `places`. `starts` is as for `encode`."""
         of_lanes = places.view(self._dtype).view(-1, self.lanes).long()
         return torch.where(of_lanes < self._none, starts + of_lanes * self.lanes + self._lane, self.num_blocks)
 
 
 class _BlockQueues:
-    """This rank's non-zero blocks, as one ascending queue for each lane (a sequence of blocks) of each aggregator, (N,
-    L).
+    """This rank's non-zero blocks as N x L queues in ascending order: one for each of the L lanes (sequences of blocks)
+    of each of the N ranks that aggregate them.
     """
 
     def __init__(self, blocks: RowSet, ranges: _BlockLanes) -> None:
@@ -144,11 +145,15 @@ class _BlockQueues:
         self._head = self._end - lengths
 
     def heads(self) -> Tensor:
-        """Returns the first block (N, L) of each queue, or `num_rows` for an empty one."""
+        """Returns the index (N, L) of the first block of each queue, or `num_rows` for an empty queue."""
         return torch.where(self._head < self._end, self._ids[self._head], self._blocks.num_rows)
 
     def take(self, stream: slice, mine: Tensor) -> Tensor:
-        """Removes the first blocks of those queues of a stream that `mine` (N, slots) selects, and returns them."""
+        """Removes the first block of each queue that the mask `mine` (N, slots) selects. Returns these blocks' values.
+
+        Args:
+            stream: the group of lanes (sequences of blocks), one for each column of `mine`.
+        """
         heads = self._head[:, stream]
         taken = self._blocks.rows.index_select(0, self._order[heads[mine]])
         heads += mine
@@ -156,14 +161,14 @@ class _BlockQueues:
 
 
 class _Aggregation:
-    """The state of streaming on a rank: its queues as a sender, and the next block of each rank as an aggregator.
+    """The state of streaming aggregation on one rank, which sends its blocks to aggregators and is itself one of them.
 
     Args:
         blocks: this rank's non-zero blocks.
         channel: sends the messages.
-        queues: the blocks as queues, one for each lane of each aggregator.
-        upcoming_of_ranks: (N, L), the next block of every rank in this rank's L lanes.
-        current: (N, L), the current block of every lane of every aggregator; equal on all ranks.
+        queues: the blocks as queues, one for each lane (sequence of blocks) of each aggregator.
+        upcoming_of_ranks: (N, L), the index of every rank's next block in the L lanes that this rank aggregates.
+        current: (N, L), the index of the current block of every lane of every aggregator; equal on all ranks.
     """
 
     def __init__(
@@ -192,14 +197,14 @@ class _Aggregation:
         return self._channel.all_to_all(records.view(-1), self._sizes(mine), self._sizes(self._senders(stream)))
 
     def _senders(self, stream: slice) -> Tensor:
-        """Returns a mask (N, slots) of the ranks that have the current block of each of this rank's lanes (sequences of
-        blocks) in a stream.
+        """Returns a mask (N, slots) of the ranks that have the current block of each lane (sequence of blocks) of a
+        stream (group of lanes), for the lanes that this rank aggregates.
         """
         current = self._current[self._channel.rank, stream]
         return (self._upcoming_of_ranks[:, stream] == current) & (current < self._end)
 
     def _sizes(self, selected: Tensor) -> list[int]:
-        """Returns the bytes that each rank sends for the selected blocks."""
+        """Returns the bytes of the messages for the selected blocks, for each row of the mask `selected` (N, slots)."""
         sizes: list[int] = (selected.sum(dim=1) * self._record_bytes).tolist()
         return sizes
 
@@ -219,7 +224,9 @@ class _Aggregation:
         return self._channel.all_gather(records.view(-1), self._sizes(active))
 
     def accept(self, stream: slice, replies: Tensor) -> None:
-        """Stores the means in the received `replies`, and advances each lane of the stream to its next block."""
+        """Stores the mean blocks in `replies`, received from all aggregators, and advances each lane of the stream to
+        its next block.
+        """
         current = self._current[:, stream]
         active = current < self._end
         upcoming, means = decode_records(replies, self._end, self._width, self._dtype)

@@ -18,10 +18,11 @@ from embrace_fx.runtime.exchanges.rounds import gather_units, push_units
 
 
 def mean_parts(own: RowSet, channel: Channel, _cluster: Cluster) -> Steps[list[RowSet]]:
-    """Averages the units (rows) of all ranks on parameter servers. Returns the part of each server.
+    """Averages sparse gradients over ranks. Each rank is a parameter server for a range of rows. Returns the mean as
+    one set of rows from each server.
 
     Args:
-        own: this rank's units.
+        own: the rows of this rank's gradient.
         channel: sends the messages.
     """
     starts = torch.tensor([*range_starts(own.num_rows, channel.world_size), own.num_rows], device=own.ids.device)

@@ -21,11 +21,11 @@ from embrace_fx.runtime.ranks.wire_rounding import Rounding
 
 
 def sum_rounded_(flat: Tensor, name: str, channel: Channel, rounding: Rounding) -> Steps[Tensor]:
-    """Sums a gradient over ranks, in place, with rounded messages.
+    """Sums a gradient over ranks, in place, with rounded messages. Returns the gradient.
 
     Args:
         flat: the gradient.
-        name: the name of the bucket and chunk, under which rounding errors are kept.
+        name: the name of the bucket and chunk, under which `rounding` stores the rounding errors.
         channel: sends the messages.
         rounding: rounds the gradient and stores the errors.
     """

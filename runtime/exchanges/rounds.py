@@ -16,10 +16,11 @@ Records = tuple[Tensor, Tensor, list[int]]
 
 
 def push_units(units: RowSet, counts: Tensor, channel: Channel) -> Steps[Records]:
-    """Sends `counts[r]` consecutive units (rows or blocks) to each rank r over a channel. Returns the received ones.
+    """Sends `counts[r]` consecutive units (rows or blocks) to each rank r over a channel. Returns the ids and values of
+    the units received, in rank order, and their number by rank.
 
     Args:
-        units: the units, sorted by the server that gets them.
+        units: the units, sorted by the rank that gets them.
         counts: (N,) int64, how many units each rank gets.
     """
     announced = yield channel.all_to_all_equal(counts)
@@ -31,7 +32,8 @@ def push_units(units: RowSet, counts: Tensor, channel: Channel) -> Steps[Records
 def send_units(
     units: RowSet, send_counts: Sequence[int], receive_counts: list[int], channel: Channel
 ) -> Steps[Records]:
-    """Sends units (rows or blocks) over a channel like `push_units`, if sender and receiver already know how many.
+    """Sends units (rows or blocks) to all ranks over a channel, and returns those received, like `push_units`. The
+    numbers of units are already known to sender and receiver.
 
     Args:
         units: the units, sorted by the rank that gets them.
@@ -47,7 +49,9 @@ def send_units(
 
 
 def gather_units(units: RowSet, channel: Channel) -> Steps[Records]:
-    """Gathers the units (rows or blocks) of all ranks on every rank, over a channel."""
+    """Gathers the units (rows or blocks) of all ranks on every rank, over a channel. Returns their ids and values, in
+    rank order, and their number by rank.
+    """
     count = torch.tensor([units.ids.numel()], device=units.ids.device)
     announced = yield channel.all_gather(count, [1] * channel.world_size)
     counts: list[int] = announced.tolist()

@@ -27,11 +27,11 @@ SEED = 0
 
 
 def mean_parts(own: RowSet, channel: Channel, _cluster: Cluster) -> Steps[list[RowSet]]:
-    """Averages the units (rows) of all ranks on servers among which a hash distributes them evenly. Returns the part of
-    each server.
+    """Averages sparse gradients over ranks, which also act as servers. A hash distributes the rows evenly among the
+    servers. Returns the mean as one set of rows from each server.
 
     Args:
-        own: this rank's units.
+        own: the rows of this rank's gradient.
         channel: sends the messages.
     """
     world_size, num_units = channel.world_size, own.num_rows

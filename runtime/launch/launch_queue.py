@@ -41,11 +41,16 @@ LARGE_BYTES = 1 << 18
 
 
 class LaunchWindow:
-    """The launches of one window (a backward and the next forward), in order, and how far they have been made.
+    """The launches of one window (a backward and the next forward) in the order of the schedule, and how many of them
+    have been made. A launch is the start of one collective.
 
     Attributes:
-        held: whether no launch may be made for now.
-        dropped: whether the launches will never be made.
+        held: whether no launch may be made until all ranks are known to be in this backward.
+        dropped: whether the launches will never be made, because a rank has given up the backward.
+        order: the ids of the window's launches, in order.
+        waiting: the launches that were submitted and not yet made.
+        expected: the launches that may still be submitted.
+        in_forward: whether the window's forward has begun.
     """
 
     def __init__(self, order: tuple[OperationId, ...], number: int = 0, *, held: bool = False) -> None:
@@ -59,23 +64,27 @@ class LaunchWindow:
         self.in_forward = False
 
     def head(self) -> OperationId | None:
-        """Returns the first launch in the order that may still be made, or None if there is none."""
+        """Returns the next launch in the order, whether or not it has been submitted, or None if none is left. Skips
+        launches that will not be submitted.
+        """
         order, waiting, expected = self.order, self.waiting, self.expected
         while self._passed < len(order) and order[self._passed] not in waiting and order[self._passed] not in expected:
             self._passed += 1
         return order[self._passed] if self._passed < len(order) else None
 
     def expects_before(self, place: float = math.inf) -> bool:
-        """Returns whether a launch before position `place` in the order may still be submitted."""
+        """Returns whether a launch before the index `place` of the order has not been made yet and still may be."""
         return self.head() is not None and self._passed < place
 
     def remaining(self) -> Sequence[OperationId]:
-        """Returns the launches that may still be made, in order."""
+        """Returns the ids of the launches from the next one on, in order. They include launches that were already made
+        out of order.
+        """
         self.head()
         return self.order[self._passed :]
 
     def drop(self) -> None:
-        """Drops all launches of the window."""
+        """Drops the launches of the window that have not been made. They will never be made."""
         self.dropped = True
         for ticket in self.waiting.values():
             ticket.drop()
@@ -83,24 +92,24 @@ class LaunchWindow:
 
 
 class LaunchQueue:
-    """The launches that were submitted and not yet completed. Threads that share it make them in the order of the
-    schedule.
+    """Launches a rank's submitted collectives in the order of the schedule. Any thread that submits a launch or sees
+    one complete makes the next ones, and so does a thread of the queue.
 
     The queue's thread refers to the queue and not to the launcher, so that the launcher can be freed.
 
     Args:
         recorder: records each launch that completes.
-        channel: communication class -> the process group that carries it. Launches of one channel never overtake each
+        channel: communication class -> name of the channel that carries it. Launches on one channel never overtake each
             other.
-        at_once: how many launches may be in flight; more if none is more urgent than another.
+        at_once: the number of launches that may be in flight at once.
 
     Attributes:
-        ticket: the class of tickets (submitted launches) in this queue.
-        flushes: how many `flushing` contexts are open.
-        shares_device: whether another model launches on this queue's device.
-        draining: whether to make all submitted launches, regardless of those that are not submitted yet.
+        ticket: the class of the objects that represent submitted launches.
+        flushes: the number of open `flushing` contexts.
+        shares_device: whether another model launches collectives on the same device.
+        draining: whether to make all submitted launches, without waiting for launches that precede them in the order.
         callbacks: callbacks that are registered with collectives and have not returned.
-        sleepers: how many threads wait for `arrived`.
+        sleepers: the number of threads that wait for the condition `arrived`.
     """
 
     ticket: type[Ticket] = Ticket
@@ -130,7 +139,9 @@ class LaunchQueue:
     # -- methods for the launcher --------------------------------------------------------------------------------------
 
     def start(self, owner: object) -> None:
-        """Starts the thread that makes launches. It ends with `owner`."""
+        """Starts the queue's thread, which makes launches. The thread ends when the queue is closed or `owner` is
+        freed.
+        """
         thread = threading.Thread(target=_run_thread, args=(self,), name="embrace_fx launcher", daemon=True)
         thread.start()
         self._end = weakref.finalize(owner, _stop_thread, self, thread)
@@ -149,19 +160,23 @@ class LaunchQueue:
             raise self.error
 
     def wait_until_empty(self, timeout: float | None = None) -> None:
-        """Waits until all submitted launches have completed, or one has failed."""
+        """Waits until all submitted launches have completed, one has failed, or `timeout` seconds have passed."""
         with self.lock:
             self.sleepers += 1
             self.arrived.wait_for(lambda: self.error is not None or not self.under_way(), timeout)
             self.sleepers -= 1
 
     def watch(self, callback: Callable[..., None]) -> Callable[..., None]:
-        """Wraps a callback of a collective so that the queue keeps a reference while it may still be called."""
+        """Registers a callback of a collective with the queue until the callback is freed, so that the queue can wait
+        for it at shutdown. Returns the callback.
+        """
         self.callbacks.add(weakref.ref(callback, self.callbacks.discard))
         return callback
 
     def enqueue(self, ticket: Ticket) -> None:
-        """Queues a launch for the current window, or drops it if the window is dropped."""
+        """Adds a submitted launch to the current window, and makes it if it is due. If the window is dropped, drops the
+        launch too.
+        """
         with self.lock:
             window = self.windows[-1]
             window.expected.remove(ticket.id)
@@ -177,7 +192,13 @@ class LaunchQueue:
         self.issue()
 
     def open_window(self, order: tuple[OperationId, ...], *, held: bool) -> None:
-        """Ends the current window, whose missing launches will not be submitted any more, and begins the next one."""
+        """Begins a window (a backward and the next forward). Launches of the last window that were not submitted are no
+        longer expected.
+
+        Args:
+            order: the ids of the new window's launches, in order.
+            held: whether the new window's launches must wait until its `held` is cleared.
+        """
         with self.lock:
             window = self.windows[-1]
             window.expected.clear()
@@ -188,7 +209,9 @@ class LaunchQueue:
 
     @contextlib.contextmanager
     def flushing(self) -> Iterator[None]:
-        """Opens a context in which launches that are not submitted yet do not hold back submitted ones."""
+        """Opens a context in which a launch that a thread waits for does not wait for preceding launches that are not
+        submitted yet.
+        """
         with self.lock:
             self.flushes += 1
         try:
@@ -198,26 +221,29 @@ class LaunchQueue:
                 self.flushes -= 1
 
     def was_in_order(self) -> bool:
-        """Returns whether all launches since the last call were made in the order of the schedule. Always True here.
+        """Returns True: whether all launches since the last call were made in the order of the schedule.
 
-        Always True here, because this queue launches in time whatever another rank has launched out of turn.
+        `StreamQueue` overrides it. Here ranks need not know of each other's launches out of order, because this queue
+        makes them anyway after a standstill.
         """
         return True
 
     def enqueue_submitted(self) -> None:
-        """Does nothing. A queue on CUDA streams overrides it to follow launches that another rank made out of order."""
+        """Does nothing here. `StreamQueue`, the queue for CUDA streams, overrides it to follow another rank's launches
+        out of order.
+        """
 
     @property
     def in_turn(self) -> InTurn | None:
-        """The context in which a caller may launch another collective in an order that all ranks share, or None if it
-        needs none.
+        """A function that returns a context in which the caller may launch another collective in an order that all
+        ranks share. None here, because it is needed only on CUDA streams.
         """
         return None
 
     # -- launching -----------------------------------------------------------------------------------------------------
 
     def issue(self) -> None:
-        """Makes all launches that are due, unless another thread is already doing so."""
+        """Makes all launches that are due now. Does nothing if another thread is already doing so."""
         while not self.issuing:
             with self.lock:  # windows change only under this lock
                 if self.issuing or self.stopped or self.error is not None:  # type: ignore[redundant-expr]  # threads
@@ -243,7 +269,7 @@ class LaunchQueue:
                 self.issuing = False
 
     def _launch(self, ticket: Ticket) -> None:
-        """Makes a launch. Its ticket completes when the collective ends."""
+        """Starts the collective of a ticket. The ticket completes when the collective ends."""
         assert ticket.launch is not None
         launched, ticket.launch = ticket.launch(), None
         ticket.value, ticket.work, ticket.measured = launched.value, launched.work, launched.measured
@@ -253,7 +279,12 @@ class LaunchQueue:
             launched.work.get_future().add_done_callback(self.watch(partial(self.complete, ticket)))
 
     def complete(self, ticket: Ticket, future: Any = None) -> None:
-        """Marks a launch as completed, or fails the queue with the collective's error."""
+        """Marks a launch as completed, records it, and makes launches that are due now.
+
+        Args:
+            ticket: the launch.
+            future: the collective's future. If it has an error, the queue fails with this error.
+        """
         if future is not None:
             try:
                 future.value()
@@ -280,7 +311,9 @@ class LaunchQueue:
             )
 
     def fail(self, error: BaseException) -> None:
-        """Makes all later submissions and waits raise this error, if it is the first."""
+        """Puts the queue into a failed state: all later waits raise the error, and no more launches are made. Keeps the
+        first error if called again.
+        """
         with self.lock:
             self.error = self.error or error
             self.arrived.notify_all()
@@ -289,7 +322,10 @@ class LaunchQueue:
     # -- all methods below are called with the lock held
 
     def next_due_s(self) -> float:
-        """Returns when the next launch may be made even if earlier ones are still missing."""
+        """Returns when the queue's thread should look for a launch again, in seconds of `time.perf_counter`: when the
+        last launch in flight becomes late, but within half of `STANDSTILL_S`. Returns infinity if no submitted launch
+        waits to be made.
+        """
         if not any(map(WAITING, self.windows)):
             return math.inf
         now_s = time.perf_counter()
@@ -302,7 +338,7 @@ class LaunchQueue:
         return due_s
 
     def next(self) -> Ticket | None:
-        """Returns the ticket of the launch to make now, or None."""
+        """Removes the launch to make now from its window, and returns its ticket. Returns None if no launch is due."""
         if not any(map(WAITING, self.windows)):
             return None
         now_s = time.perf_counter()
@@ -332,7 +368,12 @@ class LaunchQueue:
         return self._next_out_of_order(standing_still)
 
     def _next_out_of_order(self, standing_still: bool) -> Ticket | None:
-        """Returns the ticket of a launch to make now although earlier ones are not submitted, or None."""
+        """Removes a launch to make now from its window although preceding launches are not submitted yet, and returns
+        its ticket. Returns None if there is none.
+
+        Args:
+            standing_still: whether nothing has been launched or completed for `STANDSTILL_S`.
+        """
         may_overtake, passed_over = self._may_overtake(standing_still), set[str]()
         for window in self.windows:
             if window.held:
@@ -351,13 +392,18 @@ class LaunchQueue:
         return None
 
     def _may_overtake(self, standing_still: bool) -> set[str]:
-        """Returns the channels whose launches may overtake launches of other channels that are not submitted."""
+        """Returns the names of the channels whose launches may overtake launches of other channels that are not
+        submitted yet.
+
+        Args:
+            standing_still: whether nothing has been launched or completed for `STANDSTILL_S`. Then all channels may.
+        """
         tickets = (ticket for window in self.windows for ticket in window.waiting.values())
         any_may = standing_still or self.draining
         return {self.channel[ticket.id.lane] for ticket in tickets if any_may or ticket.wanted}
 
     def record_launch(self, ticket: Ticket) -> None:
-        """Marks a launch as made."""
+        """Adds a launch, which is about to be made, to those in flight, with the current time as its start."""
         for each in self.in_flight:
             each.tells = each.tells and each.id not in self.took_s
         ticket.tells = not self.in_flight or ticket.id not in self.took_s

@@ -38,12 +38,12 @@ class Launcher:
 
     Args:
         order: ids of the launches of a window (a backward and the next forward), in order.
-        of_forward: ids of the launches that the forward submits. The backward submits the others.
+        of_forward: ids of the launches that the forward submits. The backward submits all others.
         queue: makes the launches.
-        communicator: counts submissions, and finds missing ranks if a wait does not end.
+        communicator: logs submissions, and finds ranks that are missing if a wait fails.
 
     Attributes:
-        order: the launch order of the next window.
+        order: the ids of the launches of the next window, in order.
     """
 
     def __init__(
@@ -75,13 +75,17 @@ class Launcher:
         self.order = tuple(order)
 
     def missing_from(self, submits: Collection[OperationId], *, forward: bool) -> tuple[OperationId, ...]:
-        """Returns the launches of a forward or backward that are not in `submits`, because a variant of the phase
-        leaves them out.
+        """Returns the ids of the launches that belong to the forward, or to the backward, but are not in `submits`.
+
+        Args:
+            submits: ids of the launches that a variant of the phase submits.
+            forward: whether the phase is the forward; otherwise the backward.
         """
         return tuple(o for o in self.order if (o in self._of_forward) == forward and o not in submits)
 
     def open_window(self, *, held: bool = False) -> None:
-        """Ends the current window, whose missing launches will not be submitted any more, and begins the next one.
+        """Begins a window (a backward and the next forward). Launches of the last window that were not submitted are no
+        longer expected.
 
         Args:
             held: whether launches of the new window must wait until `release_after` allows them.
@@ -89,10 +93,11 @@ class Launcher:
         self.queue.open_window(self.order, held=held)
 
     def release_after(self, future: torch.futures.Future[Any], agreed: Callable[[], bool]) -> None:
-        """Allows or drops the launches of a held window once a future has completed.
+        """Allows or drops the launches of the current window, which is held, once a future has completed.
 
         Args:
-            agreed: called then; returns whether to make the launches. If not, waiting for them raises `Dropped`.
+            agreed: called when the future has completed. If it returns False, the launches are dropped, and waiting for
+                them raises `Dropped`.
         """
 
         def on_end(future: Any) -> None:
@@ -118,14 +123,18 @@ class Launcher:
         return launch if launch in self.order else None
 
     def expects(self, launch: OperationId) -> bool:
-        """Returns whether a launch may still be submitted in this window."""
+        """Returns whether the launch has not been submitted in the current window (a backward and the next forward) but
+        still may be.
+        """
         return launch in self.queue.windows[-1].expected
 
     def end_backward(self, *, holds: bool = True) -> None:
-        """Ends the backward of the current window. Those of its launches that are missing will not be submitted.
+        """Ends the backward of the current window. The backward's launches that were not submitted are no longer
+        expected.
 
         Args:
-            holds: whether submitted launches may wait for those of the next forward, equal on all ranks.
+            holds: whether submitted launches may wait for launches of the next forward that precede them in the order.
+                Must be equal on all ranks.
         """
         with self.queue.lock:
             self.queue.windows[-1].expected &= self._of_forward
@@ -134,7 +143,9 @@ class Launcher:
             self.queue.enqueue_submitted()
 
     def begin_forward(self) -> None:
-        """Ends the backward of the current window, or opens a window if no backward came before this forward."""
+        """Begins the forward of the current window. Opens a new window if the current one already has a forward, and
+        ends the backward if it has not ended.
+        """
         if self.queue.windows[-1].in_forward:
             self.open_window()
         window = self.queue.windows[-1]
@@ -143,19 +154,22 @@ class Launcher:
             self.end_backward()
 
     def skip(self, launches: Collection[OperationId]) -> None:
-        """Removes launches that will not be submitted from the current window."""
+        """Declares that these launches will not be submitted in the current window, so that no other launch waits for
+        them.
+        """
         if launches:
             with self.queue.lock:
                 self.queue.windows[-1].expected.difference_update(launches)
             self.queue.issue()
 
     def submit(self, which: OperationId, launch: Launch, sent_bytes: int) -> Ticket:
-        """Submits a launch, which is made when its turn in the window comes. Returns its ticket.
+        """Submits a launch, which is made when all launches that precede it in the order have been made. Returns its
+        ticket.
 
         Args:
-            sent_bytes: bytes that this rank sends, for the recorder; an estimate if they are not known yet.
             which: the launch's id.
-            launch: function that launches the collective.
+            launch: function that starts the collective.
+            sent_bytes: bytes that this rank sends, for the recorder; an estimate if they are not known yet.
         """
         queue, recording = self.queue, self.recorder.recording
         assert which in queue.windows[-1].expected, str(which)
@@ -180,5 +194,7 @@ class Launcher:
             raise
 
     def flushing(self) -> contextlib.AbstractContextManager[None]:
-        """Returns a context in which launches that are not submitted yet do not hold back submitted ones."""
+        """Returns a context in which a launch that a thread waits for does not wait for preceding launches that are not
+        submitted yet.
+        """
         return self.queue.flushing()

@@ -38,9 +38,9 @@ class Profile:
     """Medians over a few measured steps on one rank.
 
     Attributes:
-        compute_ms: piece of compute -> milliseconds.
-        sent_bytes: launch -> bytes that the rank sends.
-        byte_ms: read or write of rows in storage -> milliseconds per byte.
+        compute_ms: id of a piece of compute -> milliseconds per step.
+        sent_bytes: id of a collective or copy -> bytes that this rank sends.
+        byte_ms: id of a read or write of table rows in external storage -> milliseconds per byte.
     """
 
     compute_ms: dict[OperationId, float]
@@ -49,7 +49,7 @@ class Profile:
 
 
 def make_profile(recording: Recording) -> Profile:
-    """Computes the medians over the complete windows of a recording."""
+    """Computes a rank's profile: medians over the complete windows (a backward and the next forward) of a recording."""
     windows = range(recording.window)
     spans: dict[OperationId, list[float]] = {}
     for span in compute_spans(recording):

@@ -34,14 +34,14 @@ class Clock:
     """A clock for recordings. This one uses the host's `time.perf_counter`."""
 
     def start(self) -> None:
-        """Begins a recording."""
+        """Prepares the clock for a recording that begins now. Does nothing here."""
 
     def now(self) -> Moment:
-        """Returns the current moment."""
+        """Returns the current moment in the clock's own form, which `seconds` converts."""
         return time.perf_counter()
 
     def stop(self) -> None:
-        """Ends a recording. Afterwards `seconds` may be called."""
+        """Ends the recording, so that `seconds` can convert its moments. Does nothing here."""
 
     def seconds(self, moment: Moment) -> float:
         """Converts a moment to seconds of `time.perf_counter`."""
@@ -50,7 +50,12 @@ class Clock:
 
 @dataclass(frozen=True)
 class Transfer:
-    """A completed collective or copy, with times in seconds of `time.perf_counter`."""
+    """A completed collective or copy: its id, when it ran, and the bytes that this rank sent.
+
+    Attributes:
+        window: the index, in the recording, of the window (a backward and the next forward) that submitted it.
+        started_s, ended_s: seconds of `time.perf_counter`.
+    """
 
     launch: OperationId
     window: int
@@ -61,15 +66,16 @@ class Transfer:
 
 @dataclass
 class Recording:
-    """What one rank has recorded, with times in seconds of `time.perf_counter`. `window` counts backwards since the
-    start.
+    """Everything that one rank has recorded. Times are in seconds of `time.perf_counter`. A window is a backward and
+    the next forward.
 
     Attributes:
-        marks: (operation, window, end of the operation), or None as the operation where a window begins.
+        marks: (operation, window, when the operation ended). The operation is None where a window begins.
         waits: (launch, window, start of the wait, end of the wait).
         transfers: the collectives and copies that completed.
+        window: the index of the current window, or -1 before the first backward.
         memory: (time, bytes in use) at each mark.
-        before: launches of the forward before the first window.
+        before: collectives and copies submitted by the forward before the first window.
     """
 
     marks: list[tuple[OperationId | None, int, float]] = field(default_factory=list)
@@ -82,7 +88,12 @@ class Recording:
 
 @dataclass(frozen=True)
 class ComputeSpan:
-    """One piece of compute without waits, with times in seconds of `time.perf_counter`."""
+    """A span of time in which one piece of compute ran without waiting, in seconds of `time.perf_counter`.
+
+    Attributes:
+        operation: the id of the piece of compute.
+        window: the index, in the recording, of the window (a backward and the next forward).
+    """
 
     operation: OperationId
     window: int
@@ -91,7 +102,9 @@ class ComputeSpan:
 
 
 def compute_spans(recording: Recording) -> list[ComputeSpan]:
-    """Converts the marks of a recording to pieces of compute, without the time spent waiting."""
+    """Converts the marks of a recording to spans of compute. Leaves out the time spent waiting, so that a wait splits a
+    span.
+    """
     spans: list[ComputeSpan] = []
     waits = sorted((start, end) for *_, start, end in recording.waits)
     for (_, _, started), (operation, window, ended) in pairwise(recording.marks):
@@ -109,15 +122,16 @@ def compute_spans(recording: Recording) -> list[ComputeSpan]:
 
 
 class Recorder:
-    """Records compute, collectives and waits of this rank between `start` and `stop`.
+    """Records this rank's compute, collectives and waits between `start` and `stop`.
 
     Args:
-        clock: returns the current time.
-        bytes_in_use: function that returns the bytes of memory in use, called at each mark.
+        clock: the clock that gives the times, or None for the host's.
+        bytes_in_use: function that returns the bytes of memory in use, called whenever a piece of compute ends. None to
+            record no memory.
 
     Attributes:
-        step_times: adds up the time of each step, also outside of recordings.
-        segment: the piece of compute that the forward is in, or None outside of a forward.
+        step_times: adds up the time of each step by category, also outside of recordings.
+        segment: the id of the forward's current piece of compute, or None outside of a forward.
     """
 
     def __init__(self, clock: Clock | None = None, bytes_in_use: Callable[[], int] | None = None) -> None:
@@ -138,7 +152,7 @@ class Recorder:
             self.recording.marks.append((None, self.recording.window, self.clock.now()))
 
     def _record(self, operation: OperationId) -> None:
-        """Records that an operation ends now."""
+        """Records that a piece of compute ends now, and how much memory is in use."""
         self.step_times.mark(operation)
         recording = self.recording
         assert recording is not None
@@ -152,7 +166,7 @@ class Recorder:
     # A forward's compute is recorded in segments, which end when the forward waits or ends.
 
     def begin_segment(self, operation: OperationId) -> None:
-        """Records that the forward begins another piece of compute."""
+        """Records that the forward begins a piece of compute with the id `operation`."""
         self.segment, self._stands = operation, False
 
     def pause_segment(self) -> None:
@@ -171,7 +185,7 @@ class Recorder:
         return RecordedWait(self, launch)
 
     def timed(self, launch: OperationId, call: Callable[..., Result], *arguments: Any) -> Result:
-        """Calls a function that waits for a launch, and records the wait."""
+        """Calls `call(*arguments)`, which waits for a launch, and records the wait. Returns the call's result."""
         if self.recording is not None or is_profiled():
             with RecordedWait(self, launch):
                 return call(*arguments)
@@ -181,8 +195,8 @@ class Recorder:
         return value
 
     def record_transfer(self, transfer: Transfer) -> None:
-        """Records a collective or copy that has completed, or will before the recording ends. Any thread may call
-        this.
+        """Records a collective or copy that has completed, or that will have when the recording ends. Can be called
+        from any thread.
         """
         if self.recording is not None:
             (self.recording.transfers if transfer.window >= 0 else self.recording.before).append(transfer)
@@ -236,9 +250,11 @@ class RecordedWait(contextlib.AbstractContextManager[None]):
 
 
 class RecordedCopy:
-    """A context that records the time of one copy, on any thread.
+    """A context that records when one copy runs. Can be entered on any thread.
 
     Args:
+        launch: the copy's id.
+        nbytes: the number of bytes to copy.
         recorder: the recorder, or None to record nothing.
         on_host: whether to use the host's clock instead of the recorder's.
     """

@@ -16,7 +16,9 @@ is_profiled = torch._C._autograd._profiler_enabled
 
 
 def span(*name: object) -> contextlib.AbstractContextManager[object]:
-    """Opens a range with this name if the profiler is active on this thread; otherwise returns an empty context."""
+    """Returns a context that shows as a range in `torch.profiler`. Its name is the words of `name`. The context does
+    nothing if the calling thread is not profiled.
+    """
     if not is_profiled():
         return _NONE
     return record_function(f"embrace_fx: {' '.join(map(str, name))}")
@@ -26,7 +28,9 @@ _NONE = contextlib.nullcontext()
 
 
 def spanned(name: str, call: Callable[..., Result], *arguments: Any, **options: Any) -> Result:
-    """Calls a function inside a range with this name, if the profiler is active on this thread."""
+    """Calls `call(*arguments, **options)`, and returns its result. If the calling thread is profiled, the call shows as
+    a range `name` in `torch.profiler`.
+    """
     if not is_profiled():
         return call(*arguments, **options)
     with span(name):

@@ -35,20 +35,22 @@ class StepTimes:
         self.sent_bytes = 0
 
     def mark(self, operation: OperationId) -> None:
-        """Adds the time since the last mark, without waits, to this operation's category."""
+        """Adds the time since the last mark, or since the step began, to the category of `operation`, which ends now.
+        Leaves out the time spent waiting.
+        """
         if self._at_s is not None:
             share, now_s, step = time_category(operation), time.perf_counter(), self._step
             step[share] = step.get(share, 0.0) + now_s - self._at_s - self._waited_s
             self._at_s, self._waited_s = now_s, 0.0
 
     def waited(self, launch: OperationId, seconds: float) -> None:
-        """Adds a wait for a launch to its category."""
+        """Adds the duration of a wait for a launch to the launch's category."""
         share = time_category(launch)
         self._step[share] = self._step.get(share, 0.0) + seconds
         self._waited_s += seconds
 
     def window(self) -> None:
-        """Records the time of the step that ends when a backward begins, and starts to measure the next one."""
+        """Ends the current step and begins the next one. Called when a backward begins."""
         now_s = time.perf_counter()
         if self._at_s is not None:
             self._step["between"] = self._step.get("between", 0.0) + now_s - self._at_s - self._waited_s
@@ -57,9 +59,10 @@ class StepTimes:
         self._at_s, self._waited_s = now_s, 0.0
 
     def shares_ms(self) -> dict[Share, float] | None:
-        """Returns the milliseconds by category of the step of median length, or None before the third backward.
+        """Returns the milliseconds of each category in a typical step, the one of median length, or None before the
+        third backward.
 
-        None before the third backward: the step between the first two warms up.
+        The step between the first two backwards is left out as warm-up.
         """
         steps = sorted((parts for parts, _ in [*self.steps][1:]), key=lambda parts: sum(parts.values()))
         if not steps:

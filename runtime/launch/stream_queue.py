@@ -45,12 +45,13 @@ launch's: (the window's number, its place in the order)."""
 
 
 class StreamTicket(Ticket):
-    """A collective that a launcher launches on a CUDA stream.
+    """A submitted launch of a collective, which runs on a CUDA stream.
 
     Attributes:
-        place: (window, position in the launch order).
+        place: (number of the window, index in the window's order of launches).
         ready: the CUDA event recorded when the launch was submitted.
         ended: the CUDA event recorded after the collective, or None if it has not been enqueued.
+        queue: the queue that enqueues the collective.
     """
 
     place: Place
@@ -59,10 +60,10 @@ class StreamTicket(Ticket):
     queue: StreamQueue
 
     def issue(self) -> None:
-        """Enqueues the collective, if that has not been done.
+        """Enqueues the collective, unless that has been done, even if preceding launches have not been submitted yet.
 
         Raises:
-            RuntimeError: a launch failed.
+            RuntimeError: a launch failed, or a preceding launch of the same class has not been submitted.
         """
         if self.ended is None:
             self.queue.issue(out_of_turn=True)
@@ -95,11 +96,12 @@ class StreamTicket(Ticket):
 
 
 class StreamQueue(LaunchQueue):
-    """Enqueues launches on CUDA streams when their turn comes.
+    """Launches a rank's submitted collectives on CUDA streams, in the order of the schedule, from the thread that
+    submits them.
 
     Attributes:
-        overtook: whether a launch was made out of order since ranks last told each other.
-        tells: this rank's position at that launch, of which the other ranks have yet to be told, or None.
+        overtook: whether a launch was made out of order since `was_in_order` or `enqueue_submitted` was last called.
+        tells: this rank's position at its last launch out of order, or None if it has been reported to the other ranks.
     """
 
     ticket = StreamTicket
@@ -117,11 +119,12 @@ class StreamQueue(LaunchQueue):
         self._ends: dict[Lane, Event] = {}  # lane -> the event at the end of its last launch
 
     def issue(self, out_of_turn: bool = False, agreed: bool = False, follows: bool = False) -> None:
-        """Enqueues all launches whose turn it is, or all submitted ones if `out_of_turn`.
+        """Enqueues all submitted launches that are due, or all submitted launches if `out_of_turn`.
 
         Args:
-            agreed: whether all ranks do so at this point, so that the launches count as in order.
-            follows: whether another rank has already done so. Then these launches do not wait for other models.
+            agreed: whether all ranks do the same at this point. Then the launches count as in order.
+            follows: whether another rank has already launched out of order here. Then these launches do not wait for
+                launches of other models on the device.
         """
         with self.lock:
             if self.error is not None:
@@ -144,7 +147,7 @@ class StreamQueue(LaunchQueue):
         """Does nothing, because the thread that submits a launch also enqueues it."""
 
     def close(self) -> None:
-        """Makes the current CUDA stream wait for all submitted launches."""
+        """Enqueues all submitted launches, and makes the current CUDA stream wait for them."""
         self.enqueue_submitted()
         for ticket in list(self.unwaited.values()):
             ticket.wait()
@@ -155,7 +158,7 @@ class StreamQueue(LaunchQueue):
         yield
 
     def enqueue(self, ticket: Ticket) -> None:
-        """Queues a launch at its position in the current window."""
+        """Adds a submitted launch to the current window, and enqueues on CUDA streams all launches that are due."""
         if self.error is not None:
             raise self.error
         assert isinstance(ticket, StreamTicket)
@@ -166,7 +169,13 @@ class StreamQueue(LaunchQueue):
         super().enqueue(ticket)
 
     def open_window(self, order: tuple[OperationId, ...], *, held: bool) -> None:
-        """Opens a window, and waits for launches that nothing has awaited during a whole window."""
+        """Begins a window (a backward and the next forward). Makes the current CUDA stream wait for launches that
+        nothing has awaited during a whole window, so that their memory is freed.
+
+        Args:
+            order: the ids of the new window's launches, in order.
+            held: whether the new window's launches must wait until its `held` is cleared.
+        """
         super().open_window(order, held=held)
         self.shares_device = self.streams.are_shared()
         # A launch that was not awaited during a whole window never will be. Wait, so that its memory can be freed.
@@ -181,10 +190,11 @@ class StreamQueue(LaunchQueue):
         return not overtook
 
     def enqueue_submitted(self) -> None:
-        """Enqueues all submitted launches, because another rank has done so. All ranks call this at the same point.
+        """Enqueues all submitted launches, even if preceding ones are not submitted yet. All ranks call this at the
+        same point.
 
-        Ranks differ in the launches that have left out of turn. So all later ones, whatever their places, follow all
-        launches so far.
+        Ranks may have launched different collectives out of order before. So all later launches wait for all launches
+        so far.
         """
         with self.lock:
             self.issue(out_of_turn=True, agreed=True)
@@ -202,12 +212,16 @@ class StreamQueue(LaunchQueue):
 
     @property
     def in_turn(self) -> InTurn | None:
-        """The context in which the caller may launch another collective in an order that all ranks share."""
+        """A function that returns a context in which the caller may launch another collective in an order that all
+        ranks share.
+        """
         return self._launch_in_order
 
     @contextlib.contextmanager
     def _launch_in_order(self) -> Iterator[None]:
-        """Opens a context for another collective on the current CUDA stream, between earlier and later launches."""
+        """Opens a context for launching another collective on the current CUDA stream, after all earlier launches of
+        this queue and before all later ones.
+        """
         with self.lock:
             place: tuple[int, ...] = (-1,)
             if self._issued:
@@ -228,13 +242,15 @@ class StreamQueue(LaunchQueue):
                 self.streams.wait(ended)
 
     def next_place(self) -> Place:
-        """Returns (window, position in the order) of the next launch."""
+        """Returns this rank's position: (number of the current window, how many of its launches may still be
+        submitted).
+        """
         window = self.windows[-1]
         return window.number, len(window.expected)
 
     def agree_on_order(self, store: Any, name: str) -> None:
-        """Lets ranks agree on launches out of order: reports one of this rank, or follows one of another rank. Called
-        by the liveness thread.
+        """Makes ranks agree on launches out of order. Reports this rank's last one to the store, or follows one that
+        another rank has reported at this rank's position. Called periodically by the liveness thread.
 
         Args:
             store: a store of torch.distributed that only this thread uses.
@@ -255,8 +271,8 @@ class StreamQueue(LaunchQueue):
             ).start()
 
     def _follow_out_of_order(self, place: Place) -> None:
-        """Enqueues all submitted launches, as another rank has done at `place`, unless this rank has launched something
-        since.
+        """Enqueues all submitted launches, as another rank has done when it was at `place`. Does nothing if this rank
+        is no longer at that position.
         """
         self.streams.use_device()
         with self.lock, contextlib.suppress(Exception):  # the next submission or wait raises the error
@@ -264,7 +280,7 @@ class StreamQueue(LaunchQueue):
                 self.issue(out_of_turn=True, follows=True)
 
     def _is_out_of_turn(self, ticket: StreamTicket) -> bool:
-        """Returns whether a launch that comes earlier in the order may still be made."""
+        """Returns whether another launch that precedes this one in the order may still be made."""
         number, place = ticket.place
         for window in self.windows:
             if window.expects_before(place if window.number == number else math.inf) and window.number <= number:
@@ -272,7 +288,13 @@ class StreamQueue(LaunchQueue):
         return False
 
     def _enqueue(self, ticket: StreamTicket, in_turn: bool, follows: bool) -> None:
-        """Enqueues a launch on the CUDA stream of its lane, after its inputs and the launches before it."""
+        """Enqueues a launch on the CUDA stream of its communication class. The stream first waits for the launch's
+        inputs and for preceding launches.
+
+        Args:
+            in_turn: whether the launch is made in an order that all ranks share.
+            follows: whether to skip waiting for launches of other models on the device.
+        """
         streams, recorder, place = self.streams, self.recorder, ticket.place
         recorded = ticket.window > OUTSIDE and recorder.recording is not None
         at = bisect.bisect_left(self._issued, (place,))

@@ -27,12 +27,11 @@ Event = Any
 class Streams:
     """The CUDA streams of a device: one for compute, and one for each class of communication.
 
-    A step asks a hundred times for the current stream. torch's C++ (`torch._C`) answers this without the nine Python
-    calls of `torch.cuda`.
+    The current stream is read through `torch._C`, because a step asks for it often and `torch.cuda` takes more calls.
 
     Attributes:
-        last: (id of the launcher that made the device's last launch, the event after that launch), or None.
-        out_of_turn: id of a launcher -> the event after its last launch out of order.
+        last: (id of the launch queue that made the device's last launch in order, CUDA event after it), or None.
+        out_of_turn: id of a launch queue -> CUDA event after its last launch out of order.
         models: the communicators of all models on the device.
     """
 
@@ -49,15 +48,18 @@ class Streams:
         return sum(each.is_open for each in self.models) > 1
 
     def on(self, lane: Lane, what: object) -> AbstractContextManager[None]:
-        """Returns a context that enqueues work on the stream of a lane.
+        """Returns a context in which the current stream is that of `lane`, a class of communication or a direction of
+        copies.
 
         Args:
-            what: the name of the work in profiles.
+            what: a name for the work in profiles.
         """
         return _OnStream(self._lanes[lane], self._index)
 
     def record(self, *what: object) -> Event:
-        """Records an event on the current stream, which completes when all work enqueued so far has ended."""
+        """Records an event on the current stream, and returns it. The event completes when all work enqueued so far has
+        ended.
+        """
         event = torch._C._CudaEventBase.__new__(torch.cuda.Event)
         stream = self._by_id[torch._C._cuda_getCurrentStream(self._index)]
         torch._C._CudaEventBase.record(event, stream)
@@ -94,7 +96,9 @@ class Streams:
             event.synchronize()
 
     def read(self, event: Event, copy: Tensor) -> list[Any]:
-        """Waits on the host until an event has completed, and returns the values of a copy as a list."""
+        """Waits on the host until an event has completed. Returns the values of `copy`, a host tensor that is valid
+        then, as a list.
+        """
         self.wait_on_host(event)
         values: list[Any] = copy.tolist()
         return values
@@ -109,7 +113,9 @@ class Streams:
 
 
 class _StreamsById(dict[tuple[int, int, int], torch.cuda.Stream]):
-    """A dict from the ids by which torch's C++ code names streams to stream objects."""
+    """Caches stream objects by the ids (stream id, device index, device type) that `torch._C` uses. Creates missing
+    ones.
+    """
 
     def __missing__(self, key: tuple[int, int, int]) -> torch.cuda.Stream:
         stream_id, device, kind = key
@@ -144,7 +150,7 @@ class _StreamClock(Clock):
         self._zero_s = 0.0
 
     def start(self) -> None:
-        """Begins a recording: sets the time of event zero."""
+        """Begins a recording: records the event from which times are measured, and the host's time at this moment."""
         torch.cuda.synchronize(self._device)
         self._zero_s = time.perf_counter()
         self._zero = self.now()
@@ -160,14 +166,16 @@ class _StreamClock(Clock):
         torch.cuda.synchronize(self._device)
 
     def seconds(self, moment: Any) -> float:
-        """Converts an event to seconds of the host's clock."""
+        """Converts an event to seconds of the host's `time.perf_counter`. Returns a float, which is a host time
+        already, as it is.
+        """
         if isinstance(moment, float):  # a thread without a CUDA stream has used the host's clock
             return moment
         return self._zero_s + float(self._zero.elapsed_time(moment)) / 1e3
 
 
 def choose_streams(device: torch.device) -> Streams | None:
-    """Returns the CUDA streams for a model's collectives on this device, or None if a thread launches them instead."""
+    """Returns the CUDA streams on which a model's collectives are launched, or None if the device is not CUDA."""
     if device.type != "cuda":
         return None
     whichever = device == torch.device("cuda")  # "cuda" without an index means the current device

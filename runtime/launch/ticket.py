@@ -21,21 +21,23 @@ class Dropped(Exception):
 
 
 class Ticket(InFlight):
-    """A collective that a launcher launches in its turn.
+    """A submitted launch of a collective. The launcher starts the collective in the order of the schedule.
 
     Args:
         which: the launch's id.
-        sent_bytes: the number of bytes that this rank sends, or a guess.
+        launch: function that starts the collective.
+        sent_bytes: the number of bytes that this rank sends; an estimate if it is not known yet.
+        window: the index of the window that the recorder is in, or `OUTSIDE`.
+        queue: the queue to which the launch was submitted.
 
     Attributes:
         id: the launch's id.
-        launch: function that launches the collective, or None once it has been called.
-        window: the recorder's number of the window in which it was submitted.
-        done: whether the collective has completed or, on a device, the current stream waits for it.
-        dropped: whether the collective will never be launched.
-        wanted: whether a wait that flushes launches waits for it.
-        tells: whether the time in flight is that of the launch alone.
-        started_s, ended_s: `time.perf_counter` when the collective was launched and when it completed.
+        launch: None once the collective has been started.
+        done: whether the collective has completed or, on a CUDA device, the current stream waits for it.
+        dropped: whether the collective will never be started.
+        wanted: whether a thread waits for it in a `flushing` context, so that it may overtake other launches.
+        tells: whether it has been in flight alone, so that its duration is a good estimate for later steps.
+        started_s, ended_s: `time.perf_counter` when the collective was started and when it completed; 0 before.
     """
 
     def __init__(self, which: OperationId, launch: Launch, sent_bytes: int, window: int, queue: LaunchQueue) -> None:

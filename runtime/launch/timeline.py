@@ -15,10 +15,14 @@ ROUNDS = 9
 
 
 def gather_timeline(communicator: Communicator, recording: Recording, steps: StepGraph) -> Timeline:
-    """Combines the recordings of all ranks to one timeline, which every rank gets. Collective.
+    """Combines the recordings of all ranks into one timeline, and returns it on every rank. Collective.
 
-    Only whole windows are kept. If there is only one step, whose window does not end, the timeline has its forward, its
-    backward and everything after the backward. Times start with the first window of rank 0.
+    Only complete windows (a backward and the next forward) are included. A recording of a single step is included
+    whole. Times are in milliseconds since the start of the first window of rank 0.
+
+    Args:
+        recording: this rank's recording.
+        steps: the operations of a step and their dependences.
     """
     offset_s = _clock_offset(communicator)
     everyone = communicator.gather((recording, offset_s), tuple[Recording, float])
@@ -51,8 +55,10 @@ def _single_step(recording: Recording) -> Recording:
 
 
 def _memory_growth(rank: int, recording: Recording, zero_s: float) -> list[MemoryAt]:
-    """Returns how much a rank's memory in use has grown since the recording began, over time. Empty if it does not
-    change.
+    """Returns a rank's memory in use over time, relative to the start of the recording. Empty if it does not change.
+
+    Args:
+        zero_s: the time in seconds from which times in the result are counted.
     """
     if len({nbytes for _, nbytes in recording.memory}) < 2:
         return []
@@ -60,7 +66,13 @@ def _memory_growth(rank: int, recording: Recording, zero_s: float) -> list[Memor
 
 
 def _rank_timeline(rank: int, recording: Recording, steps: StepGraph, zero_s: float) -> tuple[list[Span], list[Wait]]:
-    """Returns one rank's spans and waits, in milliseconds since `zero_s`."""
+    """Converts one rank's recording to (spans of compute and transfers, waits), with times in milliseconds since
+    `zero_s`.
+
+    Args:
+        steps: the operations of a step, which are matched to the recording by their ids.
+        zero_s: the zero of the timeline, in seconds of this rank's clock.
+    """
     known = {operation.id: operation for operation in steps.operations}
 
     def ms(seconds: float) -> float:

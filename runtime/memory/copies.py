@@ -37,11 +37,10 @@ Measured = tuple[float, float]
 
 @dataclass(frozen=True)
 class ValueLayout:
-    """The shape, strides and dtype of a value in its storage.
+    """The layout of a value in its storage, from which the value can be recreated over other memory.
 
     Attributes:
-        size, stride, offset: as a tensor's `shape`, `stride()` and `storage_offset()`.
-        device: the device of the value.
+        size, stride, offset: a tensor's `shape`, `stride()` and `storage_offset()`.
     """
 
     dtype: torch.dtype
@@ -56,20 +55,20 @@ class ValueLayout:
         return cls(value.dtype, tuple(value.shape), value.stride(), int(value.storage_offset()), value.device)
 
     def view_bytes(self, data: Tensor) -> Tensor:
-        """Returns a tensor with this layout over the bytes `data`."""
+        """Returns a tensor with this layout whose storage is that of `data`, a tensor of bytes."""
         found = torch.empty(0, dtype=self.dtype, device=self.device)
         return found.set_(data.untyped_storage(), self.offset, self.size, self.stride)
 
 
 @dataclass(frozen=True)
 class Stored:
-    """A value that is offloaded or being offloaded.
+    """A tensor whose memory has been, or is being, copied to a file or to host memory (offloaded).
 
     Attributes:
-        layout: the value's shape, strides and dtype.
-        nbytes: the bytes of its storage.
-        place: where its bytes are stored.
-        leaving: the offload in progress, or None once it has been awaited.
+        layout: from which the tensor is recreated.
+        nbytes: the size of its storage in bytes.
+        place: where its bytes are stored: a part of a file, or a host tensor.
+        leaving: the copy in progress, or None once it has been awaited.
     """
 
     layout: ValueLayout
@@ -80,11 +79,11 @@ class Stored:
 
 @dataclass(frozen=True)
 class Reloading:
-    """A value that is being reloaded.
+    """A tensor that is being copied back into memory.
 
     Attributes:
-        stored: the offloaded value.
-        data: its new memory, as bytes.
+        stored: where its bytes are stored.
+        data: the bytes of its new memory.
         ending: the copy in progress.
     """
 
@@ -97,10 +96,10 @@ class Copies(ABC):
     """Base class: offloads values and reloads them while compute runs."""
 
     def offload(self, value: Tensor, launch: OperationId, recorder: Recorder | None) -> Stored:
-        """Starts offloading a value. Returns where its bytes are stored, and the copy in progress.
+        """Starts copying a tensor's storage out. Returns a handle of the offloaded tensor, for `await_offload`.
 
         Args:
-            launch: the copy's id.
+            launch: the id of the copy, for the recorder.
             recorder: records the time of the copy, or None.
         """
         data = _storage_bytes(value)
@@ -109,30 +108,40 @@ class Copies(ABC):
         )
 
     def await_offload(self, stored: Stored) -> Stored:
-        """Waits, or makes the compute stream wait, until the memory of an offloaded value can be reused. Returns
-        `stored` without the copy in progress.
+        """Waits until the memory of an offloaded tensor can be reused; with CUDA, only the compute stream waits.
+        Returns the handle for `reload`.
         """
         self._end(stored.leaving)
         return replace(stored, leaving=None)
 
     def reload(self, stored: Stored, launch: OperationId, recorder: Recorder | None) -> Reloading:
-        """Allocates memory for an offloaded value (`stored`), and starts copying it back. The other arguments are as
-        for `offload`.
+        """Allocates memory for an offloaded tensor, and starts copying it back. Returns a handle for `await_reload`.
+
+        Args:
+            launch, recorder: as for `offload`.
         """
         return self._copy_back(stored, RecordedCopy(launch, stored.nbytes, recorder))
 
     def await_reload(self, coming: Reloading) -> Tensor:
-        """Waits, or makes the compute stream wait, until the value of a reload (`coming`) is back, and returns it."""
+        """Waits until a tensor has been copied back, and returns it. With CUDA, only the compute stream waits.
+
+        Args:
+            coming: the result of `reload`.
+        """
         self._end(coming.ending)
         return coming.stored.layout.view_bytes(coming.data)
 
     def measure(self, device: torch.device) -> Measured:
-        """Measures the speeds of offloading and reloading. Returns the slower one."""
+        """Measures how fast tensors on a device are offloaded and reloaded. Returns the figures of the slower
+        direction: (bytes per millisecond, milliseconds of a copy of one byte).
+        """
         start_ms = self._slowest_copy_ms(1, device)
         return PROBED_BYTES / max(self._slowest_copy_ms(PROBED_BYTES, device) - start_ms, 1e-3), start_ms
 
     def _slowest_copy_ms(self, nbytes: int, device: torch.device) -> float:
-        """Offloads and reloads `nbytes` three times. Returns the milliseconds of the slowest copy."""
+        """Offloads and reloads `nbytes` three times. Returns the milliseconds of the slower direction in the last
+        round.
+        """
         launch = OperationId("offload", "probe", lane="offload")
         value = torch.zeros(nbytes, dtype=torch.uint8, device=device)
         slowest_ms = 0.0
@@ -149,21 +158,31 @@ class Copies(ABC):
 
     @abstractmethod
     def synchronize(self) -> None:
-        """Makes the host wait until all awaited copies, and compute, have ended."""
+        """Makes the host wait until compute, and all copies that were awaited, have ended."""
 
     @abstractmethod
     def _copy_out(self, stored: Stored, data: Tensor, watch: RecordedCopy) -> Stored:
-        """Starts offloading the bytes `data` of a value. Returns `stored` with the place and the copy in progress.
-        `watch` is a context for the copy, which records its time.
+        """Starts copying `data`, the bytes of a tensor's storage, out. Returns `stored` with `place` and `leaving` set.
+
+        Args:
+            watch: a context that records the time of the copy.
         """
 
     @abstractmethod
     def _copy_back(self, stored: Stored, watch: RecordedCopy) -> Reloading:
-        """Starts reloading an offloaded value (`stored`). `watch` is as for `_copy_out`."""
+        """Starts copying an offloaded tensor back into newly allocated memory.
+
+        Args:
+            watch: a context that records the time of the copy.
+        """
 
     @abstractmethod
     def _end(self, copying: Any) -> None:
-        """Waits for a copy (`copying`) that `_copy_out` or `_copy_back` has started."""
+        """Waits for a copy that `_copy_out` or `_copy_back` has started. With CUDA, only the compute stream waits.
+
+        Args:
+            copying: the `leaving` or `ending` of their result.
+        """
 
 
 class FileCopies(Copies):
@@ -219,8 +238,11 @@ class FileCopies(Copies):
             ) from error
 
     def _reserve(self, nbytes: int) -> Slot:
-        """Reserves a part of the file for a value of `nbytes`. Raises here, rather than during the write, if the disk
-        is full.
+        """Reserves a free part of the file for `nbytes` bytes, and returns it. It is free again when the returned
+        object is.
+
+        Raises:
+            RuntimeError: the disk is full. Raised here, so that the write cannot fail for this reason.
         """
         length = max(-(-nbytes // SLOT_BYTES), 1) * SLOT_BYTES
         if self._free[length]:
@@ -286,7 +308,9 @@ class PinnedCopies(Copies):
         self._streams = streams
 
     def synchronize(self) -> None:
-        """Waits until all copies of the device have ended."""
+        """Waits on the host until all work on the current stream has ended, including copies for which the stream
+        waits.
+        """
         # Wait for an event of these streams, because their device may not be the current one.
         self._streams.record("settled").synchronize()
 
@@ -313,8 +337,10 @@ class PinnedCopies(Copies):
             return streams.record(watch.launch, "done")
 
     def _end(self, copying: tuple[Any, Tensor]) -> None:
-        """Makes the compute stream wait for a copy, given by an event for its end. Then compute may overwrite its
-        source and read its target.
+        """Makes the compute stream wait for a copy, so that it may overwrite the copy's source and read its target.
+
+        Args:
+            copying: (CUDA event for the end of the copy, the device tensor that it reads or writes).
         """
         self._streams.wait(copying[0])
 

@@ -26,10 +26,11 @@ class _Mallinfo2(ctypes.Structure):
 
 
 def bytes_in_use(device: torch.device) -> int:
-    """Returns the bytes of all tensors on a device; for the CPU, the bytes of all memory that the process uses, or 0 if
+    """Returns the bytes of memory in use: on CUDA, by tensors on the device; on the CPU, by the whole process, or 0 if
     unknown.
 
-    Without glibc's malloc, returns the resident set, which does not change while freed blocks are reused.
+    Without glibc's malloc, this is the process's resident set, which does not shrink when freed blocks are kept for
+    reuse.
     """
     if device.type == "cuda":
         return int(torch.cuda.memory_allocated(device))

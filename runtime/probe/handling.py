@@ -26,8 +26,9 @@ SPARSE = 8
 
 
 def do_exchange_work(dense: Tensor, ids: Tensor) -> None:
-    """Does the processor work of a sparse exchange of a gradient `dense` (V, d): gathers the rows `ids` (K,), encodes,
-    decodes, sums and writes them.
+    """Does the processor's part of exchanging the sparse gradient of a table, without sending anything, in order to
+    time it: gathers the rows `ids` (K,) of `dense` (V, d), encodes and decodes them, sums them by id and writes them
+    back.
     """
     num_rows, width = dense.shape
     flat = encode_records(ids, dense.index_select(0, ids), num_rows).view(-1)

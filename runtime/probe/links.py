@@ -16,15 +16,15 @@ _INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
 
 def measure_links(communicator: Communicator, sent_bytes: int, device: torch.device) -> Cluster | None:
-    """Returns the speed of the links between ranks for each collective, measured or cached, or None if a step sends too
-    little for it to matter. Collective.
+    """Returns the speed of the links between ranks for each collective, or None if a step sends too little for it to
+    matter. Uses a cached result if there is one. Collective.
 
-    Ranks of one host have the usual links of a host if two short measurements agree with these, so that all runs have
-    one plan, however busy the host is. Else the result of an earlier run between the same hosts is used if measurements
-    agree with it, or the links are measured. Only rank 0 reads and writes the cache.
+    If all ranks are on one host and two short measurements agree with typical links within a host, those are returned,
+    so that all runs get the same plan. Otherwise the result of an earlier run between the same hosts is returned if a
+    short measurement agrees with it. Otherwise the links are measured. Only rank 0 reads and writes the cache.
 
     Args:
-        sent_bytes: approximate bytes per step; equal on all ranks.
+        sent_bytes: approximate bytes that a step sends; equal on all ranks.
         device: the device whose tensors are sent.
     """
     key: list[tuple[str, ...]] = []

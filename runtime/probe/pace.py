@@ -18,18 +18,19 @@ of ms."""
 
 
 def measure_pace(device: torch.device, estimated: Compute, synchronize: Callable[[], None]) -> float:
-    """Measures how many estimated milliseconds of work this rank does in one millisecond.
+    """Measures how fast this rank computes, relative to the cost model's estimate. Returns the ratio of estimated to
+    measured time: 2 means twice as fast as estimated.
 
-    The reference is one matrix product and one pass over memory, because models are a mixture of both.
+    The measured work is a matrix product and a pass over memory, because models are a mixture of both.
 
     Args:
         estimated: the speed that the cost model assumes.
-        synchronize: waits until the device has done all of its work.
+        synchronize: waits until the device has finished its work.
     """
     run = make_reference_work(device)
 
     def taken_ms(count: int) -> float:
-        """Returns the measured milliseconds of running the reference work `count` times."""
+        """Runs the measured work `count` times. Returns the milliseconds that it took."""
         synchronize()
         began = time.perf_counter()
         for _ in range(count):
@@ -50,7 +51,7 @@ def make_reference_work(device: torch.device) -> Callable[[], None]:
     source = torch.ones_like(target)
 
     def run() -> None:
-        """Runs the reference work once."""
+        """Runs the matrix product and the pass over memory once."""
         torch.mm(matrix, matrix)
         torch.add(source, 1.0, out=target)
 
@@ -58,6 +59,8 @@ def make_reference_work(device: torch.device) -> Callable[[], None]:
 
 
 def expected_ms(estimated: Compute) -> float:
-    """Returns the milliseconds of the reference work at the speed that the cost model assumes (`estimated`)."""
+    """Predicts the milliseconds of the work of `make_reference_work` at the speed that the cost model assumes
+    (`estimated`).
+    """
     product_ms = estimated.time_ms(2 * PRODUCT**3, 3 * PRODUCT**2 * ELEMENT_BYTES)
     return product_ms + estimated.time_ms(0, 2 * MOVED * ELEMENT_BYTES)

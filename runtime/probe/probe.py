@@ -127,15 +127,14 @@ class Sample:
 def probe_cluster(
     communicator: Communicator, device: torch.device = CPU, computes_on: torch.device | None = None
 ) -> Cluster:
-    """Measures the links for each collective, and how fast processors handle gradients. Collective.
+    """Measures the speed of the links between ranks for each collective, and how fast processors handle gradients.
+    Returns the same cluster on all ranks, or the default cluster for a single rank. Collective.
+
+    Its `links` are measured with several launches in flight, its latency with one AllReduce at a time.
 
     Args:
         device: the device whose tensors are sent.
-        computes_on: the model's device, if tensors are sent from another one.
-
-    Returns:
-        A cluster whose `links` are measured with several launches in flight, and its own bandwidth with one AllReduce
-            at a time. A single rank gets the default.
+        computes_on: the model's device, or None if it is `device`.
 
     Raises:
         DeadRank: a rank does not take part.
@@ -165,8 +164,8 @@ def probe_cluster(
 
 
 def _measure_busy_share(communicator: Communicator, links: Cluster) -> float:
-    """Measures `Cluster.busy`: the share of a large AllReduce's time for which it delays compute. `links` are the
-    measured links. Collective.
+    """Measures by what share of a large AllReduce's duration it delays concurrent compute on the same processors.
+    `links` are the measured links between ranks. Collective.
     """
     own_bytes = bytes_for_rate(links, communicator.world_size)
     launch = make_launch(communicator, "all_reduce", own_bytes, CPU)
@@ -179,7 +178,7 @@ def _measure_busy_share(communicator: Communicator, links: Cluster) -> float:
 
 
 def measure_handling(communicator: Communicator, device: torch.device = CPU) -> Handling:
-    """Measures how fast this rank's processor handles gradients while all ranks do. Returns the mean over ranks.
+    """Measures how fast processors handle sparse gradients while all ranks do so at once. Returns the mean over ranks.
     Collective.
     """
     row_bytes = {width: rows * width * 4 for width, rows in HANDLED_ROWS.items()}
@@ -200,7 +199,9 @@ def measure_handling(communicator: Communicator, device: torch.device = CPU) -> 
 
 
 def together_ms(communicator: Communicator, run: Callable[[], None], device: torch.device = CPU) -> float:
-    """Returns the milliseconds of `run` while all ranks run it, averaged over ranks. Collective."""
+    """Measures how many milliseconds a call of `run`, which computes on `device`, takes while all ranks run it. Returns
+    the mean over ranks. Collective.
+    """
     run()
     spans_ms = [_span_ms(communicator, run, device) for _ in range(HANDLED_SPANS)]
     own_ms = torch.tensor(median(spans_ms), dtype=torch.float64, device=device)
@@ -208,7 +209,9 @@ def together_ms(communicator: Communicator, run: Callable[[], None], device: tor
 
 
 def _span_ms(communicator: Communicator, run: Callable[[], None], device: torch.device) -> float:
-    """Returns the mean milliseconds of `run`, repeated for a fixed time."""
+    """Calls `run` repeatedly for about `HANDLED_MS`, after waiting for all ranks. Returns the mean milliseconds of a
+    call.
+    """
     _wait_for_ranks(communicator, device)
     start_s = time.perf_counter()
     runs, elapsed_ms = 0, 0.0
@@ -221,7 +224,9 @@ def _span_ms(communicator: Communicator, run: Callable[[], None], device: torch.
 
 
 def loopback(ranks: int) -> Cluster:
-    """Returns the usual cluster of `ranks` ranks on one host: a core for each, slower if they share cores."""
+    """Returns a cluster with typical speeds of `ranks` ranks on one host, slower if there are fewer cores than their
+    threads.
+    """
     load, own = Load.of_this_rank(took_ms=1.0, wall_ms=2.0), Handling()
     shared = max(ranks * load.threads / len(load.cores), 1.0)
     links = tuple((name, Link(rate / shared, ms * shared, ms * shared)) for name, rate, ms in _LOOPBACK)
@@ -237,18 +242,16 @@ def loopback(ranks: int) -> Cluster:
 
 
 def _host_links(communicator: Communicator, computes_on: torch.device) -> Cluster | None:
-    """Returns the usual links between ranks on one host, or None if exchanges between these ranks take longer.
-    Collective.
+    """Returns typical links between ranks on one host, or None if AllReduces of these ranks are slower or the model is
+    not on the CPU. `computes_on` is the model's device. Collective.
     """
     usual = communicator.gather(loopback(communicator.world_size), Cluster)[0]
     return usual if computes_on.type == "cpu" and is_loopback(communicator, usual) else None
 
 
 def is_loopback(communicator: Communicator, usual: Cluster) -> bool:
-    """Returns whether AllReduces, small and large, are as fast as usual within one host. Collective.
-
-    Args:
-        usual: the usual links within a host.
+    """Returns whether a small and a large AllReduce are about as fast as predicted from `usual`, typical links between
+    ranks on one host. Collective.
     """
     for own_bytes in (FIRST_BYTES, MOST_BYTES):
         launch = make_launch(communicator, "all_reduce", own_bytes, CPU)
@@ -300,14 +303,12 @@ def probed_links(
 
 
 def estimate_links(communicator: Communicator, sent_bytes: int, device: torch.device = CPU) -> Cluster | None:
-    """Returns the links between ranks as far as known, or measures a single link for all collectives, in a tenth of the
-    time of a full probe. Returns None if a step sends less than one chunk. Collective.
+    """Returns the links between ranks if they are known; otherwise measures AllReduce alone, in a tenth of the time of
+    a full measurement, and returns its link for all collectives. Returns None if a step sends less than one chunk.
+    Collective.
 
-    Its times may differ from a probe's by `GLANCE_ERROR`.
-
-    Args:
-        sent_bytes: approximate bytes that a step sends; equal on all ranks.
-        device: the device whose tensors are sent. Over gloo, a GPU's tensors are sent from host to host.
+    Times predicted from it may differ by a factor of `GLANCE_ERROR` from those of a full measurement. The arguments are
+    those of `probed_links`: approximate bytes that a step sends, and the device whose tensors are sent.
     """
     if communicator.group is None or sent_bytes <= MIN_CHUNK_BYTES:
         return None
@@ -330,10 +331,10 @@ def estimate_links(communicator: Communicator, sent_bytes: int, device: torch.de
 def links_still_hold(
     communicator: Communicator, links: Cluster, device: torch.device = CPU, on_one_host: bool = False
 ) -> bool:
-    """Returns whether a small and a large AllReduce take about as long as predicted for these links. Collective.
+    """Returns whether a small and a large AllReduce take about as long as predicted from earlier measured links.
+    Collective.
 
-    These are two of a probe's many figures; a network of another rate or latency differs in them too. If all ranks are
-    `on_one_host`, busy processors change these times as well, so that the tolerance is wider.
+    If all ranks are `on_one_host`, a larger difference is tolerated, because busy processors cause it too.
     """
     for own_bytes, alike in (
         (FIRST_BYTES, ALIKE_START_UP),
@@ -360,15 +361,11 @@ def bytes_for_rate(links: Cluster, world_size: int) -> int:
 
 
 def fit_link(samples: Sequence[Sample]) -> Link:
-    """Fits bandwidth, latency and minimum time of a link to measured times.
+    """Fits a link's bandwidth, latency and minimum time to measured times of one collective, for two sizes or more.
 
-    The bandwidth is the slope between the two largest sizes, which excludes bursts, within the bounds that the largest
-    size alone permits: start-up may hide behind the bytes or come on top of them. The time of the smallest size is the
-    least of any message. The latency is the time of larger messages beyond that of their bytes. Where larger sizes do
-    not take longer, no start-up is known.
-
-    Args:
-        samples: measurements of one collective, for at least two sizes.
+    The bandwidth follows from the difference of the two largest sizes, within bounds that the largest size sets. The
+    minimum time is that of the smallest size. The latency is what larger sizes take beyond the time of their bytes. If
+    larger sizes take no longer than smaller ones, the latency is 0.
 
     Raises:
         ValueError: fewer than two sizes.
@@ -396,7 +393,9 @@ def fit_link(samples: Sequence[Sample]) -> Link:
 def time_collective(
     communicator: Communicator, collective: Collective, in_flight: int, device: torch.device
 ) -> list[Sample]:
-    """Measures a collective at growing sizes, until a size takes clearly longer than the smallest one."""
+    """Measures the time of a collective for growing sizes, until a size takes much longer than the smallest one.
+    Returns one sample for each size. At most `in_flight` launches are in flight at once.
+    """
     samples: list[Sample] = []
     own_bytes, row, runs = FIRST_BYTES, FIRST_ROW, MOST_RUNS
     while True:
@@ -420,8 +419,8 @@ def time_collective(
 def smallest_ms(
     communicator: Communicator, launch: Callable[[], InFlight], in_flight: int, device: torch.device
 ) -> float:
-    """Returns the milliseconds of the smallest launch, nearly all of which is fixed time. `in_flight` is as for
-    `mean_ms`.
+    """Returns the milliseconds of a launch that sends so little that its time is mostly latency. Repeats it often,
+    because such times vary. At most `in_flight` launches are in flight at once.
     """
     few_ms = median_ms(communicator, launch, MOST_RUNS, FIRST_ROW, in_flight, device)
     runs = min(int(FIRST_MS / (FIRST_ROW * few_ms)), MOST_FIRST_RUNS)
@@ -436,8 +435,8 @@ def median_ms(
     in_flight: int,
     device: torch.device,
 ) -> float:
-    """Returns the milliseconds of a launch: the median over `runs` runs, for the slowest rank. Each run makes
-    `launches` launches in a row, with at most `in_flight` in flight at once.
+    """Returns the milliseconds of a collective that `launch` starts: the median over `runs` runs, each timed by the
+    slowest rank. A run starts it `launches` times, with at most `in_flight` in flight at once. Collective.
     """
     own_ms = torch.tensor(
         [mean_ms(communicator, launch, launches, in_flight, device) for _ in range(runs)], device=device
@@ -449,7 +448,9 @@ def median_ms(
 def mean_ms(
     communicator: Communicator, launch: Callable[[], InFlight], runs: int, in_flight: int, device: torch.device
 ) -> float:
-    """Returns the mean milliseconds of a launch, repeated `runs` times with at most `in_flight` of them in flight."""
+    """Starts a collective by `launch`, `runs` times, with at most `in_flight` in flight at once. Waits for all ranks
+    first. Returns the mean milliseconds of one on this rank.
+    """
     _wait_for_ranks(communicator, device)
     start_s = time.perf_counter()
     launched: deque[InFlight] = deque()
@@ -464,7 +465,7 @@ def mean_ms(
 
 
 def _wait_for_ranks(communicator: Communicator, device: torch.device) -> None:
-    """Waits until all ranks have called it. Collective."""
+    """Waits until all ranks have called this function and the device has finished its work. Collective."""
     communicator.reduce_scalar(torch.zeros((), device=device), dist.ReduceOp.SUM)
     torch.get_device_module(device).synchronize(device)
 
@@ -472,7 +473,7 @@ def _wait_for_ranks(communicator: Communicator, device: torch.device) -> None:
 def make_launch(
     communicator: Communicator, collective: Collective, own_bytes: int, device: torch.device
 ) -> Callable[[], InFlight]:
-    """Returns a function that launches a collective of `own_bytes` on each rank."""
+    """Returns a function that launches a collective of zeros, in which each rank contributes `own_bytes`."""
     ranks = communicator.world_size
     group = communicator.process_group(_GROUPS[collective])
     own = torch.zeros(own_bytes // 4 // ranks * ranks, device=device)

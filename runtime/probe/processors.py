@@ -13,13 +13,14 @@ import torch
 
 @dataclass(frozen=True)
 class Load:
-    """How busy one rank's processors were during transfers.
+    """How busy a rank's processors were during a series of collectives.
 
     Attributes:
         host: the name of the rank's machine.
-        cores: the cores on which the rank may run.
-        threads: the number of its compute threads.
-        took_ms: the processor time of all of its threads during `wall_ms` of transfers.
+        cores: the numbers of the cores on which the rank may run.
+        threads: the number of threads that compute the model.
+        took_ms: processor time of all threads of the process during the series.
+        wall_ms: duration of the series.
     """
 
     host: str
@@ -36,10 +37,10 @@ class Load:
 
 
 def delay_share(loads: Sequence[Load]) -> float:
-    """Returns the share of a transfer's time by which it delays compute on the same host, for the host with the largest
-    share.
+    """Returns by what share of a collective's duration it delays concurrent compute on the same host, from 0 to 1. This
+    is the share of the host with the largest one.
 
-    Cores that no rank computes on take transfers without delay; the rest of their work is shared by all of a host's.
+    Cores on which no rank computes do a collective's work without delay. The rest of the work is spread over all cores.
 
     >>> two = Load("a", (0, 1), 1, took_ms=50.0, wall_ms=100.0)
     >>> delay_share([two, two]), delay_share([two])

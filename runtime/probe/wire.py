@@ -19,8 +19,8 @@ _BYTES_SENT_OFFSET = 200
 
 
 def sent_by_connection() -> dict[int, int] | None:
-    """Returns socket number -> payload bytes sent so far, for each open connection of this process. Returns None if the
-    system does not count them: no Linux, or one before 4.19.
+    """Returns the payload bytes that each open TCP connection of this process has sent, by the socket's inode number.
+    Returns None if the system does not count them, because it is not Linux or is older than Linux 4.19.
     """
     if not _DESCRIPTORS.exists():
         return None

@@ -41,8 +41,8 @@ def backend_name(group: dist.ProcessGroup, device: torch.device) -> str:
 
 @contextlib.contextmanager
 def setup_collectives(device: torch.device) -> Iterator[None]:
-    """Opens a context for collectives on a device outside of a step. Waits on the host order them against collectives
-    of other models.
+    """Opens a context for collectives on a CUDA device outside of a training step. Synchronizes the device before and
+    after them, so that they do not run concurrently with collectives of other models.
     """
     torch.cuda.synchronize(device)
     yield

@@ -19,15 +19,16 @@ _FORM = MessageFormat()
 
 
 class BackwardBarrier:
-    """The barrier of one backward: each rank that begins the backward announces it, and launches nothing before all
-    have. Requires at least two ranks.
+    """The barrier at the start of one backward. Each rank announces that it begins the backward, and launches no
+    collective of it before all ranks have. Requires at least two ranks.
 
     Args:
-        call: which call the backward belongs to: 1 for the last call, 2 for the one before, .. A rank that computes
-            nothing passes 0, which matches any call.
+        announcements: exchanges announcements between ranks.
+        call: the call of the model to which the backward belongs: 1 for the last call, 2 for the one before, .. A rank
+            that computes nothing passes 0, which matches any call.
 
     Attributes:
-        future: completes with the exchange of announcements.
+        future: completes when the announcements of all ranks have been exchanged.
     """
 
     def __init__(self, announcements: StepHandshake, call: int) -> None:
@@ -38,7 +39,9 @@ class BackwardBarrier:
         self.future: torch.futures.Future[Any] = self._work.get_future()
 
     def all_are_here(self) -> bool:
-        """Returns, after the exchange, whether all ranks are in this backward. Thread-safe."""
+        """Returns whether all ranks have announced the same backward. Can be called once the announcements have been
+        exchanged, from any thread.
+        """
         if self._here is None:
             rows = self._everyone.tolist()
             # Fast path: all ranks are in the same call's backward.
@@ -49,7 +52,7 @@ class BackwardBarrier:
         return self._here
 
     def wait(self) -> None:
-        """Waits for the exchange: every rank has then begun some backward or call."""
+        """Waits until every rank has announced something: this backward, another one, or the next call of the model."""
         try:
             self._work.wait()
         except RuntimeError as error:
@@ -57,10 +60,10 @@ class BackwardBarrier:
             raise
 
     def check(self) -> None:
-        """Checks, after the exchange, that all ranks are in this backward.
+        """Checks that all ranks have announced the same backward. Called once the announcements have been exchanged.
 
         Raises:
-            PeerFailure: a rank is not in this backward. Raised on every rank that is.
+            PeerFailure: a rank has announced something else. Raised on every rank that has announced a backward.
         """
         if not self.all_are_here():
             sent = self._decode_announcements()
@@ -75,7 +78,12 @@ class BackwardBarrier:
 
 
 def _describe_call(call: int) -> str:
-    """Returns text for an error message: "the last call", "the call 2 before the last one"."""
+    """Returns words for an error message that say which call is meant: "the last call", "the call 2 before the last
+    one".
+
+    Args:
+        call: 1 for the last call of the model, 2 for the one before, ..
+    """
     return "the last call" if call == 1 else f"the call {call - 1} before the last one"
 
 

@@ -18,12 +18,13 @@ def unreadable_batch(error: Exception) -> str:
 def describe_bad_id(
     ids: Sequence[Tensor], tables: Sequence[str], num_rows: Sequence[int], spaces: Mapping[str, JoinedTable] = {}
 ) -> str | None:
-    """Returns an error text for the first id outside of its table, or None if all ids are valid.
+    """Returns an error text for the first id that is not a row of its table, or None if all ids are valid.
 
     Args:
-        ids: row ids for each of `tables`.
-        num_rows: the number of rows of each of `tables`.
-        spaces: those of `tables` that are joined tables.
+        ids: for each table, the ids to look up.
+        tables: the names of the tables.
+        num_rows: for each table, its number of rows.
+        spaces: name -> description of those tables that were joined from several tables of the model.
     """
     for found, table, rows in zip(find_bad_ids(ids, num_rows), tables, num_rows, strict=True):
         if found is not None:

@@ -18,9 +18,10 @@ _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def checksum(tensor: Tensor) -> Tensor:
-    """Returns the sum of a tensor's bits, eight bytes at a time, modulo 2**64. Any changed bit changes it.
+    """Returns a 64-bit checksum of a tensor's values, as an int64 scalar tensor on its device: the sum, modulo 2^64, of
+    its memory read as integers of eight bytes. A change of any single bit changes it.
 
-    It depends only on the values and their order, not on their layout in memory.
+    It depends only on the values and their order, not on strides.
     """
     found = tensor.detach()
     if found.is_complex():
@@ -59,10 +60,11 @@ def compare_checksums(values: Iterable[tuple[str, Any]], communicator: Communica
 
 
 def describe_divergence(by_rank: Sequence[Mapping[str, int]]) -> str:
-    """Returns a sentence that names the ranks whose values differ from the majority's, or from the lowest rank's if
-    there is no majority. `by_rank` has, for each rank, name -> checksum.
+    """Returns a sentence that says which values differ on which ranks, or "" if all are equal. Values are compared with
+    those of most ranks, or of the lowest rank if there is no majority.
 
-    Returns "" if all are equal.
+    Args:
+        by_rank: for each rank, name of a value -> checksum.
 
     >>> describe_divergence([{"a": 1, "b": 2}, {"a": 1, "b": 3}])
     "Replicas differ: b on rank 1 differs from rank 0's"

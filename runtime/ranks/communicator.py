@@ -32,14 +32,14 @@ from embrace_fx.runtime.ranks.worker import FutureWork
 
 @dataclass(slots=True, eq=False)
 class InFlight:
-    """A collective that may still be running. `wait` returns its result.
+    """A collective that may still be running. A `Communicator` or a ticket waits for it.
 
     Attributes:
-        value: the result, once the collective has ended.
-        work: torch's handle to wait for, or None if the collective has ended.
-        measured: function that returns, after the end, the bytes that this rank has sent; None if they were known
+        value: the tensor that has the result once the collective has ended.
+        work: torch's handle to wait for, or None if there is nothing to wait for.
+        measured: function that returns the bytes that this rank has sent, after the end; None if they were known
             before.
-        reads: further tensors that the collective reads, which must stay alive until it has ended.
+        reads: input tensors that must stay alive until the collective has ended.
     """
 
     value: Tensor
@@ -51,12 +51,12 @@ class InFlight:
 def widen_result(
     launched: InFlight, into: Tensor, sent_bytes: int, write: Callable[[Tensor, Tensor], Tensor] = Tensor.copy_
 ) -> InFlight:
-    """Returns a launch that ends when `launched` has ended and its result, in a narrower dtype, has been written to the
-    tensor `into`.
+    """Returns a launch that ends when `launched`, whose result has a narrower dtype than `into`, has ended and the
+    result has been written to the tensor `into`.
 
     Args:
         sent_bytes: the bytes that this rank sends.
-        write: writes the narrower tensor into the wider one.
+        write: function of (`into`, narrow result) that writes the result.
     """
     narrow, work = launched.value, None
 
@@ -73,7 +73,9 @@ def widen_result(
 
 
 def _launch_all_reduce(carrier: dist.ProcessGroup, _: str, flat: Tensor) -> Any:
-    """Launches an in-place sum of `flat` over the ranks of the process group `carrier`. Ignores the backend's name."""
+    """Launches a sum of `flat` over the ranks of the process group `carrier`, in place. Returns torch's handle to wait
+    for. The second argument, the backend's name, is unused.
+    """
     flat = torch.view_as_real(flat) if flat.is_complex() else flat
     return carrier.allreduce([flat], AllreduceOptions())  # torch's function makes nine more Python calls
 
@@ -89,25 +91,26 @@ Counts = Sequence[Sequence[int]]
 
 
 def counts_as_lists(counts: Tensor) -> Counts:
-    """Converts the numbers of ids that ranks read, (N,) or (N, grid rows), to Python lists."""
+    """Converts the numbers of rows that ranks read, (N,) or (N, grid_rows), to a list of lists: one list for each rank,
+    with one number for each row of the table's grid of ranks.
+    """
     found: list[list[int]] = counts.view(counts.shape[0], -1).tolist()
     return found
 
 
 class Communicator(Groups):
-    """Launches this rank's collectives. Without torch.distributed, or in a group of one, launches return their own
-    data.
+    """Launches this rank's collectives, without waiting for them.
 
-    Without torch.distributed, or in a group of one, a communicator is a `SingleProcess`.
+    Without torch.distributed, or in a group of one rank, `Communicator(...)` creates a `SingleProcess`.
 
     Attributes:
-        gradient_dtype: the dtype in which gradients are sent, set by a communication hook of the user; None for their
-            own.
-        rounding: rounds rows and gradients before they are sent.
-        comm_hook: the user's communication hook that reduces buckets instead of an AllReduce, or None.
-        in_turn: orders the calling thread's collectives on a device with the launcher's. Unordered ones could start in
-            different orders on two ranks and deadlock. None without a launcher, or if the launcher runs on the host.
-        collective_ops: the number of ops on shards of tables that all ranks must run, so far.
+        gradient_dtype: the dtype in which gradients are sent, set by a communication hook of the user; None for the
+            gradients' own.
+        rounding: rounds table rows and their gradients before they are sent.
+        comm_hook: the user's hook that reduces buckets of gradients instead of an AllReduce, or None.
+        in_turn: returns a context for a collective of the calling thread, which puts it in one order with the
+            launcher's, so that ranks do not deadlock. None without a launcher, or if the launcher runs on the host.
+        collective_ops: how many ops on sharded tables that all ranks must run have been run.
     """
 
     gradient_dtype: torch.dtype | None = None
@@ -126,10 +129,10 @@ class Communicator(Groups):
         self._ask: Ask = lambda *_: None
 
     def set_read_announcer(self, ask: Ask) -> None:
-        """Sets the function that announces to all ranks that this rank reads a sharded table.
+        """Sets the function that tells all ranks that this rank is about to read a sharded table.
 
         Args:
-            ask: a bound method. The communicator refers to it weakly.
+            ask: a bound method, to which the communicator keeps only a weak reference.
         """
         found = weakref.WeakMethod(ask)
         self._ask = lambda *asked: None if (method := found()) is None else method(*asked)
@@ -161,31 +164,30 @@ class Communicator(Groups):
         return value
 
     def reduce_for_read(self, value: Tensor, reduce_op: dist.ReduceOp.RedOpType, what: str) -> Tensor:
-        """Reduces a tensor over ranks in place, for a read of a sharded table that all ranks must make together.
+        """Reduces a tensor over all ranks in place, as part of an operation on a sharded table that every rank must
+        call. Returns the tensor.
 
         Args:
-            value: the tensor.
-            reduce_op: a reduce op of torch, such as `ReduceOp.SUM`.
-            what: the read in words, such as "norm of the sharded words.weight".
+            what: the operation in words, such as "norm of the sharded words.weight".
 
         Raises:
-            PeerFailure: not all ranks make this read. Raised on every rank.
+            PeerFailure: not all ranks have called this operation. Raised on every rank.
         """
         found = self._ask(what, value, reduce_op)
         return self.reduce_scalar(value, reduce_op) if found is None else value.copy_(found)
 
     def gather_for_read(self, own: Tensor, what: str) -> Tensor:
-        """Gathers the elements `own` (n,) of every rank to (N n,), for a read of a sharded table that all ranks must
-        make together. `what` and errors are as for `reduce_for_read`.
+        """Gathers the elements `own` (n,) of every rank, as part of an operation on a sharded table that every rank
+        must call. Returns (N n,), in rank order. `what` and errors are as for `reduce_for_read`.
         """
         self._ask(what, None, None)
         return self.wait(self.gather_equal(own, "dense")).view(-1)
 
     def wait_for_ranks(self, what: str) -> None:
-        """Waits until every rank has announced that it does the same read of a sharded table, named by `what`.
+        """Waits until every rank has called the same operation on a sharded table, which `what` describes in words.
 
         Raises:
-            PeerFailure: not all ranks do it. Raised on every rank.
+            PeerFailure: not all ranks have called it. Raised on every rank.
         """
         self._ask(what, None, None)
 
@@ -199,14 +201,15 @@ class Communicator(Groups):
         group: str,
         counts: Tensor | None = None,
     ) -> InFlight:
-        """Launches the gather of all ranks' ids for the op `all_gather_ids`.
+        """Launches an AllGather of the ids that each rank looks up in each table, for the op `all_gather_ids`. The
+        result is (N, T + largest number of ids): each rank's T counts, then its ids.
 
         Args:
-            unique: for each table, the unique rows (U,) that this rank reads.
+            unique: for each of T tables, the distinct ids (U,) that this rank looks up.
             sizes: for each rank, how many ids it sends for each table.
             num_rows: for each table, its number of rows.
             group: the communication class, such as "ids".
-            counts: (T,) the number of valid ids in each of `unique`, if only the device knows it, or None if all are.
+            counts: (T,) on the device, the number of valid ids in each of `unique`. None if all are valid.
         """
         tables, longest = len(unique), max(map(sum, sizes))
         dtype = torch.int32 if max(num_rows) < 2**31 else torch.int64
@@ -221,8 +224,8 @@ class Communicator(Groups):
         return self.gather_equal(own, group)
 
     def gather_equal(self, own: Tensor, group: str) -> InFlight:
-        """Launches a gather of the elements `own` (n,) of every rank, in the group of a communication class. The result
-        is (N, n).
+        """Launches an AllGather of the elements `own` (n,) of every rank. The result is (N, n). `group` is the
+        communication class, such as "ids".
         """
         packed = own.new_empty((self.world_size, own.numel()))
 
@@ -235,11 +238,12 @@ class Communicator(Groups):
         return found
 
     def gather_unequal(self, own: Tensor, sizes: list[int], group: str) -> InFlight:
-        """Launches a gather of flat tensors of different sizes, in the group of a communication class.
+        """Launches an AllGather of flat tensors whose sizes differ between ranks. The result is flat, in rank order.
 
         Args:
             own: this rank's tensor.
-            sizes: the size of each rank's tensor.
+            sizes: the number of elements of each rank's tensor.
+            group: the communication class, such as "ids".
         """
 
         def exchange(carrier: dist.ProcessGroup, _: str, to: Tensor, sent: Tensor) -> Any:
@@ -253,26 +257,27 @@ class Communicator(Groups):
     def all_to_all_rows(
         self, columns: Tensor, counts: Tensor, embedding_dim: int, group: str, group_size: int, grid_rows: int = 1
     ) -> InFlight:
-        """Launches the AlltoAll of looked-up columns of rows. Implements the op `all_to_all_rows`, which documents the
-        arguments.
+        """Launches an AlltoAll that sends looked-up rows of a table to the ranks that read them. The op
+        `all_to_all_rows`, which this implements, documents the arguments.
         """
         return self.send_rows(columns, counts_as_lists(counts), embedding_dim, group)
 
     def send_rows(self, columns: Tensor, counts: Counts, embedding_dim: int, group: str) -> InFlight:
-        """Launches the AlltoAll of looked-up columns of rows, if the host knows how many rows each rank gets.
+        """Launches an AlltoAll that sends looked-up rows of a table to the ranks that read them. The result is flat (U
+        * D,).
 
         Args:
-            columns: this rank's columns (R, d) of the rows that all ranks read.
-            counts: rank -> how many rows it reads from each row of the table's grid.
-            embedding_dim: the number of columns of the whole table.
+            columns: this rank's columns (R, d) of the rows that all ranks read, rank after rank.
+            counts: for each rank, how many rows it reads from each row of the table's grid of ranks.
+            embedding_dim: the number of columns of the whole table (D).
             group: the communication class, such as "embedding".
         """
         of_owners, of_readers = self._piece_shapes(counts, embedding_dim)
         return self._send_pieces(columns.view(-1), of_readers, of_owners, self.rounding.encode_rows, group)
 
     def _piece_shapes(self, counts: Counts, embedding_dim: int) -> tuple[Pieces, Pieces]:
-        """Returns the shapes (rows, columns) of the pieces that this rank sends to each rank, and of those that it
-        receives from each. The arguments are as for `send_rows`.
+        """Returns (shapes of the row gradients that this rank sends to each rank, shapes of those that it receives from
+        each rank), as (rows, columns). Looked-up rows go the opposite way. The arguments are those of `send_rows`.
         """
         grid_columns = self.world_size // len(counts[0])
         row, column = divmod(self.rank, grid_columns)
@@ -282,16 +287,17 @@ class Communicator(Groups):
     def all_to_all_gradients(
         self, flat: Tensor, counts: Tensor, embedding_dim: int, group: str, group_size: int, grid_rows: int = 1
     ) -> InFlight:
-        """Launches the AlltoAll of gradients of rows. Implements the op `all_to_all_gradients`, which documents the
-        arguments.
+        """Launches an AlltoAll that sends gradients of table rows to the ranks that have these rows. The op
+        `all_to_all_gradients`, which this implements, documents the arguments.
         """
         return self.send_gradients(flat, counts_as_lists(counts), embedding_dim, group)
 
     def send_gradients(self, flat: Tensor, counts: Counts, embedding_dim: int, group: str) -> InFlight:
-        """Launches the AlltoAll of gradients of rows, if the host knows how many rows each rank gets.
+        """Launches an AlltoAll that sends gradients of table rows to the ranks that have these rows. The result is
+        flat.
 
         Args:
-            flat: the gradients of this rank's rows, flat (U * D,), in blocks by receiving rank.
+            flat: the gradients of the rows that this rank has read, flat (U * D,), in blocks by receiving rank.
             counts, embedding_dim, group: as for `send_rows`.
         """
         of_owners, of_readers = self._piece_shapes(counts, embedding_dim)
@@ -308,15 +314,14 @@ class Communicator(Groups):
         *,
         narrows: bool = False,
     ) -> InFlight:
-        """Launches an AlltoAll of rows, or of their gradients, which may be rounded.
+        """Launches an AlltoAll of table rows or of their gradients, which may be rounded. The result is flat.
 
         Args:
-            sent: the pieces to send, flat.
-            leave, come: the shapes (rows, columns) of what this rank sends to each rank, and of what it receives from
-                each.
-            encode: rounds rows to the dtype in which they are sent.
+            sent: the values to send, flat, in blocks by receiving rank.
+            leave, come: the shapes (rows, columns) of what this rank sends to each rank, and receives from each rank.
+            encode: rounds values to the format in which they are sent.
             group: the communication class, such as "embedding".
-            narrows: whether rows that are not rounded are sent in `gradient_dtype`.
+            narrows: whether to send values that are not rounded in `gradient_dtype`.
         """
         if self.rounding.form != "exact" and group in LANE_GROUPS and self.rounding.rounds(sent):
             form, wire = self.rounding.form, encode(sent, leave)
@@ -336,12 +341,13 @@ class Communicator(Groups):
     def all_to_all(
         self, received: Tensor, sent: Tensor, receive_sizes: list[int], send_sizes: list[int], group: str
     ) -> InFlight:
-        """Launches an AlltoAll of flat tensors, in the group of a communication class.
+        """Launches an AlltoAll of flat tensors.
 
         Args:
-            received: the memory for the result.
+            received: the memory for the result, in blocks by sending rank.
             sent: the elements to send, in blocks by receiving rank.
-            receive_sizes, send_sizes: the numbers of elements from each rank, and to each rank.
+            receive_sizes, send_sizes: for each rank, the number of elements to receive from it, and to send to it.
+            group: the communication class, such as "embedding".
         """
 
         def exchange(carrier: dist.ProcessGroup, backend: str, to: Tensor, own: Tensor) -> Any:
@@ -358,8 +364,8 @@ class Communicator(Groups):
         return self._launch(exchange, group, received, sent)
 
     def all_reduce_(self, flat: Tensor, reduce_op: str, group: str) -> InFlight:
-        """Launches an in-place AllReduce of a flat tensor, in the group of a communication class. Buckets of gradients
-        are sent in `gradient_dtype`, if it is set. Ignores `reduce_op`: the result is a sum.
+        """Launches an in-place sum of a flat tensor over all ranks. Buckets of gradients are sent in `gradient_dtype`
+        if it is set. `group` is the communication class, such as "dense lane". `reduce_op` is ignored.
         """
         narrow = self._to_wire_dtype(flat) if group == "dense lane" and self.gradient_dtype is not None else flat
         launched = self._launch(_launch_all_reduce, group, narrow)
@@ -368,7 +374,7 @@ class Communicator(Groups):
         return widen_result(launched, flat, cost.all_reduce(narrow.nbytes, self.world_size).sent_bytes)
 
     def rounding_report(self) -> str:
-        """Describes, for a report, how a communication hook or rounding changes gradients."""
+        """Returns a sentence for a report that says how a communication hook or rounding changes gradients."""
         if self.comm_hook is not None:
             return f"gradients are reduced by {self.comm_hook.name}, within the backward\n"
         if self.gradient_dtype is None:
@@ -377,7 +383,9 @@ class Communicator(Groups):
         return f"gradients, and rows of them, are sent as {dtype}: each is off by up to {error:.1e} of its value\n"
 
     def _to_wire_dtype(self, gradient: Tensor) -> Tensor:
-        """Casts a gradient to `gradient_dtype`, if that is narrower than its own dtype."""
+        """Casts a gradient to `gradient_dtype` if that is set and narrower than the gradient's dtype. Returns the
+        result.
+        """
         dtype = self.gradient_dtype
         return gradient if dtype is None or dtype.itemsize >= gradient.dtype.itemsize else gradient.to(dtype)
 
@@ -405,11 +413,12 @@ class Communicator(Groups):
         return InFlight(written, None)
 
     def _launch_in_order(self, tensor: Tensor, backend: str) -> AbstractContextManager[None] | None:
-        """Returns the context that orders a collective of the calling thread against those of the launcher, or None on
-        the host.
+        """Returns a context in which a collective of the calling thread is ordered with those of the launcher. Returns
+        None if the collective runs on the host and needs no such order.
 
         Args:
-            backend: the name of the backend that sends the tensor.
+            tensor: the tensor to send.
+            backend: the name of the backend that sends it, such as "nccl".
         """
         if "nccl" in backend:
             return setup_collectives(tensor.device) if self.in_turn is None else self.in_turn()
@@ -439,10 +448,10 @@ class Communicator(Groups):
 
 
 class SingleProcess(Communicator):
-    """The communicator of a single process: exchanges return its own data, until it joins other ranks."""
+    """The communicator of a process without other ranks. Its collectives return this process's data at once."""
 
     def join(self, group: dist.ProcessGroup) -> None:
-        """Makes this process, which has launched nothing yet, one of the ranks of a group. Collective."""
+        """Makes this communicator that of `group`, before anything has been launched. Collective."""
         if dist.get_world_size(group) == 1:
             self.group = group
             return
@@ -464,23 +473,23 @@ class SingleProcess(Communicator):
         return [value]
 
     def gather_equal(self, own: Tensor, group: str) -> InFlight:
-        """Returns the elements `own` (n,) as (1, n)."""
+        """Returns a completed launch, with the elements `own` (n,) as its result (1, n)."""
         return InFlight(own.view(1, -1), None)
 
     def gather_unequal(self, own: Tensor, sizes: list[int], group: str) -> InFlight:
-        """Returns this rank's tensor unchanged."""
+        """Returns a completed launch, with `own` as its result."""
         return InFlight(own, None)
 
     def send_rows(self, columns: Tensor, counts: Counts, embedding_dim: int, group: str) -> InFlight:
-        """Returns the looked-up columns as they would be received: flat."""
+        """Returns a completed launch, with `columns`, flattened, as its result."""
         return InFlight(columns.view(-1), None)
 
     def send_gradients(self, flat: Tensor, counts: Counts, embedding_dim: int, group: str) -> InFlight:
-        """Returns this rank's gradients unchanged."""
+        """Returns a completed launch, with `flat` as its result."""
         return InFlight(flat, None)
 
     def all_reduce_(self, flat: Tensor, reduce_op: str, group: str) -> InFlight:
-        """Returns the tensor unchanged: it is the sum over one rank."""
+        """Returns a completed launch, with `flat` as its result: it is the sum over one rank."""
         return InFlight(flat, None)
 
     def connect(self, device: torch.device) -> None:

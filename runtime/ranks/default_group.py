@@ -94,6 +94,6 @@ def _refuse_distributed_autograd() -> None:
 
 
 def _launched_ranks() -> int:
-    """Returns the number of ranks in the environment variable WORLD_SIZE, which torchrun and most launchers set."""
+    """Returns the number of ranks that the launcher (such as torchrun) has set in WORLD_SIZE, or 1 if it is not set."""
     size = os.environ.get("WORLD_SIZE", "")
     return int(size) if size.isdecimal() else 1

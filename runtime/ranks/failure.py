@@ -67,8 +67,8 @@ class PeerFailure(RuntimeError):
 
 
 class PlanDoesNotFit(Exception):
-    """Raised on every rank, instead of running a step, if a rank's batch does not fit the plan. Then the plan is
-    changed.
+    """Raised on every rank, instead of running a step, if a rank's batch does not fit the plan for which the model is
+    compiled. The caller then changes the plan.
     """
 
 
@@ -107,14 +107,14 @@ def failure_text(failure: Exception) -> str:
 
 
 class LaunchLog:
-    """Counts this rank's launches and steps, to compare its progress with other ranks'.
+    """Counts this rank's launched collectives and its steps, so that its progress can be compared with other ranks'.
 
     Attributes:
-        step: the number of announcements so far, the same on all ranks. Each begins a step, but for `preparations`.
-        preparations: how many announcements have begun no step, such as those of the first call and of a new plan.
+        step: the number of announcements so far, equal on all ranks. Ranks exchange one before each step, and a few
+            more, which are counted in `preparations`.
+        preparations: the number of announcements without a step, such as those of the first call and of a new plan.
         optimizer_steps: the number of optimizer steps that changed parameters, since a checkpoint was loaded.
-        launched: name of a launch -> the value of `step` when it was last made. The last entry is the last launch.
-        launches: the number of launches so far.
+        launches: the number of launched collectives so far.
     """
 
     def __init__(self) -> None:
@@ -164,8 +164,8 @@ class RankStatus:
 
 
 def place_of_main_thread() -> str:
-    """Returns the line of the user's code that the main thread is in, such as "loader.py:88", or any line if it is in
-    none.
+    """Returns the line that the main thread is executing in the user's code, such as "loader.py:88". Outside of user
+    code, returns the line in a library.
     """
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     lines = list(traceback.walk_stack(frame))
@@ -261,10 +261,11 @@ class LivenessCheck:
             time.sleep(_POLL_S)
 
     def raise_named(self, error: RuntimeError, what: str) -> NoReturn:
-        """Raises an error like `error` that also names the dead or stuck ranks.
+        """Raises `DeadRank` or `StuckRank`, caused by `error`, with a text that names the dead or stuck ranks. Runs a
+        check first.
 
         Args:
-            what: the name of the launch that failed.
+            what: the name of the collective that failed.
         """
         if missing := self.missing():
             raise DeadRank(
@@ -277,8 +278,8 @@ class LivenessCheck:
         ) from error
 
     def _who_is_stuck(self, what: str) -> str:
-        """Returns a sentence that names the ranks that are behind, each with the first launch that it has not made.
-        `what` is the name of the launch that failed.
+        """Returns a clause for an error message that says which ranks are behind this one, and which collective each
+        has not launched. `what` is the name of the collective that failed.
         """
         own, found = self._progress.launched, []
         for r, each in self._statuses.items():
@@ -296,10 +297,12 @@ class LivenessCheck:
 
 
 class NamesFailedRanks(contextlib.AbstractContextManager[None]):
-    """A context that adds the names of dead or stuck ranks to the error of a collective inside it.
+    """A context around a collective. If the collective raises a `RuntimeError`, the context raises an error that names
+    the dead or stuck ranks instead.
 
     Args:
-        what: the name, in `LaunchLog`, of the launch that is waited for.
+        liveness: finds these ranks.
+        what: the name of the collective, as in `LaunchLog`.
     """
 
     def __init__(self, liveness: LivenessCheck, what: object = "") -> None:

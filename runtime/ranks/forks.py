@@ -42,7 +42,7 @@ _MODELS: WeakSet[ForkAware] = WeakSet()
 
 
 def watch_forks(model: ForkAware) -> None:
-    """Registers a model, so that its pending updates are applied before the process forks."""
+    """Registers a model, so that its `before_fork` and `in_fork` are called when the process forks."""
     _register_callbacks()
     _MODELS.add(model)
 

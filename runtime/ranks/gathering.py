@@ -19,14 +19,13 @@ N-1 sequential messages, which is faster only if bandwidth dominates latency."""
 
 
 def gather_single(everyone: Tensor, own: Tensor, group: dist.ProcessGroup | None, *, async_op: bool = False) -> Any:
-    """Gathers (n,) elements from every rank like `all_gather_single`, but faster for small tensors.
+    """Gathers `own` (n,) of every rank into `everyone`, like `dist.all_gather_single`, but faster for small tensors.
 
     Args:
-        everyone: (N n,), the result.
-        own: (n,), this rank's elements.
+        everyone: (N n,), written, in rank order.
 
     Returns:
-        The work to wait for, if `async_op`.
+        The handle to wait for if `async_op`, otherwise None.
     """
     ranks = everyone.numel() // max(own.numel(), 1)
     if ranks > 2 and own.nbytes <= AT_ONCE_BYTES and group is not None and backend_name(group, own.device) == "gloo":

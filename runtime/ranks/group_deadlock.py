@@ -55,14 +55,14 @@ class _WaitRecord:
 
 @contextlib.contextmanager
 def check_group_deadlock(store: Any, group: dist.ProcessGroup) -> Iterator[None]:
-    """Opens a context for the first collective of a process group. Before that it waits for the group's other ranks,
-    and raises if one waits in another group.
+    """Opens a context for the first collective of a process group. On entry, waits for the other ranks of the group,
+    and raises if one of them waits for this rank in a different group.
 
     Args:
         store: the job's store. The check opens its own connection.
 
     Raises:
-        OtherGroup: a rank of the group waits for this one in another group.
+        OtherGroup: two ranks wait for each other in different groups. Raised on both.
     """
     meeting = _DeadlockCheck(store.clone(), group)
     try:
@@ -95,11 +95,11 @@ class _DeadlockCheck:
         self._token = uuid4().hex
 
     def run(self) -> None:
-        """Waits until all ranks have arrived. Also returns if some are late or the store fails, because then the
-        collective itself will fail.
+        """Waits until all ranks of the group have arrived at its first collective. Returns early if some are late or
+        the store fails; then the collective itself fails.
 
         Raises:
-            OtherGroup: a rank waits for this one in another group.
+            OtherGroup: a rank of the group waits for this one in a different group.
         """
         try:
             self._write_arrival()
@@ -132,7 +132,7 @@ class _DeadlockCheck:
             self._check_cycle()
 
     def _check_cycle(self) -> None:
-        """Raises `OtherGroup` if this rank waits for another one that waits for this one in another group."""
+        """Raises `OtherGroup` if this rank and another rank of its group wait for each other in different groups."""
         if reason := self.error_from_other_rank():  # another rank has found the deadlock first
             raise OtherGroup(reason)
         for rank in self._ranks if self._rank in self._ranks[:_FIRST] else self._ranks[:_FIRST]:
@@ -152,7 +152,9 @@ class _DeadlockCheck:
                 raise OtherGroup(message)
 
     def _record_of(self, rank: int) -> _WaitRecord | None:
-        """Returns the record of the group in which a rank waits, or None if it does not wait."""
+        """Returns the record that a rank has written to the store, or None if the rank is not waiting in a group or is
+        this rank.
+        """
         if rank == self._rank or not self._store.check([self._record_key(rank)]):
             return None
         if not (text := self._store.get(self._record_key(rank)).decode()):
@@ -171,7 +173,9 @@ class _DeadlockCheck:
         return ""
 
     def withdraw(self) -> None:
-        """Takes back the count of this arrival, so that ranks agree on the number of the next one."""
+        """Undoes this rank's arrival in the store, so that all ranks count the same number of arrivals at the next
+        attempt.
+        """
         with contextlib.suppress(RuntimeError):
             self._store.add(self._shared_key("arrived"), -1)
             self._store.add(self._arrivals_key(self._group, self._rank), -1)
@@ -190,9 +194,9 @@ class _DeadlockCheck:
         return f"{self._prefix}/waits/{rank}"
 
     def _verdict_key(self, token: str) -> str:
-        """Returns the key in the store for the error that another rank writes for the wait with this token."""
+        """Returns the store's key for the error that another rank writes for a wait. `token` identifies the wait."""
         return f"{self._prefix}/reason/{token}"
 
     def _shared_key(self, what: str) -> str:
-        """Returns the key in the store for the value `what` that all ranks of this arrival share."""
+        """Returns the store's key for a value, called `what`, that the ranks of this group share for this arrival."""
         return f"{self._prefix}/{self._group}/{self._arrival}/{what}"

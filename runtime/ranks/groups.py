@@ -65,12 +65,13 @@ class Groups:
     """The process groups of the ranks that train together.
 
     Args:
-        group: the process group of the ranks that train together, or None for a single process, which may `join` one
+        group: the process group of the ranks that train together, or None for a single process. `join` can add a group
             later.
 
     Attributes:
-        meshes: device meshes for tables that are sharded on a grid of these ranks.
-        refuse: tells ranks that may be waiting that this rank is about to raise an error.
+        meshes: cached device meshes on which tables are sharded by rows and columns.
+        refuse: called with an error text before this rank raises, so that ranks that wait for this one learn the
+            reason.
     """
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
@@ -93,7 +94,7 @@ class Groups:
             self.join(group)
 
     def join(self, group: dist.ProcessGroup) -> None:
-        """Creates the groups of these ranks. Collective."""
+        """Creates the process groups that are needed for communication between the ranks of `group`. Collective."""
         self.group = group
         self.world_size, self.rank = dist.get_world_size(group), dist.get_rank(group)
         store = dist.distributed_c10d._get_default_store()
@@ -110,8 +111,13 @@ class Groups:
         self._end = weakref.finalize(self, end_groups, self._liveness, self._made)
 
     def _create_groups(self, group: dist.ProcessGroup) -> str:
-        """Creates the process groups for the calling thread. Returns a text that is unique to this attempt of the
-        job.
+        """Creates the main process group, and a gloo group for CPU tensors. Collective.
+
+        Args:
+            group: the user's process group, whose ranks the new groups contain.
+
+        Returns:
+            A random text, equal on all ranks, that differs after each restart of the job.
         """
         on_host = supports_device(group, CPU)
         if on_host:  # check with a message first: it fails at once if a rank is dead, but creating a group would wait
@@ -127,7 +133,7 @@ class Groups:
         return self.gather(uuid4().hex, str)[0]
 
     def close(self) -> None:
-        """Destroys the process groups and ends the threads, on this rank only. Nothing may be in flight."""
+        """Destroys the process groups and ends their threads, on this rank only. All communication must have ended."""
         self._closed, self._hosts = CLOSED, None
         self._groups.clear()
         self._carriers.clear()
@@ -135,7 +141,9 @@ class Groups:
         self._end()
 
     def leave_fork(self) -> None:
-        """Closes this object in a forked child, because its connections belong to the parent."""
+        """Closes this object in a forked child process, without destroying the groups, whose connections the parent
+        still uses.
+        """
         self._closed, self._liveness, self.refuse = FORKED, None, lambda reason: None
         if isinstance(self._end, weakref.finalize):
             self._end.detach()
@@ -157,10 +165,11 @@ class Groups:
             raise fork_error()
 
     def open_lanes(self, device: torch.device = CPU, lanes: Collection[Lane] = CLASS_LANES) -> None:
-        """Creates the process groups on which the launcher launches. Collective; requires several ranks.
+        """Creates a process group for each class of communication that the launcher sends. The launcher starts
+        collectives in a planned order while the model computes. Collective; requires at least two ranks.
 
-        With gloo, each class has its own group. With NCCL, urgent classes share one group and all others another,
-        because launches run one after the other in the launcher's order.
+        With gloo, each class has its own group. With NCCL, urgent classes share one group and all others share another,
+        because NCCL sets priorities per group.
 
         Args:
             device: the device of the tensors to send.
@@ -181,13 +190,18 @@ class Groups:
                 self._connect(name, device)
 
     def channels(self, device: torch.device) -> Mapping[Lane, str]:
-        """Maps each class of communication to its channel. Launches of a channel are made in the same order on all
-        ranks.
+        """Returns a map from each class of communication to the name of its channel. All ranks start the collectives of
+        a channel in the same order.
+
+        Args:
+            device: the device of the tensors to send.
         """
         return _OF_NCCL if self.uses_nccl(device) else LANE_GROUP
 
     def connect(self, device: torch.device) -> None:
-        """Connects the main process group before its first use, if its backend is NCCL. Collective."""
+        """Connects the ranks of the main process group before its first collective, if NCCL sends tensors of this
+        device. Later calls do nothing. Collective.
+        """
         if not self._connected and self.uses_nccl(device):
             self._connected = True
             self._connect(CLASSES[0], device)
@@ -204,27 +218,29 @@ class Groups:
 
     def join_group(self) -> dist.ProcessGroup:
         """Returns the process group in which torch's `Join` counts ranks without batches: the user's group if it
-        supports CPU tensors. Collective.
+        supports CPU tensors, otherwise a gloo group. Collective.
         """
         assert self.group is not None
         return self.group if supports_device(self.group, CPU) else self.open_group("joins", "gloo")
 
     def process_group(self, name: str) -> dist.ProcessGroup | None:
-        """Returns the process group of a class of communication, or None for a single process."""
+        """Returns the process group of the class of communication with this name, or None for a single process."""
         return self._groups.get(name)
 
     def message_waiter(self, name: str) -> Worker | None:
-        """Returns the worker thread that waits for messages of a class of communication, or None."""
+        """Returns the worker thread that waits for point-to-point messages of the class of communication with this
+        name. Returns None for a class that the launcher does not send.
+        """
         if name in LANE_GROUPS and name not in self._waiters:
             self._waiters[name] = Worker("messages")
         return self._waiters.get(name)
 
     def _check_group_counts(self) -> None:
-        """Checks that all ranks are in equally many process groups, because torch numbers new groups by that.
-        Collective.
+        """Checks that all ranks belong to the same number of process groups, because torch names a new group by that
+        number. Collective.
 
         Raises:
-            ValueError: the numbers differ, and these are not all ranks of the job.
+            ValueError: the numbers differ, and the ranks that train together are not all ranks of the job.
         """
         if self._hosts is None:
             return
@@ -244,6 +260,7 @@ class Groups:
         """Creates a process group for each list of ranks, and returns the one that this rank is in. Collective.
 
         Args:
+            name: the groups' name, for torch's logs.
             parts: disjoint lists of global ranks.
             backend: the backend, or None for that of the main group.
         """
@@ -314,9 +331,12 @@ class Groups:
         )
 
     def _sending_group(self, name: str, tensor: Tensor) -> tuple[dist.ProcessGroup, str]:
-        """Returns (process group, backend) that send a tensor for a class of communication.
+        """Returns the process group that sends a tensor for a class of communication, and the name of its backend.
 
-        This is the class's own group, or the host group if the class's does not support the device.
+        This is the group of the class, or the group for CPU tensors if the former does not support the tensor's device.
+
+        Args:
+            name: the name of the class of communication.
         """
         found = self._carriers.get((name, tensor.device))
         if found is None:
@@ -341,15 +361,15 @@ class Groups:
         return self._liveness.missing() if self._liveness is not None else []
 
     def run_periodically(self, look: Callable[[Any, str], None]) -> str:
-        """Makes the liveness thread call a method a few times per second. All ranks must call this in the same
-        order.
+        """Makes the thread that detects dead ranks call a method a few times per second. All ranks must call this in
+        the same order.
 
         Args:
-            look: a bound method, referenced weakly. It gets the thread's connection to the store, and a prefix for its
-                keys.
+            look: a bound method, referenced weakly. It gets the thread's connection to torch.distributed's store, and a
+                prefix for its keys.
 
         Returns:
-            The key prefix.
+            The key prefix, or "" for a single process.
         """
         if (liveness := self._liveness) is None:
             return ""
@@ -387,8 +407,10 @@ class Groups:
         return [_decode_gathered(kind, content, rank) for rank, content in enumerate(contents)]
 
     def reports(self, failure: str | None) -> dict[int, str]:
-        """Gathers the error texts of the ranks that have failed, by rank. `failure` is this rank's, or None.
-        Collective.
+        """Gathers errors, and returns rank -> error text for the ranks that have failed. Collective.
+
+        Args:
+            failure: this rank's error text, or None if it has not failed.
         """
         return {rank: text for rank, text in enumerate(self.gather(failure, str | None)) if text is not None}
 
@@ -398,16 +420,20 @@ class Groups:
             raise PeerFailure(found) from failure
 
     def watching(self, what: object = "") -> contextlib.AbstractContextManager[None]:
-        """Returns a context that adds the names of dead or stuck ranks to the error of a collective inside it.
+        """Returns a context manager. If a collective inside it fails, the error names the dead or stuck ranks.
 
         Args:
-            what: the name, in `LaunchLog`, of the launch that is waited for.
+            what: the name under which `LaunchLog` records the collective.
         """
         return contextlib.nullcontext() if self._liveness is None else NamesFailedRanks(self._liveness, what)
 
     def name_ranks(self, error: RuntimeError, what: object = "") -> None:
-        """Raises the error of a failed collective, with the names of the ranks that caused it if they are known. `what`
-        is the name of the launch.
+        """Raises an error that names the dead or stuck ranks because of which a collective failed. Returns if all ranks
+        already know the error, or on a single process.
+
+        Args:
+            error: the error that the collective raised.
+            what: the name under which `LaunchLog` records the collective.
         """
         if self._liveness is not None and not is_known_to_all_ranks(error):
             self._liveness.raise_named(error, str(what))

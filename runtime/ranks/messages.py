@@ -23,6 +23,7 @@ class Messages:
     """Several point-to-point messages in flight, with the methods of a collective's `Work`.
 
     Args:
+        works: torch's handles of the messages.
         waiter: a thread that waits for the messages if `get_future` is called, because gloo provides no future.
     """
 
@@ -42,7 +43,7 @@ class Messages:
             _wait_all(self._works)
 
     def get_future(self) -> Future[None]:
-        """Returns a future for the end of all messages. May be called once."""
+        """Returns a future that completes once all messages have been received and sent. May be called once."""
         assert self._waiter is not None
         self._end = self._waiter.submit(partial(_wait_all, self._works))
         return self._end
@@ -61,15 +62,17 @@ def send_parts(
     waiter: Worker | None = None,
     backend: str = "",
 ) -> Messages:
-    """Sends one message to, and receives one from, every other rank of a process group. Copies this rank's own part.
-
-    Both sides know the sizes. Over gloo and NCCL.
+    """Starts an AlltoAll as separate messages: sends one tensor to, and receives one from, every other rank of a
+    process group. Copies the tensor that this rank sends to itself. Supports gloo and NCCL.
 
     Args:
         sent: the tensor for each rank.
-        received: the memory for the tensor from each rank, of the sender's size.
-        waiter: as for `Messages`.
-        backend: the name of the group's backend for these tensors, if known.
+        received: for each rank, the memory for its tensor, of the size that it sends.
+        waiter: a thread that waits for the messages if a future for them is requested, or None.
+        backend: the name of the group's backend for these tensors, or "" to look it up.
+
+    Returns:
+        A handle to wait for all messages.
     """
     own, ranks = group.rank(), group.size()
     if received[own].numel():

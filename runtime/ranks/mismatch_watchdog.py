@@ -51,13 +51,14 @@ _ELSEWHERE = (
 
 @dataclass(frozen=True)
 class _StoppedRank:
-    """What a rank writes to the store when it has waited for long, or is about to raise.
+    """What a rank writes to torch.distributed's store when it has waited for other ranks for long, or is about to
+    raise.
 
     Attributes:
         rank: the rank in the model's process group.
-        announced: how many handshakes the rank has begun.
+        announced: how many handshakes (exchanges before a step) the rank has begun.
         reason: the error that the rank raises, or "" if it waits in its last handshake.
-        begun: process group -> how many collectives the rank has begun in it.
+        begun: name of a process group -> how many collectives the rank has begun in it.
     """
 
     rank: int
@@ -84,10 +85,10 @@ class MismatchWatchdog:
         self._found: tuple[FrameType, PeerFailure] | None = None  # a collective that cannot complete, and the reason
 
     def watch(self, communicator: Communicator, look: Callable[[Any, str], None]) -> None:
-        """Starts the watchdog, at the first call.
+        """Starts the watchdog, unless it runs already or there are no other ranks.
 
         Args:
-            look: a method that calls `check`; the thread calls it repeatedly.
+            look: a method that calls `check`. A thread calls it a few times per second.
         """
         if self.name or not (name := communicator.run_periodically(look)):
             return  # the watchdog runs already, or there are no other ranks
@@ -96,8 +97,8 @@ class MismatchWatchdog:
         itself = weakref.ref(self)
 
         def explain(_: logging.LogRecord) -> bool:
-            """Logging filter that raises the reason for the error that torch is about to log, as long as the watchdog
-            exists. Ignores the log record. Returns True, so that torch logs the error if no reason is known.
+            """Raises the reason for a collective's error that torch is about to log, if the reason is known. This is a
+            logging filter: it ignores the log record, and returns True so that torch logs the error.
             """
             if (error := sys.exc_info()[1]) is not None and (found := itself()) is not None:
                 found.explain(error)
@@ -107,8 +108,11 @@ class MismatchWatchdog:
         weakref.finalize(self, _c10d_logger.removeFilter, explain)
 
     def wait_for(self, work: Any, group: dist.ProcessGroup) -> None:
-        """Waits for the exchange of a handshake (`work`, torch's handle) in a group. The watchdogs of this model and of
-        others see the wait.
+        """Waits for the exchange of a handshake, and records when the wait began.
+
+        Args:
+            work: torch's handle of the exchange.
+            group: the process group of the exchange. The watchdogs of other models read it from the stack frame.
         """
         self.waiting_since_s = time.monotonic()
         try:
@@ -122,7 +126,8 @@ class MismatchWatchdog:
         Args:
             store: a store of torch.distributed that only this thread uses.
             name: a prefix for keys that is unique, and equal on all ranks.
-            answer: tells the waiting rank about a failure, and returns the error that both then raise.
+            answer: sends the text of a failure to the rank that waits, and returns the error that both ranks then
+                raise.
         """
         self.name = name
         if (since_s := self.waiting_since_s) is not None:
@@ -151,17 +156,23 @@ class MismatchWatchdog:
         print(f"embrace_fx: {self._found[1]}", file=sys.stderr, flush=True)
 
     def refuse(self, reason: str) -> None:
-        """Writes to the store that this rank is about to raise an error, with `reason` as its text, for ranks that wait
-        for it.
+        """Writes to torch.distributed's store that this rank is about to raise an error. Ranks that wait for this one
+        read it.
+
+        Args:
+            reason: the error's text.
         """
         with contextlib.suppress(RuntimeError):  # the store may be gone
             self._write_record(dist.distributed_c10d._get_default_store(), _RAISES, reason)
 
     def explain(self, error: BaseException) -> None:
-        """Raises the reason for the error of a collective that failed because a rank did not take part.
+        """Raises the reason why a collective failed, if the reason is known: another rank did not take part in it.
+
+        Args:
+            error: the error that the collective raised.
 
         Raises:
-            PeerFailure: names the rank and its reason.
+            PeerFailure: names the other rank and its reason.
         """
         frame = _find_collective(frame for frame, _ in traceback.walk_tb(error.__traceback__))
         if frame is None:
@@ -185,7 +196,8 @@ class MismatchWatchdog:
         store.set(self.name + what, json.dumps(to_plain(_StoppedRank(self._rank, self.announced, reason, begun))))
 
     def _find_stopped_rank(self, store: Any, frame: FrameType, what: str, announced: int) -> _StoppedRank | None:
-        """Returns the record of a rank that stopped before the collective in which this rank is, or None.
+        """Returns the record of another rank that stopped before it began the collective in which this rank waits, or
+        None.
 
         Args:
             frame: the stack frame of the collective.
@@ -213,7 +225,7 @@ def _collectives_begun(group: dist.ProcessGroup) -> int:
 
 
 def _find_collective(frames: Iterable[FrameType]) -> FrameType | None:
-    """Returns the stack frame of a collective that needs all ranks of its process group, or None."""
+    """Returns the first of these stack frames that runs a collective of all ranks of a process group, or None."""
     for frame in frames:
         file, name = frame.f_code.co_filename, frame.f_code.co_name
         for there, names in _TOGETHER.items():  # inlined, because it runs a few times a second

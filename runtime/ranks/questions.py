@@ -28,8 +28,8 @@ class SharedRead:
 
     Attributes:
         what: the read in words, such as "norm of the sharded words.weight"; equal on all ranks.
-        value: this rank's part of the result, or None if the read is not a reduction.
-        reduce_op: how the parts of all ranks are reduced.
+        value: this rank's value, to be reduced over ranks, or None if the read is not a reduction.
+        reduce_op: the reduction over ranks, such as `dist.ReduceOp.SUM`.
     """
 
     what: str
@@ -38,17 +38,17 @@ class SharedRead:
 
     @property
     def hash(self) -> int:
-        """A number by which ranks compare which read they make."""
+        """A hash of the read, by which ranks check that all of them make the same read."""
         return crc32(f"{self.what} {self.reduce_op}".encode())
 
     def error_if_alone(self) -> str:
-        """Returns the error text for a read that not all ranks make."""
+        """Returns the error text for the case that only some ranks make this read."""
         text = _LOSS_ALONE if self.what.startswith("loss of logits") else _ALONE
         return text.format(self.what, place_of_main_thread())
 
     def encode_value(self, most: int) -> tuple[int, ...]:
-        """Returns this rank's value as at most `most` 64-bit integers, to send with its announcement, or () if it is on
-        a device or has more numbers.
+        """Returns this rank's value as 64-bit integers, one per element, to be sent with its announcement of the read.
+        Returns () if there is no value, or if it is complex, not on the CPU, or has more than `most` elements.
         """
         value = self.value
         if value is None or not 0 < value.numel() <= most or value.device.type != "cpu" or value.is_complex():
@@ -56,8 +56,10 @@ class SharedRead:
         return tuple(value.detach().reshape(-1).to(_widest_dtype(value)).view(torch.int64).tolist())
 
     def reduce_values(self, numbers: Sequence[Sequence[int]]) -> Tensor | None:
-        """Reduces the values that ranks have sent with their announcements, or returns None if they sent none.
-        `numbers` has, for each rank, the result of `encode_value`.
+        """Returns the values of all ranks, reduced to one, or None if no values were sent.
+
+        Args:
+            numbers: for each rank, the result of `encode_value`.
         """
         value = self.value
         if value is None or not numbers[0]:

@@ -18,7 +18,7 @@ def check_activities(activities: Sequence[int]) -> None:
     """Raises `PeerFailure` if ranks call the model in different modes: training, accumulating or evaluating.
 
     Args:
-        activities: the mode of every rank.
+        activities: for each rank, its mode, as returned by `activity_code`.
     """
     if len(set(activities)) > 1:
         raise PeerFailure(
@@ -56,8 +56,11 @@ _RUN_BY_ONE_RANK = (
 
 
 def check_steps(announcements: Sequence[HandshakeMessage], communicator: Communicator) -> None:
-    """Raises `PeerFailure` if the announcements of all ranks show different numbers of optimizer steps, or of ops on
-    sharded tables.
+    """Raises `PeerFailure` if ranks have run different numbers of optimizer steps, or of ops on sharded tables.
+
+    Args:
+        announcements: one per rank, with these numbers.
+        communicator: holds this rank's count of ops on sharded tables, which is reset if the counts differ.
     """
     if len({(each.steps, each.collective_ops) for each in announcements}) == 1:
         return

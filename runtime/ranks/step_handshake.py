@@ -55,11 +55,12 @@ _NOT_JOINED = (
 
 @dataclass(frozen=True, slots=True)
 class MessageFormat:
-    """Which numbers an announcement contains; the same on all ranks, because otherwise the exchange would hang.
+    """The layout of the announcements that ranks exchange before each step. It must be the same on all ranks, because
+    otherwise the exchange would hang.
 
     Attributes:
         tables: the number of tables whose ids are exchanged under the plan.
-        watched: other tables for which ranks announce how many rows they look up.
+        watched: names of other tables for which ranks announce how many rows they look up.
     """
 
     tables: int = 0
@@ -67,8 +68,8 @@ class MessageFormat:
 
     @property
     def sizes(self) -> int:
-        """The maximum number of sizes in an announcement: a state, and the row counts of this batch and of the next
-        one.
+        """The maximum length of `HandshakeMessage.sizes`: one state, and two row counts per table, of this batch and of
+        the next.
         """
         return 1 + 2 * self.tables
 
@@ -88,9 +89,11 @@ class HandshakeMessage:
         program: a hash of the collectives that the step launches, or 0. A backward sends the number of its call
             (`BackwardBarrier`), and a question its own hash.
         buffers: a hash of the names of the buffers to synchronize, or `CHANGED_BUFFERS`.
-        collective_ops: the number of ops on shards of tables that all ranks must run, so far; negative if not sent.
-        rows_seen: watched table -> how many rows the batch reads; negative if unknown.
-        sizes: further numbers of the step.
+        collective_ops: how many ops the rank has run on shards of tables, which all ranks must run; negative if not
+            sent.
+        rows_seen: name of a table in `MessageFormat.watched` -> how many of its rows the batch reads; negative if
+            unknown.
+        sizes: further numbers of the step, such as how many ids the rank sends for each table.
     """
 
     kind: int = STEP
@@ -106,7 +109,7 @@ class HandshakeMessage:
     sizes: tuple[int, ...] = ()
 
     def encode(self, form: MessageFormat) -> list[int]:
-        """Encodes the announcement as integers, as many as on every other rank."""
+        """Returns the announcement as integers. Their number depends only on `form`, so it is equal on all ranks."""
         marks = self.kind << _KIND | _FAILED * (self.failure is not None)
         marks |= _ASKS_TO_PLAN * self.asks_to_plan | _DOES_NOT_FIT * self.does_not_fit
         head = marks | self.steps << _BITS, self.activity, self.program, self.buffers, self.collective_ops
@@ -118,7 +121,7 @@ class HandshakeMessage:
         """Decodes integers that `encode` returned.
 
         Args:
-            sizes: how many sizes were sent.
+            sizes: the length of the encoded announcement's `sizes`, which the integers do not contain.
         """
         first, activity, program, buffers, collective_ops, *others = numbers
         steps, marks = divmod(first, 1 << _BITS)
@@ -156,7 +159,9 @@ Exchange = tuple[list[int], Tensor, Any]
 
 @dataclass(frozen=True, slots=True)
 class _PendingHandshake:
-    """A handshake in progress, with the function to call once all ranks have announced the step."""
+    """A handshake in progress: this rank's announcement, the exchange in flight, and a function to call once all ranks
+    have announced the step.
+    """
 
     own: HandshakeMessage
     launched: Exchange
@@ -190,7 +195,8 @@ class StepHandshake:
         communicator.set_read_announcer(self.announce_read)
 
     def announce_step(self, sizes: Sequence[int], failure: str | None = None) -> list[tuple[int, ...]]:
-        """Announces the next step with these sizes, and returns the sizes of every rank. Raises like `announce`.
+        """Announces the next step with this rank's `sizes`, and returns the sizes of every rank. Raises like
+        `announce`.
 
         Args:
             failure: an error that this rank found after it had set `of_step`, or None.
@@ -198,7 +204,7 @@ class StepHandshake:
         return self._announce(self._message(sizes, failure))
 
     def announce_ahead(self, then: Callable[[], None]) -> None:
-        """Announces the next step without waiting for the other ranks. `wait` does that.
+        """Announces the next step without waiting for the other ranks. Call `wait` to do so.
 
         Args:
             then: called once all ranks have announced that they continue.
@@ -212,21 +218,25 @@ class StepHandshake:
         self._ahead = _PendingHandshake(own, self._start_exchange(own), then)
 
     def wait(self) -> None:
-        """Waits for the handshake that `announce_ahead` has started. Raises like `announce`."""
+        """Waits for the handshake that `announce_ahead` has started, if any, and calls its `then`. Raises like
+        `announce`.
+        """
         if (ahead := self._ahead) is not None:
             self._ahead = None
             self._finish_exchange(ahead.own, ahead.launched)
             ahead.then()
 
     def _message(self, sizes: Sequence[int], failure: str | None) -> HandshakeMessage:
-        """Returns this rank's announcement for the next step, with sizes and failure."""
+        """Returns this rank's announcement for the next step, completed by `sizes` and by an error text, if there is
+        one.
+        """
         own = self.of_step
         own.failure = own.failure or failure or self.trouble()
         own.sizes, own.collective_ops = tuple(sizes), self.communicator.collective_ops
         return own
 
     def announce(self, message: HandshakeMessage) -> list[tuple[int, ...]]:
-        """Exchanges announcements that begin no step with all ranks, and returns the sizes of every rank.
+        """Exchanges announcements of something other than a step, and returns the `sizes` in every rank's announcement.
 
         Raises:
             PeerFailure: a rank has failed, or ranks do different things. Raised on every rank.
@@ -237,7 +247,7 @@ class StepHandshake:
         return found
 
     def _announce(self, message: HandshakeMessage) -> list[tuple[int, ...]]:
-        """Exchanges announcements with all ranks, and returns the sizes of every rank. Raises like `announce`."""
+        """Exchanges announcements, and returns the `sizes` in every rank's announcement. Raises like `announce`."""
         if self._ahead is not None:
             self.wait()
         if self.communicator.world_size == 1:
@@ -250,13 +260,13 @@ class StepHandshake:
         return self._finish_exchange(message, self._start_exchange(message))
 
     def watch(self) -> None:
-        """Starts the watchdog for calls that only some ranks make, at the first call. All ranks must call this in the
-        same order.
+        """Starts a watchdog that detects calls which only some ranks make, unless it runs already. All ranks must call
+        this in the same order.
         """
         self._watchdog.watch(self.communicator, self._check_mismatch)
 
     def _start_exchange(self, message: HandshakeMessage) -> Exchange:
-        """Starts exchanging an announcement with all ranks."""
+        """Counts this rank's announcement, and starts exchanging it with all ranks. Returns the exchange in flight."""
         communicator = self.communicator
         communicator.check_open()
         self._watchdog.announced += 1
@@ -266,9 +276,9 @@ class StepHandshake:
         return self.launch(message)
 
     def _finish_exchange(self, message: HandshakeMessage, launched: Exchange) -> list[tuple[int, ...]]:
-        """Waits for the announcements of all ranks. Returns the sizes of every rank, or raises.
+        """Waits for the announcements of all ranks. Returns the `sizes` in each of them, or raises like `announce`.
 
-        Reads the full announcements only where the numbers differ or a rank reports something.
+        Decodes them only if they differ between ranks, or if a rank reports something, such as a failure.
         """
         rows, head = self._wait_for_numbers(launched), launched[0][:_HEAD]
         if head[0] & (_FAILED | _ASKS_TO_PLAN | _DOES_NOT_FIT) or [row[:_HEAD] for row in rows].count(head) < len(rows):
@@ -281,8 +291,8 @@ class StepHandshake:
         return [tuple(row[first : first + len(message.sizes)]) for row in rows]
 
     def _check_messages(self, message: HandshakeMessage, messages: Sequence[HandshakeMessage]) -> list[tuple[int, ...]]:
-        """Compares the announcements of all ranks. Returns the sizes of every rank, or raises if a rank has failed or
-        steps differ.
+        """Compares the announcements of all ranks (`messages`). Returns the `sizes` in each of them, or raises if a
+        rank has failed or steps differ. `message` is this rank's announcement.
         """
         self.asked_to_plan = any(each.asks_to_plan for each in messages)
         self.rows_read = {name: tuple(each.rows_seen[name] for each in messages) for name in self.form.watched}
@@ -300,7 +310,9 @@ class StepHandshake:
         return [each.sizes for each in messages]
 
     def gather_activities(self, activity: int) -> list[int]:
-        """Exchanges the modes in which ranks call the model next; `JOINED` for a rank without batches. Collective."""
+        """Returns, for each rank, the mode in which it calls the model next, or `JOINED` if it has no more batches.
+        Collective. `activity` is this rank's mode.
+        """
         self.wait()
         self.communicator.check_open()
         own = HandshakeMessage(JOIN, activity)
@@ -312,7 +324,7 @@ class StepHandshake:
         """Repeats the exchange until all ranks announce the same kind of step. Returns their announcements.
 
         Args:
-            rows: the numbers of all ranks from the first exchange.
+            rows: for each rank, the integers that it sent in the first exchange.
         """
         everyone = self._decode_all(message, rows)
         while (kinds := {each.kind for each in everyone}) & {BACKWARD, GAVE_UP, QUESTION}:
@@ -326,7 +338,8 @@ class StepHandshake:
         return everyone
 
     def _check_mismatch(self, store: Any, name: str) -> None:
-        """Runs one check for ranks that wait in different calls. Called by the liveness thread.
+        """Checks once whether ranks wait for each other in different calls. Called by the thread that detects dead
+        ranks.
 
         Args:
             store: a store of torch.distributed that only this thread uses.
@@ -335,8 +348,8 @@ class StepHandshake:
         self._watchdog.check(store, name, self._answer_with_failure)
 
     def _answer_with_failure(self, failure: str) -> PeerFailure:
-        """Answers the other ranks' announcement with a failure while the main thread is blocked. Called by another
-        thread.
+        """Announces an error (`failure`) to ranks that wait for this rank, whose main thread is blocked. Called by
+        another thread. Returns the error that every rank then raises.
         """
         self._watchdog.announced += 1
         self.communicator.progress.begin_step()
@@ -348,12 +361,12 @@ class StepHandshake:
         return PeerFailure(self.communicator.reports(failure))
 
     def _decode_all(self, message: HandshakeMessage, rows: Sequence[Sequence[int]]) -> list[HandshakeMessage]:
-        """Decodes the announcements of all ranks."""
+        """Returns the announcements of all ranks, decoded from the integers that each rank has sent (`rows`)."""
         form, sizes = self.form, len(message.sizes)
         return [HandshakeMessage.decode(row, form, sizes) for row in rows]
 
     def _wait_for_numbers(self, launched: Exchange) -> list[list[int]]:
-        """Waits for an exchange. Returns the numbers of each rank."""
+        """Waits for an exchange of announcements. Returns, for each rank, the integers that it has sent."""
         _, everyone, work = launched
         try:
             try:
@@ -371,7 +384,7 @@ class StepHandshake:
         return found
 
     def launch(self, message: HandshakeMessage) -> Exchange:
-        """Starts exchanging this rank's announcement with those of all ranks."""
+        """Starts exchanging this rank's announcement with those of all ranks. Returns the exchange in flight."""
         communicator, encoded = self.communicator, message.encode(self.form)
         numbers = torch.tensor(encoded, dtype=torch.int64, device="cpu")
         everyone = numbers.new_empty((communicator.world_size, numbers.numel()))
@@ -381,8 +394,8 @@ class StepHandshake:
     # -- in the middle of a call ---------------------------------------------------------------------------------------
 
     def give_up(self, failure: str) -> None:
-        """Announces that this rank cannot finish a forward that it has announced before. Requires at least two
-        ranks.
+        """Announces that this rank's forward has failed, with the error text `failure`, after the step was announced.
+        Requires at least two ranks.
         """
         self.wait()
         self._given_up = failure
@@ -390,11 +403,11 @@ class StepHandshake:
         self.reports(self._decode_all(own, self._wait_for_numbers(self.launch(own))), failure)
 
     def announce_read(self, what: str, value: Tensor | None, reduce_op: Any) -> Tensor | None:
-        """Announces a read of a sharded table, which all ranks must make together. Returns the values sent with the
-        announcements, reduced over ranks.
+        """Announces a read of a sharded table, which all ranks must make together. Returns the values of all ranks,
+        reduced to one, or None if the announcements contain no values.
 
         Args:
-            what, value, reduce_op: as for `embrace_fx.runtime.ranks.questions.SharedRead`.
+            what, value, reduce_op: the attributes of `embrace_fx.runtime.ranks.questions.SharedRead`.
 
         Raises:
             PeerFailure: not all ranks make this read. Raised on every rank.
@@ -414,7 +427,9 @@ class StepHandshake:
         return question.reduce_values([each.sizes for each in everyone])
 
     def reports(self, messages: Sequence[HandshakeMessage], failure: str | None) -> dict[int, str]:
-        """Returns the reasons, by rank, why ranks cannot continue. Collective if any rank has one."""
+        """Returns rank -> the reason why it cannot continue, for the ranks that cannot. `failure` is this rank's
+        reason, or None. Collective if a rank has given up its forward or reads a sharded table.
+        """
         kinds, found = {each.kind for each in messages}, dict[int, str]()
         if QUESTION in kinds:
             self.communicator.collective_ops = 0  # all ranks restart their counts of ops on shards together
@@ -434,7 +449,7 @@ class StepHandshake:
         warnings.warn(f"All ranks abandoned the previous call: {told}.", RuntimeWarning, stacklevel=2)
 
     def record_rows(self, tables: Sequence[str], sizes: Sequence[Sequence[int]]) -> None:
-        """Records how many rows each rank reads of each table; negative if unknown."""
+        """Stores, for each rank, how many rows of each of `tables` it reads (`sizes`); negative if unknown."""
         self.rows_read.update(zip(tables, zip(*sizes, strict=True), strict=False))
 
     def all_gather_ids(
@@ -446,7 +461,15 @@ class StepHandshake:
         tables: Sequence[str],
         spaces: Mapping[str, JoinedTable],
     ) -> InFlight:
-        """Implements the op `all_gather_ids`. The handshake exchanges how many ids each rank sends."""
+        """Announces the step, with the number of ids that this rank sends, and starts gathering the ids of all ranks.
+        Returns the ids in flight. Implements the op `all_gather_ids`.
+
+        Args:
+            unique, num_rows: for each of `tables`, the unique ids (U,) that this rank reads, and the table's number of
+                rows.
+            group, group_size: the communication class, and the number of ranks, which is unused.
+            spaces: those of `tables` that are joined tables (several tables stored as one).
+        """
         counts = [u.numel() for u in unique]
         everyone = self.announce_step(counts, describe_bad_id(unique, tables, num_rows, spaces))
         self.record_rows(tables, everyone)

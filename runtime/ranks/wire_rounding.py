@@ -49,7 +49,7 @@ class _ErrorSums:
 
     @property
     def relative_rms(self) -> float | None:
-        """The root mean square error divided by that of the exact values, or None if they were all zero."""
+        """The root mean square of the errors divided by that of the exact values, or None if these are all zero."""
         return sqrt(float(self.of_errors) / float(self.of_values)) if float(self.of_values) else None
 
 
@@ -71,23 +71,27 @@ class Rounding:
         self._left.clear()
 
     def encode_rows(self, columns: Tensor, pieces: Pieces) -> Tensor:
-        """Rounds looked-up rows, and returns them in the form in which they are sent.
+        """Rounds looked-up rows, and returns them encoded for sending.
 
         Args:
-            columns: the rows, flat.
-            pieces: the shape (rows, columns) of the piece for each rank.
+            columns: the rows, as one flat tensor.
+            pieces: for each rank, the shape (rows, columns) of the part that it gets.
         """
         self._measure("rows", columns, lambda: round_trip(columns, pieces, self.form))
         return encode(columns, pieces, self.form)
 
     def encode(self, rounded: Tensor, pieces: Pieces) -> Tensor:
-        """Returns row gradients that are already rounded in the form in which they are sent, without a further error.
-        `pieces` is as for `encode_rows`.
+        """Encodes gradients of rows for sending. They are already rounded, so this adds no error.
+
+        Args:
+            rounded: the gradients, as one flat tensor.
+            pieces: for each rank, the shape (rows, columns) of the part that it gets.
         """
         return encode(rounded, pieces, self.form)
 
     def round_rows(self, rows: Tensor, ids: Tensor, form: Format, grid_columns: int, table: str) -> Tensor:
-        """Implements the op `round_rows`: rounds row gradients after adding the errors of earlier roundings.
+        """Implements the op `round_rows`: returns rounded gradients of rows (U, D). Adds the errors of earlier
+        roundings first, and stores the new ones.
 
         Args:
             rows: the gradients (U, D).
@@ -111,11 +115,11 @@ class Rounding:
         return sent.to(rows.dtype)
 
     def rounded_bucket(self, flat: Tensor, pieces: Pieces, name: str) -> Tensor:
-        """Rounds a dense gradient, or a mean of it, after adding the error of its last rounding. Keeps the new
-        error.
+        """Rounds a dense gradient, or a mean of gradients, and returns it encoded for sending. Adds the error of its
+        last rounding first, and stores the new one.
 
         Args:
-            flat: the gradient.
+            flat: the gradient, as one flat tensor.
             pieces: the shapes (rows, columns) of its parts, which are rounded separately.
             name: the name under which the error is stored.
         """
