@@ -37,8 +37,8 @@ class PendingGradient(Tensor):
     the gradient is an ordinary one.
 
     Attributes:
-        late: the future that delivers this gradient with others.
-        place: the index of this gradient in `late`.
+        late: the future that delivers this gradient together with the others of its bucket.
+        place: the index of this gradient in the future's result.
         is_sparse: whether the gradient is sparse (COO).
     """
 
@@ -78,12 +78,12 @@ class PendingGradient(Tensor):
 
     @property
     def data(self) -> Tensor:
-        """The data of the mean gradient, after a wait for its bucket."""
+        """The `.data` of the reduced gradient. Waits for the reduction first."""
         return self.resolve().data
 
     @data.setter
     def data(self, value: Tensor) -> None:
-        """Replaces the data of the mean gradient, after a wait for its bucket."""
+        """Sets the `.data` of the reduced gradient. Waits for the reduction first."""
         self.resolve().data = value
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
@@ -124,10 +124,11 @@ class Bucket(PendingUpdate):
 
     Args:
         names: the names of the bucket's parameters.
+        find: returns the parameters with these names.
 
     Attributes:
         parameters: the parameters of the last backward.
-        sent: the reduction in progress, or None.
+        sent: the packed gradients and the launches of their reduction, or None if none is in progress.
         updates: optimizer steps that are left to the next forward.
         stepped: parameters whose optimizer step is left to the next forward, by `id`.
         late: the future to which pending gradients in `.grad` refer, or None.
@@ -145,18 +146,19 @@ class Bucket(PendingUpdate):
 
     @property
     def waiting(self) -> bool:
-        """Whether the bucket was sent and no optimizer has stepped it yet."""
+        """Whether the bucket's reduction was submitted and no optimizer step has used its gradients yet."""
         return self.sent is not None and not self.updates
 
     @property
     def has_arrived(self) -> bool:
-        """Whether the bucket's reduction has ended and its update can be applied."""
+        """Whether the bucket has an optimizer step to apply and its reduction has ended."""
         return bool(self.updates) and self.sent is not None and all(ticket.has_ended() for ticket in self.sent[1])
 
     def take_reduction(self, flat: Tensor, tickets: list[Ticket]) -> None:
         """Stores the bucket's reduction, still in progress, at the end of a backward.
 
         Args:
+            flat: the packed gradients, which are being reduced in place.
             tickets: the submitted launches to wait for.
         """
         if self.sent is not None:  # a reduction of the previous step, if no forward has read the parameters since
@@ -164,7 +166,9 @@ class Bucket(PendingUpdate):
         self.parameters, self.sent = self._find(self._names), (flat, tickets)
 
     def deliver(self, without: Set[int]) -> None:
-        """Puts pending gradients into `.grad`, except for parameters (by `id`) that get no gradient."""
+        """Sets `.grad` of the bucket's parameters to tensors that wait for the reduction when used, except for
+        parameters whose `id` is in `without`.
+        """
         assert self.sent is not None
         found = PendingGradient.create_all(self.parameters, self._make_future(self.sent), sparse=self.sent[0].is_sparse)
         for parameter, gradient in zip(self.parameters, found, strict=True):
@@ -176,7 +180,7 @@ class Bucket(PendingUpdate):
         itself = ref(self)
 
         def wait() -> Sequence[Tensor]:
-            """Waits for the bucket, and returns its gradients."""
+            """Waits for the bucket's reduction, and returns its gradients."""
             if (bucket := itself()) is None:
                 raise RuntimeError(GONE)
             return bucket.wait_and_read(sent)
@@ -185,14 +189,14 @@ class Bucket(PendingUpdate):
         return self.late
 
     def add_to_gradients(self, without: Set[int]) -> None:
-        """Waits for the gradients, and adds them to `.grad`, except for parameters (by `id`) that get no gradient."""
+        """Waits for the gradients, and adds them to `.grad`, except for parameters whose `id` is in `without`."""
         gradients, self.sent = self._wait_for_gradients(self.sent), None
         for parameter, gradient in zip(self.parameters, gradients, strict=True):
             if id(parameter) not in without:
                 parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
 
     def wait_and_read(self, sent: _Sent) -> Sequence[Tensor]:
-        """Waits for the gradients, because one of them is being read, and returns them."""
+        """Waits for the gradients of the reduction `sent`, because one of them is being read, and returns them all."""
         # Rows of the next forward may come before this bucket in the launch order.
         with self._launcher.flushing(), torch._C.DisableTorchFunctionSubclass():
             return self._finish() if self.sent is sent else self._wait_for_gradients(sent)
@@ -203,7 +207,7 @@ class Bucket(PendingUpdate):
         self.stepped |= {id(parameter): parameter for parameter in update[2]}
 
     def wait(self) -> None:
-        """Waits for the reduction, unless an update that is left to the next forward will."""
+        """Waits for the reduction, except if an optimizer step is left to the next forward, which waits for it."""
         if self.waiting:
             self._finish()
 
@@ -213,7 +217,7 @@ class Bucket(PendingUpdate):
             self._finish(others)
 
     def drop(self) -> None:
-        """Drops a reduction that no optimizer step has used, and clears the `.grad` that refer to it."""
+        """Drops a reduction that no optimizer step has used, and sets each `.grad` that still refers to it to None."""
         if self.waiting:
             for n, parameter in enumerate(self.parameters):
                 found = parameter.grad
@@ -266,11 +270,11 @@ def _apply_updates(updates: Sequence[_Update]) -> None:
 
 
 class Buckets:
-    """All buckets of a model's plan, with their exchanges.
+    """All buckets of gradients of a model's plan, with their exchanges.
 
     Args:
-        buckets: parameter names by bucket.
-        parameters: returns the parameters with these names.
+        buckets: the parameter names of each bucket.
+        parameters: function that returns the parameters with given names.
         exchanges: index of a bucket -> how its gradient is exchanged sparsely, if it is not all-reduced.
 
     Attributes:
@@ -297,13 +301,13 @@ class Buckets:
     # -- backward ------------------------------------------------------------------------------------------------------
 
     def launch_bucket(self, launch: OperationId, flat: Tensor, *_: object) -> Ticket:
-        """Submits the reduction of a bucket that the same backward waits for. Returns its ticket."""
+        """Submits the reduction of a bucket that the same backward waits for. Returns the ticket to wait for."""
         self._recorder.mark(compute_id("backward", launch.what))
         return self._launch(launch, flat, 0, flat.numel())
 
     def _launch(self, launch: OperationId, flat: Tensor, start: int, length: int) -> Ticket:
-        """Submits the AllReduce of some elements of a packed bucket, in place, or the sparse exchange of a whole
-        bucket. Returns its ticket.
+        """Submits the AllReduce of `length` elements of a packed bucket, from `start`, in place, or the sparse exchange
+        of a whole bucket. Returns the ticket to wait for.
         """
         exchange = self._exchanges.get(self._number[launch.what])
         part = flat if flat.is_sparse or length == flat.numel() else flat[start : start + length]
@@ -316,17 +320,17 @@ class Buckets:
         )
 
     def submit_chunk(self, launch: OperationId, flat: Tensor, start: int, length: int, name: str) -> Tensor:
-        """Submits the reduction of elements `start` to `start + length` of a packed bucket. `await_chunk` or
-        `defer_bucket` takes it over.
+        """Submits the reduction of elements `start` to `start + length` of a packed bucket, and returns `flat` at once.
+        `await_chunk` waits for it, or `defer_bucket` leaves it to the next forward.
         """
         self._recorder.mark(compute_id("backward", launch.what))
         self._submitted[launch] = self._launch(launch, flat, start, length)
         return flat
 
     def await_chunk(self, launch: OperationId, value: Any, name: str) -> Any:
-        """Waits for a chunk if it is still in flight, and returns `value` unchanged.
+        """Waits for the reduction of a bucket's chunk if it is still in flight. Returns `value` unchanged.
 
-        The chunk's gradient may already have been used or dropped.
+        It is not in flight if its gradients have already been used or dropped.
         """
         self._recorder.pause_segment()
         if (submitted := self._submitted.pop(launch, None)) is not None:
@@ -342,18 +346,20 @@ class Buckets:
         self._submitted.clear()
 
     def defer_bucket(self, flat: Tensor, k: int) -> None:
-        """Ends a backward's work on bucket `k`, whose chunks have all been submitted and are still in flight."""
+        """Ends a backward's work on bucket `k`. Its chunks have all been submitted, and are left in flight for the next
+        forward.
+        """
         mine = [launch for launch in self._submitted if self._number[launch.what] == k]
         self._any_sparse |= flat.is_sparse
         self.all[k].take_reduction(flat, [self._submitted.pop(launch) for launch in mine])
 
     def deliver(self, numbers: Sequence[int], absent: Collection[nn.Parameter] = ()) -> None:
-        """Puts pending gradients into the parameters' `.grad`, or waits and adds to a gradient that is already
-        there.
+        """Sets the `.grad` of the buckets' parameters to tensors that wait for the reductions when used. If any
+        parameter already has a gradient, waits and adds to the gradients instead.
 
         Args:
-            absent: parameters that get no gradient from this backward.
             numbers: indices of the buckets.
+            absent: parameters that get no gradient from this backward.
         """
         without, buckets = {id(parameter) for parameter in absent}, [self.all[k] for k in numbers]
         summed = False
@@ -387,11 +393,11 @@ class Buckets:
         """Hides gradients in flight from an optimizer's step, if all gradients that it would read are in flight.
 
         Args:
-            tables: ids of sharded tables' parameters, to be ignored.
+            tables: ids (`id`) of sharded tables' parameters, to be ignored.
 
         Returns: parameter id -> (parameter, its hidden `.grad`, its bucket). The step skips these parameters, and the
-            caller restores `.grad` after the step. Empty if the optimizer must step them immediately; their gradients
-            are ordinary ones then.
+            caller restores `.grad` after the step. Empty if the optimizer must step all parameters now; then this call
+            has waited for their gradients.
         """
         if not self._stood_in:
             return {}
@@ -426,10 +432,10 @@ class Buckets:
         """Leaves the step of parameters whose gradients were hidden to the next forward, with the optimizer's current
         options.
 
-        Called after the optimizer has stepped all other parameters. `bucket_of` is keyed by the parameters' ids.
+        Called after the optimizer has stepped all other parameters.
 
         Args:
-            bucket_of: id of a parameter -> its bucket.
+            bucket_of: `id` of each of these parameters -> its bucket.
         """
         for group in optimizer.param_groups:
             options, by_bucket = hyperparameters(group), dict[int, tuple[Bucket, list[nn.Parameter]]]()
@@ -440,8 +446,8 @@ class Buckets:
                 bucket.defer_step((optimizer, options, parameters))
 
     def _arrived_after(self, k: int) -> list[Bucket]:
-        """Returns the buckets after bucket k, in the order in which the forward reads them, that have arrived, up to
-        the first that has not.
+        """Returns the buckets that the forward reads after bucket `k`, in that order, up to the first whose reduction
+        has not ended or that has no optimizer step to apply.
         """
         found = list[Bucket]()
         for bucket in reversed(self.all[:k]):

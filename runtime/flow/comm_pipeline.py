@@ -56,17 +56,17 @@ class CommPipeline:
 
     Args:
         exchanges: name of a table -> the exchange of its rows and gradients.
-        buckets: the buckets of the plan.
+        buckets: the plan's buckets of dense gradients.
         looks_ahead: whether exchanges of rows are split in two, because the next batch is known.
         warn: called if a batch is not the one that was prepared as the next.
         after_announcement: called in each step once all ranks have announced that they continue.
 
     Attributes:
-        of_table: name of a table -> the exchange of its rows. Tables joined to one share it.
+        of_table: name of a table -> the exchange of its rows. Tables that are joined into one table share an exchange.
         awaits_ids: whether the running backward has yet to call `await_ids`.
         is_within_steps: whether every step waits for its own collectives, so that no launcher is needed.
         shares_failures: whether a rank's failure in the middle of a phase is reported to the others.
-        exchanges_at_once: whether sparse exchanges of buckets run to their end where they are launched.
+        exchanges_at_once: whether sparse exchanges of buckets block until they have ended when they are launched.
     """
 
     exchanges_at_once = False
@@ -107,14 +107,14 @@ class CommPipeline:
         self._forward, self._backward = (WHOLE_FORWARD, WHOLE_BACKWARD) if self.is_within_steps else (START, END)
 
     def make_clock(self) -> Clock:
-        """Makes a clock for recordings of compute on this pipeline's device."""
+        """Makes a clock that times compute on this pipeline's device, for recordings."""
         return Clock()
 
     def make_queue(self, recorder: Recorder, device: torch.device, at_once: int) -> LaunchQueue:
-        """Makes a queue for launches on this pipeline's device.
+        """Makes a queue for launches of collectives on this pipeline's device.
 
         Args:
-            at_once: as for `LaunchQueue`.
+            at_once: how many launches may be in flight; more if none is more urgent than another.
         """
         return LaunchQueue(recorder, at_once=at_once)
 
@@ -123,12 +123,14 @@ class CommPipeline:
     def begin_forward(
         self, program: IdsProgram, leaves: Sequence[Any], following: NextBatch | None, absent: Absent
     ) -> tuple[Values, ForwardVariant]:
-        """Begins a forward: announces the batch to all ranks. Returns the batch's unique rows and ids, and the variant
-        of the forward, which is the same on all ranks.
+        """Begins a forward: announces the batch to all ranks. Returns the values computed from the batch's ids, by
+        name, and the variant of the forward, which is the same on all ranks.
 
         Args:
+            program: finds the rows that a batch reads.
+            leaves: the flattened batch.
             following: the next batch, or None if it is not known.
-            absent: variant of the forward -> the launches that it does not make.
+            absent: function that returns the launches that a variant of the forward does not make.
 
         Raises:
             PeerFailure: a rank cannot continue. Raised on every rank.
@@ -189,7 +191,9 @@ class CommPipeline:
         return ahead
 
     def _arrival(self) -> Arrival:
-        """Returns how this batch's rows arrive: "cut", "whole" or "other", as in `ForwardVariant`."""
+        """Returns what the last backward has sent for this batch: "cut" if it has sent rows early, "other" if it has
+        done so for another batch, otherwise "whole".
+        """
         cut, self._has_cut = self._has_cut, False
         if cut:
             return "cut"
@@ -202,8 +206,8 @@ class CommPipeline:
         self.recorder.begin_segment(self._forward)
 
     def _wait_for_unstepped(self) -> None:
-        """Waits for gradients in flight that no optimizer step has used, because launches of this forward come after
-        theirs.
+        """Waits for row gradients in flight that no optimizer step has used, because launches of this forward come
+        after theirs.
         """
         for exchange in self.exchanges.values():
             if exchange.gradient.waiting:
@@ -211,12 +215,17 @@ class CommPipeline:
                     exchange.gradient.wait()
 
     def look_ahead(self, program: IdsProgram, leaves: Sequence[Any]) -> NextBatch:
-        """Finds the rows of the next batch, before its own step."""
+        """Finds the rows that the next batch reads of each table, before its own step.
+
+        Args:
+            program: finds the rows that a batch reads.
+            leaves: the flattened next batch.
+        """
         return NextBatch(program, leaves, program.unique(leaves))
 
     def kernels(self, graph: TrainingGraph, tables: Mapping[str, Member]) -> Kernels:
-        """Returns a function that maps a node to the runtime function that runs instead of its op's kernel, or to
-        None.
+        """Returns a function from a graph node to the function that runs in place of its op's kernel, or None to run
+        the kernel. Here always None.
         """
         return lambda node: None
 
@@ -236,14 +245,15 @@ class CommPipeline:
         self._begin_compute()
 
     def mark_forward(self) -> None:
-        """Records, for time measurements, a forward that ran eagerly."""
+        """Records, for time measurements, the end of a forward that ran eagerly."""
         self.recorder.mark(self._forward)
 
     def next_backward(self, program: IdsProgram, values: Values) -> BackwardVariant:
-        """Chooses the variant of the next backward, which is the same on all ranks.
+        """Returns the variant of the next backward, which is the same on all ranks.
 
         Args:
-            values: the saved values of the batch's forward.
+            program: finds the rows that a batch reads.
+            values: the saved values of the batch's forward, by name.
         """
         if not self.looks_ahead:
             return BackwardVariant()
@@ -260,10 +270,11 @@ class CommPipeline:
         return BackwardVariant(self._left, coming, cut)
 
     def open_window(self, gate: BackwardBarrier | None, absent: Sequence[OperationId]) -> None:
-        """Opens the window of launches at the start of a backward.
+        """Allows the launches of a backward and the next forward, at the start of the backward.
 
         Args:
-            gate: waits until all ranks are in this backward; nothing is launched before.
+            gate: barrier that all ranks pass when they are in this backward, before which nothing is launched. None if
+                nothing has to wait.
             absent: launches that this backward does not make.
         """
         self.awaits_ids = True
@@ -273,7 +284,7 @@ class CommPipeline:
             self.launcher.release_after(gate.future, gate.all_are_here)
 
     def begin_backward(self, program: IdsProgram, variant: BackwardVariant) -> None:
-        """Applies pending updates that the program has no node for."""
+        """Begins a backward: applies the pending updates for which the program has no node."""
         self.recorder.mark(OWN_CODE)  # counts code since the forward, such as the loss, as the training loop's own
         self.recorder.begin_window()
         self._has_cut = self._left = self.looks_ahead and variant.cut
@@ -288,7 +299,7 @@ class CommPipeline:
             self.recorder.mark(EARLY)
 
     def end_backward(self) -> None:
-        """Ends a backward: launches that it has not submitted no longer hold back others."""
+        """Ends a backward. Launches that it has not submitted no longer hold back launches later in the order."""
         self.mark_end()
         self.launcher.end_backward(holds=not self._shares_device)
 
@@ -325,8 +336,8 @@ class CommPipeline:
         )
 
     def await_ids(self, *_: object) -> None:
-        """Waits for the next batch's ids, and splits its rows and this batch's gradients by them, if this backward
-        splits them.
+        """Waits for the next batch's ids. In a backward that splits exchanges, also splits the next batch's rows into
+        early and late ones, and this batch's gradients into those needed first and delayed ones.
         """
         self.awaits_ids = False
         ahead = self._ahead
@@ -379,17 +390,19 @@ class CommPipeline:
             yield
 
     def before_writes(self) -> None:
-        """Prepares for the caller to write parameters: rows sent early are compared with the table later, or sent
-        again.
+        """Prepares for the caller to write parameters. Rows that were sent early are later compared with the table, and
+        sent again if they differ.
         """
         self._handed_out = True
 
     def resend_rows(self) -> None:
-        """Makes rows that were sent early be sent again, because the optimizer state that predicted them changes."""
+        """Invalidates rows that were sent early, so that they are sent again. Called when optimizer state changes from
+        which they were predicted.
+        """
         self._valid = False
 
     def expect_no_batch(self) -> None:
-        """Drops everything prepared for the next batch, because any batch may come next."""
+        """Drops the batch that was prepared as the next one, because any batch may come next."""
         self._ahead = None
 
     def finish_pending(self) -> None:
@@ -408,7 +421,7 @@ class CommPipeline:
             self.launcher.close()
 
     def _forget_rows(self) -> None:
-        """Drops the rows that the exchanges hold for this batch."""
+        """Drops all table rows in flight, such as those sent early for the next batch."""
         self._has_cut = False
         for exchange in self.exchanges.values():
             exchange.drop()
@@ -417,10 +430,10 @@ class CommPipeline:
 def within_steps(
     announcements: StepHandshake, make: Callable[..., CommPipeline] = CommPipeline, recorder: Recorder | None = None
 ) -> CommPipeline:
-    """Makes a pipeline for steps without overlap: each collective is launched immediately and awaited in the same
-    step.
+    """Makes a pipeline for steps without overlap: each collective is launched immediately and awaited in the same step.
 
     Args:
+        announcements: the handshake by which ranks agree at the start of each step.
         make: the class of pipeline for the model's device.
     """
     launcher = Launcher((), (), LaunchQueue(recorder or Recorder()), announcements.communicator)

@@ -25,10 +25,10 @@ from embrace_fx.vocabulary.ops import op_name
 
 
 class DevicePipeline(CommPipeline):
-    """Everything in flight from one step to the next, for a model on a device.
+    """Everything in flight from one step to the next, such as collectives and updates, for a model on a CUDA device.
 
     Args:
-        arguments, options: as for `CommPipeline`.
+        arguments, options: the arguments of `CommPipeline`.
         streams: the CUDA streams of the device.
     """
 
@@ -42,17 +42,19 @@ class DevicePipeline(CommPipeline):
         self._ids_known: Event = None
 
     def make_clock(self) -> Clock:
-        """Makes a clock that records events on streams."""
+        """Makes a clock that times compute with events on CUDA streams, for recordings."""
         return self._streams.clock()
 
     def make_queue(self, recorder: Recorder, device: torch.device, at_once: int) -> LaunchQueue:
-        """Makes a queue that launches on streams, and whose ranks agree on launches out of turn. Collective."""
+        """Makes a queue that launches collectives on CUDA streams. Ranks agree on launches that leave the planned
+        order. Collective.
+        """
         queue = StreamQueue(recorder, self._streams, self.communicator.channels(device))
         self.communicator.run_periodically(queue.agree_on_order)
         return queue
 
     def look_ahead(self, program: IdsProgram, leaves: Sequence[Any]) -> NextBatch:
-        """Finds the rows of the next batch, before its own step, on the CUDA stream for ids."""
+        """Finds the rows that the next batch reads of each table, before its own step, on the CUDA stream for ids."""
         streams = self._streams
         there = streams.record("batch ready")
         with streams.on("ids", "unique rows"):
@@ -63,8 +65,8 @@ class DevicePipeline(CommPipeline):
             return DeviceBatch(program, leaves, values, of_tables, streams)
 
     def kernels(self, graph: TrainingGraph, tables: Mapping[str, Member]) -> Kernels:
-        """Returns a function that maps a node to the runtime function that runs instead of its op's kernel, or to
-        None.
+        """Returns a function from a graph node to the function that runs in place of its op's kernel, or None to run
+        the kernel.
         """
         if self.communicator.world_size == 1 and runs_without_counts(graph):
             return SingleProcessRows(self._streams, tables).kernel
@@ -73,7 +75,9 @@ class DevicePipeline(CommPipeline):
     def _coalesce(
         self, ids: Tensor, flat: Tensor, columns: int, padding_rows: Sequence[int], scale: float
     ) -> list[Tensor]:
-        """Sums the gradient rows with equal ids. The host waits for the ids, but not for the backward."""
+        """Sums the gradient rows with equal ids, times `scale`. Returns [ids, sums]. The host waits for the number of
+        sums, but not for the backward.
+        """
         streams = self._streams
         with streams.on("ids", "places of sums"):
             streams.wait(self._ids_known)
@@ -100,6 +104,6 @@ _NO_TABLES = torch.empty(0, device="cpu")
 
 
 def choose_pipeline(device: torch.device) -> Callable[..., CommPipeline]:
-    """Chooses the pipeline of models on a device."""
+    """Returns the class of pipeline for models on a device, with its CUDA streams already bound if it has any."""
     streams = choose_streams(device)
     return CommPipeline if streams is None else partial(DevicePipeline, streams=streams)

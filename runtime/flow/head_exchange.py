@@ -38,7 +38,7 @@ class HeadExchange:
         self._watches: dict[OperationId, RecordedCopy] = {}  # launch in flight -> the object that records its time
 
     def begin_function(self, node: fx.Node) -> Callable[..., InFlight]:
-        """Returns the function that starts the exchange of a node."""
+        """Returns the function that starts the exchange of a graph node."""
         launch, until, recorder = id_of(node), compute_up_to(node), self._recorder
         exchange = getattr(self, op_name(node).removeprefix("embrace::"))
         assert recorder is not None
@@ -52,7 +52,7 @@ class HeadExchange:
         return begun
 
     def end_function(self, node: fx.Node) -> Callable[[InFlight], Tensor]:
-        """Returns the function that waits for the exchange of a node."""
+        """Returns the function that waits for the exchange of a graph node, and returns its result."""
         launch, until, recorder = id_of(node.all_input_nodes[0]), compute_up_to(node), self._recorder
         assert recorder is not None
 
@@ -68,7 +68,7 @@ class HeadExchange:
         return ended
 
     def _watch(self, launch: OperationId | None, sent: Tensor, copies: int) -> None:
-        """Begins to measure an exchange that sends `sent` to each of `copies` ranks, if `record()` is active."""
+        """Begins to record an exchange that sends `sent` to each of `copies` ranks, if a recording is active."""
         if launch is not None and self._recorder is not None and self._recorder.recording is not None:
             self._watches[launch] = RecordedCopy(launch, sent.numel() * sent.element_size() * copies, self._recorder)
             self._watches[launch].__enter__()
@@ -76,7 +76,12 @@ class HeadExchange:
     def gather_counts(
         self, labels: Tensor | None, table: str, group: str, group_size: int, launch: OperationId | None = None
     ) -> InFlight:
-        """Starts gathering how many labels each rank scores."""
+        """Starts gathering the number of labels (N,) of each of the N ranks.
+
+        Args:
+            labels: this rank's labels, or None if it has none.
+            group: the process group's name.
+        """
         own = torch.tensor([0 if labels is None else len(labels)], device="cpu")
         self._watch(launch, own, group_size - 1)
         self._counting[table] = self._communicator.gather_equal(own, group)
@@ -93,10 +98,13 @@ class HeadExchange:
         group_size: int,
         launch: OperationId | None = None,
     ) -> InFlight:
-        """Starts the exchange of the op `gather_positions`.
+        """Starts gathering one chunk of `rows`, one row per labelled position, from all ranks. The result has all
+        ranks' rows, in rank order.
 
         Args:
+            rows: all rows of this rank.
             counts: how many positions each rank has; None after a failure, to send zeros for the announced positions.
+            chunk, chunks: the index of the chunk, and the number of chunks.
         """
         sizes, shape = self._chunk_sizes(counts, chunk, chunks, table), rows.shape[1:]
         if counts is None:
@@ -119,10 +127,13 @@ class HeadExchange:
         group_size: int,
         launch: OperationId | None = None,
     ) -> InFlight:
-        """Starts the exchange of the op `scatter_positions`.
+        """Starts sending each rank the `rows` for its own labelled positions. The result has, from each rank in order,
+        one row for each of this rank's positions in the chunk.
 
         Args:
+            rows: one row for each position of the chunk, of all ranks, in rank order.
             counts: how many positions each rank has; None after a failure, to send zeros for the announced positions.
+            chunk, chunks: the index of the chunk, and the number of chunks.
         """
         sizes, shape = self._chunk_sizes(counts, chunk, chunks, table), rows.shape[1:]
         if counts is None:
@@ -137,7 +148,9 @@ class HeadExchange:
         return replace(found, value=found.value.view(group_size * sizes[self._communicator.rank], *shape))
 
     def _chunk_sizes(self, counts: Tensor | None, chunk: int, chunks: int, table: str) -> list[int]:
-        """Returns how many positions of a chunk each rank has."""
+        """Returns how many positions of a chunk each rank has. `counts` is how many each rank has in all chunks, or
+        None to use the numbers that were last gathered for the table.
+        """
         if counts is None:
             counts = self._communicator.wait(self._counting[table]).view(-1)
         bounds = [chunk_bounds(size, chunk, chunks) for size in counts.tolist()]

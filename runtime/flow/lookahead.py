@@ -25,8 +25,8 @@ class Lookahead:
     """Yields the batches of a data loader, reading it one or more batches ahead.
 
     Args:
-        at_end: called when the loop has no more batches or is left.
-        recorder: returns the recorder of the loader's time.
+        at_end: called when the loop over the batches ends or is left.
+        recorder: function that returns the recorder of the time that the loader takes.
 
     Attributes:
         known: whether the next batch has been read.
@@ -48,7 +48,7 @@ class Lookahead:
 
     @property
     def active(self) -> bool:
-        """Whether a loop is reading the loader."""
+        """Whether a training loop is reading the loader ahead."""
         active = self._active()
         return active is not None and active.gi_frame is not None
 
@@ -80,7 +80,7 @@ class Lookahead:
         return iterator
 
     def _hold_one_batch(self, loader: Iterable[Any]) -> Iterator[Any]:
-        """Yields the batches of a loader, each after reading the one after it."""
+        """Yields the batches of a loader. Reads the next batch before it yields one."""
         iterator = self._read_batches(loader)
         try:
             self._current = next(iterator)
@@ -122,20 +122,22 @@ class Lookahead:
             yield self._further.popleft()
 
     def begin_call(self) -> None:
-        """Attributes the time since the last call to the loop's own code or, without lookahead, to the data loader."""
+        """Records the time since the last call of the model as the loop's own code or, without lookahead, as the data
+        loader's.
+        """
         if torch.is_grad_enabled():
             self._recorder().mark(OWN_CODE if self.active else LOADER)
 
     def following(self, leaves: Sequence[Any], *, farthest: bool = False) -> list[Any] | None:
-        """Returns the flattened arguments of the next call, if they differ from this call's only in tensors of the
-        batch.
+        """Predicts the flattened arguments of the model's next call: those of this call, with the next batch's tensors
+        in place of this batch's.
 
         Args:
             leaves: flattened arguments of this call.
-            farthest: whether to return those of the call `batches` calls later instead.
+            farthest: whether to predict the call `batches` calls later instead.
 
-        Returns: the arguments, or None if the next batch is not known or this call's tensors are not those of its
-        batch.
+        Returns: the arguments, or None if the next batch is not known, has another structure, or this call has tensors
+            that are not in its batch.
         """
         if not self.known:
             return None

@@ -49,15 +49,19 @@ _FOUND, _OVERTOOK, _SHARES = 1, 2, 4
 class IdsProgram:
     """The part of a program that finds the rows that a batch reads. It can run before the batch's own step.
 
+    It has two phases: "unique" finds the unique rows of a batch, and "ids" processes the rows gathered from all ranks.
+    Their values are stored by name.
+
     Attributes:
         unique: flattened batch -> values of the unique phase.
         unique_on_device: flattened batch -> (the same values, with each table's unique rows padded to the number of its
             ids; the number of unique rows of each table).
-        rows_of_batch: values -> the tensors that `all_gather_ids` sends, by table.
-        routing: runs the ids phase, given values and the result of `unpack_ids`, and adds its values.
+        rows_of_batch: values -> the unique rows of each table, which are sent to all ranks.
+        routing: runs the ids phase, given the values of the unique phase and the result of `unpack_ids`. Adds its
+            values to the former.
         tables, num_rows: names of the tables in `rows_of_batch`, and how many rows each has.
         spaces: those of `tables` that are joined tables.
-        routes: table -> names of the saved values with all ranks' ids and their counts.
+        routes: table -> names of the saved values with the ids of all ranks and with their number on each rank.
         paddings: table -> its rows that get no gradient.
         is_pure: whether running it a step earlier gives the same result: no random numbers, and nothing that a forward
             writes.
@@ -77,7 +81,7 @@ class IdsProgram:
     reads: tuple[int, ...]
 
     def route(self, values: Values, packed: Tensor) -> None:
-        """Runs the ids phase on the gathered ids of all ranks, and adds its values to `values`."""
+        """Processes the gathered ids of all ranks (`packed`), and adds the values computed from them to `values`."""
         self.routing(values, unpack_ids(packed, len(self.tables), len(packed)))
 
     def bad_id(self, unique: Sequence[Tensor]) -> str | None:
@@ -93,16 +97,19 @@ class NextBatch:
     """The next batch: its unique rows, and the exchange of its ids.
 
     Args:
-        counts: (T,) how many unique rows each table has, if only the device knows, or None if all rows are unique.
+        program: finds the rows that a batch reads.
+        leaves: the flattened batch.
+        counts: (T,) how many unique rows each table has, if only the device knows, or None if the rows are not padded.
 
     Attributes:
-        values: the values of the unique phase and, after `route`, of the ids phase.
+        values: the values computed from the batch's ids, by name; after `route`, also those from the ids of all ranks.
         unique: the rows that the batch reads of each table; on a device padded until `route`.
         ticket: the submitted exchange of the ids, to wait for.
         usable: whether all ids of all ranks are valid, as far as known.
-        cuts: table -> (the previous batch's prior rows, this batch's early rows), once known.
+        cuts: table -> (the previous batch's rows that this batch reads too, this batch's rows that the previous one
+            does not read), once known.
         announced: the maximum number of rows that each rank reads of each table.
-        current: table -> the routing of the previous batch's rows.
+        current: table -> which rows each rank reads for the previous batch.
     """
 
     def __init__(
@@ -123,7 +130,9 @@ class NextBatch:
         self._seen = VersionSnapshot.of_tensors_in(self._read)
 
     def is_batch(self, leaves: Sequence[Any]) -> bool:
-        """Returns whether a flattened batch equals this one in the tensors from which ids are computed."""
+        """Returns whether a flattened batch has the same tensors as this one, if ids are computed from them, and none
+        was written since.
+        """
         for k, own in zip(self.program.reads, self._read, strict=True):  # inlined, because it runs in every step
             if (leaf := leaves[k]) is not own and (isinstance(leaf, Tensor) or leaf != own):
                 return False
@@ -136,7 +145,7 @@ class NextBatch:
         return [*map(Tensor.numel, self.unique)]
 
     def copy_rows(self) -> None:
-        """Starts copying the batch's rows to the host, for `rows`. Here they already are on the host."""
+        """Does nothing, because the batch's rows already are on the host. A subclass starts copying them."""
 
     def rows(self) -> dict[str, Tensor]:
         """Returns the rows (K,) that the batch reads of each table, on the host. Any thread may call this."""
@@ -148,7 +157,8 @@ class NextBatch:
         return communicator.gather_rows_read(self.unique, self.announced, self.program.num_rows, group, self._counts)
 
     def may_be_used(self, wait: Callable[[Ticket], Tensor]) -> bool:
-        """Returns whether no rank's batch has an invalid id. Here this is known from the ranks' announcements.
+        """Returns whether no rank's batch has an invalid id. Always True here, because the ranks' announcements already
+        show it.
 
         Args:
             wait: waits for a submitted exchange.
@@ -156,8 +166,8 @@ class NextBatch:
         return True
 
     def route(self, wait: Callable[[Ticket], Tensor]) -> bool:
-        """Waits for the exchanged ids, and runs the ids phase, at the first call. Returns whether the batch is
-        usable.
+        """Waits for the ids of all ranks, and computes which rows each rank reads, in the first call only. Returns
+        whether the batch is usable: all ids are valid.
         """
         if not self.routed:
             assert self.ticket is not None
@@ -166,7 +176,7 @@ class NextBatch:
         return self.usable
 
     def _receive_ids(self, ticket: Ticket, wait: Callable[[Ticket], Tensor]) -> None:
-        """Waits for the exchanged ids, and runs the ids phase."""
+        """Waits for the ids of all ranks, and computes which rows each rank reads."""
         self.program.route(self.values, wait(ticket))
 
 
@@ -190,16 +200,17 @@ class DeviceBatch(NextBatch):
         self._for_host: list[tuple[str, Member, Tensor]] = []
 
     def copy_rows(self) -> None:
-        """Starts copying the unique rows and the gathered ids to the host."""
+        """Starts copying the batch's unique rows of each table, and their numbers, to the host."""
         with self._streams.on("ids", "rows of a batch to come"):
             rows = [self._streams.to_host(each) for each in self.unique]
             self._copies = [*rows, self._streams.to_host(self._of_tables)]
             self._copied = self._streams.record("rows copied")
 
     def rows(self) -> dict[str, Tensor]:
-        """Returns the rows that were copied to the host, except of tables with an invalid id.
+        """Returns the rows that the batch reads of each table, after they were copied to the host by `copy_rows`.
+        Leaves out tables with an invalid id.
 
-        The last row may be 0, with which unique rows are padded.
+        An additional last row may be 0, with which unique rows are padded.
         """
         self._streams.wait_on_host(self._copied)
         *rows, counts = self._copies
@@ -215,8 +226,8 @@ class DeviceBatch(NextBatch):
         return self.route(wait)
 
     def exchange(self, communicator: Communicator, exchanges: Mapping[str, RowExchange]) -> InFlight:
-        """Starts exchanging the ids, splits both batches' rows, and copies the sizes to the host, all on the CUDA
-        stream for ids.
+        """Starts exchanging the batch's ids with all ranks, splits the rows of the previous batch and this one, and
+        copies the sizes to the host, all on the CUDA stream for ids.
         """
         current, self._rank = self.current, communicator.rank
         launched = super().exchange(communicator, exchanges)
@@ -244,11 +255,11 @@ class DeviceBatch(NextBatch):
         return InFlight(packed, None, reads=launched.reads)
 
     def _routed(self, table: str) -> PaddedRouting:
-        """Returns the exchanged ids of a table, padded."""
+        """Returns which rows of a table all ranks read for this batch, padded."""
         return self._tables[self.program.tables.index(table)]
 
     def _receive_ids(self, ticket: Ticket, wait: Callable[[Ticket], Tensor]) -> None:
-        """Waits for the exchanged ids, removes their padding, and runs the ids phase."""
+        """Waits for the ids of all ranks, removes their padding, and computes which rows each rank reads."""
         assert isinstance(ticket, StreamTicket)
         assert self._sizes is not None
         ticket.issue()
@@ -277,7 +288,9 @@ class DeviceBatch(NextBatch):
             beyond.store.record_rows(own, ids[: own.numel()].unique())
 
     def _cut_padding(self, counts: Sequence[int]) -> None:
-        """Removes the padding from this rank's unique rows. From now on the compute stream uses the tensors."""
+        """Removes the padding from this rank's unique rows, of which table k has `counts[k]`. From now on the compute
+        stream uses the tensors.
+        """
         self._streams.keep(*[value for value in self.values.values() if isinstance(value, Tensor)])
         by_identity = {id(rows): rows[:count] for rows, count in zip(self.unique, counts, strict=True)}
         self.unique = [by_identity[id(rows)] for rows in self.unique]
@@ -289,11 +302,11 @@ class HandshakeResult:
     """What all ranks have announced about their batches at the start of a forward.
 
     Attributes:
-        found: whether every rank's batch is the one that it has prepared.
-        overtook: whether any rank's last window had launches out of order.
+        found: whether on every rank the batch is the one that was prepared.
+        overtook: whether on any rank launches since the last backward left the planned order.
         shares_device: whether another model launches on any rank's device.
-        rows: how many unique rows each rank reads of each table.
-        coming: the same for the next batch, or -1 if unknown.
+        rows: for each rank, how many unique rows it reads of each table.
+        coming: the same for the next batch, with -1 if unknown.
     """
 
     found: bool
@@ -315,8 +328,8 @@ def announce_batch(
     """Announces this rank's batch to all ranks, and returns what all ranks have announced. Collective.
 
     Args:
-        rows: how many unique rows this rank reads of each table.
-        coming: the same for the next batch, or None if unknown.
+        rows: the unique rows that this rank reads of each table; their numbers are announced.
+        coming: how many rows the next batch reads of each table, or None if unknown.
         failure: the reason why this rank cannot use its batch, or None.
         found: whether the batch is the one that was prepared.
 
@@ -340,8 +353,8 @@ def announce_batch(
 def read_batch(
     announcements: StepHandshake, program: IdsProgram, leaves: Sequence[Any]
 ) -> tuple[Values, list[Tensor], str | None]:
-    """Runs the unique phase on a batch. Returns its values, the rows that it reads of each table, and a description of
-    an invalid id or None.
+    """Finds the unique rows that a flattened batch reads. Returns the values computed from its ids, by name, the rows
+    of each table, and a description of an invalid id or None.
 
     Raises:
         PeerFailure: a rank cannot compute them. Raised on every rank.

@@ -26,7 +26,7 @@ class PendingUpdate(ABC):
 
     @abstractmethod
     def apply(self) -> None:
-        """Applies the update of an optimizer step, if it has left one."""
+        """Applies the update that an optimizer step has left for later, if there is one."""
 
     @abstractmethod
     def drop(self) -> None:

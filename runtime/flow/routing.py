@@ -32,8 +32,10 @@ k: none, a padding row. So no host has to ask for their number."""
 class Routing:
     """Which rows of one table each rank reads for a batch, or for a part of it.
 
+    The table is sharded on a grid of ranks: each row of the grid has some of the table's rows, each column some
+    columns.
+
     Args:
-        grid: the grid on which the table is sharded.
         rank: this rank.
         places: (U,) the positions of this rank's rows among those of its whole batch, or None for all.
 
@@ -41,11 +43,12 @@ class Routing:
         ids: (R,) the ids that all ranks read, rank after rank.
         all_ids: the ids of all rows of the batch, also if this routing has only some.
         counts: how many of the ids each rank reads.
-        whole: the routing of the batch's full rows, if this one has only some, or None.
-        sums: how gradients of equal ids are summed, or None to compute it when they arrive.
+        whole: the routing of the whole batch, if this one has only some of its rows, or None.
+        sums: (unique ids, the index among them of each row), by which gradients of equal ids are summed. None to
+            compute it when the gradients arrive.
         owner: (R,) the rank that reads each row, if only the device knows, or None if `counts` is known.
-        rest: if these rows are sent first, a function that returns the routings of the others, in pieces.
-        held_ids: (M,) the rows of this rank's shard that any rank reads, rank after rank.
+        rest: if these rows are sent first, a function that returns the routings of the batch's other rows, in pieces.
+        held_ids: (M,) those of `ids` whose rows are in this rank's shard, rank after rank.
         counts_by_row: for each rank, how many rows it reads from each row of the grid.
         own_positions: (U,) the positions of this rank's rows among those of its batch, grouped by row of the grid, or
             None for all on a grid of one row.
@@ -77,10 +80,10 @@ class Routing:
         self.own_positions = order if places is None else places.index_select(0, order)
 
     def select(self, mask: Tensor, but: Sequence[Routing] | None = None) -> Routing:
-        """Returns the routing of the rows that a mask (R,) selects.
+        """Returns the routing of only those rows that a mask (R,) selects.
 
         Args:
-            but: routings of all other rows, if known, so that no size is read from the device.
+            but: routings that together have all other rows, if known. Then no size is read from the device.
         """
         places = mask.nonzero().view(-1)
         if but is None:  # the host reads the number of each rank's rows once
@@ -94,7 +97,8 @@ class Routing:
     def split_pieces(
         self, places: Tensor, counts: Sequence[tuple[int, ...]], sums: Sequence[Sums] = ()
     ) -> list[Routing]:
-        """Returns the routings of consecutive pieces of the rows at `places` (R',).
+        """Takes the rows at positions `places` (R',) of this routing, and divides them into consecutive pieces. Returns
+        the routing of each piece.
 
         Args:
             counts: for each piece, how many of its rows each rank reads.
@@ -111,22 +115,23 @@ class Routing:
 
 
 def remaining_counts(counts: tuple[int, ...], taken: Iterable[tuple[int, ...]]) -> tuple[int, ...]:
-    """Returns how many rows of each rank remain when some are taken."""
+    """Returns how many rows of each rank remain: `counts` minus all of `taken`, each with one number per rank."""
     for each in taken:
         counts = tuple(map(sub, counts, each))
     return counts
 
 
 def cut_batches(current: Routing, following: Routing, isin: IsIn, chunks: int) -> tuple[Routing, Routing]:
-    """Splits the rows of two consecutive batches: gradients in prior and delayed ones, rows in early and late ones
-    (EmbRace, ICPP 2022, section 4.2).
+    """Splits the rows of two consecutive batches by whether both batches read them (EmbRace, ICPP 2022, section 4.2).
 
     Args:
-        isin: returns which ids are among others.
+        current, following: which rows each rank reads for this batch and for the next one.
+        isin: returns a mask of the ids that are among others.
         chunks: in how many pieces delayed gradients are sent.
 
-    Returns: this batch's prior rows, which the next batch reads, and the next batch's early rows, which this batch does
-        not read. The `rest` of the former is delayed, in chunks, and the `rest` of the latter is late, in one piece.
+    Returns: this batch's prior rows, which the next batch reads too, so that their gradients are sent first; and the
+        next batch's early rows, which this batch does not read. The `rest` of the former are this batch's delayed rows,
+        in `chunks` pieces. The `rest` of the latter are the next batch's late rows, in one piece.
     """
     is_late = isin(following.ids, current.ids)
     is_prior = isin(current.ids, following.ids)
@@ -135,7 +140,7 @@ def cut_batches(current: Routing, following: Routing, isin: IsIn, chunks: int) -
     delayed = list[Routing]()
 
     def split_delayed() -> list[Routing]:
-        """Returns the routings of the delayed rows, one for each piece, which it makes at the first call."""
+        """Returns the routing of each piece of the delayed rows. Computes them in the first call only."""
         if not delayed:
             for k, mask in enumerate(split_in_chunks(current.ids, ~is_prior, chunks), 1):
                 delayed.append(current.select(mask, but=[prior, *delayed] if k == chunks else None))
@@ -153,9 +158,10 @@ IsIn = Callable[[Tensor, Tensor], Tensor]
 
 
 def membership(num_rows: int, device: torch.device) -> IsIn:
-    """Returns a function that tests which row ids are among other ones, for one table.
+    """Returns a function that tests which of a table's row ids are among other ids.
 
-    The test keeps one mark per row, and one for no row. For a large table on the CPU it sorts the other ids instead.
+    It marks the other ids in a mask with an entry for each row, and one more for padding. For a large table on the CPU,
+    it sorts the other ids instead.
     """
     is_marked = device.type != "cpu" or num_rows <= MOST_MARKED
     marks = torch.zeros((num_rows + 1 if is_marked else 0,), dtype=torch.bool, device=device)
@@ -174,9 +180,10 @@ def membership(num_rows: int, device: torch.device) -> IsIn:
 
 
 def split_in_chunks(ids: Tensor, mask: Tensor, chunks: int) -> list[Tensor]:
-    """Splits the masked ids into `chunks` masks of about equal size. Equal ids stay in the same mask.
+    """Splits the ids (R,) that a mask (R,) selects into `chunks` parts of about equal size. Returns a mask for each
+    part. Equal ids are in the same part.
 
-    A row whose gradients came in two chunks would be updated twice.
+    Otherwise a row whose gradients came in two parts would be updated twice.
     """
     if chunks == 1:
         return [mask]
@@ -190,10 +197,10 @@ def split_in_chunks(ids: Tensor, mask: Tensor, chunks: int) -> list[Tensor]:
 
 @lru_cache(maxsize=16)
 def _by_rank(sizes: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Returns, if each rank r has `sizes[r]` rows, the rank of each row and its index within the rank; both (R,)
-    int64.
+    """Returns, for rows in rank order of which each rank r has `sizes[r]`, the rank of each row and its index among the
+    rank's rows; both (R,) int64.
 
-    The tensors are shared; do not write to them.
+    The tensors are cached; do not write to them.
     """
     owner = [torch.full((size,), rank, device=device) for rank, size in enumerate(sizes)]
     return torch.cat(owner), torch.cat([torch.arange(size, device=device) for size in sizes])
@@ -201,7 +208,9 @@ def _by_rank(sizes: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tens
 
 @lru_cache(maxsize=64)
 def _delayed_bounds(num_rows: int, device: torch.device) -> Tensor:
-    """Returns the sort keys (2,) at which delayed rows begin and end. The tensor is cached; do not write to it."""
+    """Returns the sort keys (2,) at which delayed rows begin and end: 0 and `num_rows`, because rows that are not
+    delayed have negative keys. The tensor is cached; do not write to it.
+    """
     return torch.arange(0, 2 * num_rows, num_rows, device=device)
 
 
@@ -213,7 +222,7 @@ class PaddedRouting:
     """Which rows of one table all ranks read for the next batch, padded to a fixed size on a device.
 
     Attributes:
-        ids: the ids, and in padding entries the table's number of rows.
+        ids: the ids, rank after rank. Padding entries come last, and have the table's number of rows as id.
         owner, is_row: for each entry, the rank that reads the row, and whether it is a row rather than padding.
         counts: (N,) how many rows each rank reads.
     """
@@ -225,11 +234,11 @@ class PaddedRouting:
 
 
 def route_padded(packed: Tensor, capacities: Sequence[Sequence[int]], table: int, num_rows: int) -> PaddedRouting:
-    """Extracts the rows of one table that all ranks read from their padded ids.
+    """Extracts the rows of one table that all ranks read from the ids gathered from all ranks.
 
     Args:
-        packed: (N, T + M): for each rank its T numbers of rows, then its ids table after table, each padded to its
-            capacity.
+        packed: (N, T + M): for each of N ranks, its number of rows in each of T tables, then its ids table after table,
+            each table's padded to the table's capacity.
         capacities: for each rank, the capacity of each table.
         table: the index of the table.
         num_rows: the number of the table's rows.
@@ -246,16 +255,15 @@ def route_padded(packed: Tensor, capacities: Sequence[Sequence[int]], table: int
 
 
 class SplitAhead:
-    """Splits a table's rows of two consecutive batches on a device, before the host knows how many rows each part
-    has.
+    """Splits a table's rows of two consecutive batches on a device, before the host knows how many rows each part has.
 
-    A stable sort by kind puts the places of each piece after those of the previous piece, so that the host can cut once
-    it has read the sizes. A sort by kind and id puts the rows of each sum next to each other.
+    A stable sort by part puts the positions of each part after those of the previous one, so that the host can slice
+    once it has read the sizes. A sort by part and id puts rows whose gradients are summed next to each other.
 
     Args:
         current: the routing of the batch whose rows have been sent.
         following: the padded routing of the next batch.
-        isin: returns which ids are among others; used on this stream only.
+        isin: returns a mask of the ids that are among others; used on this stream only.
         num_rows: the number of the table's rows.
         chunks: in how many pieces delayed gradients are sent.
         padding_rows: the rows that get no gradient.
@@ -303,14 +311,15 @@ class SplitAhead:
         """All sizes, in the order that `cut_batches` expects: int64, of a length that the host knows."""
 
     def tensors(self) -> list[Tensor]:
-        """Returns the tensors that another CUDA stream will read."""
+        """Returns the tensors of the split, which another CUDA stream will read."""
         return [self._following.ids, self._following.owner, self._ahead, self._places, self._sums, self._ids]
 
     def cut_batches(self, ids: Tensor, counts: tuple[int, ...], sizes: Sequence[int]) -> tuple[Routing, Routing]:
-        """Returns what the function `cut_batches` returns, once the host has read the sizes of the parts.
+        """Returns this batch's prior rows and the next batch's early rows, like the function `cut_batches`.
 
         Args:
             ids, counts: the ids of the next batch, and how many each rank reads.
+            sizes: the numbers in `self.sizes`, which the host has read.
         """
         current, ranks, chunks = self._current, self._ranks, self._chunks
         following = Routing(ids, counts, current.grid, current.rank, owner=self._following.owner[: sum(counts)])
@@ -333,7 +342,11 @@ class SplitAhead:
 
 
 def _chunk_bounds(ordered: Tensor, chunks: int) -> Tensor:
-    """Returns the sort keys (chunks - 1,) at which `split_in_chunks` divides the delayed rows."""
+    """Returns the sort keys (chunks - 1,) at which delayed rows are divided into chunks of about equal size.
+
+    Args:
+        ordered: the sort keys of all rows, ascending; negative for rows that are not delayed.
+    """
     if not ordered.numel():
         return ordered.new_zeros(chunks - 1)
     begin = torch.searchsorted(ordered, ordered.new_zeros(1))

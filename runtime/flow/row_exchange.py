@@ -49,7 +49,7 @@ class RowExchange:
 
     Args:
         table: the table, of which this rank has a shard.
-        delayed_chunks: in how many pieces delayed gradients are sent.
+        delayed_chunks: in how many pieces gradients are sent that the next batch does not need.
         overlaps: whether rows and gradients may be sent in another step than their batch's.
 
     Attributes:
@@ -98,12 +98,11 @@ class RowExchange:
     def submit_rows(
         self, launch: OperationId, shard: Tensor, ids: Tensor, counts: Tensor, table: str, dtype: torch.dtype, name: str
     ) -> None:
-        """Looks up a batch's rows, and submits their exchange: all rows, or the late ones if early ones have been
-        sent.
+        """Looks up rows of the table for all ranks, and submits their exchange.
 
         Args:
-            launch: the id of the exchange, which says whether the rows are all, early or late. Early rows are those of
-                the last `cut_batches`.
+            launch: the id of the exchange, which says which of a batch's rows to send. Early ones are those that the
+                last `cut_batches` has found for the next batch; late ones are the rest of that batch.
             ids, counts: the ids that all ranks read, and how many each rank reads; unused for early rows.
         """
         rows = self._early if launch.part == "early" else self._begin_batch(ids, counts)
@@ -112,7 +111,7 @@ class RowExchange:
         self._recorder.mark(compute_id("update", launch.what) if self._recorder.segment is not None else EARLY)
 
     def _begin_batch(self, ids: Tensor, counts: Tensor) -> Routing:
-        """Begins a batch's forward. Returns which of its rows have not been sent yet."""
+        """Begins the forward of the batch that reads these ids. Returns which of its rows have not been sent yet."""
         early, batch = self._early, self.routing(ids, counts)
         if early is not None and early.whole is batch:
             (late,) = early.rest()
@@ -126,8 +125,8 @@ class RowExchange:
     def await_rows(
         self, launch: OperationId, ids: Tensor, counts: Tensor, table: str, dtype: torch.dtype, name: str
     ) -> Tensor:
-        """Waits for all, early or late rows of this rank, and returns them as received, flat. Returns an empty tensor
-        for early rows that were not sent separately.
+        """Waits for the rows of this rank that the exchange `launch` sends, and returns them as received, flat. Returns
+        an empty tensor if no such exchange is in flight, because early rows were not sent.
         """
         self._recorder.pause_segment()
         for ticket, _ in self.sent:
@@ -151,28 +150,29 @@ class RowExchange:
         return joined.view(-1)
 
     def _end_batch(self) -> None:
-        """Drops the rows of the batch."""
+        """Forgets the rows in flight, and which rows were sent early."""
         self.sent, self._early, self._preview = [], None, None
 
     def _submit_lookup(self, launch: OperationId, routing: Routing, dtype: torch.dtype) -> None:
-        """Looks up rows, and submits their exchange."""
+        """Looks up the rows in this rank's shard that `routing` has, and submits their exchange."""
         ids = routing.held_ids
         self.table.record(ids, routing.all_ids)
         rows = self._predict_rows(ids).to(dtype) if launch.part == "early" else self.table.look_up(ids, dtype)
         self.sent.append((self._launch(launch, rows, routing.counts_by_row), routing))
 
     def all_to_all_rows(self, launch: OperationId, columns: Tensor, counts: Tensor, *_: object) -> Ticket:
-        """Submits the exchange of all rows of a batch at once. Returns its ticket.
+        """Submits the exchange of all rows of a batch at once. Returns the ticket to wait for.
 
         Args:
             columns: this rank's columns (M, d) of the rows that any rank reads.
+            counts: how many rows each rank reads.
         """
         ticket = self._launch(launch, columns, counts_as_lists(counts))
         self._recorder.mark(compute_id("update", launch.what))
         return ticket
 
     def _launch(self, launch: OperationId, columns: Tensor, counts: Counts) -> Ticket:
-        """Submits an AlltoAll of columns of rows. Returns its ticket.
+        """Submits an AlltoAll of columns of rows. Returns the ticket to wait for.
 
         Args:
             counts: how many rows each rank gets.
@@ -193,18 +193,18 @@ class RowExchange:
         return self._grid.rows == 1
 
     def can_split(self, ids: Tensor | None) -> bool:
-        """Returns whether the next optimizer step will use only the gradient of the batch with these ids, so that the
-        gradient may be split.
+        """Returns whether the gradient of the batch with these ids may be sent in parts. It may if the batch is that of
+        the last forward, and the next optimizer step will use no other gradient of the table.
         """
         batch = self.gradient.batch
         return batch is not None and batch.ids is ids and not self.table.has_gradient
 
     def cut_batches(self, ids: Tensor, counts: Tensor, found: tuple[Routing, Routing] | None = None) -> None:
-        """Splits the rows of this batch and the next one at the start of a backward.
+        """Splits the rows of this batch and the next one at the start of a backward, by whether both batches read them.
 
         Args:
-            found: the result, if it is already known.
             ids, counts: the ids of the next batch, and how many each rank reads.
+            found: (this batch's rows that the next one reads too, the next batch's other rows), if already known.
         """
         gradient = self.gradient
         gradient.apply()
@@ -217,7 +217,7 @@ class RowExchange:
     # -- early rows ----------------------------------------------------------------------------------------------------
 
     def _predict_rows(self, ids: Tensor) -> Tensor:
-        """Returns rows to send early, as they will be after the next optimizer step."""
+        """Returns the rows `ids` of this rank's shard as they will be after the next optimizer step."""
         before = self.table.look_up(ids, self.table.local.dtype)
         after, options = self.table.predict_rows(ids, before)
         self._preview = ids, before, after
@@ -226,7 +226,7 @@ class RowExchange:
 
     @property
     def usable(self) -> bool:
-        """Whether rows that were sent early may still be valid. Does not compare their values with the table."""
+        """Whether rows that were sent early may still be valid. This does not compare their values with the table."""
         # The batch that ran when early rows were sent does not read them.
         is_of_batch = not self.sent or self.gradient.batch is not None
         return is_of_batch and not self._stale and self._expected is None
@@ -241,7 +241,7 @@ class RowExchange:
         return torch.equal(self.table.peek(ids), before if waits else after)
 
     def record_step(self, *, moved_all: bool, of_all: bool = True, rewritten: bool = False) -> None:
-        """Records an optimizer step. Drops rows that were sent early if the step was not the predicted one.
+        """Records an optimizer step. Marks rows that were sent early as stale if the step was not the predicted one.
 
         Args:
             moved_all: whether the step also changed rows without a gradient.
@@ -264,9 +264,10 @@ class RowExchange:
 
 
 def _write_received(routing: Routing, flat: Tensor, out: Tensor | None, shape: tuple[int, int]) -> Tensor:
-    """Writes received rows to their positions among the batch's rows, and returns the tensor of all rows.
+    """Writes received rows to their positions among all rows that this rank's batch reads. Returns all these rows.
 
     Args:
+        flat: the received rows, columns from one rank after those from another.
         out: the rows (U', D) with the parts received so far, or None to allocate it.
         shape: the shape (U', D) of the batch's rows.
     """

@@ -50,10 +50,10 @@ class RowGradient(PendingUpdate):
 
     Args:
         table: the table.
-        grid: the grid on which the table is sharded.
+        grid: the grid of ranks on which the table is sharded.
 
     Attributes:
-        batch: the rows of the last batch, or None if the gradient of another batch was sent since.
+        batch: the rows that the last batch reads, or None if the gradient of another batch was sent since.
         prior: those rows of `batch` whose gradients are sent first, or None if all are sent together.
         parts: launch -> sent part of the gradient that has not been applied, in launch order.
         step: the optimizer step that will apply the gradient, or None.
@@ -75,14 +75,12 @@ class RowGradient(PendingUpdate):
     # -- from its backward ---------------------------------------------------------------------------------------------
 
     def begin_batch(self, batch: Routing) -> None:
-        """Begins a forward that reads these rows."""
+        """Begins the forward of a batch, given which of the table's rows it reads."""
         self.batch, self.prior = batch, None
 
     def begin_backward(self) -> None:
-        """Applies the update that an optimizer step has left, if the program has no node for it. Delayed parts are
-        applied later.
-
-        Gradients of this backward are sent together, unless rows are cut.
+        """Begins a backward. Applies what is left of the last optimizer step's update, except delayed parts, which are
+        applied later. Until rows are split again, all gradients of this backward are sent together.
         """
         self.prior = None
         left = [launch for launch in self.parts if launch.part != "delayed"] if self.step is not None else ()
@@ -102,8 +100,13 @@ class RowGradient(PendingUpdate):
         scale: float,
         name: str,
     ) -> RowGradient:
-        """Sends gradients (U, D) of this rank's rows, or of their prior or delayed part, to the ranks that own their
-        columns.
+        """Sends gradients (U, D) of this rank's rows, or of the part that `launch` identifies, to the ranks that own
+        their columns.
+
+        Args:
+            ids, counts: the ids of the rows that all ranks read, and how many each rank reads.
+            padding_rows: the rows that get no gradient.
+            scale: the factor by which summed gradients are multiplied.
 
         Returns:
             This object, which represents the gradient among the backward's outputs.
@@ -124,7 +127,7 @@ class RowGradient(PendingUpdate):
         return self
 
     def _submit_rows(self, launch: OperationId, rows: Tensor, routing: Routing) -> None:
-        """Packs gradients of rows, and submits their exchange."""
+        """Packs those gradients of `rows` that `routing` selects, and submits their exchange."""
         self._table.record(routing.held_ids, routing.all_ids)
         ticket = self._launch(launch, _pack_columns(routing, rows), routing.counts_by_row, rows.shape[1])
         self.parts[launch] = ticket, routing
@@ -132,16 +135,22 @@ class RowGradient(PendingUpdate):
     def all_to_all_gradients(
         self, launch: OperationId, flat: Tensor, counts: Tensor, embedding_dim: int, *_: object
     ) -> Ticket:
-        """Submits the exchange of all row gradients of a batch, for which the same backward waits. Returns its ticket.
+        """Submits the exchange of all row gradients of a batch. The same backward waits for the returned ticket.
 
         Args:
-            flat: (U * D,), in blocks by receiving rank.
+            flat: the gradients (U * D,), in blocks by receiving rank.
+            counts: how many rows each rank reads.
         """
         self._recorder.mark(compute_id("backward", launch.what))
         return self._launch(launch, flat, counts_as_lists(counts), embedding_dim)
 
     def _launch(self, launch: OperationId, flat: Tensor, counts: Counts, width: int) -> Ticket:
-        """Submits an AlltoAll of packed row gradients. Returns its ticket."""
+        """Submits an AlltoAll of packed row gradients (`flat`). Returns the ticket to wait for.
+
+        Args:
+            counts: how many rows each rank reads.
+            width: the number of columns of the table.
+        """
         kept = counts[self._communicator.rank][self._row] * self._columns
         return self._launcher.submit(
             launch,
@@ -150,18 +159,18 @@ class RowGradient(PendingUpdate):
         )
 
     def deliver(self, absent: Collection[str] = (), *, unreduced: bool = False) -> None:
-        """Stores the gradient in the `.grad` of the table's parameters, or adds it there.
+        """Sets the `.grad` of the table's parameters to this gradient, or adds it to a gradient that is already there.
 
         Args:
             absent: names of parameters that get no gradient from this backward.
-            unreduced: whether the gradient is this rank's own, under `no_sync`.
+            unreduced: whether the gradient is only this rank's own, as under `no_sync`.
         """
         self._late = GradientFuture(self._make_wait())
         self._table.gradient.deliver(self._late, absent, unreduced=unreduced)
 
     def _make_wait(self) -> Callable[[], list[Sequence[Rows]]]:
-        """Returns a function that waits for the gradient, and returns it split by parameter. It refers to the model
-        weakly.
+        """Returns a function that waits for the gradient, and returns it split by parameter. It does not keep the model
+        alive.
         """
         found, by, split = ref(self._table), ref(self._launcher), self._table.split
         parts, how = tuple(self.parts.values()), self._how  # copy the parts, because a step removes some of them
@@ -191,13 +200,15 @@ class RowGradient(PendingUpdate):
         return self._late is not None
 
     def may_defer(self) -> bool:
-        """Returns whether an optimizer step can leave applying the gradient, while in flight, to the next forward."""
+        """Returns whether the gradient is in flight and an optimizer step can leave its update to the next forward."""
         if not self.waiting or self._late is None:
             return False
         return self._table.gradient.count_in_flight(self._late) == len(self._table.members) and self._table.can_defer()
 
     def begin_step(self) -> SparseUpdate:
-        """Records that the optimizer has stepped, with its current options. The next forward applies the update."""
+        """Records that the optimizer has stepped, with its current options. The next forward applies the returned
+        update.
+        """
         self.step = self._table.begin_step()
         return self.step
 
@@ -215,29 +226,32 @@ class RowGradient(PendingUpdate):
             self._clear()
 
     def _clear(self) -> None:
-        """Drops the parts that were sent, and the optimizer step that waits for them."""
+        """Forgets the parts that were sent, and the optimizer step that would apply them."""
         self.parts, self.step, self._late = {}, None, None
 
     # -- the update ----------------------------------------------------------------------------------------------------
 
     def with_rows(self) -> tuple[SparseUpdate, Rows]:
-        """Waits for all parts. Returns the optimizer step that applies the gradient, and its ids and rows."""
+        """Waits for all parts of the gradient. Returns the optimizer step that applies it, and its ids and rows."""
         assert self.step is not None
         rows, self.parts = self._wait_for_rest(), {}
         return self.step, sum_rows(rows)
 
     def update_rows(self, launch: OperationId, shard: Tensor, *_: object) -> Tensor:
-        """Applies one part of the gradient to the table, and returns the shard, by which the graph orders its nodes."""
+        """Applies the part of the gradient that `launch` identifies to the table. Returns `shard`, so that nodes of the
+        graph that read it run after the update.
+        """
         self.apply(launch)
         if self._recorder.segment is None:
             self._recorder.mark(EARLY)
         return shard
 
     def apply(self, launch: OperationId | None = None) -> None:
-        """Applies one part of the gradient, or all parts that an optimizer step has left. The last delayed part also
-        applies the step to all other rows.
+        """Applies one part of the gradient, or all that is left if `launch` is None, under the optimizer step that has
+        used it. The last delayed part also applies the step to all other rows.
 
-        Parts that arrive before the next lookup are kept for the step if no step has taken the gradient yet.
+        If no optimizer step has used the gradient yet, nothing is applied. Given a part that is not delayed, this then
+        waits for the gradient, which stays in `.grad`.
         """
         if self.step is None:
             if launch is not None and launch.part != "delayed":
@@ -262,15 +276,16 @@ class RowGradient(PendingUpdate):
             self.step.apply(ids, rows)
 
     def _wait_for_rest(self) -> list[Rows]:
-        """Waits for the parts that have not been applied, and returns their ids and rows."""
+        """Waits for the parts that have not been applied. Returns the ids and gradient rows of each."""
         return _wait_out_of_order(self.parts.values(), self._table, self._launcher, self._how)
 
 
 def _pack_columns(routing: Routing, rows: Tensor) -> Tensor:
-    """Packs gradient rows (U', D) for sending: flat (U * D,), in blocks by receiving rank.
+    """Packs the gradients of the rows that `routing` selects from `rows` (U', D): flat (U * D,), in blocks by receiving
+    rank.
 
     Args:
-        routing: which ranks own columns of the rows.
+        routing: which rows this rank reads, and the grid on which columns are divided among ranks.
     """
     positions, columns = routing.own_positions, routing.grid.columns
     if positions is None:
@@ -283,7 +298,15 @@ def _pack_columns(routing: Routing, rows: Tensor) -> Tensor:
 def sum_received(
     routing: Routing, flat: Tensor, dtype: torch.dtype, columns: int, padding_rows: tuple[int, ...], scale: float
 ) -> tuple[Tensor, Tensor]:
-    """Sums the received gradients (M, d) of all ranks by row. Returns ids (K,) and rows (K, d)."""
+    """Sums the gradients received from all ranks by row. Returns ids (K,) and sums (K, d).
+
+    Args:
+        routing: which rows each rank reads.
+        flat: the received gradients (M * d,).
+        columns: the number of columns that this rank has (d).
+        padding_rows: ids to leave out.
+        scale: the factor of the sums.
+    """
     flat = flat.to(dtype)
     if routing.sums is None:
         ids, rows = coalesce(routing.held_ids, flat, columns, padding_rows, scale)
@@ -293,7 +316,11 @@ def sum_received(
 
 
 def _wait_for_parts(parts: Iterable[Sent], table: Table, launcher: Launcher, how: How) -> list[Rows]:
-    """Waits for parts of a gradient, and returns their ids and rows."""
+    """Waits for parts of a table's gradient. Returns the ids and summed gradient rows of each.
+
+    Args:
+        how: dtype, columns, padding rows and scale for `sum_received`.
+    """
     found = []
     for ticket, routing in parts:
         ids, rows = sum_received(routing, launcher.wait(ticket), *how)
@@ -303,6 +330,11 @@ def _wait_for_parts(parts: Iterable[Sent], table: Table, launcher: Launcher, how
 
 
 def _wait_out_of_order(parts: Iterable[Sent], table: Table, launcher: Launcher, how: How) -> list[Rows]:
-    """Waits for parts of a gradient, even if launches that come earlier in the order are not submitted."""
+    """Waits for parts of a table's gradient, even if launches that come earlier in the order are not submitted. Returns
+    the ids and summed gradient rows of each.
+
+    Args:
+        how: dtype, columns, padding rows and scale for `sum_received`.
+    """
     with launcher.flushing():  # rows of the next forward may come before the gradients in the launch order
         return _wait_for_parts(parts, table, launcher, how)

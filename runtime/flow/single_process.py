@@ -37,7 +37,7 @@ class _PendingCounts:
     """Numbers of unique rows that are being copied from a device to the host.
 
     Args:
-        counts: scalars of int64.
+        counts: the numbers on the device, 0-d int64.
     """
 
     def __init__(self, streams: Streams, counts: Sequence[Tensor]) -> None:
@@ -54,7 +54,7 @@ class SingleProcessRows:
     """Finds the unique rows of batches on a device, in a single process, without waiting for their number.
 
     Args:
-        tables: the model's tables. They are told which ids on the host include those on the device.
+        tables: name -> table, which records that the ids of its gradient are among the batch's ids.
     """
 
     def __init__(self, streams: Streams, tables: Mapping[str, Member]) -> None:
@@ -62,7 +62,9 @@ class SingleProcessRows:
         self._counts: Any = WeakTensorKeyDictionary()
 
     def kernel(self, node: fx.Node) -> Callable[..., Any] | None:
-        """Returns the function that runs a node of the ids phases or of the backward in a single process, or None."""
+        """Returns the function that runs a graph node in a single process in place of its op's kernel, or None to run
+        the kernel.
+        """
         match op_name(node):
             case "embrace::unique_ids":
                 return self.unique_ids
@@ -90,7 +92,9 @@ class SingleProcessRows:
         return None
 
     def unique_ids(self, ids: Sequence[Tensor], num_rows: int, padding_idx: int) -> list[Tensor]:
-        """Runs the op `unique_ids` with tensors whose sizes the host knows, by padding them."""
+        """Runs the op `unique_ids`. Pads the unique ids, so that the host knows their tensor's size without waiting for
+        the device.
+        """
         rows, count, where = padded_unique_ids(ids, num_rows, padding_idx)
         self._counts[rows] = count
         return [rows, *where]
@@ -98,7 +102,8 @@ class SingleProcessRows:
     def coalesce(
         self, ids: Tensor, flat: Tensor, columns: int, padding_rows: Sequence[int], scale: float
     ) -> list[Tensor]:
-        """Runs the op `coalesce` for unique ids: removes padding entries, and the padding row, which comes first.
+        """Runs the op `coalesce` for padded unique ids: removes padding entries, and the padding row, which comes
+        first. Returns [ids, gradient rows times `scale`].
 
         Raises:
             PeerFailure: the batch has an id outside of the table.
@@ -138,7 +143,7 @@ def runs_without_counts(graph: TrainingGraph) -> bool:
 
 
 def _is_rows(node: fx.Node) -> bool:
-    """Returns whether a value is a tensor of unique rows, or a result of `unpack_ids` for it."""
+    """Returns whether a node's value is a table's unique rows, or a result of the op `unpack_ids`."""
     source = node.all_input_nodes[0] if node.all_input_nodes else node
     return op_name(source) == "embrace::unpack_ids" or (
         op_name(source) == "embrace::unique_ids" and node.args[1:] == (0,)

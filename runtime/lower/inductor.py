@@ -123,8 +123,8 @@ def _plain_mode() -> Iterator[None]:
 
 
 def _is_capturable(region: Region) -> bool:
-    """Returns whether a CUDA graph can capture a region: sizes are fixed, all tensors are on CUDA, and no replay
-    overwrites a result before it is read.
+    """Returns whether a CUDA graph can capture a region: all sizes are fixed, all tensors are on CUDA, and no result is
+    read after the next replay may have overwritten it.
     """
     values = _traced_tensors(region)
     sizes = (size for value in values for size in value.shape)
@@ -138,7 +138,9 @@ def _traced_tensors(region: Region) -> list[Tensor]:
 
 
 def _cache_key(value: Any) -> str:
-    """Returns everything about an input on which the compiled code depends."""
+    """Returns, as text, all properties of a region's input on which the compiled code depends: a tensor's shape,
+    strides, dtype and device, or the value itself.
+    """
     if not isinstance(value, Tensor):
         return str(value)
     return f"{tuple(value.shape)} {value.stride()} {value.dtype} {value.device}"

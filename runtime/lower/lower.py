@@ -48,12 +48,12 @@ def lower_phase(
     call: Call = lambda node: None,
     compile_region: Callable[[Region], Compiled | None] | None = None,
 ) -> Phase:
-    """Returns a Python function that runs a phase.
+    """Converts the graph of a phase, such as the forward or the backward, to a Python function that runs it.
 
     Args:
-        module: a phase, whose placeholders and outputs have roles.
-        call: returns the runtime function that runs a node, or None for a kernel or one of torch's ops.
-        compile_region: compiles the compute between two communications, or None to call each op separately.
+        module: the phase's graph, in which placeholders and outputs have roles.
+        call: returns the runtime function that a node calls, or None to call a kernel or one of torch's ops.
+        compile_region: compiles a region, the compute between two communications. None to call each op separately.
     """
     kernels: dict[str, Callable[..., Any]] = {**LOCAL, **rnn.KERNELS}
     graph = fx.Graph()
@@ -83,9 +83,9 @@ def lower_phase(
 
 
 def phase_source(phase: Phase) -> str:
-    """Returns the Python code of a phase, with each line's launch as a comment.
+    """Returns the Python source of a lowered phase. Each line that launches a collective has its id as a comment.
 
-    Values that die with a line are left out. A call of the runtime has the name of its method.
+    Assignments that only free values are left out, and calls of runtime methods are shown by the methods' names.
     """
     module = phase.__self__  # type: ignore[attr-defined]  # a method of its GraphModule
     known, lines = {node.name: node for node in module.graph.nodes}, list[str]()
@@ -118,10 +118,10 @@ def _write_in_place(graph: fx.Graph) -> None:
 
 @cache
 def _fast_call(op: torch._ops.OpOverload) -> Callable[..., Any]:
-    """Returns the function in C++ that runs an op with the least overhead.
+    """Returns the callable that runs an op with the least overhead.
 
-    This is torch's own binding if it is known to take the same arguments, because it reads them at half the cost. Other
-    ops use the function that every op has.
+    It is torch's own Python binding if that is known to take the op's arguments, and otherwise the op's dispatcher
+    call.
     """
     name = op._schema.name.removeprefix("aten::")
     if str(op).removeprefix("aten.") in _BOUND:
@@ -149,7 +149,7 @@ _BOUND = frozenset(
 
 
 def _is_in_flight(node: fx.Node) -> bool:
-    """Returns whether a value is the result of a collective in flight, so that only its wait returns a tensor."""
+    """Returns whether a node launches a collective, so that its value is a tensor only after a `wait_tensor`."""
     return any(op_name(user) == "_c10d_functional::wait_tensor" for user in node.users)
 
 

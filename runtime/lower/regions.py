@@ -90,7 +90,9 @@ def _compilable_runs(graph: fx.Graph) -> Iterator[dict[fx.Node, None]]:
 
 
 def _is_compute(node: fx.Node) -> bool:
-    """Returns whether a node can be part of a region."""
+    """Returns whether a node can be compiled: a pure ATen or prims op without randomness or data-dependent sizes, or a
+    computation of sizes.
+    """
     if node.op != "call_function" or any(n.meta.get("val") is None for n in node.all_input_nodes):
         return False
     value, target = node.meta.get("val"), node.target
@@ -119,15 +121,17 @@ def _move_items_to_tuples(graph: fx.Graph) -> None:
 
 
 def _inputs_of(nodes: Collection[fx.Node], others: Sequence[fx.Node]) -> list[fx.Node]:
-    """Returns the values that these nodes read from other nodes, each once, except those in `others`."""
+    """Returns the distinct nodes outside of `nodes` whose values `nodes` read, except those in `others`."""
     found = (source for node in nodes for source in node.all_input_nodes)
     return [source for source in dict.fromkeys(found) if source not in nodes and source not in others]
 
 
 def _symbols_for(graph: fx.Graph, nodes: Collection[fx.Node]) -> list[fx.Node] | None:
-    """Returns the nodes that compute the symbols in a region's sizes, or None if no node computes one of them.
+    """Returns nodes whose values are the symbolic sizes that a region needs and cannot read from the sizes of its
+    inputs. Inserts such nodes where needed. Returns None if a size cannot be computed before the region.
 
-    The compiled form reads a symbol that is the size of an input from that input.
+    Args:
+        nodes: the region's nodes.
     """
     inputs = _inputs_of(nodes, ())
     needed = {str(symbol) for node in (*inputs, *nodes) for symbol in _free_symbols(node.meta["val"])}
@@ -151,8 +155,8 @@ def _free_symbols(value: Any) -> set[Any]:
 
 
 def _sizes(node: fx.Node) -> Iterator[tuple[str, int | None]]:
-    """Yields (size as text, dimension) for each size of a value. The dimension is None if the value itself is a
-    size.
+    """Yields (size as text, dimension) for each symbolic size of a node's value. The dimension is None if the value
+    itself is a symbolic size.
     """
     value = node.meta.get("val")
     if isinstance(value, torch.SymInt):
@@ -163,7 +167,12 @@ def _sizes(node: fx.Node) -> Iterator[tuple[str, int | None]]:
 
 
 def _size_node(graph: fx.Graph, source: fx.Node, dim: int, first: fx.Node) -> fx.Node:
-    """Inserts a node that reads a size of a value right after the value, so that the value need not be kept for it."""
+    """Inserts a node that computes the size of dimension `dim` of `source`, and returns it. It comes directly after
+    `source`, so that `source` need not be kept in memory until the size is used.
+
+    Args:
+        first: the node before which the new node must come.
+    """
     after = source
     while after.next is not first and after.next.op in ("placeholder", "get_attr"):
         after = after.next
@@ -176,7 +185,12 @@ def _size_node(graph: fx.Graph, source: fx.Node, dim: int, first: fx.Node) -> fx
 def _extract_region(
     root: fx.GraphModule, nodes: Collection[fx.Node], inputs: Sequence[fx.Node], outputs: Sequence[fx.Node]
 ) -> Region:
-    """Copies nodes to a region of their own."""
+    """Copies nodes into the graph of a new region, and returns the region. The original graph does not change.
+
+    Args:
+        root: the module that owns the graph's constants.
+        inputs, outputs: the nodes that the region reads, and those of its nodes that are read outside of it.
+    """
     graph = fx.Graph()
     env: dict[fx.Node, fx.Node] = {}
     for k, node in enumerate(inputs):
@@ -194,14 +208,18 @@ def _extract_region(
 
 
 def _is_fixed(node: fx.Node) -> bool:
-    """Returns whether a node is a parameter, buffer or shard, possibly after its pending update."""
+    """Returns whether a node's value is at the same memory address in every step: a parameter, buffer or shard, or its
+    update in place.
+    """
     if node.target is operator.getitem:
         node = node.all_input_nodes[0]
     return node.meta.get("fixed", False) is True
 
 
 def _is_copied_within_step(value: fx.Node, user: fx.Node) -> bool:
-    """Returns whether a reader of a value copies the value, rather than viewing it, within the step."""
+    """Returns whether `user`, which reads `value`, uses it only within the step: copies it or computes from it, or
+    saves it for the backward. Otherwise it may hold a view of it or read it later.
+    """
     if user.op == "output":
         returned = zip(user.args[0], user.meta["roles"], strict=True)  # type: ignore[arg-type]
         return all(isinstance(role, Saved) for each, role in returned if each is value)
@@ -217,7 +235,12 @@ def _replace_by_call(
     outputs: Sequence[fx.Node],
     compiled: Compiled,
 ) -> None:
-    """Replaces nodes by one call of their compiled function."""
+    """Replaces a region's nodes by one call of their compiled function, in place.
+
+    Args:
+        nodes: the region's nodes, which are erased.
+        inputs, outputs: the nodes that the region reads, and those of its nodes that are read outside of it.
+    """
     with graph.inserting_before(next(iter(nodes))):
         arguments = graph.call_function(pack_arguments, tuple(inputs))
         results = graph.call_function(compiled, (arguments,))

@@ -47,8 +47,8 @@ class _Layer(NamedTuple):
         return *self.input.shape[:-1], self.h0.shape[1]
 
     def wide(self) -> tuple[Tensor, Tensor, LayerWeights]:
-        """Returns the flat input, the initial state and the weights, in the dtype in which the "loop" kernel
-        computes.
+        """Returns (input (R, I), initial state, weights), cast to the dtype in which the "loop" kernel computes. The
+        input's time steps are flattened.
         """
         dtype = compute_dtype(self.input)
         weights = LayerWeights.from_list([weight.to(dtype) for weight in self.weights])
@@ -56,7 +56,9 @@ class _Layer(NamedTuple):
 
 
 def rnn_layer(*arguments: Any) -> list[Tensor]:
-    """Runs one layer of a recurrent network in one direction, as `embrace_fx.vocabulary.rnn_ops` specifies."""
+    """Runs one layer of a recurrent network in one direction. Returns [output, final hidden state, final cell state of
+    an LSTM, and tensors saved for the backward]. `embrace_fx.vocabulary.rnn_ops` lists the arguments.
+    """
     layer = _Layer(*arguments)
     walk = TimeOrder.of_input(layer.input, layer.batch_sizes, layer.reverse)
     if layer.kernel == "loop":
@@ -68,7 +70,13 @@ def rnn_layer(*arguments: Any) -> list[Tensor]:
 
 
 def rnn_layer_backward(grad_output: Any, grad_h: Any, grad_c: Any, *arguments: Any) -> list[Tensor]:
-    """Computes the gradients of `rnn_layer`, as `embrace_fx.vocabulary.rnn_ops` describes."""
+    """Computes the gradients of `rnn_layer`. Returns [gradient of the input if requested, of h0, of c0 for an LSTM, of
+    each weight].
+
+    Args:
+        grad_output, grad_h, grad_c: the gradients of the output and of the final states, or None.
+        arguments: as `embrace_fx.vocabulary.rnn_ops` lists them.
+    """
     *inputs, results, cell, reverse, kernel, input_grad = arguments
     given: list[Any] = [*inputs, cell, reverse, kernel, True]
     layer, grads = _Layer(*given), (grad_output, grad_h, grad_c)
@@ -123,7 +131,14 @@ def _loop_forward(layer: _Layer, walk: TimeOrder) -> list[Tensor]:
 def _loop_backward(
     grads: _Gradients, layer: _Layer, results: Sequence[Tensor], walk: TimeOrder, input_grad: bool
 ) -> Backward:
-    """Computes a layer's gradients by a Python loop over time steps, from the results of `_loop_forward`."""
+    """Computes a layer's gradients by a Python loop over time steps.
+
+    Args:
+        grads: the gradients of the output, the final hidden state and the final cell state; None where there is none.
+        results: the results of `_loop_forward`.
+        walk: the order in which the forward has processed the time steps.
+        input_grad: whether to compute the gradient of the input.
+    """
     x, h, w = layer.wide()
     output = results[0].reshape(-1, h.shape[1]).to(h.dtype)
     grad_output = _row_gradients(grads[0], grads[1], output, walk)
@@ -137,8 +152,13 @@ def _loop_backward(
 
 
 def _row_gradients(grad_rows: Tensor | None, grad_final: Tensor | None, rows: Tensor, walk: TimeOrder) -> Tensor:
-    """Returns the gradient (R, ...) of each row: its own, plus that of the final state if the row is the last of its
-    sequence.
+    """Adds up the gradients of a layer's rows, where a row is one sequence at one time step. Returns (R, ...).
+
+    Args:
+        grad_rows: the gradient of all rows, or None.
+        grad_final: (B, ...), the gradient of each sequence's final state, added to the row that is processed last. Or
+            None.
+        rows: (R, ...), the rows.
     """
     total = torch.zeros_like(rows)
     if grad_rows is not None:
@@ -160,7 +180,9 @@ def _empty_results(layer: _Layer) -> list[Tensor]:
 
 
 def _mkldnn_weights(weights: Sequence[Tensor]) -> list[Tensor]:
-    """Returns a layer's weights in the form that oneDNN takes."""
+    """Returns the four weights that oneDNN's calls take. If the layer has no biases, its weights stand in for them,
+    unread.
+    """
     # Without biases, pass the weights again: the call has arguments for biases, but does not read them.
     return [weight.contiguous() for weight in (weights if len(weights) == 4 else [*weights, *weights])]
 
@@ -181,7 +203,12 @@ def _mkldnn_forward(layer: _Layer) -> list[Tensor]:
 
 
 def _mkldnn_backward(grads: _Gradients, layer: _Layer, results: Sequence[Tensor]) -> Backward:
-    """Computes a layer's gradients with oneDNN, from the results of `_mkldnn_forward`."""
+    """Computes a layer's gradients with oneDNN.
+
+    Args:
+        grads: the gradients of the output, the final hidden state and the final cell state; None where there is none.
+        results: the results of `_mkldnn_forward`.
+    """
     output, h_n, c_n, workspace = results
     weights, c0 = layer.weights, layer.c0
     assert c0 is not None
@@ -195,8 +222,11 @@ def _mkldnn_backward(grads: _Gradients, layer: _Layer, results: Sequence[Tensor]
 
 
 def _reorder_for_cudnn(rows: Tensor, shape: Sequence[int], walk: TimeOrder) -> Tensor:
-    """Reorders rows between the layer's direction and forward in time, because cuDNN only runs forward. The function is
-    its own inverse.
+    """Reverses every sequence in time if the layer runs backward in time, because cuDNN is only called forward in time.
+    Applying it twice restores the order.
+
+    Args:
+        shape: the shape of the result.
     """
     if not walk.reverse:
         return rows.contiguous()
@@ -219,7 +249,9 @@ def _cudnn_forward(layer: _Layer, walk: TimeOrder) -> list[Tensor]:
 
 
 def _cudnn_inputs(layer: _Layer, walk: TimeOrder, packed_weights: Tensor | None) -> tuple[Any, ...]:
-    """Returns the arguments that cuDNN's forward and backward have in common."""
+    """Returns the first arguments of cuDNN's calls, which are equal in forward and backward: (input, weights, number of
+    weights, packed weights, h0, c0).
+    """
     weights, h0, c0 = list(layer.weights), layer.h0, layer.c0
     states = h0.unsqueeze(0).contiguous(), None if c0 is None else c0.unsqueeze(0).contiguous()
     return _reorder_for_cudnn(layer.input, layer.input.shape, walk), weights, len(weights), packed_weights, *states
@@ -228,7 +260,14 @@ def _cudnn_inputs(layer: _Layer, walk: TimeOrder, packed_weights: Tensor | None)
 def _cudnn_backward(
     grads: _Gradients, layer: _Layer, results: Sequence[Tensor], walk: TimeOrder, input_grad: bool
 ) -> Backward:
-    """Computes a layer's gradients with cuDNN, from the results of `_cudnn_forward`."""
+    """Computes a layer's gradients with cuDNN.
+
+    Args:
+        grads: the gradients of the output, the final hidden state and the final cell state; None where there is none.
+        results: the results of `_cudnn_forward`.
+        walk: the order of the time steps.
+        input_grad: whether to compute the gradient of the input.
+    """
     output, *_, reserve, packed_weights = results
     grad_output, *grad_states = grads
     # cuDNN writes into the reserve while it computes the gradients; an op that changes its arguments is not pure.
@@ -248,7 +287,7 @@ def _cudnn_backward(
 
 
 def _cudnn_sizes(layer: _Layer) -> tuple[int, int, int]:
-    """Returns cuDNN's number for the cell, its hidden size, and its projection's size or 0."""
+    """Returns (cuDNN's number for the kind of cell, the hidden size, the projection's size or 0 without one)."""
     w, cell = LayerWeights.from_list(layer.weights), layer.cell
     state_size = w.hh.shape[1]
     if w.projection is None:

@@ -24,8 +24,8 @@ _tanh_backward = torch.ops.aten.tanh_backward.grad_input
 
 @dataclass(frozen=True)
 class TimeOrder:
-    """The order in which a layer processes its flat rows, which are sorted by time step: forward or backward in
-    time.
+    """The order, forward or backward in time, in which a layer processes its rows. A row is one sequence at one time
+    step. Rows are sorted by time step, as in a packed sequence.
 
     Attributes:
         sizes: the number of rows (sequences) of each time step; it never increases.
@@ -49,8 +49,12 @@ class TimeOrder:
         return steps[::-1] if self.reverse else steps
 
     def previous(self, initial: Tensor, rows: Tensor) -> Tensor:
-        """Returns, for each row, the state before its step: the result of the step before it in its sequence, or the
-        initial state.
+        """Returns, for each row, the state before it is processed: the row of the same sequence that is processed
+        before it, or its initial state. Shaped like `rows` (R, ...).
+
+        Args:
+            initial: (B, ...), the initial state of each sequence.
+            rows: (R, ...), the state after each row.
         """
         states = []
         before = initial
@@ -60,10 +64,10 @@ class TimeOrder:
         return torch.cat(states[::-1] if self.reverse else states)
 
     def ends(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Returns the row indices (B,) at which each sequence is processed first, and those at which it is processed
-        last.
+        """Returns (the row of each sequence that is processed first (B,), the one that is processed last (B,)), as
+        indices.
 
-        Sizes [2, 1], forward: ([0, 1], [2, 1]): sequence 0 has rows 0 and 2, sequence 1 has row 1.
+        Example: with sizes [2, 1], forward, sequence 0 has rows 0 and 2, and sequence 1 has row 1: ([0, 1], [2, 1]).
         """
         alive_TB, row_TB = self._table()
         early = row_TB[0]
@@ -72,9 +76,9 @@ class TimeOrder:
         return _copy_indices(first, device), _copy_indices(last, device)
 
     def reversal(self, device: torch.device) -> Tensor:
-        """Returns the permutation (R,) of rows that reverses every sequence in time. It is its own inverse.
+        """Returns the permutation of rows (R,) that reverses every sequence in time. It is its own inverse.
 
-        Sizes [2, 1]: [2, 1, 0]: sequence 0 (rows 0 and 2) is turned, sequence 1 (row 1) stays.
+        Example: with sizes [2, 1], sequence 0 has rows 0 and 2, which change places: [2, 1, 0].
         """
         alive_TB, row_TB = self._table()
         step_T1 = torch.arange(len(self.sizes), device="cpu").unsqueeze(1)
@@ -82,8 +86,8 @@ class TimeOrder:
         return _copy_indices(row_TB.gather(0, mirrored_TB)[alive_TB], device)
 
     def _table(self) -> tuple[Tensor, Tensor]:
-        """Returns (T, B) masks of whether each sequence has each time step, and the row of each sequence and time
-        step.
+        """Returns (a mask of the time steps that each sequence has (T, B), the row of each sequence at each time step
+        (T, B)).
         """
         sizes_T1 = torch.tensor(self.sizes, device="cpu").unsqueeze(1)
         sequence_B = torch.arange(self.sizes[0], device="cpu")
@@ -91,8 +95,13 @@ class TimeOrder:
 
 
 def step_state(initial: Tensor, before: Tensor, rows: int) -> Tensor:
-    """Returns the state with which a step of `rows` sequences starts: `before` without sequences that have ended, and
-    `initial` for those that begin.
+    """Returns the state (rows, ...) with which a time step starts. Drops sequences that have ended from `before`, or
+    appends the initial states of sequences that begin.
+
+    Args:
+        initial: (B, ...), the initial state of each sequence.
+        before: the state after the step that was processed before.
+        rows: the number of sequences that have this time step.
     """
     if before.shape[0] >= rows:
         return _first_rows(before, rows)
@@ -118,10 +127,13 @@ def _sum_of_biases(w: LayerWeights) -> Tensor | None:
 def _weight_gradients(
     delta_x: Tensor, delta_h: Tensor, x: Tensor, previous: Tensor, w: LayerWeights, input_grad: bool
 ) -> tuple[Tensor | None, list[Tensor]]:
-    """Computes the gradients of the input (R, I), if wanted, and of [input weight, hidden weight, both biases].
+    """Computes the gradients of a layer's input and weights. Returns (gradient of the input (R, I), or None unless
+    `input_grad`; [gradients of the input weight and hidden weight, and of both biases if there are any]).
 
     Args:
-        delta_x, delta_h: gradients (R, G*H) of the products of the input and of the hidden state with their weights.
+        delta_x, delta_h: (R, G*H), the gradients of the input's product with its weight and of the hidden state's.
+        x: (R, I), the input.
+        previous: the hidden state before each row.
     """
     gradients = [delta_x.t() @ x, delta_h.t() @ previous]
     if w.bias_ih is not None:
@@ -131,8 +143,12 @@ def _weight_gradients(
 
 @dataclass(frozen=True)
 class Backward:
-    """The gradients of one layer: of the input (R, I) if wanted, of h0 (B, P), of c0 (B, H) for an LSTM, and of the
-    weights.
+    """The gradients of one layer.
+
+    Attributes:
+        input: the gradient of the input (R, I), or None if it is not needed.
+        h0, c0: the gradients of the initial hidden state (B, P) and cell state (B, H), the latter None unless an LSTM.
+        weights: the gradients of the layer's weights and biases.
     """
 
     input: Tensor | None
@@ -142,8 +158,13 @@ class Backward:
 
 
 def lstm_forward(x: Tensor, h0: Tensor, c0: Tensor, w: LayerWeights, walk: TimeOrder) -> list[Tensor]:
-    """Runs an LSTM layer. Returns [output (R, P), activated gates (R, 4H), cells (R, H), and with a projection its
-    inputs (R, H)].
+    """Runs an LSTM layer. Returns [output (R, P), activated gates (R, 4H), cells (R, H), and with a projection the
+    hidden states before it (R, H)].
+
+    Args:
+        x: (R, I), the input.
+        h0, c0: the initial hidden state (B, P) and cell state (B, H) of each sequence.
+        walk: the order in which to process the time steps.
     """
     hidden_size = c0.shape[1]
     gates = _input_product(x, w.ih, _sum_of_biases(w))
@@ -183,8 +204,13 @@ def lstm_backward(
     walk: TimeOrder,
     input_grad: bool,
 ) -> Backward:
-    """Computes an LSTM layer's gradients from the results of `lstm_forward`. Overwrites `grad_output` (R, P) and
-    `grad_cells` (R, H).
+    """Computes an LSTM layer's gradients. Overwrites `grad_output` and `grad_cells`.
+
+    Args:
+        grad_output, grad_cells: the gradients of the output (R, P) and of the cells (R, H).
+        x, h0, c0, w, walk: as for `lstm_forward`.
+        saved: the results of `lstm_forward`.
+        input_grad: whether to compute the gradient of `x`.
     """
     output, gates, cells, *hidden = saved
     rows, hidden_size = cells.shape
@@ -229,7 +255,13 @@ def lstm_backward(
 
 
 def gru_forward(x: Tensor, h0: Tensor, w: LayerWeights, walk: TimeOrder) -> list[Tensor]:
-    """Runs a GRU layer. Returns [output (R, H), activated gates (R, 3H), recurrent half of the new gate (R, H)]."""
+    """Runs a GRU layer. Returns [output (R, H), activated gates (R, 3H), recurrent half of the new gate (R, H)].
+
+    Args:
+        x: (R, I), the input.
+        h0: (B, H), the initial hidden state of each sequence.
+        walk: the order in which to process the time steps.
+    """
     hidden_size = h0.shape[1]
     gates = _input_product(x, w.ih, w.bias_ih)
     output, new_recurrent = (x.new_empty(x.shape[0], hidden_size) for _ in range(2))
@@ -259,7 +291,13 @@ def gru_backward(
     walk: TimeOrder,
     input_grad: bool,
 ) -> Backward:
-    """Computes a GRU layer's gradients from the results of `gru_forward`. Overwrites `grad_output` (R, H)."""
+    """Computes a GRU layer's gradients. Overwrites `grad_output` (R, H).
+
+    Args:
+        x, h0, w, walk: as for `gru_forward`.
+        saved: the results of `gru_forward`.
+        input_grad: whether to compute the gradient of `x`.
+    """
     output, gates, new_recurrent = saved
     rows, hidden_size = output.shape
     r, z, n = gates.chunk(3, 1)
@@ -302,7 +340,14 @@ def gru_backward(
 
 
 def rnn_forward(x: Tensor, h0: Tensor, w: LayerWeights, walk: TimeOrder, cell: str) -> list[Tensor]:
-    """Runs a plain RNN layer. Returns [output (R, H)], from which the backward can be computed."""
+    """Runs a layer of a plain RNN. Returns [output (R, H)], from which `rnn_backward` can compute the gradients.
+
+    Args:
+        x: (R, I), the input.
+        h0: (B, H), the initial state of each sequence.
+        walk: the order of the time steps.
+        cell: "rnn_tanh" or "rnn_relu".
+    """
     output = _input_product(x, w.ih, _sum_of_biases(w))
     recurrent = w.hh.t()
     activate = torch.Tensor.tanh_ if cell == "rnn_tanh" else torch.Tensor.relu_
@@ -322,7 +367,13 @@ def rnn_backward(
     cell: str,
     input_grad: bool,
 ) -> Backward:
-    """Computes a plain RNN layer's gradients from the result of `rnn_forward`. Overwrites `grad_output` (R, H)."""
+    """Computes a plain RNN layer's gradients. Overwrites `grad_output` (R, H).
+
+    Args:
+        x, h0, w, walk, cell: as for `rnn_forward`.
+        output: the result of `rnn_forward`.
+        input_grad: whether to compute the gradient of `x`.
+    """
     derivative = 1 - output.square() if cell == "rnn_tanh" else (output > 0).to(output.dtype)
     steps = list(zip(walk.steps(grad_output), walk.steps(derivative), strict=True))
     for step in range(len(steps) - 1, -1, -1):
@@ -338,5 +389,5 @@ def rnn_backward(
 
 
 def _copy_indices(numbers: Tensor, device: torch.device) -> Tensor:
-    """Copies indices from the host to a device, without waiting for the device."""
+    """Copies `numbers`, a tensor of indices on the host, to a device without waiting. Returns the copy."""
     return numbers.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else numbers.to(device)

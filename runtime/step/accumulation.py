@@ -39,9 +39,10 @@ class _EagerBackward:
     """The state of a running backward of an eager call.
 
     Attributes:
-        before: parameter -> its `.grad` before the backward, if it had one.
-        kept: parameters in `before` whose hooks must see the sum in `.grad`.
-        reached: parameters whose gradients have been accumulated, in order.
+        before: name of a parameter -> its `.grad` before the backward, if it had one.
+        kept: names of parameters whose `.grad` stays in place during the backward, because their hooks must see the
+            sum.
+        reached: names of parameters whose gradients have been accumulated, in order.
         task: the autograd engine's number for the backward. A nested backward, such as that of a checkpoint, has
             another one.
     """
@@ -175,7 +176,9 @@ class Accumulation:
             step.exchange({}, RuntimeError(_RAISED))
 
     def _finish_backward(self) -> tuple[GradientStep, dict[str, Tensor]]:
-        """Ends the backward, and restores `.grad`. Returns the call, and its gradients in the order of accumulation."""
+        """Ends the backward, and restores `.grad`. Returns the call, and parameter name -> gradient in the order of
+        accumulation.
+        """
         backward, self.backward = self.backward, None
         assert backward is not None
         found = [(name, self.parameters[name].grad) for name in backward.reached]
@@ -196,8 +199,12 @@ class Accumulation:
 
 
 def _on_accumulated(itself: weakref.ref[Accumulation], name: str, *_: Any) -> None:
-    """Called when autograd has accumulated a parameter's gradient. Sends the parameter's bucket if that completes
-    it.
+    """Runs after autograd has accumulated a parameter's gradient, as a hook. Sends the bucket of the parameter once all
+    gradients of the bucket are complete.
+
+    Args:
+        itself: the object that registered the hook.
+        name: the parameter's name.
     """
     accumulation = itself()
     if accumulation is None or (backward := accumulation.backward) is None:
@@ -212,8 +219,12 @@ def _on_accumulated(itself: weakref.ref[Accumulation], name: str, *_: Any) -> No
 
 
 def _on_backward_node(itself: weakref.ref[Accumulation], step: GradientStep | None, *_: Any) -> None:
-    """Called when the first node of a call's backward runs. Begins a backward, or records that the running one contains
-    this call too.
+    """Runs before an autograd node at which a backward of the model may start, as a hook. Begins a backward, or records
+    that the running one goes through this call too.
+
+    Args:
+        itself: the object that registered the hook.
+        step: the call whose result the node computes, or None if the node accumulates a parameter's gradient.
     """
     accumulation = itself()
     if accumulation is None:

@@ -31,7 +31,8 @@ def launch_flags(
     communicator: Communicator,
     streams: Streams | None,
 ) -> Finish:
-    """Starts exchanging the flags of a backward between ranks. Returns a function that waits for them. Collective.
+    """Starts exchanging the flags of a backward: numbers by which each rank tells the others whether its backward has
+    succeeded. Collective.
 
     Args:
         scalars: the step's scalar results, which must be finite.
@@ -40,12 +41,11 @@ def launch_flags(
         streams: the streams of the results' device, or None if they are on the host.
 
     Returns:
-        The function that ends it. Its arguments are the names of tensors written on this rank, the error that ended
-        the backward here, and a function that says whether this rank's results may not be finite without harm to its
-        gradients. It returns the sums over ranks of `used`. On every rank it raises
-            PeerFailure if a rank has failed,
-            RuntimeError if tensors that the backward of any rank reads were written,
-            FloatingPointError if a scalar result of any rank is not finite, and does harm.
+        A function that waits for the flags of all ranks, and returns the sums of `used` over ranks. Its arguments are
+        the names of tensors written on this rank, the error that ended the backward on this rank or None, and a
+        function that returns whether this rank's gradients are valid although a scalar result is not finite. On every
+        rank, it raises PeerFailure if a rank has failed, RuntimeError if any rank has written tensors that the backward
+        reads, and FloatingPointError if a scalar result of a rank is not finite and its gradients are not valid.
     """
     if streams is None or not scalars:
         read = _exchange_flags(scalars, used, written, communicator)
@@ -53,8 +53,12 @@ def launch_flags(
         read = _exchange_flags_on_device(streams, scalars, used, written, communicator)
 
     def finish(names: str, failure: Exception | None, is_harmless: Callable[[], bool]) -> tuple[int, ...]:
-        """Waits for the flags of all ranks. Raises if any rank has failed, or returns how many ranks' backwards reach
-        each parameter.
+        """Waits for the flags of all ranks, and returns the sums of `used` over ranks. Raises if any rank has failed.
+
+        Args:
+            names: the names of tensors written on this rank.
+            failure: the error that ended the backward on this rank, or None.
+            is_harmless: returns whether this rank's gradients are valid although a scalar result is not finite.
         """
         flags, size = read(), communicator.world_size
         not_finite, writes, counts = flags[:size], flags[size : 2 * size], flags[2 * size :]
@@ -80,22 +84,27 @@ def launch_flags(
 
 
 def _list_ranks(counts: Sequence[int]) -> str:
-    """Returns, as text, the ranks whose count is not zero."""
+    """Returns the ranks whose count is not zero, as text separated by commas."""
     return ", ".join(str(rank) for rank, count in enumerate(counts) if count)
 
 
 def _exchange_flags(
     scalars: Sequence[Tensor], used: Sequence[int], written: int, communicator: Communicator
 ) -> Callable[[], list[int]]:
-    """Starts exchanging, for each rank, how many scalars are not finite and `written`; and the sum of `used` over
-    ranks.
+    """Starts exchanging the flags of a backward. The arguments are those of `launch_flags`.
+
+    Returns:
+        A function that waits for the flags and returns them as one list: each rank's number of scalars that are not
+        finite, each rank's `written`, and the sums of `used` over ranks.
     """
     own = [len(scalars) - sum(map(math.isfinite, map(Tensor.item, scalars))), written, *used]
     communicator.progress.record(_NAME)
     launched = communicator.gather_equal(torch.tensor(own, dtype=torch.int64, device="cpu"), "ids")
 
     def read() -> list[int]:
-        """Waits for the flags. Returns them as a flat list, with `used` summed over ranks."""
+        """Waits for the flags. Returns, in one list, each rank's number of scalars that are not finite, each rank's
+        `written`, and the sums of `used` over ranks.
+        """
         flags = communicator.wait(launched, _NAME)
         return [*flags[:, :2].t().flatten().tolist(), *flags[:, 2:].sum(0).tolist()]
 
@@ -105,7 +114,9 @@ def _exchange_flags(
 def _exchange_flags_on_device(
     streams: Streams, scalars: Sequence[Tensor], used: Sequence[int], written: int, communicator: Communicator
 ) -> Callable[[], list[int]]:
-    """Starts exchanging the flags of a backward on a device. The host then waits only for the end of the forward."""
+    """Does the same as `_exchange_flags` for scalars on a device. The host then waits for the forward that computes the
+    scalars, but not for the backward.
+    """
     size, rank = communicator.world_size, communicator.rank
     there = streams.record("loss ready")
     with streams.on("ids", "backward flags"):

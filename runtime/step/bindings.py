@@ -32,10 +32,11 @@ class Bindings:
     """Maps the nodes of one graph to the runtime functions that run them.
 
     Args:
-        buckets: names of the parameters of each bucket that the graph reduces, in launch order, or None.
+        buckets: for each bucket that the graph reduces, in launch order, the names of its parameters; None if it
+            reduces none.
         flow: the pipeline that launches exchanges and keeps updates for the next step.
-        links: the cluster for which the sizes of messages are chosen.
-        copies: offloads and reloads saved values, or None.
+        links: the cluster's links, from which message sizes are chosen.
+        copies: offloads saved values to the host and reloads them, or None.
         keeps_buckets: whether buckets on a host keep their memory from one step to the next.
     """
 
@@ -85,7 +86,7 @@ class Bindings:
         return found and _rename_call(partial(found), node.name)
 
     def _function_of(self, node: fx.Node) -> Callable[..., Any] | None:
-        """Returns the runtime function that runs a node's op, or None if the op runs itself."""
+        """Returns the runtime function that runs a node's op, or None if the op needs none."""
         op, launch = op_name(node), self._flow.launcher.launch_of(node)
         if launch is not None and op in _OF_LAUNCH:
             return partial(_OF_LAUNCH[op](self._flow, launch.what), launch)
@@ -118,7 +119,7 @@ class Bindings:
         name = role.table if isinstance(role, Shard) else role.name
 
         def look_up_rows(shard: Tensor, ids: Tensor) -> Tensor:
-            """Applies the deferred steps of rows, and looks the rows up."""
+            """Returns the table's rows with these ids, after applying their deferred optimizer steps."""
             table = state.spaces.get(name) or state.tables.get(name)
             return lookup(shard, ids) if table is None else table.look_up(ids)
 
@@ -133,7 +134,9 @@ class Bindings:
         names, last = self._buckets[index], index == len(self._buckets) - 1
 
         def reduce_bucket(flat: Tensor, *_: str) -> InFlight:
-            """Reduces a packed bucket with the user's communication hook."""
+            """Starts reducing a packed bucket (`flat`) with the user's communication hook, and returns the reduction in
+            flight.
+            """
             bucket = HookedBucket(flat, [state.parameter(name) for name in names], index, is_last=last)
             return run_comm_hook(comm_hook, flat, bucket)
 
@@ -156,17 +159,19 @@ _OF_LAUNCH: Mapping[str, Callable[[CommPipeline, str], Callable[..., Any]]] = {
 
 
 def _copy_call(copies: Copies, recorder: Recorder, node: fx.Node) -> Callable[..., Any]:
-    """Returns the function that begins an offload or a reload, or that waits for one."""
+    """Returns the function that runs a copy node: it starts or awaits the offload of a value to the host, or its
+    reload.
+    """
     launch, until, name = launch_of(node), compute_up_to(node), op_name(node)
     assert launch is not None
 
     def begin(value: Any, _: str) -> Any:
-        """Begins an offload or a reload."""
+        """Starts offloading a value to the host, or reloading it, and returns the copy in flight."""
         recorder.mark(until)
         return (copies.offload if name == OFFLOAD else copies.reload)(value, launch, recorder)
 
     def end(copied: Any, _: str) -> Any:
-        """Waits for an offload or a reload."""
+        """Waits for the offload or reload `copied`, and returns its result."""
         awaiting = copies.await_offload if name == AWAIT_OFFLOAD else copies.await_reload
         recorder.mark(until)
         with recorder.waiting(launch):
@@ -176,7 +181,11 @@ def _copy_call(copies: Copies, recorder: Recorder, node: fx.Node) -> Callable[..
 
 
 def _rename_call(call: Callable[..., Any], node: str) -> Callable[..., Any]:
-    """Returns a function that calls `call`, under the name by which the program's source code shows it."""
+    """Gives a function the name of the graph node that it runs, for the program's source code. Returns the function.
+
+    Args:
+        node: the node's name.
+    """
     call.__name__ = node
     return call
 
@@ -191,7 +200,16 @@ def _exchange_gradient_(
     group: str,
     group_size: int,
 ) -> InFlight:
-    """Runs the op `exchange_gradient_`: exchanges a gradient sparsely, at once, without a launcher."""
+    """Implements the op `exchange_gradient_`: replaces a gradient by its mean over ranks, in place, and returns it as
+    an exchange that has already ended.
+
+    Args:
+        flat: the gradient, dense (rows * width,) or coalesced COO (rows, width).
+        rows: the number of rows of the gradient.
+        strategy, scheme: how the gradient is exchanged.
+        group: the communication class.
+        group_size: the number of ranks; unused.
+    """
     channel = Channel(communicator.process_group(group))
     with communicator.watching():
         exchange_gradient_(flat, ExchangeKind(rows, strategy, scheme), channel, links)

@@ -29,7 +29,12 @@ class CallNode(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, step: Step, anchor: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
-        """Runs the step's forward."""
+        """Runs the step's forward, and returns its results.
+
+        Args:
+            anchor: a tensor that requires grad, so that the results have a backward even if no input requires grad.
+            inputs: the tensors of the batch that require grad.
+        """
         ctx.step = step
         ctx.set_materialize_grads(False)
         results = call_without_autograd(spanned, "forward", step.forward)
@@ -42,7 +47,11 @@ class CallNode(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *tangents: Tensor | None) -> tuple[Tensor | None, ...]:
-        """Runs the step's backward, and returns the gradients of the inputs."""
+        """Runs the step's backward, and returns the gradients of the inputs.
+
+        Args:
+            tangents: the gradients of the results, None for results without one.
+        """
         program, twice = ctx.step.program, torch.is_grad_enabled()
         program.state.graph_task = torch._C._current_graph_task_id()
         anchor, _ = ctx.next_functions[0]

@@ -71,7 +71,7 @@ class MeanLoss:
         return number
 
     def restore(self) -> None:
-        """Restores this rank's own losses in the objects that the optimizer has received."""
+        """Replaces the means by this rank's own losses, in the objects that were returned to the optimizer."""
         for mean, loss in self._tensors:
             mean.copy_(loss)
         for number in self._numbers:

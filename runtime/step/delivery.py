@@ -75,12 +75,12 @@ class _SortedOutputs:
 
 @dataclass(frozen=True)
 class Delivery:
-    """Stores the gradients that one program's backwards compute: dense ones in `.grad`, rows in tables, those in flight
-    as futures.
+    """Stores the gradients that one program's backwards compute: dense ones in `.grad`, rows in tables, and those still
+    being exchanged as futures.
 
     Attributes:
         synchronised: whether gradients are the mean over all ranks, rather than this rank's own under `no_sync`.
-        own: whether dense gradients are this rank's own, as its gradient hooks expect them.
+        own: whether dense gradients are this rank's own, so that the parameters' gradient hooks must still run on them.
     """
 
     state: ModelState
@@ -135,7 +135,8 @@ class Delivery:
             names, gradients: the parameters' names and their gradients.
             absent: names of parameters that no rank's backward reaches.
             absent_here: names of parameters that this rank's backward does not reach.
-            tangents: the gradients of the model's results, from which the backward began.
+            tangents: the gradients of the model's results, from which the backward began. No `.grad` may share their
+                memory.
         """
         state, given = self.state, set[int]()
         ignored, unreached = state.ignored, absent if self.synchronised else absent_here
@@ -180,7 +181,7 @@ class Delivery:
 
 
 def _deliver_local(state: ModelState, name: str, gradient: Tensor) -> None:
-    """Adds the gradient of a parameter that ranks do not synchronize to its `.grad`, as autograd does."""
+    """Adds a gradient to the `.grad` of a parameter that ranks do not synchronize, and runs the parameter's hooks."""
     parameter = state.parameter(name)
     if name in state.hooked:
         gradient = run_tensor_hooks(parameter, gradient)
@@ -190,11 +191,12 @@ def _deliver_local(state: ModelState, name: str, gradient: Tensor) -> None:
 
 
 def _deliver_dense(state: ModelState, name: str, gradient: Tensor, synchronised: bool, own: bool) -> None:
-    """Stores a dense gradient in its parameter's `.grad`, or adds it there, after running the parameter's hooks.
+    """Runs a parameter's hooks on its dense gradient, and stores the gradient in `.grad` or adds it there.
 
     Args:
-        synchronised: whether it is the mean over ranks.
-        own: whether it is this rank's own, as hooks expect it.
+        name: the parameter's name.
+        synchronised: whether the gradient is the mean over ranks.
+        own: whether the gradient is this rank's own. Hooks run only then.
     """
     parameter = state.parameter(name)
     hooks = own and name in state.hooked

@@ -23,9 +23,10 @@ from embrace_fx.runtime.tables.table_shard import TableShard
 
 
 class ExternalGradients:
-    """Hooks that reduce the gradients of parameters that a loss reads directly, outside of the model's call.
+    """Hooks that reduce over ranks the gradients of parameters that a loss reads directly, outside of the model's call.
 
-    The model's own backward never runs these nodes, because it puts gradients into `.grad` directly.
+    The hooks are on the autograd nodes that accumulate gradients. The model's own backward does not run these nodes,
+    because it stores gradients in `.grad` itself.
 
     Args:
         state: the model's parameters and tables.
@@ -66,8 +67,12 @@ class ExternalGradients:
         self._nodes.clear()
 
     def _reduce(self, name: str, gradients: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...] | None:
-        """Returns the mean over ranks of a gradient that autograd is about to accumulate, or None to leave it
-        unchanged.
+        """Reduces a gradient that autograd is about to accumulate, as a hook. Returns a tuple with the mean over ranks,
+        or None to leave the gradient unchanged. For a sharded table, stores the mean in the table and returns (None,).
+
+        Args:
+            name: the parameter's name.
+            gradients: a tuple with the gradient, or with None if there is none.
         """
         state, (gradient,) = self._state, gradients
         table = state.tables.get(name)
@@ -99,7 +104,7 @@ class ExternalGradients:
         return (None,)
 
     def _runs_through_a_call(self) -> bool:
-        """Returns whether the running backward also contains a call of the model, so that all ranks run it.
+        """Returns whether the running backward goes through a call of the model.
 
         All ranks run such a backward. Any other may run on this rank only.
         """

@@ -54,7 +54,7 @@ def run_accumulate_hooks(parameter: nn.Parameter, gradient: Tensor, there: Tenso
 
     Args:
         gradient: the gradient to reduce: this backward's plus earlier ones under `no_sync`.
-        there: other gradients in `.grad`, which hooks must see in the sum.
+        there: a gradient that is already in `.grad`, or None. Hooks see the sum of both; the result is without it.
     """
     hooks: dict[int, Callable[[Tensor], None]] | None = getattr(parameter, "_post_accumulate_grad_hooks", None)
     if not hooks:
@@ -77,6 +77,6 @@ def _take_gradient(parameter: nn.Parameter) -> Tensor | None:
 
 
 def run_unreduced_hooks(parameter: nn.Parameter) -> None:
-    """Runs a parameter's post-accumulate hooks on `.grad` under `no_sync`, when the gradient is not reduced."""
+    """Runs a parameter's post-accumulate hooks on a `.grad` that is not reduced over ranks, as under `no_sync`."""
     for hook in tuple((getattr(parameter, "_post_accumulate_grad_hooks", None) or {}).values()):
         hook(parameter)

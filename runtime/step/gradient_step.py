@@ -18,13 +18,12 @@ from embrace_fx.vocabulary.version_snapshot import VersionSnapshot
 
 
 class GradientStep(Step):
-    """One call of a model on the eager route: forward and backward run eagerly, and a program exchanges the
-    gradients.
+    """One call of a model on the eager route: forward and backward run eagerly, and a program exchanges the gradients.
 
     Args:
         program: the program that exchanges gradients.
         names: the parameters whose gradients the program exchanges, in its order.
-        rows: table -> rows of an earlier gradient.
+        rows: for each table, the ids of the rows of a recent gradient. They are the program's batch.
         in_rows: names of parameters whose gradients stay sparse (COO); all others become dense.
     """
 
@@ -56,10 +55,10 @@ class GradientStep(Step):
         return VersionSnapshot()
 
     def _begin_forward(self) -> tuple[Values, ForwardVariant]:
-        """Announces a training step on a host in advance, so that ranks meet at the start of its backward, before any
-        launch.
+        """Announces the step to the other ranks. Returns saved values, and the variant of the program's forward to run.
 
-        If ranks share buffers, which they send before the forward, they meet here.
+        If possible, does not wait for the other ranks: they meet at the start of the backward, before anything is sent.
+        If ranks send each other buffers before the forward, waits for them here.
         """
         flow = self.program.flow
         if flow.is_within_steps or not flow.shares_failures or self.program.share_buffers is not None:
@@ -94,7 +93,8 @@ class GradientStep(Step):
         super()._begin_backward(BackwardVariant(), twice=False)
 
     def add(self, name: str, gradient: Tensor) -> None:
-        """Adds a parameter's gradient. Sends the parameter's bucket if that completes it.
+        """Takes a parameter's gradient when autograd has accumulated it. Sends the bucket of the parameter once all
+        gradients of the bucket are there.
 
         Raises:
             RuntimeError: the gradient has already been sent, or an earlier backward has reduced it.
@@ -141,7 +141,7 @@ class GradientStep(Step):
             self._reduced.update(gradients)
 
     def _nonfinite_is_harmless(self, tangents: Sequence[Tensor | None]) -> bool:
-        """Returns whether all gradients are finite although the loss is not."""
+        """Returns whether all gradients (`tangents`) are finite, so that a loss that is not finite does no harm."""
         values = [each._values() if each.is_sparse else each for each in tangents if each is not None]
         return all(bool(each.isfinite().all()) for each in values)
 
@@ -157,7 +157,12 @@ class GradientStep(Step):
         tangents: Sequence[Tensor | None],
         announce_end: Callable[[], None],
     ) -> tuple[Any, ...]:
-        """Runs the program's backward on the call's gradients, each in the layout in which ranks exchange it."""
+        """Runs the program's backward, which exchanges the call's gradients, and returns its outputs.
+
+        Args:
+            tangents: the gradients, one per parameter, or None for parameters without one.
+            announce_end: to be called once the backward can no longer fail.
+        """
         taken, self._taken = self._taken, {}
         for k, (name, tangent) in enumerate(zip(self._names, tangents, strict=True)):
             if k in taken:

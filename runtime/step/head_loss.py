@@ -40,7 +40,8 @@ class LossArguments:
     """A sharded output layer, and the options of `F.cross_entropy` on its logits.
 
     Attributes:
-        reduction: the reduction's number, as in `aten.nll_loss_forward`.
+        promise: describes the output layer: its weight, its bias, and the ops that follow.
+        reduction: 0 for "none", 1 for "mean", 2 for "sum".
         smoothing: the label smoothing, or 0 if `weight` is given, because both together are not supported.
     """
 
@@ -130,8 +131,14 @@ class HeadLoss(torch.autograd.Function):
 def _gradient_coefficients(
     head: LossArguments, gradient: Tensor, log_sums: Tensor, positions: Tensor, labels: Tensor, num_rows: int
 ) -> Tensor:
-    """Returns the factors of each position's gradient, which depend on the loss's class weights, label smoothing and
-    reduction.
+    """Returns coefficients (S, 2), or (S, 4) with label smoothing, from which every rank computes the gradient of its
+    part of the logits.
+
+    Args:
+        gradient: the gradient of the loss.
+        log_sums: (S,), the log of each position's sum of exponentials.
+        positions: (S,), the indices of the labels that are not ignored.
+        num_rows: the number of classes.
     """
     of_sums = None
     if head.smoothing:

@@ -72,7 +72,8 @@ class HookedBucket:
 
 
 def run_comm_hook(comm_hook: CommHook, flat: Tensor, bucket: HookedBucket) -> InFlight:
-    """Runs a communication hook on a bucket. Its result will replace `flat`.
+    """Runs a communication hook on a bucket, and returns its reduction in flight. The hook's result will replace
+    `flat`.
 
     Raises:
         TypeError: the hook returns no future.

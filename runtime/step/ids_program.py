@@ -16,8 +16,8 @@ from embrace_fx.vocabulary.ops import draws_random_numbers, op_name
 
 
 def make_ids_program(graph: TrainingGraph, state: ModelState, unique_phase: Runnable) -> IdsProgram:
-    """Builds the functions that find the rows of a batch and route its ids. They can run before the batch's own
-    step.
+    """Builds the functions that find which table rows a batch reads, and which of them each rank must send. They can
+    run before the batch's own step.
 
     Args:
         unique_phase: the phase that finds a batch's unique rows, as it runs in the batch's own step.
@@ -53,22 +53,24 @@ def make_ids_program(graph: TrainingGraph, state: ModelState, unique_phase: Runn
 def _unique_on_device(
     graph: TrainingGraph, state: ModelState, sent: Sequence[str]
 ) -> Callable[[Sequence[Any]], tuple[Values, list[Tensor]]]:
-    """Returns a function that finds a batch's unique rows on a device, padded to a fixed length, so that the host need
-    not wait.
+    """Returns a function that finds the unique row ids of a flattened batch on a device. They are padded to a fixed
+    length, so that the host need not wait. It returns saved values, and for each table the number of its unique ids.
 
     Args:
-        sent: names of the unique rows, by table.
+        sent: for each table, the name of the saved value that holds its unique ids.
     """
     counts: dict[str, Tensor] = {}
 
     def device_function(node: fx.Node) -> Callable[..., Any] | None:
-        """Returns a function for a node that finds unique ids, or None for other nodes."""
+        """Returns the function that runs a node that finds unique ids, or None for other nodes."""
         if op_name(node) != "embrace::unique_ids":
             return None
         name = next(user.name for user in node.users if user.args[1] == 0)
 
         def unique_ids_on_device(ids: Sequence[Tensor], num_rows: int, padding_idx: int) -> list[Tensor]:
-            """Finds unique ids, padded to a fixed length, and stores their number."""
+            """Returns unique ids, padded to a fixed length, then for each tensor in `ids` its positions among them.
+            Stores their number.
+            """
             rows, counts[name], where = padded_unique_ids(ids, num_rows, padding_idx)
             return [rows, *where]
 
@@ -77,7 +79,9 @@ def _unique_on_device(
     unique = make_runnable(graph.phases["unique"], state, device_function)
 
     def unique_on_device(leaves: Sequence[Any]) -> tuple[Values, list[Tensor]]:
-        """Runs the phase on the device. Returns its values, and how many unique ids each table has."""
+        """Finds the unique row ids of a flattened batch (`leaves`). Returns saved values, and for each table a tensor
+        with the number of its unique ids.
+        """
         values = unique.run_and_save(leaves, {})
         found = [counts[name] for name in sent]
         counts.clear()
@@ -87,11 +91,15 @@ def _unique_on_device(
 
 
 def _make_routing(graph: TrainingGraph, state: ModelState) -> Callable[[Values, list[Tensor]], None]:
-    """Returns a function that runs the ids phase on ids that all ranks have already exchanged."""
+    """Returns a function that computes which rows each rank must send, from the ids of all ranks, which have already
+    been exchanged. It adds its results to the saved values that it is given.
+    """
     unpacked: list[list[Tensor]] = []
 
     def gathered_ids(node: fx.Node) -> Callable[..., Any] | None:
-        """Returns a function that returns the exchanged ids, for a node that would exchange them."""
+        """Returns a replacement for a node that exchanges ids, which uses the ids that were already exchanged. Returns
+        None for other nodes.
+        """
         if op_name(node) == "embrace::unpack_ids":
             return lambda *_: unpacked.pop()
         launches = ("embrace::all_gather_ids", "_c10d_functional::wait_tensor")
@@ -100,7 +108,12 @@ def _make_routing(graph: TrainingGraph, state: ModelState) -> Callable[[Values, 
     route = make_runnable(graph.phases["ids"], state, gathered_ids)
 
     def routing(values: Values, of_tables: list[Tensor]) -> None:
-        """Runs the ids phase with the gathered ids of all tables, and adds its results to `values`."""
+        """Computes which rows each rank must send, and adds the results to `values`.
+
+        Args:
+            values: the saved values of the batch.
+            of_tables: the ids of all ranks, per table.
+        """
         unpacked.append(of_tables)
         route.run_and_save((), values)
 
@@ -108,8 +121,11 @@ def _make_routing(graph: TrainingGraph, state: ModelState) -> Callable[[Values, 
 
 
 def _can_run_ahead(unique: fx.GraphModule, forward: fx.GraphModule) -> bool:
-    """Returns whether a batch's ids can be computed before its step: without random numbers, and without values that a
-    forward writes.
+    """Returns whether a batch's ids can be computed before its step: `unique` draws no random numbers, and reads no
+    values that `forward` writes.
+
+    Args:
+        unique: the graph that finds the unique ids.
     """
     written = {role.of for _, role in outputs_of(forward) if isinstance(role, Mutation)}
     return not any(map(draws_random_numbers, unique.graph.nodes)) and written.isdisjoint(

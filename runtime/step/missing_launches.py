@@ -29,13 +29,13 @@ Call = Callable[..., Any]
 
 @dataclass(frozen=True)
 class _RegisteredLaunch:
-    """A launch of a phase, with what is needed to make it if the phase fails.
+    """A collective that a phase launches, with what is needed to launch it if the phase fails.
 
     Attributes:
         id: the launch's id, or None if it is made immediately, without the launcher.
         call: the function that makes the launch.
         arguments: the function's arguments. Values that phases save are given by their `Saved` roles.
-        like: the fake tensor that the launch sends.
+        like: a fake tensor with the shape and dtype that the launch sends, or None.
     """
 
     op: str
@@ -46,7 +46,8 @@ class _RegisteredLaunch:
 
 
 class MissingLaunches:
-    """Makes the launches that a failed phase has not made, with zeros as values, because other ranks wait for them.
+    """Launches the collectives that a failed phase has not launched, with zeros as values, because other ranks wait for
+    them.
 
     Args:
         flow: the pipeline whose launcher makes the launches in its order.
@@ -64,7 +65,9 @@ class MissingLaunches:
         self._made = 0  # count of launches made without a launcher in this run of the phase
 
     def add(self, node: fx.Node, call: Call) -> Call:
-        """Registers a node that launches. Returns the function that the node must call, which counts its calls."""
+        """Registers a graph node if it launches a collective. Returns the function that must run the node: `call`, or a
+        wrapper that counts its calls.
+        """
         op = op_name(node)
         if op not in SUBMISSIONS | LAUNCHES or not self._flow.shares_failures:
             return call
@@ -89,7 +92,7 @@ class MissingLaunches:
         return launched
 
     def begin(self, values: Values) -> Values:
-        """Begins a phase. Returns the saved values that its missing launches would need."""
+        """Begins a phase. Returns those of the saved `values` that are needed to make its launches if it fails."""
         self._made = 0
         found = Values()
         for name in self._names:
@@ -118,13 +121,18 @@ class MissingLaunches:
             self._communicator.wait(launched)
 
     def _make(self, launch: _RegisteredLaunch, values: Values) -> Any:
-        """Makes a missing launch, with zeros for inputs that do not exist."""
+        """Makes a missing launch, with zeros in place of the tensor to send. Returns what the launch returns."""
         first, *rest = (values[each.name] if isinstance(each, Saved) else each for each in launch.arguments)
         void = first if launch.like is None else self._zeros(launch, rest)
         return launch.call(void, *rest)
 
     def _zeros(self, launch: _RegisteredLaunch, arguments: list[Any]) -> Tensor | None:
-        """Returns zeros in the shape that a launch sends, or None if it needs no tensor."""
+        """Returns zeros in the shape that a launch sends, or None if it needs no tensor.
+
+        Args:
+            arguments: the launch's other arguments. For a launch of the output layer's exchange, the first becomes
+                None.
+        """
         like, rank = launch.like, self._communicator.rank
         assert like is not None
         if launch.op in ("embrace::submit_rows", "embrace::gather_counts"):
@@ -152,8 +160,8 @@ def _needs_lookahead(launch: _RegisteredLaunch) -> bool:
 
 
 def _to_saved_role(argument: Any) -> Any:
-    """Converts a node's argument to what can be kept: a saved value to its role, another node to None. Returns
-    constants unchanged.
+    """Converts an argument of a graph node to a form that can be stored: a saved value becomes its role, other nodes
+    and lists with nodes become None, and constants stay as they are.
     """
     if isinstance(argument, fx.Node):
         role = argument.meta.get("role")

@@ -85,7 +85,7 @@ class _OptimizerStep:
             table.parameter.grad = None
 
     def restore(self, *, raised: bool) -> None:
-        """Restores the hidden gradients. After a step that raised, skips those that were cleared or replaced since."""
+        """Restores the hidden gradients. If the step has raised, skips those that were cleared or replaced since."""
         for parameter, gradient, instead in reversed(self.hidden):
             if not raised or parameter.grad is instead:
                 parameter.grad = gradient
@@ -97,7 +97,8 @@ class OptimizerHooks:
 
     Args:
         state: the model's parameters and tables.
-        unshard: called with (tables, reason), makes tables whole that an optimizer needs whole. Collective.
+        unshard: called with (names of tables, reason) to unshard tables that an optimizer cannot update by shards.
+            Collective.
 
     Attributes:
         known_optimizers: the optimizers that have hooks.
@@ -159,7 +160,7 @@ class OptimizerHooks:
 
     def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs before an optimizer's step: waits for gradients that the step reads, and hides those that the
-        optimizer's class cannot apply.
+        optimizer's class cannot apply. Returns new (args, kwargs) for the step if it has a closure, otherwise None.
         """
         # A step is left over if it raised, or if a subclass's step is now calling its base class's step.
         if (last := self._steps.pop(id(optimizer), None)) is not None:
@@ -179,7 +180,8 @@ class OptimizerHooks:
         return found
 
     def _wrap_closure(self, closure: Callable[[], Any], *, decides: bool) -> Callable[[], Any]:
-        """Wraps an optimizer's closure so that its gradients have arrived when it returns.
+        """Returns a closure that returns the loss after its gradients have arrived. Unless `decides`, evaluates
+        `closure` now.
 
         Args:
             decides: whether the optimizer decides by the loss, and may evaluate the closure several times, as LBFGS
@@ -250,7 +252,9 @@ class OptimizerHooks:
         return held
 
     def _sort_tables(self, step: _OptimizerStep, tables: Sequence[Member], optimizer: Optimizer) -> None:
-        """Decides how each table's gradient is applied. Hides it unless the optimizer's own step applies it."""
+        """Decides how each table's gradient is applied, and stores that in `step`. Hides the gradient unless the
+        optimizer's own step applies it.
+        """
         done: set[int] = set()
         for exchange in step.late:
             done.update(map(id, exchange.table.members))
@@ -302,7 +306,9 @@ class OptimizerHooks:
         return [table for table in held if table.name not in whole] if whole else held
 
     def _row_updated_replicas(self, optimizer: Optimizer) -> list[Member]:
-        """Returns an optimizer's unsharded tables, if its step changes only rows with a gradient."""
+        """Returns those unsharded tables of an optimizer that are updated by rows, because its step changes only rows
+        with a gradient.
+        """
         own = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         found = [table for table in self.replicas if id(table.parameter) in own]
         for table in found:
@@ -310,8 +316,8 @@ class OptimizerHooks:
         return [table for table in found if not table.rule.moves_all]
 
     def _may_defer(self, optimizer: Optimizer) -> bool:
-        """Returns whether the update may be left to the next forward: the optimizer's step must change nothing but
-        these parameters.
+        """Returns whether an optimizer's update may be left to the next forward. This requires a known class of
+        optimizer, no `GradScaler` that it handles itself, and no hooks of the user.
         """
         if type(optimizer) not in (*ELEMENT_WISE, RowWiseAdagrad):
             return False  # other optimizers may write into their groups while they step
@@ -323,7 +329,7 @@ class OptimizerHooks:
         return all(map(hasattr, hooks, repeat("optimizer_hooks")))
 
     def _exchanges_of(self, tables: Sequence[Member]) -> list[RowExchange]:
-        """Returns the row exchanges of these tables, each once."""
+        """Returns the objects that exchange these tables' rows and gradients, without duplicates."""
         of_table = self._flow.of_table
         return list(dict.fromkeys([of_table[table.name] for table in tables if table.name in of_table]))
 
@@ -374,10 +380,9 @@ class OptimizerHooks:
             exchange.record_step(moved_all=bool(tables & moved_all), of_all=of_all, rewritten=rewrote)
 
     def _step_row_wise(self, step: _OptimizerStep) -> None:
-        """Updates tables of RowWiseAdagrad. A joined table is updated at once, unless the gradient of one of its tables
-        was read.
+        """Updates the tables of a `RowWiseAdagrad`: those in `step.rows` now, those in `step.late` in the next forward.
 
-        Which gradients were read differs by rank, but rows are in the same order on all ranks.
+        Ranks may differ in which tables they update now, but sum the norms of gradient rows in the same order.
         """
         found, at_once = list[Step](), list[SparseUpdate]()
         exchanges = tuple(self._flow.exchanges.values())
@@ -393,7 +398,7 @@ class OptimizerHooks:
             rule.finish([])
 
     def _count_step(self, optimizer: Optimizer) -> None:
-        """Counts an optimizer step. Ranks compare their counts at the next call of the model."""
+        """Counts a step of an optimizer that has gradients. Ranks compare their counts at the model's next call."""
         grads = [parameter.grad for group in optimizer.param_groups for parameter in group["params"]]
         if grads.count(None) < len(grads):
             self._communicator.progress.optimizer_steps += 1
@@ -423,11 +428,13 @@ class OptimizerHooks:
         self._state.flush_tables()
 
     def _on_state_dict(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """Applies pending updates, and replaces each sharded table's state in a state dict by this rank's shard."""
+        """Returns an optimizer's state dict in which the state of sharded tables is this rank's shard."""
         return state_dict_with_shards(optimizer, state_dict, self._state, self._communicator)
 
     def _on_load_state_dict(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """Applies pending updates, and returns a state dict to load with this rank's shards."""
+        """Applies pending updates. Returns the state dict to load, in which the state of sharded tables is this rank's
+        shard.
+        """
         self._apply_all()
         self._flow.resend_rows()
         return state_dict_to_load(optimizer, state_dict, self._state, self._communicator)
@@ -437,7 +444,7 @@ def _gradient_rows(gradient: Tensor, *, every: bool) -> Rows:
     """Returns the ids and rows of an unsharded table's gradient.
 
     Args:
-        every: whether to return all rows, or only those that are not zero.
+        every: whether to return all rows of a dense gradient, or only those that are not zero.
     """
     if gradient.is_sparse:
         gradient = gradient.coalesce()
@@ -447,7 +454,7 @@ def _gradient_rows(gradient: Tensor, *, every: bool) -> Rows:
 
 
 def _refuse_without_gradients(optimizer: Optimizer) -> None:
-    """Raises if no backward has computed a gradient, because the step would do nothing."""
+    """Raises `RuntimeError` if no parameter of the optimizer has a gradient, because the step would do nothing."""
     if all(parameter.grad is None for group in optimizer.param_groups for parameter in group["params"]):
         raise RuntimeError(
             "optimizer.step(): none of its parameters has a gradient, and a call of the model waits for its backward. "
@@ -476,7 +483,7 @@ def _make_hook(optimizer_hooks: OptimizerHooks, method: Callable[..., Any]) -> H
 
 
 def _move_hook(hooks: Any, optimizer_hooks: OptimizerHooks, *, last: bool) -> None:
-    """Moves this model's hook to the last or first place among an optimizer's hooks of its kind."""
+    """Moves this model's hook to the end of an optimizer's ordered dict of hooks, or to its start if not `last`."""
     for key, hook in list(hooks.items()):
         owner = getattr(hook, "optimizer_hooks", None)
         if owner is not None and owner() is optimizer_hooks:

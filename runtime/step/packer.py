@@ -52,8 +52,8 @@ class Packer:
         return flat.detach()  # a separate tensor, so that references to it can be counted
 
     def _gradient_to_reduce(self, name: str, gradient: Tensor) -> Tensor:
-        """Returns a parameter's gradient in the form to reduce: after its hooks, and with the sum of backwards under
-        `no_sync`.
+        """Returns the gradient to reduce for a parameter: `gradient` plus what backwards under `no_sync` have
+        accumulated, after the parameter's hooks.
         """
         state = self._state
         if name not in state.hooked or name in state.unreached:
@@ -64,6 +64,6 @@ class Packer:
 
 
 def _is_shared(kept: Tensor) -> bool:
-    """Returns whether another tensor, such as a `.grad`, shares the memory of this one."""
+    """Returns whether another tensor, such as a `.grad`, shares the memory of `kept`."""
     storage = kept.untyped_storage()
     return int(torch._C._storage_Use_Count(storage._cdata)) > 2  # the two references are `kept` and `storage`

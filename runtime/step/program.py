@@ -62,20 +62,20 @@ class Program:
 
     Args:
         graph: a partitioned graph.
-        buckets: the buckets that the graph reduces, in launch order, or None if gradients stay this rank's own
-            (`no_sync`).
-        result_constants: results that are not tensors, by their index among the flattened results.
+        buckets: the names of the parameters of each bucket that the graph reduces, in launch order, or None if
+            gradients stay this rank's own (`no_sync`).
+        result_constants: index among the flattened results -> value, for results that are not tensors.
         head: builds this rank's announcement of a step from a flattened batch.
         share_buffers: called before anything reads a buffer, once all ranks have announced this program; None if ranks
             share no buffers.
         flow: the pipeline that launches exchanges and keeps updates for the next step.
-        links: the cluster for which sizes of messages are chosen.
+        links: the cluster's links, from which message sizes are chosen.
         regions: compiles the compute between two communications, or None to call each op separately.
-        variants: variant of a step, such as the first one -> the graph with its phase, or None if the graph serves
-            every step.
-        copies: offloads and reloads saved values, or None.
+        variants: returns the graph for a variant of a step, such as the first one; None if `graph` serves every step.
+        copies: offloads saved values to the host and reloads them, or None.
         of_gradients: whether the backward is given gradients one by one, as on the eager route.
-        scores_nothing: returns, for a batch's leaves, whether a loss is a mean over labels of which the batch has none.
+        scores_nothing: returns, for a flattened batch, whether a loss is a mean over labels of which the batch has
+            none.
 
     Attributes:
         unique, ids: the phases that run before the forward.
@@ -85,9 +85,9 @@ class Program:
         announces: whether the exchange of ids also announces the step.
         synchronised: whether gradients are reduced over ranks.
         results: indices of the flattened results that the forward computes.
-        differentiable: the indices of `results` that have a gradient.
+        differentiable: those of the indices in `results` whose results have a gradient.
         promised: index of a result that is hidden states -> the logits that the user gets instead, computed when read.
-        differentiable_places: the positions of `differentiable` in `results`.
+        differentiable_places: the positions in `results` of the indices in `differentiable`.
     """
 
     def __init__(  # noqa: PLR0913
@@ -161,7 +161,9 @@ class Program:
         missing = MissingLaunches(self.communicator, self.flow)
 
         def call(node: fx.Node) -> Callable[..., Any] | None:
-            """Returns the function that runs a node. Counts its calls if it launches."""
+            """Returns the function that runs a node. If the node launches a collective, calls of the function are
+            counted.
+            """
             found = bound.call(node)
             return found and missing.add(node, found)
 
@@ -190,13 +192,17 @@ class Program:
         return {name: run.source for name, run in runs.items()}
 
     def compute_as(self, graph: TrainingGraph) -> None:
-        """Replaces the backward, from the next one on, by one that computes the same in another order."""
+        """Replaces the backward by that of `graph`, which computes the same in another order. Applies from the next
+        backward on.
+        """
         self._lowered = {key: each for key, each in self._lowered.items() if _is_of_forward(key)}
         self._lowered["backward"] = self._lower_phase("backward", graph, self._bind(graph))
         self._record_backward_reads(graph)
 
     def _record_communication(self, graph: TrainingGraph) -> None:
-        """Stores whether the program announces its rows, and which of its communication overlaps the next step."""
+        """Stores whether any communication overlaps the next step, and whether the exchange of ids also announces the
+        step.
+        """
         self.overlaps_steps = overlaps_steps(graph)
         self.announces = any(op_name(node) == "embrace::all_gather_ids" for node in graph.phases["ids"].graph.nodes)
 
@@ -229,7 +235,7 @@ class Program:
         self._read_after = {"ids": after_forward | saved.get("forward", nothing), "forward": after_forward}
 
     def drop_unread(self, values: Values, phase: Literal["ids", "forward"]) -> None:
-        """Removes saved values that no phase after `phase` reads."""
+        """Removes those saved values that no phase after `phase` reads. Does nothing if steps overlap."""
         if not self.overlaps_steps:
             for name in values.keys() - self._read_after[phase]:
                 del values[name]
@@ -254,7 +260,7 @@ class Program:
 
 
 def _is_computed_with(node: fx.Node) -> bool:
-    """Returns whether anything reads a value besides communication that overlaps the next step."""
+    """Returns whether any op other than this package's own, which communicate, reads the value of a graph node."""
     return any(not op_name(user).startswith("embrace::") for user in node.users)
 
 

@@ -51,7 +51,9 @@ class LogitsSource:
     """What logits are computed from, besides hidden states: the table, the bias, and the steps after the product.
 
     Attributes:
+        promise: names the table and the bias, and describes the steps after the product.
         steps: how many optimizer steps had run at the model's call.
+        version: the version counter of the table's shard at the model's call.
     """
 
     promise: PromisedLogits
@@ -64,7 +66,9 @@ class LogitsSource:
     def of_call(
         cls, promise: PromisedLogits, state: ModelState, communicator: Communicator, *, trains: bool
     ) -> LogitsSource:
-        """Returns the source for the logits of a call. Drops a gathered copy of the table if it is outdated."""
+        """Returns the source for the logits of a call of the model. Drops the cached copy of the whole table if it is
+        outdated, or if the call trains.
+        """
         steps, local = communicator.progress.optimizer_steps, state.tables[promise.table].local
         if trains or (promise.table in state.gathered and not state.gathered[promise.table].is_current(local, steps)):
             state.gathered.pop(promise.table, None)
@@ -106,7 +110,9 @@ class LogitsSource:
             return apply_steps(F.linear(hidden, weight, *bias), self.promise.steps)[-1]
 
     def _gather_table(self, weight: TableShard) -> Tensor:
-        """Gathers the whole table, and caches it."""
+        """Returns the whole table, gathered from all ranks and cached. `weight` is this rank's shard. Collective at the
+        first call.
+        """
         gathered, name = self.state.gathered, self.promise.table
         if name not in gathered:
             local = self.state.tables[name].local.detach()
@@ -139,7 +145,7 @@ class LogitsState:
 
     @property
     def is_changed(self) -> bool:
-        """Whether the logits' values or gradients were changed, so that they no longer belong to the hidden states."""
+        """Whether user code has modified the logits in place, or has asked for their gradient."""
         return self.is_hooked or (self.value is not None and self.value._version != self.version)
 
 
@@ -148,7 +154,7 @@ class _LogitsFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, make: Callable[[], Logits], hidden: Tensor, *parameters: Tensor) -> Logits:
-        """Returns logits whose values are not computed yet."""
+        """Returns logits whose values are not computed yet, as created by `make`."""
         logits = make()
         ctx.save_for_backward(hidden)
         ctx.made, ctx.source, ctx.is_log = logits.made, logits.source, logits.is_log
@@ -187,9 +193,13 @@ class Logits(Tensor):
 
     Attributes:
         hidden: the hidden states (.., D), with their autograd graph.
-        base: computes these logits from others, such as those of which they are a view; None to compute them from
-            `source`.
-        node: the autograd node of the logits. Another autograd function that returns them changes `grad_fn`.
+        source: what the logits are computed from, besides the hidden states.
+        base: function that computes the values from other logits, such as those of which these are a view; None to
+            compute them from `source`.
+        is_log: whether these are log-softmax values.
+        made: the values, if computed, and what has been done with them.
+        node: the autograd node that created the logits. `grad_fn` differs if another autograd function has returned
+            them.
     """
 
     hidden: Tensor
@@ -227,7 +237,7 @@ class Logits(Tensor):
         return found
 
     def make(self) -> Tensor:
-        """Computes the values, at the first call. Collective."""
+        """Returns the values of the logits as an ordinary tensor. The first call computes them, and is collective."""
         made = self.made
         if made.value is None:
             with torch.inference_mode(mode=False), torch.set_grad_enabled(self.hidden.requires_grad):
@@ -244,10 +254,12 @@ class Logits(Tensor):
         return self.grad_fn is not self.node or any(each.value is not None for each in self.made.chain())
 
     def derived(self, hidden: Tensor, base: Callable[[], Tensor], source: LogitsSource | None = None) -> Logits:
-        """Returns logits for other hidden states, such as a slice of these.
+        """Returns logits that are computed from these, such as a slice.
 
         Args:
-            base: computes their values from those of these logits.
+            hidden: the hidden states of the result.
+            base: computes the values of the result from those of these logits.
+            source: the source of the result, or None for that of these logits.
         """
         return Logits(hidden, source or self.source, base, self.made, is_log=self.is_log)
 
@@ -277,8 +289,8 @@ class Logits(Tensor):
 
 
 def _on_gradient_request(logits: Sequence[Logits]) -> None:
-    """Records that user code wants the gradient of logits. Raises if a loss has already been computed from the
-    shards.
+    """Records that user code wants the gradient of logits. Raises `RuntimeError` if a loss has already been computed
+    without them, from the shards of the output layer.
     """
     for each in logits:
         if any(made.is_scored for made in each.made.chain()):
@@ -310,7 +322,9 @@ _OF_GRADIENTS = frozenset({torch.autograd.grad, Tensor.register_hook, Tensor.ret
 
 
 def _reshape(func: Any, logits: Logits, *args: Any, **kwargs: Any) -> Any:
-    """Implements reshapes of the leading dimensions without computing the logits' values."""
+    """Implements reshapes (`func`) of the leading dimensions without computing the logits' values. Returns
+    `NotImplemented` for a reshape that changes the last dimension.
+    """
     with torch._C.DisableTorchFunctionSubclass():
         shape = func(torch.empty(logits.shape, device="meta"), *args, **kwargs).shape
     if not shape or shape[-1] != logits.shape[-1]:
@@ -320,7 +334,7 @@ def _reshape(func: Any, logits: Logits, *args: Any, **kwargs: Any) -> Any:
 
 
 def _keep_hidden(func: Any, logits: Logits, *args: Any, **kwargs: Any) -> Any:
-    """Implements ops whose result has the same hidden states, without computing the logits' values."""
+    """Implements ops that change neither shape nor values, such as `clone`, without computing the logits' values."""
     return logits.derived(logits.hidden, lambda: func(logits.make(), *args, **kwargs))
 
 
@@ -330,7 +344,9 @@ def _detach(func: Any, logits: Logits) -> Any:
 
 
 def _index(func: Any, logits: Logits, index: Any) -> Any:
-    """Implements indexing of the leading dimensions without computing the logits' values."""
+    """Implements indexing of the leading dimensions without computing the logits' values. Returns `NotImplemented` if
+    the index selects from the last dimension.
+    """
     indices = index if isinstance(index, tuple) else (index,)
     behind = indices[next((k for k, each in enumerate(indices) if each is Ellipsis), -1) + 1 :]
     has_ellipsis = any(each is Ellipsis for each in indices)
@@ -343,7 +359,9 @@ def _index(func: Any, logits: Logits, index: Any) -> Any:
 
 
 def _cast(func: Any, logits: Logits, *args: Any, **kwargs: Any) -> Any:
-    """Implements casts without computing values. A log-softmax must compute them, because a cast changes its result."""
+    """Implements casts to floating-point dtypes without computing the logits' values. Returns `NotImplemented` for
+    other casts, and for log-softmax values, which a cast of the logits would change.
+    """
     with torch._C.DisableTorchFunctionSubclass():
         like = torch.empty((0,), dtype=logits.dtype, device=logits.device)
         found = func(like, *args, **kwargs)
@@ -361,7 +379,9 @@ def _cast(func: Any, logits: Logits, *args: Any, **kwargs: Any) -> Any:
 
 
 def _log_softmax(func: Any, logits: Logits, dim: Any = None, *args: Any, **kwargs: Any) -> Any:
-    """Implements log-softmax over the last dimension without computing values."""
+    """Implements log-softmax without computing the logits' values. Returns `NotImplemented` unless it is over the last
+    dimension and keeps the dtype.
+    """
     dtype = kwargs.get("dtype")
     if logits.is_log or dim not in (-1, logits.dim() - 1) or args or (dtype is not None and dtype != logits.dtype):
         return NotImplemented
@@ -370,12 +390,16 @@ def _log_softmax(func: Any, logits: Logits, dim: Any = None, *args: Any, **kwarg
 
 
 def _nll_loss(func: Any, logits: Logits, target: Any, *args: Any, **kwargs: Any) -> Any:
-    """Implements `nll_loss` of log-probabilities, from the shards if possible."""
+    """Computes `nll_loss` of log-probabilities from the shards of the output layer. Returns `NotImplemented` if
+    `logits` are no log-probabilities, or for unsupported options.
+    """
     return _sharded_loss(logits, target, *args, **kwargs) if logits.is_log else NotImplemented
 
 
 def _cross_entropy(func: Any, logits: Logits, target: Any, *args: Any, **kwargs: Any) -> Any:
-    """Implements `cross_entropy` of logits, from the shards if possible."""
+    """Computes `cross_entropy` of logits from the shards of the output layer. Returns `NotImplemented` if `logits` are
+    log-probabilities, or for unsupported options.
+    """
     return NotImplemented if logits.is_log else _sharded_loss(logits, target, *args, **kwargs)
 
 
@@ -392,8 +416,8 @@ def _sharded_loss(
     reduction: str = "mean",
     label_smoothing: float = 0.0,
 ) -> Any:
-    """Computes the cross entropy of logits from the shards of the output layer. Returns `NotImplemented` if they do not
-    support its options. Collective.
+    """Computes the cross entropy of logits from the shards of the output layer, without the logits' values. Returns
+    `NotImplemented` for shapes, labels or options that this does not support. Collective.
     """
     is_plain = size_average is None and reduce is None and not (label_smoothing and weight is not None)
     is_plain = is_plain and 0.0 <= label_smoothing <= 1.0
@@ -415,7 +439,7 @@ def _sharded_loss(
 
 
 def _in_autocast(logits: Logits) -> LogitsSource:
-    """Returns the source of the logits as a softmax reads them: under autocast, in float32."""
+    """Returns the source of the logits as a softmax reads them: cast to float32 under autocast, otherwise unchanged."""
     enabled = torch.is_autocast_enabled(logits.device.type)
     return logits.source.cast(torch.float32) if enabled and logits.dtype.itemsize < 4 else logits.source
 

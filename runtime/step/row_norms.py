@@ -25,8 +25,11 @@ Step = tuple[SparseUpdate, Rows]
 
 
 def sum_squares_over_ranks(steps: Sequence[Step], communicator: Communicator, recorder: Recorder) -> None:
-    """Starts summing the squared norms of gradient rows over ranks, each of which has some columns. The updates in
-    `steps`, of one row-wise optimizer, wait for the sums. Collective.
+    """Starts summing the squared norms of gradient rows over ranks, because each rank has only some columns of a row.
+    Collective.
+
+    Args:
+        steps: (update, gradient rows) of each table that a row-wise optimizer steps. The updates wait for the sums.
     """
     if not steps:
         return
@@ -38,7 +41,11 @@ def sum_squares_over_ranks(steps: Sequence[Step], communicator: Communicator, re
 
 
 class _RowNorms:
-    """Sums of squares (K,) of rows that are being summed over ranks."""
+    """The squared norms (K,) of gradient rows, while they are summed over ranks.
+
+    Args:
+        squares: (K,), for each row the sum of squares over this rank's columns.
+    """
 
     def __init__(self, squares: Tensor, communicator: Communicator, recorder: Recorder) -> None:
         self._squares, self._communicator, self._recorder = squares, communicator, recorder
@@ -48,7 +55,7 @@ class _RowNorms:
         self._launched = communicator.all_reduce_(squares, "sum", "dense") if travels else None
 
     def of(self, rows: slice, dtype: torch.dtype) -> Tensor:
-        """Waits for the sums, and returns those of `rows`."""
+        """Waits for the sums, and returns those of the rows in a slice, converted to `dtype`."""
         if (launched := self._launched) is not None:
             self._launched = None
             with self._recorder.waiting(ROW_NORMS):

@@ -35,9 +35,12 @@ _HELD, _SHARD, _BATCH, _SAVED, _TANGENT = range(5)
 
 @dataclass(frozen=True)
 class Runnable:
-    """A phase as a function, with the source of each argument and the role of each output.
+    """A phase of a program as a function, with the source of each argument and the role of each output.
 
-    The last phase removes saved values from `values`, so that each value is freed after its last use.
+    Attributes:
+        run: computes the outputs from a list of arguments.
+        sources: for each argument, the kind of its source and its key there.
+        last: whether this is the last phase. It removes saved values from `values`, to free each after its last use.
     """
 
     run: Phase
@@ -66,7 +69,11 @@ class Runnable:
         return phase_source(self.run)
 
     def run_and_save(self, leaves: Sequence[Any], values: Values) -> Values:
-        """Runs the phase, and stores the values that it saves in `values`."""
+        """Runs the phase, stores the values that it saves in `values`, and returns `values`.
+
+        Args:
+            leaves: the flattened batch.
+        """
         store_saved(self.roles, self(leaves, values, {}), values)
         return values
 
@@ -106,21 +113,25 @@ def make_runnable(
 
 
 def make_reader(module: fx.GraphModule, state: ModelState) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
-    """Returns a function that computes the outputs of a graph without collectives from a flattened batch."""
+    """Returns a function that takes a flattened batch and returns the outputs of a graph without collectives."""
     run = make_runnable(module, state)
     return lambda leaves: run(leaves, {}, {})
 
 
 def store_saved(roles: Sequence[OutputRole], outputs: Sequence[Any], values: Values) -> None:
-    """Stores those outputs of a phase that later phases read in `values`, by role."""
+    """Stores in `values`, by name, those outputs of a phase that later phases read.
+
+    Args:
+        roles: the role of each output.
+    """
     for role, value in zip(roles, outputs, strict=True):
         if isinstance(role, Saved):
             values[role.name] = value
 
 
 def call_without_autograd(call: Callable[..., Result], *arguments: Any, **options: Any) -> Result:
-    """Calls a part of a program without autograd and autocast, because its graph contains gradients and casts as
-    nodes.
+    """Calls a function with autograd and autocast turned off, and returns its result. The graphs of a program contain
+    gradients and casts as nodes.
     """
     had_gradients = torch.is_grad_enabled()
     torch._C._set_grad_enabled(False)  # `torch.no_grad` is eight calls of Python

@@ -61,7 +61,7 @@ def run_step(program: Program, leaves: Sequence[Any], *, train: bool, following:
 
 
 def _run_and_unpack(program: Program, step: Step, leaves: Sequence[Any], train: bool) -> tuple[Tensor, ...]:
-    """Runs a step's forward, as an autograd node if it trains. Returns the tensors among its results."""
+    """Runs a step's forward, as an autograd node if a backward follows. Returns the results that it computes."""
     if train and program.has_backward:
         inputs = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
         anchor = torch.empty((), requires_grad=True, device="cpu")
@@ -78,8 +78,9 @@ class OpenedBackward:
     """A backward that has begun on this rank.
 
     Attributes:
-        gate: waits until all ranks are in the backward, or None if this rank waits for no other.
-        needed: the values from which this rank would make the launches that others wait for, if the backward fails.
+        gate: the barrier that waits until all ranks are in the backward, or None if this rank waits for no other.
+        phase: the function of the backward.
+        needed: saved values from which this rank makes the launches that other ranks wait for, if the backward fails.
     """
 
     gate: BackwardBarrier | None
@@ -89,7 +90,12 @@ class OpenedBackward:
 
 
 class Step:
-    """One call of the model, from its announcement to other ranks until the end of its backward."""
+    """One call of the model, from its announcement to other ranks until the end of its backward.
+
+    Args:
+        leaves: the flattened batch.
+        following: the next batch, or None if it is not known.
+    """
 
     def __init__(self, program: Program, leaves: Sequence[Any], following: NextBatch | None) -> None:
         self.program = program
@@ -104,7 +110,9 @@ class Step:
         self._read_again = _NOTHING_READ
 
     def forward(self) -> list[Any]:
-        """Announces the call to the other ranks, runs its forward, and keeps what the backward needs."""
+        """Announces the call to the other ranks, runs its forward, and keeps what the backward needs. Returns the
+        results that the forward computes.
+        """
         program = self.program
         program.announcements.of_step = program.head(self._leaves)
         values, variant = self._begin_forward()
@@ -126,12 +134,19 @@ class Step:
         return results
 
     def _snapshot_reads(self, values: Values, results: Sequence[Any], made: Sequence[int]) -> VersionSnapshot:
-        """Returns a snapshot of the tensors that the backward reads, to detect writes between forward and backward."""
+        """Returns a snapshot of the tensors that the backward reads, to detect writes between forward and backward.
+
+        Args:
+            values: the saved values.
+            made: indices of `results` that `writable_results` has replaced.
+        """
         read = self.program.snapshot_reads(self._leaves, values)
         return read + sharing_memory((results[k] for k in made), read) if made else read
 
     def _run_forward(self, forward: LoweredPhase, values: Values) -> tuple[Any, ...]:
-        """Runs the forward. If it fails, tells the other ranks, and makes the launches that they wait for."""
+        """Runs the forward, and returns its outputs. If it fails, tells the other ranks, makes the launches that they
+        wait for, and raises.
+        """
         program = self.program
         needed = forward.missing.begin(values)
         try:
@@ -146,7 +161,9 @@ class Step:
             raise
 
     def _begin_forward(self) -> tuple[Values, ForwardVariant]:
-        """Runs the phases that exchange ids. Returns their values, and the variant of the forward."""
+        """Runs the phases before the forward, which exchange ids. Returns saved values, and the variant of the forward
+        to run.
+        """
         program = self.program
         if program.overlaps_steps:
             following, self._following = self._following, None
@@ -170,9 +187,11 @@ class Step:
     def backward(
         self, tangents: Sequence[Tensor | None], *, for_parameters: bool, twice: bool = False
     ) -> list[Tensor | None]:
-        """Runs the backward, stores the parameters' gradients, and returns the gradients of the batch's tensors.
+        """Runs the backward, stores the parameters' gradients, and returns the gradients of the batch's tensors that
+        require one.
 
         Args:
+            tangents: the gradients of the results, or None for results without one.
             for_parameters: whether parameters get gradients, which they do not under `torch.autograd.grad` of inputs.
             twice: whether `create_graph=True` was given.
 
@@ -216,7 +235,8 @@ class Step:
         single rank.
 
         Args:
-            call: the number of the model's call, as in `BackwardBarrier`.
+            call: which call the backward belongs to: 1 for the last one, 2 for the one before, ... A rank that computes
+                nothing passes 0.
         """
         if not self.program.flow.shares_failures:
             return None
@@ -225,7 +245,11 @@ class Step:
         return BackwardBarrier(program.announcements, call)
 
     def _open_backward(self, values: Values) -> OpenedBackward:
-        """Begins a backward: tells the other ranks, and opens its window of launches.
+        """Begins a backward: tells the other ranks, and lets the launcher start the backward's collectives once all
+        ranks are there.
+
+        Args:
+            values: the saved values of the forward.
 
         Raises:
             PeerFailure: another rank will not run this backward. Raised on every rank that runs it.
@@ -336,7 +360,11 @@ class Step:
         return backward.run(self._leaves, values, dense)
 
     def _check_barrier(self, gate: BackwardBarrier) -> None:
-        """Raises PeerFailure if a rank is not in this backward, before anything of the backward is sent."""
+        """Waits until every rank has begun a backward or another call. Nothing of this backward has been sent by then.
+
+        Raises:
+            PeerFailure: a rank is not in this backward.
+        """
         if gate.future.done():
             gate.wait()
         else:
@@ -367,9 +395,10 @@ class Step:
         failure.add_note(TOLD)
 
     def _nonfinite_is_harmless(self, tangents: Sequence[Tensor | None]) -> bool:
-        """Returns whether gradients are the same as under DDP although a result is not finite.
+        """Returns whether gradients are the same as under DDP, although a scalar result may not be finite.
 
-        A mean over no labels is nan, with gradients of zero; a loop may have replaced a result before its backward.
+        This holds if such a result has no gradient (`tangents`), because the training loop has replaced it. It also
+        holds if it is a mean over no labels, which is nan with gradients of zero.
         """
         losses = [
             tangent
@@ -386,7 +415,12 @@ class Step:
         return launch_flags(scalars, used, written, self.program.communicator, on)
 
     def _batch_gradients(self, roles: Sequence[OutputRole], outputs: Sequence[Any]) -> list[Tensor | None]:
-        """Returns the gradients of those tensors of the batch that require one, in the order of the batch."""
+        """Returns the gradients of those tensors of the batch that require one, in the order of the batch; None for a
+        tensor without a gradient.
+
+        Args:
+            roles, outputs: the outputs of the backward, and the role of each.
+        """
         wanted = [k for k, leaf in enumerate(self._leaves) if isinstance(leaf, Tensor) and leaf.requires_grad]
         found: dict[int, Tensor] = {}
         for role, value in zip(roles, outputs, strict=True) if wanted else ():

@@ -28,7 +28,7 @@ class StreamingBackward:
 
     Args:
         module: the graph of the backward.
-        lower: makes a function of a part of it.
+        lower: converts the graph of one piece to a function.
     """
 
     def __init__(self, module: fx.GraphModule, lower: Callable[[fx.GraphModule], Runnable]) -> None:
@@ -55,8 +55,8 @@ class StreamingBackward:
         self._missing = [set(needed) for _, needed in self._pieces]
 
     def record(self, tangent: int) -> bool | None:
-        """Records that a gradient exists. Returns whether the next piece can run, or None if the gradient was already
-        sent.
+        """Records that a parameter's gradient exists. Returns whether all gradients of the next piece now exist, or
+        None if this gradient was already sent.
 
         Args:
             tangent: the gradient's index.
@@ -71,11 +71,19 @@ class StreamingBackward:
         return piece == self._run and not missing
 
     def may_run(self, tangents: Mapping[int, Tensor]) -> bool:
-        """Returns whether all gradients of the next piece exist."""
+        """Returns whether all gradients of the next piece, which sends one bucket, exist.
+
+        Args:
+            tangents: index -> gradient, for gradients that exist.
+        """
         return self._run < len(self._pieces) and self._pieces[self._run][1] <= tangents.keys()
 
     def run_ready(self, tangents: Mapping[int, Tensor]) -> None:
-        """Runs, in order, the pieces whose gradients exist."""
+        """Runs, in order, the pieces whose gradients exist. Stops at the first piece with a missing gradient.
+
+        Args:
+            tangents: index -> gradient, for gradients that exist.
+        """
         while self.may_run(tangents):
             piece, _ = self._pieces[self._run]
             self._run += 1
@@ -108,7 +116,11 @@ def _split_by_bucket(module: fx.GraphModule) -> list[fx.GraphModule]:
 
 
 def _extract(module: fx.GraphModule, nodes: Collection[fx.Node], outputs: Sequence[_Output]) -> fx.GraphModule:
-    """Returns the graph of some nodes. Values that they read from other nodes become saved values."""
+    """Copies some nodes to a graph of their own. Values that they read from other nodes become inputs of the graph.
+
+    Args:
+        outputs: (node or None, role) for each output of the new graph.
+    """
     read = {each for node in nodes for each in node.all_input_nodes} | {value for value, _ in outputs}
     graph, env = fx.Graph(), dict[fx.Node, fx.Node]()
     for node in module.graph.nodes:

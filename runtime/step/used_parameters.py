@@ -22,12 +22,12 @@ _REMEMBERED = 64
 class UsedParameters:
     """Counts how many ranks' backwards give each parameter a gradient.
 
-    Each parameter has a field of a few bits, which counts ranks. The numbering is by `names`, the same on all ranks,
-    whatever their programs.
+    A backward is encoded as integers that contain a field of a few bits for each parameter. When they are summed over
+    ranks, each field counts ranks. Fields are in the order of `names`, so that ranks may run different programs.
 
     Args:
         names: all parameters of the model, in the model's order.
-        behind: parameter -> the results of the model through which it gets a gradient.
+        behind: parameter -> indices of the model's results that depend on it.
         delivered: names of the parameters that get a gradient from the program.
         local: names of parameters that ranks do not synchronize, which are left out.
     """
@@ -58,7 +58,8 @@ class UsedParameters:
 
         Args:
             given: indices of the results from which the backward starts.
-            unreduced: names of parameters with gradients from `no_sync`, which are reduced whether reached or not.
+            unreduced: names of parameters with gradients from `no_sync`. They are encoded even if the backward does not
+                reach them.
         """
         found = self._words.get(given)
         if found is None:
@@ -66,13 +67,15 @@ class UsedParameters:
         return self._set_fields(self._reached(given).union(unreduced)) if unreduced else found
 
     def local_unreached(self, results: tuple[int, ...]) -> frozenset[str]:
-        """Returns the parameters that ranks do not synchronize and that a backward from these results does not
-        reach.
+        """Returns the parameters that ranks do not synchronize and that a backward from these results does not reach.
+
+        Args:
+            results: indices of the model's results.
         """
         return self._local - self._reached(results) if self._local else self._local
 
     def absent(self, counts: tuple[int, ...]) -> frozenset[str]:
-        """Returns the parameters that no rank's backward reaches.
+        """Returns the parameters that the program gives a gradient, but that no rank's backward reaches.
 
         Args:
             counts: the sums over ranks of `words`.
@@ -91,7 +94,7 @@ class UsedParameters:
         return [name for name, (word, field) in places if counts[word] >> field * self._field & mask]
 
     def _reached(self, given: tuple[int, ...]) -> set[str]:
-        """Returns the parameters that a backward from these results reaches."""
+        """Returns the names of the parameters that a backward reaches from the results with these indices."""
         starts = frozenset(given)
         return {name for sources, members in self._groups if not starts.isdisjoint(sources) for name in members}
 
@@ -107,7 +110,11 @@ class UsedParameters:
         return tuple(words)
 
     def _find_absent(self, counts: tuple[int, ...]) -> frozenset[str]:
-        """Returns the parameters that the program gives a gradient, but that no rank's backward reaches."""
+        """Returns the parameters that the program gives a gradient, but that no rank's backward reaches.
+
+        Args:
+            counts: the sums over ranks of `words`.
+        """
         mask = (1 << self._field) - 1
         places = ((name, *self._place[name]) for name in self._delivered)
         return frozenset(name for name, word, field in places if not counts[word] >> field * self._field & mask)

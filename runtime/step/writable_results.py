@@ -17,14 +17,14 @@ from embrace_fx.vocabulary.version_snapshot import VersionSnapshot
 
 
 def writable_results(results: Sequence[Any], differentiable: Iterable[int]) -> tuple[list[Any], list[int]]:
-    """Replaces results that are views by plain tensors, whose version counters count writes.
+    """Replaces results that are views by plain tensors with the same memory, whose version counters count writes.
 
     Args:
         results: the results of a program.
         differentiable: indices of the results with a gradient. Other results may be written freely.
 
     Returns:
-        The results, and the places of the replaced views.
+        The results with the replacements, and the indices of the replaced ones.
     """
     given = list(results)
     made = [k for k in differentiable if type(given[k]) is Tensor and given[k]._is_view()]
@@ -40,7 +40,7 @@ def sharing_memory(made: Iterable[Tensor], read: VersionSnapshot) -> VersionSnap
 
     Args:
         made: plain tensors that `writable_results` made.
-        read: the tensors that the backward reads.
+        read: a snapshot of the tensors that the backward reads.
     """
     memory = {storage_id(tensor) for tensor in read.tensors}
     shared = (tensor.detach() for tensor in made if storage_id(tensor) in memory)
