@@ -30,12 +30,13 @@ def sorted_unique(ids: Tensor) -> tuple[Tensor, Tensor]:
 def join_ids(
     ids: Sequence[Tensor], tables: Sequence[int], first_rows: Sequence[int], num_rows: Sequence[int], joined: int
 ) -> list[Tensor]:
-    """Implements the op `join_ids`: converts ids of several tables to row numbers of the table that joins them.
+    """Implements the op `join_ids`: converts ids of several tables to row numbers of the table that joins them. Ids
+    outside of their own table stay invalid.
 
     Args:
         tables, first_rows, num_rows: for each of `ids`, the index of its table in the joined table, the table's first
             row there, and its number of rows.
-        joined: how many leading tensors of `ids` are concatenated to one; the others keep their shapes.
+        joined: how many leading tensors of `ids` are concatenated to one result; the others keep their shapes.
     """
     flat = torch.cat([i.reshape(-1) for i in ids])
     sizes = [i.numel() for i in ids]
@@ -54,7 +55,7 @@ def join_ids(
 
 
 def _sizes_if_unequal(sizes: list[int]) -> tuple[int, ...]:
-    """Returns the sizes, or () if all are equal."""
+    """Returns `sizes`, or () if all of them are equal."""
     return () if sizes.count(sizes[0]) == len(sizes) else tuple(sizes)
 
 
@@ -241,8 +242,13 @@ def coalesce(ids: Tensor, flat: Tensor, columns: int, padding_rows: Sequence[int
 
 
 def plan_sums(ids: Tensor, flat: Tensor, padding_rows: Sequence[int]) -> tuple[Tensor, ...]:
-    """Finds the rows that `sum_rows` must add up for the op `coalesce`, from its arguments. On a device, the host waits
-    for the number of sums.
+    """Finds which rows have equal ids, for the op `coalesce`. Returns tensors for `sum_rows`. On a device, the host
+    waits for the number of different ids.
+
+    Args:
+        ids: the id of each row, (R,).
+        flat: the rows, (R * d,).
+        padding_rows: ids to leave out.
     """
     if flat.is_cuda and gpu.supports(flat):
         return gpu.find_segments(ids, padding_rows)
@@ -251,11 +257,12 @@ def plan_sums(ids: Tensor, flat: Tensor, padding_rows: Sequence[int]) -> tuple[T
 
 
 def sum_rows(flat: Tensor, sums: tuple[Tensor, ...], columns: int, scale: float) -> list[Tensor]:
-    """Computes the result of the op `coalesce`, given the result of `plan_sums`.
+    """Sums the rows with equal ids for the op `coalesce`. Returns [the ids (K,), the sums (K, d) times `scale`].
 
     Args:
-        flat, columns, scale: as for `coalesce`.
-        sums: the result of `plan_sums`.
+        flat: the rows, (R * d,).
+        sums: which rows have equal ids, from `plan_sums`.
+        columns: the number of elements of a row (d).
     """
     if flat.is_cuda and gpu.supports(flat):
         unique, order, starts, ends = sums
@@ -267,12 +274,13 @@ def sum_rows(flat: Tensor, sums: tuple[Tensor, ...], columns: int, scale: float)
 
 
 def sum_known_ids(flat: Tensor, sums: tuple[Tensor, Tensor], columns: int, scale: float) -> list[Tensor]:
-    """Implements the op `coalesce` if the host already knows the ids of the sums, so that it need not wait for a
-    device.
+    """Implements the op `coalesce` if the different ids are already known, so that the host need not wait for a device.
+    Returns [the ids (K,), the sums (K, d) times `scale`].
 
     Args:
-        flat, columns, scale: as for `coalesce`.
-        sums: (K,) the ids of the sums, and (R,) the number of the sum to which each row is added, or K for none.
+        flat: the rows, (R * d,).
+        sums: (K,) the different ids, and (R,) the index among them of each row's id, or K for a row to leave out.
+        columns: the number of elements of a row (d).
     """
     if flat.is_cuda and gpu.supports(flat):
         return gpu.sum_segments(flat, gpu.known_segments(*sums), columns, scale)

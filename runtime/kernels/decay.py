@@ -41,8 +41,9 @@ class Averages(NamedTuple):
 
 
 class TakenSteps(NamedTuple):
-    """The history of the last optimizer steps: coefficients with which rows that have deferred some of them catch up,
-    and bounds that tell when further steps no longer change a weight.
+    """The last optimizer steps, some of which rows without a gradient have not applied yet.
+
+    The coefficients say how to apply them. The bounds tell when further steps no longer change a weight.
 
     Attributes:
         coefficients: (T + 1, 6) float64, for each number of steps from 0 to T: the columns `LOG_BETA1` to `EPS` of this
@@ -96,13 +97,13 @@ class Moments:
         self._root = torch.ones(most, dtype=torch.float64, device="cpu")  # 1 - u, with u as in the class's docstring
 
     def add(self, counted: int, size: float, correction: float, fading: tuple[float, float, float]) -> None:
-        """Adds one optimizer step.
+        """Adds one optimizer step to the sums.
 
         Args:
             counted: the optimizer's step count including this step.
-            size: the step's coefficient a.
-            correction: the bias correction of the root of the second average.
-            fading: (beta1, beta2, factor of weight decay).
+            size: the step's size, the factor of the momentum in the update.
+            correction: the bias correction by which the root of the second average is multiplied.
+            fading: (beta1, beta2, factor by which weight decay multiplies weights).
         """
         beta1, beta2, shrink = fading
         fade = math.sqrt(beta2) if self._fades else 1.0
@@ -130,7 +131,7 @@ class Moments:
 
 
 def decay_rows(shard: Tensor, averages: Averages, ids: Tensor, taken: Tensor, history: TakenSteps) -> None:
-    """Applies deferred Adam steps to rows, in place.
+    """Applies to rows, in place, the Adam steps that they have deferred because they had no gradient.
 
     Args:
         shard, averages: the weights and running averages, changed in place.
@@ -169,12 +170,12 @@ def decay_rows(shard: Tensor, averages: Averages, ids: Tensor, taken: Tensor, hi
 
 
 class _RemainingRows(NamedTuple):
-    """Rows (K,) that have elements for which deferred steps must be applied one by one.
+    """Rows (K,) with elements to which deferred steps must be applied one by one.
 
     Attributes:
         ids: (K,) the rows.
         rested: (K,) the number of steps that each row has applied.
-        leapt: (K, d) the weights of elements that are done, and nan for those to compute; None if all must be computed.
+        leapt: (K, d) the final weights of elements that are done, and nan for the others; None to compute all elements.
     """
 
     ids: Tensor
@@ -182,7 +183,7 @@ class _RemainingRows(NamedTuple):
     leapt: Tensor | None
 
     def rows(self, positions: Tensor) -> _RemainingRows:
-        """Returns the rows at these positions (L,)."""
+        """Returns only the rows at these positions (L,) among these rows."""
         leapt = None if self.leapt is None else self.leapt.index_select(0, positions)
         return _RemainingRows(self.ids.index_select(0, positions), self.rested.index_select(0, positions), leapt)
 
@@ -205,7 +206,8 @@ def _apply_together(
         moments: the sums over these steps.
 
     Returns:
-        The rows with elements that would not be exact to the last bit, to which the steps must be applied one by one.
+        Unchanged rows, with elements that would not be exact to the last bit. The steps must be applied to them one by
+        one. None if there are none.
     """
     coefficients, dtype = history.coefficients, shard.dtype
     exp_avg, exp_avg_sq, greatest = averages
@@ -300,7 +302,7 @@ def _apply_in_order(shard: Tensor, averages: Averages, rows: _RemainingRows, his
 
 
 def _decay_factors(before: Tensor, history: TakenSteps, dtype: torch.dtype) -> tuple[Tensor, ...]:
-    """Returns the factors (K, 1) by which both running averages and the weights have decayed after all steps.
+    """Returns the factors by which the two running averages and the weights decay over all deferred steps; each (K, 1).
 
     Args:
         before: (K, 6), the coefficients of the last step that each row has applied.
@@ -312,7 +314,9 @@ def _decay_factors(before: Tensor, history: TakenSteps, dtype: torch.dtype) -> t
 
 
 def _halving_sum(terms: Tensor) -> Tensor:
-    """Sums the terms of each block (K, B, C, d) pairwise, so that the rounding does not depend on the sizes."""
+    """Sums `terms` (K, B, C, d), B blocks of C steps for each row, over the steps. Returns (K, B, d). Adds pairwise, so
+    that the rounding does not depend on the sizes.
+    """
     while (half := terms.shape[2] // 2) > 0:
         terms = terms[:, :, :half] + terms[:, :, half:]
     return terms.squeeze(2)

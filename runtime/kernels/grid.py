@@ -18,11 +18,14 @@ from embrace_fx.vocabulary.ops import own_columns
 
 
 def route_grid(ids: Tensor, counts: Tensor, rank: int, grid_rows: int, grid_columns: int) -> list[Tensor]:
-    """Implements the op `route_grid`: finds the gathered ids that are in this rank's shard. Returns [their rows in the
-    shard, the counts of ids by reader and grid row, the order of this rank's own ids by grid row].
+    """Implements the op `route_grid`, for a table that is sharded by rows and columns over a grid of ranks. Row r of
+    the grid has the ids with id % grid_rows = r. Returns [the rows of this rank's shard that ranks read (M,), the
+    number of ids that each rank reads from each row of the grid (N, grid_rows), the positions of this rank's own ids
+    sorted by row of the grid (U,)].
 
     Args:
-        ids, counts: the ids (R,) that all ranks read, and each rank's number of them (N,).
+        ids: (R,), the ids that ranks read, rank after rank.
+        counts: (N,), the number of ids that each rank reads.
         rank: this rank.
         grid_rows, grid_columns: the size of the grid.
     """
@@ -37,11 +40,13 @@ def route_grid(ids: Tensor, counts: Tensor, rank: int, grid_rows: int, grid_colu
 
 
 def join_grid(flat: Tensor, order: Tensor, counts: Tensor, embedding_dim: int, rank: int) -> Tensor:
-    """Implements the op `join_grid`: joins the columns received from the ranks of a grid, flat, to whole rows (U, D).
+    """Implements the op `join_grid`: joins the columns received from each rank of a grid to whole rows. Returns (U, D).
 
     Args:
-        order, counts: results of `route_grid`.
+        flat: (U * D,), the received columns, in one block per rank.
+        order, counts: the last two results of `route_grid`.
         embedding_dim: the number of columns of the table (D).
+        rank: this rank.
     """
     out = flat.new_empty((order.numel(), embedding_dim))
     join_grid_into(out, order, flat, counts[rank].tolist(), counts.shape[0] // counts.shape[1])
@@ -49,12 +54,14 @@ def join_grid(flat: Tensor, order: Tensor, counts: Tensor, embedding_dim: int, r
 
 
 def join_grid_into(out: Tensor, positions: Tensor, flat: Tensor, own: Sequence[int], grid_columns: int) -> None:
-    """Joins received columns to whole rows, and writes them to the rows `positions` (U,) of `out` (U', D).
+    """Joins the columns received from each rank of a grid to whole rows, and writes them to `out`.
 
     Args:
-        positions: first those of the rows in the first row of the grid, then those in the second, and so on.
-        flat: the received values.
-        own: for each row of the grid, the number of received rows.
+        out: (U', D), written at the rows `positions`.
+        positions: (U,), the row of `out` for each received row. Those of the first row of the grid come first, and so
+            on.
+        flat: (U * D,), the received columns, in one block per rank.
+        own: for each row of the grid, the number of rows received from it.
         grid_columns: the number of columns of the grid.
     """
     columns = out.shape[1]
@@ -69,19 +76,22 @@ def join_grid_into(out: Tensor, positions: Tensor, flat: Tensor, own: Sequence[i
 
 
 def split_grid(rows: Tensor, order: Tensor, counts: Tensor, rank: int) -> Tensor:
-    """Implements the op `split_grid`: splits gradient rows to one block for each rank of a grid, in a flat tensor.
-    `order` and `counts` are results of `route_grid`.
+    """Implements the op `split_grid`: splits gradient rows (U, D) into one block for each rank of a grid. Returns the
+    blocks in rank order, flat (U * D,).
+
+    Args:
+        order, counts: the last two results of `route_grid`.
     """
     return split_selected_grid(rows, order, counts[rank].tolist(), counts.shape[0] // counts.shape[1])
 
 
 def split_selected_grid(rows: Tensor, positions: Tensor, own: Sequence[int], grid_columns: int) -> Tensor:
-    """Selects `rows[positions]` and splits the selection into one block for each rank of a grid, in a flat tensor.
+    """Splits `rows[positions]` into one block for each rank of a grid. Returns the blocks in rank order, flat (U * D,).
 
     Args:
         rows: (U', D).
-        positions: (U,), first those of the rows in the first row of the grid, then those in the second, ..
-        own: for each row of the grid, the number of selected rows.
+        positions: (U,), the rows to send: first those for the first row of the grid, then those for the second, ..
+        own: for each row of the grid, the number of rows to send to it.
         grid_columns: the number of columns of the grid.
     """
     columns = rows.shape[1]
@@ -99,8 +109,8 @@ def split_selected_grid(rows: Tensor, positions: Tensor, own: Sequence[int], gri
 
 
 def _piece_positions(positions: Tensor, own: Sequence[int], grid_columns: int) -> Tensor:
-    """Returns where the pieces (U, grid columns) of each row lie in the flat tensor, viewed as (U * grid columns, w).
-    The arguments are those of `split_selected_grid`.
+    """Returns where the piece of each row for each column of the grid lies in the flat tensor of `split_selected_grid`,
+    in units of a piece: (U, grid_columns). The arguments are those of `split_selected_grid`.
     """
     device = positions.device
     sizes = torch.tensor(own, device=device)
@@ -114,11 +124,12 @@ def _piece_positions(positions: Tensor, own: Sequence[int], grid_columns: int) -
 def _blocks_by_rank(
     positions: Tensor, flat: Tensor, rows_per_grid_row: Sequence[int], columns: int, grid_columns: int
 ) -> list[tuple[Tensor, int, int, Tensor]]:
-    """Returns, for each rank of the grid, (positions of its rows, its first column, its last column + 1, its block of
-    `flat`).
+    """Splits rows by the rank of the grid that has them. Returns for each rank (positions of the rows that it has, its
+    first column, its last column + 1, its block as a view (rows, columns) of `flat`).
 
     Args:
-        positions: the positions of all rows, first those of the first row of the grid.
+        positions: the positions of all rows: first those of the first row of the grid, then those of the second, ..
+        flat: one block of columns for each rank, in rank order.
         rows_per_grid_row: for each row of the grid, the number of rows.
         columns, grid_columns: the number of columns of the table, and of the grid.
     """

@@ -15,8 +15,14 @@ from embrace_fx.vocabulary.head import softmax_dtype, steps_from_text
 
 
 def scored_positions(labels: Tensor, ignore_index: int, num_rows: int) -> list[Tensor]:
-    """Implements the op `scored_positions`: returns [the positions of the labels that are not `ignore_index`, these
-    labels]. Raises `IndexError` if one is not a row of the table, which has `num_rows`.
+    """Implements the op `scored_positions`: finds the labels (L,) that count in the loss. Returns [positions of the
+    labels that are not `ignore_index` (S,), these labels (S,)].
+
+    Args:
+        num_rows: the number of rows of the output layer's table, which is the number of classes.
+
+    Raises:
+        IndexError: a label is not a row of the table. On CUDA, a device-side assertion fails instead.
     """
     positions = labels.ne(ignore_index).nonzero().view(-1)
     scored = labels.index_select(0, positions).to(torch.int64)
@@ -32,18 +38,24 @@ def scored_positions(labels: Tensor, ignore_index: int, num_rows: int) -> list[T
 
 
 def _own_labels(labels: Tensor, logits: Tensor, rank: int, group_size: int) -> tuple[Tensor, Tensor]:
-    """Returns, for each label (P,), whether this rank has its row, and the row's index in the shard (any index if not).
+    """Finds the labels whose rows are in this rank's shard of the table. Returns (mask of these labels (P,), each
+    label's row in the shard (P,)). The rows of all other labels are meaningless.
 
     Args:
-        logits: this rank's columns of the logits, (P, V').
+        labels: (P,), row indices in the whole table.
+        logits: (P, V'), the logits of this rank's shard.
         group_size: the number of ranks.
     """
     return labels % group_size == rank, (labels // group_size).clamp(max=logits.shape[1] - 1)
 
 
 def apply_steps(values: Tensor, steps: str) -> list[Tensor]:
-    """Applies an output layer's element-wise steps to logits. Returns the values before the first step, and after
-    each.
+    """Applies an output layer's element-wise steps to logits, such as a scale or a tanh. Returns the values before the
+    first step and after each step.
+
+    Args:
+        values: the logits.
+        steps: the steps as text.
     """
     found = [values]
     for name, by, dtype in steps_from_text(steps):
@@ -58,11 +70,12 @@ def apply_steps(values: Tensor, steps: str) -> list[Tensor]:
 
 
 def gradient_of_steps(gradient: Tensor, values: list[Tensor], steps: str) -> Tensor:
-    """Computes the gradient of logits before an output layer's element-wise steps.
+    """Computes the gradient of the logits from the gradient of the values that `apply_steps` has computed from them.
 
     Args:
-        gradient: the gradient of the values after the last step; may be overwritten.
+        gradient: the gradient of the values after the last step. It may be overwritten.
         values: the result of `apply_steps`.
+        steps: the steps as text, as for `apply_steps`.
     """
     for (name, by, _), before, after in reversed(
         list(zip(steps_from_text(steps), values[:-1], values[1:], strict=True))
@@ -77,10 +90,16 @@ def gradient_of_steps(gradient: Tensor, values: list[Tensor], steps: str) -> Ten
 
 
 def head_statistics(logits: Tensor, labels: Tensor, smooths: bool, steps: str, rank: int, group_size: int) -> Tensor:
-    """Implements the op `head_statistics`: statistics of this rank's columns of the logits at each position, after
-    applying `steps`. `group_size` is the number of ranks.
+    """Implements the op `head_statistics`: computes the softmax statistics of this rank's columns of the logits.
+    Returns (P, 3): the maximum, the sum of exponentials relative to it, and the label's logit (0 if another rank has
+    it). For smoothed labels, returns (P, 4), with the sum of the logits.
 
-    Columns: the maximum, the sum of exponentials, the label's logit, and for smoothed labels the sum of the logits.
+    Args:
+        logits: (P, V'), this rank's columns of the logits at all positions.
+        labels: (P,), the label of each position.
+        smooths: whether the loss smooths labels.
+        steps: element-wise steps to apply to the logits first, as text.
+        group_size: the number of ranks.
     """
     values = apply_steps(logits, steps)[-1].to(softmax_dtype(steps, logits.dtype))
     top = values.amax(1).clamp(min=torch.finfo(values.dtype).min)  # avoid nan if all logits of a rank are -inf
@@ -91,13 +110,17 @@ def head_statistics(logits: Tensor, labels: Tensor, smooths: bool, steps: str, r
 
 
 def chunk_bounds(size: int, chunk: int, chunks: int) -> tuple[int, int]:
-    """Returns the first position of a chunk, and the first one after it, among a rank's `size` positions."""
+    """Returns (start, end) of chunk number `chunk` if `size` positions are divided into `chunks` chunks."""
     return size * chunk // chunks, size * (chunk + 1) // chunks
 
 
 def chunk_of_positions(rows: Tensor, counts: Tensor, chunk: int, chunks: int) -> Tensor:
-    """Implements the op `chunk_of_positions`: returns the rows of one chunk of each rank's positions. `counts` (N,) are
-    the numbers of rows of each rank.
+    """Implements the op `chunk_of_positions`: divides each rank's rows into `chunks` chunks, and returns the rows of
+    chunk number `chunk` of every rank, concatenated.
+
+    Args:
+        rows: (P, ..), the rows of all ranks, rank after rank.
+        counts: (N,), the number of rows of each rank.
     """
     if chunks == 1:
         return rows
@@ -106,8 +129,12 @@ def chunk_of_positions(rows: Tensor, counts: Tensor, chunk: int, chunks: int) ->
 
 
 def _group_by_sender(chunks: list[Tensor], group_size: int) -> Tensor:
-    """Joins the values received for this rank's positions in several chunks, (N * S, ..) each, and groups them by
-    sending rank: (N, S, ..). `group_size` is N.
+    """Joins the values that this rank has received for its positions, and groups them by the rank that sent them.
+    Returns (N, S, ..).
+
+    Args:
+        chunks: for each chunk of positions, the values from all ranks, (N * positions of the chunk, ..).
+        group_size: the number of ranks (N).
     """
     found = [each.view(group_size, len(each) // group_size, *each.shape[1:]) for each in chunks]
     return found[0] if len(found) == 1 else torch.cat(found, 1)
@@ -116,8 +143,16 @@ def _group_by_sender(chunks: list[Tensor], group_size: int) -> Tensor:
 def head_loss(
     statistics: list[Tensor], positions: Tensor, labels: Tensor, weight: Tensor | None, reduction: int, group_size: int
 ) -> list[Tensor]:
-    """Implements the op `head_loss`, which documents the arguments: combines the statistics of all ranks into the loss.
-    Returns [the loss, the count or weight of scored labels, the logarithm of each position's sum of exponentials].
+    """Implements the op `head_loss`: combines the softmax statistics of all ranks into this rank's loss. Returns [the
+    loss, the number or total weight of the scored labels, the log of each position's sum of exponentials (S,)].
+
+    Args:
+        statistics: for each chunk of positions, the results of `head_statistics` from all ranks.
+        positions: (S,), the indices of the labels that are not ignored.
+        labels: (L,), all labels of this rank.
+        weight: (V,), the weight of each class, or None.
+        reduction: 0 for none, 1 for the mean, 2 for the sum.
+        group_size: the number of ranks.
     """
     tops, totals, of_labels, *_ = _group_by_sender(statistics, group_size).unbind(2)
     top = tops.amax(0)
@@ -141,8 +176,16 @@ def _label_weights(weight: Tensor, labels: Tensor, positions: Tensor) -> Tensor:
 def head_smoothing(
     statistics: list[Tensor], log_sums: Tensor, positions: Tensor, like: Tensor, num_rows: int, group_size: int
 ) -> Tensor:
-    """Implements the op `head_smoothing`, which documents the arguments: returns the sum of the log-softmax over all
-    classes at each position; 0 for ignored labels.
+    """Implements the op `head_smoothing`: returns the sum of the log-softmax over all classes for each label (L,). It
+    is 0 for ignored labels.
+
+    Args:
+        statistics: for each chunk of positions, the results of `head_statistics` from all ranks.
+        log_sums: (S,), the log of each position's sum of exponentials, from `head_loss`.
+        positions: (S,), the indices of the labels that are not ignored.
+        like: a tensor with L rows.
+        num_rows: the number of classes.
+        group_size: the number of ranks.
     """
     sums = _group_by_sender(statistics, group_size)[:, :, 3].sum(0) - num_rows * log_sums
     return sums.new_zeros(like.shape[:1]).index_copy_(0, positions, sums)
@@ -158,8 +201,16 @@ def head_coefficients(
     reduction: int,
     num_rows: int,
 ) -> Tensor:
-    """Implements the op `head_coefficients`, which documents the arguments: returns the factors of each position from
-    which all ranks compute their logits' gradients.
+    """Implements the op `head_coefficients`: returns the coefficients of each position from which every rank computes
+    the gradient of its logits, (S, 2) or, for smoothed labels, (S, 4).
+
+    Args:
+        grad_output: the gradient of the loss.
+        grad_sums: (L,), the gradient of the result of `head_smoothing`, or None if labels are not smoothed.
+        log_sums: (S,), the log of each position's sum of exponentials, from `head_loss`.
+        positions: (S,), the indices of the labels that are not ignored.
+        labels, weight, reduction: as for `head_loss`.
+        num_rows: the number of classes.
     """
     weights = None if weight is None else _label_weights(weight, labels, positions)
     if reduction == 0:
@@ -177,8 +228,15 @@ def head_coefficients(
 def head_gradient(
     logits: Tensor, labels: Tensor, coefficients: Tensor, steps: str, rank: int, group_size: int
 ) -> Tensor:
-    """Implements the op `head_gradient`, which documents the arguments: computes the gradient of this rank's columns of
-    the logits.
+    """Implements the op `head_gradient`: returns the gradient of the loss with respect to this rank's columns of the
+    logits, (P, V').
+
+    Args:
+        logits: (P, V'), this rank's columns of the logits at all ranks' positions.
+        labels: (P,), the label of each position.
+        coefficients: the results of `head_coefficients` of all ranks.
+        steps: the element-wise steps that were applied to the logits, as text.
+        group_size: the number of ranks.
     """
     values, (log_sums, of_softmax, *smoothing) = apply_steps(logits, steps), coefficients.unbind(1)
     gradient = (values[-1].to(coefficients.dtype) - log_sums[:, None]).exp_().mul_(of_softmax[:, None])
@@ -191,8 +249,13 @@ def head_gradient(
 
 
 def spread_positions(parts: list[Tensor], rows: Tensor, like: Tensor, group_size: int) -> Tensor:
-    """Implements the op `spread_positions`, which documents the arguments: sums the values that all ranks have computed
-    for each position, and writes the sums to the positions' rows.
+    """Implements the op `spread_positions`: sums the values that all ranks have computed for this rank's positions.
+    Returns a tensor shaped like `like`, with the sums at `rows` and zeros elsewhere.
+
+    Args:
+        parts: for each chunk of positions, the values from all ranks.
+        rows: (S,), the row of the result for each position.
+        group_size: the number of ranks.
     """
     summed = _group_by_sender(parts, group_size).sum(0)
     return summed.new_zeros(like.shape).index_add_(0, rows, summed)

@@ -35,7 +35,13 @@ def wire_elements(rows: int, columns: int, form: Format) -> int:
 
 
 def encode(flat: Tensor, pieces: Pieces, form: Format) -> Tensor:
-    """Rounds a flat tensor to the format in which it is sent, separately for each of `pieces` (rows, columns)."""
+    """Rounds a flat tensor to the format in which it is sent, "bf16", "fp16" or "int8". Returns the rounded values as a
+    flat tensor.
+
+    Args:
+        pieces: the shapes (rows, columns) of consecutive parts of `flat`. "int8" chooses a scale for each row of a
+            piece.
+    """
     if form != "int8":
         return flat.to(DTYPES[form])
     sent = flat.new_empty((sum(wire_elements(*piece, form) for piece in pieces),), dtype=torch.int8)
@@ -66,12 +72,16 @@ def round_trip(flat: Tensor, pieces: Pieces, form: Format) -> Tensor:
 
 
 def as_blocks(elements: int) -> Pieces:
-    """Divides the elements of a dense tensor into pieces (rows, columns) that are rounded separately."""
+    """Divides the elements of a dense tensor into blocks that are rounded separately. Returns them as shapes (rows,
+    columns), with one block per row.
+    """
     return [(elements // BLOCK, BLOCK), (1, elements % BLOCK)]
 
 
 def _exponents(values: Tensor) -> Tensor:
-    """Returns the exponent of the rounding step of each row of `values`, (rows,) int32."""
+    """Returns the exponent e of the quantization step 2^e of each row of `values`, (rows,) int32. It is `_NOT_FINITE`
+    for a row with infinite or nan values.
+    """
     largest = values.abs().amax(1)
     mantissa, exponents = torch.frexp(largest)  # largest = mantissa * 2 ** exponent, 0.5 <= mantissa < 1
     steps = (exponents - 6 - (mantissa <= 127 / 128).int()).clamp_(_LEAST, _NOT_FINITE - 1)
@@ -84,8 +94,12 @@ def _power_of_two(exponents: Tensor) -> Tensor:
 
 
 def _equal_width_runs(flat: Tensor, sent: Tensor, pieces: Pieces) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yields (values, encoded values) as matrices, one for each run of consecutive pieces of equal width, as views of
-    `flat` and `sent`.
+    """Yields (values (rows, columns), encoded values (rows, columns + 1)), one pair for each run of consecutive pieces
+    with equal numbers of columns.
+
+    Args:
+        flat, sent: the flat tensors of values and of encoded values, of which views are yielded.
+        pieces: the shapes (rows, columns) of consecutive parts of `flat`.
     """
     at = of_codes = 0
     for columns, run in groupby((piece for piece in pieces if piece[0] and piece[1]), key=lambda piece: piece[1]):

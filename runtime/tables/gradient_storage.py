@@ -104,7 +104,8 @@ class GradientStorage(LocalStorage):
         """Waits for the gradient if it is still in flight.
 
         Raises:
-            RuntimeError: the caller wrote rows that are no longer part of the gradient.
+            RuntimeError: the caller wrote rows from `shown_rows` after the gradient had become dense, so the change has
+                no effect.
         """
         if self.late is not None:
             late, k = self.late
@@ -157,12 +158,14 @@ class GradientStorage(LocalStorage):
 
     @property
     def is_of_all_rows(self) -> bool:
-        """Whether rows that no lookup has read may have a gradient."""
+        """Whether the gradient is dense and rows that no lookup has read may have a gradient. Waits for it if it is in
+        flight.
+        """
         return self.is_dense and self._read is None
 
     def rows(self) -> Rows:
-        """Returns the gradient as unique ids (K,) and rows (K, d). A dense one yields the rows that were read or are
-        not zero.
+        """Returns the gradient as unique ids (K,) and rows (K, d). A dense gradient yields all rows if
+        `is_of_all_rows`, otherwise the rows that were read or are not zero.
         """
         self.wait()
         if self.local is not None and self._read is None:
@@ -206,8 +209,8 @@ class GradientStorage(LocalStorage):
         return self.local
 
     def shown_rows(self) -> Rows | None:
-        """Returns the stored ids and rows, which the caller may write. Returns None while views of the dense gradient
-        exist.
+        """Returns the stored ids and rows, which the caller may write. Returns None if the gradient is dense and has
+        views, or if it is dense and `is_of_all_rows`.
         """
         self.wait()
         if self.local is not None and (self._read is None or self._viewer() is not None):
@@ -221,7 +224,7 @@ class GradientStorage(LocalStorage):
         return tuple([rows for _, rows in self._rows]) if self._are_shown and self._viewer() is not None else ()
 
     def viewer(self) -> object:
-        """Returns the object that views of the gradient keep alive."""
+        """Returns the token that views of the gradient keep alive, by which the gradient knows that views exist."""
         viewer = self._viewer()
         if viewer is None:
             viewer = _ViewToken(self)
@@ -234,11 +237,11 @@ class GradientStorage(LocalStorage):
         return self.memory()
 
     def values(self) -> Tensor:
-        """Returns the stored elements. All others are zero."""
+        """Returns the stored elements: a dense tensor (V', d), or rows (K, d). All others are zero."""
         return self.local if self.is_dense and self.local is not None else self.rows()[1]
 
     def map(self, change: Callable[[Tensor], Tensor]) -> None:
-        """Applies an element-wise function that maps zero to zero to the stored elements, in place."""
+        """Applies an element-wise function to the stored elements, in place. The function must map zero to zero."""
         if self.is_dense:
             assert self.local is not None
             self.local.copy_(change(self.local))
@@ -312,8 +315,8 @@ def _reduce_norms(gradients: Sequence[GradientStorage], order: float) -> list[Te
 
 
 def norm_reduction(order: float) -> tuple[float, dist.ReduceOp.RedOpType]:
-    """Returns (the power to which each rank raises the norm of its shard, the reduction that combines these powers over
-    ranks).
+    """Returns how to combine the norms of shards over ranks: the power to which each rank raises its norm, and the
+    reduction of these powers.
     """
     if abs(order) == float("inf"):
         return 1.0, dist.ReduceOp.MAX if order > 0 else dist.ReduceOp.MIN
@@ -323,7 +326,12 @@ def norm_reduction(order: float) -> tuple[float, dist.ReduceOp.RedOpType]:
 def _reduce_numbers(
     held: GradientStorage, values: Sequence[Tensor], reduce_op: dist.ReduceOp.RedOpType
 ) -> list[Tensor]:
-    """Reduces several numbers over ranks in one collective, in the widest of their dtypes."""
+    """Reduces several 0-d tensors over ranks in one collective, in the widest of their dtypes. Returns them in their
+    own dtypes.
+
+    Args:
+        held: a gradient of a table that is sharded over these ranks.
+    """
     widest = max((value.dtype for value in values), key=lambda dtype: dtype.itemsize)
     joined = torch.stack([value.to(widest) for value in values])
     held.layout.reduce(joined, reduce_op, "" if joined.is_cuda else "norm")
@@ -379,8 +387,8 @@ class TableGradient:
     def _reusable_gradients(
         self, late: GradientFuture[Sequence[Rows]]
     ) -> list[tuple[Member, nn.Parameter, TableShard, GradientStorage]]:
-        """Returns the gradient objects that later backwards can reuse, or [] unless every `.grad` is only this
-        gradient.
+        """Returns (table, parameter, `.grad`, storage of `.grad`) for each parameter, for later backwards to reuse.
+        Returns [] if any `.grad` contains more than the gradient that the future `late` delivers.
         """
         found = []
         for member in self._members:

@@ -46,7 +46,7 @@ ROWS_AT_ONCE = 1 << 16
 
 
 class History:
-    """The optimizer steps that rows of a table without a gradient have deferred and have yet to apply.
+    """The deferred optimizer steps of a table. A row without a gradient defers a step until the row is next read.
 
     Args:
         store: the rows and their optimizer state.
@@ -111,14 +111,21 @@ class History:
                 each.apply_deferred(own)
 
     def _split_by_member(self, places: Tensor) -> Iterator[tuple[History, Tensor]]:
-        """For a joined table, yields the history of each of its tables with its share of `places` (K,)."""
+        """For a joined table, yields the history of each of its tables, and those of the rows at `places` (K,) that are
+        in this table, as indices into it.
+        """
         firsts = torch.tensor([each._first for each in self._members[1:]], device=places.device)
         of = torch.bucketize(places, firsts, right=True)
         for k, each in enumerate(self._members):
             yield each, places[of == k] - each._first
 
     def apply_open(self, places: Tensor, local: Tensor, state: Mapping[str, Any]) -> None:
-        """Applies the deferred steps to the rows at `places` (K,) of the weights `local` and the optimizer state."""
+        """Applies the deferred steps to the rows at `places` (K,), in place.
+
+        Args:
+            local: the table's weights (V', d).
+            state: the table's optimizer state.
+        """
         assert self.open is not None
         assert self._taken is not None
         if self.open.count:
@@ -282,7 +289,9 @@ class DeferredAdam(SkippedSteps):
         self._bounds = (max(largest, size), min(least, eps), max(ratio, beta1 / math.sqrt(beta2)))
 
     def apply_to(self, local: Tensor, state: Mapping[str, Any], ids: Tensor, taken: Tensor) -> None:
-        """Applies to each row the steps after the `taken` ones."""
+        """Applies to the rows `ids` (K,) the steps that they have not applied yet, in place. `taken` is as for
+        `SkippedSteps`.
+        """
         assert self._coefficients is not None
         greatest = state["max_exp_avg_sq"] if self._amsgrad else None
         averages = Averages(state["exp_avg"], state["exp_avg_sq"], greatest)
@@ -301,8 +310,9 @@ class DeferredAdam(SkippedSteps):
 class DeferredSGD(SkippedSteps):
     """Deferred steps of SGD and RMSprop, as linear maps of a weight and its momentum.
 
-    For every step s of the history, stores the map from s to the end, w = a w_s + b u_s and u = c w_s + d u_s for a
-    weight and its momentum, and the factor of the averages. A new step multiplies every map.
+    For each step s, stores the map from the values after s to those after the last step: w = a w_s + b u_s and u = c
+    w_s + d u_s for a weight w and its momentum u. Also stores the factor by which moving averages decay from s on. A
+    new step multiplies every map.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -326,7 +336,9 @@ class DeferredSGD(SkippedSteps):
         self._maps[self.count] = self._maps.new_tensor(_IDENTITY)
 
     def apply_to(self, local: Tensor, state: Mapping[str, Any], ids: Tensor, taken: Tensor) -> None:
-        """Applies to each row the map of all steps after the `taken` ones."""
+        """Applies to the rows `ids` (K,) the steps that they have not applied yet, in place. `taken` is as for
+        `SkippedSteps`.
+        """
         assert self._maps is not None
         rested = taken.index_select(0, ids)
         if not local.is_cuda:  # on the CPU, where the selection needs no synchronization
@@ -358,8 +370,8 @@ _IDENTITY = (1.0, 0.0, 0.0, 1.0, 1.0)
 
 
 def _step_map(options: Mapping[str, Any]) -> tuple[tuple[float, float, float, float], float]:
-    """Returns one step without a gradient as a 2 x 2 linear map of a weight and its momentum, and the factor of running
-    averages.
+    """Returns one step without a gradient as ((a, b, c, d), factor). It maps a weight w and its momentum u to a w + b u
+    and c w + d u, and multiplies moving averages by the factor.
     """
     lr, momentum = float(options["lr"]), options["momentum"]
     if "alpha" in options:  # only RMSprop has the option alpha

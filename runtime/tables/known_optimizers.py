@@ -54,11 +54,11 @@ class KnownOptimizers:
         ]
 
     def dense_update_policy(self, parameter: Tensor, row_updates: RowUpdates) -> DenseUpdatePolicy:
-        """Returns how the optimizer of a table updates rows without a gradient. If none is known, assumes a common
-        one.
+        """Returns how the optimizer of a table updates rows without a gradient. If not exactly one optimizer is known,
+        assumes a common policy.
 
         Args:
-            row_updates: the user's option.
+            row_updates: the user's option for such rows.
         """
         held = self.find(parameter)
         if len(held) == 1:

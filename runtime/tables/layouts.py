@@ -60,8 +60,11 @@ def own_slices(shape: Sequence[int], mesh: DeviceMesh) -> Slices:
 
 
 def scatter_table(table: Tensor, group: dist.ProcessGroup, grid: Grid | None) -> Tensor:
-    """Scatters rank 0's table (V, D), and returns this rank's shard (V', d). Collective. Every rank passes a tensor of
-    the table's shape.
+    """Scatters rank 0's table (V, D), and returns this rank's shard (V', d). Collective.
+
+    Args:
+        table: the table on rank 0; on other ranks, any tensor of its shape, dtype and device type.
+        grid: the grid on which to shard, or None to shard by columns.
     """
     if goes_through_host(table, group):
         return scatter_table(table.cpu(), group, grid).to(table.device)
@@ -82,8 +85,11 @@ def scatter_table(table: Tensor, group: dist.ProcessGroup, grid: Grid | None) ->
 
 @torch.no_grad()
 def regrid(local: Tensor, shape: Sequence[int], old: Grid, new: Grid, group: dist.ProcessGroup) -> Tensor:
-    """Changes the grid on which a table is sharded, by an AlltoAll of the parts that change their rank. Returns this
-    rank's new shard. Collective.
+    """Changes the grid on which a table is sharded, by an AlltoAll. Returns this rank's new shard. Collective.
+
+    Args:
+        local: this rank's old shard.
+        shape: the shape (V, D) of the whole table.
     """
     if goes_through_host(local, group):
         return regrid(local.cpu(), shape, old, new, group).to(local.device)

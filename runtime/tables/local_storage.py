@@ -54,7 +54,7 @@ class LocalStorage:
         self.local = local
 
     def record_write(self) -> None:
-        """Increments the shard's version counter after a write. Ops below autograd do not."""
+        """Increments the shard's version counter after a write, because ops below autograd do not."""
         if self.local is not None:
             torch.autograd.graph.increment_version(self.local)
 
@@ -92,13 +92,15 @@ class LocalStorage:
 
     @property
     def unreduced(self) -> bool:
-        """Whether this is a gradient that is only this rank's own sum, to be reduced in a later backward."""
+        """Whether this is a view of a gradient that is this rank's own sum under `no_sync`, to be reduced in a later
+        backward.
+        """
         of = getattr(self._keeps, "of", None)
         gradient = of() if of is not None else None
         return gradient is not None and gradient.unreduced
 
     def viewer(self) -> object:
-        """Returns an object that views of this memory keep alive."""
+        """Returns an object that views of this memory must keep alive, or None."""
         return self._keeps
 
     def pinned(self) -> Tensor:

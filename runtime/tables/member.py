@@ -104,6 +104,10 @@ class Member(Table):
     ) -> None:
         """Adds a gradient with unique ids (K,) and rows (K, d) to `.grad`, unless the parameter is in
         `without_gradient`.
+
+        Args:
+            without_gradient: names of parameters that get no gradient.
+            unreduced: whether the gradient is this rank's own, not yet reduced over ranks.
         """
         if self.name in without_gradient:
             return
@@ -114,8 +118,11 @@ class Member(Table):
     def add_dense_gradient(
         self, gradient: Tensor, without_gradient: Collection[str] = (), *, unreduced: bool = False
     ) -> None:
-        """Adds a gradient of all rows (V', d) of this rank's shard to `.grad`, unless the parameter is in
-        `without_gradient`.
+        """Adds a gradient of all rows (V', d) of this rank's shard to `.grad`.
+
+        Args:
+            without_gradient: names of parameters that get no gradient.
+            unreduced: whether the gradient is this rank's own, not yet reduced over ranks.
         """
         if self.name not in without_gradient:
             held = self.open_gradient()
@@ -123,7 +130,11 @@ class Member(Table):
             held.unreduced = unreduced
 
     def add_future_gradient(self, future: GradientFuture[Sequence[Rows]], k: int, *, unreduced: bool) -> None:
-        """Sets `.grad` to the k-th gradient of a future, or adds that gradient to an existing `.grad`."""
+        """Sets `.grad` to the k-th gradient of a future, or adds that gradient to an existing `.grad`.
+
+        Args:
+            unreduced: whether the gradient is this rank's own, not yet reduced over ranks.
+        """
         held = self.open_gradient()
         if held.is_zero:
             held.set_future(future, k)
@@ -169,8 +180,8 @@ class Member(Table):
         """Predicts the bytes of weights, gradient and optimizer state on the rank with the most, if the table is
         sharded over `ranks` ranks.
 
-        A gradient counts all rows if steps are dense, and nothing if it is kept as rows. The bytes of state are None
-        while the optimizer is unknown.
+        The gradient counts as dense if optimizer steps update all rows or the optimizer is unknown, otherwise as 0. The
+        bytes of state are None while the optimizer is unknown.
         """
         if self.store.refusal:
             weights, state = self.store.held_bytes()
@@ -207,11 +218,11 @@ class Member(Table):
         return {}
 
     def can_update_jointly(self) -> bool:
-        """Returns True, because a table of one parameter is always updated by one update."""
+        """Returns whether one update can update the whole table: True once its optimizer is known."""
         return self.optimizer is not None
 
     def steps_by(self, optimizer: Optimizer | None, options: Options) -> bool:
-        """Returns whether this optimizer updates the table, and currently with these options."""
+        """Returns whether `optimizer` updates the table, with options that currently equal `options`."""
         return self.optimizer is optimizer and same_options(options, hyperparameters(self.param_group()))
 
     @property

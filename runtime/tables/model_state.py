@@ -25,25 +25,32 @@ class Prefetcher(Protocol):
     """The interface through which `lookahead` announces which rows upcoming batches read."""
 
     def step(self, leaves: Sequence[Any], upcoming: UpcomingBatch | None, ahead: int) -> None:
-        """Called before each training call, with the call's arguments and, if known, the batch of `ahead` calls
-        later.
+        """Prepares for a training call of the model. Called before each one.
+
+        Args:
+            leaves: the flattened arguments of the call.
+            upcoming: the batch of `ahead` calls later, or None if it is not known.
         """
 
     def end_call(self, *, train: bool) -> None:
-        """Called after each call of the model."""
+        """Ends a call of the model. Called after each one.
+
+        Args:
+            train: whether it was a training call.
+        """
 
 
 _OPEN = attrgetter("history.open")
 
 
 class UpcomingBatch(Protocol):
-    """The interface of a batch that `lookahead` has read before the model is called with it."""
+    """The interface of a batch that `lookahead` has read from the data loader, before the model is called with it."""
 
     def is_batch(self, leaves: Sequence[Any]) -> bool:
-        """Returns whether the flattened arguments of a call are those of this batch."""
+        """Returns whether a call of the model with these flattened arguments is a call with this batch."""
 
     def rows(self) -> dict[str, Tensor]:
-        """Returns the ids that the batch looks up in each table."""
+        """Returns, by table name, the ids of the rows that the batch looks up in each table."""
 
 
 def ignored_names(model: nn.Module) -> frozenset[str]:
@@ -58,10 +65,10 @@ OFTEN = 2
 
 
 class ParameterReads:
-    """Detects a training loop that reads all parameters after every step.
+    """Detects a training loop that reads all parameters after every optimizer step.
 
-    Deferring row updates costs more than it saves if all rows are read after each step. `in_every_step` changes only
-    while parameters are read: no update is pending then, so that a step is never applied in two ways.
+    Deferring the updates of rows costs more than it saves if all rows are read after each step. `in_every_step` changes
+    only when parameters are read, because no update is pending then.
     """
 
     _in_a_row: int
@@ -81,12 +88,12 @@ class ParameterReads:
         return self._in_a_row >= OFTEN
 
     def record_step(self, optimizer: Optimizer) -> None:
-        """Records that an optimizer step has run."""
+        """Records that `optimizer` has run a step."""
         self._missed |= id(optimizer) in self._stepped
         self._stepped.add(id(optimizer))
 
     def record(self) -> None:
-        """Records that all parameters are read."""
+        """Records that all parameters have been read."""
         if self._stepped:
             self._in_a_row = 1 if self._missed else self._in_a_row + 1
             self._stepped.clear()
@@ -110,7 +117,7 @@ class GatheredTable:
     steps: int
 
     def is_current(self, local: Tensor, steps: int) -> bool:
-        """Returns whether the table is unchanged since it was gathered.
+        """Returns whether the cached copy still has the table's current values.
 
         Args:
             local: this rank's shard now.
@@ -120,7 +127,7 @@ class GatheredTable:
 
 
 class ModelState:
-    """The parameters, buffers and tables that a model currently has.
+    """Gives access to the current parameters, buffers and embedding tables of a model.
 
     Args:
         model: the user's model.
@@ -162,19 +169,21 @@ class ModelState:
         """Calls whose results are alive and have had no backward."""
 
     def table(self, name: str) -> Table:
-        """Returns the table or joined table with this name."""
+        """Returns the table with this name, or the joined table, in which several tables are handled as one matrix."""
         return self.spaces.get(name) or self.tables[name]
 
     def units(self) -> list[Table]:
-        """Returns the tables whose rows are exchanged together: joined tables, and tables that are not joined with
-        others.
+        """Returns the joined tables, and the tables that are not part of a joined one. The rows of each are exchanged
+        together.
         """
         joined = {id(table) for space in self.spaces.values() for table in space.members}
         return [*self.spaces.values(), *[table for table in self.tables.values() if id(table) not in joined]]
 
     def group_by_joined_table(self, tables: Iterable[Member]) -> Iterator[tuple[Table, Rows]]:
-        """Groups tables that one update can treat as one. Yields (joined table, its gradient), or (table, its gradient)
-        for the others.
+        """Groups tables by joined table where one optimizer update can replace their separate updates.
+
+        Yields:
+            (joined table, its gradient as ids and rows) for each group, and (table, its gradient) for each other table.
         """
         left = {id(table): table for table in tables}
         for space in self.spaces.values() if left else ():
@@ -186,11 +195,11 @@ class ModelState:
         yield from ((table, table.open_gradient().rows()) for table in left.values())
 
     def gradients(self) -> list[GradientStorage]:
-        """Returns the stored gradients of all tables, in the order of the plan."""
+        """Returns the gradient storages of all tables that have a gradient, in the order of `tables`."""
         return [held for table in self.tables.values() if (held := table.held) is not None]
 
     def gradients_reader(self) -> Callable[[], list[GradientStorage]]:
-        """Returns a function that returns the stored gradients of all tables. It holds only weak references."""
+        """Returns a function that returns `gradients()`. It holds only a weak reference to this object."""
         itself = ref(self)
         return lambda: [] if (state := itself()) is None else state.gradients()
 
@@ -205,12 +214,12 @@ class ModelState:
 
     @property
     def has_deferred_rows(self) -> bool:
-        """Whether any table has rows with deferred updates."""
+        """Whether any table has rows with deferred optimizer updates, which are applied when the rows are next read."""
         # This runs several times per step, so it makes no Python call per table.
         return any(map(_OPEN, self.tables.values())) or any(map(_OPEN, self.spaces.values()))
 
     def flush_tables(self) -> None:
-        """Applies the deferred updates of all tables. No optimizer step may be pending."""
+        """Applies the deferred optimizer updates of the rows of all tables. No optimizer step may be pending."""
         with outside_of_modes():
             for table in self.units():
                 table.flush()
@@ -229,13 +238,15 @@ class ModelState:
         self._known = {name: self.parameter(name) for name in self.names}
 
     def parameters_were_loaded(self) -> None:
-        """Looks up parameters again after a load, which may have replaced the objects."""
+        """Updates the recorded parameters after a state dict was loaded, which may have replaced parameter objects."""
         self._record_parameters()
         for name, table in self.tables.items():
             table.parameter = self._known[name]
 
     def parameter(self, name: str) -> nn.Parameter:
-        """Returns the current parameter with this name, or the last one that had it."""
+        """Returns the parameter with this name. If the model no longer has one, returns the last parameter with the
+        name.
+        """
         owner, key = self._parameters[name]
         try:
             found: nn.Parameter | None = owner[key]
@@ -244,7 +255,7 @@ class ModelState:
         return self._known[name] if found is None else found
 
     def parameters(self, names: Collection[str] | None = None) -> list[nn.Parameter]:
-        """Returns the parameters with these names, or all, without walking the modules."""
+        """Returns the parameters with these names, or all parameters if `names` is None."""
         names, found = self.names if names is None else names, list[nn.Parameter]()
         try:
             for owner, key in map(self._parameters.__getitem__, names):  # inlined, because it runs several times a step
@@ -258,12 +269,15 @@ class ModelState:
         return [table.parameter for table in self.tables.values()]
 
     def any_parameter(self) -> nn.Parameter | None:
-        """Returns any parameter, for the device that all share, or None if the model has none."""
+        """Returns the model's first parameter, as an example of its device, or None if the model has no parameters."""
         return next(map(self.parameter, self.names), None)
 
     def with_unreduced(self, name: str, gradient: Tensor) -> Tensor:
-        """Returns a gradient plus the sum of this rank's gradients under `no_sync`, which the parameter's `.grad`
-        holds.
+        """Returns the sum of `gradient` and of the gradient that this rank has accumulated under `no_sync` for a
+        parameter. Returns `gradient` itself if there is none.
+
+        Args:
+            name: the name of the parameter.
         """
         left = self.parameter(name).grad if name in self.unreduced else None
         if left is None:
@@ -272,33 +286,33 @@ class ModelState:
         return left + gradient if gradient.is_sparse else gradient + left
 
     def place_of_parameter(self, name: str) -> tuple[Mapping[str, Any], str]:
-        """Returns (the module's dict that holds a parameter, the parameter's key in it)."""
+        """Returns where a parameter is stored: (the `_parameters` dict of its module, its key in that dict)."""
         return self._parameters[name]
 
     def shard_reader(self, name: str) -> Callable[[], Tensor]:
-        """Returns a function that reads the current shard of a table."""
+        """Returns a function that returns this rank's current shard of a table."""
         if name in self.spaces:
             return lambda: self.spaces[name].local
         owner, key = self._parameters[name]
 
         # Look the parameter up at each call, because the module may hold another one by then.
         def read_shard() -> Tensor:
-            """Returns the shard of the parameter that the module currently holds."""
+            """Returns this rank's shard of the parameter that the module has now."""
             found = owner[key]
             return found.held.by_ids() if isinstance(found, TableShard) else found.detach()
 
         return read_shard
 
     def buffers_in(self, selects: Callable[[dict[str, Any]], bool]) -> list[str]:
-        """Returns the names of the buffers of some modules.
+        """Returns the names of the buffers in modules that `selects` chooses.
 
         Args:
-            selects: receives a module's dict of buffers, and returns whether to include its buffers.
+            selects: function of a module's dict of buffers that returns whether to include them.
         """
         return [name for name, (owner, _) in self._buffers.items() if selects(owner)]
 
     def buffer_names(self) -> list[str]:
-        """Returns one name of every buffer, also of shared ones."""
+        """Returns one name for each buffer, even if several modules share the buffer."""
         found: dict[int, str] = {}
         for name, (owner, key) in self._buffers.items():
             if owner.get(key) is not None:
@@ -311,12 +325,12 @@ class ModelState:
         return [each for each in found if each is not None]
 
     def place_of_buffer(self, name: str) -> tuple[Mapping[str, Any], str]:
-        """Returns (the module's dict that holds a buffer, the buffer's key in it)."""
+        """Returns where a buffer is stored: (the `_buffers` dict of its module, its key in that dict)."""
         return self._buffers[name]
 
 
 def _find_owners(model: nn.Module, kind: str) -> list[tuple[str, tuple[dict[str, Any], str]]]:
-    """Returns, for every name of a parameter or buffer, the module's dict that holds it and its key there.
+    """Returns (name, (the module's dict that contains it, its key in that dict)) for all parameters or all buffers.
 
     Args:
         kind: which dicts of modules to search: "_parameters" or "_buffers".

@@ -24,7 +24,9 @@ if TYPE_CHECKING:
 
 
 def read_state(optimizer: Optimizer, parameter: nn.Parameter) -> dict[str, Any]:
-    """Returns an optimizer's state of a table, with this rank's shards as plain tensors (V', d)."""
+    """Returns an optimizer's state of a table. Tensors that are sharded like the table are this rank's shards (V', d),
+    as plain tensors.
+    """
     kept = optimizer.state.get(parameter) or {}
     found, shape = dict(kept), None
     for key, value in found.items():
@@ -38,7 +40,7 @@ def read_state(optimizer: Optimizer, parameter: nn.Parameter) -> dict[str, Any]:
 
 
 def write_state(optimizer: Optimizer, parameter: nn.Parameter, state: Mapping[str, Any]) -> None:
-    """Stores optimizer state of a table, given in the form that `read_state` returns."""
+    """Stores a table's optimizer state, with this rank's shards as plain tensors, in `optimizer.state`."""
     kept = optimizer.state[parameter] if state else {}
     for key, value in state.items():
         known = kept.get(key)
@@ -50,7 +52,7 @@ def write_state(optimizer: Optimizer, parameter: nn.Parameter, state: Mapping[st
 
 
 def to_user_state(parameter: nn.Parameter, value: Any) -> Any:
-    """Converts a value of optimizer state from the runtime's form to the one in `optimizer.state`.
+    """Converts a plain value of a table's optimizer state to the value that users see in `optimizer.state`.
 
     A tensor with one element per element of the table, or of this rank's shard, becomes a `TableShard`. Other values
     are returned unchanged.
@@ -65,13 +67,15 @@ def to_user_state(parameter: nn.Parameter, value: Any) -> Any:
 
 
 def cut_own_state(parameter: nn.Parameter, layout: Layout, state: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns this rank's shard of a table's optimizer state. Collective like `cut_own_shard`."""
+    """Returns a table's optimizer state in which tensors of the table's shape are replaced by this rank's shards.
+    Collective if they are sharded differently.
+    """
     tensors = {key: value for key, value in state.items() if isinstance(value, Tensor)}
     return {**state, **{key: to_user_state(parameter, cut_own_shard(v, layout)) for key, v in tensors.items()}}
 
 
 def gather_state(parameter: nn.Parameter, state: Mapping[str, Any]) -> dict[str, Any]:
-    """Gathers an optimizer's state of a table on every rank. Collective."""
+    """Returns a table's optimizer state with whole tensors, gathered from all ranks. Collective."""
     return {key: gather_whole(to_user_state(parameter, value)) for key, value in state.items()}
 
 
@@ -81,8 +85,8 @@ def gather_state(parameter: nn.Parameter, state: Mapping[str, Any]) -> dict[str,
 def state_dict_with_shards(
     optimizer: Optimizer, state_dict: dict[str, Any], model: ModelState, communicator: Communicator
 ) -> dict[str, Any]:
-    """Returns an optimizer's state dict in which the state of sharded tables is sharded by columns. Collective if a
-    table is on a grid.
+    """Returns a copy of an optimizer's state dict in which the state of sharded tables is sharded by columns.
+    Collective if a table is sharded by rows and columns.
     """
     shown = dict(state_dict["state"])
     tables = {table.parameter: table for table in model.tables.values()}
@@ -101,8 +105,8 @@ def state_dict_with_shards(
 def state_dict_to_load(
     optimizer: Optimizer, state_dict: dict[str, Any], model: ModelState, communicator: Communicator
 ) -> dict[str, Any]:
-    """Returns an optimizer's state dict in which the state of sharded tables is this rank's shards. Collective if
-    shards must be exchanged.
+    """Returns a copy of an optimizer's state dict in which the state of sharded tables is reduced to this rank's
+    shards. Collective if ranks must exchange shards.
     """
     loaded = dict(state_dict["state"])
     with communicator.watching():
@@ -114,8 +118,8 @@ def state_dict_to_load(
 
 
 def convert_loaded_state(parameter: nn.Parameter, state: dict[str, Any], model: ModelState) -> dict[str, Any]:
-    """Converts one parameter's loaded optimizer state to what this rank needs: a shard for a sharded table, else all of
-    it. Collective like `state_dict_to_load`.
+    """Returns a parameter's loaded optimizer state as this rank stores it: its shards for a sharded table, otherwise
+    whole tensors. Collective if ranks must exchange shards.
     """
     table = next((table for table in model.tables.values() if table.parameter is parameter), None)
     if table is not None and table.store.refusal:
@@ -126,7 +130,7 @@ def convert_loaded_state(parameter: nn.Parameter, state: dict[str, Any], model: 
 
 
 def _numbered_parameters(optimizer: Optimizer, state_dict: dict[str, Any]) -> list[tuple[int, nn.Parameter]]:
-    """Returns the parameters of an optimizer with their numbers in a state dict."""
+    """Returns (number in the state dict, parameter) for each parameter of an optimizer."""
     numbers = [key for group in state_dict["param_groups"] for key in group["params"]]
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     return list(zip(numbers, parameters, strict=False))

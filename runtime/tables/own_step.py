@@ -29,7 +29,7 @@ State = MutableMapping[str, Any]
 
 
 def hyperparameters(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the current options of a param group, without its parameters."""
+    """Returns a copy of the current options of a param group, without its parameters."""
     found = {**group}
     found.pop("params", None)
     for name, value in found.items():
@@ -58,7 +58,9 @@ Decide = TypeVar("Decide", bound=Callable[..., Any])
 
 
 def cached_by_options(decide: Decide) -> Decide:
-    """Decorator that caches a function of (optimizer class, options) for options that are all plain values."""
+    """Caches the results of a function of (optimizer class, options, ...) if all options are plain values such as
+    numbers. Used as a decorator.
+    """
 
     @lru_cache(maxsize=256)
     def call_cached(optimizer_class: Hashable, plain: tuple[tuple[str, Hashable], ...], *rest: Hashable) -> Any:
@@ -79,7 +81,7 @@ PLAIN = frozenset({float, bool, int, str, type(None)})
 
 
 def same_options(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    """Returns whether two steps have the same options."""
+    """Returns whether two dicts of optimizer options are equal. Tensors are compared by value."""
     if one.keys() != other.keys():
         return False
     for key, value in one.items():
@@ -131,7 +133,11 @@ def step_groups(
 
 
 def _step_without_wrapper(step: Any, optimizer: Optimizer) -> None:
-    """Runs an optimizer's step without torch's wrapper, whose six calls only disable gradients."""
+    """Runs an optimizer's step with gradients disabled, without the overhead of the decorator that torch uses for this.
+
+    Args:
+        step: the `step` function of the optimizer's class.
+    """
     switches = getattr(getattr(step, "__code__", None), "co_name", "") == "_use_grad"
     if not switches or optimizer.defaults["differentiable"]:
         step(optimizer)
@@ -178,7 +184,12 @@ def has_row_values(value: Any, rows: int) -> bool:
 
 
 def read_state_rows(state: Mapping[str, Any], ids: Tensor, rows: int) -> State:
-    """Copies the optimizer state of some rows, and the step counters, of a table with `rows` rows."""
+    """Returns a copy of the optimizer state of the rows `ids` (K,) of a table, and of its step counters.
+
+    Args:
+        state: the state of the whole table.
+        rows: the number of rows of the table.
+    """
     found: State = {}
     for key, value in state.items():  # called several times a step, so no helper
         if not isinstance(value, Tensor):
@@ -191,7 +202,11 @@ def read_state_rows(state: Mapping[str, Any], ids: Tensor, rows: int) -> State:
 
 
 def with_own_counters(state: Mapping[str, Any], rows: int) -> State:
-    """Returns the optimizer state with copies of the step counters, because a step increments counters in place."""
+    """Returns a table's optimizer state with copies of the step counters, because a step increments counters in place.
+
+    Args:
+        rows: the number of rows of the table.
+    """
     counters = {
         key: value for key, value in state.items() if isinstance(value, Tensor) and not has_row_values(value, rows)
     }
@@ -218,10 +233,13 @@ _ELEMENTS = 1 << 17
 def step_rows(
     optimizer: Optimizer, options: Mapping[str, Any], local: Tensor, state: Mapping[str, Any], ids: Tensor, rows: Tensor
 ) -> State:
-    """Runs one optimizer step on the rows `ids` (K,) of a shard (V', d), with gradients `rows` (K, d).
+    """Runs one optimizer step on the rows `ids` (K,) of a shard (V', d), with gradients `rows` (K, d), in place.
+
+    Args:
+        state: the optimizer state of the shard. The step counters in it are not changed.
 
     Returns:
-        The counters after the step; empty if there are no rows.
+        The step counters after the step; empty if there are no rows.
     """
     total, size = local.shape[0], max(1, _ELEMENTS // max(1, local.shape[1]))
     after: State = {}
@@ -243,7 +261,7 @@ def step_rows_on_device(
     CUDA kernel.
 
     Returns:
-        Whether a kernel exists; if not, nothing has changed.
+        Whether a kernel supports the step. If not, nothing has changed.
     """
     kind = type(optimizer)
     if not local.is_cuda or kind not in (SGD, Adagrad, Adam, AdamW, SparseAdam):
@@ -265,7 +283,7 @@ def step_rows_on_device(
 
 
 def _adam_step(optimizer_class: type[Optimizer], options: Mapping[str, Any], step_count: float) -> gpu.AdamStep:
-    """Returns the coefficients of one step of Adam or a variant."""
+    """Returns the coefficients of step number `step_count`, counted from 1, of Adam, AdamW or SparseAdam."""
     beta1, beta2 = options["betas"]
     size, rest = options["lr"] / (1 - beta1**step_count), (1 - beta2**step_count) ** -0.5
     decay, shrink = options.get("weight_decay", 0.0), 1.0
@@ -278,7 +296,9 @@ def _adam_step(optimizer_class: type[Optimizer], options: Mapping[str, Any], ste
 
 
 def counters_after(optimizer: Optimizer, options: Mapping[str, Any], local: Tensor, state: Mapping[str, Any]) -> State:
-    """Advances the step counters by a step that updates no rows of a shard (V', d). Returns them."""
+    """Returns the step counters after an optimizer step that updates no rows of a shard (V', d). Changes nothing in
+    place.
+    """
     none = torch.empty(0, dtype=torch.int64, device=local.device)
     of_none = read_state_rows(state, none, local.shape[0])
     after = step_tensor(optimizer, options, local[:0].clone(), local[:0].clone(), of_none)
@@ -287,8 +307,8 @@ def counters_after(optimizer: Optimizer, options: Mapping[str, Any], local: Tens
 
 @cached_by_options
 def state_names(optimizer_class: type[Optimizer], options: Mapping[str, Any]) -> frozenset[str]:
-    """Returns the names of the state entries that steps of an optimizer class need, if `first_state` supports the
-    class.
+    """Returns the names of the state entries that steps of an optimizer class need, or an empty set if `first_state`
+    does not support the class.
     """
     if optimizer_class not in ELEMENT_WISE and optimizer_class is not RowWiseAdagrad:
         return frozenset()
@@ -307,8 +327,11 @@ def first_state(optimizer: Optimizer, options: Mapping[str, Any], local: Tensor)
 def _state_of_row(
     optimizer_class: type[Optimizer], options: Mapping[str, Any], defaults: Mapping[str, Any], row: Tensor
 ) -> Mapping[str, Any]:
-    """Returns the optimizer state that an optimizer creates for a parameter of one row at the beginning of its first
-    step.
+    """Returns the optimizer state that an optimizer creates in its first step, for a parameter of one row.
+
+    Args:
+        defaults: the optimizer's attribute of this name.
+        row: zeros (1, d).
     """
     if optimizer_class is RowWiseAdagrad:
         return {"sum": new_sums(row, options)}

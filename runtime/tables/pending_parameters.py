@@ -53,11 +53,11 @@ _WITHOUT_VALUES = frozenset(
 
 
 class PendingParameter(nn.Parameter):
-    """A parameter whose update is pending. The first access applies the update.
+    """A parameter whose optimizer update is pending. The first access to its values applies the update.
 
     Attributes:
         plain: the parameter's class when no update is pending.
-        updates: all pending updates of the model, which are applied together.
+        updates: the group of parameters whose updates are applied together.
         lock: held while updates are applied, and while `.grad` is read or set.
     """
 
@@ -86,7 +86,7 @@ class PendingParameter(nn.Parameter):
 
     @property
     def grad(self) -> Any:
-        """The gradient, read as of a plain parameter."""
+        """The gradient, as of a plain parameter. Reading it does not apply the pending update."""
         kind = type(self)
         with kind.lock:
             known, self.__class__ = type(self), kind.plain  # type: ignore[assignment]  # another thread may have applied it
@@ -97,7 +97,7 @@ class PendingParameter(nn.Parameter):
 
     @grad.setter
     def grad(self, gradient: Tensor | None) -> None:
-        """Sets the gradient as of a plain parameter."""
+        """Sets the gradient, as of a plain parameter, without applying the pending update."""
         kind = type(self)
         with kind.lock:
             known, self.__class__ = type(self), kind.plain  # type: ignore[assignment]  # another thread may have applied it
@@ -108,7 +108,7 @@ class PendingParameter(nn.Parameter):
 
     @grad.deleter
     def grad(self) -> None:
-        """Clears the gradient."""
+        """Clears the gradient without applying the pending update."""
         self.grad = None
 
     def as_subclass(self, cls: Any) -> Any:
@@ -123,18 +123,18 @@ class PendingParameter(nn.Parameter):
 
 
 class UpdateGroup:
-    """Parameters whose pending updates are applied together at the first access of any of them. While it is armed, an
-    access does so.
+    """Parameters whose pending optimizer updates are applied together. While they are armed, the first access to any of
+    them applies the updates.
 
     Args:
-        parameters: function that yields the parameters whose updates are pending or whose rows have been sent ahead.
+        parameters: function that yields the parameters whose updates may be pending.
         apply: function that applies all pending updates.
         lock: the model's lock.
         own: function that yields the model's own tensors that share memory with parameters.
 
     Attributes:
         inside: whether a step is running, which applies pending updates itself.
-        dense: the armed parameters, whose class has been replaced by `PendingParameter`.
+        dense: the armed parameters that are not table shards. `PendingParameter` has replaced their class.
         stale: whether updates may be pending for parameters that are not armed.
         is_open: whether any parameter is armed.
     """
@@ -161,8 +161,8 @@ class UpdateGroup:
         self._opener = 0  # the id of the training thread, whose access applies updates
 
     def open(self) -> None:
-        """Arms the parameters: the next access applies their updates. Applies them now if other tensors share the
-        memory.
+        """Arms the parameters: the next access to any of them applies their updates. Applies the updates now if other
+        tensors share the parameters' memory.
         """
         self.stale = False
         parameters = list(self._parameters())
@@ -189,7 +189,7 @@ class UpdateGroup:
 
     @contextlib.contextmanager
     def _mark_applying(self) -> Iterator[None]:
-        """Opens a context during which the updates count as being applied."""
+        """Opens a context in which accesses to the parameters apply nothing, as their updates are being applied."""
         self._applies = True
         try:
             yield
@@ -197,14 +197,16 @@ class UpdateGroup:
             self._applies = False
 
     def _pending_class(self, plain: type[nn.Parameter]) -> type[PendingParameter]:
-        """Returns the subclass of `PendingParameter` for parameters of this class, creating it at the first call."""
+        """Returns the class of armed parameters whose class is `plain`: a subclass of it and of `PendingParameter`.
+        Creates it at the first call.
+        """
         bases = (PendingParameter,) if plain is nn.Parameter else (PendingParameter, plain)
         its_own = {"plain": plain, "updates": self, "lock": self._lock, "__module__": __name__}
         made = self._kinds[plain] = type(PendingParameter.__name__, bases, its_own)
         return made
 
     def close(self) -> None:
-        """Disarms the parameters: accesses apply nothing."""
+        """Disarms the parameters: accesses to them no longer apply updates."""
         with self._lock:
             if self.dense:
                 self.disarm_dense()
@@ -214,8 +216,8 @@ class UpdateGroup:
             self.stale, self.is_open = True, False
 
     def disarm_dense(self) -> None:
-        """Disarms dense parameters for the duration of a step, which applies pending updates itself. The caller holds
-        the lock.
+        """Disarms parameters that are not table shards, so that accesses to them apply nothing during a step, which
+        applies pending updates itself. The caller holds the lock.
         """
         self.stale = True
         for parameter in self.dense:
@@ -244,7 +246,8 @@ class UpdateGroup:
 
 
 class PendingUpdates:
-    """All pending updates of a model, which any access to its parameters or optimizer states applies.
+    """All pending optimizer updates of a model. While parameters are armed, an access to them or to optimizer states
+    applies the updates.
 
     Attributes:
         lock: held while updates are applied, and while parameters are armed or disarmed.
@@ -262,13 +265,16 @@ class PendingUpdates:
         self.inside = 0
 
     def watch(self, kinds: tuple[UpdateGroup, ...], optimizers: Callable[[], Iterable[Optimizer]]) -> None:
-        """Sets which groups of parameters to arm, and which optimizers' states to watch."""
+        """Sets the groups of parameters, and a function that returns the optimizers, to which accesses apply pending
+        updates.
+        """
         self.kinds, self._optimizers = kinds, optimizers
         for kind in kinds:
             kind.states_aside = self._with_plain_states
 
     def closed(self, *, grows: bool = True) -> contextlib.AbstractContextManager[None]:
-        """Returns a context in which no parameter is armed, for code that applies pending updates itself.
+        """Returns a context in which accesses to parameters apply no updates, for code that applies pending updates
+        itself.
 
         Args:
             grows: whether updates may become pending in the context.
@@ -276,7 +282,7 @@ class PendingUpdates:
         return _ClosedContext(self, grows)
 
     def close(self) -> None:
-        """Disarms all parameters and optimizer states until the next `open`."""
+        """Disarms all parameters and optimizer states: accesses to them apply no updates until the next `open`."""
         with self.lock:
             if self.states:
                 self.restore_states()
@@ -284,7 +290,9 @@ class PendingUpdates:
                 kind.close()
 
     def open(self) -> None:
-        """Arms all parameters and optimizer states, unless a `closed` context is open."""
+        """Arms all parameters and optimizer states: the next access to them applies pending updates. Does nothing yet
+        if a `closed` context is open.
+        """
         with self.lock:
             for kind in self.kinds:
                 kind.stale = True
@@ -292,7 +300,9 @@ class PendingUpdates:
                 self.rearm_stale()
 
     def rearm_stale(self) -> None:
-        """Arms groups that may have got pending updates since they were last armed. The caller holds the lock."""
+        """Arms groups of parameters that may have new pending updates, so that the next access applies them. The caller
+        holds the lock.
+        """
         if self.states:
             self.restore_states()
         grown = is_open = False
@@ -397,8 +407,8 @@ def memory_is_shared(parameters: Sequence[Tensor], own: Iterable[Tensor] = ()) -
 
 
 def is_held_by_torch(parameter: Tensor) -> bool:
-    """Returns whether torch's C++ code refers to a parameter, such as a TorchScript module. It then reads the parameter
-    without calling its Python class.
+    """Returns whether C++ code of torch, such as a TorchScript module, refers to a parameter. Such code reads the
+    parameter without calling its Python class.
     """
     node = torch.autograd.graph.get_gradient_edge(parameter).node if parameter.requires_grad else None
     uses: int = parameter._use_count()  # type: ignore[attr-defined]
@@ -406,9 +416,7 @@ def is_held_by_torch(parameter: Tensor) -> bool:
 
 
 def _any_held_by_torch(parameters: Sequence[Any]) -> bool:
-    """Returns whether torch's C++ code refers to any of these parameters, besides autograd's accumulator of its
-    gradient.
-    """
+    """Returns whether C++ code of torch, except autograd's gradient accumulator, refers to any of the parameters."""
     return max([parameter._use_count() for parameter in parameters if type(parameter) is not TableShard], default=0) > 2
 
 
@@ -446,7 +454,7 @@ _IN_A_GRAPH = (
 
 @torch.compiler.disable(reason=_IN_A_GRAPH)  # type: ignore[untyped-decorator]  # tracing would skip the update
 def _apply_pending(parameter: Any) -> Any:
-    """Applies the pending updates of a parameter, and returns it."""
+    """Applies the pending updates of a parameter, and returns the parameter."""
     kind = type(parameter)
     if issubclass(kind, PendingParameter):  # otherwise another thread has applied them
         kind.updates.apply()
@@ -460,7 +468,7 @@ def apply_pending(*values: Any) -> None:
 
 
 def _pending_in(value: Any) -> Iterator[PendingParameter]:
-    """Yields the parameters with pending updates in a value that may be nested."""
+    """Yields the parameters with pending updates in a value, also in nested lists, tuples and dicts."""
     if isinstance(value, PendingParameter):
         yield value
     elif isinstance(value, list | tuple):

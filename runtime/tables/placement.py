@@ -35,9 +35,13 @@ def set_parameter(model: nn.Module, old: nn.Parameter, new: nn.Parameter) -> Non
 
 @contextlib.contextmanager
 def whole_parameters(model: nn.Module, sharded: Mapping[str, torch.Size]) -> Iterator[None]:
-    """Opens a context in which shards and meta parameters are replaced by whole fake tensors, for a capture.
+    """Opens a context in which shards and meta parameters are replaced by whole fake tensors, to capture the model's
+    graph.
 
-    The replacements are fake tensors: a capture reads no values, and a whole table may exceed the memory.
+    A capture reads no values, and a whole table may exceed the memory.
+
+    Args:
+        sharded: name of each sharded table -> the shape of the whole table.
     """
     device = next((p.device for p in model.parameters() if not p.is_meta), torch.get_default_device())
     replaced: list[tuple[nn.Parameter, nn.Parameter]] = []
@@ -64,13 +68,14 @@ def shard_parameter(
     grid: Grid | None = None,
     mesh: DeviceMesh | None = None,
 ) -> Layout:
-    """Turns a parameter into this rank's shard of rank 0's values. Returns its layout: which rows and columns each rank
-    has. Collective.
+    """Turns a parameter into this rank's shard of rank 0's values, in place. Returns its layout: which rows and columns
+    each rank has. Collective.
 
     A single process keeps the whole table.
 
     Args:
         shape: the shape (V, D) of the whole table.
+        grid: how to shard the table by rows and columns, or None to shard it by columns.
         mesh: the table's device mesh, if the parameter already is this rank's shard.
     """
     local = parameter.detach()
@@ -100,10 +105,11 @@ def unshard_parameter(table: Member, optimizers: Sequence[Optimizer]) -> None:
 def broadcast_state(
     model: nn.Module, except_for: Collection[str], communicator: Communicator, *, buffers: bool = True, source: int = 0
 ) -> None:
-    """Broadcasts the replicated parameters and buffers of one rank to all. Collective.
+    """Broadcasts the replicated parameters and buffers of rank `source` to all ranks. Collective.
 
     Args:
         except_for: names of parameters and buffers that are not replicated.
+        buffers: whether to broadcast buffers too.
     """
     named = [*model.named_parameters(), *(model.named_buffers() if buffers else ())]
     communicator.broadcast([tensor.detach() for name, tensor in named if name not in except_for], source)
@@ -163,10 +169,11 @@ def initialize_meta(
 
 
 def _initialize_module(module: nn.Module, own: Mapping[str, nn.Parameter], optimizers: Sequence[Optimizer]) -> None:
-    """Allocates a module's meta parameters and buffers, and lets the module initialize them.
+    """Allocates a module's meta parameters and buffers, and calls its `reset_parameters` to initialize them.
 
     Args:
-        own: the module's own parameters by name.
+        own: the module's parameters on the meta device, by name.
+        optimizers: their state on the meta device is allocated too.
     """
     for parameter in own.values():
         _set_values(optimizers, parameter, torch.empty_like(parameter, device=torch.get_default_device()))
@@ -177,7 +184,13 @@ def _initialize_module(module: nn.Module, own: Mapping[str, nn.Parameter], optim
 
 
 def _initialize_shard(module: nn.Module, key: str, optimizers: Sequence[Optimizer], mesh: DeviceMesh) -> None:
-    """Lets a module initialize a table in blocks of rows, and keeps this rank's shard of each."""
+    """Initializes this rank's shard of a table. The module's `reset_parameters` initializes one block of rows at a
+    time, of which this rank keeps its elements.
+
+    Args:
+        key: the table's name in the module.
+        optimizers: their state of the table is allocated too.
+    """
     whole = module._parameters[key]
     assert whole is not None
     rows, columns = whole.shape
@@ -206,8 +219,8 @@ def _initialize_shard(module: nn.Module, key: str, optimizers: Sequence[Optimize
 
 
 def _set_values(optimizers: Sequence[Optimizer], parameter: nn.Parameter, values: Tensor) -> None:
-    """Gives values to a meta parameter, and to the state that its optimizer has already created. The parameter stays
-    the same object.
+    """Gives values to a meta parameter in place, and allocates the state that optimizers have already created for it on
+    the meta device.
 
     Raises:
         ValueError: an optimizer other than Adagrad has created state before its first step.
@@ -229,8 +242,8 @@ def _set_values(optimizers: Sequence[Optimizer], parameter: nn.Parameter, values
 
 
 def _row_blocks(rows: int, columns: int) -> list[tuple[int, int]]:
-    """Divides a table into blocks of rows (start, end). Drawing random numbers block by block gives the same values as
-    for the whole table.
+    """Divides a table into blocks of rows, each (start, end). Drawing random numbers block by block gives the same
+    values as for the whole table.
 
     Torch's CPU generators draw 16 numbers at a time, so each block has a multiple of 16 elements, and the last one at
     least 16.

@@ -33,10 +33,10 @@ _VERSION = attrgetter("_version")
 
 
 class RowStore:
-    """Where a table's rows and their optimizer state are kept. This base class keeps one table in memory.
+    """Stores a table's rows and their optimizer state. This base class keeps all rows of one table in memory.
 
     Attributes:
-        history: the deferred steps of the rows.
+        history: the optimizer steps that rows have deferred until they are next read.
         refusal: the reason why not all rows can be in memory at once, or "" if they can.
         remark: an additional line for reports, or "".
         needs_host: whether the host must know the ids that are looked up on the device.
@@ -60,7 +60,7 @@ class RowStore:
         return parameter.held.stored() if isinstance(parameter, TableShard) else parameter.detach()
 
     def places(self, ids: Tensor, *, to_write: bool = False) -> Tensor:
-        """Returns the positions of rows (K,) in `local` and `state`, valid until the next call.
+        """Returns the positions (K,) of the rows `ids` in `local` and `state`, valid until the next call.
 
         Args:
             to_write: whether the caller will write the rows.
@@ -68,7 +68,7 @@ class RowStore:
         return ids
 
     def look_up(self, ids: Tensor, *, to_write: bool = False) -> Tensor:
-        """Returns the positions of rows (K,) in `local`, for a lookup.
+        """Returns the positions (K,) of the rows `ids` in `local`, for a lookup in a forward.
 
         Args:
             to_write: whether the caller will apply deferred steps to the rows.
@@ -76,13 +76,13 @@ class RowStore:
         return ids
 
     def record(self, ids: Tensor, host_ids: Tensor) -> None:
-        """Records that the ids (K,) on the device are among `host_ids`. Does nothing here, because the host need not
-        know them.
+        """Records that `host_ids` include all of `ids` (K,), which are on the device. Does nothing in this class,
+        because the host need not know the ids.
         """
 
     def record_rows(self, ids: Tensor, rows: Tensor) -> None:
-        """Records the host's copy of the ids (K,) on the device. Does nothing here, because the host need not know
-        them.
+        """Records that `rows`, ids on the host, are those of `ids` (K,) on the device. Does nothing in this class,
+        because the host need not know the ids.
         """
 
     @property
@@ -104,7 +104,7 @@ class RowStore:
         write_state(self.member.optimizer_of_members, self.member.parameter, state)
 
     def add_missing_state(self, first: Mapping[str, Any]) -> None:
-        """Adds entries of the initial optimizer state that a table lacks."""
+        """Adds the entries of `first`, the optimizer state before any step, that the table's state lacks."""
         known = self.entries
         self.keep({key: value for key, value in first.items() if known.get(key) is None})
 
@@ -142,7 +142,7 @@ class JoinedRows(RowStore):
         return self.joined[0]
 
     def _use_joined_memory(self, k: int, view: Tensor) -> None:
-        """Makes table k's shard a view of the joint matrix."""
+        """Makes `view`, a view of the matrix of all tables' rows, the shard of table k."""
         parameter = self._members[k].parameter
         assert isinstance(parameter, TableShard)
         parameter.held.replace(view)
@@ -155,11 +155,11 @@ class JoinedRows(RowStore):
         return self._state.current()
 
     def has_uniform_state(self) -> bool:
-        """Returns whether the first table's counters are those of all tables."""
+        """Returns whether all tables have the same state entries and equal step counters."""
         return self._state.has_uniform_state()
 
     def keep(self, state: Mapping[str, Any]) -> None:
-        """Stores optimizer state that a step has changed in each table's state."""
+        """Stores optimizer state of all rows, which a step has changed, in the tables' separate states."""
         of_rows = {key: value for key, value in state.items() if has_row_values(value, self._bounds[-1])}
         if of_rows:
             self._state.store_rows(of_rows)
@@ -169,10 +169,12 @@ class JoinedRows(RowStore):
 def _join_rows(
     bounds: Sequence[int], parts: Sequence[Tensor], set_view: Callable[[int, Tensor], None]
 ) -> tuple[Tensor, list[Tensor]]:
-    """Copies the rows of `parts` into one tensor (V', d). Returns it, and the view of it for each table.
+    """Copies several tables' rows into one tensor (V', d). Returns that tensor, and for each table the view of its
+    rows.
 
     Args:
         bounds: the first row of each table, and the end of the last one.
+        parts: the rows of each table.
         set_view: called with each table's index and its view.
     """
     found = parts[0].new_empty((bounds[-1], *parts[0].shape[1:]))
@@ -185,8 +187,9 @@ def _join_rows(
 class JoinedState:
     """The optimizer state of several tables, as one tensor per entry for the rows of all tables.
 
-    The joined state is cached as long as the memory is the same and no counter was written, so that a lookup needs no
-    call per table. The cache holds no reference to parts of the state: such a reference would look like a user's.
+    The joined state is cached until a table's memory is replaced or other code writes a step counter, so that a lookup
+    needs no call per table. The cache holds no reference to parts of the state: such a reference would look like a
+    user's.
     """
 
     def __init__(self, members: Sequence[Member], bounds: Sequence[int]) -> None:
@@ -199,7 +202,7 @@ class JoinedState:
         self._is_alike = False
 
     def has_uniform_state(self) -> bool:
-        """Returns whether all tables have the same state entries and equal counters."""
+        """Returns whether all tables have the same state entries and equal step counters."""
         if not self._is_current():
             states = self._states()
             if not all(_have_equal_counters(state, states[0]) for state in states):
@@ -218,7 +221,9 @@ class JoinedState:
         return [read_state(member.optimizer_of_members, member.parameter) for member in self._members]
 
     def _join(self, states: Sequence[Mapping[str, Any]]) -> None:
-        """Joins the tables' states: entries with a value per row become views of one tensor."""
+        """Joins the tables' optimizer states, and caches the result: each table's entries with a value per row become
+        views of one tensor.
+        """
         joined, rows, known = dict(states[0]), self._bounds[1], self._of_rows
         self._of_rows = {}
         for key in [key for key, value in joined.items() if has_row_values(value, rows)]:
@@ -235,7 +240,7 @@ class JoinedState:
         self._record_versions()
 
     def _use_joined_memory(self, key: str, k: int, view: Tensor) -> None:
-        """Makes table k's state entry a view of one tensor of all rows."""
+        """Makes `view`, a view of one tensor of all tables' rows, the state entry `key` of table k."""
         write_state(self._members[k].optimizer_of_members, self._members[k].parameter, {key: view})
 
     def _record_versions(self) -> None:
@@ -269,7 +274,9 @@ class JoinedState:
         return [*map(_VERSION, now)] == [*chain.from_iterable(self._versions.values())]
 
     def store_rows(self, state: Mapping[str, Tensor]) -> None:
-        """Stores entries with a value per row. Skips entries that a step has changed in place."""
+        """Stores state entries with a value per row in the tables' separate states. Skips entries that a step has
+        changed in place.
+        """
         for key, value in state.items():
             if value is not self._joined.get(key):
                 for k, (first, last) in enumerate(pairwise(self._bounds)):

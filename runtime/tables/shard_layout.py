@@ -36,7 +36,7 @@ class NotAView(Exception):
 
 @dataclass(frozen=True)
 class Axis:
-    """One dimension of a layout, with the range of its indices that this rank has.
+    """One dimension of a tensor that may be sharded, with the range of its indices that this rank has.
 
     Attributes:
         own: the indices that this rank has.
@@ -55,7 +55,7 @@ class Axis:
 
     @property
     def is_table_dimension(self) -> bool:
-        """Whether the axis is a whole dimension of the table."""
+        """Whether the axis is a whole sharded dimension of the table, rather than a slice of one."""
         return len(self.of) == len(("rows or columns", "size", "ranks"))
 
     @property
@@ -64,7 +64,11 @@ class Axis:
         return slice(self.own.start, self.own.stop, self.own.step) if len(self.own) else slice(0, 0)
 
     def slice_axis(self, indices: slice) -> tuple[Axis, slice]:
-        """Slices the axis. Returns the new axis, and the slice to apply to this rank's elements."""
+        """Slices the axis. Returns the new axis, and the slice to apply to this rank's elements.
+
+        Raises:
+            NotAView: the shard has every n-th index, and `indices` has a step too.
+        """
         picks, own = range(self.size)[indices], self.own
         if not self.of:
             return Axis.whole(len(picks)), indices
@@ -123,7 +127,7 @@ class Layout:
         mesh: DeviceMesh | None = None,
         communicator: Callable[[], Communicator | None] = lambda: None,
     ) -> Layout:
-        """Returns the layout of a table that is sharded over a mesh."""
+        """Returns the layout of a table that is sharded over a mesh, or of a whole table if `mesh` is None."""
         axes = tuple(map(Axis.whole, shape))
         if mesh is not None:
             grid = Grid(*mesh.shape) if mesh.ndim > 1 else Grid(1, mesh.size())
@@ -134,7 +138,7 @@ class Layout:
         return cls(name, mesh, communicator, shape, (), (), group=group).with_axes(axes)
 
     def with_axes(self, axes: tuple[Axis, ...], chosen: tuple[object, ...] = ()) -> Layout:
-        """Returns the layout of a contiguous tensor with other axes, over the same ranks."""
+        """Returns the layout of a contiguous tensor with these dimensions and `chosen` indices, over the same ranks."""
         shape = torch.Size(axis.size for axis in axes)
         stride = torch.empty(shape, device="meta").stride()
         return replace(self, shape=shape, stride=stride, axes=axes, chosen=chosen)
@@ -164,11 +168,11 @@ class Layout:
         return Layout.of_table(self.name, self.shape, mesh, self.communicator)
 
     def reduce(self, value: Tensor, reduce_op: dist.ReduceOp.RedOpType, asked: str) -> Tensor:
-        """Reduces a tensor over the ranks, in place. Collective.
+        """Reduces a tensor over the ranks, in place, and returns it. Collective.
 
         Args:
-            asked: the operation's name for error messages, or "" in a device's step, to skip the comparison of ranks'
-                requests.
+            asked: the operation's name, for errors and for ranks to check that all request the same. If "", ranks do
+                not check.
         """
         if self.mesh is None:
             return value
@@ -183,8 +187,12 @@ class Layout:
         return value
 
     def for_result(self, others: Sequence[Layout], operands: Sequence[Tensor], numbers: Sequence[Any]) -> Layout:
-        """Returns the layout of a result computed from tensors of these layouts, from whole tensors and from
-        numbers.
+        """Returns this layout for a computed tensor, with a hash of what it was computed from as `operands`.
+
+        Args:
+            others: the layouts of the sharded operands.
+            operands: the operands that are whole tensors.
+            numbers: the operands that are Python numbers.
         """
         found = sum(each.operands for each in others) + sum(map(_hash_tensor, operands))
         found += hash(tuple(numbers)) & _BITS if numbers else 0
@@ -226,7 +234,11 @@ class Layout:
         self.reduce(torch.zeros(1, device="cpu"), dist.ReduceOp.SUM, _ALL)
 
     def whole(self, own: Tensor) -> Tensor:
-        """Gathers the shards of all ranks into the whole tensor, on every rank. Collective."""
+        """Gathers the shards of all ranks into the whole tensor, on every rank. Collective.
+
+        Args:
+            own: this rank's shard.
+        """
         if self.mesh is None:
             return own.detach().clone()
         cut = [dim for dim, axis in enumerate(self.axes) if axis.of]
@@ -244,14 +256,20 @@ class Layout:
         return self.sum_disjoint(whole).view(self.shape)
 
     def sum_disjoint(self, whole: Tensor) -> Tensor:
-        """Sums tensors in which each element is on one rank, and zero on the others. Collective."""
+        """Sums tensors of the whole shape over the ranks. Each element is nonzero on at most one rank, so that the sum
+        is exact. Collective.
+        """
         # Sum bytes, because a sum of floats would lose the sign of -0.0.
         return (
             self.reduce(whole.view(-1).view(torch.uint8), dist.ReduceOp.SUM, _ALL).view(whole.dtype).view(whole.shape)
         )
 
     def gather_ids(self, ids: Tensor) -> tuple[Tensor, slice]:
-        """Concatenates the ids of all ranks. Returns them, and the slice that has this rank's ids. Collective."""
+        """Concatenates the ids of all ranks. Returns them, and the slice that has this rank's ids. Collective.
+
+        Args:
+            ids: (N, K) indices of K elements along N dimensions. K may differ between ranks.
+        """
         assert self.mesh is not None
         ranks = self.mesh.mesh.flatten().tolist()
         at, count = ranks.index(self.mesh.get_rank()), ids.shape[1]
@@ -264,7 +282,9 @@ class Layout:
         return self.reduce(every, dist.ReduceOp.SUM, "rows"), mine
 
     def _gathered(self, part: Tensor, dim: int) -> Tensor:
-        """Gathers shards along the dimension of columns, of which the last ranks may have fewer."""
+        """Gathers the shards of all ranks, and concatenates them along the sharded dimension `dim`. The last ranks may
+        have fewer indices. Collective.
+        """
         assert self.mesh is not None
         sizes = [axis.size for axis in self.axes]
         part = part.reshape([len(axis.own) for axis in self.axes]).movedim(dim, 0)
@@ -281,7 +301,7 @@ class Layout:
 
     @property
     def is_flat(self) -> bool:
-        """Whether a view has merged dimensions."""
+        """Whether the tensor is a view with merged dimensions."""
         return self.shape != torch.Size(axis.size for axis in self.axes)
 
     @property
@@ -305,7 +325,7 @@ class Layout:
 
 
 def without_axes(layout: Layout, dims: Sequence[int], *, keep: bool) -> Layout:
-    """Returns the layout of a reduction over dimensions that are not sharded.
+    """Returns the layout of a tensor after a reduction over the dimensions `dims`.
 
     Args:
         keep: whether reduced dimensions stay, with size 1.
@@ -319,7 +339,7 @@ _BITS = (1 << 48) - 1
 
 
 def _hash_tensor(operand: Tensor) -> Tensor:
-    """Hashes the values of a tensor in order, without synchronizing with the device."""
+    """Returns a hash of a tensor's values and their order, as a tensor, without synchronizing with the device."""
     values = torch.view_as_real(operand) if operand.is_complex() else operand
     bits = values.detach().to(torch.float64).contiguous().view(-1).view(torch.int64)
     return (bits * torch.arange(1, 2 * len(bits), 2, device=bits.device)).sum() & _BITS
@@ -344,10 +364,11 @@ Dim = tuple[int | None, int, int]
 
 
 def apply_view(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], layout: Layout, local: Tensor) -> Any:
-    """Applies a view op to this rank's shard. Returns (layout, shard) of the result, or a list of them.
+    """Applies a view op to this rank's shard, `local`. Returns (layout, shard) of the result, or a list of such pairs.
 
     Args:
         args: the op's arguments, without the tensor.
+        layout: the layout of the viewed tensor.
 
     Raises:
         NotAView: the result on some rank would not be a view of its shard.
@@ -376,7 +397,7 @@ def apply_view(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], layout
 
 
 def arguments_by_name(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns an op's arguments, except the first, by name, with defaults filled in."""
+    """Returns an op's arguments by name, except the first one. Arguments that the call omits have their defaults."""
     schema = func._schema.arguments[1:]
     found = {argument.name: argument.default_value for argument in schema if argument.has_default_value()}
     found.update({argument.name: value for argument, value in zip(schema, args, strict=False)})
@@ -384,7 +405,7 @@ def arguments_by_name(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any])
 
 
 def _mixed_digits(number: int, bases: Sequence[int]) -> list[int]:
-    """Returns the digits of a number in a mixed-radix system with these bases."""
+    """Returns the digits of a number in a mixed-radix system, in which a digit at place k counts `bases[k]`."""
     found = []
     for base in bases:
         digit, number = divmod(number, base)
@@ -393,7 +414,11 @@ def _mixed_digits(number: int, bases: Sequence[int]) -> list[int]:
 
 
 def _view_dims(picked: Tensor, sizes: Sequence[int], bases: Sequence[int]) -> list[Dim]:
-    """Returns the dimensions of a view of memory whose axes have these sizes and strides (`bases`)."""
+    """Returns, for each dimension of a view, (the axis whose indices it picks, or None; its size; its step).
+
+    Args:
+        picked: the view, of a meta tensor whose axes have these sizes and strides (`bases`).
+    """
     found: list[Dim] = [(None, size, 0) for size in picked.shape]
     free = set(range(len(sizes)))
     # An inserted dimension of size 1 may have the stride of an axis.
@@ -412,10 +437,11 @@ def _locate_view(
     """Returns the layout of a view, and this rank's shard of it.
 
     Args:
+        local: this rank's shard of the viewed tensor, which has this layout.
         whole: a meta tensor with the shape and stride of the view.
-        dims: the dimensions of the view.
-        first: for each axis, the first index that the view has, which is the only one if the view has no such
-            dimension.
+        dims: the dimensions of the view, from `_view_dims`.
+        first: for each axis, the first of its indices in the view; the only one if no dimension of the view is this
+            axis.
     """
     chosen, offset = layout.chosen, local.storage_offset()
     # If the view picks an element of another rank, this rank has no indices, not even on axes that are not sharded.
@@ -450,7 +476,11 @@ def _locate_view(
 
 
 def _reshape(layout: Layout, local: Tensor, whole: Tensor) -> tuple[Layout, Tensor]:
-    """Returns the layout and shard of a view that merges dimensions, or restores merged ones."""
+    """Returns (layout, this rank's shard) of a view that merges all dimensions, or restores merged ones.
+
+    Args:
+        whole: a meta tensor with the shape and stride of the view.
+    """
     sizes = [len(axis.own) for axis in layout.axes]
     is_back = whole.shape == torch.Size(axis.size for axis in layout.axes)
     if not local.numel():

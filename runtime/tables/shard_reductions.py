@@ -28,7 +28,15 @@ _SUM, _MAX, _MIN = dist.ReduceOp.SUM, dist.ReduceOp.MAX, dist.ReduceOp.MIN
 
 @dataclass(frozen=True)
 class _Reduction:
-    """A call of a reduction: its dimensions and options, the number of elements per result, and its dtype."""
+    """The arguments of a call of a reduction op such as `sum`.
+
+    Attributes:
+        dims: the reduced dimensions.
+        keep: whether reduced dimensions stay, with size 1.
+        named: all arguments by name.
+        count: the number of elements that are reduced to one.
+        dtype: the dtype of the result.
+    """
 
     dims: tuple[int, ...]
     keep: bool
@@ -38,7 +46,7 @@ class _Reduction:
 
     @classmethod
     def from_call(cls, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> _Reduction:
-        """Reads the arguments of a reduction's call. Raises as torch does if they are invalid."""
+        """Reads the arguments of a call of a reduction op on a shard. Raises as torch does if they are invalid."""
         part, named = args[0], arguments_by_name(func, args[1:], kwargs)
         looks = func(part.spread.meta(part.dtype), *args[1:], **kwargs)
         dim, dims = named.get("dim"), part.dim()
@@ -48,7 +56,7 @@ class _Reduction:
         return cls(asked, bool(named.get("keepdim")), named, count, looks.dtype)
 
     def is_over_all(self, part: TableShard) -> bool:
-        """Returns whether the reduction is over all dimensions of `part`."""
+        """Returns whether the reduction is over all dimensions of the sharded tensor `part`."""
         return len(self.dims) == part.dim()
 
 
@@ -60,6 +68,9 @@ def _reduce_shard(
 
     Args:
         reduce_local: function of (values, dims) that reduces this rank's values, keeping dimensions with size 1.
+
+    Returns:
+        The whole result, or this rank's shard of it if it is still sharded.
     """
     layout = part.spread
     if layout.is_flat and not asked.is_over_all(part):
@@ -120,7 +131,9 @@ def _op_text(func: Any) -> str:
 
 
 def _booleans_as_numbers(values: Tensor, dtype: torch.dtype, reduce_op: Any) -> Tensor:
-    """Converts booleans to numbers for a reduction over ranks, which does not support booleans."""
+    """Converts booleans to numbers for a reduction over ranks, which does not support booleans. True becomes 1 for a
+    maximum and -1 for a minimum, so that it wins.
+    """
     return values.to(dtype) if reduce_op == _MAX else -values.to(dtype)
 
 
@@ -141,7 +154,7 @@ def _neutral_value(dtype: torch.dtype, reduce_op: Any) -> Any:
 
 
 def _is_of_gradient(part: TableShard, asked: _Reduction) -> bool:
-    """Returns whether the reduction is over all elements of a gradient, which may be stored as rows."""
+    """Returns whether the reduction is of all elements of a table's gradient to a 0-dim tensor."""
     return part.held.of_gradient and asked.is_over_all(part) and not asked.keep
 
 
@@ -190,7 +203,9 @@ def _min_or_max(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _norm(func: Any, args: Any, kwargs: Any) -> Any:
-    """Implements norms. A gradient that is in flight or stored as rows computes its own norm."""
+    """Implements vector norms. The norm of all elements of a gradient is computed by the gradient's storage, which may
+    have only the nonzero rows.
+    """
     part = args[0]
     # Fast path for the call that gradient clipping makes.
     if part.held.of_gradient and len(args) < 3 and not kwargs and part.dtype.is_floating_point:
@@ -207,7 +222,9 @@ def _norm(func: Any, args: Any, kwargs: Any) -> Any:
     power, reduce_op = norm_reduction(order)
 
     def power_sum(values: Tensor, dims: tuple[int, ...]) -> Tensor:
-        """Returns the norm of this rank's values, raised to the power that makes norms of shards add up."""
+        """Returns the norm of this rank's values along `dims`, raised to the power at which the ranks' results can be
+        reduced.
+        """
         norm: Tensor = torch.linalg.vector_norm(values, order, dims, keepdim=True, dtype=wide)
         return norm.pow(power)
 
@@ -249,7 +266,9 @@ def _equal(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _unscaled(func: Any, args: Any, kwargs: Any) -> Any:
-    """Implements the unscaling of gradients by `GradScaler`, and detects infinite values on any rank."""
+    """Implements the in-place unscaling of gradients by `GradScaler`. Sets `found_inf` on all ranks if any rank has an
+    infinite or NaN gradient.
+    """
     gradients, found_inf, inverse_scale = args
     parts = [g for g in gradients if isinstance(g, TableShard)]
     plain = [g for g in gradients if not isinstance(g, TableShard)]

@@ -27,8 +27,10 @@ aten = torch.ops.aten
 
 
 def _to_own_indices(ids: Tensor, axis: Axis) -> tuple[Tensor, Tensor | None]:
-    """Converts ids to indices in this rank's shard. Returns them, and a mask of the ids that lie on this rank, or None
-    if all do.
+    """Converts ids along a dimension of the whole tensor to indices in this rank's shard.
+
+    Returns:
+        The indices, and a mask of the ids that this rank has, or None if it has all.
     """
     _check_ids(ids, axis)
     ids = torch.where(ids < 0, ids + axis.size, ids)
@@ -40,20 +42,20 @@ def _to_own_indices(ids: Tensor, axis: Axis) -> tuple[Tensor, Tensor | None]:
 
 
 def _unravel(ids: Tensor, sizes: Sequence[int]) -> list[Tensor]:
-    """Converts ids into a flattened tensor to ids along its dimensions."""
+    """Converts indices of a flattened tensor to indices along its original dimensions, which have these sizes."""
     ids, _ = _to_own_indices(ids, Axis.whole(prod(sizes)))
     return list(torch.unravel_index(ids, sizes))
 
 
 def _check_ids(ids: Tensor, axis: Axis) -> None:
-    """Raises if ids are out of the bounds of an axis."""
+    """Raises `IndexError` if ids are out of the bounds of an axis."""
     if ids.numel() and not bool(((ids >= -axis.size) & (ids < axis.size)).all()):
         raise IndexError(f"index out of bounds for a dimension of size {axis.size}")
 
 
 def _ids_of(indices: Sequence[Any], part: TableShard) -> list[Tensor] | None:
-    """Returns the ids along the leading dimensions that an index expression selects, or None if it has other indices or
-    sharded ones.
+    """Converts the index expression of `part[indices]` to one tensor of ids for each indexed leading dimension, all of
+    the same shape. Returns None if the expression has indices other than plain tensors.
     """
     found: list[Tensor] = []
     while indices and indices[-1] is None:
@@ -73,7 +75,12 @@ def _ids_of(indices: Sequence[Any], part: TableShard) -> list[Tensor] | None:
 
 
 def _own_values(values: Tensor, shape: Sequence[int], axes: Sequence[Axis], rows: int) -> Tensor | None:
-    """Returns this rank's columns of values that are broadcast to `shape`, or None if columns cannot be selected."""
+    """Returns this rank's elements of values that are broadcast to `shape`, or None if `values` is sharded differently.
+
+    Args:
+        axes: the trailing dimensions of `shape`, of which this rank needs its own indices.
+        rows: the number of leading dimensions of `shape`, of which this rank needs all indices.
+    """
     if isinstance(values, TableShard):
         mine = [axis.of for axis in values.spread.axes]
         fits = values.shape == torch.Size(shape) and mine == [()] * rows + [axis.of for axis in axes]
@@ -113,7 +120,9 @@ def _index_put(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _masked_put(part: TableShard, mask: TableShard, values: Any, accumulate: bool) -> Any:
-    """Writes one value wherever a mask of the same layout is true."""
+    """Writes a single value, or adds it if `accumulate`, wherever a boolean mask of the same layout is true. Returns
+    `NotImplemented` for other masks or values.
+    """
     if (
         not mask.spread.fits(part.spread)
         or mask.dtype != torch.bool
@@ -160,7 +169,7 @@ def _index_op(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _index_read(func: Any, args: Any, kwargs: Any) -> Any:
-    """Implements `x[ids]`. Returns whole rows, because ranks may read different ids. Collective."""
+    """Implements `x[ids]` for a shard x. Returns whole rows, because ranks may read different ids. Collective."""
     part, indices = args
     if not isinstance(part, TableShard) or part.spread.is_flat or part.spread.chosen or part.spread.is_alone:
         return NotImplemented
@@ -169,7 +178,7 @@ def _index_read(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _select_index(func: Any, args: Any, kwargs: Any) -> Any:
-    """Implements `index_select` of rows."""
+    """Implements `index_select` of rows. Returns whole rows. Collective."""
     part, dim, ids = args
     return (
         _index_read(func, (part, [ids]), {})
@@ -179,7 +188,11 @@ def _select_index(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _read_whole_rows(part: TableShard, ids: Sequence[Tensor]) -> Tensor:
-    """Reads whole rows for this rank's ids. Each rank sends its columns of the rows that any rank reads. Collective."""
+    """Reads the whole rows at this rank's ids. Each rank sends its columns of the rows that any rank reads. Collective.
+
+    Args:
+        ids: one tensor of ids for each indexed leading dimension.
+    """
     layout, axes, rest = part.spread, part.spread.axes[: len(ids)], part.spread.axes[len(ids) :]
     for each, axis in zip(ids, axes, strict=True):
         _check_ids(each, axis)
@@ -197,13 +210,13 @@ def _read_whole_rows(part: TableShard, ids: Sequence[Tensor]) -> Tensor:
 
 
 def _row_gradient_storage(part: Any) -> Any:
-    """Returns the storage of a gradient that is stored as rows, or None for any other value."""
+    """Returns the storage of a gradient that is stored as its nonzero rows and ids, or None for other values."""
     held = part.held if isinstance(part, TableShard) else None
     return None if held is None or held.is_dense else held
 
 
 def _zero_rows(func: Any, args: Any, kwargs: Any) -> Any:
-    """Sets a gradient that is stored as rows to zero."""
+    """Implements `zero_` for the gradient of a table. Returns `NotImplemented` for other shards."""
     if not args[0].held.of_gradient:
         return NotImplemented
     args[0].held.set_zero()
@@ -211,7 +224,9 @@ def _zero_rows(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _map_rows(func: Any, args: Any, kwargs: Any) -> Any:
-    """Applies an element-wise op that maps zero to zero to a gradient that is stored as rows."""
+    """Applies an in-place element-wise op to a gradient that is stored as its nonzero rows. Returns `NotImplemented`
+    for other operands, or if the op may not map zero to zero.
+    """
     (part, *given), held = args, _row_gradient_storage(args[0])
     tensors = [each for each in (*given, *kwargs.values()) if isinstance(each, Tensor)]
     if held is None or any(isinstance(each, TableShard) or each.dim() for each in tensors):
@@ -228,7 +243,9 @@ _LINEAR = frozenset({aten.mul_.Tensor, aten.mul_.Scalar, aten.div_.Tensor, aten.
 
 
 def _add_rows(func: Any, args: Any, kwargs: Any) -> Any:
-    """Implements `add_` of two gradients stored as rows. Returns `NotImplemented` for other operands."""
+    """Implements `add_` of two gradients that are stored as their nonzero rows. Returns `NotImplemented` for other
+    operands.
+    """
     held, other = _row_gradient_storage(args[0]), _row_gradient_storage(args[1])
     if held is None or other is None or kwargs or not args[0].spread.fits(args[1].spread):
         return NotImplemented
@@ -242,8 +259,11 @@ def _add_rows(func: Any, args: Any, kwargs: Any) -> Any:
 def _writable_rows(part: TableShard, asked: str) -> Rows:
     """Returns the ids (K,) and this rank's columns of the rows (K, d) of a gradient, which the caller may write.
 
+    Args:
+        asked: the operation that needs them, for the error.
+
     Raises:
-        RuntimeError: the ranks have different rows, or views of the dense gradient exist.
+        RuntimeError: the table is sharded by rows, or views of the dense gradient exist.
     """
     held = part.held
     found = held.shown_rows() if isinstance(held, GradientStorage) and not part.spread.axes[0].of else None
@@ -253,7 +273,7 @@ def _writable_rows(part: TableShard, asked: str) -> Rows:
 
 
 def _sparse_values(func: Any, args: Any, kwargs: Any) -> Any:
-    """Implements `values()` of a sparse gradient: returns its rows as a shard."""
+    """Implements `values()` of a sparse gradient: returns its rows as a sharded tensor."""
     part: TableShard = args[0]
     ids, rows = _writable_rows(part, "its values()")
     layout = part.spread.with_axes((Axis.whole(len(ids)), *part.spread.axes[1:]))
@@ -289,15 +309,15 @@ _OF_SPARSE: Mapping[Any, Rule] = {
 
 
 def _sparse_property(func: Any, args: Any, kwargs: Any) -> Any:
-    """Implements properties of sparse tensors, for a gradient that looks sparse. Other shards answer as dense tensors
-    do.
+    """Implements ops on sparse tensors, such as `indices()`, for a gradient that presents itself as sparse. Other
+    shards behave like dense tensors.
     """
     part: TableShard = args[0]
     return _OF_SPARSE[func](func, args, kwargs) if part.is_sparse else func(part.new_zeros([0] * part.dim()), *args[1:])
 
 
 def _sparse_norm(func: Any, args: Any, kwargs: Any) -> Any:
-    """Implements the norm of a sparse gradient, as for dense shards."""
+    """Implements `norm` of a sparse gradient as the vector norm of the dense gradient."""
     order, dims, *keep = (*args[1:], None, None)[: max(2, len(args) - 1)]
     return torch.linalg.vector_norm(
         args[0], 2.0 if order is None else order, dims or None, bool(keep and keep[0]), **kwargs
@@ -305,7 +325,9 @@ def _sparse_norm(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _refuse_lookup(func: Any, args: Any, kwargs: Any) -> Any:
-    """Raises, because outside of the compiled model each rank has only some columns of the looked-up rows."""
+    """Raises an error for a lookup outside of the compiled model, because each rank has only some columns of the rows.
+    Returns `NotImplemented` if this rank has the whole table.
+    """
     if args[0].spread.is_alone:
         return NotImplemented
     raise args[0].spread.report(

@@ -52,10 +52,10 @@ aten = torch.ops.aten
 
 
 def run_op(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """Runs an op that has shards among its arguments, by the rule for that op.
+    """Runs an op that has shards among its arguments, by its implementation for shards.
 
     Raises:
-        RuntimeError: the op has no rule for shards. Raised on every rank.
+        RuntimeError: the op is not supported on shards. Raised on every rank.
     """
     leaves = flatten_call(args, kwargs)
     parts = [leaf for leaf in leaves if isinstance(leaf, TableShard)]
@@ -79,7 +79,14 @@ def run_op(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
 
 
 def _run_rule(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], parts: Sequence[TableShard]) -> Any:
-    """Runs an op on shards by its rule, or raises if it has none."""
+    """Runs an op by its implementation for shards, or on whole tensors gathered from all ranks if it has none.
+
+    Args:
+        parts: the shards among the arguments.
+
+    Raises:
+        RuntimeError: the op is not supported on shards.
+    """
     first = parts[0]
     is_alone = first.spread.is_alone
     summed = True in [part.held.unreduced for part in parts]
@@ -122,7 +129,7 @@ def _alias(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _view(func: Any, args: Any, kwargs: Any) -> Any:
-    """Implements view ops: returns the shard, or list of shards, that views this one."""
+    """Implements view ops: returns a shard, or a list of shards, that are views of this rank's shard."""
     part = args[0]
     if func is aten.view.default and torch.Size(args[1]) == part.shape:
         return _alias(func, args, kwargs)
@@ -179,21 +186,26 @@ def _element_wise(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _write_out(func: Any, args: Any, kwargs: Any) -> Any:
-    """Implements element-wise ops with a shard as `out=`."""
+    """Implements element-wise ops with a shard as `out=`. Returns `NotImplemented` if the result has another shape."""
     out = kwargs["out"]
     found = func.overloadpacket(*args, **{key: value for key, value in kwargs.items() if key != "out"})
     return out.copy_(found) if found.shape == out.shape else NotImplemented
 
 
 def _as_meta(leaf: Tensor) -> Tensor:
-    """Returns a meta tensor with the shape of the whole tensor."""
+    """Returns a meta tensor with the shape and dtype of `leaf`. For a shard, this is the shape of the whole tensor."""
     if isinstance(leaf, TableShard):
         return leaf.spread.meta(leaf.dtype)
     return leaf.to("meta")
 
 
 def _common_layout(parts: Sequence[TableShard], leaves: Sequence[Tensor]) -> Layout | None:
-    """Returns the layout of an element-wise op's result, or None if its operands are sharded differently."""
+    """Returns the layout of an element-wise op's result, or None if its operands are sharded differently.
+
+    Args:
+        parts: the operands that are shards.
+        leaves: all operands that are tensors.
+    """
     first, shape = parts[0].spread, torch.broadcast_shapes(*(leaf.shape for leaf in leaves))
     if any(part.spread.is_flat for part in parts):
         alike = all(part.spread.fits(first) for part in parts)
@@ -212,7 +224,13 @@ def _common_layout(parts: Sequence[TableShard], leaves: Sequence[Tensor]) -> Lay
 
 
 def _own_elements(operand: Tensor, axes: tuple[Axis, ...], layout: Layout) -> Tensor:
-    """Returns this rank's elements of an operand, which is a shard or a whole tensor."""
+    """Returns the elements of an operand that this rank needs to compute its elements of an element-wise op's result.
+
+    Args:
+        operand: this rank's elements of a shard, or a whole tensor.
+        axes: the dimensions of the operand.
+        layout: the layout of the result.
+    """
     index = [slice(None)] * len(axes)
     for dim, (axis, wanted) in enumerate(zip(axes, layout.axes[len(layout.axes) - len(axes) :], strict=True)):
         if axis.size == wanted.size and axis.own != wanted.own:
@@ -238,7 +256,7 @@ def _new_plain(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _random(func: Any, args: Any, kwargs: Any) -> Any:
-    """Implements random fills: draws numbers for the whole tensor, equal on all ranks, and keeps this rank's."""
+    """Implements random fills: draws the whole tensor, equal on all ranks, and keeps this rank's elements."""
     part = args[0]
     looks = torch.empty(part.shape, dtype=part.dtype, device=part.device)
     drawn = part.spread.cut(func(looks, *args[1:], **kwargs))
@@ -276,7 +294,7 @@ def _foreach(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _run_on_whole(func: Any, args: Any, kwargs: Any) -> Any:
-    """Implements all other ops, for a rank that has the whole table."""
+    """Implements all other ops, on the plain table, for a rank that has the whole table."""
     shares = func._schema.is_mutable or any(each.alias_info is not None for each in func._schema.returns)
 
     def plain(part: TableShard) -> Tensor:

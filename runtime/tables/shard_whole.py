@@ -59,11 +59,16 @@ def run_on_gathered(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -
 
 
 def as_read_only(part: TableShard, result: Any, func: Any) -> Any:
-    """Wraps gathered tensors in a result as read-only, so that writes into them raise instead of being lost."""
+    """Wraps the tensors in an op's result, which are copies, as read-only, so that writes into them raise instead of
+    being lost.
+
+    Args:
+        part: the shard that was gathered, and `func` the op, both for the error message.
+    """
     refusal = str(part.refused(f"a write into the result of {func._schema.name.split('::')[-1]}()"))
 
     def wrap(copy: Tensor) -> TableShard:
-        """Wraps one gathered tensor as read-only."""
+        """Wraps one copy as read-only."""
         layout = replace(Layout.of_table(part.spread.name, copy.shape), stride=copy.stride())
         return part.like(CopyStorage(copy, refusal), layout)
 
@@ -71,7 +76,7 @@ def as_read_only(part: TableShard, result: Any, func: Any) -> Any:
 
 
 def flatten_call(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
-    """Flattens an op's arguments. Avoids pytree if no argument is a container."""
+    """Returns an op's arguments as a flat list, with the items of lists, tuples and dicts."""
     given = [*args, *kwargs.values()]
     return given if _LEAVES.issuperset(map(type, given)) else pytree.tree_leaves(given)
 
@@ -89,7 +94,12 @@ def is_recorded(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bo
 
 
 def run_recorded(rule: Rule | None, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Runs an op that autograd records: by its rule if the result is a whole tensor, otherwise on gathered tensors."""
+    """Runs an op that autograd records: by its implementation for shards if the result is a whole tensor, otherwise on
+    gathered tensors.
+
+    Args:
+        rule: the op's implementation for shards, or None if it has none.
+    """
     if rule is not None:
         with torch.no_grad():
             found = rule(func, args, kwargs)
@@ -133,7 +143,8 @@ _OF_ONE = frozenset({*VIEWS, *ALIASES, aten.clone.default, aten._to_copy.default
 
 
 def memory_to_share(part: TableShard, references: int | None = None) -> Tensor:
-    """Returns memory of a shard for another tensor to share. Collective if the table is sharded.
+    """Returns the tensor whose memory another tensor takes in `tensor.data = part` or `tensor.set_(part)`: this rank's
+    values if it has the whole table, otherwise the gathered whole tensor. Collective if the table is sharded.
 
     Args:
         references: how many references to the shard exist during `.data =`, or None if there certainly is another one.
@@ -164,7 +175,9 @@ def _shares_memory(part: TableShard) -> bool:
 
 @cache
 def _setter_references() -> int:
-    """Returns the reference count, during `.data =`, of a tensor without other references."""
+    """Returns the reference count of a tensor, otherwise without references, while it is assigned to another tensor's
+    `.data`.
+    """
     found = []
 
     class FailingTensor(Tensor):
@@ -175,7 +188,7 @@ def _setter_references() -> int:
             raise NotImplementedError
 
     def count(_: Any, references: int) -> Tensor:
-        """Stores the reference count."""
+        """Stores the reference count of the assigned tensor. Returns an empty tensor to assign instead."""
         found.append(references)
         return torch.empty(0, device="cpu")
 

@@ -21,11 +21,12 @@ from embrace_fx.runtime.tables.table_shard import TableShard, cut_own_shard, gat
 
 
 def insert_shards(state_dict: dict[str, Any], names: Iterable[str], *, prefix: str = "") -> None:
-    """Replaces tables in a state dict by this rank's shards by columns. Collective if a table is on a grid.
+    """Replaces sharded tables in a state dict by this rank's shards, in the form of `to_state_dict_form`. Collective if
+    a table is sharded by rows and columns.
 
     Args:
-        names: all names of the sharded tables.
-        prefix: what the state dict puts before the model's names.
+        names: the names of the sharded tables; a tied parameter has several.
+        prefix: the prefix of the model's names in the state dict.
     """
     shown: dict[int, Tensor] = {}  # convert a tied parameter once
     for name in names:
@@ -37,7 +38,11 @@ def insert_shards(state_dict: dict[str, Any], names: Iterable[str], *, prefix: s
 
 
 def check_names(module: nn.Module, state_dict: Mapping[str, Any], prefix: str) -> None:
-    """Raises `RuntimeError` if a state dict has none of the model's names, so that nothing would be loaded."""
+    """Raises `RuntimeError` if a state dict has none of the module's names, so that nothing would be loaded.
+
+    Args:
+        prefix: the prefix of the module's names in the state dict.
+    """
     named = (*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False))
     own = dict.fromkeys(prefix + name for name, _ in named)
     given = [name for name in state_dict if name.startswith(prefix)]
@@ -50,10 +55,12 @@ def check_names(module: nn.Module, state_dict: Mapping[str, Any], prefix: str) -
 
 
 def to_state_dict_form(part: TableShard) -> Tensor:
-    """Converts a shard to its form in a state dict: sharded by columns, as a copy if the table is on a grid. Collective
-    on a grid.
+    """Converts a shard to its form in a state dict: sharded by columns. A table that is sharded by rows and columns is
+    copied, which is collective.
 
-    Returns a DTensor if `torch.distributed.checkpoint` will gather it or split a whole tensor by it.
+    Returns:
+        A DTensor if `torch.distributed.checkpoint` will gather it or replace it by a loaded whole tensor, otherwise a
+            `TableShard`.
     """
     if part.spread.is_alone:
         return part
@@ -70,7 +77,9 @@ _OF_A_GRID = (
 
 
 def _will_be_gathered() -> bool:
-    """Returns whether `torch.distributed.checkpoint` calls `state_dict()` and will gather its tensors."""
+    """Returns whether `torch.distributed.checkpoint` is the caller, with the option `full_state_dict` or
+    `broadcast_from_rank0`.
+    """
     frame: Any = sys._getframe(1)
     while frame is not None:
         if frame.f_globals.get("__name__") == _CHECKPOINTS and (info := frame.f_locals.get("info")) is not None:
@@ -91,13 +100,13 @@ def convert_state_dict(
 ) -> None:
     """Converts a state dict in place to the layouts of the model that loads it.
 
-    Values of sharded tables become this rank's shards, and shards of tables that are whole here are gathered.
-    Collective if shards are gathered, or move between columns and a grid.
+    Values of sharded tables become this rank's shards. Shards of tables that this model does not shard are gathered.
+    Collective if shards are gathered or sharded differently.
 
     Args:
         layouts: the layouts of sharded tables, by all of their names.
         parameter: function that returns the model's parameter with a name.
-        prefix: as for `insert_shards`.
+        prefix: the prefix of the model's names in the state dict.
     """
     for name, value in state_dict.items():
         if not isinstance(value, Tensor) or not name.startswith(prefix):

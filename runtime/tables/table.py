@@ -90,6 +90,9 @@ class Table:
     ) -> None:
         """Adds a gradient with unique ids (K,) and rows (K, d) to the `.grad` of all member parameters, except those in
         `without_gradient`.
+
+        Args:
+            unreduced: whether the gradient is only this rank's, not yet reduced over ranks.
         """
         split = self.split
         late = GradientFuture(lambda: [[part] for part in split(ids, rows)])
@@ -97,12 +100,15 @@ class Table:
 
     @property
     def has_gradient(self) -> bool:
-        """Whether any member parameter's `.grad` is not zero."""
+        """Whether the `.grad` of any member parameter is neither None nor zero."""
         return set(map(_GRAD, self.members)) != {None} and any(member.held is not None for member in self.members)
 
     def join_gradients(self, parts: Sequence[Rows]) -> Rows:
-        """Concatenates the row gradients of the parameters in this table, and converts their ids to the table's row
-        numbers.
+        """Concatenates gradients, one for each parameter in this table, and converts their ids to row numbers of this
+        table.
+
+        Args:
+            parts: for each parameter, the ids (K,) and rows (K, d) of its gradient.
         """
         ids = torch.cat([ids + first for (ids, _), first in zip(parts, self._bounds, strict=False)])
         return ids, torch.cat([rows for _, rows in parts])
@@ -110,7 +116,11 @@ class Table:
     # -- rows ----------------------------------------------------------------------------------------------------------
 
     def look_up(self, ids: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-        """Returns the rows `ids` (K, d) for a forward, after applying their deferred steps."""
+        """Returns the rows `ids` (K, d) for a forward, after applying the optimizer steps that they have deferred.
+
+        Args:
+            dtype: the dtype of the result, or None for that of the table.
+        """
         if self.gradient.holds and self.members[0].parameter.grad is None:
             self.gradient.free_dropped()
         store, history = self.store, self.history
@@ -120,11 +130,11 @@ class Table:
         return lookup(store.local, places, dtype)
 
     def peek(self, ids: Tensor) -> Tensor:
-        """Returns the rows `ids` (K, d) without applying their deferred steps."""
+        """Returns the rows `ids` (K, d) without applying the optimizer steps that they have deferred."""
         return self.store.local.index_select(0, self.places(ids))
 
     def flush(self) -> None:
-        """Applies all deferred steps to all rows. Do not call it during a step."""
+        """Applies to all rows the optimizer steps that they have deferred. Do not call it during a step."""
         if self.history.has_deferred:
             self.history.close()
 
@@ -152,11 +162,15 @@ class Table:
         return self.members[0].rule
 
     def can_defer(self) -> bool:
-        """Returns whether the next forward may apply the update, to only the rows that it reads."""
+        """Returns whether an optimizer update can wait for the next forward, which then applies it only to the rows
+        that it reads.
+        """
         return self.can_update_jointly() and can_step_rows(self.param_group())
 
     def can_update_jointly(self) -> bool:
-        """Returns whether one update of all rows equals the optimizer's separate updates of the parameters."""
+        """Returns whether one update of all rows gives the same result as the optimizer's separate updates of the
+        parameters.
+        """
         return self._has_one_group() and self.store.has_uniform_state()
 
     def _has_one_group(self) -> bool:
@@ -173,8 +187,8 @@ class Table:
         return all(member.steps_by(optimizer, options) for member in members)
 
     def begin_step(self) -> SparseUpdate:
-        """Begins an optimizer step on all rows, with the optimizer's current options. Requires
-        `can_update_jointly()`.
+        """Begins an optimizer step on all rows, with the optimizer's current options. Returns the object that applies
+        it. Requires `can_update_jointly()`.
         """
         rule = self.rule
         if rule is not DeferredUpdate:
@@ -190,10 +204,12 @@ class Table:
         return rule(self)
 
     def predict_rows(self, ids: Tensor, rows: Tensor) -> tuple[Tensor, Options | None]:
-        """Predicts the rows (K, d) after an optimizer step without gradients. Returns them, and the options of that
-        step.
+        """Predicts the values of the rows `ids` (K,) after an optimizer step without gradients, from their values
+        `rows` (K, d).
 
-        Returns the rows unchanged and None if the step does not change them or cannot be predicted.
+        Returns:
+            The predicted rows (K, d), and the options of the step. If the step does not change the rows or cannot be
+                predicted, `rows` and None.
         """
         # A trial step of any other class might have side effects.
         if (
@@ -209,7 +225,12 @@ class Table:
 
 
 def _split_by_member(bounds: Sequence[int], ids: Tensor, rows: Tensor) -> list[Rows]:
-    """Splits sorted ids and their rows by parameter. Ids are then numbered from the parameter's own first row."""
+    """Splits rows of a joined table by parameter. Returns, for each parameter, its row ids and their rows.
+
+    Args:
+        bounds: the first row of each parameter in the joined table, and the number of rows.
+        ids: (K,) sorted row numbers in the joined table.
+    """
     if len(bounds) == 2:
         return [(ids, rows)]
     cuts = torch.searchsorted(ids, torch.tensor(bounds, device=ids.device)).tolist()

@@ -122,13 +122,13 @@ class TableShard(Tensor):
 
     @property
     def data(self) -> Tensor:
-        """The part without autograd."""
+        """This rank's shard without autograd history."""
         found: Tensor = Tensor.data.__get__(self)  # type: ignore[attr-defined]
         return found
 
     @data.setter
     def data(self, value: Tensor) -> None:
-        """Replaces the part's values with another part's, or with its cut of a whole tensor."""
+        """Replaces the shard's values by those of another shard, or by this rank's elements of a whole tensor."""
         if isinstance(value, TableShard) and not value.spread.fits(self.spread):
             raise self.refused(f"setting .data to {value.what}, which has other rows or columns")
         if not isinstance(value, TableShard):
@@ -146,7 +146,9 @@ class TableShard(Tensor):
         return self.full_tensor().tolist()
 
     def numpy(self, *, force: bool = False) -> Any:
-        """Returns the whole table as an array: writable if it shares the shard's memory, read-only if it is a copy."""
+        """Returns the whole table as an array: writable if it shares the shard's memory, read-only if it is a copy.
+        Collective if the table is sharded.
+        """
         own = self.spread.is_alone and not isinstance(self.held, CopyStorage)
         array = (self.held.memory() if own else self.full_tensor()).numpy(force=force)
         array.flags.writeable = own
@@ -162,12 +164,12 @@ class TableShard(Tensor):
         return self
 
     def map_(self, *given: Any) -> TableShard:
-        """Implements `map_`, for a rank that has the whole table."""
+        """Applies `Tensor.map_` in place if this rank has the whole table, otherwise raises."""
         self._require_whole("map_()").map_(*given)
         return self
 
     def map2_(self, *given: Any) -> TableShard:
-        """Implements `map2_`, for a rank that has the whole table."""
+        """Applies `Tensor.map2_` in place if this rank has the whole table, otherwise raises."""
         self._require_whole("map2_()").map2_(*given)
         return self
 
@@ -193,7 +195,9 @@ class TableShard(Tensor):
         return self.to_local()
 
     def to_dtensor(self) -> DTensor:
-        """Returns this rank's shard of a table by columns as a DTensor with the same memory."""
+        """Returns this rank's shard as a DTensor with the same memory. Raises unless it is of a table sharded by
+        columns.
+        """
         layout, shape = self.spread, self.shape
         if layout.mesh is None or layout.grid is not None or not layout.is_table:
             raise self.refused("torch.distributed.checkpoint of a tensor that is not a table sharded by columns")
@@ -202,7 +206,9 @@ class TableShard(Tensor):
         )
 
     def data_ptr(self) -> int:
-        """Returns the address of the memory, or 0 while a state dict is staged for an asynchronous save."""
+        """Returns the address of the memory, or 0 while a state dict is staged for an asynchronous save. Otherwise
+        raises if the table is sharded.
+        """
         return 0 if _is_staged() else self._require_whole("data_ptr()").data_ptr()
 
     def new_empty(self, *size: Any, **options: Any) -> Tensor:
@@ -210,8 +216,11 @@ class TableShard(Tensor):
         return torch.empty_like(self, **options) if _is_staged() else super().new_empty(*size, **options)
 
     def _require_whole(self, asked: str) -> Tensor:
-        """Returns the values if this rank has the whole table. Otherwise raises the error for the operation named by
-        `asked`.
+        """Returns the values if this rank has the whole table. Otherwise raises the error for an operation that needs
+        them.
+
+        Args:
+            asked: the operation.
         """
         if not self.spread.is_alone:
             raise self.refused(asked)
@@ -248,7 +257,9 @@ forward_methods(
 
 
 def _without_namespace(asked: str) -> str:
-    """Returns the text for an operation in error messages: `mul()` for the op `aten::mul`."""
+    """Returns the name of an operation for error messages: `mul()` for the op `aten::mul`, and any other text
+    unchanged.
+    """
     return f"{asked.rsplit('::', maxsplit=1)[-1]}()" if "::" in asked else asked
 
 
@@ -270,12 +281,20 @@ def become_shard(parameter: nn.Parameter, local: Tensor, layout: Layout) -> None
 
 
 def become_whole(parameter: nn.Parameter, whole: Tensor, name: str) -> None:
-    """Turns a shard into the whole parameter, in place."""
+    """Turns a shard into the whole parameter, in place.
+
+    Args:
+        name: the table's name, for errors.
+    """
     _swap(parameter, nn.Parameter(whole, parameter.requires_grad), name)
 
 
 def _swap(parameter: nn.Parameter, other: nn.Parameter, name: str) -> None:
-    """Swaps the contents of two parameters, like `torch.utils.swap_tensors`, but allows other references to them."""
+    """Swaps the contents of two parameters, like `torch.utils.swap_tensors`, but allows other references to them.
+
+    Args:
+        name: the table's name, for the error of a backward that started before the swap.
+    """
     gradient, parameter.grad = parameter.grad, None
     # Attributes that users have set.
     own = {key: value for key, value in vars(parameter).items() if key not in _OF_A_PART}
@@ -289,7 +308,9 @@ def _swap(parameter: nn.Parameter, other: nn.Parameter, name: str) -> None:
 
 
 def _raise_stale_backward(name: str, gradients: object) -> NoReturn:
-    """Raises the error for a backward of a loss that was computed before the table was sharded or unsharded."""
+    """Raises the error for the backward of a loss that was computed before the table was sharded or unsharded. Used as
+    a hook of autograd.
+    """
     raise RuntimeError(
         f"backward(): the loss was computed before the table {name} was placed. Call the model first, then compute "
         "the loss."
@@ -305,8 +326,8 @@ def to_plain(tensor: Tensor) -> Tensor:
 
 
 def cut_own_shard(value: Tensor, layout: Layout) -> Tensor:
-    """Returns this rank's shard (V', d) of a table's values, which may be whole or sharded. Returns other values
-    unchanged.
+    """Returns this rank's shard (V', d) of a table's values, which may be whole or sharded. Tensors of another shape
+    than the table's are returned unchanged.
 
     Collective if the values are sharded differently.
     """

@@ -79,8 +79,11 @@ class SparseUpdate:
             self._counted = step_rows(self.optimizer, self._of_some, local, state, ids, rows) or self._counted
 
     def finish(self, parts: Sequence[Rows]) -> None:
-        """Ends the step: updates the rows of `parts`, ids (K,) and gradients (K, d), and then, in subclasses, rows
-        without a gradient.
+        """Ends the step: updates the remaining rows with a gradient. Subclasses then update the rows without a
+        gradient.
+
+        Args:
+            parts: pairs of ids (K,) and gradients (K, d) of the remaining rows.
         """
         if self._awaited is not None:
             (ids, rows), squares = self._awaited
@@ -93,10 +96,12 @@ class SparseUpdate:
         self._advance_counters()
 
     def add_for_finish(self, rows: Rows, squares: Callable[[], Tensor]) -> None:
-        """Adds rows to be updated by `finish`, for RowWiseAdagrad, which needs all columns of a row to update it.
+        """Adds rows for `finish` to update. For RowWiseAdagrad, which needs all columns of a row's gradient to update
+        it.
 
         Args:
-            squares: function that waits for, and returns, the sums of squares (K,) of the rows over all columns.
+            rows: the ids (K,) and gradients (K, d) of the rows.
+            squares: function that waits for, and returns, the sums (K,) of squares of the gradients over all columns.
         """
         self._awaited = rows, squares
 
@@ -121,12 +126,16 @@ class DenseUpdate(SparseUpdate):
         self._applied: list[Tensor] = []  # the ids that `apply` has updated in this step
 
     def apply(self, ids: Tensor, rows: Tensor) -> None:
-        """Updates some rows early. `finish` then updates the others."""
+        """Updates the rows `ids` (K,) by their gradients `rows` (K, d) early. `finish` then updates all other rows."""
         step_rows(self.optimizer, self.options, self.table.store.local, self.table.store.state, ids, rows)
         self._applied.append(ids)
 
     def finish(self, parts: Sequence[Rows]) -> None:
-        """Updates all rows that `apply` has not updated, in one dense step."""
+        """Updates all rows that `apply` has not updated, in one dense step.
+
+        Args:
+            parts: pairs of ids (K,) and gradients (K, d). Rows without a gradient get zeros.
+        """
         store = self.table.store
         local, state = store.local, store.state
         total, gradient = local.shape[0], torch.zeros_like(local)
@@ -142,7 +151,7 @@ class DenseUpdate(SparseUpdate):
 
 
 class DeferredUpdate(SparseUpdate):
-    """One optimizer step of a table that rows without a gradient defer until they are next read."""
+    """One optimizer step of a table. Rows without a gradient defer the step until they are next read."""
 
     moves_all = True
 
@@ -152,7 +161,9 @@ class DeferredUpdate(SparseUpdate):
         self._history.begin(self.optimizer, self.options)
 
     def apply(self, ids: Tensor, rows: Tensor) -> None:
-        """Applies to these rows the steps that they have deferred, and then this step."""
+        """Updates the rows `ids` (K,): applies the steps that they have deferred, then this step with gradients `rows`
+        (K, d).
+        """
         places, store = self.table.places(ids, to_write=True), self.table.store
         local, state = store.local, store.state
         self._history.apply_open(places, local, state)
@@ -160,7 +171,11 @@ class DeferredUpdate(SparseUpdate):
         self._history.record_applied(places)
 
     def finish(self, parts: Sequence[Rows]) -> None:
-        """Updates the remaining rows with a gradient, and records the step as deferred for all others."""
+        """Updates the remaining rows with a gradient, and records the step as deferred for all rows without one.
+
+        Args:
+            parts: pairs of ids (K,) and gradients (K, d) of the remaining rows.
+        """
         for ids, rows in parts:
             self.apply(ids, rows)
         self._history.record(self.options)
@@ -174,7 +189,13 @@ class DeferredUpdate(SparseUpdate):
 def dense_update_policy(
     optimizer_class: type[Optimizer], options: Options, row_updates: RowUpdates, dtype: torch.dtype
 ) -> DenseUpdatePolicy:
-    """Returns how an optimizer class with these options updates rows without a gradient."""
+    """Returns how an optimizer class with these options updates rows without a gradient: not at all by its formula ("")
+    or by the user's choice ("lazy"), in each step ("sweep"), or in each step or when they are next read ("either").
+
+    Args:
+        row_updates: the user's choice whether to update them.
+        dtype: the dtype of the table.
+    """
     if optimizer_class in (SparseAdam, RowWiseAdagrad):
         return "lazy" if optimizer_class is SparseAdam else ""
     if optimizer_class in ELEMENT_WISE and can_step_rows(options):
@@ -186,7 +207,9 @@ def dense_update_policy(
 
 
 def can_step_rows(options: Options) -> bool:
-    """Returns whether a step can update single rows, which is not possible if it is differentiable or capturable."""
+    """Returns whether an optimizer step with these options can update single rows. It cannot if it is differentiable or
+    capturable, or if it dampens momentum.
+    """
     lr = options["lr"]
     if options.get("differentiable") or options.get("capturable") or (isinstance(lr, Tensor) and lr.requires_grad):
         return False

@@ -31,7 +31,7 @@ _BLOCK_ELEMENTS = 1 << 20
 
 @torch.no_grad()
 def save_gathered(state: dict[str, Any], path: Path) -> None:
-    """Saves a state dict with whole tensors, gathered from all ranks. Collective."""
+    """Saves a state dict to a file, with sharded tables gathered from all ranks as plain tensors. Collective."""
     values = list(_tensors_in_order(state))
     for each in values:
         check_in_memory(each)
@@ -77,7 +77,7 @@ def _tensors_in_order(state: Any) -> Iterator[Tensor]:
 
 
 def _with_placeholders(state: Any) -> Any:
-    """Returns a copy of the state dict with an uninitialized tensor in place of each tensor."""
+    """Returns a copy of the state dict with an uninitialized CPU tensor of the same shape in place of each tensor."""
     if isinstance(state, Tensor):
         return torch.empty(state.shape, dtype=state.dtype, device="cpu")
     if isinstance(state, dict):
@@ -88,11 +88,11 @@ def _with_placeholders(state: Any) -> Any:
 
 
 def _gather_columns(part: TableShard, place: Tensor | None, group: dist.ProcessGroup) -> None:
-    """Gathers all ranks' columns of a table into `place` (V, D) on the rank that writes; other ranks send theirs.
+    """Gathers all ranks' columns of a table into a file, on the rank that writes it. Other ranks send theirs.
     Collective.
 
     Args:
-        place: the table in the file, or None on other ranks.
+        place: the tensor (V, D) in the file, or None on other ranks.
     """
     size, local = dist.get_world_size(group), cut_own_shard(part, part.spread.by_columns())
     by_host = goes_through_host(local, group)

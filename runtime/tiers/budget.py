@@ -27,28 +27,46 @@ _PARTS, _FEWEST, _MOST = 32, 8, 1 << 12
 
 
 def transfer_rows(slots: int) -> int:
-    """Returns how many rows are read or written at once, if memory has `slots` rows."""
+    """Returns how many rows are read or written at once, if memory has room for `slots` rows."""
     return min(max(slots // _PARTS, _FEWEST), _MOST)
 
 
 def row_bytes(rows: int, columns: Mapping[str, Column]) -> float:
-    """Returns the bytes of memory for bookkeeping, per row of the table."""
+    """Returns the bytes of memory for bookkeeping for each row of a table, in memory or not.
+
+    Args:
+        rows: the number of rows of the table.
+        columns: name -> column (weights or optimizer state) of a row.
+    """
     return PLACE_BYTES + NUMBER_BYTES / block_size(Records(columns).nbytes, rows)
 
 
 def slot_bytes(columns: Mapping[str, Column]) -> float:
-    """Returns the bytes of memory for each row in memory, including its share of transfer buffers."""
+    """Returns the bytes of memory for each row that is in memory, including its share of transfer buffers.
+
+    Args:
+        columns: name -> column (weights or optimizer state) of a row.
+    """
     of_columns = sum(column.nbytes for column in columns.values())
     return of_columns + SLOT_BYTES + Records(columns).nbytes * (LEAVING + OTHERS) / _PARTS
 
 
 def fixed_bytes(columns: Mapping[str, Column]) -> int:
-    """Returns the bytes of memory that do not depend on how many rows are in memory."""
+    """Returns the bytes of memory that a table larger than memory needs for transfer buffers however few rows are in
+    memory.
+
+    Args:
+        columns: name -> column (weights or optimizer state) of a row.
+    """
     return Records(columns).nbytes * (LEAVING + OTHERS) * _FEWEST + 128
 
 
 def memory_bytes(rows: int, slots: int, columns: Mapping[str, Column]) -> int:
-    """Returns the maximum bytes of memory of a table with `rows` rows, `slots` of them in memory."""
+    """Returns the maximum bytes of memory of a table with `rows` rows, of which `slots` are in memory.
+
+    Args:
+        columns: name -> column (weights or optimizer state) of a row.
+    """
     return ceil(rows * row_bytes(rows, columns) + slots * slot_bytes(columns)) + fixed_bytes(columns)
 
 
@@ -67,10 +85,10 @@ class Tier:
     columns: Mapping[str, Column]
 
     def slots(self, rows: int, table: str) -> int:
-        """Returns how many rows the limit allows in memory.
+        """Returns how many of the table's `rows` rows the memory limit allows in memory.
 
         Raises:
-            ValueError: it allows none.
+            ValueError: the limit allows none.
         """
         if self.memory < 1:
             return max(1, min(rows, ceil(self.memory * rows)))
@@ -85,7 +103,9 @@ class Tier:
         return min(rows, found)
 
     def table_memory_text(self, slots: int, rows: int) -> str:
-        """Returns, as text, the `table_memory` that would keep this many rows in memory."""
+        """Returns, as text, the value of the option `table_memory` that would keep `slots` of the table's `rows` rows
+        in memory.
+        """
         if self.memory < 1:
             return f"{ceil(slots / rows * 1e4) / 1e4:g}"
         return f"{ceil(memory_bytes(rows, slots, self.columns) * self.whole / self.memory):,} bytes"
@@ -93,10 +113,12 @@ class Tier:
     def row_memory(
         self, table: str, rows: int, at_once: int, draws: Draws, storage: tuple[StorageTier, ...]
     ) -> RowMemory:
-        """Returns the prediction of how many rows of the table each step reads from storage and writes back.
+        """Returns the prediction of how many of the table's `rows` rows each step reads from storage and writes back.
 
         Args:
             at_once: how many rows all ranks together read in a step.
+            draws: how often each row is looked up.
+            storage: the storage tiers for rows that are not in memory, fastest first.
         """
         sizes = slot_bytes(self.columns), row_bytes(rows, self.columns), fixed_bytes(self.columns)
         return RowMemory(rows, self.slots(rows, table), *sizes, Records(self.columns).nbytes, at_once, draws, storage)

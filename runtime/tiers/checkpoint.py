@@ -112,7 +112,12 @@ def _is_on_parameter_device(value: Any) -> bool:
 
 
 def _load_whole(table: SlotRows, values: torch.Tensor, state: Mapping[str, Any], communicator: Communicator) -> None:
-    """Loads a table and its optimizer state from a checkpoint that contains them as tensors."""
+    """Loads a table larger than memory from a checkpoint that contains it as whole tensors.
+
+    Args:
+        values: the weights (V, D).
+        state: the table's optimizer state.
+    """
     own = range(*own_columns(table.member.shape[1], communicator.world_size, communicator.rank))
     table.memory.forget(table.rows)
     of_rows = {key: value for key, value in {WEIGHTS: values, **state}.items() if key in table.memory.columns}
@@ -126,7 +131,11 @@ def _load_whole(table: SlotRows, values: torch.Tensor, state: Mapping[str, Any],
 
 
 def _pop_table_state(rest: dict[str, Any], table: SlotRows, optimizers: Sequence[Optimizer]) -> dict[str, Any]:
-    """Removes a table's optimizer state from the contents of a checkpoint's main file, and returns it."""
+    """Removes a table's optimizer state from a checkpoint, and returns it.
+
+    Args:
+        rest: the contents of the checkpoint's main file.
+    """
     for optimizer, saved in zip(optimizers, rest["optimizers"], strict=True):
         for number, parameter in enumerate(_parameters(optimizer)):
             if parameter is table.member.parameter:
@@ -136,7 +145,7 @@ def _pop_table_state(rest: dict[str, Any], table: SlotRows, optimizers: Sequence
 
 
 def _check_fits(rest: Mapping[str, Any], state: ModelState, optimizers: Sequence[Optimizer]) -> None:
-    """Raises if a checkpoint does not fit the model or its optimizers.
+    """Raises `TierError` if a checkpoint does not fit the model or its optimizers.
 
     Args:
         rest: the contents of the checkpoint's main file.
@@ -168,7 +177,9 @@ def _parameters(optimizer: Optimizer) -> list[nn.Parameter]:
 
 
 def _optimizer_part(optimizer: Optimizer, state: ModelState) -> dict[str, Any]:
-    """Returns an optimizer's options, and its state by parameter number, without tables larger than memory."""
+    """Returns what a checkpoint stores of an optimizer: the options and sizes of its param groups, and its state by
+    parameter number, without that of tables larger than memory.
+    """
     tables, found = {table.parameter: table for table in state.tables.values()}, {}
     for number, parameter in enumerate(_parameters(optimizer)):
         table, own = tables.get(parameter), optimizer.state.get(parameter) or {}
@@ -179,7 +190,11 @@ def _optimizer_part(optimizer: Optimizer, state: ModelState) -> dict[str, Any]:
 
 
 def _write_main_file(rest: dict[str, Any], folder: Path) -> None:
-    """Writes the folder's main file, which has everything except rows, and deletes row files that it does not name."""
+    """Writes a checkpoint's main file, then deletes files of rows in the folder that it does not name.
+
+    Args:
+        rest: the contents of the main file: everything except the rows of tables larger than memory.
+    """
     being_written = folder / f"{REST}.part"
     with being_written.open("wb") as file:
         torch.save(rest, file)
@@ -223,10 +238,10 @@ def _save_rows(table: SlotRows, path: Path) -> None:
 def _load_rows(
     table: SlotRows, paths: Sequence[Path], closed: Sequence[ClosedHistory], communicator: Communicator
 ) -> None:
-    """Replaces this rank's columns of all rows of a table by those in files, which may be from another number of
-    ranks.
+    """Replaces this rank's columns of all rows of a table by those in a checkpoint.
 
     Args:
+        paths: the files of the table's rows, one for each rank that saved the checkpoint.
         closed: the deferred optimizer steps in the checkpoint.
 
     Raises:
@@ -253,10 +268,12 @@ def _load_rows(
 def _read_blocks(
     columns: Mapping[str, Column], path: Path, cut: range, shared: range, count: int, stack: contextlib.ExitStack
 ) -> Iterator[tuple[Tensor, dict[str, Tensor]]]:
-    """Yields the rows of a file in blocks of at most `count`: (row ids (K,), the `shared` columns).
+    """Yields the rows in a file, in blocks of at most `count`: (row ids (K,), name -> values (K, ...) of weights and
+    optimizer state). Of entries with a value per table column, only the table columns `shared` are yielded.
 
     Args:
-        cut: the columns of the table that are in the file.
+        columns: name -> format of an entry of a row.
+        cut: the table columns that are in the file.
         shared: those of them that this rank needs.
         stack: closes the file at its end.
     """

@@ -44,7 +44,7 @@ class EvictionPolicy:
         return self._marks.nbytes + 4 * len(self._marks)
 
     def begin_step(self, step_number: int) -> None:
-        """Begins a step. Rows that were read ahead for earlier steps may now be evicted."""
+        """Begins a step. Rows that were read ahead for earlier steps may be evicted from now on."""
         self.step = step_number
         self._before, self._began = self._began, self._call
 
@@ -84,7 +84,7 @@ class EvictionPolicy:
         self.free = torch.cat([self.free, slots.to(torch.int32)])
 
     def choose_evictions(self, count: int, due: int | None = None) -> tuple[Tensor, bool]:
-        """Chooses about `count` memory slots to evict. Returns them, and whether more could be evicted.
+        """Chooses about `count` memory slots to evict. Returns the slots, and whether more could be evicted.
 
         Args:
             due: if given, the step that needs the slots. Then only slots are chosen that no earlier step will use, and

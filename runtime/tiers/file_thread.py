@@ -45,8 +45,8 @@ class ReadResult(NamedTuple):
     """The result of reading rows into memory slots.
 
     Attributes:
-        arrivals: the arguments for the calls of `Slots.arrive`.
-        taken: the lowest number of deferred steps that any of the rows has applied.
+        arrivals: the started copies into slots, each to be completed by `Slots.arrive`.
+        taken: how many optimizer steps every row that was read has applied, at least.
     """
 
     arrivals: Sequence[Any]
@@ -59,6 +59,8 @@ class FileThread:
 
     Args:
         table: the table's name.
+        file: where the records are stored.
+        records: the format of a record.
         slots: the places in memory into which rows are read.
         count: the number of slots.
         recorder: function that returns the recorder of reads, writes and waits.
@@ -102,7 +104,7 @@ class FileThread:
         """Starts writing the rows (K,), at most `part` of them, as records with these numbers (K,).
 
         Args:
-            leave: copies the rows out of their slots.
+            leave: function that starts copying the rows out of their slots into the given memory.
         """
         watch = self._watch(self._writing, rows.numel())
         with span("submit", self._writing):
@@ -120,7 +122,9 @@ class FileThread:
             self._writes[-1] = self._begin_write(write), numbers, room
 
     def _begin_write(self, write: Callable[[], None]) -> Future[None]:
-        """Runs `write` immediately, or in the thread if other writes are pending or a recent one was slow."""
+        """Calls `write` immediately, or in the thread if other writes are pending or a recent one was slow. Returns its
+        future.
+        """
         if self._by_thread or not self._has_written():
             self._by_thread = max(self._by_thread - 1, 0)
             return self._writer.submit(write)
@@ -144,11 +148,10 @@ class FileThread:
         return self._reader.submit(self._read, numbers, rows, self._to_read_here, behind).result()
 
     def copy(self, count: int, leave: Leave) -> Tensor:
-        """Copies `count` rows, at most `part`, out of their memory slots. On the host, the result is valid until the
-        next write.
+        """Returns copies of `count` rows, at most `part`, as records. On the host, they are valid until the next write.
 
         Args:
-            leave: copies the rows out of their slots.
+            leave: function that starts copying the rows out of their slots into the given memory.
         """
         room = self._free_buffer()
         return leave(None if room is None else room[:count])()
@@ -156,11 +159,11 @@ class FileThread:
     def read_into_slots(
         self, rows: Tensor, numbers: Tensor, slots: Tensor, initial: InitialValuesOfTables
     ) -> Future[ReadResult]:
-        """Starts reading rows (K,) into memory slots (K,). Returns a future.
+        """Starts reading rows (K,) into memory slots (K,). Returns the future of the read.
 
         Args:
             numbers: (K,) the numbers of the rows' records, or -1 for rows that were never written.
-            initial: the initial values of such rows.
+            initial: the initial values of rows that were never written.
         """
         self._raise_write_error()
         numbers, order = numbers.sort()
@@ -179,13 +182,13 @@ class FileThread:
             return self._reader.submit(self._read_rows, rows, numbers, slots, initial, taken, watch, behind)
 
     def has_arrived(self, future: Future[ReadResult]) -> bool:
-        """Returns whether a read has ended without an error."""
+        """Returns whether a read of rows into memory slots has ended without an error."""
         if not future.done() or future.exception() is not None:
             return False
         return all(map(self._slots.has_arrived, future.result().arrivals))
 
     def await_rows(self, future: Future[ReadResult]) -> ReadResult:
-        """Waits for a read of rows into memory slots."""
+        """Waits for a read of rows into memory slots, and returns its result."""
         with self._recorder().waiting(self._reading) if not future.done() else nullcontext():
             come = future.result()
             for arrival in come.arrivals:
@@ -226,7 +229,9 @@ class FileThread:
     def _read(
         self, numbers: Tensor, rows: Tensor | None, into: Tensor | None, writes: Sequence[Future[None]]
     ) -> Tensor:
-        """Reads records, after pending writes of them have ended."""
+        """Reads records after the pending `writes` of them have ended. The other arguments are those of
+        `RecordFile.read`.
+        """
         wait(writes)
         self._raise_write_error()
         return self._file.read(numbers, rows, into)
@@ -234,8 +239,12 @@ class FileThread:
     def _read_cached_rows(
         self, rows: Tensor, numbers: Tensor, slots: Tensor, read: Callable[..., Tensor | None]
     ) -> tuple[int, int]:
-        """Reads rows (K,) from the page cache, up to the first one that needs the disk. Returns how many it read, and
-        the lowest number of steps that they have applied.
+        """Reads rows (K,) from the page cache into memory slots (K,), up to the first part that needs the disk. Returns
+        how many rows it has read, and how many optimizer steps each of them has applied, at least.
+
+        Args:
+            numbers: (K,) the numbers of the rows' records.
+            read: `RecordFile.read_cached`.
         """
         taken = _ALL
         with self._watch(self._reading, len(rows)):
@@ -258,11 +267,13 @@ class FileThread:
         watch: RecordedCopy,
         writes: Sequence[Future[None]],
     ) -> ReadResult:
-        """Reads rows (K,), sorted by record number, into their memory slots. Rows that were never written get their
+        """Reads rows (K,), sorted by record number, into memory slots (K,). Rows that were never written get their
         initial values.
 
         Args:
-            taken: an upper bound for the number of applied steps to return.
+            numbers: (K,) the numbers of the rows' records, or -1 for rows that were never written.
+            taken: an upper bound for `ReadResult.taken`.
+            watch: records the time of the read.
             writes: pending writes to wait for first.
         """
         arrivals, begin = [], int((numbers < 0).sum())
@@ -282,7 +293,11 @@ class FileThread:
         return ReadResult(arrivals, taken)
 
     def _watch(self, launch: OperationId, rows: int) -> RecordedCopy:
-        """Returns an object that records the time of one read or write of `rows` rows."""
+        """Returns an object that records the time of one read or write of `rows` rows.
+
+        Args:
+            launch: the id of the read or write.
+        """
         return RecordedCopy(launch, rows * self._records.nbytes, self._recorder(), on_host=True)
 
 

@@ -65,7 +65,7 @@ class InitialValuesOfTables:
 
 
 def normal_rows(rows: Tensor, columns: range, width: int, seed: int, dtype: torch.dtype) -> Tensor:
-    """Computes this rank's columns of rows (K,) of a table: (K, d) normally distributed numbers."""
+    """Computes these columns of rows (K,) of a table with `width` columns: (K, d) normally distributed numbers."""
     along = np.arange(columns.start, columns.stop, dtype=np.uint64)
     element: Words = rows.numpy().astype(np.uint64)[:, None] * np.uint64(width) + along
     total = np.zeros(element.shape, dtype=np.int64)

@@ -21,8 +21,12 @@ READ_ROWS, APART_BYTES, WRITTEN_BYTES = 128, 1 << 20, 1 << 20
 def measure_disk(directory: str | Path, records: Records) -> tuple[float, float]:
     """Returns (ms to read a row from disk, ms to write a row), measured without the kernel's page cache.
 
+    Args:
+        directory: the folder for the temporary file.
+        records: the format of a row in the file.
+
     Raises:
-        TierError: rows cannot be written or read there.
+        TierError: rows cannot be written to the folder or read from it.
     """
     apart, run = -(-APART_BYTES // records.nbytes), max(1, WRITTEN_BYTES // records.nbytes)
     file = RecordFile(directory, "a probe", READ_ROWS * apart + run, records)
@@ -42,7 +46,11 @@ def measure_disk(directory: str | Path, records: Records) -> tuple[float, float]
 
 
 def measure_host(records: Records) -> tuple[float, float]:
-    """Returns (ms to gather a row from host memory into pinned memory, ms to write one back)."""
+    """Returns (ms to gather a row from host memory into pinned memory, ms to write one back).
+
+    Args:
+        records: the format of a row in host memory.
+    """
     apart = -(-APART_BYTES // records.nbytes)
     rest, rows = HostRecords(READ_ROWS * apart, records), torch.arange(0, READ_ROWS * apart, apart, device="cpu")
     packed, took_ms = _sample_records(rows, records), (0.0, 0.0)
@@ -56,5 +64,5 @@ def measure_host(records: Records) -> tuple[float, float]:
 
 
 def _sample_records(rows: Tensor, records: Records) -> Tensor:
-    """Returns records of some rows with their initial values."""
+    """Returns records with the ids `rows` (K,) and initial values, for a measurement."""
     return records.pack(rows, {WEIGHTS: records.columns[WEIGHTS].filled(rows.numel())})

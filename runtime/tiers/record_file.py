@@ -60,7 +60,8 @@ class RecordFile:
         os.posix_fadvise(self.descriptor, 0, 0, os.POSIX_FADV_RANDOM)
 
     def write(self, numbers: Tensor, records: Tensor) -> None:
-        """Writes records (K, B) uint8 under numbers (K,), with one write for each run of consecutive numbers.
+        """Writes records (K, B) uint8 at the places with these numbers (K,), with one write for each run of consecutive
+        numbers.
 
         Raises:
             TierError: a write failed.
@@ -169,20 +170,18 @@ class HostRecords:
         return self._all.nbytes
 
     def write(self, numbers: Tensor, records: Tensor) -> None:
-        """Writes records (K, B) uint8 under numbers (K,)."""
+        """Writes records (K, B) uint8 at the places with these numbers (K,)."""
         self._all.index_copy_(0, numbers.to(torch.int64), records)
 
     def read(self, numbers: Tensor, rows: Tensor | None = None, into: Tensor | None = None) -> Tensor:
-        """Reads the records (K, B) with these numbers (K,) into new memory, without checking that they are of
-        `rows`.
-        """
+        """Reads the records (K, B) with these numbers (K,) into new pinned memory. Ignores `rows` and `into`."""
         into = torch.empty((numbers.numel(), self._all.shape[1]), dtype=torch.uint8, device="cpu", pin_memory=True)
         return torch.index_select(self._all, 0, numbers, out=into)
 
     # -- record numbers, as in `RecordLog` -----------------------------------------------------------------------------
 
     def take_numbers(self, rows: Tensor) -> Tensor:
-        """Returns a record number for each of rows (K,), which is the row's id."""
+        """Returns the record number (K,) of each of rows (K,), which is the row's id."""
         return rows.to(torch.int32)
 
     def free_numbers(self, numbers: Tensor) -> None:

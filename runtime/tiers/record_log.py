@@ -99,7 +99,7 @@ class RecordLog:
         self._empty.extend(empty.tolist())
 
     def emptiest_block(self) -> range:
-        """Returns the record numbers of the block with the fewest records in use."""
+        """Returns the record numbers of the full block with the fewest records in use."""
         in_use = self._in_use[: self._begun].masked_fill(~self._full[: self._begun], self.block + 1)
         first = int(in_use.argmin()) * self.block
         return range(first, first + self.block)
@@ -120,5 +120,5 @@ class RecordLog:
 
 
 def concatenate_runs(runs: Sequence[range]) -> Tensor:
-    """Returns the numbers (K,) of several ranges."""
+    """Returns the numbers in several ranges as one tensor (K,)."""
     return torch.cat([torch.arange(r.start, r.stop, dtype=torch.int32, device="cpu") for r in (range(0), *runs)])

@@ -38,7 +38,7 @@ class Column:
         return torch.Size(self.size).numel() * self.dtype.itemsize
 
     def filled(self, count: int, device: torch.device | str = "cpu") -> Tensor:
-        """Returns the initial values for `count` rows."""
+        """Returns the initial values (`count`, ...) of the entries of `count` rows."""
         return torch.full((count, *self.size), self.fill, dtype=self.dtype, device=device)
 
 
@@ -61,7 +61,12 @@ class Records:
         return self.sign(self.place(values), rows)
 
     def place(self, values: Mapping[str, Tensor], into: Tensor | None = None) -> Tensor:
-        """Packs columns as records that lack row ids and checksums, on the columns' device."""
+        """Packs columns as records (K, B) that lack row ids and checksums, on the columns' device.
+
+        Args:
+            values: name -> values (K, ...) of a column. Missing columns get their initial values.
+            into: memory for the records, or None to allocate it.
+        """
         like = next(iter(values.values()))
         records = torch.zeros((len(like), self.nbytes), dtype=torch.uint8, device=like.device) if into is None else into
         for key, of_column in self.unpack(records).items():
@@ -72,7 +77,7 @@ class Records:
         return records
 
     def sign(self, records: Tensor, rows: Tensor) -> Tensor:
-        """Writes row ids (K,) and checksums into records, in place."""
+        """Writes row ids (K,) and checksums into records (K, B), in place, and returns the records."""
         words = records.view(torch.int64)
         words[:, 1] = rows
         words[:, 0] = self._sums(words)
@@ -96,5 +101,7 @@ class Records:
         return words[:, 0] != self._sums(words)
 
     def _sums(self, words: Tensor) -> Tensor:
-        """Computes checksums (K,), which are never 0. A change of any one word changes the checksum."""
+        """Computes the checksums (K,) of records, given as 64-bit words. They are never 0, and a change of any one word
+        changes the checksum.
+        """
         return words[:, 1:].mv(self._factors).bitwise_or_(1)

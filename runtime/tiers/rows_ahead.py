@@ -73,7 +73,12 @@ class RowsAhead:
                     _read_ahead(done.result(), due)
 
     def end_call(self, *, train: bool) -> None:
-        """Ends a call of the model. Counts it if it trains, and forgets which ids it looked up."""
+        """Ends a call of the model. Counts the step if it trains, and forgets which ids the call was expected to look
+        up.
+
+        Args:
+            train: whether it was a training call.
+        """
         places = self._file_tables().values()
         for rows in places:
             rows.expect(None)
@@ -81,14 +86,19 @@ class RowsAhead:
             memory.counts.steps += train
 
     def _file_tables(self) -> dict[str, SlotRows]:
-        """Returns the tables whose rows are stored in files, by name."""
+        """Returns the tables and joined tables that are larger than memory, by name."""
         return tables_larger_than_memory({**self._state.tables, **self._state.spaces})
 
     def _step_alone(
         self, leaves: Sequence[Any], upcoming: UpcomingBatch | None, ahead: int, places: Mapping[str, SlotRows]
     ) -> None:
-        """Reads ahead in a single process: the rows of known upcoming calls. On a device, only of those known one call
-        earlier.
+        """Starts reading the rows of an upcoming batch, in a single process. If ids are looked up on a device, this is
+        the batch that the previous call announced, otherwise `upcoming`.
+
+        Args:
+            leaves: the flattened arguments of the current batch.
+            upcoming: the batch of `ahead` calls later, or None if it is not known.
+            places: the tables larger than memory, by name.
         """
         late = int(any(each.needs_host for each in places.values()))
         while self._upcoming and self._upcoming[0][0] <= self._number:
@@ -104,14 +114,24 @@ class RowsAhead:
 
 
 def _read_ahead(rows: Rows, due: int) -> None:
-    """Makes each table start reading the rows that step `due` will look up."""
+    """Starts reading the rows that step `due` will look up.
+
+    Args:
+        rows: working set (memory for the rows of some tables) -> row numbers (K,) in it.
+    """
     for memory, numbers in rows.items():
         if numbers.numel():
             memory.read_ahead(numbers, due)
 
 
 def _looked_up_rows(batch: UpcomingBatch | None, places: Mapping[str, SlotRows]) -> Rows:
-    """Returns the rows that a batch looks up in each table."""
+    """Returns, for each working set (memory for the rows of some tables), the row numbers (K,) that a batch looks up in
+    it.
+
+    Args:
+        batch: the batch, or None for no rows.
+        places: the tables larger than memory, by name.
+    """
     none = torch.empty(0, dtype=torch.int64, device="cpu")
     found = {each.memory: [none] for each in places.values()}
     for name, ids in ({} if batch is None else batch.rows()).items():
@@ -125,8 +145,8 @@ _Job = tuple[UpcomingBatch | None, Mapping[str, SlotRows], Future[Rows]]
 
 
 def _gather_loop(jobs: SimpleQueue[_Job], group: dist.ProcessGroup) -> None:
-    """Runs in a thread: gathers the rows that all ranks will read, until a gather fails. The failure is reported
-    elsewhere.
+    """Gathers, for each job, the rows that all ranks will look up. Runs in a thread until a gather fails; the failure
+    is reported elsewhere.
     """
     size = dist.get_world_size(group)
     while True:

@@ -29,8 +29,11 @@ if TYPE_CHECKING:
 
 
 class ClosedHistory(NamedTuple):
-    """Optimizer steps that some rows have deferred and apply when they are next read. `before` is the number of earlier
-    steps.
+    """Consecutive optimizer steps that some rows have deferred, and apply when they are next read.
+
+    Attributes:
+        before: the number of earlier steps.
+        rows: the rows of the table to which the steps belong.
     """
 
     before: int
@@ -67,17 +70,18 @@ class ClosedHistories:
                     self.apply_steps(self._memory.to_index(self.with_rows(some, rows)), before, steps)
 
     def with_rows(self, slots: Tensor, rows: range) -> Tensor:
-        """Returns those of memory slots (K,) that hold one of these rows."""
+        """Returns those of the memory slots (K,) whose row is in the range `rows`."""
         if len(rows) == self._memory.num_rows:
             return slots
         held = self._memory.row_of.index_select(0, slots)
         return slots[(held >= rows.start) & (held < rows.stop)]
 
     def apply_steps(self, slots: Tensor, before: int, steps: SkippedSteps) -> None:
-        """Applies steps to the rows in memory slots (K,), except those that have already applied them.
+        """Applies deferred optimizer steps to the rows in memory slots (K,), except those that have already applied
+        them.
 
         Args:
-            before: the number of steps before these.
+            before: the number of earlier steps.
         """
         columns, until = dict(self._memory.columns), before + steps.count
         weights, of_rows = columns.pop(WEIGHTS), columns.pop(TAKEN)
@@ -92,7 +96,7 @@ class ClosedHistories:
             of_rows.index_copy_(0, slots, taken.clamp_(min=until))
 
     def to_checkpoint(self, rows: range) -> dict[str, Any]:
-        """Returns the histories of one table's rows, to be saved."""
+        """Returns the deferred optimizer steps of one table's rows in the form that a checkpoint stores."""
         found = []
         for before, steps, of in self._closed:
             if max(of.start, rows.start) < min(of.stop, rows.stop):
@@ -100,13 +104,17 @@ class ClosedHistories:
         return {"closed": found}
 
     def load(self, rows: range, saved: Mapping[str, Any]) -> None:
-        """Replaces the histories of one table's rows by those that `to_checkpoint` returned."""
+        """Replaces the deferred optimizer steps of one table's rows by those that `to_checkpoint` returned."""
         left = [each._replace(rows=other) for each in self._closed for other in _other_rows(each.rows, rows)]
         self._closed = [*left, *read_histories(saved, rows, self._memory.columns[TAKEN].device)]
 
 
 def read_histories(saved: Mapping[str, Any], rows: range, device: torch.device) -> list[ClosedHistory]:
-    """Reads the histories that `ClosedHistories.to_checkpoint` returned from a checkpoint.
+    """Reads the deferred optimizer steps that `ClosedHistories.to_checkpoint` returned from a checkpoint.
+
+    Args:
+        rows: the rows of the table.
+        device: the device for tensors.
 
     Raises:
         ValueError: another version wrote them.
@@ -127,12 +135,13 @@ def read_histories(saved: Mapping[str, Any], rows: range, device: torch.device) 
 
 
 def align_parts(parts: Sequence[dict[str, Tensor]], histories: Sequence[ClosedHistory]) -> None:
-    """Brings the rows that several ranks have saved to the same optimizer step.
+    """Applies deferred optimizer steps, so that all ranks' saved columns of a row have applied the same steps.
 
-    Ranks hold different rows in memory at times, and only rows in memory have applied a closed history.
+    Ranks keep different rows in memory at times, and only rows in memory have applied a closed history.
 
     Args:
-        parts: for each rank, column -> values (K, ...) of the same rows. Those that are behind are replaced.
+        parts: for each rank, name -> values (K, ...) of the same rows. Changed in place.
+        histories: the deferred steps.
     """
     latest = torch.stack([part[TAKEN] for part in parts]).amax(0)
     for part in parts:
@@ -150,9 +159,10 @@ def align_parts(parts: Sequence[dict[str, Tensor]], histories: Sequence[ClosedHi
 
 
 class SlotHistory(History):
-    """The deferred optimizer steps of a table larger than memory.
+    """The optimizer steps that rows of a table larger than memory have deferred.
 
     Args:
+        memory: the slots for rows in memory.
         rows: the table's rows.
         members: for a joined table: the histories of its tables.
     """
@@ -167,25 +177,29 @@ class SlotHistory(History):
             each._first = 0  # slots are numbered for the joined table, not per table
 
     def begin(self, optimizer: Optimizer, options: Mapping[str, Any]) -> None:
-        """Begins an optimizer step. If no history is open, a new one begins after all closed ones."""
+        """Begins an optimizer step, which rows without a gradient defer. It joins the open history (steps since the
+        last close), or begins a new one after all closed histories.
+        """
         known = self.open
         super().begin(optimizer, options)
         if self.open is not known:
             self._before = self._closed.steps
 
     def _close(self) -> None:
-        """Closes the open history. Rows apply it when they are next read."""
+        """Closes the open history, the deferred steps since the last close. Rows apply it when they are next read."""
         if self.open is not None and self.open.count:
             self.open.end()
             self._closed.add(ClosedHistory(self._before, self.open, self.rows))
 
     def _split_by_member(self, places: Tensor) -> Iterator[tuple[SlotHistory, Tensor]]:
-        """For a joined table, yields each table's history with the memory slots in `places` that hold its rows."""
+        """Yields, for each table of a joined table, its history and those of the memory slots `places` that have its
+        rows.
+        """
         for each in self._tables:
             yield each, self._closed.with_rows(places, each.rows)
 
     def apply_open(self, places: Tensor, local: Tensor, state: Mapping[str, Any]) -> None:
-        """Applies the open history to the rows in memory slots `places`."""
+        """Applies the open history, the deferred steps since the last close, to the rows in memory slots `places`."""
         assert self.open is not None
         if self.open.count:
             self._closed.apply_steps(places, self._before, self.open)
@@ -203,7 +217,7 @@ def _other_rows(rows: range, excluded: range) -> list[range]:
 
 
 def _to_cpu(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the fields that a checkpoint can store, with tensors on the CPU."""
+    """Returns the attributes of an object that a checkpoint can store, with tensors on the CPU."""
     found = {key: value for key, value in fields.items() if not isinstance(value, torch.device)}
     return {
         key: vars(value) if isinstance(value, Moments) else _to_device("cpu", value) for key, value in found.items()

@@ -26,11 +26,11 @@ Leave = Callable[[Tensor | None], Leaving]
 
 
 class Arrival(NamedTuple):
-    """A copy of rows to the device that has been started.
+    """A started copy of rows to the device.
 
     Attributes:
         event: a CUDA event recorded after the copy.
-        copied: pairs of slots (K,) and their records on the device.
+        copied: memory slots (K,) and the records for them, both on the device.
     """
 
     event: Event
@@ -43,7 +43,7 @@ class Slots:
     Attributes:
         columns: name -> values (S, ...) of all slots.
         pinned: whether records are copied from pinned memory.
-        arriving_share: divisor of the slots: the maximum share of rows that arrive at a time.
+        arriving_share: at most one in this many slots may be receiving a row at a time.
     """
 
     pinned = False
@@ -66,8 +66,10 @@ class Slots:
         return lambda: into
 
     def copy_in(self, slots: Tensor, records: Tensor) -> Any:
-        """Copies records into memory slots (K,), on the thread that has read them. Returns the argument for
-        `arrive`.
+        """Copies records into memory slots (K,). Called on the thread that has read them.
+
+        Returns:
+            The argument for `arrive`, which completes the copy.
         """
         self.put(slots, records)
 
@@ -77,18 +79,18 @@ class Slots:
             self.columns[key].index_copy_(0, slots, values)
 
     def has_arrived(self, copy: Any) -> bool:
-        """Returns whether the copy has ended, so that `arrive` would not wait."""
+        """Returns whether a copy that `copy_in` has started has ended, so that `arrive` would not wait."""
         return True
 
     def arrive(self, copy: Any) -> None:
-        """Completes a copy: later reads of its memory slots see the new rows."""
+        """Completes a copy that `copy_in` has started: later reads of its memory slots see the new rows."""
 
     def to_index(self, slots: Tensor) -> Tensor:
         """Returns memory slots (K,) as an index tensor on the columns' device."""
         return slots
 
     def use_device(self) -> None:
-        """Makes the slots' device the calling thread's."""
+        """Makes the device of the slots the current device of the calling thread."""
 
     def map_of_rows(self, rows: int) -> Tensor | None:
         """Returns zeros (V',) on the columns' device, for a copy of the map from rows to slots, or None on the host."""
@@ -110,7 +112,9 @@ class DeviceSlots(Slots):
         self._device, self._streams = device, streams
 
     def copy_out(self, places: Tensor, into: Tensor | None) -> Leaving:
-        """Starts copying rows to the host. Returns a function that waits for the copy and returns it."""
+        """Starts copying the rows in slots `places` (K,) to the host as records. Returns a function that waits for the
+        copy and returns it.
+        """
         streams, places = self._streams, self.to_index(places)
         records = self._records.place({key: column.index_select(0, places) for key, column in self.columns.items()})
         ready = streams.record("rows to leave")
@@ -120,14 +124,14 @@ class DeviceSlots(Slots):
             copy, left = streams.to_host(records), streams.record("rows have left")
 
         def leaving() -> Tensor:
-            """Waits for the copy, and returns it."""
+            """Waits for the copy to the host, and returns it."""
             streams.wait_on_host(left)
             return copy
 
         return leaving
 
     def copy_in(self, slots: Tensor, records: Tensor) -> Arrival:
-        """Starts copying records to the device, on the storage stream."""
+        """Starts copying records for memory slots (K,) to the device, on the storage stream. Returns the copy."""
         streams = self._streams
         with streams.on("storage", "rows come"):
             copied = streams.to_device(slots), streams.to_device(records)
@@ -138,7 +142,7 @@ class DeviceSlots(Slots):
         return bool(coming.event.query())
 
     def arrive(self, coming: Arrival) -> None:
-        """Writes the copied rows into their memory slots, on the current stream after the copy."""
+        """Writes copied rows into their memory slots, on the current CUDA stream, which first waits for the copy."""
         self._streams.wait(coming.event)
         self._streams.keep(*coming.copied)
         self.put(*coming.copied)
@@ -148,15 +152,15 @@ class DeviceSlots(Slots):
         return self._streams.to_device(slots)
 
     def use_device(self) -> None:
-        """Makes the slots' device the calling thread's."""
+        """Makes the device of the slots the current device of the calling thread."""
         self._streams.use_device()
 
     def map_of_rows(self, rows: int) -> Tensor:
-        """Returns zeros (V',) on the device."""
+        """Returns zeros (V',) on the device, for a copy of the map from rows to slots."""
         return torch.zeros(rows, dtype=torch.int32, device=self._device)
 
 
 def make_slots(count: int, records: Records, device: torch.device) -> Slots:
-    """Makes slots in a device's memory, or on the host."""
+    """Makes `count` slots, each for one row, in the memory of a device or of the host."""
     streams = choose_streams(device)
     return Slots(count, records) if streams is None else DeviceSlots(count, records, device, streams)

@@ -37,10 +37,11 @@ REFUSAL = (
 
 
 class FileStorage(LocalStorage):
-    """Stores a shard of which only some rows are in memory, so that it can be read and written only by ids.
+    """Stands for a shard of which only some rows are in memory. Any read or write of the whole shard raises.
 
     Args:
-        like: a meta tensor of the shard's shape.
+        like: a placeholder with the shard's shape, dtype and device.
+        refusal: the text of the error.
     """
 
     def __init__(self, like: Tensor, refusal: str) -> None:
@@ -50,13 +51,13 @@ class FileStorage(LocalStorage):
     is_elsewhere = True
 
     def _refuse(self, local: object = None) -> NoReturn:
-        """Raises, because all rows cannot be read or replaced at once."""
+        """Raises `RuntimeError`, because the rows are not all in memory, to be read or replaced at once."""
         raise RuntimeError(self._refusal)
 
     dense = memory = replace = _refuse
 
     def by_ids(self) -> Tensor:
-        """Returns the rows that are in memory."""
+        """Returns the placeholder for the shard, without its values."""
         return self.stored()
 
 
@@ -97,7 +98,7 @@ class SlotRows(RowStore):
             self._set_counters({key: value for key, value in state.items() if key not in self._columns})
 
     def _set_counters(self, counters: Mapping[str, Any]) -> None:
-        """Sets the table's step counters. Missing ones get their values before the first step."""
+        """Sets the step counters of the table's optimizer state. Missing ones get their initial values."""
         optimizer = self.member.optimizer
         assert optimizer is not None
         _, first = first_row_state(optimizer, self.member.param_group(), self.local[:0])
@@ -118,14 +119,21 @@ class SlotRows(RowStore):
         return ids + self.rows.start if self.rows.start else ids
 
     def places(self, ids: Tensor, *, to_write: bool = False) -> Tensor:
-        """Returns the memory slots of rows (K,), after reading missing rows into memory."""
+        """Returns the memory slots of the rows `ids` (K,), after reading missing rows into memory.
+
+        Args:
+            to_write: whether the caller will write the rows.
+        """
         return self.memory.places(self.numbers(ids), host_ids=self._rows_on_host(ids), to_write=to_write)
 
     def look_up(self, ids: Tensor, *, to_write: bool = False) -> Tensor:
-        """Returns the memory slots of rows (K,) for a lookup, after reading missing rows into memory.
+        """Returns the memory slots of the rows `ids` (K,) for a lookup, after reading missing rows into memory.
 
-        If a row cannot be read, other errors are raised at the next handshake, because other ranks wait for this rank's
-        rows.
+        Args:
+            to_write: whether the caller will apply deferred steps to the rows.
+
+        Raises:
+            TierError: a row cannot be read. Later calls read nothing, and all ranks raise at the next handshake.
         """
         if self._expected is not None:
             self._on_host[ids], self._expected = self._expected, None
@@ -144,22 +152,24 @@ class SlotRows(RowStore):
         return self.local.is_cuda
 
     def expect(self, rows: Tensor | None) -> None:
-        """Sets which rows (K,), on the host, include those of the next lookup, or None if they are not known."""
+        """Sets row ids (K,), on the host, that include those of the next lookup, or None if they are not known."""
         self._expected = rows
 
     def record_rows(self, ids: Tensor, rows: Tensor) -> None:
-        """Records the host's copy of a batch's ids, and starts reading their rows."""
+        """Records that `rows`, ids on the host, include all of `ids` (K,), which are on the device. Starts reading
+        these rows.
+        """
         self._on_host[ids] = rows
         self.memory.read_ahead(self.numbers(rows), self.memory.step + 1)
 
     def record(self, ids: Tensor, host_ids: Tensor) -> None:
-        """Records that the ids (K,) on the device are among `host_ids`."""
+        """Records that `host_ids` include all of `ids` (K,), which are on the device."""
         if ids.is_cuda:
             self._on_host[ids] = self._rows_on_host(host_ids)
 
     def _rows_on_host(self, ids: Tensor) -> Tensor | None:
-        """Returns rows (K,) on the host that include those of `ids`, or None if `ids` are on the host themselves.
-        Copies `ids` to the host if no such rows are known.
+        """Returns row ids on the host that include all of `ids` (K,), or None if `ids` are on the host themselves.
+        Copies `ids` to the host if no such row ids are known.
         """
         if not ids.is_cuda:
             return None
@@ -186,11 +196,11 @@ class SlotRows(RowStore):
         return self.state
 
     def has_uniform_state(self) -> bool:
-        """Returns whether all tables have equal counters."""
+        """Returns whether all tables that share the memory have equal step counters."""
         return self._joined is None or self._joined.has_uniform_state()
 
     def keep(self, state: Mapping[str, Any]) -> None:
-        """Stores the counters that a step has changed."""
+        """Stores the step counters that a step has changed. The state in memory slots has been changed in place."""
         if self._joined is None:
             write_state(self.member.optimizer_of_members, self.member.parameter, state)
         else:
@@ -214,14 +224,16 @@ class SlotRows(RowStore):
     # -- checkpoints and reports ---------------------------------------------------------------------------------------
 
     def to_checkpoint(self) -> dict[str, Any]:
-        """Returns what a checkpoint stores of the table besides its rows. No update may be pending."""
+        """Returns what a checkpoint stores of the table besides its rows, such as step counters and deferred optimizer
+        steps. No update may be pending.
+        """
         self.member.flush()
         first = self.memory.initial.tables[self.rows.start]
         found = {"histories": self.memory.closed.to_checkpoint(self.rows), "seed": first.seed, "padding": first.padding}
         return {**found, "counters": self.counters}
 
     def load(self, saved: Mapping[str, Any]) -> None:
-        """Restores what `to_checkpoint` has returned."""
+        """Restores what `to_checkpoint` has returned: everything except the table's rows."""
         tables = self.memory.initial.tables
         values = replace(tables[self.rows.start], seed=saved["seed"], padding=saved["padding"])
         self.memory.initial = InitialValuesOfTables({**tables, self.rows.start: values})
@@ -246,19 +258,21 @@ class SlotRows(RowStore):
         return self._share(weights), self._share(others)
 
     def _share(self, nbytes: int) -> int:
-        """Returns this table's share of the memory's bytes."""
+        """Returns this table's share, by its number of rows, of `nbytes` bytes of memory that several tables use."""
         return nbytes * len(self.rows) // self.memory.num_rows
 
 
 def tables_larger_than_memory(tables: Mapping[str, Table]) -> dict[str, SlotRows]:
-    """Returns the row stores of the tables larger than memory, by name."""
+    """Returns the row stores of those tables that are larger than memory, by name."""
     return {name: table.store for name, table in tables.items() if isinstance(table.store, SlotRows)}
 
 
 def first_row_state(optimizer: Optimizer, group: Mapping[str, Any], like: Tensor) -> tuple[dict[str, Column], State]:
-    """Returns the columns of a table's optimizer state, and the step counters before the first step.
+    """Returns (name -> format of each optimizer state entry with a value per row, the step counters before the first
+    step).
 
     Args:
+        group: the optimizer's param group of the table.
         like: a tensor (0, d) with the dtype of the table's weights.
     """
     first = first_state(optimizer, hyperparameters(group), like.new_empty((1, *like.shape[1:])))

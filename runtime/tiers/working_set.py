@@ -43,7 +43,16 @@ ROWS_AT_ONCE = 1 << 13
 
 @dataclass
 class Counts:
-    """Counts of rows that were found in memory, read and written, for reports."""
+    """Counts rows of a working set (the rows of a table in memory), for reports.
+
+    Attributes:
+        steps: the number of training steps.
+        asked: rows looked up.
+        brought: rows that were not in memory and were given a slot.
+        missed: rows that were not in memory when they were needed.
+        read: rows read from storage.
+        written: rows written to storage.
+    """
 
     steps: int = 0
     asked: int = 0
@@ -53,7 +62,11 @@ class Counts:
     written: int = 0
 
     def report(self, record_bytes: int) -> str:
-        """Returns a line with the hit rate and the bytes read and written."""
+        """Returns a line with the hit rate and the bytes read and written per step.
+
+        Args:
+            record_bytes: the bytes of a row in storage.
+        """
         found, waited = (n / max(self.asked, 1) for n in (self.asked - self.brought, self.missed))
         read, written = (n * record_bytes / max(self.steps, 1) / 2**20 for n in (self.read, self.written))
         return (
@@ -130,7 +143,8 @@ class WorkingSet:
         """Reads missing rows into memory, and returns the memory slots (K,) of all rows `ids`.
 
         Args:
-            host_ids: rows on the host that include `ids` (K,), if those are on a device.
+            host_ids: row ids on the host that include all of `ids` (K,), if those are on a device.
+            to_write: whether the caller will write the rows.
         """
         slots: Tensor | None = self._call_unless_failed(
             self._load_missing, ids if host_ids is None else host_ids, to_write
@@ -142,7 +156,9 @@ class WorkingSet:
         return self._on_device.index_select(0, ids).to(torch.int64).sub_(1)
 
     def _call_unless_failed(self, call: Callable[..., Any], *args: Any) -> Any:
-        """Calls a function that reads or writes rows. Does nothing and returns None once the file has failed."""
+        """Calls a function that reads or writes rows, and returns its result. Returns None if it fails, or if an
+        earlier call has failed.
+        """
         if self.failure:
             return None
         try:
@@ -152,7 +168,11 @@ class WorkingSet:
             return None
 
     def _load_missing(self, ids: Tensor, to_write: bool) -> Tensor:
-        """Reads the rows among `ids` (K,) that are not in memory. Returns the memory slots of all of them."""
+        """Reads those of the rows `ids` (K,) that are not in memory. Returns the memory slots (K,) of all of them.
+
+        Args:
+            to_write: whether the caller will write the rows.
+        """
         self._next_use.begin_call()
         where = self._where.index_select(0, ids)
         missing = where <= 0
@@ -167,15 +187,17 @@ class WorkingSet:
         return slots
 
     def read_ahead(self, ids: Tensor, due: int) -> None:
-        """Starts reading the rows (K,) that step `due` will look up, and keeps those that are already in memory.
+        """Starts reading the rows `ids` (K,) that step `due` will look up, and keeps those that are already in memory.
 
         Rows without room are read at a later call, those of nearer steps first. Rows with pending gradients are not
-        evicted for them.
+        evicted to make room.
         """
         self._call_unless_failed(self._read_waiting, ids, due)
 
     def _read_waiting(self, ids: Tensor, due: int) -> None:
-        """Starts reading rows of later steps that have waited for free slots, those of the earliest step first."""
+        """Starts reading the rows `ids` (K,) that step `due` will look up, and rows of other steps that have waited for
+        free slots. Rows of the earliest step come first.
+        """
         waiting, self._waiting = sorted([*self._waiting, (ids, due)], key=itemgetter(1)), []
         for rows, step in waiting:
             if step > self.step:
@@ -184,7 +206,12 @@ class WorkingSet:
                 self._waiting += [(left, step)] if left.numel() else []
 
     def _read_some(self, ids: Tensor, due: int) -> Tensor:
-        """Starts reading as many of the rows (K,) as memory slots can be freed for. Returns the others."""
+        """Starts reading those of the rows `ids` (K,) that are not in memory, as many as slots can be freed for.
+        Returns the ids of the rest.
+
+        Args:
+            due: the step that will look up the rows.
+        """
         self._take_arrived()
         where = self._where.index_select(0, ids)
         self._next_use.expect(where[where > 0].to(torch.int64).sub_(1), due)
@@ -198,7 +225,7 @@ class WorkingSet:
         return rows[max(count, 0) :]
 
     def begin_step(self, step_number: int) -> None:
-        """Begins a step. Rows that were read ahead for earlier steps may now be evicted."""
+        """Begins a step. Rows that were read ahead for earlier steps may be evicted from now on."""
         self._next_use.begin_step(step_number)
         self._take_arrived()
 
@@ -208,7 +235,7 @@ class WorkingSet:
         return self._next_use.step
 
     def _take_arrived(self) -> None:
-        """Completes the reads that have ended."""
+        """Completes the reads into memory slots that have ended."""
         while self._coming and self._thread.has_arrived(self._coming[0][0]):
             self._await_oldest()
 
@@ -217,7 +244,7 @@ class WorkingSet:
         self._dirty.index_fill_(0, slots, True)
 
     def in_use(self, table_rows: range) -> Tensor:
-        """Returns the memory slots (K,) that hold rows of one table."""
+        """Returns the memory slots (K,) whose row is in the range `table_rows` and has been read completely."""
         return (
             ((self.row_of >= table_rows.start) & (self.row_of < table_rows.stop) & ~self._arriving).nonzero().view(-1)
         )
@@ -227,7 +254,11 @@ class WorkingSet:
         return self._slots.to_index(slots)
 
     def store(self, rows: Tensor, values: Mapping[str, Tensor]) -> None:
-        """Writes rows (K,) that are not in memory to storage, with these values (K, ...) or their initial ones."""
+        """Writes rows (K,) that are not in memory to storage.
+
+        Args:
+            values: column name -> values (K, ...). Missing columns get their initial values.
+        """
         for first in range(0, rows.numel(), self.part):
             some = slice(first, first + self.part)
             own = {key: value[some] for key, value in values.items()}
@@ -253,7 +284,8 @@ class WorkingSet:
         """Returns copies of the records (weights and optimizer state) of rows (K,).
 
         Args:
-            where: (K,) entries of the map from rows to their places.
+            where: (K,) where each row is: slot + 1 in memory, -(record number) - 1 in storage, or 0 if it was never
+                written.
         """
         slots, stored = (where - 1).clamp_(min=0), (where < 0).nonzero().view(-1)
         records = self._thread.copy(len(rows), partial(self._slots.copy_out, slots))
@@ -296,7 +328,7 @@ class WorkingSet:
 
     @property
     def report(self) -> str:
-        """A line about reads and writes, for a report."""
+        """A line for reports: how many rows are in memory, and how many are read and written per step."""
         rest = ""
         if isinstance(self.file, HostRecords):
             rest = f", others in host memory, up to {self.file.nbytes / 2**20:,.2f} MiB"
@@ -311,7 +343,12 @@ class WorkingSet:
         """Reads those of the rows `ids` (K,) that are not in memory, without evicting the others.
 
         Args:
-            where: (K,) entries of the map from rows to their places.
+            where: (K,) where each row is: slot + 1 in memory, -(record number) - 1 in storage, or 0 if it was never
+                written.
+            missing: (K,) mask of the rows that are not in memory.
+
+        Raises:
+            TierError: memory has no room for all rows.
         """
         new = ids[missing].unique()
         self.counts.missed += int(missing.sum())
@@ -366,7 +403,7 @@ class WorkingSet:
         """Starts writing rows (K,) to storage. Their previous records must have been freed.
 
         Args:
-            leave: copies the rows out of their slots.
+            leave: function that starts copying the rows out of their slots into the given memory.
         """
         while self._log.needs_empty_block(rows.numel()):
             self._empty_block()
@@ -375,7 +412,7 @@ class WorkingSet:
         self._thread.write(numbers, rows, leave)
 
     def _empty_block(self) -> None:
-        """Moves the records in use of the emptiest block of the file to other blocks."""
+        """Moves the records that are still in use out of the file's emptiest block, so that the block can be reused."""
         assert isinstance(self._log, RecordLog)
         for numbers in concatenate_runs([self._log.emptiest_block()]).split(self.part):
             records = self._thread.read(numbers.to(torch.int64))
@@ -394,7 +431,7 @@ class WorkingSet:
                 self._thread.write(moved, rows[left], partial(_copy_selected, records, left))
 
     def _start_read(self, rows: Tensor, slots: Tensor) -> None:
-        """Starts reading rows (K,) into free slots (K,)."""
+        """Starts reading rows (K,) into free memory slots (K,)."""
         number = -self._where.index_select(0, rows) - 1
         self.counts.brought += rows.numel()
         self.counts.read += int((number >= 0).sum())
@@ -425,6 +462,10 @@ class WorkingSet:
 
 
 def _copy_selected(records: Tensor, only: Tensor, into: Tensor | None) -> Leaving:
-    """Copies the records given by `only` from records (K, B). Returns a function that returns the copies."""
+    """Copies the records with the indices `only` (L,) from records (K, B). Returns a function that returns the copies.
+
+    Args:
+        into: memory for the copies, or None to allocate it.
+    """
     found = torch.index_select(records, 0, only, out=into)
     return lambda: found

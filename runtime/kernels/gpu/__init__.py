@@ -50,8 +50,8 @@ class AdamStep(NamedTuple):
     eps).
 
     Attributes:
-        step_size: the learning rate divided by the bias correction of m (Adam), or also multiplied by the root of v's
-            (SparseAdam).
+        step_size: the learning rate divided by the bias correction of m; for SparseAdam, also multiplied by the square
+            root of the bias correction of v.
         betas, eps, maximize: the optimizer's options.
         correction: 1 / sqrt(1 - beta2^t) for Adam and AdamW; 1 for SparseAdam, which adds eps to the uncorrected root.
         weight_decay: the factor of the weight that is added to the gradient (Adam).

@@ -30,16 +30,17 @@ def _move_columns(
     rows, positions, flat, count, width: tl.constexpr, block_width: tl.constexpr,
     PACK: tl.constexpr, SELECTED: tl.constexpr, EVEN: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Triton kernel: copies one tile between rows and their blocks of columns.
+    """Triton kernel: copies one tile between whole rows and blocks of columns, one block per rank.
 
     Args:
         rows: (U', D), the rows.
-        positions: (U,), the rows to copy, read if `SELECTED`.
-        flat: (U * D,), the blocks.
+        positions: (U,), the indices in `rows` of the rows to copy. Not read unless `SELECTED`.
+        flat: (U * D,), the blocks: for each rank, its columns of all copied rows.
         count: the number of rows to copy (U).
-        width, block_width: the columns of a row (D), and of all blocks but the last.
-        PACK: whether to copy from rows to blocks; else back.
+        width, block_width: the number of columns of a row (D), and of each block but the last.
+        PACK: whether to copy from `rows` to `flat`; otherwise from `flat` to `rows`.
         EVEN: whether all blocks are equally wide.
+        ROWS, COLUMNS: the size of the tile.
     """
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     first = tl.program_id(1) * block_width
@@ -65,8 +66,15 @@ def _move_columns(
 def _launch_tiles(
     rows: Tensor, positions: Tensor | None, flat: Tensor, count: int, group_size: int, pack: bool
 ) -> None:
-    """Copies the column blocks of `rows` (only of those at `positions`, if given) to `flat`, or back if not `pack`.
-    `count` is the number of rows to copy, and `group_size` the number of ranks.
+    """Launches the kernel that copies rows into one block of columns per rank, or the blocks back into rows.
+
+    Args:
+        rows: (U', D), the rows.
+        positions: (U,), the indices in `rows` of the rows to copy, or None for all rows.
+        flat: (U * D,), the blocks: for each rank, its columns of all copied rows.
+        count: the number of rows to copy (U).
+        group_size: the number of ranks.
+        pack: whether to copy from `rows` to `flat`; otherwise from `flat` to `rows`.
     """
     width = rows.shape[1]
     if count == 0 or width == 0:
@@ -83,12 +91,13 @@ def _launch_tiles(
 
 @on_tensor_device
 def pack_columns(rows: Tensor, group_size: int, positions: Tensor | None = None) -> Tensor:
-    """Converts rows to blocks of columns, one for each rank that owns them, flat (U * D,), in one pass.
+    """Copies rows into one block of columns for each rank, in a single pass. Returns the blocks in rank order, flat (U
+    * D,).
 
     Args:
         rows: (U', D), contiguous.
-        group_size: the number of ranks N.
-        positions: (U,) int64, which rows to convert, or None for all.
+        group_size: the number of ranks, over which the columns are divided.
+        positions: (U,) int64, the indices of the rows to copy, or None for all.
 
     Raises:
         ValueError: the rows are not contiguous.
@@ -102,14 +111,13 @@ def pack_columns(rows: Tensor, group_size: int, positions: Tensor | None = None)
 
 @on_tensor_device
 def unpack_columns(flat: Tensor, out: Tensor, group_size: int, positions: Tensor | None = None) -> Tensor:
-    """Converts received blocks of columns to rows of `out` in one pass, and returns `out`: the inverse of
-    `pack_columns`.
+    """Copies blocks of columns, received from each rank, back into rows: the inverse of `pack_columns`. Returns `out`.
 
     Args:
-        flat: (U * D,), contiguous, block after block.
-        out: (U', D), contiguous, written.
-        group_size: the number of ranks N.
-        positions: (U,) int64, unique: where in `out` each row belongs, or None for all in order.
+        flat: (U * D,), contiguous, the blocks in rank order.
+        out: (U', D), contiguous, written in place.
+        group_size: the number of ranks, over which the columns are divided.
+        positions: (U,) int64, unique: the index in `out` of each row, or None for all rows in order.
 
     Raises:
         ValueError: `flat` or `out` is not contiguous.

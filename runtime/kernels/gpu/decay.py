@@ -24,20 +24,20 @@ def _decay(
     largest: tl.float64, least_eps: tl.float64, bit: tl.float64,
     AMSGRAD: tl.constexpr, STRIDE: tl.constexpr, SUM: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Triton kernel: applies deferred Adam steps to one row and its averages.
+    """Triton kernel: applies deferred Adam steps to one row of a table and to its running averages, in place.
 
     Args:
-        shard: the weights (V', d).
-        exp_avg, exp_avg_sq, max_exp_avg_sq: the running averages (V', d); the last one is read if `AMSGRAD`.
-        ids: the rows (K,).
-        taken: the number of steps that each row has applied (V',), updated in place.
-        until: the number of steps to have applied at the end (T).
-        coefficients, largest, least_eps: as in `TakenSteps`.
-        width: the columns of a row (d).
-        bit: the share of a weight below which an update is negligible.
-        STRIDE: the columns of `coefficients`.
+        shard: (V', d), this rank's weights.
+        exp_avg, exp_avg_sq, max_exp_avg_sq: (V', d), Adam's running averages. The last one is read only if `AMSGRAD`.
+        ids: (K,), the indices of the rows to update, one per program.
+        taken: (V',), the number of steps that each row has applied so far, updated in place.
+        until: the number of steps that each row has applied afterwards (T).
+        coefficients, largest, least_eps: the history of steps, as in `TakenSteps`.
+        width: the number of columns of a row (d).
+        bit: the fraction of a weight below which an update is negligible.
+        STRIDE: the number of columns of `coefficients`.
         SUM: the dtype in which to compute.
-        COLUMNS: the columns of a tile.
+        COLUMNS: the number of columns of a tile.
     """
     row = tl.load(ids + tl.program_id(0))
     begun = tl.atomic_max(taken + row, until)
@@ -85,7 +85,8 @@ def _decay(
 
 @on_tensor_device
 def decay_rows(shard: Tensor, averages: Averages, ids: Tensor, taken: Tensor, history: TakenSteps) -> None:
-    """Runs `embrace_fx.runtime.kernels.decay.decay_rows`, which documents the arguments, as a CUDA kernel.
+    """Applies deferred Adam steps to the rows `ids` of a table, in place, by a CUDA kernel. The arguments are those of
+    `embrace_fx.runtime.kernels.decay.decay_rows`.
 
     Raises:
         ValueError: an argument is not contiguous.

@@ -27,15 +27,16 @@ def _sum_segments(
     rows, order, starts, ends, out, count, width: tl.constexpr, scale: tl.float64,
     SUM: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Triton kernel: writes one tile of the scaled sums of rows.
+    """Triton kernel: computes one tile of the scaled sums of groups of rows.
 
     Args:
-        rows: the rows (R, d).
-        order, starts, ends: as in `Segments`.
-        out: the sums (K, d), written.
-        count: the number of sums (K).
-        width: the columns of a row (d).
-        scale: the factor of all sums.
+        rows: (R, d), the rows to sum.
+        order: (R,), a permutation of row indices in which the rows of each group are consecutive.
+        starts, ends: (K,), where each group starts and ends in `order`.
+        out: (K, d), the sums, written.
+        count: the number of groups (K).
+        width: the number of columns of a row (d).
+        scale: the factor by which every sum is multiplied.
         SUM: the dtype in which to add.
         ROWS, COLUMNS: the size of a tile.
     """
@@ -61,11 +62,16 @@ Segments = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
 def find_segments(ids: Tensor, padding_rows: Sequence[int]) -> Segments:
-    """Finds which rows are summed (those with equal ids). The host waits once, for the number of sums.
+    """Groups rows by id, so that the rows of each group can be summed. The host synchronizes with the GPU once, to
+    learn the number of groups (K).
 
     Args:
         ids: (R,) int64, the id of each row.
         padding_rows: ids to leave out.
+
+    Returns:
+        (unique ids (K,), sorted; the order (R,) that sorts the rows by id; where each group starts in the order (K,);
+            where it ends (K,)).
     """
     in_order, order = ids.sort(stable=True)
     first = in_order.diff(prepend=in_order.new_full((1,), -1)) != 0
@@ -77,11 +83,11 @@ def find_segments(ids: Tensor, padding_rows: Sequence[int]) -> Segments:
 
 
 def known_segments(ids: Tensor, number: Tensor) -> Segments:
-    """Finds which rows are summed, if the ids of the sums are known.
+    """Groups rows like `find_segments`, and returns the same tuple, if each row's group is already known.
 
     Args:
-        ids: (K,) the ids of the sums.
-        number: (R,) the number of the sum to which each row is added.
+        ids: (K,), the id of each group.
+        number: (R,), the index of the group to which each row belongs.
     """
     in_order, order = number.sort(stable=True)
     bounds = torch.searchsorted(in_order, torch.arange(len(ids) + 1, device=ids.device))
@@ -90,12 +96,12 @@ def known_segments(ids: Tensor, number: Tensor) -> Segments:
 
 @on_tensor_device
 def sum_segments(flat: Tensor, found: Segments, columns: int, scale: float) -> list[Tensor]:
-    """Sums rows and multiplies them by `scale`. Returns sorted ids (K,) and sums (K, d).
+    """Sums the rows of each group and multiplies the sums by `scale`. Returns [ids of the groups (K,), sums (K, d)].
 
     Args:
-        flat: (R * d,), contiguous: the rows, in the order of their ids.
-        columns: the width d of a row.
-        found: the result of `find_segments` or `known_segments`.
+        flat: (R * d,), contiguous: the rows, in the order in which they were grouped.
+        found: the groups, returned by `find_segments` or `known_segments`.
+        columns: the number of columns of a row (d).
 
     Raises:
         ValueError: `flat` is not contiguous.

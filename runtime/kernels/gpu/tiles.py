@@ -32,12 +32,13 @@ class Tile(NamedTuple):
 
 
 def choose_tile(columns: int, itemsize: int, tensors: int = 1) -> Tile:
-    """Returns the tile size for rows with `columns` columns.
+    """Chooses the tile that a Triton program processes in tensors of rows. The number of columns of the tile is a power
+    of two.
 
     Args:
-        columns: the number of columns of a row. The tile's columns are a power of two, with the rest masked.
-        itemsize: bytes of an element.
-        tensors: from how many tensors a program loads a tile.
+        columns: the number of columns of a row.
+        itemsize: the size of an element in bytes.
+        tensors: the number of tensors of which the program loads a tile.
     """
     wide = min(triton.next_power_of_2(columns), _MAX_COLUMNS)
     share = triton.next_power_of_2(triton.cdiv(tensors, 2))
@@ -46,10 +47,12 @@ def choose_tile(columns: int, itemsize: int, tensors: int = 1) -> Tile:
 
 @triton.jit
 def offsets(ids, count, width: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Returns the offsets of a tile's elements in a tensor (count, width), their offsets in the rows `ids` of a table,
-    and a mask of those that exist.
+    """Computes where this Triton program's tile lies. Returns (offsets in a tensor (count, width), offsets in the rows
+    `ids` of a table, mask of the elements that exist).
 
     Args:
+        ids: (count,), the table row to which each row of the tensor belongs.
+        count, width: the numbers of rows and columns of the tensor.
         ROWS, COLUMNS: the size of a tile.
     """
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
@@ -60,13 +63,13 @@ def offsets(ids, count, width: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.con
 
 
 def sum_type(dtype: torch.dtype) -> Any:
-    """Returns the dtype in which to sum values of a dtype."""
+    """Returns the Triton dtype in which to add values of a torch dtype: float64 for float64, otherwise float32."""
     return tl.float64 if dtype == torch.float64 else tl.float32
 
 
 def on_tensor_device(launch: Callable[Concatenate[Tensor, P], R]) -> Callable[Concatenate[Tensor, P], R]:
-    """Decorator: runs a function that launches a kernel with its first argument's device as the current one, which
-    Triton uses.
+    """Decorates a function that launches a Triton kernel, so that the device of its first argument is the current CUDA
+    device during the call. Triton launches on the current device.
     """
 
     @wraps(launch)

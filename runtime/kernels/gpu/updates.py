@@ -58,7 +58,8 @@ def _load_descent(
     rows, shard, source, target, inside, weight_decay,
     DECAY: tl.constexpr, MAXIMIZE: tl.constexpr, SUM: tl.constexpr,
 ):  # fmt: skip
-    """Loads a tile. Returns its gradients, with sign and weight decay applied as for minimizing, and its weights.
+    """Loads a tile of gradients and weights. Returns (gradients to descend along, weights): the gradients are negated
+    for a maximizing optimizer, and include weight decay.
 
     Args:
         rows, shard: the gradients (K, d) and the weights (V, d).
