@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from unittest.mock import Mock
 
 import pytest
 import torch
 from torch import nn
 
 import embrace_fx
+from embrace_fx.runtime.tables.model_state import ParameterReads
 from embrace_fx.runtime.tables.update_rule import DenseUpdate
+from embrace_fx.session.state_hooks import PlacedTables, StateHook
 from tests.support.inside import session_of
 from tests.support.messages import logged
 from tests.support.ranks import run_ranks
@@ -58,3 +61,22 @@ def test_a_loop_that_asks_in_every_step_is_told_once() -> None:
 
 def test_clipping_by_the_model_asks_for_none() -> None:
     assert not any(ASKED in line for told, _ in run_ranks(2, train, True) for line in told)
+
+
+def test_a_step_that_is_not_read_starts_the_count_anew() -> None:
+    reads, optimizer, found = ParameterReads(), torch.optim.SGD([torch.ones(1)]), []
+    for steps in (1, 2, 1, 1):
+        for _ in range(steps):
+            reads.record_step(optimizer)
+        reads.record()
+        found.append(reads.in_every_step)
+    assert found == [False, False, True, True]
+
+
+@pytest.mark.parametrize(("rank", "lines"), [(0, 1), (1, 0)])
+def test_rank_0_is_told_of_a_copy_made_before_tables_are_sharded(rank: int, lines: int) -> None:
+    placed = PlacedTables()
+    placed.copies.add(kept := StateHook(print, None, placed))
+    with logged() as told:
+        placed.record(Mock(**{"state.layouts": {"words": kept}, "communicator.rank": rank}))
+    assert len(told) == lines

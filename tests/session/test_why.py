@@ -107,6 +107,8 @@ def trains(rank: int, ranks: int, cause: str, folder: Path) -> str:
     assert told is not None
     assert NAMES[PARTS[cause]] == told.parts[0][0], told
     timeline.save(folder / f"{rank}.html")
+    assert " ms. " in told.headline
+    assert told.change.startswith("What would change it most: ")
     assert told.headline in (folder / f"{rank}.html").read_text()
     return told.headline
 

@@ -10,7 +10,7 @@ from torch import nn
 
 import embrace_fx
 from embrace_fx.cost.links import all_reduce
-from embrace_fx.passes.scheduler.schedule_facts import ddp_exposed_ms, rescale_to_ranks, table_places
+from embrace_fx.passes.scheduler.schedule_facts import compute_facts, ddp_exposed_ms, rescale_to_ranks, table_places
 from embrace_fx.viz.page import GLOSSARY
 from embrace_fx.viz.picture import Picture
 from embrace_fx.what_if import Forecast
@@ -62,6 +62,12 @@ def test_ddp_waits_for_the_tables_after_the_backward(planned: Forecast) -> None:
     exposed_ms = ddp_exposed_ms(planned, planned.schedule.steps, 4)
     tables_ms = all_reduce(4 * 200_050, 4).time_ms(planned.links, "all_reduce")
     assert exposed_ms == pytest.approx(tables_ms, rel=0.01)  # the two numbers of `top` hide or nearly do
+
+
+def test_ddp_of_one_rank_waits_for_nothing() -> None:
+    alone = embrace_fx.plan(Ratings(), (torch.arange(64), torch.arange(64) % 5), world_size=1)
+    facts = compute_facts(alone, alone.schedule)
+    assert (facts.ddp_exposed_ms, facts.steps) == (0, ())
 
 
 def test_other_numbers_of_ranks(planned: Forecast) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -79,6 +80,16 @@ def test_what_is_large_leaves_beside_the_thread_that_submits_it(sent_bytes: int,
     rest(launcher)
     launcher.submit(ID["early rows"], launch, sent_bytes).wait()
     assert threads == [thread]
+
+
+def test_only_a_wait_for_what_has_not_ended_is_recorded() -> None:
+    launcher, link = make(), Link(instant=True)
+    (ticket,) = submit(launcher, link, "early rows")
+    ticket.wait()
+    with mock.patch.object(launcher.recorder, "timed", return_value=torch.zeros(0)) as timed:
+        assert launcher.wait(ticket).numel()
+        launcher.wait(SimpleNamespace(done=False, id=ticket.id, wait=None))  # type: ignore[arg-type]
+    assert timed.call_count == 1
 
 
 def test_a_ticket_yields_the_value_once_it_has_arrived() -> None:

@@ -10,11 +10,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, fx
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._pytree import tree_leaves
 
 from embrace_fx.runtime.lower.lower import _BOUND, _fast_call, lower_phase
 from embrace_fx.runtime.ranks.communicator import Communicator
 from embrace_fx.runtime.ranks.step_handshake import StepHandshake
+from embrace_fx.vocabulary.in_place import overwritten_argument
 from tests.support.golden import check_golden
 from tests.support.graphs import IDS, analysed, by_op, classifier, sharding
 
@@ -34,6 +36,12 @@ def test_golden() -> None:
     announced = {"embrace::all_gather_ids": StepHandshake(communicator).all_gather_ids}
     phase = lower_phase(module, by_op({**communicator.launches(), **announced}))
     check_golden("lowered", phase.__self__.code.strip())  # type: ignore[attr-defined]
+
+
+def test_an_op_overwrites_only_what_nobody_else_reads() -> None:
+    graph = make_fx(lambda x: (x.neg() + x, x - x.neg(), x * x.neg()))(torch.ones(2)).graph
+    found = {node.name: overwritten_argument(node) for node in graph.nodes}
+    assert {name: found[name] for name in ("add", "sub", "mul")} == {"add": 0, "sub": None, "mul": 1}
 
 
 def test_an_argument_dies_with_its_last_use() -> None:
