@@ -258,7 +258,11 @@ class LaunchQueue:
                         self.changed.notify_all()
                     return
                 self.issuing = True
-                self.record_launch(ticket)
+                for each in self.in_flight:
+                    each.tells = each.tells and each.id not in self.took_s
+                ticket.tells = not self.in_flight or ticket.id not in self.took_s
+                self.in_flight.append(ticket)
+                self.moved_s = ticket.started_s = time.perf_counter()
             try:
                 self._launch(ticket)
             except BaseException as error:
@@ -401,14 +405,6 @@ class LaunchQueue:
         tickets = (ticket for window in self.windows for ticket in window.waiting.values())
         any_may = standing_still or self.draining
         return {self.channel[ticket.id.lane] for ticket in tickets if any_may or ticket.wanted}
-
-    def record_launch(self, ticket: Ticket) -> None:
-        """Adds a launch, which is about to be made, to those in flight, with the current time as its start."""
-        for each in self.in_flight:
-            each.tells = each.tells and each.id not in self.took_s
-        ticket.tells = not self.in_flight or ticket.id not in self.took_s
-        self.in_flight.append(ticket)
-        self.moved_s = ticket.started_s = time.perf_counter()
 
     def under_way(self) -> bool:
         """Returns whether any launch was submitted and has not completed."""

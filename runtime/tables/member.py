@@ -228,16 +228,16 @@ class Member(Table):
     @property
     def rule(self) -> type[SparseUpdate]:
         """The class that updates this table, for its optimizer's current options."""
-        options = self.param_group()
+        optimizer, options = self.optimizer, self.param_group()
         if not options:
             return SparseUpdate  # no optimizer updates the table
-        policy = dense_update_policy(type(self.optimizer_of_members), options, self.row_updates, self.parameter.dtype)
+        policy = dense_update_policy(type(optimizer), options, self.row_updates, self.parameter.dtype)
         if policy in STILL:
             return SparseUpdate
         if policy == "either" and self._may_rest():
             return DeferredUpdate
         if self.store.refusal:
-            raise RuntimeError(not_deferrable_error(self.name, type(self.optimizer_of_members)))
+            raise RuntimeError(not_deferrable_error(self.name, type(optimizer)))
         return DenseUpdate
 
     def step_dense(self) -> None:

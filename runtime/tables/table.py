@@ -214,8 +214,8 @@ class Table:
         # A trial step of any other class might have side effects.
         if (
             type(self.members[0].optimizer) not in ELEMENT_WISE
-            or not self.can_update_jointly()
             or not self.rule.moves_all
+            or not self.can_update_jointly()
         ):
             return rows, None
         rows, options = rows.clone(), hyperparameters(self.param_group())
