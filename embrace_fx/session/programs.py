@@ -30,7 +30,7 @@ from embrace_fx.passes.planner.plan_fit import (
     rename_parameters,
 )
 from embrace_fx.passes.planner.pricing import Findings
-from embrace_fx.passes.planner.replanning import SAMPLED_EVERY, describe_changes, describe_replan
+from embrace_fx.passes.planner.replanning import SAMPLED_EVERY, describe_replan, names_with_new_strategy
 from embrace_fx.planning.findings import gather_findings, plan_on_links, reuse_plan
 from embrace_fx.planning.placing import gather_tables, move_parameters, place_parameters
 from embrace_fx.planning.tiering import add_working_sets
@@ -225,7 +225,11 @@ class Programs:
             if (monitor := pipeline.monitor) is not None and monitor.wants_plan:
                 findings = findings.with_rows(monitor.rows)
         new = plan_on_links(context, findings, old, known=self.links)
-        if forced or describe_changes(old, new) or (new.buckets, new.schedule_name) != (old.buckets, old.schedule_name):
+        if (
+            forced
+            or names_with_new_strategy(old, new)
+            or (new.buckets, new.schedule_name) != (old.buckets, old.schedule_name)
+        ):
             self._replace_plan(entry.analysed, new, findings, reason)
             return
         pipeline.findings = findings

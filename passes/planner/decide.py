@@ -40,8 +40,8 @@ class _Choice:
     Attributes:
         priced: strategy -> price, for all compared strategies; empty if only one was possible.
         against: why all other strategies were rejected, or "" if because of their predicted times.
-        may_travel: for an unsharded table, the reason to give if it is sharded after all, to share latency with other
-            tables; "" if that is not possible.
+        reason_if_sharded: for an unsharded table, the reason to give if it is sharded after all, to share latency with
+            other tables; "" if that is not possible.
         sparsely_read: whether each rank reads less than a share `DENSELY` of the table's rows.
     """
 
@@ -49,7 +49,7 @@ class _Choice:
     reason: str
     priced: Mapping[str, PricedStrategy] = field(default_factory=dict)
     against: str = ""
-    may_travel: str = ""
+    reason_if_sharded: str = ""
     sparsely_read: bool = False
 
     def candidates(self) -> tuple[Candidate, ...]:
@@ -219,7 +219,7 @@ def _sharded_to_share_latency(choices: Mapping[str, _Choice], pricing: Pricing) 
     joined to a table that is sharded anyway, or if together they save more than the latency of one exchange.
     """
     facts = pricing.findings.facts
-    whole = {fact.name: choices[fact.name] for fact in facts if choices[fact.name].may_travel}
+    whole = {fact.name: choices[fact.name] for fact in facts if choices[fact.name].reason_if_sharded}
     gains_ms = {name: _gain_ms(choice, pricing.in_use.get(name)) for name, choice in whole.items()}
     better = {name for name, gain_ms in gains_ms.items() if gain_ms > 0}
     fit = [fact for fact in facts if fact.name in better or _is_by_columns(choices[fact.name])]
@@ -229,7 +229,7 @@ def _sharded_to_share_latency(choices: Mapping[str, _Choice], pricing: Pricing) 
         start_ups_ms = max((whole[name].priced["alltoall"].start_ups_ms for name in joining), default=0.0)
         if len(joining) < len(space.tables) or sum(gains_ms[name] for name in joining) > start_ups_ms:
             for name in joining:
-                priced, read = whole[name].priced, whole[name].may_travel
+                priced, read = whole[name].priced, whole[name].reason_if_sharded
                 sharing = f"shares start-ups with {len(space.tables) - 1} others; {read}"
                 travelling[name] = _Choice(priced["alltoall"], sharing, priced)
     return travelling
@@ -319,19 +319,19 @@ def _choose_for_table(
     cheaper = blocker is None and (faster or allreduce.blocker is not None)
     best = _worthwhile_sparse_exchange(pricing, priced) or ("alltoall" if cheaper else "allreduce")
     in_use = pricing.in_use[fact.name].strategy if fact.name in pricing.in_use else best
-    may_travel = what if blocker is None and sharded.grid is None else ""
+    reason_if_sharded = what if blocker is None and sharded.grid is None else ""
     # A legal strategy stays in use unless another one is clearly faster.
     if best != in_use and priced[in_use].blocker is None and priced[best].added_ms >= CLEARLY * priced[in_use].added_ms:
         against = f"{in_use} is in use, {best} not clearly faster"
-        may_travel = may_travel if in_use == "allreduce" else ""
-        return _Choice(priced[in_use], f"in use; {what}", priced, against, may_travel, share < DENSELY)
+        reason_if_sharded = reason_if_sharded if in_use == "allreduce" else ""
+        return _Choice(priced[in_use], f"in use; {what}", priced, against, reason_if_sharded, share < DENSELY)
     if best in EXCHANGES:
         return _Choice(priced[best], f"{blocker}; {read}" if blocker else read, priced)
     if best == "alltoall":
         near = sharded.added_ms > allreduce.added_ms
         return _Choice(sharded, f"a whole table is not clearly faster; {what}" if near else what, priced)
     reason = blocker or _whole_because(sharded, allreduce, what)
-    return _Choice(allreduce, reason, priced, "", may_travel, share < DENSELY)
+    return _Choice(allreduce, reason, priced, "", reason_if_sharded, share < DENSELY)
 
 
 def _choose_for_head(
@@ -400,7 +400,7 @@ def _depends_on_rows(pricing: Pricing, table: TableSpec, fact: ParameterFacts) -
     anywhere = replace(pricing, findings=replace(pricing.findings, sparsity={}), in_use={})
     rows = {ceil(table.num_rows * share) for share in SHARES}
     choices = [_choose_for_table(anywhere, table, fact, (each,) * pricing.world_size, "auto") for each in rows]
-    best = {(c.chosen.strategy, bool(c.may_travel) and _gain_ms(c, None) > 0) for c in choices}
+    best = {(c.chosen.strategy, bool(c.reason_if_sharded) and _gain_ms(c, None) > 0) for c in choices}
     return len(best) > 1
 
 

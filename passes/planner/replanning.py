@@ -73,7 +73,7 @@ class SparsityMonitor:
         drifted = [name for name, (read, planned) in sums.items() if abs(read - planned) > DRIFTED * planned]
         if drifted:
             plan = decide(self._findings.with_rows(self.rows), self._plan.links, self._plan)
-            if describe_changes(self._plan, plan):
+            if names_with_new_strategy(self._plan, plan):
                 wanted = tuple(decision.strategy for decision in plan)
             else:
                 self._planned_for = {name: list(mean) for name, mean in self._means.items()}
@@ -93,7 +93,7 @@ def _planned_shares(plan: Plan) -> dict[str, tuple[str, float]]:
     }
 
 
-def describe_changes(old: Plan, new: Plan) -> tuple[str, ...]:
+def names_with_new_strategy(old: Plan, new: Plan) -> tuple[str, ...]:
     """Returns the names of the parameters that have another strategy in the plan `new` than in `old`."""
     return tuple(d.parameter for d in new if d.strategy != old[d.parameter].strategy)
 
@@ -105,7 +105,7 @@ def describe_replan(calls: int, reason: str, old: Plan, new: Plan) -> str:
         calls: the number of training calls so far.
     """
     found, saved_ms = [], 0.0
-    for name in describe_changes(old, new):
+    for name in names_with_new_strategy(old, new):
         before, after = old[name], new[name]
         here = next((c.predicted_ms for c in after.candidates if c.strategy == before.strategy), before.predicted_ms)
         saved_ms += here - after.predicted_ms

@@ -176,7 +176,7 @@ def _forward_blocks(forward: fx.GraphModule, between: Block, node_ms: NodeMs) ->
             waiting.awaits.append((launch, 0))
         else:
             (segment or waiting).ms += node_ms(node)
-        ends = _operation_after_await(node) if not of_rows or launch is None else compute_id("rows", launch.what)
+        ends = _operation_ending_at(node) if not of_rows or launch is None else compute_id("rows", launch.what)
         if ends is not None:
             waiting.id = ends
             yield waiting
@@ -269,7 +269,7 @@ def _ends_block(launch: OperationId) -> bool:
     return launch.lane in COPIES or launch.kind == "positions"
 
 
-def _operation_after_await(node: fx.Node) -> OperationId | None:
+def _operation_ending_at(node: fx.Node) -> OperationId | None:
     """Returns the id of the compute operation that ends at a node that reads awaited rows or an awaited bucket, or None
     for other nodes.
     """

@@ -135,17 +135,15 @@ class Copies(ABC):
         """Measures how fast tensors on a device are offloaded and reloaded. Returns the figures of the slower
         direction: (bytes per millisecond, milliseconds of a copy of one byte).
         """
-        start_ms = self._slowest_copy_ms(1, device)
-        return PROBED_BYTES / max(self._slowest_copy_ms(PROBED_BYTES, device) - start_ms, 1e-3), start_ms
+        start_ms = self._slower_copy_ms(1, device)
+        return PROBED_BYTES / max(self._slower_copy_ms(PROBED_BYTES, device) - start_ms, 1e-3), start_ms
 
-    def _slowest_copy_ms(self, nbytes: int, device: torch.device) -> float:
-        """Offloads and reloads `nbytes` three times. Returns the milliseconds of the slower direction in the last
-        round.
-        """
+    def _slower_copy_ms(self, nbytes: int, device: torch.device) -> float:
+        """Offloads and reloads `nbytes`. Returns the milliseconds of the slower direction, after two untimed rounds."""
         launch = OperationId("offload", "probe", lane="offload")
         value = torch.zeros(nbytes, dtype=torch.uint8, device=device)
-        slowest_ms = 0.0
-        for _ in range(3):  # the first run allocates file blocks and memory
+        slower_ms = 0.0
+        for _ in range(3):  # only the last round counts, because the first ones allocate file blocks and memory
             self.synchronize()
             began = time.perf_counter()
             stored = self.await_offload(self.offload(value, launch, None))
@@ -153,8 +151,8 @@ class Copies(ABC):
             left = time.perf_counter()
             self.await_reload(self.reload(stored, launch, None))
             self.synchronize()
-            slowest_ms = max(left - began, time.perf_counter() - left) * 1e3
-        return slowest_ms
+            slower_ms = max(left - began, time.perf_counter() - left) * 1e3
+        return slower_ms
 
     @abstractmethod
     def synchronize(self) -> None:

@@ -83,7 +83,6 @@ class Program:
         ids_program: the functions that find a batch's rows, which can run before the batch's step.
         overlaps_steps: whether the forward awaits communication that the previous step has started.
         announces: whether the exchange of ids also announces the step.
-        synchronised: whether gradients are reduced over ranks.
         results: indices of the flattened results that the forward computes.
         differentiable: those of the indices in `results` whose results have a gradient.
         promised: index of a result that is hidden states -> the logits that the user gets instead, computed when read.
