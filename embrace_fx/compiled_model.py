@@ -196,7 +196,7 @@ class CompiledModel(nn.Module, Joinable):
         if self._session.communicator.group is None:
             yield
             return
-        # Count ranks on the hosts, because on a device the collectives of `Join` would be unordered with the model's.
+        # Let `Join` count ranks on the host: on a device, its collectives would not be ordered with the model's.
         self.__dict__["_joins_on_hosts"] = True
         by_all = divide_by_initial_world_size
         try:

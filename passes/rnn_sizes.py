@@ -83,7 +83,7 @@ def scratch_bytes(node: fx.Node, expected: ExpectedSizes) -> int:
             elements += rows * kept * hidden
     else:
         results = sum(prod(map(expected.number, tuple(each.shape))) for each in node.meta["val"])
-        # Bytes held during the whole loop, and more bytes held only at its start or only at its end.
+        # Bytes in use throughout the loop, and additional bytes in use only at its start or only at its end.
         through, begins, ends = {
             "lstm": (rows * (own + (gates + 2) * hidden), rows * hidden, rows * own + sequences * gates * hidden),
             "gru": (rows * 6 * hidden, rows * hidden, 2 * gates * hidden * width),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from embrace_fx.vocabulary.operation_id import OperationId
 
-# Use the part "late": its operation ids print without a part, and these operations are for a whole batch.
+# These operations handle whole batches. Give them the part "late", with which operation ids print no part.
 COMPUTE = FORWARD, STATES, WEIGHTS, DUALS, MEAN, FIGURES = (
     OperationId("forward", "forward pass", "late"),
     OperationId("backward", "states", "late"),

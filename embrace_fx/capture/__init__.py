@@ -285,7 +285,7 @@ def _compile_guard(fakes: Sequence[Any]) -> types.CodeType | None:
     sizes: Any = first.fake_mode.shape_env if isinstance(first, FakeTensor) else first.node.shape_env
     try:
         text = sizes.produce_guards_expression(fakes, ignore_static=False)
-    except IndexError as error:  # torch looks up the size that a symbol stands for, but this symbol stands for a number
+    except IndexError as error:  # torch looks up a tensor's size for the symbol, but this symbol is a number
         where = line_of_branch([str(guard.sloc) for guard in sizes.guards])
         raise CaptureError("the forward branches on the value of a tensor", where=where) from error
     text = re.sub(r"L\['t\d+'\]\.storage_offset\(\) == 0", "True", text or "")  # the graph reads no storage offset

@@ -191,8 +191,8 @@ def trace(
     symbols = symbols_of(read.out.graph_capture_output.output_graph.shape_env, names)
     _replace_untraceable_calls(read.gm)
     context = read.gm.meta.get("tracing_context") or TracingContext(read.gm.meta["fake_mode"])
-    # Drop these fake tensors: only the construction of guards needed them. C++ owns their sizes, which refer back to
-    # them: this cycle would never be collected, and would keep the whole capture alive.
+    # Drop these fake tensors, which only the construction of guards needs. They are in a reference cycle through C++
+    # that Python cannot collect and that would keep the whole capture alive.
     sizes: Any = context.fake_mode and context.fake_mode.shape_env
     if sizes is not None:
         sizes.tracked_fakes = []
@@ -320,7 +320,7 @@ def _trace_with_dynamo(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str
     has_rnns = any(isinstance(each, nn.RNNBase) for each in model.modules())
     if not has_rnns:
         found = _export_with_dynamo(model, args, kwargs, reads_all)
-        if not _calls_rnns(found.gm):  # the model has RNN modules, or may call an RNN function directly
+        if not _calls_rnns(found.gm):  # a forward may also call RNN functions without a module
             return found
     with KeepRnnWhole(kernel="loop"):
         return _export_with_dynamo(model, args, kwargs, reads_all)
@@ -347,7 +347,7 @@ def _export_with_dynamo(model: nn.Module, args: tuple[Any, ...], kwargs: dict[st
         dynamo_timed("fullgraph_capture"),
     ):
         out = fullgraph_capture(model, args, kwargs)
-    # The end of a compiled frame removes this name. A capture has no frame and would keep the graph forever.
+    # Torch deletes this name together with the compiled frame. A capture has no frame, so delete it here.
     if out.backend_input is not None:
         out.graph_capture_output.f_globals.pop(out.backend_input.backend_id, None)
     guarded = {"L["} if reads_all else {guard.name for guard in out.graph_capture_output.output_graph.guards}

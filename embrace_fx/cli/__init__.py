@@ -131,7 +131,7 @@ def show(saved: str, output: str | None) -> None:
             click.echo(str(planned))
             return
         schedule, timeline = trace.read_trace(source)
-        # Do not write next to the file: that could overwrite a page with more details than a .json file holds.
+        # Do not write next to the file, because that could overwrite a page with more details than this one.
         target = Path(output or Path(tempfile.mkdtemp(prefix="embrace-fx-"), f"{source.stem}.html"))
         save(target, schedule=schedule, timeline=timeline)
     click.echo(f"wrote {target}")

@@ -84,7 +84,7 @@ def plan_on_links(
         plan = decide_for(given, "given") if given is not None else decide_for(known or Cluster(), "probed")
     else:
         plan = decide_for(Cluster(), "assumed")
-        sent_bytes = plan.sent_bytes_per_step + other_bytes if isinstance(plan, Plan) else 0  # no plan, no probe
+        sent_bytes = plan.sent_bytes_per_step + other_bytes if isinstance(plan, Plan) else 0  # zero skips the probe
         with stage("probing links", communicator.rank):
             links_of = estimate_links if roughly else measure_links
             probed = links_of(communicator, communicator.gather(sent_bytes, int)[0], context.device)

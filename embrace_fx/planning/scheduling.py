@@ -75,7 +75,7 @@ def decide_order(
     if communicator.rank == 0:
         name, steps = plan.schedule_name, _step_graph(context, plan, graph, memory, profiled)
         copies = any(op_name(node) in COPY_OPS for node in graph.phases["backward"].graph.nodes)
-        # In another order, regions would have to be compiled, and copies placed, again.
+        # A new order of compute would need another compilation of regions and another placement of copies.
         if profiled is None or context.options.backend != "eager" or copies:
             own = schedule(steps, name, "profile" if profiled else "cost model"), ()
         else:
@@ -116,7 +116,7 @@ def _step_graph(
     sparse = {k: bucket[0] for k, bucket in enumerate(plan.buckets) if bucket[0] in plan.exchanged}
     expected = {chunk_id(k, 0): plan[name].sent_bytes_per_step for k, name in sparse.items()}
     sizes = Sizes(
-        profiled.sent_bytes if profiled else expected,  # without a profile, bytes follow from a bucket's size
+        profiled.sent_bytes if profiled else expected,  # without a profile, a bucket's size gives its bytes
         {name: one_way_bytes(plan, tables) for name, tables in plan.row_exchanges.items()},
         sum(ids_exchange(plan[table], plan.world_size).sent_bytes for table in plan.sharded),
         {name: sum(plan[table].norm_bytes for table in tables) for name, tables in plan.row_exchanges.items()},

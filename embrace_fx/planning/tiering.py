@@ -56,7 +56,7 @@ def add_working_sets(
         return plan
     for name in asked:
         _check_supported(context, name, plan)
-    found = tiered_tables(context, plan, rank=0)  # for rank 0, because no rank has more columns
+    found = tiered_tables(context, plan, rank=0)  # rank 0 has at least as many columns as any other rank
     spaces = [each for space in plan.spaces for each in _split_space(context, plan, space, found)]
     if context.options.spill_to is None:
         _check_host(context, tiered_tables(context, plan, context.communicator.rank), plan)

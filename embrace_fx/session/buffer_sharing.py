@@ -70,8 +70,8 @@ class BufferSharing:
             """Broadcasts the buffers to share from one rank, and records which ones this forward will change."""
             due, self.due = self.due, reduce
             if due:
-                # As ranks run out of batches, other ranks take over the authority, each with the buffers of
-                # the one before.
+                # If the rank whose buffers are authoritative runs out of batches, another rank takes over. It then
+                # broadcasts all buffers.
                 every = self._context.announcements.buffers_differ or self._counters.authority != 0
                 shared = self.shared_names() if every else sorted(self._stale)
                 tensors = [owner[key] for owner, key in map(self._state.place_of_buffer, shared)]

@@ -47,7 +47,7 @@ class EagerCalls:
         self._accumulation = Accumulation(weakref.WeakMethod(self._sample_rows))
         self._rows: dict[str, Tensor] = {}  # table -> rows of a recent gradient
         self._came: tuple[str, ...] = ()  # parameters in the order of their gradients in the first backward
-        self._order: tuple[str, ...] = ()  # that order, once a plan has been made for it
+        self._order: tuple[str, ...] = ()  # the order of gradients for which the plan was made
         # Cached: (names of the state, the same names in the order of buckets).
         self._sorted: tuple[tuple[str, ...], list[str]] | None = None
 
@@ -74,8 +74,8 @@ class EagerCalls:
         if call.train and self._accumulation.backward is not None:
             return self._context.model(*call.args, **call.kwargs)
         programs, announcements, trained = self._programs, self._context.announcements, self._trained()
-        train = call.train and bool(trained)  # a frozen model needs no step: autograd passes gradients through it
-        announcements.wait()  # for the last call's handshake: if without gradients, no backward waited for it
+        train = call.train and bool(trained)  # a frozen model has no step; autograd passes gradients through it
+        announcements.wait()  # for the last call's handshake: a call without gradients has no backward that waits
         entry = self._entry(trained, train=train)
         rows = self._rows_of(entry, call.leaves)
         if programs.pipeline is None:

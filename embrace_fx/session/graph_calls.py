@@ -132,7 +132,7 @@ class GraphCalls:
         try:
             inputs = entry.captured.inputs(coming)
             if is_next and entry.captured.replay is not None and max(of_ids.reads, default=-1) >= len(coming):
-                return None  # objects that other inputs are read from may change before the batch's own call
+                return None  # the graph also reads inputs from objects that may change before the batch's own call
             return call_without_autograd(program.flow.look_ahead, of_ids, inputs)
         except Exception:  # the batch's own call will report it to all ranks
             return None

@@ -86,8 +86,8 @@ class Programs:
         self._on_other_batch = on_other_batch
         self._on_placed = on_placed
         self._violation = PlanViolation()  # the last batch's needs that the plan does not meet
-        self._whole: set[str] = set()  # tables that some batch reads otherwise than by rows: they stay whole
-        self._replanned: dict[str, int] = {}  # reason -> number of the call that last asked for a plan
+        self._whole: set[str] = set()  # tables that ops other than lookups have read, and that therefore stay whole
+        self._replanned: dict[str, int] = {}  # reason -> number of the call that last requested a new plan for it
         self._logged_reads = False
         self._no_steps = within_steps(context.announcements)
         if (streams := choose_streams(context.device)) is not None:
@@ -126,7 +126,7 @@ class Programs:
         if not entry.programs:
             state = self._context.state
             found = find_violation(pipeline.plan, entry.analysed, state.hooked, state.ignored)
-            begins = entry.train and not pipeline.built  # all ranks build now, and must learn of one that cannot
+            begins = entry.train and not pipeline.built  # all ranks build now, so a failure must be announced to all
             self.check_fit(found, activity_code(train=entry.train, reduces=not accumulates), meets=begins)
         for each in (False, accumulates):  # the program that reduces gradients comes first, because it starts the flow
             if each not in entry.programs:
@@ -152,7 +152,7 @@ class Programs:
         rank = context.communicator.rank
         if given is None:
             with stage("planning", rank):
-                # A forward as written has no schedule to choose, so that a short measurement is enough.
+                # A forward that runs eagerly has no schedule to choose, so a short measurement of the links is enough.
                 roughly = entry.captured.route == EAGER
                 findings = gather_findings(context, analysed, leaves, frozenset(), "none" if roughly else "")
                 plan = plan_on_links(context, findings, None, known=self.links, roughly=roughly)
@@ -221,7 +221,7 @@ class Programs:
             findings = gather_findings(context, entry.analysed, entry.captured.inputs(leaves), used, schedule)
         if findings is not None:
             findings = findings.with_whole(self._whole, WHOLE)
-            # If drift asks for this plan, use its running means of the rows.
+            # If the drift monitor has requested this plan, use its running means of rows per step.
             if (monitor := pipeline.monitor) is not None and monitor.wants_plan:
                 findings = findings.with_rows(monitor.rows)
         new = plan_on_links(context, findings, old, known=self.links)
@@ -302,7 +302,7 @@ class Programs:
             reason: the reason to log and to keep in the plan's history; "" if only buckets change.
         """
         old, context = self.in_use.plan, self._context
-        with context.state.pending.closed():  # while parameters move, only the flow applies their updates
+        with context.state.pending.closed():  # while parameters move, access to them applies no updates
             context.state.pending.close()
             self.in_use.close()
             context.state.flush_tables()

@@ -56,7 +56,7 @@ def reason_to_run_eagerly(context: Context, programs: Programs, leaves: Sequence
     if len(tables) > FEW_TABLES or (tables and not all(communicator.gather(bool(ids), bool))):
         return ""
     if heads and not all(communicator.gather(all(has_labels(ids, head) for head in heads.values()), bool)):
-        heads = {}  # without labels in the batch, the loss is outside of the model, where "auto" shards no head
+        heads = {}  # no labels in the batch: the loss is computed outside, and "auto" then shards no output layer
     advice = "route='graph' captures"
     if not tables and not heads:
         return f"it has no table that only lookups read; {advice}"

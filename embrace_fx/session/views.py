@@ -54,7 +54,7 @@ class Views:
         shares_ms, schedule = context.optimizer_hooks.recorder.step_times.shares_ms(), pipeline.schedule
         parts = [render(plan, folded=True) + context.communicator.rounding_report()]
         if shares_ms is not None and (found := explain_step(shares_ms, "A step of this rank takes")) is not None:
-            # There is no prediction for a forward as written, nor a useful one for assumed links.
+            # Eager forwards have no predicted step time, and a prediction from assumed links would be useless.
             predicts = not self._eager.reason and plan.links_are != "assumed"
             unlike = (
                 compare_to_prediction(shares_ms, pipeline.decided) if predicts and pipeline.decided is not None else ""

@@ -24,8 +24,8 @@ Kind = Literal[
     "own",  # code of the user's training loop
     "loader",  # reading the next batch from the data loader
     "ids",  # AllGather of the next batch's ids
-    "gradients",  # AlltoAll of a table's row gradients: all, or the prior ones
-    "lookups",  # AlltoAll of looked-up rows: all, late or early
+    "gradients",  # AlltoAll of a table's row gradients: all, or those of rows that the next batch reads
+    "lookups",  # AlltoAll of looked-up rows: all, or those that the previous batch also reads, or the others
     "all_reduce",  # AllReduce of a chunk of a bucket
     "positions",  # exchange of labelled positions of a sharded output layer, or of values computed from them
     "delayed",  # AlltoAll of a piece of a table's delayed row gradients

@@ -401,7 +401,7 @@ def unpack_bucket(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
     parameters `like`.
     """
     begin, starts = flat.storage_offset(), accumulate((t.numel() for t in like), initial=0)
-    # `as_strided` is twice as fast as `view` on fake tensors, which uses torch's Python decomposition.
+    # On fake tensors, `as_strided` is twice as fast as `view`, because torch decomposes `view` in Python.
     return [flat.as_strided(t.shape, _strides(t.shape), begin + start) for t, start in zip(like, starts, strict=False)]
 
 

@@ -135,8 +135,7 @@ class MemorySimulator:
         segment = np.full(self._count, -1, dtype=np.int64)
         segment[:backward] = choice.segment
         copied = again[self._memory.allocated_at][reads.storage]
-        # The backward's own views read the copy. A recomputed view of a storage that is not recomputed reads the
-        # original.
+        # Views that the backward computes read the recomputed copy, if there is one, and otherwise the original.
         own = copied & (reads.reader >= backward) & (again[reads.value] | (reads.value >= backward))
         by_copy = again[reads.reader]
         of_copy = (copied & again[reads.value] & (segment[reads.value] == segment[reads.reader]))[by_copy]

@@ -104,7 +104,7 @@ class _MinimumCuts:
         self._written = written_by(graph.module)
         self._forward = {node: k for k, node in enumerate(found.nodes[: found.backward])}
         self._storages = [s for s in found.storages if s.born < found.backward]
-        # Recompute only from inputs that the backward reads anyway. The user may write others before the backward.
+        # Recompute only from inputs that the backward reads anyway. The user may overwrite all others before it.
         self._still_there = {
             value
             for node in found.nodes[found.backward :]

@@ -314,7 +314,7 @@ def _choose_for_table(
     constant = all(use.constant_ids for use in table.uses)
     if blocker is None and constant:
         return _Choice(allreduce, "its ids do not depend on the batch", priced, "its ids never change")
-    # Of equal times, as on a single rank, which sends nothing, the share decides.
+    # If the times are equal, as on a single rank, which sends nothing, compare the share of rows that are read.
     faster = (_tie_factor(share < DENSELY) * sharded.added_ms, share) < (allreduce.added_ms, DENSELY)
     cheaper = blocker is None and (faster or allreduce.blocker is not None)
     best = _worthwhile_sparse_exchange(pricing, priced) or ("alltoall" if cheaper else "allreduce")

@@ -385,6 +385,6 @@ def _table_work_ms(decision: Decision, world_size: int, cluster: cost.Cluster, s
         sent_ms = cluster.transfer_ms(sent_bytes, launches_per_step(schedule) * others, "all_to_all")
     elif decision.strategy == "allreduce":
         sent_ms = cluster.transfer_ms(sent_bytes, 2 * others, "all_reduce")
-    else:  # a sparse exchange: its whole time, work included, counts as a transfer
+    else:  # a sparse exchange: its time counts as a transfer, including the work on rows
         return 0.0
     return max(decision.predicted_ms - sent_ms, 0.0)

@@ -22,8 +22,8 @@ def link_bound_ms(steps: StepGraph) -> float:
     """
     chain, size = steps.compute_order, len(steps.compute_order)
     place = {name: k for k, name in enumerate(chain)}
-    released: dict[str, int] = {}  # transfer -> place of the last operation it waits for, in the window where it leaves
-    needed: dict[str, int] = {}  # transfer -> place of the first operation that waits for it
+    released: dict[str, int] = {}  # transfer -> index of the last operation it waits for, from its window's start
+    needed: dict[str, int] = {}  # transfer -> index of the first operation that waits for it, counted likewise
     for each in steps.dependences:
         if each.before in place and each.after not in place:
             at = place[each.before] - each.distance * size
@@ -42,7 +42,7 @@ def link_bound_ms(steps: StepGraph) -> float:
     lasts, of_last = np.unique([needed[name] for name in bound], return_inverse=True)
     between_ms = np.zeros((len(firsts), len(lasts)))
     np.add.at(between_ms, (of_first, of_last), [ms[name] for name in bound])
-    # (first, last) -> all transfers that leave at `first` or later and are needed at `last` or earlier.
+    # [first, last]: the total time of all transfers that start at `first` or later and are needed by `last`.
     between_ms = between_ms[::-1].cumsum(0)[::-1].cumsum(1)
     durations_ms = np.array([ms[name] for name in chain])
     ends_ms = durations_ms.cumsum()

@@ -61,7 +61,7 @@ class LinkMachine:
         size = len(self.operations)
         # Operation -> operations of the same window that it waits for.
         self.needs: list[list[int]] = [[] for _ in range(size)]
-        # Operation -> (windows earlier, operation) that it waits for.
+        # Operation -> (number of windows earlier, operation there) that it waits for.
         self.needs_earlier: list[list[tuple[int, int]]] = [[] for _ in range(size)]
         # Communication -> communications that it waits for.
         self.needs_launches: list[list[tuple[int, int]]] = [[] for _ in range(size)]
@@ -81,7 +81,7 @@ class LinkMachine:
         """Makes each copy start only after the program has submitted it and the previous copy in its direction has
         ended.
         """
-        # Compute operation -> the copies for which it is the last one needed.
+        # Compute operation -> the copies that wait for no later compute operation.
         self._copies_behind: dict[int, list[int]] = {}
         lanes: dict[str, list[int]] = {}
         last_need = {k: max(self.needs[k], default=-1) for k in range(self.copying, len(self.operations))}
@@ -243,7 +243,7 @@ class LinkMachine:
                     return WindowTimes(starts, ends, ended[0] - ends[-2][0] if ended else 0.0)
             else:
                 repeats = 0
-        # No repetition: windows alternate, or the link falls behind compute that does not wait for it.
+        # The times do not repeat: windows alternate, or the link falls ever further behind compute that never waits.
         middle = windows // 2
         rates = [(last - first) / (windows - middle) for first, last in zip(clocks[middle], clocks[-1], strict=True)]
         return WindowTimes(starts, ends, max(rates))

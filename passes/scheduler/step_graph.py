@@ -102,7 +102,7 @@ def compute_blocks(graph: TrainingGraph, node_ms: NodeMs) -> list[Block]:
     found = [early, *_backward_blocks(graph.phases["backward"], early, end, node_ms), end, between]
     ids = [node for node in graph.phases["ids"].graph.nodes if launch_of(node) == IDS]
     of_forward = list(_forward_blocks(graph.phases["forward"], between, node_ms))
-    # No launch exchanges this batch's ids: the calling thread does.
+    # The calling thread exchanges this batch's ids, because no launch does.
     if ids and IDS not in map(launch_of, between.submits):
         between.submits += ids
         for block in of_forward:
@@ -309,7 +309,7 @@ def build_step_graph(
     between = next(k for k, block in enumerate(found) if block.id == BETWEEN)
     found[between:between] = [Block(each) for each in BESIDE if each in durations]
     pieces = _count_pieces(found)
-    # The last exchange of an output layer: the calling thread starts these in program order.
+    # The last exchange of an output layer. The calling thread starts such exchanges in program order.
     of_head: OperationId | None = None
     for block in found:
         alone = block.id in (EARLY, END, BETWEEN, START, *BESIDE)
