@@ -92,7 +92,7 @@ class PendingGradient(Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        if func is torch.ops.prim.layout.default:  # torch asks this of sparse gradients only
+        if func is torch.ops.prim.layout.default:  # torch queries the layout only of sparse gradients
             return torch.sparse_coo
         args, kwargs = torch.utils._pytree.tree_map_only(
             PendingGradient, PendingGradient.resolve, (args, dict(kwargs or {}))
@@ -244,7 +244,7 @@ class Bucket(PendingUpdate):
                 parameter.grad = gradient
         _apply_updates(updates)
         for parameter, gradient, stood in given:
-            # `.grad` is None after zero_grad or without a gradient. It may also be the user's own tensor.
+            # Replace only pending gradients. Keep None, as left by zero_grad(), and any tensor that the user assigned.
             parameter.grad = gradient if getattr(stood, "landed", None) is gradient else stood
         return landed[0]
 

@@ -96,8 +96,8 @@ class CommPipeline:
         self._ahead: NextBatch | None = None
         # The next batch, from the forward's announcement until its ids are submitted.
         self._coming: NextBatch | None = None
-        self._has_cut = False  # whether the last backward has split the next batch's rows in early and late ones
-        self._left = False  # whether delayed gradients of the last backward are still to be applied
+        self._has_cut = False  # whether the last backward has split the next batch's rows into early and late ones
+        self._left = False  # whether delayed gradients of the last backward have not been applied yet
         self._valid = True  # whether rows that were sent early may still be used
         self._handed_out = False  # whether the caller got parameters, which it may have written
         self._shares_device = False  # whether another model launches on any rank's device

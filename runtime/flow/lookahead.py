@@ -99,7 +99,7 @@ class Lookahead:
                 seen = VersionSnapshot.of_tensors_in(leaves)
                 self.known = True
                 yield self._current
-                recorder = self._recorder()  # another one if the step was the first
+                recorder = self._recorder()  # look it up again, because the first step replaces the recorder
                 recorder.mark(OWN_CODE)
                 self._current, self._current_flat = self._coming, self._coming_flat
             self.known = False

@@ -126,7 +126,7 @@ class NextBatch:
         self.current: dict[str, Routing] = {}
         self._counts = counts
         self._read = [leaves[k] for k in program.reads]
-        # A batch counts as another one if a tensor was written since.
+        # A batch counts as a different one if any of its tensors was written after this point.
         self._seen = VersionSnapshot.of_tensors_in(self._read)
 
     def is_batch(self, leaves: Sequence[Any]) -> bool:
@@ -190,7 +190,7 @@ class DeviceBatch(NextBatch):
     def __init__(self, program: IdsProgram, leaves: Sequence[Any], values: Values, counts: Tensor, streams: Streams):
         super().__init__(program, leaves, values, counts)
         self._streams, self._of_tables = streams, counts
-        self._copies: list[Tensor] = []  # each table's rows and their number, being copied to the host
+        self._copies: list[Tensor] = []  # each table's unique rows, then their counts, being copied to the host
         self._copied: Event = None
         self._rank = 0
         self._tables: list[PaddedRouting] = []

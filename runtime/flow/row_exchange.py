@@ -80,7 +80,7 @@ class RowExchange:
         # Rows that were sent early: (ids, rows in the table, rows as sent).
         self._preview: tuple[Tensor, Tensor, Tensor] | None = None
         self._expected: tuple[Optimizer | None, Options] | None = None  # the optimizer step that rows sent early assume
-        self._stale = False  # whether the table was written since, or another step was taken
+        self._stale = False  # whether the table was written or a different step was taken after sending
 
     def routing(self, ids: Tensor, counts: Tensor) -> Routing:
         """Returns which rows of the table each rank reads for a batch.
@@ -227,7 +227,7 @@ class RowExchange:
     @property
     def usable(self) -> bool:
         """Whether rows that were sent early may still be valid. This does not compare their values with the table."""
-        # The batch that ran when early rows were sent does not read them.
+        # Early rows are rows that the current batch does not read, so without a current batch they are not usable.
         is_of_batch = not self.sent or self.gradient.batch is not None
         return is_of_batch and not self._stale and self._expected is None
 
@@ -236,7 +236,7 @@ class RowExchange:
         if self._preview is None:
             return True
         ids, before, after = self._preview
-        # If True, the step that early rows assume has not changed the table yet.
+        # If True, the optimizer step that early rows assume has not changed the table yet.
         waits = self.gradient.step is not None or self.table.history.has_deferred
         return torch.equal(self.table.peek(ids), before if waits else after)
 

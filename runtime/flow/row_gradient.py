@@ -269,7 +269,7 @@ class RowGradient(PendingUpdate):
             self._clear()
             return
         for ids, rows in arrived:
-            # The next batch may read padding rows before `finish`, which is too late for their step without gradient.
+            # Step padding rows now, without a gradient. The next batch may read them before `finish` would step them.
             if launch.part == "prior" and self.step.moves_all and (paddings := self._how[2]):
                 ids = torch.cat([ids, rows_on_device(paddings, ids.device)])
                 rows = F.pad(rows, (0, 0, 0, len(paddings)))

@@ -28,7 +28,7 @@ class StepProfiler:
         if self._steps <= PROFILED_AFTER + PROFILED:
             return None
         if recorder.recording is None or recorder.recording is not self._recording:
-            self._steps = 0  # start again later, because the user records these steps
+            self._steps = 0  # start over, because the user is recording these steps
             return None
         return make_profile(recorder.stop())
 

@@ -108,7 +108,7 @@ class StreamQueue(LaunchQueue):
 
     def __init__(self, recorder: Recorder, streams: Streams, channel: Mapping[Lane, str] = LANE_GROUP) -> None:
         super().__init__(recorder, channel)
-        self.moved_s = math.inf  # time never lets a class of launches overtake another here
+        self.moved_s = math.inf  # disables the standstill timeout, after which other queues let a class overtake
         self.streams = streams
         self.shares_device = streams.are_shared()
         self.overtook = False
@@ -134,7 +134,7 @@ class StreamQueue(LaunchQueue):
                 while any(map(WAITING, self.windows)) and (ticket := self.next()) is not None:
                     assert isinstance(ticket, StreamTicket)
                     in_turn = agreed or not self.draining or not self._is_out_of_turn(ticket)
-                    if not in_turn:  # record it first, because over gloo the host waits here for the other ranks
+                    if not in_turn:  # record it first, because over gloo the next call waits for other ranks
                         self.overtook, self.tells = True, self.next_place()
                     self._enqueue(ticket, in_turn, follows)
             except BaseException as error:

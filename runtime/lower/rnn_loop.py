@@ -216,7 +216,7 @@ def lstm_backward(
     rows, hidden_size = cells.shape
     i, f, g, o = gates.chunk(4, 1)
     tanh_cells = torch.tanh(cells)
-    # Each delta is a multiple of this factor: by the cell's gradient for i, f, g, by the hidden state's for o.
+    # Start with local factors. The loop multiplies i, f and g by the cell's gradient and o by the hidden state's.
     delta = torch.empty_like(gates)
     delta_i, delta_f, delta_g, delta_o = delta.chunk(4, 1)
     _sigmoid_backward(g, i, grad_input=delta_i)

@@ -83,7 +83,7 @@ class Groups:
         self._groups: dict[str, dist.ProcessGroup] = {}
         self._carriers: dict[tuple[str, torch.device], tuple[dist.ProcessGroup, str]] = {}
         self._waiters: dict[str, Worker] = {}
-        self._hosts: dist.ProcessGroup | None = None  # the group of handshakes
+        self._hosts: dist.ProcessGroup | None = None  # the process group for handshakes, whose tensors are on the host
         self._made: list[dist.ProcessGroup] = []  # the process groups that `end_groups` destroys
         self._liveness: LivenessCheck | None = None
         self.progress = LaunchLog()

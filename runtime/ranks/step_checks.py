@@ -76,7 +76,7 @@ def check_steps(announcements: Sequence[HandshakeMessage], communicator: Communi
             }
         )
     if (least := min(collective_ops)) >= 0:
-        communicator.collective_ops -= collective_ops[communicator.rank]  # all ranks restart their counts together
+        communicator.collective_ops -= collective_ops[communicator.rank]  # all ranks count from zero again
         raise PeerFailure(
             {rank: _RUN_BY_ONE_RANK.format(n - least) for rank, n in enumerate(collective_ops) if n > least}
         )

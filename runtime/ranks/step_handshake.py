@@ -432,7 +432,7 @@ class StepHandshake:
         """
         kinds, found = {each.kind for each in messages}, dict[int, str]()
         if QUESTION in kinds:
-            self.communicator.collective_ops = 0  # all ranks restart their counts of ops on shards together
+            self.communicator.collective_ops = 0  # all ranks count their ops on shards from zero again
         else:
             found = {rank: _WENT_ON for rank, each in enumerate(messages) if each.kind in (STEP, JOIN)}
         if kinds & {GAVE_UP, QUESTION}:

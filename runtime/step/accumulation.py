@@ -89,7 +89,7 @@ class Accumulation:
         self._handles: list[Any] = []
         self.backward: _EagerBackward | None = None
         self._waiting: list[weakref.ref[GradientStep]] = []  # calls whose backward may still run, in order
-        # The call of the last backward, to which a backward of parameters alone belongs.
+        # The call of the last backward. A backward that reaches only parameters is attributed to it.
         self._last: GradientStep | None = None
         self._nests: bool | None = None  # whether a backward has contained another one, or None before the first
 

@@ -37,7 +37,7 @@ class ExternalGradients:
         self._state = state
         self._communicator = communicator
         self._unused: frozenset[str] = frozenset()
-        self._nodes: list[Any] = []  # keeps nodes alive, because parameters do not
+        self._nodes: list[Any] = []  # keeps the nodes and their hooks alive, because parameters do not
         self._handles: list[Any] = []
 
     def watch(self, unused: frozenset[str]) -> None:

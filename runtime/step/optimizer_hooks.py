@@ -146,7 +146,7 @@ class OptimizerHooks:
     def _before_any_step(self, optimizer: Optimizer, *_: Any) -> None:
         """Adds hooks to an optimizer that is about to step, if it has a parameter of the model."""
         if not hasattr(optimizer, "_optimizer_state_dict_pre_hooks"):
-            return  # an optimizer that wraps another one, whose own step runs this hook
+            return  # a wrapper of another optimizer, whose own step runs this hook
         if not self.known_optimizers.has(optimizer):
             own = {id(parameter) for parameter in self._state.parameters()}
             if own.isdisjoint([id(p) for group in optimizer.param_groups for p in group["params"]]):
@@ -340,7 +340,7 @@ class OptimizerHooks:
         if (kwargs or args[1:]) and isinstance(closure := find_closure(args, kwargs), MeanLoss):
             closure.restore()
         step = self._steps.pop(id(optimizer), None)
-        if step is None:  # the base class's step has already ended it
+        if step is None:  # the base class's step, which this step has called, has already run this hook
             return
         step.restore(raised=False)
         self._count_step(optimizer)

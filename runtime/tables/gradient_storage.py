@@ -77,7 +77,7 @@ class GradientStorage(LocalStorage):
         self._rows: list[Rows] = []
         # If dense: the ids of rows with a gradient from lookups, or None for all rows.
         self._read: list[Tensor] | None = None
-        # Whether callers may hold the stored rows; and a snapshot of rows handed out earlier, which are no longer used.
+        # Whether callers may refer to the stored rows; and a snapshot of rows returned before, which are not used now.
         self._are_shown, self._left = False, VersionSnapshot()
         self._viewer: weakref.ref[_ViewToken] = weakref.ref(_ViewToken(self))
 
@@ -201,7 +201,7 @@ class GradientStorage(LocalStorage):
         if not self.is_dense:
             self._left = VersionSnapshot.of_tensors_in(
                 self._handed_out()
-            )  # raises if rows that were handed out earlier have been written, because that would now be lost
+            )  # to raise if a caller writes the rows that were returned before, which would have no effect
             dense, read = self.dense(), [ids for ids, _ in self._rows]
             self._rows, self.local, self._read = [], dense, read
             self._seen = VersionSnapshot.of_tensors_in([dense])  # the values are the same, so the norms stay valid

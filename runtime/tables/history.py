@@ -63,7 +63,7 @@ class History:
         self._space: History | None = None
         self._with = self, *self._members  # histories that must be closed together
         self._first = 0  # the table's first row in the joined table
-        self._before = 0  # how many steps came before the open ones
+        self._before = 0  # how many steps came before those of `self.open`
         self._taken: Tensor | None = None
         for first, each in (members or {}).items():
             each.close()

@@ -282,7 +282,7 @@ class ModelState:
         left = self.parameter(name).grad if name in self.unreduced else None
         if left is None:
             return gradient
-        # Torch adds a sparse tensor only to a dense one.
+        # Torch supports dense + sparse, but not sparse + dense.
         return left + gradient if gradient.is_sparse else gradient + left
 
     def place_of_parameter(self, name: str) -> tuple[Mapping[str, Any], str]:

@@ -45,7 +45,7 @@ def plain_options(group: Mapping[str, Any], except_for: str = "") -> tuple[tuple
         except_for: name of an option to leave out.
     """
     found: list[tuple[str, Hashable]] = []
-    for name, value in group.items():  # called several times a step, so no comprehension and no helper
+    for name, value in group.items():  # a plain loop, because this runs several times per step
         if name not in ("params", except_for):
             kinds = map(type, value) if type(value) is tuple else (type(value),)
             if not PLAIN.issuperset(kinds):
@@ -191,7 +191,7 @@ def read_state_rows(state: Mapping[str, Any], ids: Tensor, rows: int) -> State:
         rows: the number of rows of the table.
     """
     found: State = {}
-    for key, value in state.items():  # called several times a step, so no helper
+    for key, value in state.items():  # inlined, because this runs several times per step
         if not isinstance(value, Tensor):
             found[key] = copy.copy(value)
         elif value.dim() > 0 and value.shape[0] == rows:

@@ -82,7 +82,7 @@ class PendingParameter(nn.Parameter):
         apply_pending(args, kwargs)
         return func(*args, **kwargs)
 
-    # zero_grad() reads `.grad` of every parameter. A property costs a third of `__torch_function__`.
+    # zero_grad() reads every parameter's `.grad`. A property takes a third of the time that `__torch_function__` takes.
 
     @property
     def grad(self) -> Any:
@@ -174,7 +174,7 @@ class UpdateGroup:
             if issubclass(type(parameter), PendingParameter):  # the parameter may belong to another model too
                 _apply_pending(parameter)
             plain: Any = type(parameter)
-            if plain is TableShard:  # every access goes through its storage
+            if plain is TableShard:  # a shard is always accessed through its storage
                 held: LocalStorage = parameter.held  # type: ignore[attr-defined]
                 self._held.append(held)
                 held.on_use = self.apply
@@ -229,7 +229,7 @@ class UpdateGroup:
     def apply(self) -> None:
         """Applies the pending updates. Called at an access of an armed parameter."""
         with self._lock:
-            self.stale = True  # arm again later, because the caller may keep a reference to the memory
+            self.stale = True  # guard again later, because the caller may keep a reference to the memory
             # A step or another thread is already applying the updates.
             if self.inside or self._applies or not self.is_open:
                 return
@@ -238,8 +238,8 @@ class UpdateGroup:
                     self.close()
                     self._apply()
                     return
-                # Another thread: keep the guards until done, so that the training thread waits, also to clear
-                # gradients.
+                # In another thread, keep the guards until the updates are applied. They make the training thread
+                # wait, even in zero_grad().
                 with torch._C.DisableTorchFunctionSubclass():
                     self._apply()
                 self.close()

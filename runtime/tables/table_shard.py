@@ -137,7 +137,7 @@ class TableShard(Tensor):
                 raise self.refused(f"setting .data of shape {shapes}")
             value = self.like(LocalStorage(self.spread.cut(value.detach()).clone()))
         self.spread.count_collective_op()
-        self.held.dense()  # pending updates belong to the old memory, which others may hold
+        self.held.dense()  # apply pending updates to the old memory, which other tensors may share
         Tensor.data.__set__(self, value.detach())  # type: ignore[attr-defined]
         self.held = LocalStorage(value.held.memory().detach())
 
