@@ -294,8 +294,10 @@ class _HeadSharding:
     def _insert_chunk_logits(
         self, chunk_number: int, all_labels: fx.Node, counts: fx.Node, gathering: fx.Node, loss: Loss
     ) -> tuple[_Chunk, fx.Node]:
-        """Inserts the logits of one chunk of positions, for this rank's rows of the table. Returns the chunk, and the
-        launch that exchanges its softmax statistics. `gathering` is the launch that gathers its hidden states.
+        """Inserts the ops that compute the logits of one chunk of positions, for this rank's rows of the table. Returns
+        the chunk, and the node that launches the exchange of its softmax statistics. `all_labels` has the labels of
+        all ranks' positions, `counts` the number of positions on each rank. `gathering` launches the exchange of the
+        chunk's hidden states.
         """
         labels = self._take_chunk(all_labels, counts, chunk_number, "chunk_labels")
         hidden = self._rewriter.wait(gathering)

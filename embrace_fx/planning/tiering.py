@@ -267,7 +267,8 @@ def _initial_values(context: Context, name: str, decision: Decision) -> InitialV
 def place_tiered(
     context: Context, name: str, shape: torch.Size, mesh: DeviceMesh | None, memory: WorkingSet, first: int
 ) -> Member:
-    """Moves a table to storage, or leaves its rows to be computed. Returns it with a working set. Collective.
+    """Moves a table's rows to storage, or leaves them to be computed at their first read if the table is lazily
+    initialized. Returns the table with its working set. Collective.
 
     Args:
         shape: the shape of the whole table.

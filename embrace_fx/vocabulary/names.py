@@ -148,10 +148,10 @@ def wrap_names(named_values: Iterator[tuple[str, T]], prefix: str) -> Iterator[t
 
 
 class StateDict(OrderedDict[str, Any]):
-    """A state dict of a compiled model. It yields each key as a `Name`, and detects look-ups with DDP's prefix
-    "module.".
+    """A state dict of a compiled model. Iterating over it yields each key as a `Name`. Looking up a key with DDP's
+    prefix "module." returns the value of the key without the prefix.
 
-    Saved, it is a plain `OrderedDict` of plain strings.
+    When pickled, it becomes a plain `OrderedDict` with plain strings as keys.
     """
 
     @classmethod

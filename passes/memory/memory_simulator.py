@@ -32,7 +32,7 @@ class SimulatedMemory:
 
 @dataclass(frozen=True)
 class _Positions:
-    """Where all nodes of a step stand once copies of the nodes to recompute are inserted in its backward.
+    """The positions of all nodes of a step after copies of the recomputed nodes are inserted into its backward.
 
     Attributes:
         own: the new position of each original node, followed by the number of all nodes.

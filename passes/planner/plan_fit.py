@@ -34,7 +34,7 @@ class PlanViolation:
             table.
         eager: the reason, in one line, why the batch's forward cannot be captured as a graph, or "" if it can.
         sparse: the tables of `late` whose gradients are sparse.
-        renamed: (old, new) names of parameters that the model has renamed since.
+        renamed: (old, new) names of parameters that the model has renamed since the plan was made.
     """
 
     late: tuple[str, ...] = ()

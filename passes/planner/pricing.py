@@ -356,10 +356,10 @@ class Pricing:
         """Returns the price of sharding a table: on the requested grid, else on the current one, else by columns or on
         a grid that is clearly faster.
 
-        Both send the same bytes. If each of N ranks reads u rows of D columns, a rank handles N u pieces of D / N
-        columns by columns. On a grid of R x C ranks it handles N u / R pieces of D / C columns: only rows of its own
-        row of the grid. Of the grids with useful columns, the one with most columns is priced, because columns share
-        the work evenly for any ids, and rows only if ids are spread evenly.
+        Both layouts send the same bytes. If each of N ranks reads u rows of D values, a rank that owns D / N columns
+        handles N u pieces of D / N values. On a grid of R x C ranks, it handles N u / R pieces of D / C values. Of the
+        grids with useful columns, the one with the most columns is priced, because columns divide the work evenly for
+        any ids, but rows do so only if the ids are spread evenly.
         """
         if isinstance(requested, Grid):
             check_grid(requested, fact.name, fact.shape, self.world_size)
@@ -434,8 +434,9 @@ class Pricing:
         return (predicted_ms, sharing_ms) if self.world_size > 1 else (0.0, 0.0)
 
     def _sparsity_of(self, table: TableSpec, fact: ParameterFacts, rows: tuple[int, ...]) -> Sparsity:
-        """Returns the sparsity of a table's gradient, in rows. It counts as dense if ops other than lookups read the
-        table, or if the forward computes the ids.
+        """Returns the sparsity of a table's gradient, with rows as units. `rows` is the number of unique rows that each
+        rank reads in a step. The gradient counts as dense if ops other than lookups read the table, or if the forward
+        computes the ids.
         """
         if table.use != "sparse" or not rows or not all(use.ids_from_batch for use in table.uses):
             return _dense_sparsity(fact, self.world_size)

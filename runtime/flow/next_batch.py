@@ -200,7 +200,9 @@ class DeviceBatch(NextBatch):
         self._for_host: list[tuple[str, Member, Tensor]] = []
 
     def copy_rows(self) -> None:
-        """Starts copying the batch's unique rows of each table, and their numbers, to the host."""
+        """Starts copying the ids of the unique rows that the batch reads of each table, and how many there are, to the
+        host.
+        """
         with self._streams.on("ids", "rows of a batch to come"):
             rows = [self._streams.to_host(each) for each in self.unique]
             self._copies = [*rows, self._streams.to_host(self._of_tables)]

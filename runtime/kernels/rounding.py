@@ -72,8 +72,10 @@ def round_trip(flat: Tensor, pieces: Pieces, form: Format) -> Tensor:
 
 
 def as_blocks(elements: int) -> Pieces:
-    """Divides the elements of a dense tensor into blocks that are rounded separately. Returns them as shapes (rows,
-    columns), with one block per row.
+    """Divides the elements of a dense tensor into blocks of `BLOCK` elements, each of which is rounded separately.
+
+    Returns the shapes (rows, columns) in which to view the two parts of the flat tensor, with one block per row: all
+    full blocks, and the shorter last block.
     """
     return [(elements // BLOCK, BLOCK), (1, elements % BLOCK)]
 

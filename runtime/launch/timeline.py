@@ -43,8 +43,10 @@ def gather_timeline(communicator: Communicator, recording: Recording, steps: Ste
 
 
 def _single_step(recording: Recording) -> Recording:
-    """Returns a recording of a single step in which the forward before the backward belongs to the backward's
-    window.
+    """Returns the recording of a single step as one complete window.
+
+    A window is a backward and the next forward. In a single step, the forward runs before the backward, and would be
+    assigned to an earlier window.
     """
     return replace(
         recording,
