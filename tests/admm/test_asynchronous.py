@@ -67,7 +67,7 @@ def _one_slow(rank: int, world_size: int, staleness: int) -> Result:
     def slow_down(progress: admm.Progress) -> None:
         """Worker 1 takes five times as long, however busy the machine is."""
         if rank == 1:
-            time.sleep(min(0.3, 4 * (time.perf_counter() - began_s[0])))  # the first one has set up its ranks too
+            time.sleep(min(0.3, 4 * (time.perf_counter() - began_s[0])))  # the first one includes set-up
             began_s[0] = time.perf_counter()
 
     return run(rank, world_size, admm.Asynchronous(arrivals=1, staleness=staleness, patience_s=10), 150, slow_down)
@@ -103,7 +103,7 @@ def test_who_is_waited_for() -> None:
 
     heard.store(2, *report(0.0))
     heard.store(3, *report(0.0))
-    assert heard.missing() == [1]  # of two updates ago, whoever else has come
+    assert heard.missing() == [1]  # worker 1's last report is two updates old
     heard.store(1, *report(9.0))
     vector, arrived, oldest = heard.update()
     assert (vector.tolist(), arrived, oldest) == ([3.0], {1, 2, 3}, 0)

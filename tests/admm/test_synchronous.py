@@ -46,7 +46,7 @@ def result_of(state: admm.State, rnn: torch.nn.RNN, head: torch.nn.Linear) -> Re
 
 
 def _train(rank: int, world_size: int, iterations: int, dtype: torch.dtype = torch.float32) -> Result:
-    rnn, head = modules(WORDS, HIDDEN, 2, seed=rank, dtype=dtype)  # rank 0's weights are the ones that count
+    rnn, head = modules(WORDS, HIDDEN, 2, seed=rank, dtype=dtype)  # training starts from rank 0's weights
     inputs, targets = shard(rank, world_size)
     data = inputs.to(dtype), targets
     state = admm.train(rnn, head, data, iterations=iterations, parallel=admm.Synchronous(strength=0.5))

@@ -47,7 +47,7 @@ def flat(state: State) -> dict[str, Tensor]:
         "grams": state.grams,
     }
     found = {f"{n}.{f.name}": getattr(h, f.name) for n, h in holders.items() if h is not None for f in fields(h)}
-    rows = [astuple(progress)[:-1] for progress in state.history]  # all but the time
+    rows = [astuple(progress)[:-1] for progress in state.history]  # without the time, which differs between runs
     return found | {"history": torch.tensor(rows, dtype=torch.float64)}
 
 

@@ -189,4 +189,4 @@ def test_an_argument_that_is_written_must_not_be_another_one_too() -> None:
         copied = long.clone()
         expected = twin(x, y)
         long.copy_(copied)
-        assert torch.equal(model(x, y), expected)  # as it is written
+        assert torch.equal(model(x, y), expected)  # the forward now runs eagerly

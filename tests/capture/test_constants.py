@@ -87,7 +87,7 @@ def test_a_float_that_decides_what_is_traced_is_captured_three_times() -> None:
     [
         (lambda by: math.cos(math.pi * by) + math.tanh(by) + math.sqrt(by) + math.log2(1 + by), 2),
         (lambda by: abs(by - 0.3) + round(by, 1) + round(by) + math.floor(5 * by), 2),
-        (lambda by: math.log(by + 1.0), 3),  # as many as run before the forward runs eagerly
+        (lambda by: math.log(by + 1.0), 3),  # after three captures the forward runs eagerly
         (lambda by: by // 0.1 + by % 0.1, 3),
         (lambda by: divmod(by, 0.1)[0] + 1, 3),
         (lambda by: (int(by * 10) ^ 5) + (int(by * 10) << 2) + (int(by * 10) >> 1), 2),
@@ -109,7 +109,7 @@ def test_values_agree_where_they_are_of_one_type_and_equal() -> None:
     assert same_constant(array, array)
     assert same_constant("a text", "a text"[:])
     assert not same_constant(1, 1.0)
-    assert not same_constant(array, np.ones(2))  # whose comparison gives no single answer
+    assert not same_constant(array, np.ones(2))  # comparing them returns an array, not a bool
 
 
 @pytest.mark.parametrize("folder", ["/home/user/training", "/train", "/usr/lib/python3/site-packages/torch/nn"])

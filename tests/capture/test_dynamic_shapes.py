@@ -232,7 +232,7 @@ def test_evaluation_has_captures_of_its_own() -> None:
     for length in (5, 6, 7, 9):
         with torch.no_grad():
             assert compiled(ids_of(3, length))[0].item() == pytest.approx(eager(ids_of(3, length))[0].item(), rel=1e-9)
-    assert captures(compiled) == 1 + 1  # the first length differs from that of training: it may vary
+    assert captures(compiled) == 1 + 1  # one for training, and one with a dynamic length for evaluation
 
 
 def test_too_many_captures_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:

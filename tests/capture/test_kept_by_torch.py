@@ -31,7 +31,7 @@ def test_the_code_of_graphs_that_have_gone_is_forgotten() -> None:
         capture_one(width)
         gc.collect()
         held.append(sum(map(len, texts().values())))
-    assert held[-1] <= held[0] + 200  # numbers in it have more digits
+    assert held[-1] <= held[0] + 200  # numbers in the code may get more digits
 
 
 def test_code_that_is_in_use_stays() -> None:

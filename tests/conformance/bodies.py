@@ -22,9 +22,9 @@ from tests.conformance.on_cpu import gpus_are_cpus, without_devices
 
 WORLD_SIZE = 2
 
-# torch's module asks for these when it is imported; left there, they would tell of ranks where there are none.
+# torch's module reads these variables on import. Unset them afterwards, because this process is no rank.
 with mock.patch.dict(os.environ, {"BACKEND": "gloo", "WORLD_SIZE": str(WORLD_SIZE)}), warnings.catch_warnings():
-    warnings.simplefilter("ignore", DeprecationWarning)  # it still scripts
+    warnings.simplefilter("ignore", DeprecationWarning)  # torch's module still uses TorchScript
     from torch.testing._internal.distributed import distributed_test
 
 Side = Literal["DDP", "embrace_fx"]
@@ -83,7 +83,7 @@ class Rank(BASE, TestCase):
 def run_body(rank: int, world_size: int, name: str, side: Side) -> str:
     """Runs one body on this rank; returns "" or why torch itself skips it."""
     warnings.simplefilter("ignore")
-    os.environ |= {"TEMP_DIR": tempfile.gettempdir(), "WORLD_SIZE": str(WORLD_SIZE)}  # of a rank of these bodies alone
+    os.environ |= {"TEMP_DIR": tempfile.gettempdir(), "WORLD_SIZE": str(WORLD_SIZE)}  # set only in these ranks
     wrap = without_devices(DistributedDataParallel if side == "DDP" else in_ddps_place)
     body = inspect.unwrap(getattr(BASE, name))
     with (

@@ -80,7 +80,7 @@ def without_devices(wrap: Callable[..., Any]) -> Callable[..., Any]:
         kwargs.pop("output_device", None)
         return wrap(module, *[each for each in args if not isinstance(each, list)], **kwargs)
 
-    ignoring = "_set_params_and_buffers_to_ignore_for_model"  # called on the class
+    ignoring = "_set_params_and_buffers_to_ignore_for_model"  # a static method that bodies call on the class
     wrapped.__dict__[ignoring] = getattr(DistributedDataParallel, ignoring)
     return wrapped
 

@@ -19,7 +19,7 @@ from tests.support.cases import long_but
 from tests.support.ranks import run_ranks
 
 pytestmark = [
-    pytest.mark.filterwarnings("ignore:Grad strides do not match bucket view strides:UserWarning"),  # DDP's
+    pytest.mark.filterwarnings("ignore:Grad strides do not match bucket view strides:UserWarning"),  # warned by DDP
     pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning"),
 ]
 
@@ -50,7 +50,7 @@ MODELS = {name: (case.make, _trains(name, case)) for name, case in CASES.items()
 
 
 def check_models(*names: str, ranks: int = 2, strategy: Any = "auto") -> None:
-    for unused in (True, False):  # a backward within the backward cannot be searched for unused parameters
+    for unused in (True, False):  # DDP cannot find unused parameters of a checkpointed forward
         some = [name for name in names if (name != "checkpointed") is unused]
         if some:
             how: dict[str, Any] = {"ranks": ranks, "strategy": strategy, "dtype": torch.float64, "says": "route: eager"}
@@ -86,7 +86,7 @@ def _trains_rows(model: Any, rank: int) -> list[Tensor]:
             model(*labelled(100 + step, rank)).backward()
         losses.append(model(*labelled(step, rank)))
         losses[-1].backward()
-        assert step < 2 or all(table.grad.is_sparse for table in tables)  # by then the plan is made for gradients
+        assert step < 2 or all(table.grad.is_sparse for table in tables)  # the plan is made from the first gradients
         for optimizer in optimizers:
             optimizer.step()
     return [loss.detach() for loss in losses]

@@ -46,7 +46,7 @@ def _calls(rank: int, layers: int) -> int:
 
 def _few_and_many(rank: int, world_size: int) -> tuple[int, int]:
     bucket_bytes = cost.choose_bucket_bytes
-    cost.choose_bucket_bytes = lambda *arguments, **options: 1 << 20  # one bucket
+    cost.choose_bucket_bytes = lambda *arguments, **options: 1 << 20  # large enough for a single bucket
     try:
         return _calls(rank, FEW), _calls(rank, MANY)
     finally:

@@ -78,7 +78,7 @@ class Scaled(nn.Module):
         self.rows, self.scale = nn.Embedding(8, 4), 1.0
 
     def forward(self, ids: Tensor) -> Tensor:
-        return (self.rows(ids) * math.exp(self.scale)).square().sum()  # which Dynamo has for constants alone
+        return (self.rows(ids) * math.exp(self.scale)).square().sum()  # Dynamo supports math.exp only for constants
 
 
 IDS = torch.arange(6).view(2, 3)

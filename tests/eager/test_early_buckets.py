@@ -59,7 +59,7 @@ def _note_launches(launcher: Any, launched: list[str]) -> None:
 def _launched_early(rank: int, world_size: int) -> tuple[list[tuple[str, ...]], list[str], list[str]]:
     """The buckets; what has been launched when `note` is called; what has at the end of the backward."""
     bucket_bytes, early, launched = cost.choose_bucket_bytes, list[str](), list[str]()
-    cost.choose_bucket_bytes = lambda *arguments, **options: 4 * WIDTH * (WIDTH + 1)  # a layer each
+    cost.choose_bucket_bytes = lambda *arguments, **options: 4 * WIDTH * (WIDTH + 1)  # one layer per bucket
     try:
         torch.manual_seed(0)
         model = Backwards()

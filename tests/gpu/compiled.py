@@ -63,7 +63,7 @@ def found_of(name: str, narrow: bool, cache: Path) -> dict[str, Any]:
 
 
 def main() -> None:
-    warnings.filterwarnings("error", "Inductor cannot compile")  # of a region that it refuses
+    warnings.filterwarnings("error", "Inductor cannot compile")  # warned for a region that Inductor rejects
     cache = Path(os.environ["TORCHINDUCTOR_CACHE_DIR"])
     cases = [(name, narrow) for name in WORKLOADS for narrow in (False, True)]
     found = {f"{name}{', bfloat16' * narrow}": found_of(name, narrow, cache) for name, narrow in cases}

@@ -283,7 +283,7 @@ def trains_two_models(rank: int, world_size: int, kind: str, reads: str = "") ->
     for number, batch in enumerate(training.batches(range(6))):
         first = training.model(*batch)
         if reads == "within one backward":
-            first.register_hook(read)  # after the critic's backward, and before the other one
+            first.register_hook(read)  # runs between the critic's backward and the model's own
             judging(batch[0], first).backward()
         else:
             second = judging(batch[0], first.detach())

@@ -160,7 +160,7 @@ def farthest(case: Case, timeout_s: float = 400.0) -> Distance:
     allowed = max(BOUNDS[case.precision], ROUNDED * _apart(expected, unrounded))
     before = dict(WORKLOADS[case.model].make(torch.float32, seed=SEED).named_parameters())
     still = [name for name, value in expected.items() if torch.equal(before[name], value)]
-    assert all(name.endswith("bias") for name in still), still  # a softmax cancels some of them: a key's, say
+    assert all(name.endswith("bias") for name in still), still  # a softmax cancels some biases, such as a key's
     ranks = run_ranks(case.devices, trains, case, timeout_s=timeout_s)
     return Distance(max(_apart(of_rank, expected) for of_rank in ranks), allowed)
 

@@ -107,12 +107,12 @@ def trains_on_gpu(
         for each in compiled.optimizer:
             each.step()
             each.zero_grad()
-        if strict_from is not None and step == STEPS - 2:  # what comes after the last step but one is no steady step
+        if strict_from is not None and step == STEPS - 2:  # the last step has no next batch, so it is not measured
             set_sync_debug_mode("default")
             streams, events, copies = (now - then for now, then in zip(host_waits(), before, strict=True))
             assert streams == copies == 0
-            assert events <= 2 * (step + 1 - strict_from)  # sizes of the next batch; whether the loss is finite
-    shown = compiled.state_dict()  # a tied table has two names there
+            assert events <= 2 * (step + 1 - strict_from)  # one for the next batch's sizes, one for the finite flag
+    shown = compiled.state_dict()  # the state dict also has a tied table's second name
     return {name: _whole(shown[name].detach(), world_size) for name, _ in compiled.named_parameters()}
 
 

@@ -34,7 +34,7 @@ def overwritten(windows: int) -> int:
     wrong = torch.zeros((), dtype=torch.int64, device=device)
     for window in range(windows):
         tickets = [submit(launcher, name, window, draw, device) for name in draw.sample(NAMES, len(NAMES))]
-        for number, ticket in draw.sample(tickets, len(tickets) - 1):  # one of them nobody waits for
+        for number, ticket in draw.sample(tickets, len(tickets) - 1):  # one ticket is never awaited
             wrong += (ticket.wait() != 2 * number).sum()
             litter(draw, device)
         del tickets, ticket
@@ -48,7 +48,7 @@ def submit(launcher: Launcher, name: str, window: int, draw: random.Random, devi
     sent = torch.full((draw.randrange(1, 1 << 16),), number, device=device)
 
     def launch(sent: Tensor = sent) -> InFlight:
-        torch.cuda._sleep(draw.randrange(CYCLES))  # a transfer under way
+        torch.cuda._sleep(draw.randrange(CYCLES))  # stands for the time of a transfer
         received = torch.empty_like(sent)
         torch.add(sent, sent, out=received)
         return InFlight(received, None, reads=(sent,))

@@ -20,7 +20,7 @@ def test_what_comes_back_is_what_left() -> None:
     expected = value.clone()
     stored = copies.await_offload(copies.offload(value, offload_id("value"), None))
     del value
-    torch.full((1000, 1000), 7.0, device=device)  # may take the memory that has become free
+    torch.full((1000, 1000), 7.0, device=device)  # may reuse the memory of `value`
     back = copies.await_reload(copies.reload(stored, reload_id("value"), None))
     assert stored.place.is_pinned()
     assert torch.equal(back, expected)

@@ -157,6 +157,6 @@ def _peaks(rank: int, ranks: int) -> dict[str, int]:
 def test_brief_logits_hold_no_more_than_one_rank_alone_has_of_them() -> None:
     logits = 256 * 20_001 * 4
     for found in run_ranks(2, _peaks, timeout_s=500.0):
-        assert found["alone"] > 2 * logits  # logits, their log-softmax, a gradient
+        assert found["alone"] > 2 * logits  # logits, log-softmax and gradient are in memory at once
         assert found["sharded"] < found["alone"]
-        assert found["budget"] < logits  # of a chunk, an eighth at a time
+        assert found["budget"] < logits  # a chunk is an eighth of the logits

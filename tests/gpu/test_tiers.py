@@ -137,7 +137,7 @@ FIRST, LAST = 20, 30
 def test_rows_come_and_leave_without_the_host(ranks: int) -> None:
     for streams, copies, events in run_ranks(ranks, steady, timeout_s=400.0):
         assert streams == copies == 0
-        assert events <= 2 * (LAST + 1 - FIRST)  # sizes of the next batch; whether the loss is finite
+        assert events <= 2 * (LAST + 1 - FIRST)  # one for the next batch's sizes, one for the finite flag
 
 
 def does_not_wait(rank: int, world_size: int, run: Run) -> list[float]:
@@ -154,7 +154,7 @@ def does_not_wait(rank: int, world_size: int, run: Run) -> list[float]:
 @emulated
 @gpus(1)
 def test_a_wait_that_is_left_out_is_found(findings: Path) -> None:
-    with suppress(RankError):  # values are those of whatever is there
+    with suppress(RankError):  # without the wait, values are undefined and may raise
         run_ranks(1, does_not_wait, replace(ON_DEVICE, memory=0.1, rows=200, steps=6, ahead=2), timeout_s=400.0)
     assert "nothing orders the two" in findings_of(findings)
 

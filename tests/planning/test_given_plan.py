@@ -34,7 +34,7 @@ def save_and_repeat(rank: int, world_size: int, folder: Path) -> tuple[bool, int
     first.plan.save(folder / f"{rank}.json")
     probed: list[int] = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(findings, "measure_links", lambda *_: probed.append(1))  # what is not to be called
+        patch.setattr(findings, "measure_links", lambda *_: probed.append(1))  # records a call, which must not happen
         second, found = train(rank, plan=folder / f"{rank}.json")
         third, _ = train(rank, plan=first.plan)
     same = all(torch.equal(value, found[name]) for name, value in expected.items())

@@ -70,7 +70,7 @@ def test_one_asks_for_any_number_of_ranks(world_size: int) -> None:
         model = workload.make(torch.float32, seed=0)
     words = torch.randint(1000, (2, 5))
     asked = embrace_fx.plan(model, (words, words), world_size=world_size, strategy={"head.weight": "vocabulary"})
-    decision = asked[workload.table]  # by its first name; the strategy names it by another one
+    decision = asked[workload.table]  # a tied table: the plan uses its first name, the strategy another one
     assert str(decision.grid) == f"{world_size} x 1 grid"
     assert "output layer sharded" in decision.reason
     assert asked.schedule is not None

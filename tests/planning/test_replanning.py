@@ -137,7 +137,7 @@ def test_training_through_new_plans_equals_the_reference(case: Case) -> None:
         assert [p.digest() for p in found.plans] == [p.digest() for p in by_rank[0].plans]
         plain = make()
         plain.load_state_dict(found.parameters)
-        assert found.loss == pytest.approx(_evaluate(plain))  # a program built before the first plan was replaced
+        assert found.loss == pytest.approx(_evaluate(plain))  # evaluated by a program of the first plan
         assert len({plan[OTHER].strategy for plan in found.plans}) == 1
     first, second = (k for k, (a, b) in enumerate(zip(found.plans, found.plans[1:], strict=False)) if a != b)
     assert first in DENSE

@@ -200,8 +200,7 @@ def on_paper(memory: float, host_bytes: float = 200e9) -> Forecast:
 def test_budgets_of_a_table_beyond_memory_on_paper() -> None:
     little, much = on_paper(20e9), on_paper(60e9)
     of, more = little.memory["table.weight"], much.memory["table.weight"]
-    # 16 of 128 columns of weights and two moments on each device; besides checksum, row and the steps it has taken
-    assert of.record_bytes == 3 * 16 * 4 + 3 * 8
+    assert of.record_bytes == 3 * 16 * 4 + 3 * 8  # 3 tensors with 16 columns; checksum, row, step count
     assert 0.98 * 20e9 < of.nbytes <= 20e9 < more.nbytes <= 60e9
     (host, from_host), (drive, from_drive) = of.moved_by_tier
     assert (host.name, drive.name) == ("host memory", "NVMe drive")
@@ -209,7 +208,7 @@ def test_budgets_of_a_table_beyond_memory_on_paper() -> None:
     assert from_drive < from_host < of.draws.rows
     step_ms, faster_ms = (each.schedule.diagnostics().step_ms for each in (little, much))
     assert faster_ms <= step_ms
-    assert step_ms == pytest.approx(of.read_ms + of.write_ms)  # the drive sets the pace
+    assert step_ms == pytest.approx(of.read_ms + of.write_ms)  # the step is limited by the drive
     beside_ms = little.schedule.without_storage_ms
     at_speed = on_paper(of.for_step(beside_ms).nbytes)
     assert at_speed.schedule.diagnostics().exposed_ms["storage"] <= 0.02 * beside_ms

@@ -32,7 +32,7 @@ def run(*command: str | Path, cwd: Path = ROOT) -> str:
 def build(output: Path) -> Path:
     """The wheel; what it and the sdist hold is checked. Raises `RuntimeError` where they differ or hold too much."""
     pip = (sys.executable, "-m", "pip", "-qq", "wheel", "--no-deps", "--no-build-isolation", "--no-index")
-    shutil.rmtree(ROOT / "build" / "lib", ignore_errors=True)  # setuptools adds to it but never removes
+    shutil.rmtree(ROOT / "build" / "lib", ignore_errors=True)  # setuptools never removes old files from it
     program = "import sys; from setuptools import build_meta; print(build_meta.build_sdist(sys.argv[1]))"
     sdist = output / run(sys.executable, "-c", program, output).splitlines()[-1]
     run(*pip, "--wheel-dir", output, ROOT)
@@ -55,7 +55,7 @@ def install(wheel: Path, environment: Path) -> Path:
     run(sys.executable, "-m", "venv", "--without-pip", "--clear", environment)
     python = environment / "bin" / "python"
     run(sys.executable, "-m", "pip", "-qq", "--python", python, "install", "--no-deps", "--no-index", wheel)
-    # A folder in a .pth file is searched, and its own .pth files, an editable embrace_fx among them, are not read.
+    # The .pth file adds the folder to sys.path. Python ignores .pth files inside it, such as an editable embrace_fx.
     (site,) = environment.glob("lib/python*/site-packages")
     (site / "needed.pth").write_text(sysconfig.get_path("purelib") + "\n", encoding="utf-8")
     return python

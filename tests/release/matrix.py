@@ -77,7 +77,7 @@ def pythons_here() -> dict[str, str]:
     found = {}
     for version in PYTHONS:
         by_pyenv = sorted((Path.home() / ".pyenv" / "versions").glob(f"{version}.*/bin/python"))
-        for each in (shutil.which(f"python{version}"), *map(str, by_pyenv)):  # a shim on the path may start nothing
+        for each in (shutil.which(f"python{version}"), *map(str, by_pyenv)):  # pyenv's shim on the path may not work
             if each and subprocess.run([each, "-c", "import venv"], capture_output=True, check=False).returncode == 0:
                 found[version] = each
                 break

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import embrace_fx
 
 warnings.simplefilter("error", DeprecationWarning)
-warnings.filterwarnings("ignore", ".*torch.jit", DeprecationWarning)  # torch's own, on import of Inductor
+warnings.filterwarnings("ignore", ".*torch.jit", DeprecationWarning)  # torch warns when Inductor is imported
 logging.getLogger("embrace_fx").setLevel(logging.WARNING)
 
 

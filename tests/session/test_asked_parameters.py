@@ -42,7 +42,7 @@ def train(rank: int, world_size: int, clips_by_model: bool) -> tuple[list[str], 
                 optimizer.zero_grad()
         (sharded,) = session_of(model).state.tables.values()
         is_swept = sharded.rule is DenseUpdate
-        assert sharded.predicted_bytes(2)[:2] == (16_000, 16_000 * is_swept)  # all rows have a gradient in a sweep
+        assert sharded.predicted_bytes(2)[:2] == (16_000, 16_000 * is_swept)  # a sweep gives all rows a gradient
     model.close()
     return [line for line in told if ASKED in line or "sharded" in line], is_swept
 

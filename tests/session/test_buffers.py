@@ -42,13 +42,13 @@ def _losses(model: Any, rank: int) -> list[Tensor]:
 
     call(0)
     with torch.no_grad():
-        plain.scale.add_(rank + 1.0)  # in place, on every rank, another value on each
+        plain.scale.add_(rank + 1.0)  # in place, with a different value on each rank
     call(1)
     if rank == 0:
-        plain.scale = plain.scale * 2  # another tensor, on one rank
+        plain.scale = plain.scale * 2  # a new tensor, on rank 0 only
     call(2)
     if rank == 1:
-        plain.scale.zero_()  # on a rank whose buffers do not count
+        plain.scale.zero_()  # on rank 1, whose buffers are overwritten by rank 0's
     call(3)
     with model.no_sync():
         for k in range(4, 7):
@@ -64,17 +64,17 @@ def _losses(model: Any, rank: int) -> list[Tensor]:
         call(10)
     model.train()
     call(11, 12)
-    plain.norm.eval()  # reads, in training, what training has changed
+    plain.norm.eval()  # reads the running statistics that training has changed
     call(13, 14)
     model.eval()
     with torch.no_grad():
-        call(15, 16)  # each changes what the next one reads
+        call(15, 16)  # each call changes buffers that the next one reads
     model.train()
     call(17)
     plain.norm.eval()
     call(18)
     model.train()
-    with torch.no_grad():  # as `update_bn` estimates statistics anew
+    with torch.no_grad():  # as in `update_bn`: training mode without gradients
         call(19, 20)
         model.eval()
         call(21)
@@ -84,7 +84,7 @@ def _losses(model: Any, rank: int) -> list[Tensor]:
 CASES = {"buffers": (Buffered, _losses)}
 
 
-@pytest.mark.filterwarnings("ignore::FutureWarning")  # of DDP's older name
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # DDP warns about its older name for the option
 @pytest.mark.parametrize(
     ("ddp", "broadcast"),
     [({}, True), ({"broadcast_buffers": False}, False), ({"forward_sync_buffers": False}, "once")],

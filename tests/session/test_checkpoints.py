@@ -52,7 +52,7 @@ def move_state(rank: int, world_size: int, old: Strategy, new: Strategy, when: s
     if when == "after the first call":
         target.train(rank, range(7, 8))
     target.model.load_state_dict(source.model.state_dict())
-    target.optimizer.load_state_dict(copy.deepcopy(source.optimizer.state_dict()))  # torch shares it otherwise
+    target.optimizer.load_state_dict(copy.deepcopy(source.optimizer.state_dict()))  # torch would share the tensors
     for run in (source, target):
         run.train(rank, range(2, 4))
     assert_same(parameters(target), parameters(source), DTYPE)
@@ -96,7 +96,7 @@ def write_shards(rank: int, world_size: int) -> dict[str, str]:
             with pytest.raises(TypeError) as raised:
                 write(value)
             found[f"{what} by {writer}"] = str(raised.value)
-    run.train(rank, range(2, 3))  # training goes on
+    run.train(rank, range(2, 3))  # training can continue after the errors
     return found
 
 

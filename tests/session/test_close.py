@@ -29,7 +29,7 @@ def taken() -> dict[str, int]:
     deadline_s, alike = time.monotonic() + 10.0, 0
     while alike < 3 and time.monotonic() < deadline_s:
         before = _threads(), _descriptors()
-        time.sleep(0.2)  # a thread that has been joined, and sockets of an earlier test, may still be there
+        time.sleep(0.2)  # joined threads and sockets of an earlier test may need time to disappear
         alike = alike + 1 if before == (_threads(), _descriptors()) else 0
     return {
         "threads": _threads(),
@@ -54,11 +54,11 @@ def train(rank: int) -> embrace_fx.CompiledModel:
         model.optimizer.zero_grad()
         model(*batch).backward()
         model.optimizer.step()
-    return model  # with gradients and updates that wait for a next call
+    return model  # has gradients, and updates that wait for the next call
 
 
 def train_and_drop(rank: int, world_size: int, close: bool) -> tuple[dict[str, int], dict[str, int], dict[str, int]]:
-    train(rank).close()  # what the first model of a process brings with it, as autograd's thread, stays
+    train(rank).close()  # the first model starts threads that remain, such as autograd's
     before, within = taken(), {}
     for _ in range(MODELS):
         model = train(rank)
@@ -72,19 +72,19 @@ def train_and_drop(rank: int, world_size: int, close: bool) -> tuple[dict[str, i
 @pytest.mark.long
 @pytest.mark.parametrize("close", [True, False], ids=["closed", "dropped"])
 def test_models_in_a_row_leave_nothing_behind(close: bool) -> None:
-    close_pool()  # what an earlier test has left may go at any time
+    close_pool()  # resources of earlier tests could be freed in the middle
     for before, within, after in run_ranks(2, train_and_drop, close):
         assert {what: count for what, count in within.items() if count <= before[what]} == {}
         assert after == before
 
 
 def close_and_go_on(rank: int, world_size: int) -> tuple[str, dict[str, Tensor], dict[str, Tensor], int]:
-    train(rank).close()  # what the first model of a process brings with it, as a progress bar's thread, stays
+    train(rank).close()  # the first model starts threads that remain, such as a progress bar's
     threads = threading.active_count()
     model = train(rank)
     expected = {name: _whole(value) for name, value in model.state_dict().items()}
     model.close()
-    model.close()  # once more is no harm
+    model.close()  # closing twice is allowed
     with pytest.raises(RuntimeError) as caught:
         model(*words_batch(0, rank))
     found = {name: _whole(value) for name, value in model.state_dict().items()}
@@ -145,4 +145,4 @@ def test_no_update_is_lost_where_the_compiled_model_is_closed_or_dropped(
     for closed, dropped, message in run_ranks(2, drop_and_read, strategy, rows):
         assert closed.keys() == dropped.keys()
         assert all(torch.equal(closed[name], dropped[name]) for name in closed)
-        assert message == ""  # the model can be compiled again, with nobody there who could close the first
+        assert message == ""  # a second `compile` works although no reference to the first result is left

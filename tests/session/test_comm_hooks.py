@@ -69,7 +69,7 @@ def under_another_name(hook: Callable[..., Any]) -> Callable[..., Any]:
     def renamed(state: Any, bucket: Any) -> Any:
         return hook(state, bucket)
 
-    renamed.__annotations__.clear()  # DDP looks for its own there
+    renamed.__annotations__.clear()  # DDP checks annotations for its own classes
     return renamed
 
 

@@ -189,4 +189,4 @@ def test_one_file_of_everything_is_written_and_read_by_ranks_that_never_hold_it_
     torch.save(Large(seed=9).state_dict(), tmp_path / "plain.pt")
     for exporting_bytes, importing_bytes in run_ranks(2, export_and_import, tmp_path):
         assert exporting_bytes < 0.3 * WHOLE_BYTES
-        assert importing_bytes < 0.8 * 2 * WHOLE_BYTES  # half of the table, and half of its momentum
+        assert importing_bytes < 0.8 * 2 * WHOLE_BYTES  # each rank loads half of the table and of its momentum

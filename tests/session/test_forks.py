@@ -32,7 +32,7 @@ def _ask(rank: int, world_size: int) -> list[Any]:
     with model.whole() as whole:
         asked.append(in_a_child(lambda: whole.words.weight.sum().item()))
         expected = whole.words.weight.sum().item()
-    training.update(training.batch(0))  # the ranks are as they were
+    training.update(training.batch(0))  # the ranks can still train
     return [*asked, expected]
 
 
@@ -51,7 +51,7 @@ def _await(rank: int, world_size: int) -> tuple[str, float]:
     context = multiprocessing.get_context("fork")
     answers = context.Queue()
     words, ids = training.module.words, torch.ones(2, dtype=torch.int64)
-    context.Process(target=os._exit, args=(1,)).start()  # another child's failure is the script's own affair
+    context.Process(target=os._exit, args=(1,)).start()  # the failure of another child must not matter
     context.Process(target=lambda: answers.put(words(ids).sum().item())).start()
     began = time.monotonic()
     try:

@@ -154,4 +154,4 @@ def test_where_shards_or_a_graph_are_asked_for_they_are_refused_on_every_rank() 
     for told in run_ranks(2, refuse_and_go_on):
         assert told[:3] == ["torch.distributed.all_reduce"] * 3
         assert told[4] == "torch.distributed.all_gather_object"
-        assert told[3] in ("torch.distributed.send", "torch.distributed.recv")  # of the rank that tells first
+        assert told[3] in ("torch.distributed.send", "torch.distributed.recv")  # from whichever rank reports first

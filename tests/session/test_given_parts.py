@@ -71,7 +71,7 @@ def _buffer(target: Tensor, model: Any) -> Tensor:
 def _dense(_: Tensor, model: Any) -> Tensor:
     kept = torch.zeros(3, WIDTH)
     kept.data = model.out.weight.grad
-    model.out.weight.grad.mul_(2.0)  # the two share memory
+    model.out.weight.grad.mul_(2.0)  # also scales `kept`, which shares the memory
     return kept
 
 

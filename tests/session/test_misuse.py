@@ -121,7 +121,7 @@ class Choosy(nn.Module):
 
 def _raises_by_itself(rank: int, world_size: int) -> list[str]:
     compiled, told = embrace_fx.compile(Choosy(), strategy="alltoall"), []
-    for lengths in ((3, 3), (2, 2), (2, 3), (1, 2)):  # the first on all ranks, the third on rank 1 alone
+    for lengths in ((3, 3), (2, 2), (2, 3), (1, 2)):  # lengths of 3 raise: on all ranks, or on rank 1 alone
         try:
             compiled(torch.arange(lengths[rank])).backward()
             told.append("")

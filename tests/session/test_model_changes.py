@@ -213,7 +213,7 @@ def _train_local(wrap: Any, rank: int) -> dict[str, Tensor]:
             optimizer.step()
             optimizer.zero_grad()
     with torch.no_grad():
-        wrapped.eval()(torch.arange(3), with_last=True)  # statistics of batches are shared before they are read
+        wrapped.eval()(torch.arange(3), with_last=True)  # shares the batch statistics of ranks
     return embrace_fx.full_state_dict(wrapped if isinstance(wrapped, embrace_fx.CompiledModel) else model)
 
 
@@ -235,7 +235,7 @@ def _stand_ins(rank: int, world_size: int) -> None:
     compiled = embrace_fx.compile(model, strategy="alltoall")
     ids_BT = torch.full((2, 4), rank)
     others = {name: torch.full_like(parameter, 0.1) for name, parameter in model.named_parameters()}
-    for first in (True, False):  # before the first call, and with sharded tables
+    for first in (True, False):  # the first time before any call, then with sharded tables
         leaves = {name: value.clone().requires_grad_() for name, value in others.items()}
         torch.func.functional_call(compiled, leaves, (ids_BT,)).backward()
         own = {name: value.clone().requires_grad_() for name, value in others.items()}

@@ -51,7 +51,7 @@ def refuse_and_go_on(rank: int, world_size: int) -> list[str]:
     model.zero_grad()
     assert all(map(torch.allclose, train(model, rank), train(wrapped, rank)))
     module: Any = model.module
-    alone = module.second.weight.square().sum()  # no call of the model: this rank's own, as under DDP
+    alone = module.second.weight.square().sum()  # a loss without a call of the model has a local gradient, as under DDP
     if rank == 0:
         alone.backward()
     return told

@@ -170,7 +170,7 @@ def _changed(rank: int, world_size: int, closes: bool) -> int:
             model.close()
         other = nn.Linear(2, 2)
         other(torch.ones(1, 2)).sum().backward()
-        torch.optim.SGD(other.parameters(), lr=0.1).step()  # of no interest to the model
+        torch.optim.SGD(other.parameters(), lr=0.1).step()  # an optimizer of other parameters must not matter
         model.module.state_dict()
     return len(CHANGES)
 

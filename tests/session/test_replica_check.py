@@ -86,7 +86,7 @@ def test_the_rank_that_is_alone_is_named() -> None:
     "dtype", [torch.float64, torch.float32, torch.bfloat16, torch.int8, torch.bool, torch.complex64]
 )
 def test_a_checksum_sees_one_bit(dtype: torch.dtype) -> None:
-    values = torch.arange(36).to(dtype)[1:].view(5, 7)  # nothing is aligned, and something is left over
+    values = torch.arange(36).to(dtype)[1:].view(5, 7)  # an unaligned view, whose size is no multiple of a word
     before = checksum(values.t())
     assert checksum(values.t().clone(memory_format=torch.contiguous_format)) == before
     for place in (0, 7, 34):

@@ -253,7 +253,7 @@ ALONE: Mapping[str, Callable[[Training], Any]] = {
     "rows like each other": lambda training: torch.dot(*training.state[TABLE][3:5].unbind()).item(),
     "all weights in a vector": lambda training: nn.utils.parameters_to_vector(training.model.parameters()).std(),
     "a share of zeros": lambda training: (training.moments["0 exp_avg"] == 0).double().mean(),
-    # what needs no other rank
+    # These need no communication.
     "a copy": lambda training: training.state[TABLE].clone(),
     "a copy of all": lambda training: copy.deepcopy(training.state),
     "the half of it": lambda training: training.state[TABLE] * 0.5,

@@ -78,7 +78,7 @@ def trains(rank: int, ranks: int, cause: str, folder: Path) -> str:
     with pytest.MonkeyPatch.context() as patch:
         if cause == "link":
             slow_all_reduces(patch)
-        # Of what stands behind a slow transfer, the first that is awaited is told: here all is of one class.
+        # With one class of launches, the report must blame the slow link, not a transfer that waits behind it.
         strategy: Any = "allreduce" if cause == "link" else {"0.weight": "alltoall"}
         model = embrace_fx.compile(plain, cluster=embrace_fx.Cluster(), strategy=strategy)
         if cause == "optimizer":

@@ -125,7 +125,7 @@ def copy_before(rank: int, world_size: int) -> list[str]:
     with logged() as lines:
         train(model, rank)
         train(other, rank)
-    assert torch.isfinite(teacher(*draw_batch(0, rank)))  # whole, and its own
+    assert torch.isfinite(teacher(*draw_batch(0, rank)))  # the teacher's own table is whole
     return [line for line in lines if "a copy of the model" in line]
 
 

@@ -124,7 +124,7 @@ def _train(rank: int, fault: Fault, timer: threading.Timer | None, marks: Path) 
             timer.start()
         if now and (fault.kind, fault.rank) == ("raises", rank):
             (marks / "moment").write_text(str(time.time()))
-            os._exit(1)  # as a script's own exception ends it
+            os._exit(1)  # like a script that ends by an exception
         model(*batch).backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -157,7 +157,7 @@ def try_fault(fault: Fault, ranks: int) -> Found:
     if any(end is None for end in ends):
         return Found(fault, None, tuple(repr(outcome.exception) for _, outcome in others), "a rank has not ended")
     if at_s is None or all(end is not None and not end.error for end in ends):
-        return Found(fault, None, (), "")  # it had nothing to do any more when the other one was gone
+        return Found(fault, None, (), "")  # this rank had already finished when the other one failed
     errors = tuple(end.error for end in ends if end is not None)
     after_s = max(end.at_s for end in ends if end is not None) - at_s
     wrong = "" if all(_names(error, fault.rank) for error in errors) else "an error does not name the rank"

@@ -157,7 +157,7 @@ def test_two_ranks_probe_their_links_and_compare_two_systems(folder: Path) -> No
     assert "works  links: " in said("doctor")
     printed = said("bench", "made_here:make", "--steps", "2")
     assert "times as fast" in printed
-    assert "rank 0 sends 12.2 MiB" in printed  # of a dense gradient of 200,000 x 16
+    assert "rank 0 sends 12.2 MiB" in printed  # the dense gradient of a 200,000 x 16 table
     assert "embrace_fx plan, 2 rank(s)" in printed
 
 

@@ -27,6 +27,6 @@ def _calls(model: nn.Module) -> int:
 @pytest.mark.long
 @pytest.mark.parametrize(("make", "sizes"), [(Tables, (6, 12, 24)), (Chain, (12, 24, 48))])
 def test_calls_grow_in_proportion(make: Callable[[int], nn.Module], sizes: tuple[int, int, int]) -> None:
-    _calls(make(sizes[0]))  # what is imported and built once
+    _calls(make(sizes[0]))  # warm up: imports and caches
     few, more, many = (_calls(make(size)) for size in sizes)
-    assert (many - more) < 2.2 * (more - few)  # in proportion: 2; with the square: 4
+    assert (many - more) < 2.2 * (more - few)  # 2 if calls grow linearly, 4 if quadratically

@@ -97,7 +97,7 @@ def test_stages_that_take_long_are_told_of(monkeypatch: pytest.MonkeyPatch, caps
     monkeypatch.setattr(logging.getLogger(), "handlers", [])
     monkeypatch.setattr(progress, "LINE_EVERY_S", 0.1)
     with progress.stage("planning"):
-        for _ in range(3):  # each short, together long
+        for _ in range(3):  # each stage is short, but all three are long
             with progress.stage("probing links"):
                 time.sleep(0.08)
             time.sleep(0.08)

@@ -60,7 +60,7 @@ def test_the_site_is_built_without_warnings_and_its_links_lead_somewhere(tmp_pat
     assert {path.stem for path in (tmp_path / "site").glob("*.html")} == pages | {"404"}
     reference = (tmp_path / "site" / "errors.html").read_text(encoding="utf-8")
     assert "dense gradients are reduced and applied until" in re.sub(r"\s+", " ", reference)
-    assert not re.findall(r'(?:src|href)="https?://(?!squidfunk|www\.mkdocs)', reference)  # it opens without a network
+    assert not re.findall(r'(?:src|href)="https?://(?!squidfunk|www\.mkdocs)', reference)  # loads nothing remote
 
 
 def test_every_page_with_snippets_is_tried() -> None:
@@ -111,16 +111,15 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 def test_what_a_page_shows_runs(page: str, program: str, here: Path) -> None:
     if "transformers" in program:
         pytest.importorskip("transformers", reason="of the extra `test`")
-    # As a script of its own: modules are looked up by the classes that they define.
-    names: dict[str, Any] = {"__name__": "__page__"}
+    names: dict[str, Any] = {"__name__": "__page__"}  # not "__main__", in whose module torch would look classes up
     exec(compile(program, f"{page}.md", "exec"), names)
-    assert names.keys() > {"__name__"}  # it has made something
+    assert names.keys() > {"__name__"}  # the program has defined something
 
 
 def reader(*, compiled: bool) -> dict[str, Any]:
     """The names that a fragment takes as known."""
     deep = (layer for _ in range(12) for layer in (nn.Linear(4, 4), nn.GELU(), nn.LayerNorm(4)))
-    plain = nn.Sequential(nn.Embedding(50, 4), *deep, nn.Linear(4, 1))  # may keep half of what it saves
+    plain = nn.Sequential(nn.Embedding(50, 4), *deep, nn.Linear(4, 1))  # deep enough for a memory budget of half
     optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
     loader = [(torch.arange(6),)] * 3
     known: dict[str, Any] = {
@@ -159,7 +158,7 @@ def test_what_a_page_quotes_runs(page: str, here: Path) -> None:
     assert fragments
     for snippet in fragments:
         program = re.sub(r"^( +)\.\.\.$", r"\1step()", snippet, flags=re.M)
-        # Each compilation of a model is of a model of its own.
+        # If a snippet only compiles models, each of its lines gets a new model.
         parts = program.splitlines() if program.startswith("model = embrace_fx.compile") else [program]
         for part in parts:
             known = reader(compiled=page in ("operations", "scheduling"))

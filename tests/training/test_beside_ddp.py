@@ -77,8 +77,8 @@ AFTER: dict[str, Write] = {
 
 def writing(make: Make, before: Write | None, after: Write | None) -> Loop:
     def loop(model: Any, rank: int) -> None:
-        optimizer, table = make(model.parameters()), model.module.words.weight  # asked for once
-        # Each reads other rows than the one before, so that all of its rows leave early; odd ones read row 0.
+        optimizer, table = make(model.parameters()), model.module.words.weight  # read once, before the loop
+        # Consecutive batches have no row in common, so all rows of the next batch are sent early.
         read = [torch.arange(3) + 3 * (k % 2 == 0) + 6 * rank + 12 * (k % 3 == 2) for k in range(8)]
         for k, batch in enumerate(ahead(model, [each[None] for each in read])):
             optimizer.zero_grad()
@@ -121,7 +121,7 @@ class Padded(nn.Module):
         super().__init__()
         self.bags = nn.EmbeddingBag(ROWS, WIDTH, mode="sum", padding_idx=7)
         self.words, self.out = nn.Embedding(ROWS, WIDTH, padding_idx=0), nn.Linear(WIDTH, 1)
-        nn.init.normal_(self.bags.weight)  # padding rows too
+        nn.init.normal_(self.bags.weight)  # also initializes padding rows
         nn.init.normal_(self.words.weight)
 
     def forward(self, bags: Tensor, words: Tensor) -> Tensor:
@@ -134,7 +134,7 @@ def padded() -> nn.Module:
 
 def padded_batch(step: int, rank: int) -> tuple[Tensor, Tensor]:
     bags, words = ids(step, rank, 2, 4, 3, high=ROWS)
-    bags[0, 0], words[rank, 0] = 7, 0 if step % 3 else 5  # one is in every batch, the other in two in a row of three
+    bags[0, 0], words[rank, 0] = 7, 0 if step % 3 else 5  # 7 is in every batch, 0 in two of three
     return bags, words
 
 

@@ -48,7 +48,7 @@ NO_NUMBERS = ("pair", "dict", "None")
 
 def _calls(optimizer: Optimizer, closure: Callable[[], Any]) -> Any:
     if isinstance(optimizer, Deciding):
-        return optimizer.step(closure, more=2.0)  # other arguments arrive too
+        return optimizer.step(closure, more=2.0)  # other arguments are passed on, too
     return optimizer.step(closure=closure)
 
 
@@ -72,12 +72,12 @@ def _trained(wrap: Callable[[Any], Any], rank: int, optimizer: str, returns: str
 def _combinations() -> Iterator[tuple[str, str]]:
     for optimizer in OPTIMIZERS:
         for returns in RETURNS:
-            if optimizer == "AdamW" or returns not in NO_NUMBERS:  # the others compare what is returned
+            if optimizer == "AdamW" or returns not in NO_NUMBERS:  # other optimizers compare the returned values
                 yield optimizer, returns
 
 
 def _both(rank: int, world_size: int) -> dict[tuple[str, str], tuple[list[Any], list[Any]]]:
-    SGD([torch.zeros(1)], 0.1)  # torch hooks the step of a class when it is first made
+    SGD([torch.zeros(1)], 0.1)  # torch hooks a class's step when its first instance is created
     found, wraps = {}, {optimizer: compiled_once(strategy="alltoall") for optimizer in OPTIMIZERS}
     for each in _combinations():
         theirs = _trained(DistributedDataParallel, rank, *each)
@@ -90,10 +90,10 @@ def test_a_step_returns_what_the_closure_returned_on_this_rank() -> None:
     for found in everyone:
         for (optimizer, returns), (ours, theirs) in found.items():
             name = f"{optimizer}, {returns}"
-            if optimizer == "AdamW":  # under DDP the others decide by each rank's own loss
+            if optimizer == "AdamW":  # under DDP, other optimizers act on each rank's own loss
                 torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-12, msg=name)
             for own, other in zip(ours[:STEPS], theirs[:STEPS], strict=True):
                 assert isinstance(own, type(other)), name
-            torch.testing.assert_close(ours[0], theirs[0], rtol=1e-9, atol=1e-12, msg=name)  # of equal parameters
+            torch.testing.assert_close(ours[0], theirs[0], rtol=1e-9, atol=1e-12, msg=name)  # parameters are equal
     for each, (ours, _) in everyone[0].items():
         torch.testing.assert_close(ours[STEPS:], everyone[1][each][0][STEPS:], msg=f"{each}: ranks differ")

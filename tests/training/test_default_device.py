@@ -20,7 +20,7 @@ def trains_under_another_default(rank: int, world_size: int) -> dict[str, Tensor
     model = WORKLOAD.make(torch.float64, seed=SEED + rank)
     optimizers = make_optimizers("adagrad", model)
     batches = [WORKLOAD.batches(step, rank, SEED) for step in range(STEPS)]
-    with torch.device("meta"):  # on which nothing can be computed
+    with torch.device("meta"):  # a default device that cannot compute
         compiled = embrace_fx.compile(model, optimizer=optimizers, strategy="alltoall")
         for batch in compiled.lookahead(batches):
             compiled(*batch).backward()

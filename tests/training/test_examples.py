@@ -18,8 +18,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 EXAMPLE_MODULES = {path.stem for path in EXAMPLES.glob("*.py")}
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 
-# The tables are just large enough that sharding them pays.
-ROWS, WIDTH = 20_000, 32
+ROWS, WIDTH = 20_000, 32  # just large enough that sharding pays
 SIZES = f"--vocabulary {ROWS} --width {WIDTH} --batch-size 8 --length 16 --negatives 64 --steps 30".split()
 
 
@@ -86,7 +85,7 @@ def test_training_in_a_single_process(run_here: Callable[..., str], tmp_path: Pa
 
 @pytest.mark.long
 def test_comparison_on_two_ranks(tmp_path: Path) -> None:
-    # What "auto" decides depends on how busy the machine is when its links are probed.
+    # Request "alltoall", because the choice of "auto" depends on how busy the machine is.
     printed = run(*TORCHRUN, str(EXAMPLES / "compare.py"), "--output", str(tmp_path), *SIZES, "--strategy", "alltoall")
     assert "The two curves agree" in printed
 
@@ -95,8 +94,7 @@ def test_comparison_on_two_ranks(tmp_path: Path) -> None:
     assert embrace["losses"] == pytest.approx(ddp["losses"], rel=1e-4)
     assert ddp["losses"][-1] < ddp["losses"][0] - 1
 
-    # A ring AllReduce on two ranks sends what it reduces once per rank; embrace_fx sends no table.
-    table_bytes = 2 * ROWS * WIDTH * 4
+    table_bytes = 2 * ROWS * WIDTH * 4  # each of two ranks in a ring AllReduce sends the tables once
     assert min(ddp["step_bytes"]) >= 2 * table_bytes
     assert sorted(embrace["step_bytes"])[1] < table_bytes / 4
 

@@ -49,7 +49,7 @@ READS: dict[str, Callable[[Tensor], Any]] = {
 def _read(rank: int, world_size: int, train: bool) -> None:
     whole, model = compiled(BOTH)
     batch = BOTH.batches(0, rank, 0)
-    model(*batch)[0].backward()  # the plan is made by a training call
+    model(*batch)[0].backward()  # a training call, to make the plan
     model.train(train)
     for name, read in READS.items():
         with torch.set_grad_enabled(train):
@@ -116,7 +116,7 @@ def _read_twice(rank: int, world_size: int) -> None:
             own.step()
             own.zero_grad()
         with torch.no_grad():
-            for reads in (True, rank == 0):  # the second read needs no other rank
+            for reads in (True, rank == 0):  # then only rank 0 reads, without communication
                 found, expected = model(*batch)[1], whole(*batch)[1]
                 if reads:
                     torch.testing.assert_close(found + 0.0, expected, rtol=1e-9, atol=1e-9)

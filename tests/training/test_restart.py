@@ -98,7 +98,7 @@ def save_killed_at(point: int, directory: Path, state: dict[str, Tensor]) -> Non
 
 def kill_at_every_point(rank: int, world_size: int, directory: Path) -> list[int]:
     """By point: the step of the checkpoint that was found after a kill there."""
-    warnings.simplefilter("ignore")  # of torch, which says that it saves in a single process
+    warnings.simplefilter("ignore")  # torch warns that it saves in a single process
     latest = runpy.run_path(str(EXAMPLE))["latest"]
     states = {step: {"weight": torch.full((300,), float(step)), "step": torch.tensor(step)} for step in (1, 2)}
     found: list[int] = []

@@ -106,7 +106,7 @@ def test_two_ranks_send_less_and_train_as_well(form: Format, most_bytes: float) 
     assert found[0].predicted_bytes == pytest.approx(found[0].sent_bytes, rel=0.1)
     assert off(found, exact) < 0.01
     assert found[0].losses != exact[0].losses
-    assert found[0].evaluated == pytest.approx(evaluated(found[0]), rel=1e-6)  # of exact rows
+    assert found[0].evaluated == pytest.approx(evaluated(found[0]), rel=1e-6)  # evaluations read exact rows
     assert f"gradients of rows are sent as {form}: off by 0." in found[0].report
     assert f"buckets are sent as {form}: off by" in found[0].report
 
@@ -179,7 +179,7 @@ def _planned(rank: int, _: int) -> str:
     model(*batch).backward()
     launches = [each for each in model.graphs["round_row_gradients"].graph.nodes if each.target is SENDS]
     assert launches
-    for launch in launches:  # what it sends is split of what was rounded
+    for launch in launches:  # it sends parts of rounded gradients
         assert launch.all_input_nodes[0].all_input_nodes[0].target is torch.ops.embrace.round_rows.default
     again = embrace_fx.compile(Words(), plan=model.plan)
     with pytest.raises(ValueError, match="has rows='exact'"):

@@ -15,8 +15,8 @@ from tests.support.sides import Predicting
 
 pytestmark = [
     pytest.mark.timeout(300),
-    pytest.mark.filterwarnings("ignore:Grad strides do not match bucket view strides:UserWarning"),  # DDP's
-    pytest.mark.filterwarnings("ignore:.torch.jit"),  # deprecated, and still used
+    pytest.mark.filterwarnings("ignore:Grad strides do not match bucket view strides:UserWarning"),  # warned by DDP
+    pytest.mark.filterwarnings("ignore:.torch.jit"),  # torch still uses deprecated parts of itself
 ]
 
 WAYS: Mapping[str, tuple[int, dict[str, Any]]] = {

@@ -217,7 +217,7 @@ def _written_late(rank: int, world_size: int) -> str:
     model(*batch(0, rank)).backward()
     gradient: Any = model.module.emb.weight.grad
     values = gradient.values()
-    gradient.add_(1.0)  # every row has a gradient from here on
+    gradient.add_(1.0)  # makes the gradient dense
     values.mul_(2.0)
     with pytest.raises(RuntimeError) as refused:
         SGD(model.parameters(), 0.1).step()

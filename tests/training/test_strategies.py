@@ -51,7 +51,7 @@ def test_a_dense_parameter_may_be_exchanged_too(strategy: str) -> None:
         run_ranks(3, _train_pruned, {"wide.*": strategy}), expected, strict=True
     ):
         assert_same(found, reference, torch.float64)
-        assert graph.count("exchange_gradient_") == 2  # weight and bias
+        assert graph.count("exchange_gradient_") == 2  # one for the weight, one for the bias
         assert "exchange_gradient_" not in plain
 
 

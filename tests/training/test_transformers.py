@@ -22,10 +22,10 @@ BERT = {f"bert.embeddings.{of}_embeddings.weight" for of in ("word", "position",
 SHARDED = {
     "bert": BERT,
     "bert, large table": BERT,
-    "gpt2": {"transformer.wpe.weight"},  # and no tied table
+    "gpt2": {"transformer.wpe.weight"},  # the tied table of GPT-2 is not sharded
     "gpt2, large untied tables": {"transformer.wte.weight", "transformer.wpe.weight"},
     "gpt2 without cache": {"transformer.wpe.weight"},
-    # Biases are tables, too, of a row per distance; what they are looked up with follows from the sizes.
+    # T5's position biases are tables with a row per distance, whose ids depend only on sizes.
     "t5": {f"{part}.block.0.layer.0.SelfAttention.relative_attention_bias.weight" for part in ("encoder", "decoder")},
     "marian": {"model.encoder.embed_tokens.weight", "model.decoder.embed_tokens.weight"},
     "bart": {f"model.{part}.embed_{of}.weight" for part in ("encoder", "decoder") for of in ("tokens", "positions")},
@@ -45,7 +45,7 @@ def _case(name: str) -> Case:
             found += [result.loss.detach(), type(result).__name__, *result.keys()]
         if isinstance(model, embrace_fx.CompiledModel):
             assert {each.parameter for each in model.plan if each.strategy == "alltoall"} == SHARDED[name]
-            assert captures_of(model) == 2  # the first length, and all others
+            assert captures_of(model) == 2  # one for the first length, one for all others
         return found
 
     return training.make_model, train
@@ -57,7 +57,7 @@ CASES = {name: _case(name) for name in TRAININGS}
 @pytest.mark.long
 @pytest.mark.parametrize("name", TRAININGS)
 def test_published_models_end_where_ddp_does(name: str) -> None:
-    ddp = {"find_unused_parameters": name == "bart"}  # which has a table that nothing reads
+    ddp = {"find_unused_parameters": name == "bart"}  # BART has a table that its forward never reads
     check(__name__, name, ddp=ddp, rtol=1e-9, strategy="alltoall")
 
 
@@ -99,7 +99,7 @@ def test_evaluation_returns_the_objects_that_the_model_returns(strategy: str, ro
     assert not found.loss.requires_grad
     _assert_same_cache(found.past_key_values, expected.past_key_values)
     captured = [entry.captured.route for entry in entries_of(session_of(compiled))]
-    assert captured == routes  # the log message in its forward notwithstanding; no table sharded: as written
+    assert captured == routes  # a forward that logs can be captured; without tables to shard, it runs eagerly
 
 
 def _assert_same_cache(found: Any, expected: Any) -> None:

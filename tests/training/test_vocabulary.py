@@ -75,7 +75,7 @@ def _recorded(rank: int, world_size: int) -> tuple[dict[str, int], dict[str, int
     """Returns exchange of positions -> bytes, as recorded and as predicted, and the exchanges waited for."""
     workload = HeadWorkload(length=32, ignored=0.0)
     compiled = embrace_fx.compile(workload.make(DTYPE, seed=0), strategy={workload.table: "vocabulary"})
-    batch = workload.batches(0, 0, 0)  # every rank's
+    batch = workload.batches(0, 0, 0)  # the same batch on every rank
     with compiled.record():
         for _ in range(4):
             compiled(*batch).backward()

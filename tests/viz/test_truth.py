@@ -58,7 +58,7 @@ def test_memory_in_use_is_that_of_tensors_and_not_of_a_heap() -> None:
     """What is freed and taken again shows, small blocks and large ones; the resident set shows neither."""
     cpu = torch.device("cpu")
     for elements in (10_000, 10_000_000):
-        torch.zeros(elements)  # the heap has room for it from here on
+        torch.zeros(elements)  # grows the heap, so that the next allocation does not
         before = bytes_in_use(cpu)
         held = torch.zeros(elements)
         grown = bytes_in_use(cpu) - before

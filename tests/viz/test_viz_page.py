@@ -29,7 +29,7 @@ pytestmark = pytest.mark.skipif(CHROMIUM is None, reason=f"no browser on this ma
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
     with playwright.sync_playwright() as driver:
-        # Containers, where tests run as root, do not let it have its sandbox.
+        # Chromium's sandbox does not work for root in a container.
         browser = driver.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
         yield browser
         browser.close()
@@ -205,7 +205,7 @@ def test_what_stands_around_a_schedule(tab: Any, tmp_path: Path, schedule: Sched
     tab.locator("#glossary summary").focus()
     tab.keyboard.press("Enter")
     assert "compute stands still for communication" in tab.locator("#words").inner_text()
-    assert tab.evaluate("document.documentElement.scrollWidth") <= width  # nothing sticks out of the page
+    assert tab.evaluate("document.documentElement.scrollWidth") <= width  # no horizontal scrolling
 
 
 def test_time_in_which_nothing_runs_has_a_name(tab: Any, tmp_path: Path) -> None:

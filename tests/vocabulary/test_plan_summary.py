@@ -43,7 +43,7 @@ def test_dense_parameters_share_a_row_of_the_report_and_have_their_own_in_the_pl
     frozen = Decision("frozen.weight", (8,), False, "frozen", "takes no gradient", 0, 0, 0.0)
     plan = Plan(2, (table("user.weight", "alltoall"), *dense, frozen), ())
 
-    assert all(f"layers.{k}.w" in str(plan) for k in (0, 39))  # a narrow terminal folds names
+    assert all(f"layers.{k}.w" in str(plan) for k in (0, 39))  # a narrow terminal may wrap the rest of a name
     folded = render(plan, folded=True)
     assert "40 others" in folded
     assert "2,560 in all" in folded
@@ -59,5 +59,5 @@ def test_the_report_is_as_wide_as_the_terminal(monkeypatch: pytest.MonkeyPatch) 
     for columns in (80, 100, 180):
         monkeypatch.setattr("os.get_terminal_size", lambda _, columns=columns: os.terminal_size((columns, 24)))
         assert max(map(len, str(plan).splitlines())) <= columns
-    monkeypatch.setattr("sys.stdout", None)  # as of a daemon
+    monkeypatch.setattr("sys.stdout", None)  # as in a daemon
     assert "user.weight" in str(plan)

@@ -61,7 +61,7 @@ def test_the_figures_of_one_rank() -> None:
         exposed_ms={"ids": 0.0, "embedding": 0.0, "dense": 3.0, "delayed": 0.0},
         communication_ms={"ids": 0.0, "embedding": 1.0, "dense": 3.0, "delayed": 0.0},
         overlap_ratio=0.25,
-        held_bytes=0,  # without dependences nobody knows for how long
+        held_bytes=0,  # unknown without dependences
     )
 
 
@@ -101,7 +101,7 @@ def test_memory_is_held_from_the_end_until_the_last_reader_ended() -> None:
     assert diagnose(Timeline(spans[:4], waits[:1], 1, STEPS.dependences[:2])).held_bytes == 100
     late = tuple(
         replace(s, end_ms=s.end_ms + 4.0) if (s.operation, s.window) == (BACKWARD, 1) else s for s in spans
-    )  # lookups 1..17
+    )  # lookups are in memory from 1 to 17 ms
     assert diagnose(Timeline(late, waits, 1, STEPS.dependences)).held_bytes == 100 + 70 + 70
 
 
