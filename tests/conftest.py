@@ -18,11 +18,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    # Each module is compiled once, not by every process of every run, whatever the environment says.
-    sys.dont_write_bytecode = False
+    sys.dont_write_bytecode = False  # write .pyc files, so that not every process compiles all modules
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
-    os.environ["EMBRACE_FX_CACHE"] = ""  # a test starts from nothing, its ranks too
+    os.environ["EMBRACE_FX_CACHE"] = ""  # no test or rank uses results cached by earlier ones
     if config.getoption("dist", "no") != "no":
-        return  # this process distributes tests over others: without torch, it starts them seconds earlier
-    gc.disable()  # until all is imported, of which nothing becomes garbage
+        return  # this process only distributes tests: without importing torch, it starts seconds earlier
+    gc.disable()  # imports create no garbage; `isolation` enables it again
     config.pluginmanager.import_plugin("tests.support.isolation")

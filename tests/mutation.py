@@ -35,8 +35,8 @@ ROOT = Path(__file__).parents[1]
 PRODUCT = ("embrace_fx", "passes", "runtime")
 NOT_COPIED = shutil.ignore_patterns(".*", "__pycache__", "build", "*.egg-info")
 UNKNOWN = {"outcome": "", "found_by": ""}
-PASSED = (0, 5)  # of pytest: all that ran has passed, or nothing was to run
-NO_SUCH_TEST = 4  # of a name that is the fault's own
+PASSED = (0, 5)  # exit codes of pytest: all tests passed, or none was collected
+NO_SUCH_TEST = 4  # exit code of pytest if the fault renames the test
 HOOK = """# of every process of a run: the package is the copy's, whatever is installed
 import sys
 from importlib.machinery import PathFinder
@@ -54,7 +54,7 @@ OPPOSITE = {
 }  # fmt: skip
 COMMUTATIVE = ("max", "min", "add", "mul", "maximum", "minimum", "logical_and", "logical_or", "isinstance")
 
-Span = tuple[int, int, int, int]  # line, column, end line and end column, as ast has them: columns are of bytes
+Span = tuple[int, int, int, int]  # (line, column, end line, end column) as in `ast`: columns count bytes
 
 
 @dataclass
@@ -146,7 +146,7 @@ def draw(count: int, seed: int) -> list[Fault]:
         rooms[file.parent][file] = len(file.read_text(encoding="utf-8").splitlines()) + 1
     room_of_line = [room for room, files in rooms.items() for _ in range(sum(files.values()))]
     begun, drawn = chance.random(), list[Fault]()
-    while len(drawn) < count:  # at places that are evenly over all lines, room after room
+    while len(drawn) < count:  # at evenly spaced positions among the lines of all folders
         files = rooms[room_of_line[int((len(drawn) + begun) / count * len(room_of_line))]]
         fault = draw_of(chance.choices([*files], [*files.values()])[0], chance)
         if fault and fault not in drawn:
@@ -183,7 +183,7 @@ class Runner:
             try:
                 told, status = started.communicate(timeout=max(1.0, limit_s))[0], started.wait()
             except subprocess.TimeoutExpired:
-                os.killpg(started.pid, signal.SIGKILL)  # the ranks', too
+                os.killpg(started.pid, signal.SIGKILL)  # also kills the test's ranks
                 told, status = started.communicate()[0], None
         failed = re.findall(r"^(?:FAILED|ERROR) (tests/.*?)(?: - .*)?$", told, re.M)
         begun = re.findall(r"^(tests/\S+\.py::.*?)(?: [A-Z]+.*)?$", told, re.M)

@@ -124,8 +124,7 @@ def test_bytes_are_as_predicted(world_size: int, variant: str, gradient: str) ->
     prediction = predicted(variant, gradient, world_size)
     counted = fmean(sent.counted_bytes for sent in by_rank)
     assert counted == pytest.approx(prediction.mean.sent_bytes, rel=TOLERANCE)
-    # No rank sends more than the chain of each round's slowest. Where that depends on how units lie on ranks, which a
-    # prediction is not told, it is an estimate.
+    # `critical` sums each round's slowest rank. It is an estimate, because it does not know which units a rank has.
     assert max(sent.counted_bytes for sent in by_rank) <= 1.1 * prediction.critical.sent_bytes
 
 
@@ -133,7 +132,7 @@ def test_bytes_are_as_predicted(world_size: int, variant: str, gradient: str) ->
 @pytest.mark.parametrize("variant", WAYS)
 def test_channels_count_what_connections_carry(variant: str, gradient: str) -> None:
     for sent in (results[variant, gradient] for results in visit(3)):
-        # Messages without content are not counted, and are frames alone.
+        # Messages without payload are not counted; they consist of a frame only.
         assert sent.counted_bytes + FRAME_BYTES * sent.messages == pytest.approx(sent.tcp_bytes, rel=TOLERANCE)
 
 
@@ -193,8 +192,7 @@ def test_work_of_streams_by_hand() -> None:
 def test_sparsity_is_measured() -> None:
     sparsity = measure_sparsity([torch.tensor(ids) for ids in ([0, 1], [1], [1, 2, 7])], 8, width=3, itemsize=4)
     assert sparsity.units_by_rank == (2, 1, 3)
-    # Neighbours: {0, 1}, {1, 2, 7}, {0, 1, 2, 7}.
-    assert sparsity.unions == pytest.approx((2.0, 3.0, 4.0))
-    # Ranges 0-1, 2-4, 5-7 have four, one and one of the six; of the union, two, one and one of the four.
+    assert sparsity.unions == pytest.approx((2.0, 3.0, 4.0))  # unions of 1, 2 and 3 neighbouring ranks
+    # Ranges 0-1, 2-4, 5-7 have 4, 1, 1 of all ranks' 6 units, and 2, 1, 1 of the union's 4 units.
     assert range_starts(8, 3) == [0, 2, 5]
     assert (sparsity.push_imbalance, sparsity.pull_imbalance) == (4 * 3 / 6, 2 * 3 / 4)

@@ -41,8 +41,7 @@ RANKS = st.integers(2, 8)
         (all_reduce(1000, 4), Exchange(1500, 6)),
         (all_gather(100, 4), Exchange(300, 3)),
         (all_to_all(100, 4), Exchange(75, 3)),
-        # Two counts, one of them with the ids, and the longest rank's 5 ids.
-        (predict_id_exchange((4, 5), 100), Exchange(8 + 4 * 6, 1)),
+        (predict_id_exchange((4, 5), 100), Exchange(8 + 4 * 6, 1)),  # 2 counts; then 5 ids and a count, 4 bytes each
         (predict_id_exchange((4, 5), 2**31), Exchange(8 + 8 * 6, 1)),
     ],
     ids=str,
@@ -183,8 +182,7 @@ def test_start_up_takes_a_tenth_of_a_chunk(
         return start_up_ms / launch_ms(cluster, collective, own_bytes, ranks)
 
     assert start_up_share(size) <= 0.1 * 1.001
-    # And it is not larger than it must be: an urgent transfer waits for one of them.
-    assert size == MIN_CHUNK_BYTES or start_up_share(round(0.99 * size)) > 0.1
+    assert size == MIN_CHUNK_BYTES or start_up_share(round(0.99 * size)) > 0.1  # it is no larger than necessary
 
 
 def test_a_bucket_is_a_chunk_and_no_more_than_there_is() -> None:

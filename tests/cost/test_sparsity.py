@@ -76,8 +76,7 @@ def test_rows_in_blocks() -> None:
     same, shorter, longer = (in_blocks(rows, size) for size in (8, 4, 16))
     assert (same.num_units, same.units_by_rank) == (100, (20, 20))
     assert (shorter.num_units, shorter.units_by_rank) == (200, (40, 40))
-    # Of 50 blocks of two rows, each has at least one with probability 1 - 0.8 * 0.8.
-    assert (longer.num_units, longer.units_by_rank) == (50, (18, 18))
+    assert (longer.num_units, longer.units_by_rank) == (50, (18, 18))  # 50 blocks * (1 - 0.8 * 0.8) = 18
     assert longer.unions[0] == pytest.approx(50 * 0.36)
 
 

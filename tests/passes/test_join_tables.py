@@ -154,7 +154,7 @@ def test_lookups_that_are_all_cast_are_cast_as_one() -> None:
     model = model_of(forward)
     before, after = joined(model, IDS, OTHER_IDS)
     expected = below_each_other(model, run_graph(before, model, IDS, OTHER_IDS))
-    assert targets(after.graph).count("aten::_to_copy") == 4  # two of the product, one of rows, one of gradients
+    assert targets(after.graph).count("aten::_to_copy") == 4  # two for the product, one for rows, one for gradients
     assert_equal_outputs(run_graph(after, model, IDS, OTHER_IDS), expected)
 
 

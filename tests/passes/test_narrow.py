@@ -120,8 +120,7 @@ def test_rows_travel_in_the_dtype_of_the_casts(name: str) -> None:
     after = narrowed(graph)
     launches = [n for n in after.graph.nodes if str(n.target).startswith("embrace.all_to_all")]
     assert dtype.itemsize == 2
-    # float16 does not hold what sums of its values are: gradients stay wide.
-    wide = {torch.float32} if dtype == torch.float16 else set()
+    wide = {torch.float32} if dtype == torch.float16 else set()  # float16 sums could overflow
     assert {n.meta["val"].dtype for n in launches} == {dtype} | wide
 
 
@@ -176,7 +175,7 @@ def test_values_on_several_ranks() -> None:
 
 
 def test_golden() -> None:
-    graph = analysed(tables_model(autocast), IDS)  # of its own: symbols are numbered as they are made
+    graph = analysed(tables_model(autocast), IDS)  # a fresh graph, so that symbols get the numbers of the golden file
     before = text(graph.module)
     check_golden("narrow_exchange", text(narrowed(graph).module))
     assert text(graph.module) == before

@@ -83,7 +83,7 @@ def test_a_gradient_of_weights_waits_for_the_table_that_goes_ahead(overlapped: T
     before = names[: names.index("embrace::submit_gradients")]
     assert "embrace::rnn_layer_backward" in before
     assert "embrace::pack_bucket" not in before
-    assert before.count("aten::mm") == 1  # of the output layer: the gradient of its input alone
+    assert before.count("aten::mm") == 1  # only the gradient of the output layer's input
 
 
 def test_the_head_stays_ahead_of_all(overlapped: TrainingGraph) -> None:

@@ -62,4 +62,4 @@ def test_every_size_that_only_the_data_knows_is_expected(grid: Grid | None) -> N
         for symbol in size.node.expr.free_symbols  # type: ignore[attr-defined]
     }
     assert symbols == set(graph.expected.by_symbol)
-    assert sizes_of(graph)["table_table"] == [(min(UNKNOWN_SIZE, V), D)]  # not UNKNOWN_SIZE // D
+    assert sizes_of(graph)["table_table"] == [(min(UNKNOWN_SIZE, V), D)]  # in rows, not UNKNOWN_SIZE // D

@@ -97,7 +97,7 @@ def test_in_any_run_what_is_submitted_is_awaited_once_and_rows_are_current(
         unread = {each for each in under_way if each.part == "early"}
         as_expected = isinstance(variant, ForwardVariant) and variant.arrives == "cut"
         if isinstance(variant, ForwardVariant) and variant.arrives == "other":
-            for each in unread:  # sent for a batch that did not come
+            for each in unread:  # early rows of a batch that was replaced by another one
                 del under_way[each]
         for node, launch, awaits in launches_of(variant, schedule):
             if op_name(node) == "embrace::submit_rows" and launch is not None:
@@ -108,7 +108,7 @@ def test_in_any_run_what_is_submitted_is_awaited_once_and_rows_are_current(
                 under_way[launch] += 1
                 assert under_way[launch] == 1, (run, node)
             if awaits is not None:
-                assert first or awaits in under_way, (run, node)  # before a run there were steps as well
+                assert first or awaits in under_way, (run, node)  # a first phase may await launches of earlier steps
                 del under_way[awaits]
         first = False
 

@@ -64,7 +64,7 @@ def test_nothing_moves_before_the_head() -> None:
     plan = Plan(2, (decision,), ())
     passes = overlap_passes(plan, "2d", 0, Cuts((), (("table.weight", 1),)))
     captured = analysed(Sum(), torch.randint(WORDS, (BATCH, LENGTH)))
-    graph = run_passes(captured, (*training_passes(plan, ("table.weight",), 0), *passes)).graph  # verified
+    graph = run_passes(captured, (*training_passes(plan, ("table.weight",), 0), *passes)).graph
     ops = [op_name(node) for node in graph.phases["backward"].graph.nodes if op_name(node).startswith("embrace::")]
     assert ops[:3] == ["embrace::update_rows", "embrace::await_ids", "embrace::submit_rows"]
 

@@ -50,7 +50,7 @@ class CountedMemory(TorchDispatchMode):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        # What dies leaves before its address can be that of something new.
+        # Remove freed tensors now, before a new tensor can get the address of one.
         self.held_bytes  # noqa: B018
         results = func(*args, **(kwargs or {}))
         for result in pytree.tree_leaves(results):

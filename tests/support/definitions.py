@@ -26,8 +26,7 @@ class Definition:
 
     def __call__(self, parameter: nn.Parameter) -> Optimizer:
         make: Any = self.kind
-        # A tensor lr is written in place by schedulers: every optimizer gets one of its own.
-        return make([parameter], **hyperparameters(self.options))
+        return make([parameter], **hyperparameters(self.options))  # own copy of a tensor lr, which schedulers write
 
     def __str__(self) -> str:
         return "-".join([self.kind.__name__, *(f"{k}={v}" for k, v in self.options.items())])

@@ -37,7 +37,7 @@ def main(store: str, rank: int, way: str) -> None:
     plain = words_model()
     optimizer = Adagrad(plain.parameters(), lr=0.1)
     model = embrace_fx.compile(plain, optimizer=optimizer, strategy="alltoall")
-    globals()["loop"] = loop = iter(model.lookahead(batches(rank, way)))  # referenced until the interpreter is gone
+    globals()["loop"] = loop = iter(model.lookahead(batches(rank, way)))  # a global, to exist until the exit
     for step, batch in enumerate(loop):
         if step == LEAVES_AFTER:
             if way == "another rank is stuck" and rank == 1:

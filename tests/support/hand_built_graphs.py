@@ -142,7 +142,6 @@ def named(b: Builder, *names: str) -> list[fx.Node]:
 def table_forward(b: Builder, shard: fx.Node, group_size: int = 2) -> list[tuple[fx.Node, OutputRole]]:
     where, ids, counts = named(b, "where", "ids", "counts")
     columns = b.call(embrace.lookup.default, shard, ids, name="columns")
-    # The embedding chain is the only one whose group size a test varies.
     launch = b.call(embrace.all_to_all_rows.default, columns, counts, D, "embedding", group_size, name="sent_rows")
     rows = b.call(embrace.join_columns.default, b.call(c10d.wait_tensor.default, launch), D, 2, name="rows")
     return [(b.call(aten.embedding.default, rows, where, name="embedding"), Result(0))]

@@ -14,15 +14,15 @@ from tests.support import golden, ranks
 
 def pytest_configure(config: pytest.Config) -> None:
     golden.options.update = config.getoption("--update-golden")
-    # The same examples in every run, and no limit of time: a busy machine must not fail a property.
+    # Every run has the same examples and no deadline, so that tests do not fail on a busy machine.
     examples = 25 if "not long" in config.option.markexpr else 60
     settings.register_profile("suite", max_examples=examples, deadline=None, derandomize=True)
     settings.load_profile("suite")
-    torch.set_num_threads(1)  # the models are tiny, and the ranks of a test share the cores
+    torch.set_num_threads(1)  # models are tiny, and the ranks of a test share the cores
 
 
 def pytest_collection_finish() -> None:
-    gc.freeze()  # a collection need not look at what is imported: it was a tenth of the tests' time
+    gc.freeze()  # excludes imported modules from collections, which took a tenth of the tests' time
     gc.enable()
 
 

@@ -35,7 +35,6 @@ def _put(tensor: Tensor) -> Tensor:
 
 def main(examples: int) -> dict[str, str]:
     torch.set_num_threads(1)
-    # The same examples in every run, as in `tests.support.isolation`.
     settings.register_profile(
         "kernels",
         max_examples=examples,
@@ -47,14 +46,14 @@ def main(examples: int) -> dict[str, str]:
     settings.load_profile("kernels")
     from tests.support.kernel_cases import CASES, kernels_called  # noqa: PLC0415  (a property takes the profile of its definition)
 
-    # All that calls kernels has been imported, none of them has been called. Triton itself may be there: torch has it.
+    # Kernels must be imported when first called. All their callers are imported by now. Torch may have imported Triton.
     early = [name for name in sys.modules if name.startswith(f"{gpu.__name__}.")]
     results = {WITHOUT_KERNELS: f"found {early} imported before a kernel was called" if early else ""}
     for case in CASES:
         try:
             called, own = kernels_called(case, _put), set(CASES[case].split())
             results[case.__name__] = "" if called == own else f"expected calls of {own}, found {called}"
-        except Exception:  # what the test of that case reports
+        except Exception:  # the test of the case reports it
             results[case.__name__] = traceback.format_exc()
     return results
 

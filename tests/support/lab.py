@@ -19,7 +19,7 @@ def reference_losses(workload: Workload, optimizer: str, ranks: int) -> list[flo
     for step in range(STEPS):
         optimizer_hooks.zero_grad()
         found = []
-        for rank in range(ranks):  # one backward each: what an emulated block returns is no function of a whole batch
+        for rank in range(ranks):  # one backward per rank: emulated blocks cannot compute a joint batch
             loss = trained(*what.workload.batch(step, rank, 0))
             (loss / ranks).backward()
             found.append(loss.item())

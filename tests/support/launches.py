@@ -82,7 +82,7 @@ class Link:
     def __init__(self, instant: bool = False) -> None:
         self.launched: list[str] = []
         self._instant = instant
-        self.rest: Callable[[], None] = lambda: None  # until all that is due has been launched
+        self.rest: Callable[[], None] = lambda: None  # waits until all launches that are due have been made
         self._works: dict[str, Work] = {}
         self._changed = threading.Condition()
 

@@ -48,7 +48,7 @@ class LookupsWorkload:
     def batches(self, step: int, rank: int, seed: int) -> Batch:
         random = torch.Generator().manual_seed((seed * 100 + step) * 10 + rank)
         shape = self.shape
-        if self.some_empty and (rank == step % 3 or step % 5 == 4):  # on one rank, at times on all
+        if self.some_empty and (rank == step % 3 or step % 5 == 4):  # on one rank, in some steps on all ranks
             shape = (0, *shape[1:])
         ids = torch.randint(30, shape, generator=random)
         if self.only_id is not None and step % 2:

@@ -84,9 +84,7 @@ class TransformerEncoder(nn.Module):
         super().__init__()
         self.tokens = nn.Embedding(num_words, dim, padding_idx=PADDING)
         self.positions = nn.Embedding(max_length, dim)
-        # No ReLU: where an input lies on its kink, rounding decides which way the gradient goes. In float32 the
-        # reference itself then depends on the order of its ranks, by more than the tolerance.
-        self.layers = nn.ModuleList(
+        self.layers = nn.ModuleList(  # without ReLU, because at its kink rounding would decide the gradient
             nn.TransformerEncoderLayer(dim, heads, 2 * dim, dropout=0.0, activation="gelu", batch_first=True)
             for _ in range(layers)
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import importlib
 
-gc.disable()  # a rank enables it: what is imported here stays
+gc.disable()  # imports create no garbage; each rank enables collection again
 
 for _name in (
     *("torch.distributed", "torch.distributed.tensor", "torch._dynamo", "torch.profiler"),
@@ -19,7 +19,7 @@ import torch  # noqa: E402  (whose import is slow while the collector runs)
 
 from embrace_fx.capture import capture  # noqa: E402
 
-if torch.version.cuda is None:  # autograd would start a thread for each CUDA device, and this process forks
-    importlib.import_module("tqdm").tqdm.monitor_interval = 0  # no thread either
+if torch.version.cuda is None:  # with CUDA, autograd would start threads, but this process will fork
+    importlib.import_module("tqdm").tqdm.monitor_interval = 0  # stops tqdm from starting a thread
     capture(torch.nn.Linear(1, 1), (torch.ones(1, 1),), {}, train=True)
     torch.compiler.reset()

@@ -275,7 +275,7 @@ def run_changes(rank: int, world_size: int, examples: int, steps: int, number: i
     """Runs random loops, the same on all ranks; with a number, those of this seed."""
     options = settings(
         max_examples=examples,
-        phases=(Phase.generate,),  # a shorter order that fails too takes minutes to find
+        phases=(Phase.generate,),  # no shrinking, because it takes minutes
         stateful_step_count=steps,
         deadline=None,
         derandomize=True,

@@ -62,7 +62,7 @@ def errors() -> Iterator[str]:
             raised = ast.unparse(node.exc)
             wrap_names = {_last_name(each) for each in ast.walk(node.exc) if isinstance(each, ast.Name | ast.Attribute)}
             found = [text for name in sorted(wrap_names) for text in texts.get(name, ())]
-            if found or re.search(r"['\"].* .*['\"]", raised):  # without a text of its own, it passes another error on
+            if found or re.search(r"['\"].* .*['\"]", raised):  # a `raise` without text re-raises another error
                 yield "\n".join([f"{where}:{node.lineno}", raised, *found])
 
 

@@ -143,9 +143,7 @@ class PublishedHead:
         torch.manual_seed(seed)
         model: Any = self.build(dropout).train().to(dtype)
         for parameter in model.parameters():
-            # Some biases shift all scores alike: started at zero they would hold rounding alone, and the tolerance,
-            # which is relative to the largest value, would be of nothing.
-            if not parameter.any():
+            if not parameter.any():  # zero biases whose gradient is only rounding would become noise
                 nn.init.normal_(parameter, std=0.1)
         if self.scores == "next" and not own_loss:
             model.loss_function = _next_word_loss

@@ -54,9 +54,7 @@ class QuestionAnsweringWorkload:
         torch.manual_seed(seed)
         model = QuestionAnswering(self.num_words).to(dtype)
         for parameter in model.parameters():
-            # Some biases shift all scores alike: started at zero they would hold rounding alone, and the tolerance,
-            # which is relative to the largest value, would be of nothing.
-            if not parameter.any():
+            if not parameter.any():  # zero biases whose gradient is only rounding would become noise
                 nn.init.normal_(parameter, std=0.1)
         return model
 

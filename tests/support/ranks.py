@@ -159,7 +159,7 @@ def close_pool() -> None:
     _pool.close(EXIT_S)
 
 
-atexit.register(close_pool)  # multiprocessing would wait for them, where a script calls `run_ranks`
+atexit.register(close_pool)  # otherwise a script that calls `run_ranks` would wait for the ranks at exit
 
 
 def reset_torch_state() -> None:
@@ -200,14 +200,13 @@ class Pool:
         if not self._workers:
             self._folder = tempfile.TemporaryDirectory(prefix="ranks-")
         self._workers += [_start_worker() for _ in range(world_size - len(self._workers))]
-        # A call's store outlives it: the thread of a model that is not collected yet would wait for the file.
-        directory = Path(tempfile.mkdtemp(dir=self._folder.name))
+        directory = Path(tempfile.mkdtemp(dir=self._folder.name))  # kept: a living model's thread may wait for it
         jobs = [
             _packed(_run_as_rank, rank, world_size, directory, fn, args, warnings.filters) for rank in range(world_size)
         ]
         outcomes = self._exchange(jobs, directory, start_s, timeout_s)
         if _all_returned(outcomes):
-            # Only now: a rank that left at its own end would break the collectives its peers are still in.
+            # Leave the group only when all ranks are done. A rank that left early would break other ranks' collectives.
             left = self._exchange([_packed(_leave_group)] * world_size, directory, start_s, timeout_s)
             outcomes = [replace(end, result=o.result) for o, end in zip(outcomes, left, strict=True)]
         return outcomes
@@ -215,7 +214,7 @@ class Pool:
     def _exchange(self, jobs: Sequence[bytes], directory: Path, start_s: float, timeout_s: float) -> list[Outcome[Any]]:
         """Sends job r to rank r and collects what becomes of them; kills the ranks that take longer than the limit."""
         outcomes: list[Outcome[Any]] = [Outcome() for _ in jobs]
-        busy: dict[Any, int] = {}  # by connection
+        busy: dict[Any, int] = {}  # connection -> rank
         for rank, job in enumerate(jobs):
             connection = self._workers[rank].connection
             connection.send_bytes(job)
@@ -263,7 +262,7 @@ _pool = Pool()
 def _call_shared_pool(world_size: int, fn: Callable[..., T], args: Sequence[Any], timeout_s: float) -> list[Outcome[T]]:
     try:
         outcomes = _pool.call(world_size, fn, args, timeout_s)
-    except BaseException:  # an interrupt, or the test's own time limit: replies would reach the wrong call
+    except BaseException:  # after an interrupt or a timeout, late replies would reach the next call
         _pool.close()
         raise
     if not _all_returned(outcomes):
@@ -295,7 +294,7 @@ def _dump_stacks(processes: Sequence[ForkServerProcess]) -> None:
     for process in processes:
         assert process.pid is not None
         os.kill(process.pid, signal.SIGUSR1)
-    time.sleep(0.5)  # nothing tells when the processes have written
+    time.sleep(0.5)  # the processes need time to write, and do not say when they are done
 
 
 def _read_stacks(directory: Path, rank: int) -> str:
@@ -305,10 +304,10 @@ def _read_stacks(directory: Path, rank: int) -> str:
 
 def _serve(connection: Connection) -> None:
     """A rank's main loop: runs what the parent sends until the parent closes the pipe."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole terminal; ending the ranks is the parent's
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # the host's own name may resolve to nothing
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C also reaches ranks, but only the parent should end them
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # the host's name may not resolve
     torch.set_num_threads(1)
-    gc.freeze()  # what is imported stays: a collection need not look at it
+    gc.freeze()  # excludes imported modules from collections
     gc.enable()
     while True:
         try:
@@ -316,21 +315,21 @@ def _serve(connection: Connection) -> None:
         except EOFError:
             break
         outcome = _attempt(job)
-        sys.stdout.flush()  # pytest shows it with the test that printed it
+        sys.stdout.flush()  # so that pytest shows the output with the right test
         sys.stderr.flush()
         connection.send_bytes(_pack(outcome))
         if outcome.exception is not None:
-            connection.poll(PEER_GRACE_S)  # returns at once when the parent, done with all ranks, closes the pipe
-            os._exit(1)  # not sys.exit: threads that wait for a collective would keep the process and its peers
+            connection.poll(PEER_GRACE_S)  # ends early if the parent closes the pipe, once it is done with all ranks
+            os._exit(1)  # not sys.exit(), which would wait for threads in a collective
 
 
 def _attempt(job: bytes) -> Outcome[Any]:
     try:
         call, args, os.environ["PYTEST_CURRENT_TEST"] = pickle.loads(job)
         return Outcome(result=call(*args))
-    except BaseException as error:  # SystemExit too: whatever ends a rank is what its test wants to see
+    except BaseException as error:  # includes SystemExit, because tests check how a rank ends
         text = traceback.format_exc()
-        error.add_note(text)  # for the reader of a single exception of `RankError.by_rank`
+        error.add_note(text)  # shown when one exception of `RankError.by_rank` is printed
         return Outcome(exception=_portable(error), traceback=text)
 
 
@@ -372,5 +371,5 @@ def _leave_group() -> None:
     """Ends what the call has left behind, but for what only a later collection finds."""
     reset_torch_state()
     gc.collect()
-    gc.freeze()  # what is left is kept: later collections need not look at it
+    gc.freeze()  # excludes remaining objects from later collections
     dist.destroy_process_group()

@@ -86,7 +86,7 @@ def assert_same(actual: Mapping[str, Tensor], expected: Mapping[str, Tensor], dt
         assert found.dtype == value.dtype == dtype, f"{name}: expected {dtype}, found {found.dtype}"
         difference = (found - value).abs()
         allowed = TOLERANCES[dtype] * float(value.abs().max())
-        wrong = ~(difference <= allowed)  # so written that NaN is wrong
+        wrong = ~(difference <= allowed)  # not `difference > allowed`, which is False for NaN
         if bool(wrong.any()):
             share, where = float(wrong.double().mean()), wrong.nonzero()[:3].tolist()
             worst = float(difference.max())
@@ -121,7 +121,7 @@ class TouchedRows(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
     def _lookup(self, table: Tensor, ids: Tensor, padding_idx: int) -> None:
-        real = ids[ids != padding_idx]  # flat; an id is never -1
+        real = ids[ids != padding_idx]  # one-dimensional; `padding_idx` -1 matches no id
         self._touched(table)[real] = True
 
     def _touched(self, parameter: Tensor) -> Tensor:
@@ -165,7 +165,7 @@ def _step(optimizer: Optimizer, touched: Mapping[Tensor, Tensor], lazy: Collecti
         for (parameter, still), (value, states) in zip(standing, before, strict=True):
             parameter[still] = value[still]
             for key, state in _row_states(optimizer, parameter).items():
-                # A state that this very step has created was zero before.
+                # State that this step has created was zero before.
                 optimizer.state[parameter][key][still] = states.get(key, torch.zeros_like(state))[still]
 
 

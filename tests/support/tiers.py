@@ -228,7 +228,7 @@ class TwoTables(nn.Module):
         words = torch.tanh(self.words(first)).sum(1) + torch.tanh(self.words(second)).sum(1)
         loss: Tensor = (
             self.linear(self.dropout(torch.cat([words, self.bags(first)], 1))).square().sum() / 12
-        )  # of an empty batch, too
+        )  # a sum, which is also defined for an empty batch
         return loss
 
 
@@ -293,7 +293,7 @@ def run_loop(rank: int, world_size: int, loop: Loop) -> list[float]:
         of_epoch = zip(compiled.lookahead(batches[epoch], loop.ahead), loop.deeds[epoch], strict=True)
         for step, (batch, deed) in enumerate(of_epoch, first):
             _do(deed, step, batch, compiled, optimizer, seen, loop.folder)
-    if not loop.alike or world_size == 1 or not isinstance(loop.memory, Mapping):  # else tables beyond memory part
+    if not loop.alike or world_size == 1 or not isinstance(loop.memory, Mapping):  # otherwise they are not joined
         assert len(compiled.plan.spaces) == int(loop.alike and world_size > 1)
     seen += _evaluated(compiled, [(ids[None], ids[None].flip(1)) for ids in torch.arange(loop.rows).split(10)])
     compiled.close()

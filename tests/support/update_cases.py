@@ -45,7 +45,7 @@ def update_rows(put: Put) -> None:
             for width in widths:
                 table = random(11, width, dtype=dtype)
                 gradients = [random(4, width, dtype=dtype, seed=step + 1) for step in range(3)]
-                # Adam divides a gradient by its own size: one near zero makes noise of its rounding.
+                # Avoid gradients near zero: Adam divides by their size, which amplifies rounding errors.
                 gradients = [gradient.sign() * (gradient.abs() + 0.1) for gradient in gradients]
                 shard, state = _train(put, kind, options, table, ids, gradients)
                 weight, expected = _train_torch(kind, options, table[ids].double(), gradients)
@@ -80,7 +80,7 @@ def _train(
     make: Any = kind
     parameter = nn.Parameter(put(table.clone()))
     made = Member(parameter, Layout.of_table("t", table.shape), "lazy", make([parameter], **options))
-    made.begin_step().finish([(put(ids[:0]), put(gradients[0][:0]))])  # makes state, as torch does at its first step
+    made.begin_step().finish([(put(ids[:0]), put(gradients[0][:0]))])  # an empty step, to create the state
     made.store.keep({name: value * 0 for name, value in made.state.items() if name == "step"})
     for gradient in gradients:
         made.begin_step().finish([(put(ids), put(gradient))])

@@ -73,8 +73,7 @@ EMBEDDING = step(
 @st.composite
 def steps(draw: st.DrawFn, most_launches: int = 8) -> StepGraph:
     """Steps that can run: inside a window, what depends stands after what it depends on."""
-    # Multiples of 1/4: sums are exact, and equally fast orders equal.
-    length_ms = st.integers(0, 24).map(lambda quarters: quarters / 4)
+    length_ms = st.integers(0, 24).map(lambda quarters: quarters / 4)  # multiples of 1/4, so that sums are exact
     lanes: list[tuple[Kind, Lane]] = [("all_reduce", "dense"), ("gradients", "embedding"), ("delayed", "delayed")]
     operations = [compute(f"c{k}", draw(length_ms)) for k in range(draw(st.integers(1, 7)))]
     operations += [launch(f"l{k}", draw(length_ms), *draw(st.sampled_from(lanes))) for k in range(most_launches)]
@@ -162,7 +161,7 @@ def story(schedule: Schedule, times: bool = True) -> str:
     }
     spans = [s for s in schedule.predicted.spans if s.window == 0]
     waits = [w for w in schedule.predicted.waits if w.window == 0]
-    # What starts together: the wait, then compute, then launches.
+    # At equal start times, waits come first, then compute, then launches.
     rows = [((w.start_ms, 0, rank[w.launch]), w.end_ms, "wait", w.launch) for w in waits]
     for span in spans:
         beside, sent = not span.operation.is_compute, f"  {span.operation.sent_bytes:,} bytes"

@@ -91,7 +91,7 @@ def bytes_per_step(step: Callable[[], object], counter: Counter, flush: Callable
     for _ in range(WARM_UP_STEPS):
         step()
     flush()
-    dist.barrier()  # whatever was sent has arrived, so that nothing waits to be counted
+    dist.barrier()  # all earlier messages have arrived, so they are not counted below
     before = counter()
     for _ in range(STEPS):
         step()

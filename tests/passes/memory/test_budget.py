@@ -40,7 +40,7 @@ def test_what_is_predicted_is_what_is_held(form: str, blocks: Callable[[], nn.Mo
     compiled = embrace_fx.compile(make(blocks, through))
     saved, peak = measured(compiled.module, compiled)
     predicted: Any = pipeline_of(compiled).step_memory()
-    states = sum(node.name.endswith("_state") for node in predicted.nodes) * 5056  # no op makes them
+    states = sum(node.name.endswith("_state") for node in predicted.nodes) * 5056  # bytes of states, which no op makes
     assert predicted.peak_bytes == pytest.approx(peak + states, rel=0.05)
     assert predicted.saved_bytes == pytest.approx(saved + states, rel=0.05)
 
@@ -167,7 +167,7 @@ def test_a_fraction_gives_way_to_the_least_that_a_batch_needs(caplog: pytest.Log
     wide(x).sum().backward()
     limit = memory_limit_of(compiled)
     assert pipeline_of(compiled).step_memory().peak_bytes == limit
-    assert limit >= 4 * 2 * 64 * 512  # the gradients
+    assert limit >= 4 * 2 * 64 * 512  # two float32 gradients
     assert caplog.text.count("memory_budget=0.2 allows") == 1
 
 

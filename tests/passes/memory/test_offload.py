@@ -67,7 +67,7 @@ def test_copies_are_lanes_of_schedule_and_timeline() -> None:
     assert {str(o.id) for o in shown.steps.copies} == {str(i(v)) for v in values for i in (offload_id, reload_id)}
     ends = {(s.window, s.operation.name): s.end_ms for s in shown.predicted.spans}
     starts = {(s.window, s.operation.name): s.start_ms for s in shown.predicted.spans}
-    for value in values:  # what leaves in a window comes back in the next one
+    for value in values:  # values offloaded in one window are reloaded in the next
         assert ends[0, str(offload_id(value))] <= starts[1, str(reload_id(value))]
     reads = {d.before: d.after for d in shown.steps.dependences if d.before.startswith("reload")}
     for reload, reader in reads.items():
@@ -91,7 +91,7 @@ def fails(rank: int, world_size: int, how: str, directory: str) -> tuple[bool, l
         if how == "disk full" and rank == 1:
             signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
             resource.setrlimit(resource.RLIMIT_FSIZE, (34 * 2**20, limits[1]))
-        # Else a slow disk would have everything run again, and nothing copied.
+        # Without this, a slow disk would make the pass recompute everything and offload nothing.
         with mock.patch.object(budget_pass, "can_recompute", return_value=False):
             loss = compiled(ids if how != "disk full" else ids.repeat(1, 200))
         if how == "cut off" and rank == 1:

@@ -84,7 +84,7 @@ def test_nothing_is_read_in_the_backward_that_may_have_been_written_meanwhile() 
         def __init__(self) -> None:
             super().__init__()
             self.table = nn.Embedding(100, 64)
-            self.up, self.down = nn.Linear(64, 2048), nn.Linear(2048, 1)  # beside which `relu` takes no time
+            self.up, self.down = nn.Linear(64, 2048), nn.Linear(2048, 1)  # slow, so that `relu` is cheap by comparison
 
         def forward(self, ids: Tensor, scale: Tensor) -> Tensor:
             return self.down(self.up(self.table(ids) * torch.relu(scale))).square().mean()

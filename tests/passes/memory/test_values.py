@@ -91,7 +91,7 @@ class Tied(nn.Module):
         x = self.table(ids)
         for part in self.parts:
             x = part(x)
-        x = x.contiguous()  # as the gradients are that `run_graph` gives its results
+        x = x.contiguous()  # `run_graph` passes contiguous gradients for the results
         return (x @ self.table.weight.t()).logsumexp(-1).mean(), x, x, x[:, -1]
 
 
@@ -158,7 +158,7 @@ def test_no_bit_differs_of_a_model_that_has_it_all(copies: CopyRate) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.timeout(1800)  # a model is captured for each of some thirty examples
+@pytest.mark.timeout(1800)  # captures a model for each of thirty examples
 @settings(max_examples=30)
 @given(
     parts=st.lists(st.sampled_from(list(PARTS)), min_size=1, max_size=4),

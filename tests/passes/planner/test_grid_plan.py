@@ -62,7 +62,7 @@ class Language(nn.Module):
 
     def __init__(self, dim: int) -> None:
         super().__init__()
-        self.table = nn.Embedding(ROWS_OF_MANY, dim, _weight=torch.empty(ROWS_OF_MANY, dim))  # never read
+        self.table = nn.Embedding(ROWS_OF_MANY, dim, _weight=torch.empty(ROWS_OF_MANY, dim))  # values are never read
         self.out = nn.Linear(dim, 4)
 
     def forward(self, ids: Tensor) -> Tensor:
@@ -105,7 +105,7 @@ def test_a_grid_sends_the_bytes_of_columns_and_must_clearly_save_handling() -> N
     assert columns.grid is None
     assert on_grid.sent_bytes_per_step == pytest.approx(columns.sent_bytes_per_step, rel=1e-3)
     assert on_grid.predicted_ms < CLEARLY * columns.predicted_ms
-    assert _planned(64, ids=20).grid is None  # most of the time are start-ups
+    assert _planned(64, ids=20).grid is None  # with few ids, latency dominates
     assert _planned(FEWEST_RANKS - 1, dim=16, ids=5000).grid is None
     assert _planned(FEWEST_RANKS, dim=16, ids=5000).grid == Grid(FEWEST_RANKS, 1)
 

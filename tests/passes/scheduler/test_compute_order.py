@@ -117,8 +117,8 @@ def test_the_table_goes_ahead_where_its_rows_take_longest() -> None:
     assert atoms.units == ("bucket 0", "words")
     assert order == ("words", "bucket 0")
     assert atoms.durations(order) == {"words": 3.0, "bucket 0": 6.0}
-    assert step_ms(steps) == 18.0  # 1 + 6 + 2, then 8 of rows, then the forward
-    assert found.diagnostics().step_ms == 13.0  # 1 + 2, then rows beside weights; the bucket; the forward
+    assert step_ms(steps) == 18.0  # 1 + 6 + 2 of backward, 8 of rows, 1 of forward
+    assert found.diagnostics().step_ms == 13.0  # 1 + 2 of backward, 8 of rows, 1 of bucket, 1 of forward
 
 
 def test_nothing_moves_for_the_naive_schedule() -> None:

@@ -113,7 +113,7 @@ def test_a_critical_path_has_no_gap(drawn: StepGraph) -> None:
     ("launch_order", "expected"),
     [
         (("lookups", "ids", "prior", "bucket 0", "bucket 1", "a delayed"), "has 'lookups' before 'ids'"),
-        # lookups need the update, which is compute and needs the prior gradients
+        # Lookups wait for the update of the table, which waits for the prior gradients.
         (("ids", "lookups", "prior", "bucket 0", "bucket 1", "a delayed"), "has 'lookups' before 'prior'"),
     ],
 )
@@ -210,7 +210,7 @@ def check_against_all_orders(steps: StepGraph) -> None:
     lanes = ("compute", "link")
     busy_ms = [sum(o.duration_ms for o in steps.operations if o.is_communication == (lane == "link")) for lane in lanes]
     if found_ms <= max(busy_ms) * (1 + EXACT):
-        return  # nothing can be faster
+        return  # no order can be faster than the busiest lane
     best_ms = found_ms
     for names in itertools.permutations(o.name for o in steps.communications):
         try:

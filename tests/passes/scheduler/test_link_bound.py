@@ -30,13 +30,11 @@ def blocks_that_wait(reduce_ms: tuple[float, ...]) -> StepGraph:
 
 def test_one_link_for_all_transfers() -> None:
     steps = blocks_that_wait((5.0, 5.0))
-    # Both reduces lie between the first backward, 2 ms, and the last forward, 1 ms.
-    assert link_bound_ms(steps) == 13.0
-    # What is not awaited within the step binds nothing: the delayed one has until the next backward's end.
-    delayed = Operation("delayed", "gradients", "delayed", 4.0)
+    assert link_bound_ms(steps) == 13.0  # the first backward (2 ms), both AllReduces (10 ms), the last forward (1 ms)
+    delayed = Operation("delayed", "gradients", "delayed", 4.0)  # awaited only by the next step's backward
     further = (Dependence("backward 0", "delayed"), Dependence("delayed", "backward 0", distance=1))
     more = replace(steps, operations=(*steps.operations, delayed), dependences=(*steps.dependences, *further))
-    assert link_bound_ms(more) == 14.0  # the link alone
+    assert link_bound_ms(more) == 14.0  # the total time of all transfers
     assert link_bound_ms(replace(steps, operations=steps.operations[:4], dependences=())) == 6.0
 
 
@@ -57,6 +55,6 @@ def test_no_order_of_any_step_is_below_it(drawn: StepGraph) -> None:
     for order in permutations(launches):
         try:
             found_ms = simulate(drawn, order).step_ms
-        except ValueError:  # it cannot be executed
+        except ValueError:  # the order deadlocks
             continue
         assert link_bound_ms(drawn) <= found_ms * (1 + EXACT)

@@ -61,7 +61,7 @@ def test_a_table_on_a_grid_tells_rows_and_columns() -> None:
 def test_ddp_waits_for_the_tables_after_the_backward(planned: Forecast) -> None:
     exposed_ms = ddp_exposed_ms(planned, planned.schedule.steps, 4)
     tables_ms = all_reduce(4 * 200_050, 4).time_ms(planned.links, "all_reduce")
-    assert exposed_ms == pytest.approx(tables_ms, rel=0.01)  # the two numbers of `top` hide or nearly do
+    assert exposed_ms == pytest.approx(tables_ms, rel=0.01)  # DDP hides nearly all of the two small gradients of `top`
 
 
 def test_ddp_of_one_rank_waits_for_nothing() -> None:

@@ -18,7 +18,7 @@ def test_values_shared_with_a_verified_graph_are_not_derived_again() -> None:
     before = dense_graph()
     widen_z(before)
     after = before.edit()
-    verify(after, after="Pass", previous=before)  # trusted: it says that `before` was verified
+    verify(after, after="Pass", previous=before)  # passes, because `verify` trusts nodes of a previous graph
     after.node("z").target = aten.neg.default
     with pytest.raises(VerificationError, match=r"^values_agree: .* node z"):
         verify(after, after="Pass", previous=before)
@@ -71,7 +71,7 @@ def test_no_symbols_are_left_behind() -> None:
 
 def test_no_guards_are_left_behind() -> None:
     graph = dynamic_graph()
-    graph.node("flat").update_arg(1, [2, B * D // 2])  # holds only where the batch has this many elements
+    graph.node("flat").update_arg(1, [2, B * D // 2])  # only valid for a batch with this many elements
     before = shape_env_state(graph)
     with pytest.raises(VerificationError, match=r"^values_agree: .* node flat"):
         verify(graph, after="View")
@@ -83,5 +83,5 @@ def test_no_fake_mode_stays_on_after_a_violation() -> None:
     widen_z(graph)
     with pytest.raises(VerificationError) as raised:
         verify(graph, after="Cast")
-    assert raised.tb is not None  # the frames of the verifier are still alive
+    assert raised.tb is not None  # the traceback keeps the verifier's frames alive
     assert not isinstance(torch.ones(1), FakeTensor)

@@ -13,8 +13,6 @@ from embrace_fx.passes.verifier.storage_order import check_storage
 from embrace_fx.vocabulary.operation_id import BETWEEN, EARLY, END, START, compute_id, rows_id, storage_id
 from embrace_fx.vocabulary.schedule import Dependence, Operation, StepGraph
 
-# backward: early rows of "t" are looked up and sent; forward: the late ones
-#     early rows - end of backward - optimizer step, next batch - start of forward - update t - rows t
 UPDATE, ROWS = compute_id("update", "t"), compute_id("rows", "t")
 SENT = {rows_id("t", "early"): EARLY, rows_id("t", "late"): UPDATE}
 COMPUTE = (EARLY, END, BETWEEN, START, UPDATE, ROWS)

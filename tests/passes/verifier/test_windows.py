@@ -258,7 +258,7 @@ def test_an_order_under_which_all_ranks_wait_for_ever_is_refused() -> None:
     order = list(order_of("2d"))
     prior, rows = gradients_id(FIRST, "prior"), rows_id(FIRST, "late")
     order.remove(rows)
-    order.insert(order.index(prior), rows)  # which is looked up after the update that the prior gradients make
+    order.insert(order.index(prior), rows)  # rows are looked up after an update that waits for the prior gradients
     reason = find_deadlock(graph, order)
     assert reason is not None
     assert "node source_updated waits for 'source.weight prior'" in reason

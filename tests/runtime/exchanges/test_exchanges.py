@@ -60,8 +60,7 @@ def gradient_of(case: Case, rank: int, world_size: int) -> Tensor:
     dense = torch.where(mask, values, 0).to(case.dtype)
     if case.form == "dense":
         return dense
-    # Some rows are present although they are zero, as a lookup without influence on the loss leaves them.
-    ids = (mask.any(dim=1) | bernoulli(0.1, V)).nonzero().view(-1)
+    ids = (mask.any(dim=1) | bernoulli(0.1, V)).nonzero().view(-1)  # also zero rows, as lookups may leave them
     return torch.sparse_coo_tensor(ids.view(1, -1), dense[ids], (V, D), is_coalesced=True)
 
 

@@ -62,8 +62,7 @@ def test_records(rows: RowSet, offset: int) -> None:
     limit = rows.num_rows + offset
     records = encode_records(rows.ids + offset, rows.rows, limit)
     assert records.shape == (rows.ids.numel(), record_bytes(limit, rows.width, rows.rows.itemsize))
-    # Received bytes begin anywhere in a buffer.
-    received = torch.cat([torch.zeros(3, dtype=torch.uint8), records.view(-1)])[3:]
+    received = torch.cat([torch.zeros(3, dtype=torch.uint8), records.view(-1)])[3:]  # bytes without alignment
     ids, values = decode_records(received, limit, rows.width, rows.rows.dtype)
     assert_same_rows(RowSet(ids - offset, values, rows.num_rows), rows)
 
@@ -71,7 +70,7 @@ def test_records(rows: RowSet, offset: int) -> None:
 @given(dense_tensors(), st.integers(1, 2 * SHORT_BLOCK))
 def test_blocks_of_a_dense_tensor(dense: Tensor, block_size: int) -> None:
     blocks = cut_blocks(dense, block_size)
-    assert (blocks.rows != 0).any(dim=1).all()  # none is sent for nothing
+    assert (blocks.rows != 0).any(dim=1).all()  # no zero block is sent
     written = torch.zeros_like(dense)
     write_blocks_(written, blocks)
     torch.testing.assert_close(written, dense, rtol=0, atol=0, equal_nan=True)

@@ -27,7 +27,7 @@ class Training:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.parameters = {name: nn.Parameter(torch.ones(2)) for name in NAMES}
-        self.together: list[int] = []  # how many parameters each step has taken
+        self.together: list[int] = []  # number of parameters in each step
         monkeypatch.setattr(bucket_updates, "step_groups", self._step)
         communicator, order = Communicator(None), [chunk_id(k, 0) for k in range(len(NAMES))]
         self.launcher = Launcher(order, (), LaunchQueue(Recorder()), communicator)
@@ -41,7 +41,7 @@ class Training:
         optimizer = SGD(self.parameters.values(), lr=0.25)
         hidden = self.buckets.hide_late(optimizer, set())
         self.buckets.step(optimizer, {key: bucket for key, (_, _, bucket) in hidden.items()})
-        optimizer.param_groups[0]["lr"] = 100.0  # of a later step
+        optimizer.param_groups[0]["lr"] = 100.0  # changed for the next step, before this one is applied
 
     def _find(self, names: Collection[str]) -> list[nn.Parameter]:
         return [self.parameters[name] for name in names]

@@ -143,7 +143,7 @@ def test_two_loops_at_once_are_refused(started: bool) -> None:
         next(first)
     with pytest.raises(RuntimeError, match=r"an earlier lookahead\(\) is not exhausted"):
         lookahead.read_ahead([D])
-    assert list(first)[-1] is C  # which goes on undisturbed
+    assert list(first)[-1] is C  # the earlier loop is not disturbed
     assert list(lookahead.read_ahead([D])) == [D]
 
 

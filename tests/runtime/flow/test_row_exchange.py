@@ -31,7 +31,7 @@ def test_prior_and_delayed_rows_partition_a_batch(current: list[list[int]], foll
     with mock.patch("embrace_fx.runtime.flow.routing.MOST_MARKED", 0):
         unmarked = membership(V, torch.device("cpu"))
 
-    for isin in (unmarked, marked, marked):  # it leaves no marks behind
+    for isin in (unmarked, marked, marked):  # twice, because the first call must leave no marks
         mask = isin(routing.ids, other.ids)
         prior, delayed = routing.select(mask), routing.select(~mask)
 
@@ -55,7 +55,7 @@ def test_chunks_keep_equal_ids_together(by_rank: list[list[int]], data: st.DataO
     found = split_in_chunks(ids, mask, chunks)
 
     assert len(found) == chunks
-    assert torch.equal(torch.stack(found).sum(0), mask.long())  # each masked row in one chunk, no other in any
+    assert torch.equal(torch.stack(found).sum(0), mask.long())  # every masked row is in exactly one chunk
     where: dict[int, set[int]] = {}
     for k, chunk in enumerate(found):
         for row in ids[chunk].tolist():

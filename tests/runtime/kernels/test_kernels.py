@@ -75,7 +75,7 @@ def _draw_ids(data: st.DataObject, num_rows: int, dims: int) -> Tensor:
     [([0, 4], 5, None), ([], 5, None), ([0, 5], 5, 5), ([-1, 3], 5, -1), ([3, -2, 9], 5, -2), ([4, 0, 9, 1], 5, 9)],
 )
 def test_an_id_outside_the_table_is_named(ids: list[int], num_rows: int, expected: int | None) -> None:
-    inside = torch.tensor([1], dtype=torch.int32)  # of other lookups, which are read with it
+    inside = torch.tensor([1], dtype=torch.int32)  # ids of other lookups that are checked in the same call
     found = kernels.find_bad_ids([inside, torch.tensor(ids, dtype=torch.int64), inside], [2, num_rows, 2])
     assert found == [None, expected, None]
 
@@ -116,7 +116,7 @@ def test_coalescing_is_a_dense_sum(data: st.DataObject, num_rows: int, columns: 
 @given(st.lists(st.lists(st.integers(0, 3), max_size=3), min_size=1, max_size=4))
 def test_unpacking_takes_one_op_for_each_gradient(shapes: list[list[int]]) -> None:
     like = [torch.empty(shape) for shape in shapes]
-    flat = numbered(1 + sum(each.numel() for each in like))[1:]  # of a larger memory
+    flat = numbered(1 + sum(each.numel() for each in like))[1:]  # a view with a storage offset
     parts = torch.split_with_sizes(flat, [each.numel() for each in like])
     with _Ops() as ops:
         found = kernels.unpack_bucket(flat, like)
@@ -191,5 +191,5 @@ def test_an_op_calls_its_kernel_and_its_fake_kernel_agrees(name: str) -> None:
     args = _examples()[name]
     expected = kernels.LOCAL[name](*args)
     torch.testing.assert_close(op(*args), expected, rtol=0, atol=0)
-    if not expected_is_sparse(expected):  # fake values stay dense
+    if not expected_is_sparse(expected):  # the op's fake values are dense, so opcheck would fail
         torch.library.opcheck(op, args, test_utils=("test_schema", "test_faketensor"))

@@ -11,4 +11,4 @@ from embrace_fx.runtime.launch import launch_queue
 def _no_standstill(monkeypatch: pytest.MonkeyPatch) -> None:
     """A busy machine must not look like one on which nothing moves."""
     monkeypatch.setattr(launch_queue, "STANDSTILL_S", 1e6)
-    monkeypatch.setattr(launch_queue, "_FAREWELL_S", 0.1)  # what a test leaves on the way never completes
+    monkeypatch.setattr(launch_queue, "_FAREWELL_S", 0.1)  # launches that a test leaves in flight never complete

@@ -63,7 +63,7 @@ def test_one_more_leaves_where_the_last_one_is_late() -> None:
     submit(launcher, link, "early rows", "prior", "bucket 0", "rows")
     link.expect("early rows")
     link.end("early rows")
-    link.end("bucket 0")  # leaves beside the one before it
+    link.end("bucket 0")  # launched while the one before it is in flight
     link.end("prior")
 
 
@@ -166,7 +166,7 @@ def test_who_waits_is_not_held_up_by_what_is_still_to_be_submitted() -> None:
 def test_nothing_but_what_is_waited_for_overtakes_what_is_still_to_be_submitted() -> None:
     """Another rank need not be in a hurry: with other launches on its way it would wait for this one's."""
     launcher, link = make(), Link(instant=True)
-    *_, last = submit(launcher, link, "delayed", "bucket 1", "bucket 0")  # classes of "delayed" and of buckets
+    *_, last = submit(launcher, link, "delayed", "bucket 1", "bucket 0")
     with launcher.flushing():
         last.wait()
     link.expect("bucket 0")
@@ -198,7 +198,7 @@ def test_where_nothing_moves_classes_overtake_each_other() -> None:
     stand_still(launcher)
     link.expect("delayed")
     stand_still(launcher)
-    link.expect("delayed")  # "prior" and "rows" stay behind "early rows", which may still come
+    link.expect("delayed")  # "prior" and "rows" wait for "early rows", which may still be submitted
     submit(launcher, link, "early rows")
     link.expect("delayed", "early rows", "prior")
     stand_still(launcher)

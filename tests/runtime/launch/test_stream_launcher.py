@@ -36,7 +36,7 @@ class Device:
         streams: NotedStreams | None = None,
     ) -> None:
         self.streams = streams or NotedStreams()
-        self.left = threading.Event()  # something has
+        self.left = threading.Event()  # set when a launch is made
         self.queue = StreamQueue(recorder or Recorder(), self.streams, channel)
         self.launcher = Launcher(ORDER, OF_FORWARD, self.queue, Communicator(None))
 
@@ -48,7 +48,7 @@ class Device:
             torch.ones(2),
             self.streams,
             self.left,
-        )  # not the launcher: what is held back would keep it alive
+        )  # not `self`, which pending launches would keep alive
 
         def launch() -> InFlight:
             streams.steps.append(Launch(LANE_OF[name], name))
@@ -104,9 +104,9 @@ def test_to_wait_for_what_is_held_back_launches_it_out_of_turn() -> None:
     device = Device()
     early, bucket = device.submit("early rows", "bucket 0")
     bucket.wait()
-    assert device.launched == ["early rows", "bucket 0"]  # "prior" may still come
+    assert device.launched == ["early rows", "bucket 0"]  # "prior" may still be submitted
     assert not device.queue.was_in_order()
-    assert device.queue.was_in_order()  # since it was last asked
+    assert device.queue.was_in_order()  # asking resets the record
     early.wait()
 
 
@@ -121,7 +121,7 @@ def test_no_stream_waits_for_a_launch_of_a_later_place() -> None:
     """Another rank's may wait the other way round."""
     device = Device()
     device.submit("bucket 1", "delayed")
-    device.queue.issue(out_of_turn=True)  # as whoever waits does
+    device.queue.issue(out_of_turn=True)  # as waiting for a launch does
     assert device.launched == ["delayed"]
     device.submit("early rows", "prior", "bucket 0", "ids", "rows")
 
@@ -177,7 +177,7 @@ def test_what_left_out_of_turn_is_before_all_that_leaves_once_all_ranks_have_cau
     """If a loop reads a dense parameter, delayed gradients leave; late rows of the next forward stand before them."""
     device = Device()
     device.submit(*first)
-    device.queue.issue(out_of_turn=True)  # as a wait does
+    device.queue.issue(out_of_turn=True)  # as waiting for a launch does
     assert not device.queue.was_in_order()
     device.queue.enqueue_submitted()
     device.submit(*(name for name in NAMES if name not in first))
@@ -207,7 +207,7 @@ def test_what_one_rank_has_leave_out_of_its_turn_leaves_on_the_others_where_they
         device.queue.agree_on_order(store, "name")
 
     assert there.left.wait(LONG_S)
-    with there.queue.lock:  # until all have left
+    with there.queue.lock:  # the lock is free once all launches are made
         assert there.launched == asks.launched == ["bucket 0", "delayed"]
     assert not there.queue.was_in_order()
     assert before.launched == []
@@ -233,7 +233,7 @@ def test_models_that_share_a_device_launch_in_the_order_of_the_calls() -> None:
     other.submit("early rows", "prior", "bucket 0")
     (ticket,) = other.submit("bucket 1")
     one.submit("delayed")
-    ticket.wait()  # out of its turn
+    ticket.wait()  # launched out of order
     one.submit("ids")
     assert too_many_in_flight(one.program(), IN_FLIGHT) == []
     assert other.queue.tells == (0, len(NAMES) - 4)
@@ -248,7 +248,7 @@ def test_a_backward_holds_nothing_back_if_models_share_a_device() -> None:
     one.launcher.open_window()
     shared += [one.queue.shares_device, other.queue.shares_device]
     assert shared == [False, True, True]
-    (ticket,) = one.submit("bucket 1")  # behind the ids, which only the next forward submits
+    (ticket,) = one.submit("bucket 1")  # comes after the ids, which only the next forward submits
     one.launcher.end_backward(holds=False)
     other.submit("early rows")
 

@@ -91,7 +91,7 @@ def _train(rank: int, world_size: int, workload: Workload, backend: Backend, cac
     launched: tuple[str, ...] = ()
     with inductor(cache) as compilations:
         train_some(1)
-        if world_size > 1:  # before the order follows a profile, which depends on the machine
+        if world_size > 1:  # record now, because later the order follows a measured profile
             with compiled.record():
                 train_some(3)
             launched = _launched(compiled, rank)
@@ -204,5 +204,5 @@ def test_regions_that_become_cuda_graphs(
         compiler.begin_step()
 
     assert all(each is not None for each in compiled)
-    assert asked == ([True, True] if is_graph else [False])  # a graph has its own memory, so equal regions get two
+    assert asked == ([True, True] if is_graph else [False])  # CUDA graphs own their memory, so equal regions need two
     assert len(begun) == is_graph

@@ -95,7 +95,7 @@ def test_what_lies_between_two_regions_happens_between_them() -> None:
 
     (second, reduced), compiler = run_lowered(phase_of(program, x), [x], launches)
 
-    assert LOG == ["region of 1", "launch", "wait", "region of 2"]  # the second also reads what was reduced
+    assert LOG == ["region of 1", "launch", "wait", "region of 2"]  # the second one also reads the reduced value
     assert compiler.ops()[0] == ["mul", "exp", "add", "tanh"]
     assert torch.equal(second, four_kernels(expected))
     assert torch.equal(reduced, expected / 2 + 1)
@@ -144,7 +144,7 @@ def test_sizes_that_vary_are_read_from_what_is_there() -> None:
     module = phase_of(program, torch.randn(3, 4), dynamic=True)
     x = torch.randn(5, 7)
     (found,), compiler = run_lowered(module, [x])
-    assert LOG == ["region of 3"]  # two sizes and the value
+    assert LOG == ["region of 3"]  # inputs: two sizes and the value
     assert [type(value).__name__ for value in compiler.regions[0].inputs] == ["SymInt", "SymInt", "FakeTensor"]
     assert torch.equal(found, four_kernels(x.reshape(-1)))
 

@@ -20,7 +20,7 @@ from embrace_fx.capture.rnn_mode import KeepRnnWhole, choose_kernel
 from embrace_fx.vocabulary.graph import BatchInput, Gradient, Parameter, Result, Tangent, TrainingGraph
 from tests.support.cases import long_but
 
-# Eager warns that its fused kernel cannot project; ours takes the loop there as well.
+# Eager mode warns that its fused kernel does not support projections. Here the loop runs in that case, too.
 pytestmark = pytest.mark.filterwarnings("ignore:LSTM with projections is not supported with oneDNN")
 
 INPUT, HIDDEN, PROJECTED = 5, 6, 3
@@ -189,12 +189,12 @@ def test_bfloat16_autocast_gives_eager_dtypes_and_values(network: str, packed: b
     with torch.autocast("cpu", torch.bfloat16):
         try:
             expected = forward_and_gradients(model, x, state, whole=False, lengths=lengths)
-        except RuntimeError as error:  # oneDNN's, which some processors without AVX-512 get
+        except RuntimeError as error:  # raised by oneDNN on some processors without AVX-512
             if "primitive descriptor" not in str(error):
                 raise
             pytest.skip(f"torch itself cannot compute this here: {error}")
         found = forward_and_gradients(model, x, state, whole=True, lengths=lengths)
-    assert_equal(found, expected, 0.03)  # bfloat16 has eight significant bits
+    assert_equal(found, expected, 0.03)  # a bfloat16 has eight significant bits
 
 
 class LanguageModel(nn.Module):

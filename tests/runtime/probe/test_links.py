@@ -81,10 +81,10 @@ def _links_thrice(rank: int, world_size: int, folder: str) -> tuple[list[int], b
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(VARIABLE, folder)
         patch.setattr(measuring, "probe_cluster", probe)
-        patch.setattr(measuring, "is_loopback", lambda *_: False)  # ranks of one host would have its usual links
-        for holds in (True, True, False):  # the first run finds no file
+        patch.setattr(measuring, "is_loopback", lambda *_: False)  # for ranks of one host, the usual links are returned
+        for holds in (True, True, False):  # the first run has no cached result
             patch.setattr(measuring, "links_still_hold", lambda *_, holds=holds: holds)
-            measuring._PROBED.clear()  # as a new process
+            measuring._PROBED.clear()  # as in a new process
             alike.append(measure_links(communicator, 2**30, CPU) == real)
             times.append(len(probed))
         measuring._PROBED.clear()
@@ -130,7 +130,7 @@ def test_links_are_those_of_a_host_if_one_exchange_is_as_fast(
 
     def launch(_: object, collective: Collective, own_bytes: int, __: object) -> Callable[[], None]:
         sizes.append(own_bytes)
-        left[:] = [1.0, *factors]  # the first exchange connects the ranks
+        left[:] = [1.0, *factors]  # the first exchange, which connects the ranks, takes normal time
         return lambda: None
 
     def mean_ms(*_: object) -> float:

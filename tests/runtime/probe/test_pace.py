@@ -29,7 +29,7 @@ def test_what_a_device_has_been_given_counts_until_it_has_done_it() -> None:
         calls.append(None)
         time.sleep(0.02)
 
-    instant = Compute(1e30, 1e30, launch_ms=1.0)  # two operations of 1 ms each, once or oftener
+    instant = Compute(1e30, 1e30, launch_ms=1.0)  # two operations of 1 ms each, however often they run
     with mock.patch.object(torch, "mm"), mock.patch.object(torch, "add"):
         assert measure_pace(CPU, instant, synchronize) == pytest.approx(2.0 / 20.0, rel=0.3)
     assert calls

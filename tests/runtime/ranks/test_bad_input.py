@@ -78,7 +78,7 @@ def _train_with_faults(rank: int, world_size: int, at: dict[int, str], steps: in
     """What each of rank 1's faults, by step, was told as and has changed; and the parameters at the end."""
     plain = words_model()
     optimizer = Adagrad(plain.parameters(), lr=0.1, eps=1e-3)
-    route: Literal["graph"] | None = "graph" if "cannot be captured" in at.values() else None  # else runs as written
+    route: Literal["graph"] | None = "graph" if "cannot be captured" in at.values() else None  # otherwise runs eagerly
     model = embrace_fx.compile(plain, optimizer=optimizer, strategy=strategy, route=route)
     errors, changed = {}, []
     for step in range(steps):
@@ -349,7 +349,7 @@ def _left_alone(rank: int, world_size: int, fails: bool) -> str:
     return "no error"
 
 
-@pytest.mark.long  # a rank is missing after seconds
+@pytest.mark.long  # slow, because a missing rank is noticed after seconds
 @pytest.mark.parametrize(
     ("fails", "told"),
     [(True, "PeerFailure: rank 1: this rank caught the error of a failed call"), (False, "DeadRank")],

@@ -50,7 +50,7 @@ def _before_init_process_group() -> Iterator[None]:
 
 
 def _compiled_before_the_group(rank: int, world_size: int) -> tuple[list[float], list[float]]:
-    torch.manual_seed(rank)  # ranks begin with rank 0's parameters
+    torch.manual_seed(rank)  # ranks differ; `compile` broadcasts rank 0's parameters
     with _before_init_process_group():
         model = embrace_fx.compile(Tagger(), strategy="alltoall")
     torch.manual_seed(rank)

@@ -108,7 +108,6 @@ def _train_until_death(
 def test_the_living_name_the_dead(
     victim: int, die: Callable[[nn.Module, tuple[Tensor, Tensor]], None], store_host: str
 ) -> None:
-    # As torchrun does it, or as `init_process_group` without a launcher does.
     store = _store(0, host=True) if store_host == "launcher" else None
 
     outcomes = fresh_ranks(WORLD_SIZE, _train_until_death, victim, die, store.port if store is not None else None)
@@ -128,7 +127,7 @@ def _host_leaves_at_once(rank: int, world_size: int) -> list[int]:
     ports = [store.port if store is not None else 0]
     dist.broadcast_object_list(ports)
     store = store or _store(ports[0], host=False)
-    liveness = LivenessCheck(store, "test", rank, world_size + 1, LaunchLog())  # of one more rank, which never answers
+    liveness = LivenessCheck(store, "test", rank, world_size + 1, LaunchLog())  # one rank more, which never answers
     dist.barrier()
     if rank == 0:
         liveness.missing()
@@ -203,7 +202,7 @@ def test_a_rank_that_lives_and_stands_still_is_named_with_its_line(where: str, l
 def _leave_in(rank: int, world_size: int, where: str) -> None:
     group = dist.new_group(timeout=timedelta(seconds=GROUP_TIMEOUT_S))
     if where == "set-up" and rank == 1:
-        time.sleep(1.0)  # the other one may still be connecting to it, in a group that is the test's
+        time.sleep(1.0)  # the other rank may still be connecting in the test's group
         os._exit(3)
     plain = Model()
     optimizer = torch.optim.Adagrad(plain.parameters(), lr=0.1)

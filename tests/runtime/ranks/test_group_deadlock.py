@@ -32,8 +32,8 @@ def _in_two_groups(rank: int, world_size: int, late_s: float) -> None:
         embrace_fx.compile(_model(), process_group=other if rank == 1 else None)
     assert time.monotonic() - began_s < 30
     assert isinstance(caught.value, ValueError)
-    dist.barrier()  # or this rank's next compile() meets the other's first
-    assert _ranks_of(embrace_fx.compile(_model())) == world_size  # what is mended can go on
+    dist.barrier()  # otherwise this rank's next compile() would meet the other's first
+    assert _ranks_of(embrace_fx.compile(_model())) == world_size  # after the mistake is corrected, training is possible
     raise caught.value
 
 
@@ -48,7 +48,7 @@ def _one_after_the_other(rank: int, world_size: int) -> tuple[int, ...]:
     """Rank 1 comes to the pair of 0 and 1 only once it has been in that of all, and rank 2 is late there."""
     pair = dist.new_group([0, 1])
     if rank == 2:
-        time.sleep(0.7)  # longer than the first look
+        time.sleep(0.7)  # longer than the first check for a deadlock
     first = _ranks_of(embrace_fx.compile(_model()))
     return (first, _ranks_of(embrace_fx.compile(_model(), process_group=pair))) if rank < 2 else (first,)
 
@@ -61,7 +61,7 @@ def _waits_elsewhere_first(rank: int, world_size: int) -> tuple[int, ...]:
     """Rank 0 waits for 1, who waits for 2 in another group, which is late: nobody waits for each other."""
     pairs = [dist.new_group(ranks) for ranks in ([0, 1], [1, 2])]
     if rank == 2:
-        time.sleep(0.7)  # longer than the first look
+        time.sleep(0.7)  # longer than the first check for a deadlock
     met_in = []
     for pair in reversed(pairs):
         if rank in dist.get_process_group_ranks(pair):

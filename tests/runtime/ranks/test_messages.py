@@ -16,7 +16,7 @@ from tests.support.ranks import run_ranks
 
 def hear_of_a_rank_that_is_gone(rank: int, world_size: int, when_s: float) -> str:
     group = dist.new_group()
-    dist.barrier()  # both are connected
+    dist.barrier()  # connects both ranks
     if rank == 1:
         time.sleep(when_s)
         dist.destroy_process_group(group)

@@ -115,7 +115,7 @@ class Labelled(nn.Module):
 
 def _catches_alone(rank: int, world_size: int, bad_ids: int, bad_labels: int) -> None:
     """Rank 0 catches the error of its batch, and runs a small one instead."""
-    failure.PATIENCE_S = 2.0  # for the rank that ends
+    failure.PATIENCE_S = 2.0  # shortens the wait for the rank that ends
     model = embrace_fx.compile(Labelled(), strategy="alltoall")
     optimizer = _adam(model)
     for k in range(4):

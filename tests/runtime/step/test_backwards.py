@@ -232,7 +232,7 @@ def test_backwards_of_several_calls_come_in_one_order_on_all_ranks(alike: bool) 
         assert ("in the backward of the call 1 before the last one" in told) == (not alike)
 
 
-@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True:UserWarning")  # torch's
+@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True:UserWarning")  # warned by torch
 def test_gradients_that_are_to_be_differentiated_again_are_there_and_raise_where_they_are() -> None:
     model = nn.Linear(2, 1)
     compiled = embrace_fx.compile(model)

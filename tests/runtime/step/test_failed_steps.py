@@ -79,7 +79,7 @@ class Training:
         for step in range(STEPS):
             try:
                 batch = next(batches)
-            except LoaderError as error:  # this rank alone begins to read anew
+            except LoaderError as error:  # only this rank restarts its loader
                 self._note(step, error)
                 batches = self._read(step, None)
                 batch = next(batches)
@@ -89,7 +89,7 @@ class Training:
                     self._step(step, batch)
                 except Exception as error:
                     self._note(step, error)
-            for each in warned:  # of a step that this rank has gone on from
+            for each in warned:  # warnings about the previous step, after which this rank continued
                 self.told[step - 1] = self.told.get(step - 1, "") + str(each.message)
             self.optimizer.zero_grad()
 
@@ -117,7 +117,7 @@ class Training:
 
     def _evaluate(self, step: int, batch: tuple[Tensor, ...], *, fails: bool) -> None:
         with torch.no_grad():
-            self.model(*batch)  # the first one compiles
+            self.model(*batch)  # the first call compiles the model
             Armed.where = "forward" if fails else None
             try:
                 self.model(*batch)
@@ -143,7 +143,7 @@ def check(world_size: int, options: dict[str, Any], *, ahead: bool, evaluates_al
             if "evaluation" in fault.by_rank.values():
                 if does is None and evaluates_alone:
                     wanted = "nothing"
-                told_of = told.get(step, "") + told.get(step - 1, "") or "nothing"  # warned by the call after it
+                told_of = told.get(step, "") + told.get(step - 1, "") or "nothing"  # the next call may warn instead
             assert re.search(wanted, told_of), (rank, step, told)
         assert_same(parameters, expected, torch.float64)
 

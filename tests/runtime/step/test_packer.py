@@ -32,7 +32,7 @@ def test_a_bucket_of_one_gradient_is_a_tensor_of_its_own(scale: float, keeps_mem
     for _ in range(2):
         flat = pack([gradient], scale)
         assert flat.tolist() == [3.0 * scale] * 4
-        flat.zero_()  # as ranks reduce it in place
+        flat.zero_()  # like a reduction in place
         assert gradient.eq(3.0).all()
         del flat
 

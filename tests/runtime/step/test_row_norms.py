@@ -74,11 +74,11 @@ def test_squares_of_all_tables_rows_are_added_up_at_once() -> None:
     first, plain = row_wise[0], by_elements[0]
 
     rows = [torch.cat([batch(0)[:, k], batch(1)[:, k]]).unique().numel() for k in range(len(WIDTHS))]
-    assert first["norms"] == [4 * each for each in rows]  # of 4 bytes each, a rank of two sends them once
+    assert first["norms"] == [4 * each for each in rows]  # 4 bytes per row; each of two ranks sends them once
     assert first["scheduled"] == [4 * sum(rows)]
     assert "row norms" in first["launch order"]
     windows = {window for _, window in first["spans"]}
-    assert first["spans"] == [(rank, window) for rank in range(2) for window in sorted(windows)]  # one a step
+    assert first["spans"] == [(rank, window) for rank in range(2) for window in sorted(windows)]  # one per step
     assert first["waits"] == len(first["spans"])
     assert plain["norms"] == [0, 0, 0]
     assert not plain["spans"]
@@ -104,7 +104,7 @@ def test_squares_have_a_place_in_every_schedule(schedule: ScheduleName) -> None:
 def look_and_train(rank: int, world_size: int, looks: bool, schedule: ScheduleName) -> list[Tensor]:
     """Tables after some steps; rank 0 alone looks at a gradient in each."""
     torch.manual_seed(0)
-    plain = Recommender((8, 12, 8)).double()  # the first and the last are a joined table
+    plain = Recommender((8, 12, 8)).double()  # the first and the last table are joined
     optimizer = embrace_fx.RowWiseAdagrad(plain.tables.parameters(), lr=0.1, initial_accumulator_value=0.1)
     rest = torch.optim.SGD(plain.top.parameters(), lr=0.1)
     how: dict[str, Any] = {"strategy": {"tables.*": "alltoall"}, "schedule": schedule}
@@ -133,7 +133,7 @@ def look_and_train(rank: int, world_size: int, looks: bool, schedule: ScheduleNa
 def test_rows_are_those_of_one_process(ranks: int, looks: bool, schedule: ScheduleName) -> None:
     """A rank that has looked at one steps table by table, the others the space: squares are in one order."""
     torch.manual_seed(0)
-    plain = Recommender((8, 12, 8)).double()  # the first and the last are a joined table
+    plain = Recommender((8, 12, 8)).double()  # the first and the last table are joined
     optimizer = embrace_fx.RowWiseAdagrad(plain.tables.parameters(), lr=0.1, initial_accumulator_value=0.1)
     rest = torch.optim.SGD(plain.top.parameters(), lr=0.1)
     for step in range(6):

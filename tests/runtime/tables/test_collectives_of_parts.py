@@ -55,7 +55,7 @@ def _functions(rank: int, world_size: int) -> dict[str, str]:
         count += 1
         try:
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # some are on their way out
+                warnings.simplefilter("ignore")  # some of torch's functions are deprecated
                 function(**given)
             wrong[name] = "no error"
         except (RuntimeError, TypeError) as error:

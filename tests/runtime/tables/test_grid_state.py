@@ -39,7 +39,7 @@ def _trained_model(
 
 def _train(model: embrace_fx.CompiledModel, optimizer: Optimizer, rank: int, steps: range) -> None:
     for step in steps:
-        generator = torch.Generator().manual_seed(step)  # the same on all ranks: their number may change
+        generator = torch.Generator().manual_seed(step)  # the same ids on all ranks, whose number may change
         model(torch.randint(ROWS, (3, 4), generator=generator)).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()

@@ -53,7 +53,7 @@ def test_rows_of_a_space_end_where_dense_updates_lead(name: str, takes: str) -> 
     space, together = _space(tables), 0
     for step in range(STEPS):
         if step == 30:
-            space = _space(tables)  # of another plan
+            space = _space(tables)  # joined again, as after a change of plan
         parts = {}
         for k in TAKES[takes](step):
             ids = torch.randperm(ROWS[k], generator=random)[:3].sort().values

@@ -37,7 +37,7 @@ class ManyWorkload:
     def make(self, dtype: torch.dtype, seed: int) -> nn.Module:
         torch.manual_seed(seed)
         model = Many(self.dim)
-        if self.padded:  # with rows that are not zero
+        if self.padded:  # the new tables' padding rows are set to non-zero values below
             for k, padding in ((1, 0), (3, 2)):
                 model.tables[k] = nn.Embedding(ROWS[k], self.dim, padding_idx=padding)
                 nn.init.normal_(model.tables[k].weight)  # type: ignore[arg-type]
@@ -106,7 +106,7 @@ def test_not_across_computation_that_hides_communication() -> None:
 
 
 def test_ids_are_told_apart_before_their_sizes_are_known() -> None:
-    # Two ranks, three tables with room for 3, 2 and 2 ids.
+    # Two ranks. Each sends three counts, and ids padded to 3, 2 and 2 entries.
     packed = torch.tensor([[2, 1, 2, 2, 5, -7, 0, -7, 1, 3], [1, 2, 0, 5, -7, -7, 3, 4, -7, -7]], dtype=torch.int32)
     found = route_padded(packed, [[3, 2, 2], [3, 2, 2]], 2, 9)
     assert found.counts.tolist() == [2, 0]
@@ -185,7 +185,7 @@ def _bad_id(rank: int, size: int) -> None:
     for step in range(3):
         ids, wanted = workload.batches(step, rank, SEED)
         if step == 2 and rank == 1:
-            ids[0, 3] = ROWS[3]  # another table's row of the space
+            ids[0, 3] = ROWS[3]  # outside of table 3, but inside the joined table
         compiled(ids, wanted).backward()
         compiled.optimizer.step()
         compiled.optimizer.zero_grad()

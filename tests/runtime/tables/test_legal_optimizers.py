@@ -57,7 +57,7 @@ def test_every_class_of_torchs_has_been_asked() -> None:
         (Definition(Adam, {"differentiable": True}), {}),
         (Definition(AdamW, {"capturable": True}), {}),
         (Definition(SGD), {"lr": torch.tensor(0.1, requires_grad=True)}),
-        (Definition(SGD, {"momentum": 0.9, "dampening": 0.5}), {}),  # a row's first gradient is undamped
+        (Definition(SGD, {"momentum": 0.9, "dampening": 0.5}), {}),  # torch does not dampen a row's first gradient
     ],
     ids=str,
 )
@@ -117,7 +117,7 @@ def test_a_scheduler_changes_the_rule() -> None:
 def test_a_trial_touches_nothing_and_nobody_sees_it() -> None:
     seen: list[object] = []
     parameter = nn.Parameter(torch.ones(V, D))
-    optimizer = Adam([parameter], betas=(0.123, 0.456))  # of which no trial is kept
+    optimizer = Adam([parameter], betas=(0.123, 0.456))  # unusual options, for which no trial is cached yet
     handle = register_optimizer_step_pre_hook(lambda *given: seen.append(given))
     try:
         assert dense_update_policy(Adam, optimizer.param_groups[0], "exact", torch.float32) not in STILL

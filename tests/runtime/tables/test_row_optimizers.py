@@ -102,7 +102,7 @@ def test_few_rows_touched_equals_torch(definition: Definition, dtype: torch.dtyp
     table, steps = random_table(dtype), random_steps(dtype, sparse=True)
     found, state = train_rows(definition, table, steps)
     expected, expected_state = train_torch(definition, table, steps, sparse=sparse)
-    # torch orders the operations of sparse Adagrad differently from its dense twin; ours follows the dense one.
+    # torch's sparse Adagrad computes in another order than its dense one, which row updates follow.
     bitwise = definition.bitwise and not (sparse and definition.kind is Adagrad)
     assert_same({"table": found, **state}, {"table": expected, **expected_state}, dtype, bitwise=bitwise)
 

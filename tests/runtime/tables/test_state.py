@@ -188,7 +188,7 @@ def test_a_checkpoint_of_2_ranks_continues_on_3_and_on_1(name: str, tmp_path: Pa
 
     for world_size, into in LOADS:
         if name == "SparseAdam" and into == "a model not yet called":
-            continue  # torch's loader makes state by a dense step, which SparseAdam refuses
+            continue  # torch's loader creates state by a dense step, which SparseAdam rejects
         reference = _Reference(make_optimizer, row_updates)
         weights = reference.train(2, range(3))
         state = whole_state(reference.model, reference.optimizer)
@@ -228,7 +228,7 @@ def test_an_optimizer_resumes_from_whole_state(when: str) -> None:
 
 
 def _initial_values(rank: int, world_size: int, columns: int) -> dict[str, Tensor]:
-    torch.manual_seed(5 + rank)  # rank 0's seed is the one that counts
+    torch.manual_seed(5 + rank)  # ranks differ; rank 0's seed must be used
     with torch.device("meta"):
         plain = nn.Sequential(nn.Embedding(12_000, columns, padding_idx=2), nn.Linear(columns, 3))
     optimizer = Adagrad(plain.parameters(), lr=0.1)
@@ -241,7 +241,7 @@ def _initial_values(rank: int, world_size: int, columns: int) -> dict[str, Tenso
 
 
 def test_a_meta_model_has_the_values_of_one_rank_on_any_number() -> None:
-    columns = 100  # more than one block of rows
+    columns = 100  # so many that rows are initialized in more than one block
     torch.manual_seed(5)
     plain = nn.Sequential(nn.Embedding(12_000, columns, padding_idx=2), nn.Linear(columns, 3))
     for world_size in (1, 3):

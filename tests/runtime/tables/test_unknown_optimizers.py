@@ -157,7 +157,7 @@ def _two_backwards_under_way(rank: int, world_size: int) -> str:
         optimizer.step()
     losses[1].backward()
     adam = Adam(plain.parameters())
-    adam.step()  # training can go on
+    adam.step()  # training can continue with another optimizer
     return str(told.value)
 
 

@@ -75,7 +75,7 @@ def test_writes_behind_one_that_waited_are_the_threads(
     write(thread, 0)
     rest.takes = 0.005
     monkeypatch.setattr(file_thread, "_LATE_S", 10.0)
-    for value in range(file_thread._BY_THREAD + 1):  # the last is behind others that wait
+    for value in range(file_thread._BY_THREAD + 1):  # the last write is queued behind others
         thread._slots.columns[WEIGHTS][1] = value
         write(thread, 1)
     assert read(thread, rest, 0, 1) == [[0, 1, 2, 3], [value] * D]

@@ -96,7 +96,7 @@ def test_records_that_a_disk_has_to_be_waited_for_are_left(tmp_path: Path) -> No
     written = RECORDS.pack(rows, {"weights": rows.unsqueeze(1).repeat(1, 10).float()})
     file.write(rows, written)
     os.fdatasync(file.descriptor)
-    some = rows[(rows % 3 > 0) & (rows != 1000)]  # some in runs
+    some = rows[(rows % 3 > 0) & (rows != 1000)]  # includes runs of consecutive records
     records = file.read_cached(some, some)
     assert records is not None
     assert torch.equal(records, written[some])

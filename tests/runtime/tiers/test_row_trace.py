@@ -51,6 +51,6 @@ def test_rows_of_the_nearest_step_are_read_first(tmp_path: Path) -> None:
     memory = beyond_memory(torch.randn(V, 2), OPTIMIZERS["adamw"], 20, tmp_path).store.memory
     memory.begin_step(1)
     for due, rows in ((4, torch.arange(40)), (2, torch.arange(40, 60))):
-        for _ in range(4):  # a fourth of the slots at a time
+        for _ in range(4):  # each call reads a fourth of the slots
             memory.read_ahead(rows, due)
     assert sorted(memory.row_of.tolist()) == [*range(40, 60)]

@@ -41,7 +41,7 @@ def test_rows_that_rest_move_as_in_memory(optimizer: str, share: float, tmp_path
         for step in range(130):
             coming = (V ** torch.rand(4, generator=generator) - 1).long()
             found.store.memory.begin_step(step)
-            if step % 3:  # some of what was told comes in the second step from now, some does not
+            if step % 3:  # sometimes announces rows for two steps later; not all of them are used then
                 found.store.memory.read_ahead(coming, step + 2)
             told.append(coming)
             ids = told.popleft() if step % 5 else (V ** torch.rand(4, generator=generator) - 1).long()
@@ -115,7 +115,7 @@ def test_batch_larger_than_memory_is_an_error_on_every_rank() -> None:
         found = re.search(r"too little for table.weight.* keeps 2 rows.* at least (\S+),", str(error))
         assert found, error
         least.add(float(found[1]))
-    assert run_ranks(2, train, Run(memory=least.pop(), steps=1))  # the least is enough
+    assert run_ranks(2, train, Run(memory=least.pop(), steps=1))  # training works with the minimum
     assert not least
 
 
@@ -156,7 +156,7 @@ def losses_in_memory(tmp_path_factory: pytest.TempPathFactory) -> list[list[floa
 
 FAULTS = {
     "full disk": "writing .* bytes of rows .* File too large",
-    "file cut short": "the file has only|has changed",  # zeros, where it has grown again
+    "file cut short": "the file has only|has changed",  # the file may have grown again, with zeros
     "changed records": r"row \d+ of table.weight has changed",
     "device gone": "rows of .* cannot be read from their file",
 }

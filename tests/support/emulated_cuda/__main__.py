@@ -25,7 +25,7 @@ def main() -> int:
     given = sys.argv[1:]
     ends = next(
         (k for k, each in enumerate(given) if each in ("-m", "-c")), len(given)
-    )  # what follows is the command's
+    )  # all later arguments belong to the command
     own, command = parser.parse_args(given[:ends]), given[ends:]
     libraries = build()
     with tempfile.TemporaryDirectory() as folder:

@@ -102,7 +102,7 @@ def compare(rank: int, world_size: int, names: Sequence[str], options: Mapping[s
     with finely_cut():
         for name in names:
             scenario = SCENARIOS[name]
-            if options.get("route") == "eager":  # no rows leave early, and no table is sharded
+            if options.get("route") == "eager":  # eager calls send no rows early and shard no table
                 scenario = replace(scenario, refused="", warned=False)
             make = OPTIMIZERS[kind] if kind and scenario.optimizer in OPTIMIZERS.values() else scenario.optimizer
             if scenario.fresh:

@@ -111,7 +111,7 @@ def ids_outside_of_a_table(training: Training) -> None:
         if step not in {3, 4, 8}:
             training.update(batch)
         elif training.is_compiled:
-            with pytest.raises((PeerFailure, IndexError)):  # as written, the rank itself has the error of torch
+            with pytest.raises((PeerFailure, IndexError)):  # an eager forward raises torch's own IndexError
                 training.model(*batch).backward()
 
 
@@ -240,7 +240,7 @@ def _some_results(kind: str, losses: Sequence[str], **options: Any) -> Callable[
         for step, batch in enumerate(training.lookahead(batches, model)):
             results = dict(zip("ab", model(*batch), strict=True))
             sum(results[name] for name in losses[step % len(losses)]).backward()
-            if step % 3 == 2:  # at times someone looks at gradients before the step, which has them delivered
+            if step % 3 == 2:  # in some steps, read gradients before the step, which waits for them
                 training.note(model.module.trunk.weight.grad, model.module.trunk.bias.grad)
             optimizer.step()
             optimizer.zero_grad()

@@ -123,7 +123,7 @@ def third_of_the_sum(_: Any, bucket: Any) -> Any:
     return work.get_future().then(lambda done: done.value()[0])
 
 
-third_of_the_sum.__annotations__ = {}  # DDP wants its own classes there, or none
+third_of_the_sum.__annotations__ = {}  # DDP requires its own classes in annotations, or none
 
 
 @join

@@ -148,7 +148,7 @@ def closures_of_LBFGS(training: Training) -> None:
             return loss
 
         optimizer.step(closure)
-    training.optimizers.clear()  # its state has a rank's own loss
+    training.optimizers.clear()  # do not compare its state, which includes this rank's loss
 
 
 @scenario()
@@ -352,11 +352,11 @@ def an_optimizer_that_takes_up_more_state(training: Training) -> None:
         training.update(batch)
         if step == 4:
             if training.is_compiled:
-                training.model.synchronize()  # state that is read without a state dict
+                training.model.synchronize()  # needed, because the state is read without `state_dict()`
             for group in training.optimizer.param_groups:
                 group["amsgrad"] = True
             for state in training.optimizer.state.values():
-                if "exp_avg_sq" in state:  # another way may train with another optimizer
+                if "exp_avg_sq" in state:  # some cases run this scenario with another optimizer
                     state["max_exp_avg_sq"] = state["exp_avg_sq"].clone()
 
 

@@ -114,5 +114,5 @@ def a_target_network_within(training: Training) -> None:
     optimizer = training.optimize(SGD, model.parameters(), lr=0.1)
     for k in range(4):
         step_of(training, optimizer, model(ids_of(training.rank, 10 * k), ids_of(training.rank, 10 * k + 1)))
-    if training.rank:  # of each rank its own buffers, until the next call
+    if training.rank:  # buffers differ between ranks until the next call
         embrace_fx.full_state_dict(training.models.pop())

@@ -128,7 +128,7 @@ def read_by_a_thread_at_any_time(training: Training) -> None:
     thread = threading.Thread(target=look)
     for step, batch in enumerate(training.batches(20)):
         training.update(batch)
-        if step == 0:  # capture puts other tensors in the place of parameters
+        if step == 0:  # not during the capture, which temporarily replaces parameters
             thread.start()
     ends.set()
     thread.join()

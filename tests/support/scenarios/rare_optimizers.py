@@ -55,7 +55,7 @@ class Oddly:
     def __init__(self, training: Training, make: Callable[..., Optimizer]) -> None:
         self.training, self.make = training, make
         self.model = training.wrap(Odd())
-        if training.is_compiled:  # a maximum compares whole rows
+        if training.is_compiled:  # max mode compares whole rows, so its table is not sharded
             self.sharded = set(tables(self.model.module)) - {"greatest.weight"}
         self.optimizers: list[Any] = [training.optimize(make, self.model.parameters())]
 
@@ -121,7 +121,7 @@ def steps_of_size_zero(loop: Oddly) -> None:
 def a_weight_decay_that_changes(loop: Oddly) -> None:
     for step in range(12):
         for group in loop.optimizers[0].param_groups:
-            # 60 and 50: weights change their sign, or become zero, and no logarithm tells of it.
+            # With 60 and 50, the decay factor is negative or zero, so it has no logarithm.
             group["weight_decay"] = {2: 0.0, 3: 60.0, 6: 50.0, 7: -0.5}.get(step, 0.1 * step)
         loop.train(step)
 
@@ -129,7 +129,7 @@ def a_weight_decay_that_changes(loop: Oddly) -> None:
 @odd(partial(AdamW, lr=0.01, eps=1e-3, weight_decay=0.05, amsgrad=True))
 def hundreds_of_steps_of_rest(loop: Oddly) -> None:
     loop.train(0)
-    for step in range(1, 400):  # of three rows, and the padding
+    for step in range(1, 400):  # batches that read three rows and the padding row
         loop.model(*odd_batch(step % 7, loop.training.rank, 0, 4)).backward()
         loop.step()
     loop.train(1, 2, 3)
@@ -139,7 +139,7 @@ def _skips(loop: Oddly, *, unscale: bool = False) -> None:
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=4)
     for step in range(9):
         loss = loop.model(*odd_batch(step, loop.training.rank))
-        infinite = step in (0, 3, 4) and loop.training.rank == 1  # all ranks have to skip
+        infinite = step in (0, 3, 4) and loop.training.rank == 1  # makes all ranks skip the step
         scaler.scale(loss * math.inf if infinite else loss).backward()
         if unscale:
             scaler.unscale_(loop.optimizers[0])
@@ -213,7 +213,7 @@ def two_optimizers_of_which_one_is_dropped(loop: Oddly) -> None:
     loop.use(first, SGD(some, lr=0.05, momentum=0.9, weight_decay=0.1))
     loop.train(0, 1, 2)
     loop.use(first)
-    loop.train(3, 4)  # its tables stand still
+    loop.train(3, 4)  # no optimizer updates its tables now
     loop.use(first, loop.make(some))
     loop.train(5, 6, 7)
 
@@ -233,7 +233,7 @@ class Editing(AdamW):
 
 @odd(partial(Editing, lr=0.02, eps=1e-3, weight_decay=0.1))
 def a_step_within_a_step(loop: Oddly) -> None:
-    AdamW([nn.Parameter(torch.ones(1))])  # from the first one on, torch hooks the step of the class
+    AdamW([nn.Parameter(torch.ones(1))])  # torch hooks a class's step when its first instance is created
     loop.train(*range(6))
 
 
@@ -261,5 +261,5 @@ def a_step_that_raises(loop: Oddly) -> None:
         except ArithmeticError:
             if step == 5:
                 optimizer.raises = False
-                optimizer.step()  # once more
+                optimizer.step()  # retry the step that raised
         loop.model.zero_grad()

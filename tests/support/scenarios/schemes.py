@@ -216,9 +216,9 @@ def synced_by_attribute(training: Training) -> None:
     for k in range(6):
         model.require_backward_grad_sync = k % 3 == 2
         loss = model(ids_of(training.rank, k)).square().mean()
-        model.require_backward_grad_sync = True  # the value at the forward counts
+        model.require_backward_grad_sync = True  # has no effect, because DDP reads the value in the forward
         loss.backward()
-        training.note(loss, model.module.out.bias.grad)  # each rank's own, but for the last
+        training.note(loss, model.module.out.bias.grad)  # local gradients, except in every third step
         if k % 3 == 2:
             optimizer.step()
             optimizer.zero_grad()
@@ -257,10 +257,10 @@ def buffers_shared_by_attribute(training: Training) -> None:
 def attributes_that_trainers_ask_for(training: Training) -> None:
     model = training.wrap(Words())
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # DDP's, of find_unused_parameters
+        warnings.simplefilter("ignore", UserWarning)  # DDP warns about find_unused_parameters
         model._set_static_graph()
     for name in ("broadcast_buffers", "forward_sync_buffers", "find_unused_parameters"):
-        setattr(model, name, True)  # as they are
+        setattr(model, name, True)  # assigning the current value is allowed
     train(training, model, adam(training, model), range(1))
     logged = model._get_ddp_logging_data()
     training.note([logged[name] for name in ("world_size", "rank", "module_name", "num_parameter_tensors")])

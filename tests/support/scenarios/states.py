@@ -19,7 +19,7 @@ AVERAGING = partial(AdamW, lr=0.02, eps=1e-3, weight_decay=0.05)
 @after_each_step(optimizer=AVERAGING)
 def the_optimizer_copied(training: Training, step: int) -> Any:
     found = copy.deepcopy(training.optimizer).state_dict()["state"]
-    of_dense = [1, 2, 3, 4]  # in the order of the model's parameters
+    of_dense = [1, 2, 3, 4]  # indices of dense parameters, in the model's order
     return [(found[k]["exp_avg"], found[k]["step"]) for k in of_dense if k in found]
 
 

@@ -26,7 +26,7 @@ Clock = dict[str, int]
 @dataclass(frozen=True)
 class _Use:
     stream: str
-    at: int  # its number on the stream
+    at: int  # index of the access on its stream
     text: str
 
     def before(self, clock: Clock) -> bool:
@@ -68,7 +68,7 @@ class _Run:
 
     def __init__(self, program: StreamProgram) -> None:
         self.found: list[str] = []
-        self.launched: list[tuple[Launch, Clock, _Use]] = []  # with the clock at its beginning
+        self.launched: list[tuple[Launch, Clock, _Use]] = []  # (launch, clock at its start, use)
         self._clocks: dict[str, Clock] = defaultdict(dict)
         self._events: dict[str, Clock] = {}
         self._memory: dict[str, _Memory] = defaultdict(_Memory)

@@ -17,7 +17,7 @@ if ops := os.environ.get("EMULATED_CUDA_OPS"):
 
     assert torch.version.cuda is not None
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch warns of each kernel that is replaced
+        warnings.simplefilter("ignore")  # torch warns about each replaced kernel
         ctypes.CDLL(ops).emulated_ops_install()
     if os.environ.get("EMULATED_CUDA_POISON"):
         path = os.environ["EMULATED_CUDA_ALLOCATOR"]
