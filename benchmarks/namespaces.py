@@ -118,11 +118,11 @@ def enter_namespace_of(thread_id: int) -> None:
 
 def interface_sent_bytes(interface: str) -> int:
     """What an interface of the calling thread's namespace has sent so far; see `Network.sent_bytes`."""
-    # Not /sys/class/net, which shows the interfaces of the namespace it was mounted in.
+    # /sys/class/net would show the namespace in which it was mounted.
     for line in Path("/proc/thread-self/net/dev").read_text().splitlines():
         name, _, values = line.partition(":")
         if name.strip() == interface:
-            return int(values.split()[8])  # eight columns for receiving come first
+            return int(values.split()[8])  # after the eight columns about receiving
     raise KeyError(f"/proc/thread-self/net/dev has no interface {interface}")
 
 

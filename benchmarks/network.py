@@ -169,7 +169,7 @@ def network(links: Links) -> Iterator[Network]:
             bridge, reason = None, str(found)
             hosts = [stack.enter_context(Host("lo", "127.0.0.1")) for _ in range(links.ranks)]
         cores = sorted(os.sched_getaffinity(0))
-        for rank, host in enumerate(hosts):  # what its thread starts stays on the same core
+        for rank, host in enumerate(hosts):  # processes that the host's thread starts inherit its core
             host.call(os.sched_setaffinity, 0, {cores[rank % len(cores)]})
         far = links.ranks_per_host
         rates = tuple(transfer_mbit(host, hosts[(r + far) % links.ranks]) for r, host in enumerate(hosts))
@@ -311,7 +311,7 @@ def _cabled_hosts(links: Links, stack: ExitStack) -> tuple[list[Host], Host]:
             "ip link set eth0 up",
         )
         bridge.configure(f"tc qdisc add dev port{rank} {shape}", f"ip link set port{rank} master bridge up")
-        if links.ranks_per_host > 1:  # the loopback carries what all ranks of the host send
+        if links.ranks_per_host > 1:  # the loopback is shared by all ranks of the host
             inside = _shape(links, links.inside_mbit * links.ranks_per_host / links.slow)
             host.configure(
                 f"ip link set lo mtu {FRAME_BYTES} gso_max_size {links.packet_bytes}",
@@ -324,7 +324,7 @@ def _await_all(processes: Sequence[subprocess.Popen[bytes]], errors: Sequence[Pa
     deadline = time.monotonic() + timeout_s
     while None in (statuses := [process.poll() for process in processes]):
         if any(statuses):
-            break  # the other ranks may wait for the failed one for ever
+            break  # other ranks may wait for the failed one forever
         if time.monotonic() > deadline:
             late = [rank for rank, status in enumerate(statuses) if status is None]
             raise RankFailed(f"run(): rank(s) {late} did not end within {timeout_s:g} s.")

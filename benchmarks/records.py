@@ -20,7 +20,7 @@ def write_record(stem: Path, data: Any) -> Path:
     partial = file.with_name(f"{file.name}.partial")
     text = json.dumps(data, separators=(",", ":")) + "\n"
     partial.write_bytes(lzma.compress(text.encode(), preset=9))
-    return partial.replace(file)  # whoever is stopped meanwhile leaves the file that was there
+    return partial.replace(file)  # atomic: if interrupted, the old file remains
 
 
 def read_record(file: Path) -> Any:

@@ -30,7 +30,7 @@ class Host(Protocol):
 
 def transfer_mbit(sender: Host, receiver: Host) -> float:
     """Payload rate of a bare TCP transfer, after a warm-up that empties the buckets and fills the window."""
-    # A socket stays in the namespace that it was made in, so that any thread may use it.
+    # A socket stays in the namespace in which it was created, so any thread may use it.
     with receiver.call(socket.create_server, (receiver.address, 0)) as server:
         server.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, RECEIVE_BUFFER_BYTES)
         source = sender.call(socket.create_connection, server.getsockname())
@@ -45,14 +45,14 @@ def transfer_mbit(sender: Host, receiver: Host) -> float:
         elapsed_s = time.perf_counter() - started
         enough.set()
         while sink.recv(RECEIVE_BUFFER_BYTES):
-            pass  # what is still under way would be counted with whatever runs next
+            pass  # drain the link, so that the next measurement does not count these bytes
     pump.join()
     return received * 8 / 1e6 / elapsed_s
 
 
 def _send_until(source: socket.socket, enough: threading.Event) -> None:
     chunk = bytes(RECEIVE_BUFFER_BYTES)
-    with source, contextlib.suppress(ConnectionError):  # the receiver was interrupted
+    with source, contextlib.suppress(ConnectionError):  # ignore that the receiver was interrupted
         while not enough.is_set():
             source.sendall(chunk)
 

@@ -111,7 +111,7 @@ def main(settings: argparse.Namespace, rank: int, world_size: int) -> bool:
 
     train_in_turns(ddp, embrace, min(settings.steps, len(batches) - RECORDED_STEPS), console)
     if world_size > 1:
-        with compiled.record():  # further steps: what is measured of them is when everything ran
+        with compiled.record():  # extra steps, to record a timeline
             embrace.train_block(RECORDED_STEPS)
         del embrace.losses[-RECORDED_STEPS:], embrace.step_ms[-1], embrace.step_bytes[-1:]
     early, largest = largest_differences(ddp.losses, embrace.losses)

@@ -72,9 +72,9 @@ def train(directory: Path, steps: int, before_step: Callable[[int], None] = lamb
             weights, state = get_state_dict(plain, optimizer)
             path = directory / f"step-{step + 1:06d}"
             stored = {"model": weights, "optimizer": state}
-            # It copies, and writes while training goes on; in a group of its own, for it sends from another thread.
+            # Copies the state, and writes it while training continues. Another thread does this, so it needs its own group.
             saving = async_save(stored, checkpoint_id=path, process_group=saves)
-            del weights, state, stored  # kept, the optimizer's state would have every update applied at once
+            del weights, state, stored  # while references to optimizer state exist, updates are not deferred
             if rank == 0:
                 for old in sorted(path.parent for path in directory.glob("step-*/.metadata"))[:-KEPT]:
                     shutil.rmtree(old)

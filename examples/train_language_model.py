@@ -34,7 +34,7 @@ def train(settings: argparse.Namespace, rank: int, world_size: int) -> None:
     model = embrace_fx.compile(plain, optimizer=optimizer, strategy=settings.strategy)
 
     with Progress(disable=rank != 0) as progress:
-        batches = model.lookahead(islice(loader, settings.steps))  # one ahead: the next batch's rows come in time
+        batches = model.lookahead(islice(loader, settings.steps))  # reads one batch ahead, to send its rows early
         for step, batch in enumerate(progress.track(batches, total=settings.steps)):
             loss = model(*batch)
             loss.backward()
@@ -62,8 +62,8 @@ def make_model(settings: argparse.Namespace, corpus: Corpus) -> tuple[LanguageMo
     """The same weights on every call and every rank."""
     torch.manual_seed(0)
     model = LanguageModel(len(corpus.words), settings.width)
-    # Adagrad divides by the root of its accumulator. Were that to start at zero, a gradient that is zero but for
-    # rounding would move its weight by a whole learning rate, and two correct ways to train would drift apart.
+    # Adagrad divides by the root of its accumulator. From zero, a gradient that is only a rounding error would move
+    # its weight by a whole learning rate, so that two correct training runs would differ.
     return model, Adagrad(model.parameters(), lr=0.2, initial_accumulator_value=1e-2)
 
 

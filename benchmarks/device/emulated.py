@@ -22,7 +22,7 @@ class EmulatedBlock(nn.Module):
         self.weights = nn.ParameterList(stage.parameters)
         self.reads = stage.reads
         self.makes_loss = not times.shape
-        self.shape = list(times.shape) or [1]  # autograd takes an empty list for one of tensors
+        self.shape = list(times.shape) or [1]  # autograd would take [] for a list of tensors
         self.times_ms = [ms * slow for ms in (times.forward_ms, times.data_gradient_ms, times.weight_gradient_ms)]
 
     def forward(self, reads: list[Tensor]) -> Tensor:
@@ -53,11 +53,11 @@ class EmulatedModel(TableModel):
         )
         self.tables = model.tables
         for name in [*dict(model.named_children()), *dict(model.named_parameters(recurse=False))]:
-            delattr(model, name)  # what is left of it knows which rows a batch reads
+            delattr(model, name)  # only `lookups` of the model is needed, which tells which rows a batch reads
         self.reading = model
 
     def lookups(self, *batch: Tensor) -> Lookups:
-        return self.reading.lookups(*batch)  # a module of this one
+        return self.reading.lookups(*batch)
 
     def loss(self, rows: Mapping[str, Tensor], *batch: Tensor) -> Tensor:
         values = dict(rows)

@@ -122,7 +122,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 def _backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
     reads, weights = ctx.saved_tensors[: ctx.num_reads], ctx.saved_tensors[ctx.num_reads :]
     _, data_ms, weight_ms = ctx.times_ms
-    # The chain comes first: what reads wait for is what other blocks, and rows of tables, wait for.
+    # Data gradients come first, because earlier blocks and row gradients of tables wait for them.
     of_reads = torch.ops.lab.data_gradient(gradient, reads, data_ms) if reads else []
     of_weights = torch.ops.lab.weight_gradient(gradient, reads, weights, weight_ms) if weights else []
     return of_reads, of_weights, None, None

@@ -174,7 +174,7 @@ class _Reads(nn.Module):
 def picked(case: Case, ids_by_rank: Sequence[Tensor], cluster: Cluster) -> str:
     """The system that the planner picks under "auto" for a replica whose gradients have these units."""
     model = _Reads(case.num_units, case.width)
-    whole = torch.optim.Adafactor(model.parameters())  # not element-wise: no shards
+    whole = torch.optim.Adafactor(model.parameters())  # not element-wise, so the table cannot be sharded
     plan = embrace_fx.plan(model, list(ids_by_rank), cluster=cluster, optimizer=whole)
     chosen = plan["table.weight"]
     return f"zen_{chosen.scheme}" if chosen.strategy == "zen" else chosen.strategy

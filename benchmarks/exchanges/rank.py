@@ -44,7 +44,7 @@ def main() -> None:
         _keep(Path(job["kept"]), {"cluster": as_data(cluster)})
     bench = Bench(CountingChannel(dist.group.WORLD), cluster)
     cases = {case.name: Case(case.kind, case.density, job["divisor"]) for case in CASES}
-    for kind in sorted({cases[name].kind for _, name, _ in job["cells"]}):  # connections, index sets, first touches
+    for kind in sorted({cases[name].kind for _, name, _ in job["cells"]}):  # warm up connections, index sets and memory
         warm_up = Case(kind, 0.01, job["divisor"])
         for system in SYSTEMS.values():
             bench.run(warm_up, system, most_runs=1)
@@ -76,7 +76,7 @@ class Bench:
             self._flat = torch.zeros(case.num_units * case.width)
         rows = self._flat.view(case.num_units, case.width)
         ids = case.ids(self._channel.rank)
-        # Integers, so that sums are exact in any order.
+        # Use integers, so that sums are exact in any order.
         random = torch.Generator().manual_seed(self._channel.rank)
         values = torch.randint(1, 9, (ids.numel(), case.width), generator=random).float()
         interface = os.environ["GLOO_SOCKET_IFNAME"]

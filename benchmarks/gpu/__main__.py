@@ -49,7 +49,7 @@ def main() -> None:
     if options.section:
         run_section(options.section, options.output, options.seconds, options.dry_run)
         return
-    open_device(options.dry_run)  # says at once what is missing
+    open_device(options.dry_run)  # fails at once if something is missing
     output = options.output or _default_output(options.dry_run)
     failed = run_all(options.only.split(",") if options.only else list(SECTIONS), output, options.dry_run)
     sys.exit(1 if failed else 0)
@@ -71,7 +71,7 @@ def run_all(names: list[str], output: Path, dry_run: bool) -> list[str]:
         limit = min(SECTIONS[name][1], WHOLE_S - (time.monotonic() - started))
         results["sections"][name] = _run_apart(name, directory, limit, dry_run)
         results["seconds"] = time.monotonic() - started
-        report.write(results, output, stem)  # whatever comes, this is kept
+        report.write(results, output, stem)  # written after each section, in case a later one fails
         print(f"{name}: {results['sections'][name]['outcome']}", flush=True)
     print(f"{output / stem}.md")
     return [name for name, found in results["sections"].items() if found["outcome"] != "done"]
@@ -94,7 +94,7 @@ def _run_apart(name: str, directory: Path, limit_s: float, dry_run: bool) -> dic
             outcome = f"cut off after {limit_s:.0f} s"
         finally:
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)  # its children too
+                os.killpg(process.pid, signal.SIGKILL)  # also kills its child processes
             process.wait(KILLED_AFTER_S)
         log.seek(0)
         text = log.read()
@@ -120,7 +120,7 @@ def run_section(name: str, directory: Path, seconds: float, dry_run: bool) -> No
     except BaseException:
         traceback.print_exc()
         sys.stderr.flush()
-        os._exit(1)  # a poisoned context, or a thread that waits, must not keep the process
+        os._exit(1)  # exits even if the CUDA context is broken or a thread still waits
     sys.stderr.flush()
     os._exit(0)
 

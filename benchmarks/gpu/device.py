@@ -98,7 +98,7 @@ class CudaDevice:
                 for part in (tensor._indices(), tensor._values()) if tensor.is_sparse else (tensor,):
                     part.record_stream(self._link)
             future: Future[Any] = Future(devices=[self.torch])
-            future.set_result(tensors)  # records an event, for which the stream that waits will wait
+            future.set_result(tensors)  # records an event for the waiting stream
         return future
 
     def reset_peak(self) -> None:

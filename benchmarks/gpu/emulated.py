@@ -57,7 +57,7 @@ class Fabric:
 
     def launch(self, kind: Collective, own: Tensor, copy: Callable[[], Any], results: list[Tensor]) -> Any:
         if own.device.type != self.device.torch.type or (own.device.type == "cpu" and own.numel() < 64):
-            copy()  # of the host: agreement between ranks, not payload
+            copy()  # small host tensors serve agreement between ranks, so they take no time
             return _done(results)
         sent = sum(part.numel() * part.element_size() for part in _parts(own))
         ms = launch_ms(self.cluster(), kind, sent, self.ranks) if self.takes_time else 0.0
@@ -99,7 +99,7 @@ class EmulatedGroup(_ProcessGroup):  # type: ignore[misc]  # its methods are ove
 
     def allreduce(self, tensors: Sequence[Tensor], opts: Any = None) -> Any:
         (tensor,) = tensors
-        if tensor.is_sparse:  # an AllGather of indices and values, whose rows are then added up
+        if tensor.is_sparse:  # becomes an AllGather of indices and values, whose rows are summed
             return self._fabric.launch("all_gather", tensor, lambda: self._add_up(tensor), list(tensors))
         summed = opts is None or opts.reduceOp == dist.ReduceOp.SUM
         factor = self._ranks if summed else 1

@@ -57,7 +57,7 @@ def _measure(context: Context, system: str, ranks: int, gigabits: int) -> dict[s
         windows = [running.window_ms(steps) for _ in range(sizes.rounds)]
         link_ms = {kind: ms / (steps * sizes.rounds) for kind, ms in fabric.busy_ms.items()}
         overlap = running.overlap(3) if system in EMBRACE else {}
-        fabric.takes_time = False  # the same compute, copies and launches
+        fabric.takes_time = False  # measures the same compute, copies and launches again, without links
         free = [running.window_ms(sizes.steps) for _ in range(sizes.rounds)]
         running.close()
     exposed, whole = median(windows) - median(free), sum(link_ms.values())

@@ -97,7 +97,7 @@ def cases(rows: int, columns: int, device: torch.device) -> Iterator[Case]:
     )
 
 
-# Torch's own ops, not those of `runtime/kernels`, which call the Triton kernels for CUDA tensors.
+# The baselines use torch's ops, because those of `runtime/kernels` call Triton kernels for CUDA tensors.
 
 
 def _pack(rows: Tensor, group: int) -> Tensor:

@@ -45,13 +45,13 @@ def _measure(context: Context, model: str) -> None:
         if context.affords(NEEDED_S.get(system, 5.0), f"{model}, {system}"):
             device.reset_peak()
             running[system] = Running(device, system, workload)
-            running[system].window_ms(2)  # warms up
+            running[system].window_ms(2)  # warm-up
             context.add(
                 kind="start",
                 model=model,
                 system=system,
                 first_step_s=running[system].first_step_s,
-                peak_bytes=device.peak_bytes(),  # of everything on the device: compare it with the line before
+                peak_bytes=device.peak_bytes(),  # includes all systems so far: subtract the previous line
             )
     found = take_turns(running, sizes.steps, sizes.rounds)
     for system, ms in found.items():

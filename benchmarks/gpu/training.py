@@ -62,7 +62,7 @@ class Running:
         task = _OnDevice(workload, device=device.torch, made_on_host=on_host)
         start = time.perf_counter()
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # a result says what a warning would
+            warnings.simplefilter("ignore")  # the results show what warnings would say
             self._training = (SYSTEMS[system] if isinstance(system, str) else system).prepare(task)
         self._steps: Iterator[Tensor] = self._training.steps(itertools.cycle(batches))
         self.losses: list[Tensor] = []

@@ -259,7 +259,7 @@ def main() -> None:
     except ValueError as error:
         parser.error(str(error))
     for ending in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        if ending != signal.SIGHUP or signal.getsignal(ending) != signal.SIG_IGN:  # as under nohup
+        if ending != signal.SIGHUP or signal.getsignal(ending) != signal.SIG_IGN:  # keep SIGHUP ignored, as under nohup
             signal.signal(ending, _interrupt)
     console = Console()
     if options.cuda:

@@ -80,7 +80,7 @@ class BlockRun:
             self.advance()
         if RECORDED_SYSTEM in self._steps:
             self._guarded(RECORDED_SYSTEM, self._record)
-        # Not where this is interrupted: half of an answer may be on its way, and ranks are about to be killed.
+        # Skipped after an interrupt: a reply may be incomplete, and the ranks are killed next.
         for system in list(self._steps):
             with suppress(CrewFailed, SystemFailed, KeyError):
                 self._ask(system, Close(system))
@@ -108,7 +108,7 @@ class BlockRun:
             )
         cell = self.setting.cell(self.block, system, _free_port())
         began = time.monotonic()
-        # Slow links would carry the model to all ranks for minutes, which no step is made faster by.
+        # Broadcasting the model over slow links would take minutes, and is not part of a step.
         lifts = self.block.slow and not SYSTEMS[system].measures_links
         with self.unlimited() if lifts else nullcontext():
             ready = _all(Ready, self._ask(system, Open(cell)))
@@ -170,4 +170,4 @@ def _free_port() -> int:
     for port in _ports:
         with suppress(OSError), socket.create_server(("127.0.0.1", port)):
             return port
-    raise AssertionError  # unreachable: the count has no end
+    raise AssertionError  # unreachable, because `_ports` is infinite

@@ -159,11 +159,11 @@ def main() -> None:
     status = 0
     try:
         print(json.dumps(run(json.loads(sys.argv[1]))), flush=True)
-    except Exception as error:  # whatever a system raises is a result
+    except Exception as error:  # an error of a system is a result
         traceback.print_exc()
         print(f"{type(error).__name__}: {error}".splitlines()[0], file=sys.stderr, flush=True)
         status = 1
-    os._exit(status)  # neither the stand-ins' threads nor NCCL's would end by themselves
+    os._exit(status)  # threads of the emulated ranks and of NCCL never end
 
 
 if __name__ == "__main__":

@@ -84,7 +84,7 @@ def all_to_all_bytes(rows: list[int], width: int) -> float:
     """What the busiest rank sends, forward and backward, given the rows that each rank reads."""
     ranks, total = len(rows), sum(rows)
     column_bytes = width / ranks * FLOAT_BYTES
-    # Forward: own columns of the others' rows; backward: the others' columns of the own rows; ids to all others.
+    # Forward: own columns of other ranks' rows. Backward: other ranks' columns of own rows. Ids to all other ranks.
     return max(((total - own) + own * (ranks - 1)) * column_bytes + own * (ranks - 1) * ID_BYTES for own in rows)
 
 
@@ -121,7 +121,7 @@ def transfer_ms(sent_bytes: float, rate_mbit: float) -> float:
 def dependences_ms(steps: StepGraph, windows: int = 8) -> float:
     """Milliseconds by which the longest path of dependences grows with each window: no link or processor is shared."""
     graph, durations_ms = dependence_graph(steps, windows), {each.name: each.duration_ms for each in steps.operations}
-    # Compute stays one chain: the program's order is a dependence too.
+    # Compute operations form one chain, because the program's order is a dependence, too.
     ends: dict[tuple[int, str], float] = {}
     for node in nx.topological_sort(graph):
         start = max((ends[before] for before in graph.predecessors(node)), default=0.0)

@@ -125,9 +125,9 @@ def crew(hosts: Network, ranks: int, environment: str, logs: Path) -> Iterator[C
     }
     with contextlib.ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="lab-"))
-        # The systems of one network need not probe it one after the other; another one's links are not recalled.
+        # A new cache per network: its systems share one probe, and links of other networks are not reused.
         variables["EMBRACE_FX_CACHE"] = os.path.join(folder, "cache")
-        # A path's socket is found through the file system, whatever network namespace a rank is in.
+        # A socket with a path is reachable from every network namespace.
         server = stack.enter_context(socket.socket(socket.AF_UNIX))
         server.bind(address := os.path.join(folder, environment))
         server.listen(ranks)

@@ -63,7 +63,7 @@ QUIET_BYTES, QUIET_S, QUIET_LOOKS, MOST_LOOKS = 20_000, 0.02, 4, 100
 QUIET_SHARE = 0.25
 """A turn is over when its interface has sent next to nothing, at most a quarter of what it can, in four looks in a row.
 Horovod never falls silent: its ranks ask each other every millisecond what there is to reduce."""
-_PR_SET_PDEATHSIG, _SIGKILL = 1, 9  # linux/prctl.h
+_PR_SET_PDEATHSIG, _SIGKILL = 1, 9  # constants of linux/prctl.h and of signals
 
 
 def versions() -> dict[str, str]:
@@ -89,7 +89,7 @@ class Session:
         dist.barrier()
         started = time.perf_counter()
         self._training = SYSTEMS[cell.system].peer().prepare(task)
-        # One endless loop over all turns: a system that looks ahead always finds another batch after this one.
+        # All turns share one endless loop, so that systems that look ahead always find a next batch.
         self._losses: Iterator[Tensor] = self._training.steps(itertools.cycle(batches))
         losses = [next(self._losses)]
         first_step_s = time.perf_counter() - started
@@ -189,9 +189,9 @@ def run_session(cell: Cell, rank: int, parent: Connection, parent_pid: int) -> N
             parent.send(session.turn(command.steps) if isinstance(command, Turn) else session.record(command.steps))
     except EOFError:
         pass
-    except Exception as error:  # whatever a system raises is a result
+    except Exception as error:  # an error of a system is a result
         parent.send(Failed(f"{type(error).__name__}: {error}", traceback.format_exc()))
-    # Systems leave threads behind that would keep a process from ending.
+    # Exit at once, because threads of systems would keep the process alive.
     os._exit(0)
 
 
@@ -211,7 +211,7 @@ class Child:
         os.kill(self.process.pid, number)
 
     def end(self) -> None:
-        self.process.kill()  # a stopped process too
+        self.process.kill()  # SIGKILL also ends a stopped process
         self.process.join()
         self.connection.close()
 
@@ -224,7 +224,7 @@ def serve(lab: Connection, rank: int) -> None:
             command: Command | None = lab.recv()
         except EOFError:
             return
-        if command is not None:  # otherwise it was told to stop what it had just finished
+        if command is not None:  # None: the interrupt came after the command had ended
             lab.send(_answer(command, children, lab, rank))
 
 
@@ -254,7 +254,7 @@ def put_communication_first(pid: int | None) -> None:
     On a host of its own a rank's communication finds a core free. Here it would stand in line behind the computation of
     all ranks, milliseconds for each of the two dozen messages of a collective. Needs root, as limited links do.
     """
-    with contextlib.suppress(OSError):  # it is gone, or this is not root
+    with contextlib.suppress(OSError):  # the process has ended, or this user is not root
         for thread in os.listdir(f"/proc/{pid}/task"):
             if int(thread) != pid:
                 os.setpriority(os.PRIO_PROCESS, int(thread), COMMUNICATION_NICE)
@@ -294,7 +294,7 @@ def main() -> None:
     text.words()
     address, environment, rank = sys.argv[1], sys.argv[2], int(sys.argv[3])
     importlib.import_module(ENVIRONMENTS[environment])
-    gc.freeze()  # what is there is every system's; a collector that looks through it would copy its pages
+    gc.freeze()  # objects shared by all systems; a collection would copy their pages after the fork
     with Client(address, family="AF_UNIX") as lab:
         lab.send(Hello(rank, versions()))
         serve(lab, rank)

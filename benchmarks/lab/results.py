@@ -116,7 +116,7 @@ def _predicted(predicted_ms: float | None, rounds: Rounds) -> Spread | None:
 
 
 def _difference(losses: Sequence[float], expected: Sequence[float]) -> float:
-    return max(abs(a - b) / abs(b) for a, b in zip(losses, expected, strict=False))  # of the steps that both have
+    return max(abs(a - b) / abs(b) for a, b in zip(losses, expected, strict=False))  # of the steps that both have run
 
 
 def results(setting: Setting, kept: Kept, asked: Setting | None = None) -> dict[str, Any]:
@@ -187,7 +187,7 @@ def _floors(
         if block.slow
         else min((row.step_ms.median for row in rows if not SYSTEMS[row.system].alone), default=None)
     )
-    # Where ranks share a host, what a strategy sends inside of it is on another link, which these floors know not of.
+    # These bounds assume one rank per host. Ranks on one host send to each other over another link.
     of_wire = reached["shaped"] and block.per_host == 1
     rate_mbit = max(reached["transfer_mbit"]) * block.stretched if of_wire else None
     steps = ideal(step_graph(figures["steps"]), compute_ms, rate_mbit) if figures and compute_ms and rate_mbit else None

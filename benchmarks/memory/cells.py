@@ -77,11 +77,11 @@ class Cell:
 
 
 SYSTEMS: Mapping[str, tuple[float | None, ...]] = {
-    "everything": (None,),  # eager: nothing is given up
-    "checkpointing": (None,),  # eager: every block
-    "knapsack": BUDGETS,  # torch's own, its partitioner without code generation
-    "embrace_fx": (None, *BUDGETS),  # computes again
-    "offloading": BUDGETS,  # embrace_fx: computes again or offloads to a file
+    "everything": (None,),  # eager mode, which saves everything
+    "checkpointing": (None,),  # eager mode, with every block checkpointed
+    "knapsack": BUDGETS,  # torch's partitioner without code generation
+    "embrace_fx": (None, *BUDGETS),  # recomputes
+    "offloading": BUDGETS,  # embrace_fx, which recomputes or offloads to a file
 }
 """System -> its budgets."""
 

@@ -69,7 +69,7 @@ class Training:
         """The most that a step holds at a time."""
         counted = CountedMemory([*self._model.parameters(), *self._model.buffers(), *self._batch])
         if self._is_compiled_by_torch:
-            self._within = counted  # Dynamo compiles nothing where a mode is active: its graphs enter it
+            self._within = counted  # entered inside of graphs, because Dynamo compiles nothing under an active mode
             self.step()
             self._within = contextlib.nullcontext()
         else:

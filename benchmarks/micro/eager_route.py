@@ -116,7 +116,7 @@ def turns(workload: str, rank: int, rounds: int) -> dict[str, list[tuple[float, 
                 sent_kib = (interface_sent_bytes(interface) - sent) / count / 1024
                 found[name].append((statistics.median(took_ms), sent_kib))
     for name in names:
-        # Later steps differ by what rounding has grown to.
+        # Compare only the first steps, because rounding errors grow.
         torch.testing.assert_close(losses[name][:WARM_UP], losses["ddp_dense"][:WARM_UP], rtol=1e-3, atol=1e-3)
     return found
 
@@ -128,7 +128,7 @@ def rank_main(rounds: int, only: str) -> None:
     if dist.get_rank() == 0:
         sys.stdout.write(json.dumps(found))
     sys.stdout.flush()
-    os._exit(0)  # threads of models that have gone would keep the process
+    os._exit(0)  # threads of deleted models would keep the process alive
 
 
 def table(found: dict[str, dict[str, list[tuple[float, float]]]]) -> str:

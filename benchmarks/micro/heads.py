@@ -84,7 +84,7 @@ def rank_main(turns: int) -> None:
         taken: dict[str, list[float]] = {each: [] for each in STRATEGIES}
         for turn in range(turns + 1):
             for each, (step, *_) in trainings.items():
-                step()  # what the last one has left on its way is not this one's
+                step()  # untimed, so that launches in flight of the previous training do not count
                 dist.barrier()
                 began_s = time.perf_counter()
                 step()
@@ -137,7 +137,7 @@ def gpt2_main(turns: int) -> None:
                 found["predicted_mb"] = model.plan.sent_bytes_per_step / 1e6
             print(json.dumps(found), flush=True)
     dist.barrier()
-    os._exit(0)  # DDP's reducer would outlive its group
+    os._exit(0)  # skips destructors: DDP's reducer must not outlive its group
 
 
 def sent_bytes() -> int:

@@ -33,7 +33,7 @@ def tokenize(library: Path) -> Tensor:
     text = [word for file in files for word in WORD.findall(file.read_text(encoding="utf-8", errors="replace"))]
     counts = Counter(text)
     number = {word: i for i, word in enumerate(sorted(counts, key=lambda word: (-counts[word], word)))}
-    # Whatever device a model is being made on: the numbers are kept in a file, for all that follow.
+    # Always on the CPU, even if a model is made on another device, because the numbers are stored in a file.
     return torch.tensor([number[word] for word in text], dtype=torch.int32, device="cpu")
 
 
@@ -45,14 +45,14 @@ def words() -> Tensor:
         CACHE.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=CACHE, delete=False) as file:
             torch.save(tokenize(Path(sysconfig.get_path("stdlib"))), file)
-        Path(file.name).rename(kept)  # whole or not at all: other ranks may be reading
+        Path(file.name).rename(kept)  # atomic, because other ranks may read the file
     found: Tensor = torch.load(kept, mmap=True)
     return found
 
 
 def generator(step: int, rank: int, seed: int) -> torch.Generator:
     """Draws for one rank's batch of one step."""
-    # torch's generator on the CPU keeps the low 32 bits of its seed, so that the three are hashed into these.
+    # torch's CPU generator uses only the low 32 bits of its seed, so hash the three numbers into 32 bits.
     digest = hashlib.blake2b(f"{step} {rank} {seed}".encode(), digest_size=4).digest()
     return torch.Generator().manual_seed(int.from_bytes(digest))
 

@@ -14,7 +14,7 @@ from typing import Any
 from benchmarks.peers.base import Peer
 
 _FORCED: tuple[str, ...] = ()
-with suppress(ImportError):  # other environments have its source tree at most, and run none of its systems
+with suppress(ImportError):  # environments of other systems do not have embrace_fx
     from embrace_fx.vocabulary.plan import STRATEGIES
 
     _FORCED = STRATEGIES

@@ -45,7 +45,7 @@ class EmbraceFx:
         launch_queue.STANDSTILL_S = STANDSTILL_S * task.slow
         if task.slow > 1:
             profile.PROFILED_AFTER, profile.PROFILED = SLOW_PROFILE
-            pace.make_reference_work = reference  # the device computes, not this rank's core
+            pace.make_reference_work = reference  # measures the emulated device, not this rank's core
         plain = task.model()
         optimizer = task.make_optimizer(plain.parameters())
         model = embrace_fx.compile(

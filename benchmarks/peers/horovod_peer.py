@@ -55,7 +55,7 @@ def _join_servers() -> None:
         HOROVOD_LOCAL_SIZE="1",
         HOROVOD_CROSS_RANK=str(rank),
         HOROVOD_CROSS_SIZE=str(size),
-        # The lab stops a system between its turns, which must not be taken for a failure.
+        # The lab stops systems between their turns, which Horovod must not treat as a failure.
         HOROVOD_GLOO_TIMEOUT_SECONDS="7200",
         HOROVOD_STALL_CHECK_DISABLE="1",
     )

@@ -16,7 +16,7 @@ import torch.distributed as dist
 import torchrec  # type: ignore[import-not-found]
 from torch import Tensor, nn
 
-# Its public name is a shell around this one, and says of itself that it is deprecated.
+# The public function only calls this one, and warns that it is deprecated.
 from torch.distributed.optim import _apply_optimizer_in_backward as in_backward  # type: ignore[attr-defined]
 from torchrec.distributed import DistributedModelParallel  # type: ignore[import-not-found]
 from torchrec.distributed.embedding import EmbeddingCollectionSharder  # type: ignore[import-not-found]
@@ -49,7 +49,7 @@ class TorchRec:
 
     def prepare(self, task: Task) -> Training:
         plain = task.model()
-        # Which lookups read which table is the model's own knowledge; it does not depend on the batch.
+        # Run one batch to learn which lookups read which table. This does not depend on the batch.
         with torch.no_grad():
             readers = plain.lookups(*task.workload.batch(0, 0, task.seed))
         weights = {name: table.weight.detach() for name, table in plain.embeddings().items()}
@@ -116,7 +116,7 @@ class _FromCollection(nn.Module):
 
     def forward(self, *batch: Tensor) -> Tensor:
         ids = {name: ids for name, (_, ids) in self.plain.lookups(*batch).items()}
-        # One bag a lookup, however its ids are shaped: rows come back in their order.
+        # Each lookup is one flattened sequence of ids. Its rows are returned in the same order.
         jagged = torchrec.KeyedJaggedTensor(
             keys=list(ids),
             values=torch.cat([each.flatten() for each in ids.values()]),

@@ -178,7 +178,7 @@ def main() -> None:
         job = json.loads(given.rank)
         sys.path.extend(map(str, PEER.glob("lib/*/site-packages")))
         print("RESULT " + json.dumps(run_rank(job, job["rank"])), flush=True)
-        os._exit(0)  # threads of some systems would keep the process
+        os._exit(0)  # threads of some systems would keep the process alive
     found = [compare(model, ranks, given.rounds, given.systems) for model in given.models for ranks in given.ranks]
     if given.output is not None:
         setting = {"torch": torch.__version__, "python": platform.python_version(), "load": os.getloadavg()}

@@ -47,7 +47,7 @@ def threads_now() -> dict[int, tuple[str, Thread]]:
         try:
             ran_ns = int((task / "schedstat").read_text().split()[0])
             status = dict(line.split(":", 1) for line in (task / "status").read_text().splitlines())
-        except (FileNotFoundError, ProcessLookupError):  # it has ended since
+        except (FileNotFoundError, ProcessLookupError):  # the thread has ended since it was listed
             continue
         number = int(task.name)
         name = known.get(number, status["Name"].strip())
@@ -106,7 +106,7 @@ class Calls:
 def room_of(file: str) -> str:
     """The folder that a source file lies in: two names from the project's or the package's root."""
     path = Path(file)
-    if "site-packages" in path.parts:  # an environment may lie within the project
+    if "site-packages" in path.parts:  # check first, because an environment may be inside the project
         parts = path.parts[path.parts.index("site-packages") + 1 :]
     elif path.is_relative_to(ROOT):
         parts = path.relative_to(ROOT).parts
