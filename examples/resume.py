@@ -72,7 +72,7 @@ def train(directory: Path, steps: int, before_step: Callable[[int], None] = lamb
             weights, state = get_state_dict(plain, optimizer)
             path = directory / f"step-{step + 1:06d}"
             stored = {"model": weights, "optimizer": state}
-            # Copies the state, and writes it while training continues. Another thread does this, so it needs its own group.
+            # Copies the state, and writes it in another thread while training continues, so it needs its own group.
             saving = async_save(stored, checkpoint_id=path, process_group=saves)
             del weights, state, stored  # while references to optimizer state exist, updates are not deferred
             if rank == 0:

@@ -69,7 +69,7 @@ def explain_failed_capture(model: nn.Module, error: Exception, raised: Exception
             f"{_first_lines(raised)}. Check the arguments' names, shapes, types and devices; the plain model should "
             "fail in the same way."
         )
-        failure.reason = ""  # the forward also fails without a graph
+        failure.reason = ""  # no reason to run eagerly, because the plain forward fails, too
         if _comes_from_user_code(model, raised):
             failure.raised = raised
         return failure

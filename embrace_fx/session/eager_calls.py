@@ -184,7 +184,7 @@ class EagerCalls:
         if self._context.communicator.comm_hook is None:
             self._tables = lookup_tables(self._context.model, trained)
             self._row_tables = frozenset(lookup_tables(self._context.model, trained, only_sparse=True))
-        # The eager route needs whole tables.
+        # Gather sharded tables, because eager forwards read whole ones.
         whole = {name: table.shape for name, table in self._context.state.tables.items()}
         return gradient_graph(trained, self._tables, whole, self._row_tables)
 

@@ -179,7 +179,7 @@ class Session:
                 first_step.enter_context(pause_garbage_collection())
             check_call(self.communicator.group, begun=self._begun)
             if is_first:
-                self.announcements.announce(HandshakeMessage())  # raises if another rank does not get here
+                self.announcements.announce(HandshakeMessage())  # raises if another rank fails before this call
             if not self._begun:
                 self._set_up()
             arguments = Arguments(args, kwargs, *flatten_arguments(args, kwargs), torch.is_grad_enabled())
@@ -267,7 +267,7 @@ class Session:
     def parameters_were_loaded(self) -> None:
         """Looks up parameters again after a `load_state_dict`, which may have replaced the objects."""
         self.state.parameters_were_loaded()
-        self.communicator.progress.optimizer_steps = 0  # all ranks have the same parameters again
+        self.communicator.progress.optimizer_steps = 0  # counts anew, because ranks are equal again
         self._watch.record_parameters()
         if self.programs.pipeline is not None:
             self._after_placing(first=False)

@@ -155,7 +155,7 @@ class ShadowRank(JoinHook):
         self._programs.apply_pending()
         apart, buffers = context.state.ignored.union(plan.sharded), context.options.shares_buffers
         broadcast_state(context.model, apart, context.communicator, buffers=buffers, source=ranks[-1])
-        context.communicator.progress.optimizer_steps = 0  # all ranks have the same parameters again
+        context.communicator.progress.optimizer_steps = 0  # counts from zero, because ranks are equal again
         sharded, self._sharded = self._sharded, None
         if sharded is not None and next(self._programs.cache.entries()).captured.route != EAGER:
             self._programs.use_plan(sharded, _OVER)

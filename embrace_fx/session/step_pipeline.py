@@ -330,7 +330,7 @@ class StepPipeline:
         counters, communicator, regions = self._counters, self._context.communicator, None
         activity = activity_code(train=train, reduces=reduce)
         launches = sequence_hash(joint.graph, ordered=flow.is_within_steps)
-        launched = checksum_of_text(f"{launches} {communicator.gradient_dtype}")  # for ranks to compare
+        launched = checksum_of_text(f"{launches} {communicator.gradient_dtype}")  # ranks compare it in each step
         if self._context.options.backend != "eager":
             from embrace_fx.runtime.lower.inductor import RegionCompiler  # noqa: PLC0415  (takes seconds to import)
 

@@ -36,7 +36,7 @@ def check_model(model: nn.Module, optimizers: Sequence[Any], *, is_called: bool)
 def _find_problems(model: nn.Module, optimizers: Sequence[Any], *, is_called: bool) -> Iterator[str]:
     """Yields an error message for each reason why a model cannot be trained with these optimizers."""
     kind, hooks = type(model).__name__, [*model._state_dict_pre_hooks.values()]
-    # The wrapper of torch.compile.
+    # `torch.compile` keeps the model that it wraps as `_orig_mod`.
     by_torch = isinstance(model, DistributedDataParallel) or "_orig_mod" in model._modules
     if by_torch or getattr(type(model), "_wraps_a_model", False):
         yield (

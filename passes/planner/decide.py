@@ -374,7 +374,7 @@ def _choose_requested(priced: Mapping[str, PricedStrategy], requested: str, read
         return _Choice(allreduce, blocker, priced, asked) if allreduce.blocker is None else None
     if blocker is not None:
         cheapest = _cheapest_exchange(priced)
-        assert cheapest is not None  # at least one exchange can send any gradient
+        assert cheapest is not None  # one of the exchanges can send every gradient
         return _Choice(cheapest, f"{asked}, {blocker}; {read}", priced, "others are faster")
     if requested == "allreduce":
         return _Choice(allreduce, priced["alltoall"].blocker or "requested", priced, asked)

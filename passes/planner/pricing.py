@@ -497,4 +497,4 @@ def upkeep_of_replicas(table: TableSpec, rows_by_rank: tuple[int, ...]) -> cost.
     """Returns the AllGather of ids per step by which replicas of a `max_norm` table rescale the same rows."""
     if not rows_by_rank or not table.max_norm:
         return cost.Exchange(0, 0)
-    return cost.predict_id_exchange(rows_by_rank, table.num_rows)  # see `ShardTables.renormed`
+    return cost.predict_id_exchange(rows_by_rank, table.num_rows)  # `ShardTables` inserts this AllGather

@@ -97,7 +97,7 @@ class _Search:
         run = self.run(order)
         assert run is not None
         for first, last in _critical_blocks(self.machine.critical_path(run, order), order):
-            # A block of launches without a gap ends sooner only with another first or another last launch.
+            # If a block of launches has no gap, it ends sooner only if a different launch is its first or last one.
             for k in range(last, first, -1):
                 yield _move_launch(order, k, first)
             for k in range(first, last):

@@ -59,7 +59,7 @@ _SYM_OPS: frozenset[Callable[..., object]] = frozenset(
         *(torch.sym_int, torch.sym_float, torch.sym_max, torch.sym_min, torch.sym_not, torch.sym_ite, torch.sym_sum),
         *(operator.abs, round),
         *(getattr(torch, f"_sym_{name}") for name in ("sqrt", "log2", "cos", "sin", "tan", "acos", "asin", "atan")),
-        *(getattr(torch, f"_sym_{name}") for name in ("cosh", "sinh", "tanh")),  # math.tanh of a number that varies
+        *(getattr(torch, f"_sym_{name}") for name in ("cosh", "sinh", "tanh")),  # math functions of symbolic numbers
     }
 )
 """Python functions that compute sizes and other numbers, from numbers to numbers."""

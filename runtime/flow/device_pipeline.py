@@ -36,7 +36,7 @@ class DevicePipeline(CommPipeline):
 
     def __init__(self, *arguments: Any, streams: Streams, **options: Any) -> None:
         super().__init__(*arguments, **options)
-        self.shares_failures = False  # the hosts do not know how far the devices are
+        self.shares_failures = False  # hosts do not know how far their devices have run
         self._streams = streams
         # Recorded once the last forward's ids are computed; None before the first forward.
         self._ids_known: Event = None

@@ -76,7 +76,7 @@ class Lookahead:
             )
         self.batches = batches
         iterator = self._hold_one_batch(loader)
-        self._active = weakref.ref(iterator)  # weak, because leaving the loop drops its iterator
+        self._active = weakref.ref(iterator)  # a weak reference, so that leaving the loop deletes its iterator
         return iterator
 
     def _hold_one_batch(self, loader: Iterable[Any]) -> Iterator[Any]:

@@ -129,7 +129,7 @@ def padded_unique_ids(ids: Sequence[Tensor], num_rows: int, padding_idx: int) ->
     flat, given = flat.to(torch.int64), flat.numel()
     bad = flat.clamp(0, num_rows - 1).ne(flat).any()
     if padding_idx >= 0:
-        # Put the padding row first, even if the batch does not contain it: as a number below all others, added once.
+        # As in `unique_ids`, put the padding row first, even if the batch does not contain it.
         flat = torch.where(flat == padding_idx, _BELOW_ALL, flat)
         flat = torch.cat([flat, flat.new_full((1,), _BELOW_ALL)])
     ordered, order = flat.sort(stable=True)

@@ -109,7 +109,7 @@ class Moments:
         fade = math.sqrt(beta2) if self._fades else 1.0
         before, self._count = self._count, self._count + 1
         mean = 1 / (1 - beta1)
-        # The sums are correct for any centre.
+        # Any centre gives the correct sums.
         self.centre[before] = fade**mean * (1 - beta2 ** (counted + mean - 1)) ** -0.5
         faded, root, sums = self._faded[: self._count], self._root[: self._count], self.sums[:, : self._count]
         if shrink != 1.0:

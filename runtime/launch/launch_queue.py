@@ -267,7 +267,7 @@ class LaunchQueue:
                 self._launch(ticket)
             except BaseException as error:
                 self.fail(error)
-                if not isinstance(error, Exception):  # errors such as KeyboardInterrupt belong to the user's thread
+                if not isinstance(error, Exception):  # exceptions such as KeyboardInterrupt are for the user's thread
                     raise
             finally:
                 self.issuing = False
@@ -419,7 +419,7 @@ def _run_thread(queue: LaunchQueue) -> None:
     is_woken = False
     while True:
         with queue.lock:
-            if not queue.stopped:  # waits until a launch may leave because time has passed, or until woken
+            if not queue.stopped:  # wait until a launch becomes due by time, or until woken
                 now_s, queue.wakes_s = time.perf_counter(), queue.next_due_s()
                 if is_woken:
                     queue.wakes_s = min(queue.wakes_s, now_s + SHORTEST_S)

@@ -189,7 +189,7 @@ class Recorder:
         if self.recording is not None or is_profiled():
             with RecordedWait(self, launch):
                 return call(*arguments)
-        began_s = time.perf_counter()  # runs twice in every step, so it uses no context
+        began_s = time.perf_counter()  # no context manager, because this runs twice in every step
         value = call(*arguments)
         self.step_times.waited(launch, time.perf_counter() - began_s)
         return value

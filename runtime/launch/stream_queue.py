@@ -178,7 +178,7 @@ class StreamQueue(LaunchQueue):
         """
         super().open_window(order, held=held)
         self.shares_device = self.streams.are_shared()
-        # A launch that was not awaited during a whole window never will be. Wait, so that its memory can be freed.
+        # A launch that nobody awaited for a whole window is never awaited. Wait here, to free its memory.
         current = self.windows[-1].number
         for place, ticket in list(self.unwaited.items()):
             if place[0] < current - 1 and ticket.ended is not None:

@@ -193,7 +193,7 @@ def measure_handling(communicator: Communicator, device: torch.device = CPU) -> 
     # Model each measured time as a cost per byte, for each pass over the data, plus a cost per row.
     passed = np.array([(PASSES * row_bytes[width], rows) for width, rows in HANDLED_ROWS.items()])
     pass_ms, unit_ms = np.linalg.solve(passed, (wide_ms, narrow_ms))
-    if pass_ms <= 0 or unit_ms < 0:  # a device may take as long for few rows as for many
+    if pass_ms <= 0 or unit_ms < 0:  # the fit fails if few rows take as long as many
         pass_ms, unit_ms = wide_ms / passed[0, 0], 0.0
     return Handling(SCANNED_BYTES / scan_ms, float(1 / pass_ms), LARGE_BLOCK_BYTES / claim_ms, float(unit_ms), round_ms)
 

@@ -248,7 +248,7 @@ class LivenessCheck:
         with contextlib.suppress(RuntimeError, ValueError):
             signed = {r: self._store.get(self._signatures[r]) for r in range(self.world_size) if r not in missing}
             self._statuses = {r: from_plain(RankStatus, json.loads(text)) for r, text in signed.items()}
-        with contextlib.suppress(RuntimeError):  # the store may disappear from here on
+        with contextlib.suppress(RuntimeError):  # rank 0 may end, and the store with it
             self._store.set(self._readers[self.rank], "1")
             living = [name for r, name in enumerate(self._readers) if r not in missing]
             self._poll(lambda: self._store.check(living), _FAREWELL_S)

@@ -162,7 +162,7 @@ class MismatchWatchdog:
         Args:
             reason: the error's text.
         """
-        with contextlib.suppress(RuntimeError):  # the store may be gone
+        with contextlib.suppress(RuntimeError):  # the store may no longer exist
             self._write_record(dist.distributed_c10d._get_default_store(), _RAISES, reason)
 
     def explain(self, error: BaseException) -> None:
@@ -180,7 +180,7 @@ class MismatchWatchdog:
         if self._found is not None and self._found[0] is frame:
             raise self._found[1] from error
         other = None
-        with contextlib.suppress(RuntimeError):  # the store may be gone
+        with contextlib.suppress(RuntimeError):  # the store may no longer exist
             other = self._find_stopped_rank(dist.distributed_c10d._get_default_store(), frame, _RAISES, self.announced)
         if other is not None:
             raise PeerFailure({other.rank: other.reason}) from error

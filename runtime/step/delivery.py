@@ -145,8 +145,8 @@ class Delivery:
         for name, value, parameter in zip(names, gradients, state.parameters(names), strict=True):
             if name in (absent_here if name in ignored else unreached):
                 continue
-            # Two parameters may get the same tensor (the biases of an LSTM), but no two may share a `.grad`;
-            # nor may a `.grad` be a tensor passed to the backward, as for a parameter that is only added.
+            # Copy a tensor that is the gradient of two parameters (such as an LSTM's biases), or that was passed to the
+            # backward, because no other tensor may share memory with a `.grad`.
             shares = others and not value.is_sparse and value.untyped_storage().data_ptr() in others
             if id(value) in given or shares:
                 value = value.clone()

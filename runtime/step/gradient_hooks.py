@@ -33,9 +33,7 @@ def has_node_hooks(parameter: nn.Parameter) -> bool:
         return True
     with torch.inference_mode(False), torch.enable_grad():
         node = torch.autograd.graph.get_gradient_edge(parameter).node
-    handle: Any = node.register_hook(
-        lambda *_: None
-    )  # all hooks of a node are in one dict, to which only a handle refers
+    handle: Any = node.register_hook(lambda *_: None)  # a handle gives access to the dict of all hooks of the node
     hooks = handle.hooks_dict_ref()
     handle.remove()
     return not all(isinstance(hook, NodeHook) for hook in (hooks or {}).values())

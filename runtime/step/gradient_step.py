@@ -148,7 +148,7 @@ class GradientStep(Step):
     def _begin_backward(self, variant: BackwardVariant, twice: bool) -> None:
         """Begins a backward, or raises the failure of the call if it has failed."""
         if self._failure is not None:
-            raise self._failure  # the other ranks learn of it as of any failure
+            raise self._failure  # reported to the other ranks like any failure
 
     def _call_backward(
         self,

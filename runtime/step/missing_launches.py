@@ -108,7 +108,7 @@ class MissingLaunches:
             values: the result of `begin`.
         """
         if self._flow.awaits_ids and any(map(_needs_lookahead, self._launches)):
-            self._flow.await_ids()  # this separates early and late rows
+            self._flow.await_ids()  # also separates early and late rows
         made, under_way = self._made, list[InFlight]()
         for each in self._launches:
             if each.id is None and made:

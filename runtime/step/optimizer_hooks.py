@@ -472,7 +472,7 @@ def _make_hook(optimizer_hooks: OptimizerHooks, method: Callable[..., Any]) -> H
         if (found := itself()) is None:
             return None
         had_gradients = torch.is_grad_enabled()
-        torch._C._set_grad_enabled(False)  # `torch.no_grad` is eight calls of Python
+        torch._C._set_grad_enabled(False)  # `torch.no_grad` would make eight Python calls
         try:
             return method(found, *args)
         finally:

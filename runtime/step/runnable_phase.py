@@ -134,7 +134,7 @@ def call_without_autograd(call: Callable[..., Result], *arguments: Any, **option
     gradients and casts as nodes.
     """
     had_gradients = torch.is_grad_enabled()
-    torch._C._set_grad_enabled(False)  # `torch.no_grad` is eight calls of Python
+    torch._C._set_grad_enabled(False)  # `torch.no_grad` would make eight Python calls
     try:
         if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
             with _without_autocast():

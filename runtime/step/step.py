@@ -329,7 +329,7 @@ class Step:
     def _begin_backward(self, variant: BackwardVariant, twice: bool) -> None:
         """Begins the exchanges of the backward. Raises if second derivatives are requested."""
         self.program.flow.begin_backward(self.program.ids_program, variant)
-        if twice:  # the other ranks learn of it as of any failure
+        if twice:  # reported to the other ranks like any failure
             raise RuntimeError(TWICE)
 
     def _written_tensors(self) -> tuple[int, str]:

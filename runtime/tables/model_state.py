@@ -72,8 +72,8 @@ class ParameterReads:
     """
 
     _in_a_row: int
-    _stepped: set[int]  # ids of optimizers that have stepped since the last read
-    _missed: bool  # whether an optimizer has stepped twice since the last read
+    _stepped: set[int]  # `id()` of optimizers that have stepped after the last read of parameters
+    _missed: bool  # whether an optimizer has stepped twice after the last read of parameters
 
     def __init__(self) -> None:
         self.restart()

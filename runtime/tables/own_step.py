@@ -121,7 +121,7 @@ def step_groups(
     for group in groups:
         of_cpu = bool(group["params"]) and group["params"][0].device.type == "cpu"
         if of_cpu and group.get("foreach", "") is None and not group.get("fused"):
-            group["foreach"] = False  # what the optimizer would choose for CPU tensors
+            group["foreach"] = False  # the optimizer's own choice for CPU tensors
     step: Any = type(optimizer).step
     if getattr(step, "hooked", False):
         step = step.__wrapped__
@@ -335,7 +335,7 @@ def _state_of_row(
     """
     if optimizer_class is RowWiseAdagrad:
         return {"sum": new_sums(row, options)}
-    if optimizer_class is SGD:  # its first momentum is the gradient, as after a momentum of zero
+    if optimizer_class is SGD:  # missing momentum is equivalent to zeros
         return {"momentum_buffer": row} if options["momentum"] != 0 else {}
     if optimizer_class is SparseAdam:
         return {"step": 0, "exp_avg": row, "exp_avg_sq": row}

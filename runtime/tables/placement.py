@@ -238,7 +238,7 @@ def _set_values(optimizers: Sequence[Optimizer], parameter: nn.Parameter, values
                 fill = optimizer.defaults["initial_accumulator_value"]
                 state[key] = torch.full_like(parameter, fill, requires_grad=False)
             else:
-                state[key] = torch.zeros(state[key].shape, device="cpu")  # the step counter is on the CPU
+                state[key] = torch.zeros(state[key].shape, device="cpu")  # optimizers keep step counters on the CPU
 
 
 def _row_blocks(rows: int, columns: int) -> list[tuple[int, int]]:

@@ -118,7 +118,7 @@ class TableShard(Tensor):
         """Returns this rank's shard as a plain tensor with the same memory, like DTensor's method."""
         return self.held.memory().detach()
 
-    # Methods of Tensor that do not dispatch an op.
+    # Override these methods of Tensor, because they do not dispatch an op.
 
     @property
     def data(self) -> Tensor:
@@ -296,7 +296,7 @@ def _swap(parameter: nn.Parameter, other: nn.Parameter, name: str) -> None:
         name: the table's name, for the error of a backward that started before the swap.
     """
     gradient, parameter.grad = parameter.grad, None
-    # Attributes that users have set.
+    # Keep attributes that users have set on the parameter.
     own = {key: value for key, value in vars(parameter).items() if key not in _OF_A_PART}
     if parameter.requires_grad and parameter._use_count() > 1:  # type: ignore[attr-defined]
         torch.autograd.graph.get_gradient_edge(parameter).node.register_prehook(partial(_raise_stale_backward, name))

@@ -87,7 +87,7 @@ class FileThread:
         rooms: list[Tensor | None]
         self._reader = self._writer = ThreadPoolExecutor(1, "embrace_fx rows", slots.use_device)
         self._cached = file.read_cached if isinstance(file, RecordFile) and not slots.pinned else None
-        self._by_thread = 0.0  # how many of the next writes go to the thread
+        self._by_thread = 0.0  # how many of the next writes the thread should make
         if slots.pinned:
             self._writer = ThreadPoolExecutor(1, "embrace_fx rows leave", slots.use_device)
             self._by_thread = inf
