@@ -235,7 +235,7 @@ def _find_product(weight: fx.Node, forward: set[fx.Node]) -> tuple[fx.Node, fx.N
 
 
 def _dense_readers(weight: fx.Node, forward: set[fx.Node]) -> Iterator[fx.Node]:
-    """Yields the forward's nodes that read a table in another way than by looking up rows or reading its shape."""
+    """Yields the forward's nodes that use a table for anything but looking up rows or reading its shape."""
     for user in _forward_users(weight, forward):
         if user.target in LOOKUPS and argument(user, "weight") is weight:
             continue

@@ -75,8 +75,8 @@ class Name(str):
         return codecs.encode, (codecs.encode(str(self), "rot13"), "rot13")
 
     def _refuse_if_prefixed(self, prefix: object, matches: Any) -> None:
-        """Raises `ValueError` if `prefix` begins with DDP's "module." and the rest of it matches this name. The code
-        was then written for DDP, and would select nothing here.
+        """Raises `ValueError` if `prefix` begins with DDP's "module." and the rest of it matches this name. Such
+        code was written for DDP, and would select nothing here.
 
         Args:
             prefix: the object that the name was compared with.

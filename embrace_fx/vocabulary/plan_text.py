@@ -115,7 +115,7 @@ def _folded_cells(decisions: Sequence[Decision]) -> tuple[str, ...]:
 
 def explain(plan: Plan) -> str:
     """Returns a text table of the strategies compared for each parameter. It marks the chosen strategy, and gives the
-    reason against each other one.
+    reason against each of the others.
 
     The measured sparsity of a table's gradients (`embrace_fx.cost.sparsity.Sparsity`) is below its strategies.
     Parameters for which no strategies were compared are left out.

@@ -271,7 +271,7 @@ class Pricing:
 
     def _position_exchanges(self, fact: ParameterFacts) -> tuple[cost.Exchange, HeadPlan, float]:
         """Returns the exchanges of an output layer's hidden states and gradients per step, how they are cut in chunks,
-        and how many milliseconds of them compute hides.
+        and how many milliseconds of them are hidden by compute.
 
         With K chunks, hidden states are sent while the logits of other chunks are computed. This hides all but 1 / K of
         the shorter of both. Each chunk takes three exchanges. K minimizes the total time.
@@ -406,8 +406,8 @@ class Pricing:
         )
 
     def _price_norms(self, table: TableSpec, fact: ParameterFacts, rows: tuple[int, ...]) -> cost.Exchange:
-        """Returns the AllReduce by which row-wise optimizers sum one number per row that any rank reads; nothing for
-        others.
+        """Returns the AllReduce by which row-wise optimizers sum one number for each row that any rank reads. It is
+        empty for other optimizers.
         """
         if not fact.adds_up_norms or not rows:
             return cost.Exchange(0, 0)
@@ -483,7 +483,7 @@ def head_sharding_blocker(graph: TrainingGraph, name: str, forward: set[fx.Node]
 
 
 def free_strategy(strategy: str) -> PricedStrategy:
-    """Returns the price, zero, of a strategy that sends nothing."""
+    """Returns the price of a strategy that sends nothing, which is zero."""
     return PricedStrategy(strategy, cost.Exchange(0, 0), 0.0, 0.0, 0)
 
 
@@ -494,7 +494,7 @@ def _dense_sparsity(fact: ParameterFacts, world_size: int) -> Sparsity:
 
 
 def upkeep_of_replicas(table: TableSpec, rows_by_rank: tuple[int, ...]) -> cost.Exchange:
-    """Returns the AllGather of ids per step by which replicas of a `max_norm` table rescale the same rows."""
+    """Returns the AllGather of ids that each step needs to rescale the same rows of all replicas (`max_norm`)."""
     if not rows_by_rank or not table.max_norm:
         return cost.Exchange(0, 0)
     return cost.predict_id_exchange(rows_by_rank, table.num_rows)  # `ShardTables` inserts this AllGather

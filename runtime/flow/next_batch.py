@@ -130,8 +130,8 @@ class NextBatch:
         self._seen = VersionSnapshot.of_tensors_in(self._read)
 
     def is_batch(self, leaves: Sequence[Any]) -> bool:
-        """Returns whether a flattened batch has the same tensors as this one, if ids are computed from them, and none
-        was written since.
+        """Returns whether a flattened batch has the same tensors as this batch, and none of them has been written
+        meanwhile. Compares only the tensors from which ids are computed.
         """
         for k, own in zip(self.program.reads, self._read, strict=True):  # inlined, because it runs in every step
             if (leaf := leaves[k]) is not own and (isinstance(leaf, Tensor) or leaf != own):
@@ -157,8 +157,8 @@ class NextBatch:
         return communicator.gather_rows_read(self.unique, self.announced, self.program.num_rows, group, self._counts)
 
     def may_be_used(self, wait: Callable[[Ticket], Tensor]) -> bool:
-        """Returns whether no rank's batch has an invalid id. Always True here, because the ranks' announcements already
-        show it.
+        """Returns whether all ids of all ranks' batches are valid. Always True here, because the ranks'
+        announcements already exclude batches with invalid ids.
 
         Args:
             wait: waits for a submitted exchange.
@@ -212,7 +212,7 @@ class DeviceBatch(NextBatch):
         """Returns the rows that the batch reads of each table, after they were copied to the host by `copy_rows`.
         Leaves out tables with an invalid id.
 
-        An additional last row may be 0, with which unique rows are padded.
+        A result may have one more entry at its end: a 0 from the padding.
         """
         self._streams.wait_on_host(self._copied)
         *rows, counts = self._copies
@@ -224,7 +224,7 @@ class DeviceBatch(NextBatch):
         return [*map(Tensor.numel, self.unique)]
 
     def may_be_used(self, wait: Callable[[Ticket], Tensor]) -> bool:
-        """Returns whether no rank's batch has an invalid id. The host learns this from the exchanged ids."""
+        """Returns whether all ids of all ranks' batches are valid. The host learns this from the exchanged ids."""
         return self.route(wait)
 
     def exchange(self, communicator: Communicator, exchanges: Mapping[str, RowExchange]) -> InFlight:
@@ -290,7 +290,7 @@ class DeviceBatch(NextBatch):
             beyond.store.record_rows(own, ids[: own.numel()].unique())
 
     def _cut_padding(self, counts: Sequence[int]) -> None:
-        """Removes the padding from this rank's unique rows, of which table k has `counts[k]`. From now on the compute
+        """Removes the padding from this rank's unique rows. Table k has `counts[k]` of them. From now on, the compute
         stream uses the tensors.
         """
         self._streams.keep(*[value for value in self.values.values() if isinstance(value, Tensor)])
@@ -305,7 +305,7 @@ class HandshakeResult:
 
     Attributes:
         found: whether on every rank the batch is the one that was prepared.
-        overtook: whether on any rank launches since the last backward left the planned order.
+        overtook: whether any rank has launched out of the planned order since the last backward.
         shares_device: whether another model launches on any rank's device.
         rows: for each rank, how many unique rows it reads of each table.
         coming: the same for the next batch, with -1 if unknown.

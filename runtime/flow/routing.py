@@ -41,7 +41,7 @@ class Routing:
 
     Attributes:
         ids: (R,) the ids that all ranks read, rank after rank.
-        all_ids: the ids of all rows of the batch, also if this routing has only some.
+        all_ids: the ids of all rows of the batch, even if this routing has only some of them.
         counts: how many of the ids each rank reads.
         whole: the routing of the whole batch, if this one has only some of its rows, or None.
         sums: (unique ids, the index among them of each row), by which gradients of equal ids are summed. None to
@@ -160,7 +160,7 @@ IsIn = Callable[[Tensor, Tensor], Tensor]
 def membership(num_rows: int, device: torch.device) -> IsIn:
     """Returns a function that tests which of a table's row ids are among other ids.
 
-    It marks the other ids in a mask with an entry for each row, and one more for padding. For a large table on the CPU,
+    The function marks the other ids in a mask with an entry per row, and one for padding. For a large table on the CPU,
     it sorts the other ids instead.
     """
     is_marked = device.type != "cpu" or num_rows <= MOST_MARKED
@@ -197,8 +197,8 @@ def split_in_chunks(ids: Tensor, mask: Tensor, chunks: int) -> list[Tensor]:
 
 @lru_cache(maxsize=16)
 def _by_rank(sizes: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Returns, for rows in rank order of which each rank r has `sizes[r]`, the rank of each row and its index among the
-    rank's rows; both (R,) int64.
+    """Returns, for rows in rank order, the rank of each row and its index among the rank's rows, both (R,) int64. Rank
+    r has `sizes[r]` rows.
 
     The tensors are cached; do not write to them.
     """
@@ -234,7 +234,7 @@ class PaddedRouting:
 
 
 def route_padded(packed: Tensor, capacities: Sequence[Sequence[int]], table: int, num_rows: int) -> PaddedRouting:
-    """Extracts the rows of one table that all ranks read from the ids gathered from all ranks.
+    """Extracts the ids of one table from the gathered ids of all ranks and tables.
 
     Args:
         packed: (N, T + M): for each of N ranks, its number of rows in each of T tables, then its ids table after table,

@@ -37,7 +37,7 @@ class Clock:
         """Prepares the clock for a recording that begins now. Does nothing here."""
 
     def now(self) -> Moment:
-        """Returns the current moment in the clock's own form, which `seconds` converts."""
+        """Returns the current moment in a form that only `seconds` of this clock can convert."""
         return time.perf_counter()
 
     def stop(self) -> None:
@@ -195,8 +195,8 @@ class Recorder:
         return value
 
     def record_transfer(self, transfer: Transfer) -> None:
-        """Records a collective or copy that has completed, or that will have when the recording ends. Can be called
-        from any thread.
+        """Records a collective or copy that has completed, or that will be complete when the recording ends. Can be
+        called from any thread.
         """
         if self.recording is not None:
             (self.recording.transfers if transfer.window >= 0 else self.recording.before).append(transfer)
