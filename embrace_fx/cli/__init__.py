@@ -140,9 +140,7 @@ def show(saved: str, output: str | None) -> None:
 
 
 def read_plan(path: Path) -> Plan | None:
-    """Returns the plan in a .json file that `plan.save(path)` or `plan --output` has written, or None if the file
-    contains no plan.
-    """
+    """Returns the plan in a .json file that `plan.save(path)` has written, or None if the file contains no plan."""
     from embrace_fx.vocabulary.plan import Plan  # noqa: PLC0415
 
     try:
