@@ -21,6 +21,7 @@ from embrace_fx.passes.partition import Partition
 from embrace_fx.passes.pipeline import run_passes
 from embrace_fx.passes.shard import ShardTables
 from embrace_fx.passes.verifier.invariants import verify
+from embrace_fx.planning.findings import grid_rows
 from embrace_fx.runtime.kernels.grid import join_grid, route_grid, split_grid
 from embrace_fx.vocabulary.ops import own_columns
 from embrace_fx.vocabulary.plan import Grid
@@ -54,6 +55,10 @@ def test_rows_find_their_way_over_the_grid_and_back(seed: int) -> None:
         joined = join_grid(flat, order, by_row, columns, rank)
         assert torch.equal(joined, whole_VD[reads[rank]])
         assert torch.equal(split_grid(joined, order, by_row, rank), flat)
+
+
+def test_a_grid_has_any_divisor_above_one_as_its_number_of_rows() -> None:
+    assert grid_rows(6) == [2, 3, 6]
 
 
 def test_golden() -> None:

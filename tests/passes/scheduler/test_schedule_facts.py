@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import embrace_fx
-from embrace_fx.cost.links import all_reduce
+from embrace_fx.cost.links import all_reduce, exchange
 from embrace_fx.passes.scheduler.schedule_facts import compute_facts, ddp_exposed_ms, rescale_to_ranks, table_places
 from embrace_fx.viz.page import GLOSSARY
 from embrace_fx.viz.picture import Picture
@@ -94,3 +94,15 @@ def test_every_millisecond_of_a_step_has_a_name(planned: Forecast, tmp_path: Pat
     page = (tmp_path / "page.html").read_text(encoding="utf-8")
     assert '"columns 9 to 9"' in page
     assert all(term in page for term in GLOSSARY)
+
+
+def test_a_collective_is_rescaled_by_the_bytes_that_each_rank_gives_to_it(planned: Forecast) -> None:
+    own = max(planned.schedule.steps.communications, key=lambda each: each.sent_bytes * (each.kind == "gradients"))
+    (on_8,) = (
+        each for each in rescale_to_ranks(planned.schedule.steps, planned, 8).operations if each.name == own.name
+    )
+    on_4_ms, on_8_ms = (
+        exchange("all_to_all", own.sent_bytes * 4 // 3, ranks).time_ms(planned.links.flattened(ranks), "all_to_all")
+        for ranks in (4, 8)
+    )
+    assert on_8.duration_ms / own.duration_ms == pytest.approx(on_8_ms / on_4_ms, rel=1e-4)
