@@ -76,7 +76,7 @@ def gather_tables(context: Context, names: Sequence[str]) -> None:
         for name in names:
             table = context.state.tables[name]
             if isinstance(table.store, SlotRows):
-                raise RuntimeError(REFUSAL.format(name=name, asked="an operation that gathers"))
+                raise RuntimeError(REFUSAL.format(name=name, asked="An operation on the whole table"))
             del context.state.tables[name]
             unshard_parameter(table, context.optimizer_hooks.known_optimizers.optimizers)
 

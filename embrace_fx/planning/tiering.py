@@ -294,7 +294,7 @@ def place_tiered(
     if not isinstance(parameter, TableShard):
         become_shard(parameter, like, layout)
     assert isinstance(parameter, TableShard)
-    parameter.held = FileStorage(like, REFUSAL.format(name=name, asked="an op"))
+    parameter.held = FileStorage(like, REFUSAL.format(name=name, asked="This operation"))
     return Member(
         parameter,
         layout,

@@ -58,8 +58,8 @@ class NoStorage(torch._C.StorageBase):
 
 
 NoStorage.__name__ = (
-    "a shard, or a gradient in flight, has no memory of its own. Call full_tensor() of the shard on every rank, or "
-    "clone() of the gradient"
+    "a sharded tensor, or a gradient that is still being sent, has no memory of its own. Call full_tensor() of the "
+    "sharded tensor on every rank, or clone() of the gradient"
 )
 
 

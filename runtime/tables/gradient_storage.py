@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from embrace_fx.runtime.tables.member import Member
 
 _WRITTEN_TOO_LATE = (
-    "the values() of a sharded table's sparse gradient were modified after it was used as a dense tensor, so the "
-    "change has no effect. Call values() again, and modify the result."
+    "the values() of a sharded table's sparse gradient were modified after the gradient had been used as a dense "
+    "tensor, so the change has no effect. Call values() again, and modify the result."
 )
 
 

@@ -89,7 +89,12 @@ class Member(Table):
         held = GradientStorage(like, self.layout, self._gradients, self.store.refusal)
         if isinstance(gradient, TableShard):  # the gradient may be a shard of another layout
             if not gradient.spread.fits(self.layout):
-                raise gradient.refused(f"setting it as the gradient of {self.name}, which has other rows or columns")
+                raise gradient.spread.report(
+                    RuntimeError(
+                        f"the .grad of {self.name} was set to {gradient.what}, which has other rows or columns on this "
+                        f"rank. Set .grad to a full tensor of shape {tuple(self.parameter.shape)} on every rank."
+                    )
+                )
             held.set_dense(gradient.held.memory())
             gradient.held = held
             return held

@@ -447,8 +447,8 @@ def is_gradient_referenced(parameter: nn.Parameter) -> bool:
 
 
 _IN_A_GRAPH = (
-    "an update of the last optimizer.step() is still pending, and torch.compile(fullgraph=True) and control flow "
-    "operators cannot apply it. Call model.synchronize() first."
+    "an update of the last optimizer.step() is still pending, and cannot be applied inside torch.compile("
+    "fullgraph=True) or a control flow operator such as torch.cond. Call model.synchronize() first."
 )
 
 

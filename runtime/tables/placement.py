@@ -155,8 +155,8 @@ def initialize_meta(
             reset = getattr(module, "reset_parameters", None)
             if reset is None:
                 raise ValueError(
-                    f"compile(): {path or type(model).__name__} is on the meta device and has no reset_parameters(). "
-                    "Define this method, or build the model on a real device."
+                    f"compile(): {path or type(model).__name__} is on the meta device, but has no reset_parameters() "
+                    "to initialize its values. Define this method, or build the model on a real device."
                 )
             name = names.get(id(next(iter(own.values()), None)), "")
             mesh = make_mesh(communicator, device_type, sharded[name]) if len(own) == 1 and name in sharded else None
@@ -231,8 +231,9 @@ def _set_values(optimizers: Sequence[Optimizer], parameter: nn.Parameter, values
         for key in [k for k, value in state.items() if isinstance(value, Tensor) and value.is_meta]:
             if "initial_accumulator_value" not in optimizer.defaults:
                 raise ValueError(
-                    f"compile(): {type(optimizer).__name__} already has state {key!r} of a parameter on the meta "
-                    "device. Create a new optimizer, and load its state after the first call of the model."
+                    f"compile(): {type(optimizer).__name__} already has state {key!r} for a parameter on the meta "
+                    "device, where the state has no values. Create a new optimizer, and load its state after the first "
+                    "call of the model."
                 )
             if state[key].dim():
                 fill = optimizer.defaults["initial_accumulator_value"]

@@ -50,7 +50,9 @@ def _unravel(ids: Tensor, sizes: Sequence[int]) -> list[Tensor]:
 def _check_ids(ids: Tensor, axis: Axis) -> None:
     """Raises `IndexError` if ids are out of the bounds of an axis."""
     if ids.numel() and not bool(((ids >= -axis.size) & (ids < axis.size)).all()):
-        raise IndexError(f"index out of bounds for a dimension of size {axis.size}")
+        raise IndexError(
+            f"index out of bounds: a dimension of size {axis.size} has indices {-axis.size} to {axis.size - 1}"
+        )
 
 
 def _ids_of(indices: Sequence[Any], part: TableShard) -> list[Tensor] | None:
@@ -65,7 +67,10 @@ def _ids_of(indices: Sequence[Any], part: TableShard) -> list[Tensor] | None:
             return None
         if each.dtype in (torch.bool, torch.uint8):
             if each.shape != part.shape[len(found) : len(found) + each.dim()]:
-                raise IndexError(f"the shape of the mask {tuple(each.shape)} does not match {tuple(part.shape)}")
+                raise IndexError(
+                    f"the shape {tuple(each.shape)} of the mask does not match the shape {tuple(part.shape)} of the "
+                    "indexed tensor"
+                )
             found += each.nonzero().unbind(1)
         elif each.dtype in (torch.int64, torch.int32):
             found.append(each.to(torch.int64))
@@ -275,19 +280,19 @@ def _writable_rows(part: TableShard, asked: str) -> Rows:
 def _sparse_values(func: Any, args: Any, kwargs: Any) -> Any:
     """Implements `values()` of a sparse gradient: returns its rows as a sharded tensor."""
     part: TableShard = args[0]
-    ids, rows = _writable_rows(part, "its values()")
+    ids, rows = _writable_rows(part, "values()")
     layout = part.spread.with_axes((Axis.whole(len(ids)), *part.spread.axes[1:]))
     return part.like(LocalStorage(rows, part.held.viewer()), layout)
 
 
 def _indices(func: Any, args: Any, kwargs: Any) -> Tensor:
     """Implements `indices()` of a sparse gradient: returns the ids of its rows."""
-    return _writable_rows(args[0], "its indices()")[0][None]
+    return _writable_rows(args[0], "indices()")[0][None]
 
 
 def _nnz(func: Any, args: Any, kwargs: Any) -> int:
     """Implements `_nnz()` of a sparse gradient: returns the number of its rows."""
-    return len(_writable_rows(args[0], "the number of rows")[0])
+    return len(_writable_rows(args[0], "_nnz()")[0])
 
 
 def _to_dense(func: Any, args: Any, kwargs: Any) -> Any:
@@ -332,9 +337,9 @@ def _refuse_lookup(func: Any, args: Any, kwargs: Any) -> Any:
         return NotImplemented
     raise args[0].spread.report(
         RuntimeError(
-            f"a lookup in {args[0].what} outside of the compiled model would read only this rank's columns. Call the "
-            "compiled model on every rank, under join() if loaders differ in length. Or enter `with model.whole() as "
-            "plain:` on every rank, and call plain or any of its modules on the ranks that evaluate."
+            f"a lookup in {args[0].what} was called outside of the compiled model, where each rank has only some "
+            "columns of the table. Call the compiled model on every rank, under join() if loaders differ in length. Or "
+            "enter `with model.whole() as plain:` on every rank, and call plain or one of its modules."
         )
     )
 

@@ -155,12 +155,12 @@ def memory_to_share(part: TableShard, references: int | None = None) -> Tensor:
     if part.spread.is_alone:
         return part.held.pinned()
     if part.held.unreduced:
-        raise part.not_reduced_error("sharing the memory")
+        raise part.not_reduced_error("`tensor.data = x` or set_()")
     if references is None or references > _setter_references() or _shares_memory(part):
         raise RuntimeError(
-            f"`tensor.data = x` or set_(): x is {part.what} or computed from it, and something else refers to x. The "
-            "tensor cannot share memory with x, because each rank has only a shard. Copy x on every rank: "
-            "`tensor.data.copy_(x)` or `tensor.data = x.clone()`."
+            f"`tensor.data = x` or `tensor.set_(x)`: x is {part.what}, or was computed from it. Each rank has only a "
+            "shard of x, so tensor cannot share memory with x while x is in use elsewhere. Copy the values on every "
+            "rank: `tensor.data.copy_(x)` or `tensor.data = x.clone()`."
         )
     return part.full_tensor()
 

@@ -71,8 +71,8 @@ def to_state_dict_form(part: TableShard) -> Tensor:
 
 
 _OF_A_GRID = (
-    "state_dict() returns a copy of a table on a grid, so a write into it would be lost. Write into the parameter; or "
-    "write into a clone of the value and load it with load_state_dict()."
+    "state_dict() returns a copy of a table that is sharded by a Grid, so a write into the copy would be lost. Write "
+    "into the parameter, or modify a clone of the copy and load it with load_state_dict()."
 )
 
 

@@ -87,9 +87,9 @@ class TableShard(Tensor):
         return self.spread.report(
             RuntimeError(
                 f"{_without_namespace(asked)} is not supported on {self.what}, because each rank has only a part of "
-                "it. Reads, and writes of elements or rows, are supported. For anything else, call .full_tensor() on "
-                "every rank, change the result, and copy_() it back. Or run this code under `with model.whole():`, or "
-                f"keep the table whole: strategy={{{self.spread.name!r}: 'allreduce'}}."
+                "it. On every rank, call .full_tensor(), change the result, and copy_() it back. Or run this code "
+                "inside `with model.whole():`, or do not shard the table: "
+                f"strategy={{{self.spread.name!r}: 'allreduce'}}."
             )
         )
 
@@ -102,9 +102,9 @@ class TableShard(Tensor):
         ranks.
         """
         return RuntimeError(
-            f"{_without_namespace(asked)} is not possible on {self.what}: under no_sync(), each rank has only its own "
-            "sum of gradients. Read the gradient after the next backward outside of no_sync(), or keep the table "
-            f"whole: strategy={{{self.spread.name!r}: 'allreduce'}}."
+            f"{_without_namespace(asked)} cannot read {self.what} yet: it was accumulated under no_sync(), and is not "
+            "summed over the ranks. Read the gradient after the next backward outside of no_sync(), or do not shard "
+            f"the table: strategy={{{self.spread.name!r}: 'allreduce'}}."
         )
 
     @torch.no_grad()
@@ -130,11 +130,20 @@ class TableShard(Tensor):
     def data(self, value: Tensor) -> None:
         """Replaces the shard's values by those of another shard, or by this rank's elements of a whole tensor."""
         if isinstance(value, TableShard) and not value.spread.fits(self.spread):
-            raise self.refused(f"setting .data to {value.what}, which has other rows or columns")
+            raise self.spread.report(
+                RuntimeError(
+                    f"cannot set .data of {self.what} to {value.what}: on each rank, their rows or columns differ. On "
+                    "every rank, copy the whole tensor instead: `x.data.copy_(y.full_tensor())`."
+                )
+            )
         if not isinstance(value, TableShard):
             if value.shape != self.shape:
-                shapes = f"{tuple(self.shape)} to a tensor of shape {tuple(value.shape)}"
-                raise self.refused(f"setting .data of shape {shapes}")
+                raise self.spread.report(
+                    RuntimeError(
+                        f"cannot set .data of {self.what} to a tensor of shape {tuple(value.shape)}, because the table "
+                        f"has shape {tuple(self.shape)}. Assign a full tensor of the table's shape on every rank."
+                    )
+                )
             value = self.like(LocalStorage(self.spread.cut(value.detach()).clone()))
         self.spread.count_collective_op()
         self.held.dense()  # apply pending updates to the old memory, which other tensors may share
@@ -200,7 +209,12 @@ class TableShard(Tensor):
         """
         layout, shape = self.spread, self.shape
         if layout.mesh is None or layout.grid is not None or not layout.is_table:
-            raise self.refused("torch.distributed.checkpoint of a tensor that is not a table sharded by columns")
+            raise self.spread.report(
+                RuntimeError(
+                    f"torch.distributed.checkpoint cannot save shards of {self.what}, because this tensor is not a "
+                    "table sharded by columns. Call model.full_state_dict() on every rank, and save the result."
+                )
+            )
         return DTensor.from_local(
             self.to_local(), layout.mesh, [Shard(1)], run_check=False, shape=shape, stride=(shape[1], 1)
         )
@@ -312,8 +326,8 @@ def _raise_stale_backward(name: str, gradients: object) -> NoReturn:
     a hook of autograd.
     """
     raise RuntimeError(
-        f"backward(): the loss was computed before the table {name} was placed. Call the model first, then compute "
-        "the loss."
+        f"backward(): the loss was computed from {name} before the table was sharded or made whole, which replaced the "
+        "parameter's memory. Call the model first, and then compute the loss."
     )
 
 

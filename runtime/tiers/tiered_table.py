@@ -30,8 +30,8 @@ from embrace_fx.runtime.tiers.slot_history import SlotHistory
 from embrace_fx.runtime.tiers.working_set import WorkingSet
 
 REFUSAL = (
-    "{asked} needs all rows of {name}, but only some are in memory (table_memory). Only lookups in the model and "
-    "optimizer steps can access this table. Save it with save_checkpoint() and load it with load_checkpoint(), or "
+    "{asked} needs all rows of {name}, but table_memory keeps only some of them in memory. Use this table only in the "
+    "model's lookups and in optimizer steps, and save and load it with save_checkpoint() and load_checkpoint(). Or "
     "leave the table out of table_memory."
 )
 

@@ -393,4 +393,4 @@ def _writes_into_a_copy(rank: int, world_size: int) -> str:
 
 def test_a_write_that_would_be_lost_is_refused() -> None:
     for told in run_ranks(2, _writes_into_a_copy):
-        assert told.startswith("state_dict() returns a copy of a table on a grid")
+        assert told.startswith("state_dict() returns a copy of a table that is sharded by a Grid")
