@@ -73,9 +73,9 @@ class JoinExchanges:
     def __call__(self, graph: TrainingGraph) -> TrainingGraph:
         if unread := set(self.renormed) - {table.parameter for table in graph.tables}:
             raise ValueError(
-                f"This batch does not look up {', '.join(sorted(unread))}, which has max_norm. All ranks rescale the "
-                "rows of such a table at each lookup, so every batch must look it up. Look it up in every batch, or "
-                "remove max_norm."
+                f"This batch has no lookup in {', '.join(sorted(unread))}, which has max_norm. All ranks rescale the "
+                "rows of such a table together, so forward() must look it up for every batch. Do not skip the lookup, "
+                "or remove max_norm."
             )
         trained = gradients_of(graph.module)
         unread = self.exchanged.keys() - parameters_of(graph.module)

@@ -47,7 +47,7 @@ MOST_GATHERED_IDS = 2**22
 
 SHARED = (
     "something outside of the model, such as a view, a NumPy array or `.data`, shares the table's memory and would not "
-    "see its updates; delete it, or create the table from a clone, to shard the table"
+    "see the updates of a shard. To shard the table, delete that object, or create the table from a clone"
 )
 
 
@@ -102,7 +102,7 @@ def reuse_plan(context: Context, graph: TrainingGraph, plan: Plan) -> Plan:
     own = next(_disagreements(context, graph, plan), None)
     for found in context.communicator.reports(own).values():
         raise ValueError(
-            f"plan=: the plan does not fit this model, optimizer or number of ranks: {found}. Pass a plan that was "
+            f"plan=: the plan was made for another model, optimizer or number of ranks: {found}. Pass a plan that was "
             "saved for the same model, optimizer and number of ranks, or leave out plan=."
         )
     asked = context.options.schedule
@@ -112,13 +112,13 @@ def reuse_plan(context: Context, graph: TrainingGraph, plan: Plan) -> Plan:
 def _disagreements(context: Context, graph: TrainingGraph, plan: Plan) -> Iterator[str]:
     """Yields each point in which a plan does not fit the model, optimizers or ranks, as text for an error message."""
     if plan.world_size != context.communicator.world_size:
-        yield f"it was made for {plan.world_size} ranks, and there are {context.communicator.world_size}"
+        yield f"the plan is for {plan.world_size} ranks, but {context.communicator.world_size} are running"
     used = used_parameters(graph)
     known_optimizers, row_updates = context.optimizer_hooks.known_optimizers, context.options.row_updates
     facts = collect_facts(context.model, graph, known_optimizers, row_updates, used, {})
     planned, tables = {d.parameter: d for d in plan}, {table.parameter: table for table in graph.tables}
     if missing := planned.keys() ^ {fact.name for fact in facts}:
-        yield f"only the plan or only the model has these parameters: {', '.join(sorted(missing)[:3])}"
+        yield f"these parameters are in only one of plan and model: {', '.join(sorted(missing)[:3])}"
         return
     asked = context.options.rows
     for strategy in ("alltoall", "allreduce"):

@@ -74,9 +74,9 @@ def add_working_sets(
         if plan[name].measured and memory.slots < memory.at_once:
             least = found[name].table_memory_text(memory.at_once, memory.num_rows)
             raise ValueError(
-                f"table_memory: {found[name].whole:,g} is too little for {name}. It keeps {memory.slots:,} rows in "
-                f"memory, but one step of all ranks together reads {memory.at_once:,}. Pass at least {least}, or use "
-                "smaller batches."
+                f"table_memory: {found[name].whole:,g} is too little for {name}. This limit keeps {memory.slots:,} "
+                f"rows in memory, but one step reads {memory.at_once:,} rows on all ranks together. Pass at least "
+                f"{least}, or use smaller batches."
             )
     decisions = tuple(replace(each, memory=agreed.get(each.parameter)) for each in plan)
     spaces = context.communicator.gather(spaces, list[JoinedTable])[0]
@@ -123,9 +123,9 @@ def _check_host(context: Context, found: Mapping[str, Tier], plan: Plan) -> None
         needed = sum(nbytes for name, nbytes, _ in everyone if name == host)
         if needed > available > 0:
             raise ValueError(
-                f"table_memory: the rows of {', '.join(found)} that exceed it take {needed:,} bytes of memory on "
-                f"{host}, but only {available:,} are free. Pass a directory as spill_to to keep these rows in a file, "
-                "or train on more hosts."
+                f"table_memory: storing the rows of {', '.join(found)} in the memory of host {host} takes {needed:,} "
+                f"bytes, but only {available:,} bytes are free. Pass a directory as spill_to to store the rows in a "
+                "file, or train on more hosts."
             )
 
 
@@ -147,8 +147,8 @@ def _memory_limits(context: Context, plan: Plan) -> dict[str, float]:
     if not isinstance(memory, Mapping):
         if not plan.sharded:
             raise ValueError(
-                "table_memory: no table is sharded, and table_memory limits sharded tables only. Pass "
-                "strategy='alltoall', or leave out table_memory. model.report() says why a table is whole."
+                "table_memory: no table is sharded, but table_memory applies only to sharded tables. Pass "
+                "strategy='alltoall', or leave out table_memory. model.report() says why tables are not sharded."
             )
         return dict.fromkeys(plan.sharded, float(memory))
     found: dict[str, float] = {}
@@ -165,26 +165,26 @@ def _check_supported(context: Context, name: str, plan: Plan) -> None:
     parameter, known_optimizers = context.state.parameter(name), context.optimizer_hooks.known_optimizers
     held = known_optimizers.find(parameter)
     if name not in plan.sharded or plan[name].grid is not None:
-        how = f"on a {plan[name].grid}" if plan[name].grid is not None else f"whole on each rank: {plan[name].reason}"
+        how = f"sharded by a {plan[name].grid}" if plan[name].grid is not None else f"whole ({plan[name].reason})"
         raise ValueError(
-            f"table_memory: {name} is not sharded by columns but {how}. Pass strategy={{{name!r}: 'alltoall'}}, or "
-            "leave it out of table_memory."
+            f"table_memory: {name} must be sharded by columns, but is {how}. Pass strategy={{{name!r}: 'alltoall'}}, "
+            "or leave the table out of table_memory."
         )
     device = _device_of(context, name)
     if device.type not in ("cpu", "cuda"):
         raise ValueError(
-            f"table_memory: {name} is on {device}, which is neither the CPU nor a CUDA device. Leave it out of "
-            "table_memory."
+            f"table_memory: {name} is on device {device}, but table_memory supports only the CPU and CUDA devices. "
+            "Leave the table out of table_memory."
         )
     if device.type == "cpu" and context.options.spill_to is None:
         raise ValueError(
-            f"table_memory: {name} is on the CPU, and rows that exceed the limit must be kept in a file. Pass a "
-            "directory as spill_to. (Without it, a CUDA model keeps them in host memory.)"
+            f"table_memory: {name} is on the CPU, so the rows beyond the limit must be stored in a file. Pass the "
+            "directory for this file as spill_to. (Only a model on CUDA can do without, and uses host memory.)"
         )
     if len(held) != 1:
         raise ValueError(
-            f"table_memory: {name} has {len(held)} optimizers in compile(), but needs exactly one, because its state "
-            "is stored beside each row. Pass it: compile(model, optimizer=optimizer, ...)."
+            f"table_memory: {len(held)} of the optimizers passed to compile() update {name}, but exactly one must, "
+            "because its state is stored with each row. Call compile(model, optimizer=optimizer, ...)."
         )
     how = known_optimizers.dense_update_policy(parameter, row_update_semantics(context.options.row_updates))
     if how == "sweep" or (how not in STILL and context.options.row_updates == "sweep"):

@@ -117,9 +117,9 @@ def _refuse_shared_memory(model: nn.Module) -> None:
             if (one.requires_grad or another.requires_grad) and share_memory(one, another):
                 raise ValueError(
                     f"compile(): {name} and {other} are two parameters whose memory "
-                    f"{'is the same' if _same_view(one, another) else 'overlaps'}, so their updates would diverge. "
-                    "Make them one Parameter before you create the optimizer, for example `model.out.weight = "
-                    "model.words.weight`, or copy one of them."
+                    f"{'is the same' if _same_view(one, another) else 'overlaps'}. embrace_fx updates each parameter "
+                    "separately, so their values would diverge. Use one Parameter for both before you create the "
+                    "optimizer, for example `model.out.weight = model.words.weight`, or clone one of the two."
                 )
 
 

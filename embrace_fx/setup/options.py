@@ -87,31 +87,31 @@ class Options:
         if budget is not None and not (isinstance(budget, int | float) and budget > 0):
             raise ValueError(
                 f"{where}: memory_budget is {budget!r}. Pass a number of bytes, or a fraction below 1: 0.5 is half of "
-                "what a step holds if it saves everything."
+                "the memory that a step takes if it recomputes and offloads nothing."
             )
         if not isinstance(self.spill_to, str | Path | None):
             raise ValueError(f"{where}: spill_to is {self.spill_to!r}. Pass the path of a directory, or None.")
         if self.spill_to is not None and budget is None and self.table_memory is None:
             raise ValueError(
-                f"{where}: spill_to is given without a limit on memory, so nothing would be spilled. Pass table_memory "
-                "or memory_budget too, or leave out spill_to."
+                f"{where}: spill_to has no effect without a memory limit. Pass table_memory or memory_budget too, or "
+                "leave out spill_to."
             )
         self._check_tables(where)
         check_strategy(self.strategy, where)
         if not isinstance(self.plan, Plan | str | Path | None):
             raise ValueError(
-                f"{where}: plan is {self.plan!r}. Pass an embrace_fx.Plan, such as model.plan, or the path of a saved "
-                "one."
+                f"{where}: plan is {self.plan!r}. Pass an embrace_fx.Plan, such as model.plan, or the path of a file "
+                "written by plan.save(path)."
             )
         if self.given_plan is not None and self.strategy != "auto":
             raise ValueError(
                 f"{where}: both a plan and strategy={self.strategy!r} are given, but the plan already has a strategy "
-                "for each parameter. Leave out one of them."
+                "for each parameter. Leave out one of the two options."
             )
         if not isinstance(self.cluster, Cluster | None):
             raise ValueError(
-                f"{where}: cluster is {self.cluster!r}. Pass an embrace_fx.Cluster with its links' bandwidth in bytes "
-                "per millisecond and latency in milliseconds: Cluster(3.1e6, 0.05) is 25 Gb/s."
+                f"{where}: cluster is {self.cluster!r}. Pass an embrace_fx.Cluster with the bandwidth of its links in "
+                "bytes per millisecond and their latency in milliseconds. For 25 Gb/s and 50 us: Cluster(3.1e6, 0.05)."
             )
 
     def _check_tables(self, where: str) -> None:
@@ -120,14 +120,14 @@ class Options:
         of_tables = list(memory.values()) if isinstance(memory, Mapping) else [] if memory is None else [memory]
         if not all(isinstance(each, int | float) and each > 0 for each in of_tables):
             raise ValueError(
-                f"{where}: table_memory is {memory!r}. Pass a number of bytes, a fraction below 1, or a mapping from "
-                "table names to such values: 0.1 is a tenth of each table's rows; {'embedding.weight': 2**30} limits "
-                "one table."
+                f"{where}: table_memory is {memory!r}. Pass a number of bytes for all tables together, or the share of "
+                "each table's rows, such as 0.1. To limit single tables, pass a mapping from their names to such "
+                "values, such as {'embedding.weight': 2**30}."
             )
         if memory is not None and self.rows != "exact":
             raise ValueError(
-                f"{where}: table_memory does not work with rows={self.rows!r}, because rounding errors of gradients "
-                "are kept in memory. Leave out one of them."
+                f"{where}: table_memory does not work with rows={self.rows!r}, because the rounding errors of "
+                "gradients would be kept in memory. Leave out one of the two options."
             )
 
 

@@ -69,8 +69,8 @@ class Memory:
             return replace(found, memory_limit=limit)
         if self.budget >= 1:
             raise ValueError(
-                f"memory_budget: a step of this batch needs at least {least:,} bytes ({before.peak_bytes:,} without "
-                f"recomputing), and the budget is {limit:,}. Raise memory_budget, or use smaller batches."
+                f"memory_budget: a step with this batch needs at least {least:,} bytes ({before.peak_bytes:,} bytes "
+                f"without recomputing), but the budget is {limit:,} bytes. Raise memory_budget, or use smaller batches."
             )
         self.on_relaxed(limit, least)
         return replace(found, memory_limit=least)

@@ -19,14 +19,15 @@ def check_strategy(strategy: Strategy, where: str = "the plan") -> None:
     """
     if not isinstance(strategy, str | Grid | Mapping):
         raise ValueError(
-            f"{where}: strategy is {strategy!r}. Pass a name, a mapping from parameter name patterns to names, or "
-            "'auto'."
+            f"{where}: strategy is {strategy!r}. Pass 'auto', a Grid, the name of a strategy "
+            f"({', '.join(STRATEGIES)}), or a mapping from patterns of parameter names to strategies, such as "
+            "{'embedding.*': 'alltoall'}."
         )
     for pattern, name in _as_patterns(strategy).items():
         if not isinstance(name, Grid) and name not in (*STRATEGIES, "auto"):
             raise ValueError(
-                f"{where}: there is no strategy {name!r}, which is given for {pattern!r}. Choose 'auto' or one of "
-                f"{', '.join(STRATEGIES)}."
+                f"{where}: there is no strategy {name!r}, which was passed for {pattern!r}. Pass 'auto', a Grid or one "
+                f"of {', '.join(STRATEGIES)}."
             )
 
 

@@ -220,8 +220,8 @@ def can_step_rows(options: Options) -> bool:
 def not_deferrable_error(table: str, optimizer_class: type[Optimizer]) -> str:
     """Returns the error text for an optimizer whose updates of rows without a gradient cannot be deferred."""
     return (
-        f"table_memory: {optimizer_class.__name__}, with its options, changes every row of {table} in each step, but "
-        "memory holds only a working set. Use SGD without dampening, Adam or AdamW (weight decay decoupled or none), "
+        f"table_memory: {optimizer_class.__name__} with these options changes every row of {table} in each step, but "
+        "only some rows are in memory. Use SGD without dampening, Adam or AdamW (weight decay decoupled or none), "
         "Adagrad or RMSprop without weight decay, RowWiseAdagrad, or row_updates='lazy'; or leave the table out of "
         "table_memory."
     )

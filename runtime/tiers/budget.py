@@ -96,9 +96,9 @@ class Tier:
         found = int((self.memory - rows * each - fixed_bytes(self.columns)) // slot_bytes(self.columns))
         if found < 1:
             raise ValueError(
-                f"table_memory: {int(self.whole):,} bytes are too few for {table}. It needs at least "
-                f"{self.table_memory_text(1, rows)}: room for one row, and an index of {each:.1f} bytes for each of "
-                f"its {rows:,} rows. Raise table_memory, or train on more ranks."
+                f"table_memory: {int(self.whole):,} bytes are too few for {table}. The table needs at least "
+                f"{self.table_memory_text(1, rows)}: one row, and an index of {each:.1f} bytes for each of its "
+                f"{rows:,} rows. Raise table_memory, or train on more ranks."
             )
         return min(rows, found)
 

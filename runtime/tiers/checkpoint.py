@@ -155,19 +155,21 @@ def _check_fits(rest: Mapping[str, Any], state: ModelState, optimizers: Sequence
     saved |= {name: tuple(rest["model"][name].shape) for name in beyond.keys() & rest["model"].keys()}
     if saved != beyond:
         raise TierError(
-            f"the checkpoint was saved with table_memory for {saved}, but this model uses it for {beyond}. Pass the "
-            "same names in table_memory."
+            f"the checkpoint was saved with table_memory for the tables {saved}, but this model has table_memory for "
+            f"{beyond}. Pass table_memory for the same tables to compile()"
         )
     names = {*rest["model"], *saved}
     if missing := sorted(set(state.names).difference(names)):
         raise TierError(
-            f"the checkpoint lacks {', '.join(missing)}. Load it into a model with the same parameters and buffers"
+            f"the checkpoint has no values for {', '.join(missing)}. Load the checkpoint into a model that has the "
+            "same parameters and buffers as the saved one"
         )
     groups = [[len(group["params"]) for group in optimizer.param_groups] for optimizer in optimizers]
     if groups != [each["sizes"] for each in rest["optimizers"]]:
         raise TierError(
-            f"the checkpoint's optimizers have {[each['sizes'] for each in rest['optimizers']]} parameters, but this "
-            f"model's have {groups}"
+            "the optimizers in the checkpoint have "
+            f"{[each['sizes'] for each in rest['optimizers']]} parameters in their groups, but the model's optimizers "
+            f"have {groups}. Pass optimizers with the same param groups to compile()"
         )
 
 
@@ -290,4 +292,4 @@ def _read_blocks(
         yield records.rows(read), {k: v[:, first : first + len(shared)] if v.dim() > 1 else v for k, v in found.items()}
 
 
-_BROKEN = "the checkpoint's rows in {} are damaged: {}. Load an earlier checkpoint."
+_BROKEN = "the table rows saved in {} are damaged: {}. Load an earlier checkpoint"

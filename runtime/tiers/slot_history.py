@@ -122,7 +122,10 @@ def read_histories(saved: Mapping[str, Any], rows: range, device: torch.device) 
     found = []
     for each in saved["closed"]:
         if (form := _FORMS.get(each["form"])) is None:
-            raise ValueError(f"another version of embrace_fx wrote the deferred optimizer steps ({each['form']})")
+            raise ValueError(
+                f"the deferred optimizer steps were saved by another version of embrace_fx ({each['form']}). Load the "
+                "checkpoint with that version"
+            )
         made = object.__new__(form)
         vars(made).update({key: _to_device(device, value) for key, value in each["fields"].items()})
         if form is DeferredAdam and made._moments is not None:

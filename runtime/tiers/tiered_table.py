@@ -217,8 +217,9 @@ class SlotRows(RowStore):
         )
         if lacking := first.keys() - self.state.keys():
             raise RuntimeError(
-                f"table_memory: the optimizer's options have changed, so its steps now need {', '.join(lacking)} of "
-                f"each row of {self.member.name}. Set the options before the first call of the model."
+                f"table_memory: with its changed options, the optimizer needs the state {', '.join(lacking)} for each "
+                f"row of {self.member.name}, but the rows are stored without it. Set the options before the first call "
+                "of the model."
             )
 
     # -- checkpoints and reports ---------------------------------------------------------------------------------------

@@ -358,9 +358,8 @@ class WorkingSet:
             needed = ids.unique().numel()
             nbytes = memory_bytes(self._where.numel(), needed, self.records.columns)
             raise TierError(
-                f"table_memory: a step reads or writes {needed:,} rows of {self._table} at once, which take "
-                f"{nbytes:,} bytes, but memory has room for only {self.slots:,} rows. Raise table_memory, or use "
-                "smaller batches."
+                f"table_memory: one step uses {needed:,} rows of {self._table}, which take {nbytes:,} bytes of memory, "
+                f"but the limit allows only {self.slots:,} rows. Raise table_memory, or use smaller batches."
             )
         for some in new.split(self._at_once):
             self._start_read(some, self._next_use.take_free(some.numel()))

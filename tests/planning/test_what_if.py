@@ -218,5 +218,5 @@ def test_budgets_of_a_table_beyond_memory_on_paper() -> None:
         r" *least budget",
         told,
     )
-    with pytest.raises(ValueError, match=r"too few for table.weight. It needs at least 8,[0-9,]+ bytes"):
+    with pytest.raises(ValueError, match=r"too few for table.weight. The table needs at least 8,[0-9,]+ bytes"):
         on_paper(8e9 + 1e5)

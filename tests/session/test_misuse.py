@@ -71,7 +71,7 @@ def test_a_lookahead_after_one_that_was_finished_or_left() -> None:
         ({"optimizer": SGD}, "is the class SGD"),
         ({"optimizer": "adam"}, "is 'adam' of type str"),
         ({"strategy": None}, "strategy is None"),
-        ({"strategy": {"table.*": "zenn"}}, "there is no strategy 'zenn', which is given for 'table.*"),
+        ({"strategy": {"table.*": "zenn"}}, "there is no strategy 'zenn', which was passed for 'table.*"),
         ({"cluster": 25}, "cluster is 25"),
     ],
     ids=["a class", "a name", "no strategy", "an unknown strategy of a pattern", "a number for links"],

@@ -132,7 +132,7 @@ def test_all_rows_at_once_are_refused(tmp_path: Path) -> None:
     for ask in (*reads, *writes, table.open_gradient().memory):
         with pytest.raises(RuntimeError, match=r"expected rows by ids|[Dd]ense gradient"):
             ask()
-    with pytest.raises(TierError, match="memory has room for only 30 rows"):
+    with pytest.raises(TierError, match="the limit allows only 30 rows"):
         table.look_up(torch.arange(31))
 
 
