@@ -187,9 +187,9 @@ def _refuse_backward_hooks(model: nn.Module) -> None:
     for name, module in model.named_modules():
         if module._backward_hooks or module._backward_pre_hooks:
             raise RefusedError(
-                f"{type(model).__name__}: {name or 'the model'} has a backward hook, which would run once, during "
-                "capture, and never again. Remove it and read gradients after backward(). Hooks of the compiled model "
-                "itself run in every backward."
+                f"{type(model).__name__}: {name or 'the model'} has a backward hook, which would run only once, during "
+                "the capture. Remove the hook, and read gradients after backward(). Or register the hook on the "
+                "compiled model, where it runs in every backward."
             )
 
 
@@ -237,8 +237,9 @@ def _refuse_shared_memory(written: Sequence[int], leaves: Sequence[Any], kind: s
     if (found := find_shared_memory(written, leaves)) is not None:
         one, other = found
         raise RefusedError(
-            f"{kind}: the forward writes argument {one} (flattened) in place, and argument {other} shares its memory. "
-            "Pass a clone() of one of them."
+            f"{kind}: the forward modifies the argument with index {one} in place, and the argument with index {other} "
+            "shares its memory (indices of all arguments, after containers are flattened). Pass a clone() of one of "
+            "the two."
         )
 
 
@@ -249,8 +250,8 @@ def _refuse_fake_constants(module: fx.GraphModule) -> None:
     for node in module.graph.find_nodes(op="get_attr"):
         if isinstance(getattr(module, str(node.target), None), FakeTensor):
             raise CaptureError(
-                "the forward uses parameters that it does not reach through the model, for example in a closure. Make "
-                "them attributes of the model's modules"
+                "the forward uses parameters that do not belong to the model, for example through a closure. Assign "
+                "these parameters, or their module, to attributes of the model"
             )
 
 
@@ -287,6 +288,8 @@ def _compile_guard(fakes: Sequence[Any]) -> types.CodeType | None:
         text = sizes.produce_guards_expression(fakes, ignore_static=False)
     except IndexError as error:  # torch looks up a tensor's size for the symbol, but this symbol is a number
         where = line_of_branch([str(guard.sloc) for guard in sizes.guards])
-        raise CaptureError("the forward branches on the value of a tensor", where=where) from error
+        raise CaptureError(
+            "the forward branches on the value of a tensor (use torch.where() instead)", where=where
+        ) from error
     text = re.sub(r"L\['t\d+'\]\.storage_offset\(\) == 0", "True", text or "")  # the graph reads no storage offset
     return compile(text, "<shape guards>", "eval") if text else None

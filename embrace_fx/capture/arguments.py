@@ -82,17 +82,18 @@ def check_arguments(leaves: list[Any], kind: str) -> None:
     for leaf in leaves:
         if isinstance(leaf, Tensor) and leaf.is_nested:
             raise RefusedError(
-                f"{kind}: an argument is a NestedTensor. Pass its values() and offsets(), and build it in forward() "
-                "with torch.nested.nested_tensor_from_jagged(values, offsets)."
+                f"{kind}: an argument is a NestedTensor. Pass its values() and offsets() instead, and build the "
+                "NestedTensor in forward() with torch.nested.nested_tensor_from_jagged(values, offsets)."
             )
         if isinstance(leaf, Tensor) and leaf.is_sparse:
             raise RefusedError(
-                f"{kind}: an argument is a sparse tensor. Pass its indices() and values(), and build it in forward()."
+                f"{kind}: an argument is a sparse tensor. Pass its indices() and values() instead, and build the "
+                "sparse tensor in forward()."
             )
         if any(isinstance(getattr(leaf, name, None), Tensor) for name in getattr(type(leaf), "__slots__", ())):
             raise RefusedError(
                 f"{kind}: an argument of type {type(leaf).__name__} has tensors in __slots__, which capture does not "
-                "support. Pass the tensors."
+                "support. Pass the tensors themselves as arguments, or use a class without __slots__."
             )
 
 

@@ -35,7 +35,8 @@ class _RefusedCollective(UserFunctionVariable):
 
     def call_function(self, *_: Any) -> NoReturn:
         """Raises `CaptureError`: a forward that calls a collective cannot be captured."""
-        raise CaptureError(f"torch.distributed.{getattr(self.fn, '__name__', '')} cannot be captured")
+        name = getattr(self.fn, "__name__", "")
+        raise CaptureError(f"torch.distributed.{name} cannot be captured; call it outside of forward()")
 
 
 @contextlib.contextmanager
@@ -65,4 +66,5 @@ def check_collectives(graph: fx.Graph) -> None:
     """Raises `CaptureError` if a traced graph contains a collective."""
     for node in graph.nodes:
         if op_name(node).partition("::")[0] in _NAMESPACES:
-            raise CaptureError(f"torch.distributed.{op_name(node).partition('::')[2]} cannot be captured")
+            name = op_name(node).partition("::")[2]
+            raise CaptureError(f"torch.distributed.{name} cannot be captured; call it outside of forward()")

@@ -112,12 +112,13 @@ def refuse_effects(effects: Effects, model: nn.Module) -> None:
     kind = type(model).__name__
     if effects.tensor_hooks:
         raise RefusedError(
-            f"{kind}: the forward calls register_hook() on a tensor, and a captured graph would not run the hook. "
-            "Modify the gradient in an autograd.Function, or after backward()."
+            f"{kind}: the forward calls register_hook() on a tensor, but a captured graph would not run the hook. "
+            "Modify the gradient in a torch.autograd.Function, or after backward()."
         )
     if effects.globals:
         raise RefusedError(
-            f"{kind}: the forward assigns the global {effects.globals[0]}. Make it an attribute of the model."
+            f"{kind}: the forward assigns the global variable {effects.globals[0]}, which a captured graph cannot do. "
+            "Use an attribute of the model instead."
         )
 
 

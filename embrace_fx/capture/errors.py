@@ -66,8 +66,8 @@ def explain_failed_capture(model: nn.Module, error: Exception, raised: Exception
     if raised is not None:
         failure = CaptureError(
             f"{kind}: the forward fails on this batch, at {_user_line(raised) or where}: {type(raised).__name__}: "
-            f"{_first_lines(raised)}. Check the arguments' names, shapes, types and devices; the plain model should "
-            "fail in the same way."
+            f"{_first_lines(raised)}. Check the names, shapes, types and devices of the arguments. The model without "
+            "embrace_fx should raise the same error."
         )
         failure.reason = ""  # no reason to run eagerly, because the plain forward fails, too
         if _comes_from_user_code(model, raised):
@@ -75,9 +75,9 @@ def explain_failed_capture(model: nn.Module, error: Exception, raised: Exception
         return failure
     if (sent := _called_collective(error)) is not None:
         refusal = CaptureError(
-            f"{kind}: the forward communicates, at {where}: torch.distributed.{sent}() ({found}), which cannot be "
-            "captured. Move the call into the training loop, or leave out route='graph' and strategies that shard: the "
-            "forward then runs eagerly, with whole tables.",
+            f"{kind}: the forward communicates, which cannot be captured. It calls torch.distributed.{sent}() at "
+            f"{where} ({found}). Move the call into the training loop. Or leave out route='graph' and strategies that "
+            "shard tables: the forward then runs eagerly, with whole tables.",
             f"{where} calls torch.distributed.{sent}()",
         )
         refusal.communicates = True

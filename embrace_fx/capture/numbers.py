@@ -73,7 +73,8 @@ def number_inputs(graph: fx.Graph, symbols: Mapping[str, Symbol]) -> dict[str, i
     for node in graph.nodes:
         if node.target in (operator.floordiv, operator.mod) and isinstance(node.meta.get("example_value"), SymFloat):
             raise CaptureError(
-                f"The forward computes {node.target.__name__} of a float that varies, which a graph rounds differently."
+                f"The forward computes {node.target.__name__}() of a Python float that changes between calls, and a "
+                "captured graph would round the result differently. Compute it before the call, and pass the result."
             )
     found = {}
     for position, node in enumerate(graph.find_nodes(op="placeholder")):

@@ -101,9 +101,9 @@ def _drop_zero_tangent(module: fx.GraphModule, tangent: fx.Node) -> None:
         output = tangent.meta["desc"].output
         written = getattr(output, "mutated_input", output)
         raise CaptureError(
-            f"The forward changes {getattr(written, 'target', written.expr())} in place and also uses it (graph nodes: "
-            f"{', '.join(u.name for u in tangent.users)}). Change parameters outside of the forward, for example after "
-            "optimizer.step()."
+            f"The forward modifies the parameter {getattr(written, 'target', written.expr())} in place, and then "
+            f"computes with the new value (graph nodes: {', '.join(u.name for u in tangent.users)}). Modify parameters "
+            "outside of the forward, for example after optimizer.step()."
         )
     module.graph.erase_node(tangent)
 
@@ -156,8 +156,8 @@ def _input_role(desc: Any, first_names: Mapping[str, str]) -> InputRole:
         case aot.TangentAOTInput(output=aot.PlainAOTOutput(idx=index)):
             return Tangent(index)
     raise CaptureError(
-        f"The captured graph has an input that is not a parameter, buffer, batch tensor or output gradient: {desc}. "
-        "Return tensors that are not views of each other or of an argument (`.clone()` them)."
+        f"The forward cannot be captured, because it seems to return views of an argument or of another result (graph "
+        f"input: {desc}). Return copies instead, such as `x.clone()`."
     )
 
 
@@ -191,8 +191,8 @@ def _set_output_roles(module: fx.GraphModule, first_names: Mapping[str, str]) ->
                 role = Gradient(source)
             case _:
                 raise CaptureError(
-                    f"The captured graph has an output that is not a result, mutation or gradient: {desc}. Return "
-                    "tensors that are not views of each other or of an argument (`.clone()` them)."
+                    "The forward cannot be captured, because it seems to return views of an argument or of another "
+                    f"result (graph output: {desc}). Return copies instead, such as `x.clone()`."
                 )
         if isinstance(value, fx.Node):
             values.append(value)

@@ -177,9 +177,9 @@ class GraphCalls:
         constant = next((each for each in changed if each.name not in kind.values), None)
         if self._programs.cache.captures >= MAX_CAPTURES:
             raise CaptureError(
-                f"The forward has been captured {MAX_CAPTURES} times, because the shapes or numbers of its batches "
-                "keep changing. Pad batches to a few lengths, and use tensors for numbers that change, both as "
-                "arguments and as attributes of the model.",
+                f"The forward has been captured {MAX_CAPTURES} times, because the shapes of tensors or the values of "
+                "Python numbers change from batch to batch. Pad batches to a few lengths, and replace numbers that "
+                "change by tensors, both in arguments and in attributes of the model.",
                 str(constant or f"shapes of its batches keep changing, even after {MAX_CAPTURES} captures"),
             )
         shapes = {i: tuple(leaf.shape) for i, leaf in enumerate(call.leaves) if isinstance(leaf, Tensor)}
@@ -187,11 +187,11 @@ class GraphCalls:
         most = MOST_UNUSED_OF_FLOATS if is_float else MOST_UNUSED
         unused = len(kind.found) >= most and not any(each.reused for each in kind.found[-most:])
         if unused and (constant is not None or (kind.values and kind.shapes[-most:] == [shapes] * most)):
-            reason = constant or f"the forward reads {', '.join(kind.values)}, which decides what it computes"
+            reason = constant or f"the forward depends on the value of {', '.join(kind.values)}"
             raise RefusedError(
-                f"{type(self._context.model).__name__}: {reason}, and each of the last {most} captures was used for "
-                "only one call. Pass it as a tensor, keep it in a buffer, or leave out route='graph': the forward then "
-                "runs eagerly.",
+                f"{type(self._context.model).__name__}: {reason}, and each of the last {most} captured graphs was used "
+                "for only one call. Pass the value as a tensor, or store it in a buffer. Or leave out route='graph': "
+                "the forward then runs eagerly.",
                 str(reason),
             )
         kind.shapes.append(shapes)

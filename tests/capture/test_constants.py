@@ -78,7 +78,7 @@ def test_a_float_that_decides_what_is_traced_is_captured_three_times() -> None:
     compiled = embrace_fx.compile(forward, route="graph")
     for step in range(3):
         compiled(IDS, step / 8).backward()
-    with pytest.raises(RefusedError, match="last 3 captures was used for only one call"):
+    with pytest.raises(RefusedError, match="last 3 captured graphs was used for only one call"):
         compiled(IDS, 0.5)
 
 
