@@ -38,8 +38,8 @@ def register_hook(communicator: Communicator, asked: CommHook, options: Options,
         )
     if options.rows != "exact":
         raise ValueError(
-            f"register_comm_hook(): the model has rows={options.rows!r}, but the hook, too, decides how gradients are "
-            "sent. Leave out one of them."
+            f"register_comm_hook(): the model was compiled with rows={options.rows!r}, but rows= and a hook both "
+            "decide in which format gradients are sent. Leave out rows=, or do not register a hook."
         )
     hook, state, group = asked.hook, asked.state, communicator.group
     if not callable(hook):
@@ -54,14 +54,14 @@ def register_hook(communicator: Communicator, asked: CommHook, options: Options,
     for strategy in options.asked_strategies:
         if strategy not in ("auto", "allreduce", "frozen", "unused", "local"):
             raise ValueError(
-                f"register_comm_hook(): the model has strategy={strategy!r}, but this hook reduces whole gradients in "
-                "buckets, including those of tables. Use strategy='auto' or 'allreduce', or register allreduce_hook, "
-                "fp16_compress_hook or bf16_compress_hook without a state."
+                f"register_comm_hook(): the model was compiled with strategy={strategy!r}, but this hook reduces all "
+                "gradients whole, including those of tables. Use strategy='auto' or 'allreduce'. Or register "
+                "allreduce_hook, fp16_compress_hook or bf16_compress_hook without a state."
             )
     if options.route == "graph" or options.memory_budget is not None or options.table_memory is not None:
         raise ValueError(
-            "register_comm_hook(): with this hook, the forward runs eagerly and tables stay whole. Leave out "
-            "route='graph', memory_budget and table_memory."
+            "register_comm_hook(): with this hook, the forward runs eagerly, and tables are not sharded. Compile the "
+            "model without route='graph', memory_budget and table_memory."
         )
     communicator.comm_hook = asked
     return asked.name

@@ -228,8 +228,8 @@ class EagerCalls:
 
 
 _WRITTEN = (
-    "this forward runs eagerly and writes a table (%s), as lookups with max_norm do. If the values depend on the "
-    "batch, replicas differ from here on, as under DDP; route='graph' rescales rows equally on all ranks"
+    "this forward runs eagerly and writes a table (%s), as lookups with max_norm do. If the written values depend on "
+    "the batch, replicas differ from now on, as under DDP. With route='graph', all ranks rescale the same rows"
 )
 
 

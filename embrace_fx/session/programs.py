@@ -276,7 +276,7 @@ class Programs:
         if eager := next((each.eager for each in needed if each.eager), ""):
             return eager
         self._whole |= {name for each in needed for name in each.whole}
-        self.use_plan(fit_plan(self.in_use.plan, needed), f"a batch uses {names} in another way")
+        self.use_plan(fit_plan(self.in_use.plan, needed), f"a batch uses {names} differently from earlier batches")
         if own.renamed:
             self._adopt(rename_parameters(self.in_use.plan, dict(own.renamed)), None)
         return ""
@@ -286,9 +286,9 @@ class Programs:
         entry = next(each for each in self.cache.entries() if each.train)
         if not self._may_change_plan(entry) or self._context.options.given_plan is not None:
             raise RuntimeError(
-                f"optimizer.step(): {', '.join(names)} must be whole, because {reason}. They cannot be gathered now, "
-                "because an earlier call still waits for its backward, or because plan= fixes the plan. Pass the "
-                "optimizer to compile(), and call step() only after every backward."
+                f"optimizer.step(): {', '.join(names)} must be whole, because {reason}. The tables cannot be gathered "
+                "now, because plan= fixes the plan, or because a call of the model still waits for its backward. Pass "
+                "the optimizer to compile(), and call step() only after every backward."
             )
         if (findings := self.in_use.findings) is not None:
             self.in_use.findings = findings.with_whole(names, reason)
@@ -391,6 +391,6 @@ class Programs:
 
 _ASKED = (
     "this training loop reads the parameters in every step (model.parameters()), or keeps a state dict of the "
-    "optimizer. Each read applies the pending updates of all rows, and less of the communication overlaps with "
-    "compute. To clip gradients, call model.clip_grad_norm_(1.0), which does not read them"
+    "optimizer. Each read applies the pending updates of all rows, so less of the communication overlaps with compute. "
+    "To clip gradients, call model.clip_grad_norm_(1.0), which does not read the parameters"
 )

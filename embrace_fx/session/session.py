@@ -341,14 +341,15 @@ class Session:
         self.close()
 
 
-_STAYS = "the plan is kept: plan= or table_memory= fixes it, or model.replan() changed it less than %d calls ago"
+_STAYS = "the plan is kept, because plan= or table_memory= fixes it, or replan() changed it less than %d calls ago"
 
 
 def _log_empty_groups(optimizer: Optimizer) -> None:
     """Logs an optimizer's param groups that are empty, as if made from DDP's names, which begin with "module."."""
     if empty := [k for k, group in enumerate(optimizer.param_groups) if not group["params"]]:
         log(
-            "param group(s) %s of %s have no parameters; names in a compiled model do not begin with 'module.'",
+            "param group(s) %s of %s have no parameters: if they select parameters by name, the names in a compiled "
+            "model do not begin with 'module.'",
             ", ".join(map(str, empty)),
             type(optimizer).__name__,
         )

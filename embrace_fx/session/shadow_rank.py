@@ -31,14 +31,14 @@ _WHOLE = "a rank has run out of batches and cannot update shards"
 _OVER = "the end of join()"
 
 _NO_BATCH = (
-    "join(): rank(s) {} have no batch at all, but every rank needs one for the first call, which compiles the model. "
+    "join(): rank(s) {} have no batch at all, but the first call compiles the model and needs a batch on every rank. "
     "Give every rank at least one batch, or leave these ranks out of the process group."
 )
 
 _ADDS_UP = (
     "join(): rank(s) {} left the loop with gradients of the sharded {} that were accumulated under no_sync() and never "
-    "reduced. DDP drops such gradients, but here they have already been sent. End each epoch with a backward outside "
-    "of no_sync(), or keep the tables whole: strategy='allreduce'."
+    "reduced. DDP drops such gradients, but embrace_fx has already sent these to the other ranks. End each epoch "
+    "with a backward outside of no_sync(), or do not shard the tables: strategy='allreduce'."
 )
 
 

@@ -51,8 +51,8 @@ class PlacedTables:
 
 
 _MADE_BEFORE = (
-    "the tables %s are now sharded, but a copy of the model that was made before keeps them whole. If the copy follows "
-    "the model, as an average of its weights does, each update gathers the tables. Make the copy after the first call"
+    "the tables %s are now sharded, but an earlier copy of the model has whole ones. Each update of the copy from the "
+    "model, as in an average of its weights, then gathers the tables. Make the copy after the first call of the model"
 )
 
 

@@ -185,8 +185,8 @@ class StepPipeline:
         """Logs once that a step needs `least` bytes, more than the memory budget of `asked` bytes."""
         if not self._logged_least and self._context.communicator.rank == 0:
             log(
-                "a step of this batch needs at least %s, but memory_budget=%g allows only %s; the step gets what it "
-                "needs",
+                "a step with this batch needs at least %s, but memory_budget=%g allows only %s; the step runs "
+                "nevertheless",
                 readable_bytes(least),
                 self._context.options.memory_budget,
                 readable_bytes(asked),

@@ -185,6 +185,6 @@ _METRICS: Mapping[Share, str] = {
 """Part of a step -> its name among the metrics: "loader_ms", "wait_dense_ms"."""
 
 _NOT_SCHEDULED = (
-    "The model is on several devices, so its steps have no schedule: only a model on the CPU or on one GPU has one. "
-    "embrace_fx.plan(model, batch, world_size=...).schedule shows the schedule that it could have there."
+    "The model is on several devices, but only a model on the CPU or on one GPU has a schedule. To see the schedule "
+    "that the model would have on one device, use embrace_fx.plan(model, batch, world_size=...).schedule."
 )

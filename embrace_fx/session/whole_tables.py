@@ -43,7 +43,7 @@ def _check_can_gather(context: Context, names: Sequence[str]) -> None:
     """Raises on every rank if some rank cannot make the tables `names` whole now, or lacks the memory. Collective."""
     state, own = context.state, ""
     if state.awaiting_backward or state.unreduced:
-        own = "a call still waits for its backward, or gradients accumulated under no_sync() are not reduced yet"
+        own = "a call waits for its backward, or gradients accumulated under no_sync() are not reduced yet"
     needed = COPIES * sum(_missing_bytes(context, name) for name in names)
     on_device = state.parameter(names[0]).is_cuda
     where = f"{socket.gethostname()} {context.communicator.rank if on_device else 0}"
@@ -52,11 +52,11 @@ def _check_can_gather(context: Context, names: Sequence[str]) -> None:
     for rank, (refusal, _, free, where) in enumerate(everyone):
         wanted = sum(each for _, each, _, other in everyone if other == where)
         if wanted > free:
-            refusal = refusal or f"{free / 2**20:,.0f} MiB are free, {wanted / 2**20:,.0f} MiB needed"
+            refusal = refusal or f"{free / 2**20:,.0f} MiB are free, but {wanted / 2**20:,.0f} MiB are needed"
         if refusal:
             raise RuntimeError(
                 f"whole(): tables cannot be gathered on rank {rank}: {refusal}. Call optimizer.step() and zero_grad() "
-                "first, or read one table at a time with full_tensor(), or save full_state_dict()."
+                "first. If memory is short, call full_tensor() of one table at a time, or save full_state_dict()."
             )
 
 

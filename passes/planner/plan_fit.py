@@ -16,11 +16,12 @@ from embrace_fx.vocabulary.graph import TrainingGraph, gradients_of, parameters_
 from embrace_fx.vocabulary.plan import Decision, Plan
 
 LATE = "first used after the plan was made"
-WHOLE = "a batch, or a gradient hook, needs it whole on some rank"
-RENAMED = "{} have different names on some ranks: prune or parametrize the same modules on every rank"
+WHOLE = "on some rank, a batch or a gradient hook reads the whole table"
+RENAMED = "the names of {} differ between ranks. Prune or parametrize the same modules on every rank"
 NO_MOMENT = (
-    "a batch uses {} in another way than earlier ones, which needs another plan, but {}. Run the backward of every "
-    "call, and after no_sync() the optimizer's step, before you call the model with such a batch"
+    "a batch uses {} differently from earlier batches and needs a new plan, but the plan cannot change now: {}. Before "
+    "you call the model with this batch, run the backward of every earlier call. After no_sync(), also run a backward "
+    "outside of it and optimizer.step()"
 )
 
 

@@ -102,8 +102,8 @@ class TableShard(Tensor):
         ranks.
         """
         return RuntimeError(
-            f"{_without_namespace(asked)} cannot read {self.what} yet: it was accumulated under no_sync(), and is not "
-            "summed over the ranks. Read the gradient after the next backward outside of no_sync(), or do not shard "
+            f"{_without_namespace(asked)} cannot read {self.what} yet: under no_sync(), gradients are accumulated but "
+            "not averaged over ranks. Read the gradient after the next backward outside of no_sync(), or do not shard "
             f"the table: strategy={{{self.spread.name!r}: 'allreduce'}}."
         )
 
