@@ -56,9 +56,9 @@ class Lookahead:
         """Warns, once, that the model was called with another batch than the loader yielded."""
         if not self._warned:
             warnings.warn(
-                "the model was called with a batch that lookahead() did not yield, or that was moved or written "
-                "afterwards. The step is exact, but its communication is not hidden. Move and prepare batches in the "
-                "loader.",
+                "the model was called with a batch that lookahead() did not yield, or that was moved or modified "
+                "afterwards. The results are correct, but the exchange of rows does not overlap with compute. Move and "
+                "prepare batches in the loader.",
                 stacklevel=2,
             )
         self._warned = True
@@ -71,8 +71,8 @@ class Lookahead:
         """
         if self.active:
             raise RuntimeError(
-                "lookahead(): an earlier lookahead() is not exhausted. Finish its loop, or `close()` its iterator, "
-                "before you start another one."
+                "lookahead(): an earlier lookahead() is not exhausted. Finish its loop, or call close() on its "
+                "iterator, before you start another one."
             )
         self.batches = batches
         iterator = self._hold_one_batch(loader)

@@ -114,7 +114,7 @@ class SingleProcessRows:
             raise PeerFailure(
                 {
                     0: (
-                        f"a lookup of {table} has an id outside of the table: ids go from 0 to {num_rows - 1}. Check "
+                        f"a lookup in {table} got an id outside of the table: ids go from 0 to {num_rows - 1}. Check "
                         "the batch, or give the table more rows"
                     )
                 }

@@ -31,8 +31,8 @@ def scored_positions(labels: Tensor, ignore_index: int, num_rows: int) -> list[T
         torch._assert_async(outside.any().logical_not())
     elif bool(outside.any()):
         raise IndexError(
-            f"the loss has the label {int(scored[outside][0])}, but labels go from 0 to {num_rows - 1}, except "
-            f"{ignore_index}, which is ignored. Check the labels."
+            f"the loss got the label {int(scored[outside][0])}, but labels go from 0 to {num_rows - 1} (or are "
+            f"{ignore_index}, which the loss ignores). Check the labels of the batch."
         )
     return [positions, scored]
 

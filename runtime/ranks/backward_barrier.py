@@ -88,6 +88,6 @@ def _describe_call(call: int) -> str:
 
 
 _OTHER_CALL = (
-    "ranks run the backwards of several calls in different orders: this rank is in the backward of {}. Run them in the "
-    "same order on all ranks, or run one backward of the sum of the losses"
+    "ranks run the backwards of several calls in different orders: this rank is in the backward of {}. Run the "
+    "backwards in the same order on all ranks, or call backward() once, on the sum of the losses"
 )

@@ -32,7 +32,7 @@ def describe_bad_id(
                 table, found = space.decode_invalid_id(found)
                 rows = rows if table == space.name else len(space.rows_of(table))
             return (
-                f"a lookup of {table} ({rows} rows) got {found}, but ids go from 0 to {rows - 1}. Check the batch, or "
-                "give the table more rows"
+                f"a lookup in {table} ({rows} rows) got id {found}, but ids go from 0 to {rows - 1}. Check the batch, "
+                "or give the table more rows"
             )
     return None

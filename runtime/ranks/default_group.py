@@ -47,14 +47,14 @@ def check_group(now: dist.ProcessGroup | None, compiled_in: dist.ProcessGroup | 
     """
     if now is None and compiled_in is None and (ranks := _launched_ranks()) > 1:
         raise RuntimeError(
-            f"torch.distributed is not initialized, but WORLD_SIZE says that there are {ranks} ranks: each would train "
-            "alone. Call torch.distributed.init_process_group() before the first call of the model, or unset "
-            "WORLD_SIZE to train in a single process."
+            f"torch.distributed is not initialized, but WORLD_SIZE is {ranks}, so each rank would train alone. Call "
+            "torch.distributed.init_process_group() before the first call of the model, or unset WORLD_SIZE to train "
+            "in a single process."
         )
     if compiled_in is not None and now is not compiled_in:
         raise RuntimeError(
-            "The process group that compile() used has been destroyed or replaced. Initialize torch.distributed only "
-            "once, or compile the model again after you have initialized it anew."
+            "The process group in which compile() was called has been destroyed or replaced. Call "
+            "init_process_group() only once, or compile the model again after each call."
         )
 
 
@@ -73,7 +73,7 @@ def check_call(group: dist.ProcessGroup | None, *, begun: bool) -> None:
     if begun and group is None and (now := default_group()) is not None and dist.get_world_size(now) > 1:
         raise RuntimeError(
             "torch.distributed was initialized after the model's first call, so this model trains in a single "
-            "process. Initialize it first, or compile the model again."
+            "process. Call init_process_group() before the first call of the model, or compile the model again."
         )
 
 
@@ -88,8 +88,8 @@ def _refuse_distributed_autograd() -> None:
     except RuntimeError:  # torch raises if no distributed autograd context is active
         return
     raise RuntimeError(
-        "The model was called inside torch.distributed.autograd.context(), but gradients go to parameters, not to an "
-        "RPC context. Call it outside, and use loss.backward()."
+        "The model was called inside torch.distributed.autograd.context(), but its gradients are stored in .grad, not "
+        "in that context. Call the model outside of the context, and use loss.backward()."
     )
 
 

@@ -26,8 +26,8 @@ BACKWARD = "backward"
 """Launch name of the barrier that begins every backward."""
 
 CLOSED = (
-    "This compiled model is closed: close() was called, or its model was compiled again. Use what the newer compile() "
-    "returned, or compile again."
+    "This compiled model is closed, because close() was called, or because its module was compiled again. Use the "
+    "model that the later compile() returned, or call compile() again."
 )
 """The error of a closed model."""
 
@@ -273,8 +273,8 @@ class LivenessCheck:
                 "logs, and restart the job from a checkpoint."
             ) from error
         raise StuckRank(
-            f"A collective timed out on rank {self.rank}: {self._who_is_stuck(what)} ({error}). Check the lines named, "
-            "and restart the job from a checkpoint."
+            f"A collective timed out on rank {self.rank}: {self._who_is_stuck(what)} ({error}). Check the source lines "
+            "named here, and restart the job from a checkpoint."
         ) from error
 
     def _who_is_stuck(self, what: str) -> str:

@@ -21,7 +21,7 @@ from typing import Any, Protocol
 from weakref import WeakSet
 
 FORKED = (
-    "The model was called, or a sharded table read, in a forked child process, which cannot communicate with other "
+    "The model was called, or a sharded table was read, in a forked child process, which cannot communicate with other "
     "ranks. Before the fork, call full_tensor() of the table or model.full_state_dict() on every rank. Or fork inside "
     "`with model.whole():`."
 )
@@ -89,7 +89,7 @@ def _on_child_exit(before: Callable[..., Any] | int, number: int, frame: Any) ->
     child = int.from_bytes(_refused_child_memory()[:], "little")
     if child and _has_failed(child):
         _refused_child_memory()[:] = bytes(_BYTES)
-        raise RuntimeError(f"A child process has failed: {FORKED}")
+        raise RuntimeError(f"A child process has failed. {FORKED}")
 
 
 def _has_failed(child: int) -> bool:

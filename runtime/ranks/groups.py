@@ -250,10 +250,10 @@ class Groups:
         counts = self.gather(len(dist.distributed_c10d._world.pg_names), int)
         if len(set(counts)) > 1 and not are_all:
             raise ValueError(
-                f"The ranks of this process group belong to different numbers of process groups: {min(counts)} to "
-                f"{max(counts)}, and rank {dist.get_rank()} to {counts[self.rank]}. torch derives the name of a new "
-                "group from that number, so compile() or the first call would hang. Create groups so that every rank "
-                "belongs to equally many, as a device mesh does, or compile in the default group."
+                f"The ranks of this process group belong to between {min(counts)} and {max(counts)} process groups "
+                f"(rank {dist.get_rank()}: {counts[self.rank]}). torch derives the name of a new group from this "
+                "number, so compile() or the first call would hang. Create groups so that every rank belongs to "
+                "equally many of them, as in a device mesh, or compile the model in the default group."
             )
 
     def sub_group(self, name: str, parts: Sequence[Sequence[int]], backend: str | None = None) -> dist.ProcessGroup:
@@ -396,8 +396,8 @@ class Groups:
         longest = int(sizes.max())
         if longest > MOST_BYTES:
             raise RuntimeError(
-                f"Rank {int(sizes.argmax())} sends {longest} bytes to the other ranks, but at most {MOST_BYTES} are "
-                "allowed. Send less."
+                f"Rank {int(sizes.argmax())} sends {longest} bytes to the other ranks, but at most {MOST_BYTES} bytes "
+                "are allowed. Send large values as tensors."
             )
         everyone = torch.empty((self.world_size, longest), dtype=torch.uint8, device="cpu")
         with self.watching():
@@ -445,8 +445,8 @@ def _decode_gathered(kind: Any, content: bytes, rank: int) -> Any:
         return from_plain(kind, json.loads(content))
     except (ValueError, RecursionError) as error:
         raise RuntimeError(
-            f"Rank {rank} sent something other than a {getattr(kind, '__name__', kind)}: {error}. Run the same version "
-            "of embrace_fx on every rank."
+            f"Rank {rank} sent something other than a {getattr(kind, '__name__', kind)}: {error}. Install the same "
+            "version of embrace_fx on every rank."
         ) from error
 
 

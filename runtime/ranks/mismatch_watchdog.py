@@ -45,7 +45,7 @@ _WAITS, _RAISES = "/waits", "/raises"
 _ELSEWHERE = (
     "another rank calls the model or reads a sharded table while this rank is in {} at {}. Call the model, "
     "full_state_dict(), gradient clipping and norms on all ranks. To evaluate on one rank, enter `with model.whole() "
-    "as plain:` on all ranks, and call plain on that one. If loaders differ in length, use join()"
+    "as plain:` on all ranks, and call plain on one. If loaders differ in length, use model.join()"
 )
 
 

@@ -78,10 +78,10 @@ def _widest_dtype(value: Tensor) -> torch.dtype:
 
 
 _LOSS_ALONE = (
-    "only some ranks compute the {}, at {}. Compute the same loss on every rank; on a rank without labels, pass labels "
-    "of ignore_index. Or keep the table whole: strategy='allreduce'"
+    "only some ranks compute the {}, at {}. Compute the same loss on every rank. On a rank without labels, pass labels "
+    "that all equal ignore_index. Or do not shard the table: strategy='allreduce'"
 )
 _ALONE = (
-    "only this rank reads a sharded table: {}, at {}. Read it on every rank, even if only one logs it; or call "
-    "model.full_state_dict() on every rank and read that"
+    "only this rank reads a sharded table: {}, at {}. Read the table on every rank, even if only one rank logs the "
+    "result. Or call model.full_state_dict() on every rank, and read the table from the result"
 )

@@ -23,8 +23,8 @@ def check_activities(activities: Sequence[int]) -> None:
     if len(set(activities)) > 1:
         raise PeerFailure(
             {
-                rank: f"ranks call the model in different modes: this one is {_ACTIVITIES[activity]}. Call it equally "
-                "often in each mode on every rank; a rank without data passes an empty batch"
+                rank: f"ranks call the model in different modes: this rank is {_ACTIVITIES[activity]}. Make the same "
+                "sequence of calls on every rank. On a rank without data, pass an empty batch"
                 for rank, activity in enumerate(activities)
             }
         )
@@ -42,16 +42,16 @@ def check_programs(programs: Sequence[int]) -> None:
 
 
 OTHER_PROGRAM = (
-    "this rank's graph launches other collectives than rank 0's: the batches took different branches of the forward, "
-    "or the ranks registered different hooks. Make the forward use the same collectives and dtypes on every rank, and "
-    "register the same hook"
+    "the graph of this rank launches other collectives than the graph of rank 0, because the batches took different "
+    "branches of the forward, or because the ranks registered different hooks. Use the same parameters and dtypes in "
+    "the forward, and register the same hooks, on every rank"
 )
 
 
 _RUN_BY_ONE_RANK = (
-    "{} operation(s) on sharded tables, their gradients or their optimizer state ran on this rank alone since the last "
-    "call. Such an operation changes or copies only this rank's columns. Run it on every rank, or call "
-    "model.full_state_dict() on every rank and use the result"
+    "{} operation(s) on sharded tables, their gradients or their optimizer state ran only on this rank since the last "
+    "call of the model. Such an operation changes or copies only the columns of one rank. Run it on every rank, or "
+    "call model.full_state_dict() on every rank and use the result"
 )
 
 
@@ -69,8 +69,8 @@ def check_steps(announcements: Sequence[HandshakeMessage], communicator: Communi
         raise PeerFailure(
             {
                 rank: (
-                    f"ranks have taken different numbers of optimizer steps, this one {count}, so their parameters "
-                    "differ. Load a checkpoint on every rank"
+                    f"ranks have taken different numbers of optimizer steps ({count} on this rank), so their "
+                    "parameters differ. Load a checkpoint on every rank"
                 )
                 for rank, count in enumerate(steps)
             }

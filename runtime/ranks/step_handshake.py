@@ -45,11 +45,11 @@ _BITS = 8
 
 _WENT_ON = "this rank called the model again without a backward for the last call"
 _CAUGHT_ALONE = (
-    "this rank caught the error of a failed call and continued, but other ranks stopped with it: {}. Catch the error "
-    "on every rank, around both the call and its backward, or check batches before the call"
+    "this rank caught the error of a failed call and continued, but other ranks stopped because of it: {}. Catch the "
+    "error on every rank, around both the call and its backward, or check batches before the call"
 )
 _NOT_JOINED = (
-    "this rank called the model outside of join(), but another rank is inside join(). Enter join() on every rank"
+    "this rank called the model outside of join(), but another rank called it inside. Enter join() on every rank"
 )
 
 

@@ -26,9 +26,9 @@ from embrace_fx.runtime.step.gradient_step import GradientStep
 from embrace_fx.vocabulary.plain_objects import is_plain_object
 
 _NO_CALL = (
-    "backward() computed gradients of the model's parameters without a call of the compiled model before it: they are "
-    "this rank's own, and are not averaged. Call the model that compile() returned, and add terms that depend only on "
-    "parameters, such as weight penalties, to the loss of a call"
+    "backward() computed gradients of parameters without an earlier call of the compiled model, so these gradients "
+    "would not be averaged over ranks. Call the model that compile() returned. Add terms that depend only on "
+    "parameters, such as weight penalties, to the loss of that call"
 )
 
 _RAISED = "the backward failed on this rank, with an error of its own"

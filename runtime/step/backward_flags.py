@@ -68,15 +68,15 @@ def launch_flags(
             communicator.check_none_failed(failure)
         if ranks := _list_ranks(writes):
             raise RuntimeError(
-                "backward(): the batch, results or parameters that it needs were written in place after the forward, "
-                f"on rank(s) {ranks} (on this rank: {names or 'none'}). No gradient of this step was kept, on any "
-                "rank. Write to copies, and call optimizer.step() only after the backward of every forward."
+                "backward(): tensors that it needs (of the batch, results or parameters) were written in place after "
+                f"the forward, on rank(s) {ranks} (on this rank: {names or 'none'}). No rank kept a gradient of this "
+                "step. Write to copies, and call optimizer.step() only after the backward of every forward."
             )
         harmless = communicator.gather(is_harmless(), bool)
         if ranks := _list_ranks([0 if each else count for each, count in zip(harmless, not_finite, strict=True)]):
             raise FloatingPointError(
-                f"backward(): the loss is nan or inf on rank(s) {ranks}. No gradient of this step was kept, on any "
-                "rank. Skip the batch, or lower the learning rate."
+                f"backward(): the loss is nan or inf on rank(s) {ranks}. No rank kept a gradient of this step. "
+                "Skip the batch, or lower the learning rate."
             )
         return tuple(counts)
 

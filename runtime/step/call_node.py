@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from embrace_fx.runtime.step.step import Step
 
 TWICE = (
-    "backward(create_graph=True): gradients of a compiled model cannot be differentiated again. To differentiate "
-    "gradients with respect to the batch, pass route='eager' to compile()."
+    "backward(create_graph=True): gradients of a compiled model cannot be differentiated again. For gradients of "
+    "gradients with respect to the batch, such as a gradient penalty, pass route='eager' to compile()."
 )
 
 

@@ -81,7 +81,7 @@ class ExternalGradients:
         if table is not None and (isinstance(gradient, TableShard) or not self._runs_through_a_call()):
             raise RuntimeError(
                 f"backward(): the loss reads the sharded {name} but does not depend on a call of the model. Add this "
-                "term to the loss of the model's call, and call backward() on the sum; or keep the table whole: "
+                "term to the loss of a call of the model, and call backward() on the sum. Or do not shard the table: "
                 f"strategy={{{name!r}: 'allreduce'}}."
             )
         if gradient is None or not self._runs_through_a_call():
@@ -90,8 +90,8 @@ class ExternalGradients:
             if name not in self._unused:
                 return None  # under `no_sync` the gradient is added to a sum that is reduced later
             raise RuntimeError(
-                f"backward() under no_sync(): the loss reads {name} outside of the model's call, and that gradient "
-                "would never be reduced. Move this computation into the model's forward()."
+                f"backward() under no_sync(): the loss reads {name} outside of forward(), and the resulting gradient "
+                "would never be reduced over ranks. Move this computation into the model's forward()."
             )
         gradient = gradient.to_dense() if table is not None and gradient.is_sparse else gradient
         mean, what = gradient.clone(memory_format=torch.contiguous_format), f"gradient of {name} outside of the model"

@@ -186,8 +186,8 @@ class GradientStep(Step):
 
 
 _AGAIN = (
-    "backward(): the gradient of {} was accumulated again after it had been sent, by a backward nested in this one. "
-    "Run the step again: it will then send gradients only when all are complete"
+    "backward(): a backward that runs inside this one changed the gradient of {} after the gradient had been sent. "
+    "Repeat the step: from now on, gradients are sent only after all of them are complete"
 )
 
 

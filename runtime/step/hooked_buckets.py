@@ -81,8 +81,8 @@ def run_comm_hook(comm_hook: CommHook, flat: Tensor, bucket: HookedBucket) -> In
     future = comm_hook.hook(comm_hook.state, bucket)
     if not isinstance(future, torch._C.Future):  # collectives return futures of the base class
         raise TypeError(
-            f"the communication hook {comm_hook.name} must return a torch.futures.Future of the reduced bucket, not "
-            f"{type(future).__name__}. For example, return dist.all_reduce(bucket.buffer(), "
+            f"the communication hook {comm_hook.name} must return a torch.futures.Future of the reduced bucket, but "
+            f"returned a {type(future).__name__}. For example, return dist.all_reduce(bucket.buffer(), "
             "async_op=True).get_future()."
         )
     return InFlight(flat, _HookReduction(future, flat, comm_hook.name))
@@ -105,10 +105,11 @@ class _HookReduction:
         found = self._future.wait()
         reduced = found[0] if isinstance(found, list | tuple) and found else found
         if not isinstance(reduced, Tensor) or reduced.numel() != self._flat.numel():
-            what = tuple(reduced.shape) if isinstance(reduced, Tensor) else type(reduced).__name__
+            kind = type(reduced).__name__
+            what = f"a tensor of shape {tuple(reduced.shape)}" if isinstance(reduced, Tensor) else f"a {kind}"
             raise TypeError(
-                f"the future of the communication hook {self._name} returned {what}. It must return the whole reduced "
-                f"bucket of {self._flat.numel()} elements."
+                f"the future of the communication hook {self._name} holds {what}, but must hold the reduced bucket: a "
+                f"tensor of {self._flat.numel()} elements."
             )
         if reduced is not self._flat:
             self._flat.copy_(reduced.reshape(self._flat.shape))

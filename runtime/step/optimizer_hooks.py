@@ -245,9 +245,9 @@ class OptimizerHooks:
         if names:
             raise RuntimeError(
                 f"optimizer.step(): the sharded tables {', '.join(names)} have gradients only from backwards under "
-                "no_sync(), which are not reduced. Under DDP each rank would step its own copy, but a sharded table "
-                "has only one. Run the last backward of each step outside of no_sync(), with a batch that reads these "
-                f"tables, or keep them whole: strategy={{{names[0]!r}: 'allreduce'}}."
+                "no_sync(). DDP would let each rank update its own copy with such gradients, but a sharded table has "
+                "no copies. Run the last backward of each step outside of no_sync(), with a batch that reads these "
+                f"tables. Or do not shard them: strategy={{{names[0]!r}: 'allreduce'}}."
             )
         return held
 
@@ -457,9 +457,9 @@ def _refuse_without_gradients(optimizer: Optimizer) -> None:
     """Raises `RuntimeError` if no parameter of the optimizer has a gradient, because the step would do nothing."""
     if all(parameter.grad is None for group in optimizer.param_groups for parameter in group["params"]):
         raise RuntimeError(
-            "optimizer.step(): none of its parameters has a gradient, and a call of the model waits for its backward. "
-            "backward(inputs=...) and torch.autograd.grad() do not compute the gradients of a captured model's "
-            "parameters: call loss.backward(), or pass route='eager' to compile()."
+            "optimizer.step(): no parameter has a gradient, and a call of the model waits for its backward. "
+            "backward(inputs=...) and torch.autograd.grad() do not compute gradients of the parameters of a captured "
+            "model. Call loss.backward(), or pass route='eager' to compile()."
         )
 
 

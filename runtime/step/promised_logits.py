@@ -33,16 +33,16 @@ from embrace_fx.runtime.tables.table_shard import TableShard
 from embrace_fx.vocabulary.head import PromisedLogits, last_dtype, steps_from_text, steps_to_text
 
 _STALE = (
-    "logits must be read before optimizer.step(): they are computed when they are first read, but their table {} has "
-    "changed since the model was called. Read them earlier, or keep the table whole: strategy={{{!r}: 'allreduce'}}."
+    "logits must be read before optimizer.step(), because they are computed when they are first read, and the table {} "
+    "has changed since the call. Read the logits earlier, or do not shard the table: strategy={{{!r}: 'allreduce'}}."
 )
 _SCORED = (
-    "the gradient of logits must be requested before their loss is computed: otherwise the loss is computed without "
-    "the logits, and they get no gradient. Call logits.retain_grad() or logits.register_hook() before the loss."
+    "the gradient of logits must be requested before the loss is computed, because this loss is otherwise computed "
+    "without forming the logits. Call logits.retain_grad() or logits.register_hook() before you compute the loss."
 )
 _CHANGED = (
-    "backward(): a custom autograd function was applied to logits that were also modified in place, or that have a "
-    "gradient hook or retain_grad(). Apply it to a copy: function.apply(logits + 0)."
+    "backward(): a custom autograd function was applied to logits that were modified in place, or that have a gradient "
+    "hook or retain_grad(). Apply the function to a copy of the logits: function.apply(logits + 0)."
 )
 
 

@@ -35,8 +35,8 @@ from embrace_fx.vocabulary.step_variant import BackwardVariant, ForwardVariant
 from embrace_fx.vocabulary.version_snapshot import VersionSnapshot
 
 SECOND = (
-    "backward() was called a second time for the results of the same call, after the gradients of the first had been "
-    "reduced. Call the model again, or add the losses and call backward once."
+    "backward() was called a second time for the results of the same call, after the first backward had reduced its "
+    "gradients. Call the model again, or add the losses and call backward() once."
 )
 _NOTHING_READ = VersionSnapshot()
 

@@ -133,8 +133,8 @@ Rows = tuple[Tensor, Tensor]
 Landed = TypeVar("Landed", Tensor, Sequence[Rows])
 
 GONE = (
-    "The compiled model was deleted before this gradient arrived. Keep the model alive, or read the gradient before "
-    "you delete the model."
+    "The compiled model was deleted while this gradient was still being sent. Keep a reference to the model, or read "
+    "the gradient before you delete the model."
 )
 
 

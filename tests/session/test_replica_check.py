@@ -118,5 +118,5 @@ def train_without_a_step(rank: int, world_size: int) -> str:
 
 def test_a_rank_that_has_left_out_a_step_is_named() -> None:
     for said in run_ranks(2, train_without_a_step):
-        assert "rank 0: ranks have taken different numbers of optimizer steps, this one 4" in said
-        assert "rank 1: ranks have taken different numbers of optimizer steps, this one 3" in said
+        assert "rank 0: ranks have taken different numbers of optimizer steps (4 on this rank)" in said
+        assert "rank 1: ranks have taken different numbers of optimizer steps (3 on this rank)" in said

@@ -139,4 +139,4 @@ def test_an_error_that_one_rank_catches_and_the_others_do_not(bad_ids: int, bad_
     for error in (one, other):
         assert isinstance(error, PeerFailure)
         assert told in str(error)
-    assert "other ranks stopped with it" in str(one)
+    assert "other ranks stopped because of it" in str(one)
