@@ -199,8 +199,9 @@ def lost_worker_error(order: Order, culprit: int, rank: int) -> RuntimeError:
         "restart the job from saved states."
     )
     late = (
-        f"Rank {culprit} did not send a contribution within the master's patience_s (noticed by rank {rank}), and its "
-        "last one is too old to continue. Raise patience_s or staleness, or check that rank."
+        f"Rank {culprit} did not send its next contribution to the master within patience_s, and its last contribution "
+        f"is older than staleness allows (noticed by rank {rank}). Check the log of rank {culprit}, or raise "
+        "patience_s or staleness."
     )
     return DeadRank(dead) if order == "dead" else LateRank(late)
 

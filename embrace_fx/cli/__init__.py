@@ -67,7 +67,10 @@ def plan(
 
     model, batch, optimizer = call_factory(factory)
     if cluster is not None and (bandwidth or device):
-        raise click.UsageError("--cluster replaces --bandwidth and --device. Pass only one of the two.")
+        raise click.UsageError(
+            "--cluster cannot be combined with --bandwidth or --device, because a cluster file already describes the "
+            "links and devices. Pass either --cluster, or the other two options."
+        )
     links = make_cluster(bandwidth, device) if cluster is None else read_cluster(Path(cluster))
     with usage_errors():
         forecast = embrace_fx.plan(
@@ -121,7 +124,10 @@ def show(saved: str, output: str | None) -> None:
     source = Path(saved)
     if source.suffix != ".json":
         if output is not None:
-            raise click.UsageError(f"{source.name} cannot be converted. Only a picture saved as .json can.")
+            raise click.UsageError(
+                f"{source.name} cannot be converted, because it is not a .json file. Pass a schedule or timeline that "
+                "was saved as .json."
+            )
         _open_page(source)
         return
     from embrace_fx.viz import save, trace  # noqa: PLC0415
@@ -214,7 +220,9 @@ def call_factory(factory: str) -> tuple[Any, Any, Any]:
     """Calls a factory, given as "module:function". Returns its model, batch, and optimizer or None."""
     name, colon, function = factory.partition(":")
     if not colon:
-        raise click.UsageError(f"{factory!r} is not of the form module:function. Pass the name of {FACTORY}.")
+        raise click.UsageError(
+            f"{factory!r} is not of the form module:function. Pass module:function, the name of {FACTORY}."
+        )
     sys.path.insert(0, os.getcwd())
     try:
         make: Callable[[], Any] = getattr(importlib.import_module(name), function)
@@ -224,7 +232,8 @@ def call_factory(factory: str) -> tuple[Any, Any, Any]:
         ) from error
     made = make()
     if not isinstance(made, tuple) or len(made) not in (2, 3):
-        raise click.UsageError(f"{factory} returned {type(made).__name__}. Pass the name of {FACTORY}.")
+        kind = f"{type(made).__name__} of {len(made)} values" if isinstance(made, tuple) else type(made).__name__
+        raise click.UsageError(f"{factory} returned a {kind}. Pass module:function, the name of {FACTORY}.")
     return made if len(made) == 3 else (*made, None)
 
 
@@ -245,14 +254,16 @@ def make_cluster(bandwidth: str | None, device: str | None) -> Cluster:
     if bandwidth is not None:
         found = _RATE.fullmatch(bandwidth.strip())
         if found is None or not float(found[1]):
-            raise click.UsageError(f"--bandwidth {bandwidth!r} is not a rate. Write 25Gb/s or 3GB/s.")
+            raise click.UsageError(
+                f"--bandwidth {bandwidth!r} is not a data rate. Write, for example, 25Gb/s or 3GB/s."
+            )
         power = "KMGT".index(found[2].upper()) + 1
         rate = float(found[1]) * 1000**power / (1 if found[3] == "B" else 8) / 1000
     if device is None:
         return Cluster(bandwidth_bytes_per_ms=rate)
     known = {name.lower(): each for name, each in DEVICES.items()}
     if device.lower() not in known:
-        raise click.UsageError(f"--device {device!r} is not known. Choose one of {', '.join(DEVICES)}.")
+        raise click.UsageError(f"--device {device!r} is not a known device. Pass one of {', '.join(DEVICES)}.")
     return known[device.lower()].cluster(rate)
 
 
@@ -264,7 +275,7 @@ def read_cluster(path: Path) -> Cluster:
         found: Cluster = from_plain(Cluster, json.loads(path.read_text(encoding="utf-8")), "Cluster")
     except ValueError as error:
         raise click.UsageError(
-            f"{path} is not a cluster: {error}. Write a JSON object such as "
+            f"{path} does not describe a cluster: {error}. Write a JSON object such as "
             '{"bandwidth_bytes_per_ms": 3.1e6, "latency_ms": 0.05}.'
         ) from error
     return found

@@ -101,8 +101,8 @@ def find_loss(results: Any) -> Tensor:
     scalars = [leaf for leaf in pytree.tree_leaves(results) if isinstance(leaf, Tensor) and leaf.dim() == 0]
     if not scalars:
         raise ValueError(
-            f"bench needs a model that returns its loss, but this one returns a {type(results).__name__} without a "
-            "scalar. Wrap it in a module that returns the loss."
+            f"bench needs a model that returns its loss, but the model returned a {type(results).__name__} without a "
+            "scalar tensor. Wrap the model in a module that returns the loss."
         )
     return scalars[0]
 

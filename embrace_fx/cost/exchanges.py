@@ -108,8 +108,8 @@ def predict(
         shape = sparsity.num_units, sparsity.width, sparsity.itemsize
         return _predict_omnireduce(sparsity, choose_streaming(*shape, sparsity.world_size, cluster))
     raise ValueError(
-        f"predict(): {strategy!r} does not exchange gradients of replicas. Pass one of the strategies in the table of "
-        "embrace_fx/cost/exchanges.py."
+        f"predict(): strategy {strategy!r} does not exchange gradients of replicas. Pass 'allreduce', 'allgather', "
+        "'ps', 'zen' or 'omnireduce'."
     )
 
 

@@ -204,14 +204,18 @@ class Cluster:
     def __post_init__(self) -> None:
         if not (self.pace > 0 and 0 <= self.busy <= 1):
             raise ValueError(
-                f"Cluster: pace must be positive, and busy must be between 0 and 1. Got {self.pace} and {self.busy}."
+                "Cluster: pace must be positive, and busy must be between 0 and 1. Got "
+                f"pace={self.pace} and busy={self.busy}."
             )
         names = [name for name, _ in self.links]
         if not set(names) <= set(COLLECTIVES) or len(set(names)) != len(names):
-            raise ValueError(f"Cluster: pass at most one link for each of {', '.join(COLLECTIVES)}. Got {names}.")
+            raise ValueError(
+                f"Cluster: links= must have at most one entry for each of {', '.join(COLLECTIVES)}, and no others. Got "
+                f"entries for {', '.join(names)}."
+            )
         if self.ranks_per_machine < 1 or (self.ranks_per_machine > 1) != (self.inside is not None):
             raise ValueError(
-                "Cluster: inside= is required if ranks_per_machine is above 1, and not allowed otherwise. Got "
+                "Cluster: inside= is required if ranks_per_machine is above 1, and must be None otherwise. Got "
                 f"ranks_per_machine={self.ranks_per_machine} and inside={self.inside}."
             )
         own = Link(self.bandwidth_bytes_per_ms, self.latency_ms)

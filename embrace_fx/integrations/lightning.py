@@ -65,9 +65,9 @@ class EmbraceStrategy(DDPStrategy):
             setattr(self.model, children[0], self.compiled)
         elif type(self.model).forward is LightningModule.forward:
             raise ValueError(
-                f"EmbraceStrategy: {type(self.model).__name__} has no forward, and no child module holds all of its "
-                f"trainable parameters: they are in {', '.join(children) or 'none'}. Define a forward and call it in "
-                "the steps, or put the network into one child module."
+                f"EmbraceStrategy: {type(self.model).__name__} has no forward(), and no child module has all of its "
+                f"trainable parameters: they are in {', '.join(children) or 'none'}. Define forward() and call "
+                "self(...) in training_step(), or put the network into one child module."
             )
         else:
             network = copy.copy(self.model)  # shares parameters and children, without the trainer
@@ -97,8 +97,8 @@ class EmbraceStrategy(DDPStrategy):
         found = super().training_step(*args, **kwargs)
         if stands_in and self._calls == calls:
             raise RuntimeError(
-                f"EmbraceStrategy: training_step of {type(self.model).__name__} has not called self(...), so gradients "
-                "would not be reduced. Call self(...) in it, or put the network into one child module."
+                f"EmbraceStrategy: {type(self.model).__name__}.training_step() did not call self(...), so gradients "
+                "would not be reduced. Call self(...) in training_step(), or put the network into one child module."
             )
         return found
 

@@ -54,8 +54,8 @@ def save(
     suffix = target.suffix.lower()
     if suffix not in SUFFIXES:
         raise ValueError(
-            f"save(): {target.name!r} has no suffix that names a format. End it in {', '.join(SUFFIXES[:-1])} or "
-            f"{SUFFIXES[-1]}."
+            f"save(): {target.name!r} has no suffix of a supported format. Pass a path that ends in "
+            f"{', '.join(SUFFIXES[:-1])} or {SUFFIXES[-1]}."
         )
     picture = Picture(schedule, timeline, background)
     if suffix == ".dot":

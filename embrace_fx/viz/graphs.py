@@ -116,7 +116,8 @@ class Graphs(Mapping[str, fx.GraphModule]):
         renderers = {".svg": drawing.svg, ".dot": drawing.dot}
         if target.suffix.lower() not in renderers:
             raise ValueError(
-                f"graphs.save(): {target.name!r} has no suffix that names a format. End it in .svg or .dot."
+                f"graphs.save(): {target.name!r} has no suffix of a supported format. Pass a path that ends in .svg or "
+                ".dot."
             )
         if not self:
             raise ValueError("graphs.save(): there is no graph yet. Run a training step first.")

@@ -268,8 +268,8 @@ class Picture:
         for panel in self.panels:
             if not any(span.operation.is_compute for span in panel.timeline.spans):
                 raise ValueError(
-                    f"The {panel.status} timeline has {len(panel.timeline.spans)} spans, but none of compute. Record "
-                    "whole training steps inside `with model.record():`."
+                    f"The {panel.status} timeline has {len(panel.timeline.spans)} spans, but none of them is compute. "
+                    "Record whole training steps inside `with model.record():`."
                 )
 
     @cached_property

@@ -60,8 +60,8 @@ def read_trace(path: str | os.PathLike[str]) -> tuple[Schedule | None, Timeline 
         is_unread = isinstance(error, OSError | json.JSONDecodeError)
         found = f"{type(error).__name__}: {error}" if is_unread else "other data"
         raise ValueError(
-            f"{path} is not a schedule or timeline: {found}. Write it with model.schedule.save(path) or "
-            "model.timeline.save(path), as .json."
+            f"{path} does not contain a schedule or timeline: {found}. Pass a .json file that was written by "
+            "model.schedule.save(path) or model.timeline.save(path)."
         ) from error
 
 

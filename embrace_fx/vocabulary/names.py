@@ -65,8 +65,8 @@ class Name(str):
         found = super().__getitem__(index)
         if index == _CUT and not (found and (found[0] == "." or super().__getitem__(len(PREFIX) - 1) in "._")):
             raise ValueError(
-                f"A compiled model's names have no prefix {PREFIX!r} to strip: {str(self)!r}[{len(PREFIX)}:] cuts into "
-                f"the name. Use name.removeprefix({PREFIX!r}), which works with DistributedDataParallel too."
+                f"Names in a compiled model do not begin with {PREFIX!r}, so {str(self)!r}[{len(PREFIX)}:] cuts into "
+                f"the name itself. Use name.removeprefix({PREFIX!r}), which also works with DistributedDataParallel."
             )
         return found
 
@@ -86,8 +86,9 @@ class Name(str):
             rest = prefix[len(PREFIX) :]
             if matches(rest):
                 raise ValueError(
-                    f"A compiled model's names have no prefix {PREFIX!r}: {str(self)!r} was compared with {prefix!r}. "
-                    f"Compare it with {rest!r}; name.removeprefix({PREFIX!r}) works with DistributedDataParallel too."
+                    f"Names in a compiled model do not begin with {PREFIX!r}, but {str(self)!r} was compared with "
+                    f"{prefix!r}. Compare {rest!r} with name.removeprefix({PREFIX!r}), which also works with "
+                    "DistributedDataParallel."
                 )
 
 

@@ -60,7 +60,7 @@ def from_plain(kind: Any, value: Any, where: str = "it") -> Any:
     if origin is tuple and isinstance(value, list):
         kinds = [arguments[0]] * len(value) if arguments[-1] is Ellipsis else arguments
         if len(kinds) != len(value):
-            raise ValueError(f"{where} has {len(value)} values, not {len(kinds)}")
+            raise ValueError(f"{where} has {len(value)} values, but must have {len(kinds)}")
         return tuple(from_plain(each, v, f"{where}[{k}]") for k, (each, v) in enumerate(zip(kinds, value, strict=True)))
     if origin is list and isinstance(value, list):
         return [from_plain(arguments[0], v, f"{where}[{k}]") for k, v in enumerate(value)]
@@ -82,7 +82,7 @@ def from_plain(kind: Any, value: Any, where: str = "it") -> Any:
         return float(value)
     if isinstance(kind, type) and type(value) is kind:
         return value
-    raise ValueError(f"{where} is {str(value)[:80]!r}, which is no {getattr(kind, '__name__', kind)}")
+    raise ValueError(f"{where} is {str(value)[:80]!r}, but must be of type {getattr(kind, '__name__', kind)}")
 
 
 _hints = cache(get_type_hints)
@@ -136,7 +136,7 @@ def _integer_tensor(value: list[Any], where: str) -> Tensor:
             else torch.empty(0, dtype=_INTEGERS[dtype], device="cpu")
         )
     except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"{where} is not a tensor of integers ({error!r})") from error
+        raise ValueError(f"{where} is not a tensor of integers: decoding it failed with {error!r}") from error
 
 
 def write_json(value: Any, path: str | Path) -> None:
@@ -153,6 +153,6 @@ def read_json(kind: type[T], path: str | Path) -> T:
     """
     content = json.loads(Path(path).read_text())
     if not isinstance(content, dict) or content.get("what") != kind.__name__:
-        raise ValueError(f"the file is not marked as a {kind.__name__}")
+        raise ValueError(f"the file does not contain a saved {kind.__name__}")
     found: T = from_plain(kind, content.get("value"), kind.__name__)
     return found

@@ -354,6 +354,7 @@ def check_grid(grid: Grid, parameter: str, shape: tuple[int, ...], world_size: i
     if grid.rows < 1 or grid.rows * grid.columns != world_size or grid.columns > columns or not grid.takes(num_rows):
         raise ValueError(
             f"strategy: Grid({grid.rows}, {grid.columns}) does not fit {parameter}. rows * columns must be "
-            f"{world_size}, the number of ranks, with at most {columns} columns, and torch.chunk must be able to cut "
-            f"{num_rows} rows into `rows` parts. Pass another Grid, or 'alltoall' to choose one automatically."
+            f"{world_size}, the number of ranks. The table allows at most {columns} columns, and torch.chunk must be "
+            f"able to split {num_rows} rows into `rows` chunks. Pass another Grid, or pass 'alltoall' to choose one "
+            "automatically."
         )

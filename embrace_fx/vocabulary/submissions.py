@@ -61,7 +61,9 @@ def compute_up_to(node: fx.Node) -> OperationId:
         ValueError: the node does neither.
     """
     if (found := begun_or_awaited(node)) is None:
-        raise ValueError(f"{node.name} neither starts nor awaits a copy or an exchange of an output layer.")
+        raise ValueError(
+            f"node {node.name} must start or await a copy or an exchange of an output layer, but does neither."
+        )
     launch, awaits = found
     phase: Kind = "forward" if launch.kind in _FORWARD or launch.part in _FORWARD else "backward"
     return OperationId(phase, f"up to {'the end of ' if awaits else ''}{launch}")

@@ -83,7 +83,7 @@ ANSWERED: tuple[Callable[[str], Any], ...] = (
 def test_habits_that_expect_the_prefix_are_refused(model: Any) -> None:
     for name in _handed_out(model):
         for habit in HABITS:
-            with pytest.raises(ValueError, match=r"names have no prefix 'module\.'"):
+            with pytest.raises(ValueError, match=r"in a compiled model do not begin with 'module\.'"):
                 habit(name)
 
 

@@ -66,6 +66,6 @@ def test_a_step_that_does_not_call_the_forward_is_refused(lightning: Any) -> Non
     assert torch.equal(found, expected)
     assert strategy.compiled.metrics()["tables_sharded"] == 0  # type: ignore[attr-defined]
     module.calls_forward = False
-    with pytest.raises(RuntimeError, match=r"training_step of Apart has not called self\("):
+    with pytest.raises(RuntimeError, match=r"Apart\.training_step\(\) did not call self\("):
         strategy.training_step(words)  # type: ignore[attr-defined]
     strategy.compiled.close()  # type: ignore[attr-defined]

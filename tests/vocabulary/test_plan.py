@@ -139,7 +139,7 @@ def test_a_plan_saved_without_rows_is_read(tmp_path: Path) -> None:
     [
         (None, "No such file"),
         ("{", "Expecting property name"),
-        ("[]", "is not marked as a Plan"),
+        ("[]", "does not contain a saved Plan"),
         ('{"what": "Plan", "value": {"world_size": "2"}}', r"Plan\.world_size is '2'"),
         ('{"what": "Plan", "value": {"ranks": 2}}', r"has unknown fields \['ranks'\]"),
         ('{"what": "Plan", "value": {"world_size": 2}}', "missing 2 required"),
