@@ -60,7 +60,9 @@ class Rewriter:
         self.graph = module.graph
         fake_mode = fake_mode_of(module.graph)
         if fake_mode is None:
-            raise ValueError("The graph has no fake values in meta['val']. Capture it with embrace_fx.capture.")
+            raise ValueError(
+                "The nodes of the graph have no fake values in meta['val']. Capture the graph with embrace_fx.capture."
+            )
         self.fake_mode = fake_mode
         self._region: tuple[int, ...] | None = None
         self._taken = {node.name for node in module.graph.nodes}

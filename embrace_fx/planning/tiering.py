@@ -179,12 +179,13 @@ def _check_supported(context: Context, name: str, plan: Plan) -> None:
     if device.type == "cpu" and context.options.spill_to is None:
         raise ValueError(
             f"table_memory: {name} is on the CPU, so the rows beyond the limit must be stored in a file. Pass the "
-            "directory for this file as spill_to. (Only a model on CUDA can do without, and uses host memory.)"
+            "directory for this file as spill_to. (Without spill_to, a model on CUDA uses host memory.)"
         )
     if len(held) != 1:
         raise ValueError(
-            f"table_memory: {len(held)} of the optimizers passed to compile() update {name}, but exactly one must, "
-            "because its state is stored with each row. Call compile(model, optimizer=optimizer, ...)."
+            f"table_memory: {len(held)} of the optimizers passed to compile() update {name}, but exactly one must "
+            "update it, because the optimizer's state is stored with each row. Call compile(model, "
+            "optimizer=optimizer, ...)."
         )
     how = known_optimizers.dense_update_policy(parameter, row_update_semantics(context.options.row_updates))
     if how == "sweep" or (how not in STILL and context.options.row_updates == "sweep"):

@@ -25,8 +25,8 @@ def check_model(model: nn.Module, optimizers: Sequence[Any], *, is_called: bool)
     """
     if not isinstance(model, nn.Module):
         raise ValueError(
-            f"compile(): model is {_type_text(model)}, not an nn.Module. Put a function into the forward of a module "
-            "that holds its parameters."
+            f"compile(): model is {_type_text(model)}, not an nn.Module. To compile a function, call it in the "
+            "forward() of an nn.Module that has its parameters."
         )
     if problem := next(_find_problems(model, optimizers, is_called=is_called), None):
         raise ValueError(problem)

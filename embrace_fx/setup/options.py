@@ -120,8 +120,8 @@ class Options:
         of_tables = list(memory.values()) if isinstance(memory, Mapping) else [] if memory is None else [memory]
         if not all(isinstance(each, int | float) and each > 0 for each in of_tables):
             raise ValueError(
-                f"{where}: table_memory is {memory!r}. Pass a number of bytes for all tables together, or the share of "
-                "each table's rows, such as 0.1. To limit single tables, pass a mapping from their names to such "
+                f"{where}: table_memory is {memory!r}. Pass a number of bytes for all tables together, or a fraction "
+                "of each table's rows, such as 0.1. To limit single tables, pass a mapping from their names to such "
                 "values, such as {'embedding.weight': 2**30}."
             )
         if memory is not None and self.rows != "exact":

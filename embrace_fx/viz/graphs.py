@@ -84,8 +84,8 @@ class Graphs(Mapping[str, fx.GraphModule]):
             ValueError: no such phase has been built.
         """
         if (found := self._sources().get(name)) is None:
-            known = ", ".join(map(repr, self._sources())) or "none: run a training step first"
-            raise ValueError(f"graphs.source(): there is no phase {name!r}. Pass one of {known}.")
+            known = ", ".join(map(repr, self._sources())) or "none yet (run a training step first)"
+            raise ValueError(f"graphs.source(): there is no phase {name!r}. The known phases are: {known}.")
         return found()
 
     def diff(self, first: str, second: str) -> str:

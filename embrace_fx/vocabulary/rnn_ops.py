@@ -160,7 +160,8 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> N
     input, h0, c0, weights, batch_sizes, ctx.cell, ctx.reverse, ctx.kernel, save = inputs
     if not save:
         raise RuntimeError(
-            "embrace::rnn_layer: a gradient is needed, but save is False. Capture the model with gradients enabled."
+            "embrace::rnn_layer: a gradient was requested, but the layer ran with save=False and kept no values for "
+            "the backward. Capture the model with gradients enabled."
         )
     ctx.num_weights, ctx.num_results = len(weights), 2 if c0 is None else 3
     ctx.mark_non_differentiable(*output[ctx.num_results :])

@@ -76,7 +76,7 @@ def schedule(steps: StepGraph, name: str, source: str = "cost model") -> Schedul
         ValueError: the name is unknown, or the step has no legal order.
     """
     if name not in SCHEDULES:
-        raise ValueError(f"There is no schedule {name!r}. Choose one of {', '.join(SCHEDULES)}.")
+        raise ValueError(f"There is no schedule {name!r}. Pass one of {', '.join(SCHEDULES)}.")
     machine = LinkMachine(steps)
     naive = priority_order(machine, readiness_key)
     chosen = (
@@ -135,7 +135,10 @@ class _QueueSimulation:
             if not times:
                 # No operation can run: `sequence` raises and names the blocked one.
                 machine.sequence([*order, *waiting])
-                raise AssertionError("sequence() did not raise for an order that cannot run")
+                raise AssertionError(
+                    "no collective can be launched next, but sequence() found no blocked operation. Please report this "
+                    "bug of embrace_fx."
+                )
             self._link = max(self._link, min(times.values()))
             launched = min(
                 (k for k, ready in times.items() if ready <= self._link), key=partial(self._sort_key, times, begun)

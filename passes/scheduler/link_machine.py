@@ -123,12 +123,12 @@ class LinkMachine:
         for name in (before, after):
             if name not in self.index:
                 raise ValueError(
-                    f"The dependence {before!r} -> {after!r} names {name!r}, which is not an operation of the step. "
-                    f"Its operations are {sorted(self.index)}."
+                    f"The dependency {before!r} -> {after!r} names {name!r}, which is not an operation of the step. "
+                    f"Use the names of its operations: {', '.join(sorted(self.index))}."
                 )
         if distance < 0:
             raise ValueError(
-                f"The dependence {before!r} -> {after!r} has the distance {distance}. It must not be negative."
+                f"The dependency {before!r} -> {after!r} has distance {distance}, but distances must not be negative."
             )
         first, second = self.index[before], self.index[after]
         if first < self.count and second < self.count:
@@ -168,7 +168,7 @@ class LinkMachine:
         if head == later:
             raise ValueError(
                 f"The compute order cannot run: {head!r} waits for a compute operation that itself waits for {head!r}. "
-                "Move that operation, or remove the dependency."
+                "Move the compute operation, or remove one of the two dependencies."
             )
         raise ValueError(
             f"The launch order has {head!r} before {later!r}, on which it depends: all ranks would deadlock. Launch "
@@ -349,13 +349,13 @@ def _compute_operations(steps: StepGraph, by_name: dict[str, Operation]) -> list
     if len(by_name) != len(steps.operations):
         names = [o.name for o in steps.operations]
         raise ValueError(
-            f"A step has several operations named {sorted({n for n in names if names.count(n) > 1})}. Names must be "
-            "unique."
+            f"A step has several operations named {sorted({n for n in names if names.count(n) > 1})}. Give each "
+            "operation a unique name."
         )
     expected = sorted(o.name for o in steps.operations if o.is_compute)
     if sorted(steps.compute_order) != expected:
         raise ValueError(
-            f"compute_order must contain each compute operation of the step once, {expected}, but contains "
+            f"compute_order must contain each compute operation of the step once: {expected}. It contains "
             f"{sorted(steps.compute_order)}."
         )
     return [by_name[name] for name in steps.compute_order]

@@ -293,7 +293,7 @@ def _raise_first(violations: Iterator[Violation], invariant: str, where: str) ->
         # `dict.fromkeys` removes duplicates: without a source line, `source_of` returns the node's name.
         places = [where, *([] if v.node is None else dict.fromkeys((f"node {v.node.name}", source_of(v.node))))]
         raise VerificationError(
-            f"{invariant}: expected {v.expected}; in {', '.join(places)}; found {v.found}. To fix it: {v.remedy}."
+            f"{invariant}: expected {v.expected}, but found {v.found} (in {', '.join(places)}). To fix it: {v.remedy}."
         )
 
 

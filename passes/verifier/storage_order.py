@@ -30,10 +30,16 @@ def check_storage(steps: StepGraph, memory: Mapping[str, RowMemory]) -> None:
         takes = {d.before for d in steps.dependences if d.after in sent and d.before in order}
         awaited = {d.after: d.distance for d in steps.dependences if d.before == read}
         if early := sorted(takes - awaited.keys()) or ([] if awaited else [f"any lookup of {table}"]):
-            raise ValueError(f"{read!r} does not precede {early[0]!r}, which looks up the rows that it reads.")
+            raise ValueError(
+                f"{read!r} does not precede {early[0]!r}, which looks up the rows that {read!r} reads into memory. Add "
+                "a dependency between the two operations."
+            )
         last = max(awaited, key=order.__getitem__)
         if not any((d.before, d.after, d.distance) == (last, write, 0) for d in steps.dependences):
-            raise ValueError(f"{write!r} does not follow {last!r}, after which the rows are evicted.")
+            raise ValueError(
+                f"{write!r} does not follow {last!r}, the last operation that uses the rows in memory. Add a "
+                "dependency between the two operations."
+            )
         asked = [(d.before, d.distance) for d in steps.dependences if d.after == read and d.before in order]
         ahead = max(awaited.values())
         held = 1 + max(
@@ -41,8 +47,8 @@ def check_storage(steps: StepGraph, memory: Mapping[str, RowMemory]) -> None:
         )
         if held > 1 and held * of.at_once > of.slots:
             raise ValueError(
-                f"{table} has {of.slots:,} slots, too few for the rows of {held} steps of at most {of.at_once:,} each: "
-                "rows would be evicted before the step that reads them. Read fewer steps ahead."
+                f"memory has slots for {of.slots:,} rows of {table}, but {held} steps of up to {of.at_once:,} rows "
+                "each need slots at the same time. Rows would be evicted before they are used. Read fewer steps ahead."
             )
 
 

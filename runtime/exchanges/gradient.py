@@ -28,9 +28,8 @@ class RowSet:
     def __post_init__(self) -> None:
         if self.ids.dtype != torch.int64 or self.ids.ndim != 1 or self.rows.shape[:-1] != self.ids.shape:
             raise ValueError(
-                "a RowSet needs one id (K,) int64 for each row (K, d), without repeats. Got ids "
-                f"{tuple(self.ids.shape)} {self.ids.dtype} and rows {tuple(self.rows.shape)}. Sum rows of the same id "
-                "first."
+                "RowSet: ids must be an int64 tensor of shape (K,), and rows a tensor of shape (K, d). Got ids of "
+                f"dtype {self.ids.dtype} and shape {tuple(self.ids.shape)}, and rows of shape {tuple(self.rows.shape)}."
             )
 
     @property

@@ -71,8 +71,8 @@ class StreamTicket(Ticket):
             raise self.queue.error
         if self.ended is None:
             raise RuntimeError(
-                f"'{self.id}' was awaited before it could be launched, because an earlier launch of class "
-                f"{self.id.lane!r} has not been submitted. Submit or skip that one first."
+                f"'{self.id}' was awaited before it could be launched, because a collective that precedes it in lane "
+                f"{self.id.lane!r} has not been submitted. Submit or skip the preceding collective first."
             )
 
     def has_ended(self) -> bool:

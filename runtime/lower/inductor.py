@@ -41,13 +41,13 @@ def check_toolchain(devices: Collection[str]) -> None:
         get_cpp_compiler()
     except RuntimeError as error:
         raise ValueError(
-            f"backend='inductor' needs a C++ compiler, but none works: {error}. Install one (g++), name one in the "
-            "environment variable CXX, or use backend='eager'."
+            f"backend='inductor' needs a C++ compiler, but none works: {error}. Install g++, set the environment "
+            "variable CXX to a compiler, or use backend='eager'."
         ) from error
     if "cuda" in devices and not has_triton():
         raise ValueError(
-            "backend='inductor' needs a Triton that works with this GPU. Install the version that this torch requires, "
-            "or use backend='eager'."
+            "backend='inductor' needs Triton, but no installed Triton works with this GPU. Install the version that "
+            "this version of torch requires, or use backend='eager'."
         )
 
 
@@ -67,7 +67,7 @@ class RegionCompiler:
             reason = next(iter(str(error).strip().splitlines()), "no message")
             warnings.warn(
                 f"Inductor cannot compile a region of {len(region.module.graph.nodes)} nodes: {type(error).__name__}: "
-                f"{reason}. The region runs eagerly instead: with the same results, but slower.",
+                f"{reason}. The region runs eagerly instead, with the same results, but more slowly.",
                 stacklevel=2,
             )
             return None

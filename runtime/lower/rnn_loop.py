@@ -40,7 +40,7 @@ class TimeOrder:
         """Returns the order for an input (T, B, *), or for packed rows if `batch_sizes` is given."""
         sizes: list[int] = [input.shape[1]] * input.shape[0] if batch_sizes is None else batch_sizes.tolist()
         if not sizes:
-            raise ValueError("embrace::rnn_layer: the input has no time steps. Leave out such batches.")
+            raise ValueError("embrace::rnn_layer: the input has 0 time steps. Skip batches of empty sequences.")
         return cls(sizes, reverse)
 
     def steps(self, rows: Tensor) -> list[Tensor]:

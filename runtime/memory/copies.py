@@ -231,7 +231,7 @@ class FileCopies(Copies):
             copying.result()
         except OSError as error:
             raise RuntimeError(
-                f"values offloaded to a file in {self._directory} cannot be read back: {error}. Nothing of this step "
+                f"values offloaded to a file in {self._directory} cannot be read back: {error}. No update of this step "
                 "was applied. Check the disk, pass another directory as spill_to, or raise memory_budget."
             ) from error
 
@@ -251,8 +251,8 @@ class FileCopies(Copies):
                 os.posix_fallocate(self._file.descriptor, begin, length)
             except OSError as error:
                 raise RuntimeError(
-                    f"offloading {nbytes:,} more bytes to {self._directory}, which already holds {begin:,}, failed: "
-                    f"{error}. Free some space, pass another directory as spill_to, or raise memory_budget."
+                    f"offloading {nbytes:,} bytes to {self._directory} failed, after {begin:,} bytes had been reserved "
+                    f"there: {error}. Free some disk space, pass another directory as spill_to, or raise memory_budget."
                 ) from error
             self._room += length
         slot = Slot(self._file, begin, nbytes)

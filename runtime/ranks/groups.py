@@ -250,10 +250,10 @@ class Groups:
         counts = self.gather(len(dist.distributed_c10d._world.pg_names), int)
         if len(set(counts)) > 1 and not are_all:
             raise ValueError(
-                f"The ranks of this process group belong to between {min(counts)} and {max(counts)} process groups "
-                f"(rank {dist.get_rank()}: {counts[self.rank]}). torch derives the name of a new group from this "
-                "number, so compile() or the first call would hang. Create groups so that every rank belongs to "
-                "equally many of them, as in a device mesh, or compile the model in the default group."
+                f"The ranks of this process group belong to different numbers of process groups: {min(counts)} to "
+                f"{max(counts)} (rank {dist.get_rank()}: {counts[self.rank]}). torch derives the name of a new group "
+                "from this number, so compile() or the first call would hang. Create groups so that every rank belongs "
+                "to equally many of them, as in a device mesh, or compile the model in the default group."
             )
 
     def sub_group(self, name: str, parts: Sequence[Sequence[int]], backend: str | None = None) -> dist.ProcessGroup:

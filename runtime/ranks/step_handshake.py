@@ -49,7 +49,7 @@ _CAUGHT_ALONE = (
     "error on every rank, around both the call and its backward, or check batches before the call"
 )
 _NOT_JOINED = (
-    "this rank called the model outside of join(), but another rank called it inside. Enter join() on every rank"
+    "this rank called the model outside of join(), but another rank called it inside join(). Enter join() on every rank"
 )
 
 

@@ -159,7 +159,7 @@ def memory_to_share(part: TableShard, references: int | None = None) -> Tensor:
     if references is None or references > _setter_references() or _shares_memory(part):
         raise RuntimeError(
             f"`tensor.data = x` or `tensor.set_(x)`: x is {part.what}, or was computed from it. Each rank has only a "
-            "shard of x, so tensor cannot share memory with x while x is in use elsewhere. Copy the values on every "
+            "shard of x, so `tensor` cannot share memory with x while x is in use elsewhere. Copy the values on every "
             "rank: `tensor.data.copy_(x)` or `tensor.data = x.clone()`."
         )
     return part.full_tensor()

@@ -222,7 +222,7 @@ def _fail_together(communicator: Communicator, action: str) -> Iterator[None]:
     except (OSError, RuntimeError, KeyError, ValueError) as error:
         failure = f"{action} failed: {error}"
     for rank, text in communicator.reports(failure).items():
-        raise TierError(f"{text}. The previous checkpoint is intact. (rank {rank})")
+        raise TierError(f"rank {rank}: {text}. The previous checkpoint is intact.")
 
 
 # -- the rows of a table -----------------------------------------------------------------------------------------------

@@ -72,12 +72,12 @@ class RecordFile:
                 while done < len(run):
                     more = os.pwrite(self.descriptor, run[done:], at + done)
                     if more == 0:
-                        raise OSError(errno.ENOSPC, f"{done} of {len(run)} bytes written")
+                        raise OSError(errno.ENOSPC, f"only {done} of {len(run)} bytes were written")
                     done += more
         except OSError as error:
             raise TierError(
                 f"writing {records.numel():,} bytes of rows of {self._table} to {self._directory} failed: {error}. "
-                "The last checkpoint is intact. Free some space, pass another directory as spill_to, "
+                "The last checkpoint is intact. Free some disk space, pass another directory as spill_to, "
                 "or raise table_memory."
             ) from error
 
@@ -111,8 +111,8 @@ class RecordFile:
         if bool(wrong.any()):
             raise TierError(
                 f"row {int(expected[wrong][0])} of {self._table} has changed in its file in {self._directory} "
-                f"({int(wrong.sum())} of {numbers.numel()} records have a wrong checksum). The disk may be faulty: "
-                "continue from the last checkpoint, on another disk."
+                f"({int(wrong.sum())} of {numbers.numel()} records have a wrong checksum). The disk may be faulty. "
+                "Load the last checkpoint, and pass a directory on another disk as spill_to."
             )
         return records
 

@@ -296,7 +296,7 @@ def test_broken_graph_names_its_invariant(invariant: str, name: str) -> None:
     captured = make()
     broken = captured.edit()
     broken = break_it(broken) or broken
-    told = rf"^{invariant}: expected .*; in pass Breaking.*; found .*\. To fix it: "
+    told = rf"^{invariant}: expected .*, but found .* \(in pass Breaking.*\)\. To fix it: "
     with pytest.raises(VerificationError, match=told):
         verify(broken, after="Breaking", captured=captured)
 
@@ -316,7 +316,7 @@ def test_message_says_where() -> None:
     with pytest.raises(VerificationError) as raised:
         verify(graph, after="Cast")
     assert str(raised.value) == (
-        "values_agree: expected float32[6, 8] on cpu; in pass Cast, joint graph, node z, model.py:12 in forward; "
-        "found float64[6, 8] on cpu. To fix it: compute the value by running the op on its inputs' values under the "
+        "values_agree: expected float32[6, 8] on cpu, but found float64[6, 8] on cpu (in pass Cast, joint graph, node "
+        "z, model.py:12 in forward). To fix it: compute the value by running the op on its inputs' values under the "
         "graph's fake mode."
     )

@@ -86,5 +86,5 @@ def test_rows_written_before_their_slots_are_taken_are_refused() -> None:
 
 def test_rows_that_would_leave_before_their_step_are_refused() -> None:
     steps, of = planned(3)
-    with pytest.raises(ValueError, match="299 slots, too few for the rows of 3 steps of at most 100"):
+    with pytest.raises(ValueError, match="slots for 299 rows of t, but 3 steps of up to 100 rows"):
         check_storage(steps, {"t": replace(of, slots=299)})
