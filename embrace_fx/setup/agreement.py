@@ -77,7 +77,7 @@ def agree_on_set_up(
             if here != there:
                 raise SetUpError(
                     f"compile(): model, optimizer or options differ between ranks. {aspect} is {there} on rank {rank}, "
-                    f"but {here} on rank 0. Build the same model and optimizer, with the same options, on every rank."
+                    f"and {here} on rank 0. Create model, optimizer and options with the same code on every rank."
                 )
 
 

@@ -167,5 +167,5 @@ def lacks_host_memory(rank: int, world_size: int) -> None:
 
 @gpus(1)
 def test_host_that_lacks_room_is_an_error() -> None:
-    with pytest.raises(RankError, match=r"rows of table.weight take .* bytes of memory on .*1,000 are free"):
+    with pytest.raises(RankError, match=r"rows of table.weight in the memory of .* takes .* but only 1,000 bytes"):
         run_ranks(1, lacks_host_memory, timeout_s=400.0)

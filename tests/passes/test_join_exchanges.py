@@ -65,5 +65,5 @@ def test_a_graph_that_uses_everything_is_returned_as_it_is() -> None:
 
 
 def test_a_table_with_max_norm_is_to_be_read_by_every_batch() -> None:
-    with pytest.raises(ValueError, match=r"does not look up other\.weight"):
+    with pytest.raises(ValueError, match=r"has no lookup in other\.weight"):
         JoinExchanges(renormed=("other.weight",))(analysed(tables_model(one), IDS))

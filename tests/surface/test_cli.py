@@ -104,7 +104,7 @@ def test_what_is_asked_wrongly_is_told_in_a_line(folder: Path) -> None:
     assert "No module named 'not_here'" in run("plan", "not_here:make", status=2)
     assert "made_here:nothing returned a Model" in run("plan", "made_here:nothing", status=2)
     assert "has unknown fields" in run("plan", "made_here:make", "--cluster", "cluster.json", status=2)
-    assert "is not a schedule or timeline" in run("show", "other.json", status=1)
+    assert "does not contain a schedule or timeline" in run("show", "other.json", status=1)
     assert "Start it with: torchrun" in run("bench", "made_here:make", status=2)
 
 

@@ -226,7 +226,7 @@ def _written_late(rank: int, world_size: int) -> str:
 
 def test_values_that_are_no_longer_the_gradients_are_not_written_in_silence() -> None:
     for told in run_ranks(2, _written_late):
-        assert "after it was used as a dense tensor" in told
+        assert "after the gradient had been used as a dense tensor" in told
 
 
 @pytest.mark.parametrize("strategy", ["alltoall", "allreduce"])

@@ -112,7 +112,7 @@ def fails(rank: int, world_size: int, how: str, directory: str) -> tuple[bool, l
     [
         ("directory missing", "spill_to: no file can be created in"),
         ("cut off", "cannot be read back"),
-        ("disk full", "more bytes to"),
+        ("disk full", "bytes had been reserved"),
     ],
 )
 def test_what_one_rank_cannot_copy_is_an_error_on_every_rank(how: str, expected: str, tmp_path: Path) -> None:

@@ -30,8 +30,8 @@ def test_a_tied_parameter_is_asked_for_by_any_of_its_names() -> None:
 @pytest.mark.parametrize(
     ("strategy", "message"),
     [
-        ("all_to_all", r"no strategy 'all_to_all', which is given for '\*'"),
-        ({TABLE: "sharded"}, r"no strategy 'sharded', which is given for 'table\.weight'"),
+        ("all_to_all", r"no strategy 'all_to_all', which was passed for '\*'"),
+        ({TABLE: "sharded"}, r"no strategy 'sharded', which was passed for 'table\.weight'"),
         ({"words": "alltoall"}, r"the pattern 'words' matches no table.*table\.weight"),
         ({"word*": "zen"}, r"the pattern 'word\*' matches no table or another.*table\.weight"),
     ],

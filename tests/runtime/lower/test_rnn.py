@@ -141,7 +141,7 @@ def test_one_step_and_no_sequence(network: str, steps: int, batch: int) -> None:
 @pytest.mark.parametrize("network", NETWORKS)
 def test_no_time_step_is_refused(network: str) -> None:
     model = build(network)
-    with KeepRnnWhole(), pytest.raises(ValueError, match="the input has no time step"):
+    with KeepRnnWhole(), pytest.raises(ValueError, match="the input has 0 time step"):
         model(torch.randn(0, 2, INPUT))
 
 

@@ -331,7 +331,7 @@ def _frozen_on_one_rank(rank: int, world_size: int) -> str:
 
 def test_parameters_that_change_on_one_rank_before_the_first_call() -> None:
     for message in run_ranks(2, _frozen_on_one_rank):
-        assert_says(message, "rank 0", "parameter linear.weight is", "frozen", "from the same code")
+        assert_says(message, "rank 0", "parameter linear.weight is", "frozen", "with the same code")
 
 
 def _left_alone(rank: int, world_size: int, fails: bool) -> str:

@@ -108,7 +108,7 @@ def test_a_group_that_is_replaced_after_compile_is_refused() -> None:
 def test_a_launcher_without_a_group_is_refused_at_the_first_call(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
     compiled = embrace_fx.compile(Tagger())
-    with pytest.raises(RuntimeError, match="2 ranks: each would train alone") as raised:
+    with pytest.raises(RuntimeError, match="WORLD_SIZE is 2, so each rank would train alone") as raised:
         compiled(torch.tensor([[1]]))
     assert "\n" not in str(raised.value)
 

@@ -84,4 +84,4 @@ def _in_more_groups(rank: int, world_size: int) -> None:
 def test_ranks_in_different_numbers_of_groups_cannot_make_one_more() -> None:
     """Torch would have each wait for a group that the other knows by another name."""
     for error in run_ranks_expecting_errors(3, _in_more_groups)[:2]:
-        assert "torch derives the name of a new group from that number" in str(error)
+        assert "torch derives the name of a new group from this number" in str(error)

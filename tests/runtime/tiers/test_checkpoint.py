@@ -68,7 +68,7 @@ def asked_for_whole(rank: int, world_size: int, folder: str) -> None:
         lambda: optimizer.load_state_dict(fresh),
         lambda: compiled.load_state_dict(OneTable().state_dict()),
     ):
-        with pytest.raises(RuntimeError, match="Save it with save_checkpoint"):
+        with pytest.raises(RuntimeError, match="save and load it with save_checkpoint"):
             ask()
     trained()
     compiled.load_checkpoint(folder)

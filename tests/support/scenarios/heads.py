@@ -248,7 +248,7 @@ def gradients_of_logits_kept(logits: Tensor, labels: Tensor) -> Tensor:
     return _loss(logits, labels)
 
 
-BEFORE_THE_LOSS = "before their loss is computed"
+BEFORE_THE_LOSS = "before the loss is computed"
 
 
 @of_logits(refused=BEFORE_THE_LOSS)
@@ -271,7 +271,7 @@ def gradients_of_logits_hooked_too_late(logits: Tensor, labels: Tensor) -> Tenso
     return loss
 
 
-@of_logits(refused="Apply it to a copy")
+@of_logits(refused="Apply the function to a copy")
 def a_function_of_autograd_behind_logits_that_were_written(logits: Tensor, labels: Tensor) -> Tensor:
     logits[..., 0] = 0.5
     doubled: Tensor = _Doubled.apply(logits)  # type: ignore[no-untyped-call]
