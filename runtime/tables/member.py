@@ -234,7 +234,7 @@ class Member(Table):
     def rule(self) -> type[SparseUpdate]:
         """The class that updates this table, for its optimizer's current options."""
         optimizer, options = self.optimizer, self.param_group()
-        if not options:
+        if optimizer is None or not options:
             return SparseUpdate  # no optimizer updates the table
         policy = dense_update_policy(type(optimizer), options, self.row_updates, self.parameter.dtype)
         if policy in STILL:
