@@ -76,9 +76,11 @@ class DerivePhase:
 
 
 def _derive_forward(module: fx.GraphModule, variant: ForwardVariant, delayed: Sequence[OperationId]) -> None:
-    """Adapts a forward to its variant, in place. Removes the waits for early rows, or the submission of the next
-    batch's ids, if the variant has none. If early rows were sent for another batch, adds the updates by delayed
-    gradients, whose launch ids are `delayed`.
+    """Adapts a forward graph to `variant`, in place.
+
+    Rows that were sent before this forward began are early rows. If the variant expects none, their waits are removed.
+    If they were sent for another batch, updates by the delayed gradients, with launch ids `delayed`, are inserted. If
+    the variant does not send the next batch's ids, their submission is removed.
     """
     if variant.arrives != "cut":
         for early in [n for n in calls_of(module, embrace.await_rows.default) if id_of(n).part == "early"]:

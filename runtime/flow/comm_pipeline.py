@@ -224,8 +224,8 @@ class CommPipeline:
         return NextBatch(program, leaves, program.unique(leaves))
 
     def kernels(self, graph: TrainingGraph, tables: Mapping[str, Member]) -> Kernels:
-        """Returns a function from a graph node to the function that runs in place of its op's kernel, or None to run
-        the kernel. Here always None.
+        """Returns a function that maps a graph node to the function to run instead of the op's own kernel, or to None
+        to run that kernel. This base class replaces no kernel.
         """
         return lambda node: None
 

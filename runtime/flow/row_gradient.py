@@ -80,7 +80,7 @@ class RowGradient(PendingUpdate):
 
     def begin_backward(self) -> None:
         """Begins a backward. Applies what is left of the last optimizer step's update, except delayed parts, which are
-        applied later. Until rows are split again, all gradients of this backward are sent together.
+        applied later. Gradients of this backward are sent together, unless its rows are then split into early and late.
         """
         self.prior = None
         left = [launch for launch in self.parts if launch.part != "delayed"] if self.step is not None else ()

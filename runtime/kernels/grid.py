@@ -124,12 +124,13 @@ def _piece_positions(positions: Tensor, own: Sequence[int], grid_columns: int) -
 def _blocks_by_rank(
     positions: Tensor, flat: Tensor, rows_per_grid_row: Sequence[int], columns: int, grid_columns: int
 ) -> list[tuple[Tensor, int, int, Tensor]]:
-    """Splits rows by the rank of the grid that has them. Returns for each rank (positions of the rows that it has, its
-    first column, its last column + 1, its block as a view (rows, columns) of `flat`).
+    """Splits `flat` into one block per rank of the grid. A rank's block has the columns that the rank stores, of the
+    rows that its row of the grid stores. Returns, for each rank: (the positions of these rows in the output, its first
+    column, its last column + 1, its block as a view (rows, columns) of `flat`).
 
     Args:
-        positions: the positions of all rows: first those of the first row of the grid, then those of the second, ..
-        flat: one block of columns for each rank, in rank order.
+        positions: each row's position in the output, sorted by the row of the grid that stores the row.
+        flat: the blocks one after another, in rank order.
         rows_per_grid_row: for each row of the grid, the number of rows.
         columns, grid_columns: the number of columns of the table, and of the grid.
     """

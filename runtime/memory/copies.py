@@ -270,7 +270,7 @@ class _File:
 
 
 class Slot:
-    """The part of the file with the bytes of one value."""
+    """The range of bytes of the offload file in which one offloaded value is stored."""
 
     def __init__(self, file: _File, begin: int, nbytes: int) -> None:
         self._file, self._begin, self._nbytes = file, begin, nbytes
