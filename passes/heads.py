@@ -269,7 +269,7 @@ def _follow_logits(graph: TrainingGraph, head: Head, forward: set[fx.Node]) -> N
                 step, reshapes = _classify_step(user, node)
                 waiting.append((user, (*steps, *step), (*shapes, user) if reshapes else shapes))
     if not head.results and head.loss is None:
-        raise Unmatched(f"the logits are not returned and have no loss ({_describe_node(head.product)})")
+        raise Unmatched(f"the logits are neither returned nor used by a loss ({_describe_node(head.product)})")
     if len({made.node for made in head.results}) < len(head.results):
         raise Unmatched("the model returns the same logits twice")
     if any(made.is_cut for made in head.results):
@@ -346,7 +346,9 @@ def _check_loss(node: fx.Node, forward: set[fx.Node]) -> None:
     if node.meta["val"][0].dim() > 1 or node.args[0].meta["val"].dim() != 2:  # type: ignore[union-attr]
         raise Unmatched(f"the loss is not over logits (N, V) and labels (N,) ({_describe_node(node)})")
     if any(_forward_users(item, forward) for item in node.users if item.args[1] == 1):
-        raise Unmatched(f"the total weight that the loss returns is read ({_describe_node(node)})")
+        raise Unmatched(
+            f"the forward uses the second output of nll_loss, the total weight of the labels ({_describe_node(node)})"
+        )
     if any(map(draws_random_numbers, _with_ancestors(argument(node, "target")))):
         raise Unmatched("the labels of the loss are drawn at random")
 
