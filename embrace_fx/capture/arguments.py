@@ -107,8 +107,8 @@ def check_read_arguments(leaves: Sequence[Any], kind: str) -> None:
     for leaf in leaves:
         if not isinstance(leaf, _TAKEN):
             raise RefusedError(
-                f"{kind}: an argument is {_describe(leaf)}, which is not supported. Pass tensors, numbers and strings, "
-                "also in containers or objects with attributes. Store other objects as attributes of the model."
+                f"{kind}: an argument is {_describe(leaf)}, which is not supported. Pass tensors, numbers or "
+                "strings, or containers or plain objects of these. Store anything else as an attribute of the model."
             )
 
 
