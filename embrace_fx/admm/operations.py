@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from embrace_fx.vocabulary.operation_id import OperationId
 
-# These operations handle whole batches. Give them the part "late", with which operation ids print no part.
+# These operations have no parts. "late" is the part that an operation id leaves out when it is printed.
 COMPUTE = FORWARD, STATES, WEIGHTS, DUALS, MEAN, FIGURES = (
     OperationId("forward", "forward pass", "late"),
     OperationId("backward", "states", "late"),

@@ -146,7 +146,7 @@ class _Search:
     def __init__(self, steps: StepGraph, atoms: Atoms, predicted_peak: PredictedPeak, held_limit: float) -> None:
         self._steps, self._atoms = steps, atoms
         self._predicted_peak, self._limit = predicted_peak, held_limit
-        self._tried: dict[tuple[str, ...], float] = {}  # order -> bound of its step, in milliseconds
+        self._tried: dict[tuple[str, ...], float] = {}  # order -> lower bound of its step time, in milliseconds
         self._most = min(TRIED, max(LOOKED_AT // len(steps.operations), 1))
 
     def find_orders(self) -> list[tuple[tuple[str, ...], float]]:

@@ -236,7 +236,7 @@ class RowExchange:
         if self._preview is None:
             return True
         ids, before, after = self._preview
-        # If True, the optimizer step that early rows assume has not changed the table yet.
+        # True if the optimizer step that early rows anticipate has not been applied to the table yet.
         waits = self.gradient.step is not None or self.table.history.has_deferred
         return torch.equal(self.table.peek(ids), before if waits else after)
 

@@ -353,7 +353,7 @@ class TableGradient:
         self._members = members
         # The gradient objects that the last backward has put into `.grad`.
         self._given: list[tuple[Member, nn.Parameter, TableShard, GradientStorage]] = []
-        self._late: GradientFuture[Sequence[Rows]] | None = None  # the future of the last backward
+        self._late: GradientFuture[Sequence[Rows]] | None = None  # rows of the last backward
         self._rows: Rows | None = None
         self.holds = False
 

@@ -393,7 +393,7 @@ def memory_is_shared(parameters: Sequence[Tensor], own: Iterable[Tensor] = ()) -
     nobodys: Any = torch.empty(0, device="cpu")
     tensors: list[Any] = [*[p.held.local if isinstance(p, TableShard) else p for p in parameters], *own, nobodys]
     for tensor in tensors:  # this loop is a hot path: it runs for every parameter in every step
-        if tensor.is_sparse:  # any tensor may share the values of a sparse one
+        if tensor.is_sparse:  # any tensor may share memory with the values of a sparse one
             return True
         storage = tensor.untyped_storage()
         if storage.device.type == "cpu" and storage.is_shared():
