@@ -146,7 +146,7 @@ def refuse_and_go_on(rank: int, world_size: int) -> list[str]:
         with pytest.raises(embrace_fx.CaptureError, match="the forward communicates") as caught:
             compiled(batch(0, rank))
         compiled.close()
-        told.append(str(caught.value).partition("() (")[0].rpartition(": ")[2])
+        told.append(str(caught.value).partition("() at ")[0].rpartition("It calls ")[2])
     return told
 
 

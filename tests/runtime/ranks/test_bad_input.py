@@ -46,8 +46,8 @@ class Fault:
 
 
 FAULTS = (
-    Fault("id too large", ("PeerFailure", "ids go from 0 to 19", "table.weight", "got 20", "Check the batch")),
-    Fault("negative id", ("PeerFailure", "ids go from 0 to 19", "table.weight", "got -1", "Check the batch")),
+    Fault("id too large", ("PeerFailure", "ids go from 0 to 19", "table.weight", "got id 20", "Check the batch")),
+    Fault("negative id", ("PeerFailure", "ids go from 0 to 19", "table.weight", "got id -1", "Check the batch")),
     Fault("nan loss", ("FloatingPointError", "nan or inf on rank", "Skip the batch")),
     Fault("cannot be captured", ("Words", "words.py:", "in forward", "Rewrite that line")),
     Fault("evaluates", ("PeerFailure", "rank 0", "training", "evaluating")),
@@ -271,7 +271,7 @@ def _use_strategy(rank: int, world_size: int, strategy: dict[str, str]) -> str:
         ({"tabel.*": "alltoall"}, ("'tabel.*'", "matches no table", "table.weight", "Use a table's")),
         (
             {"table.*": "alltoal"},
-            ("'table.*'", "one of allreduce, allgather, alltoall, omnireduce, zen, ps", "'alltoal'", "Choose"),
+            ("'table.*'", "one of allreduce, allgather, alltoall, omnireduce, zen, ps", "'alltoal'", "Pass"),
         ),
     ],
     ids=["pattern without a table", "unknown strategy"],

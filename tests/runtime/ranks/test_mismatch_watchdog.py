@@ -132,7 +132,7 @@ def _catches_alone(rank: int, world_size: int, bad_ids: int, bad_labels: int) ->
 
 @pytest.mark.parametrize(
     ("bad_ids", "bad_labels", "told"),
-    [(1000, 0, "got 1016"), pytest.param(0, 50, "IndexError: Target 50", marks=pytest.mark.long)],
+    [(1000, 0, "got id 1016"), pytest.param(0, 50, "IndexError: Target 50", marks=pytest.mark.long)],
 )
 def test_an_error_that_one_rank_catches_and_the_others_do_not(bad_ids: int, bad_labels: int, told: str) -> None:
     one, other = run_ranks_expecting_errors(2, _catches_alone, bad_ids, bad_labels)

@@ -194,4 +194,4 @@ def _bad_id(rank: int, size: int) -> None:
 def test_an_id_outside_its_table_is_not_another_tables_row() -> None:
     for error in run_ranks_expecting_errors(2, _bad_id):
         assert "tables.3.weight" in str(error)
-        assert f"got {ROWS[3]}" in str(error)
+        assert f"got id {ROWS[3]}" in str(error)
