@@ -16,7 +16,7 @@ from embrace_fx.vocabulary.graph import TrainingGraph, gradients_of, parameters_
 from embrace_fx.vocabulary.plan import Decision, Plan
 
 LATE = "first used after the plan was made"
-WHOLE = "on some rank, a batch or a gradient hook reads the whole table"
+WHOLE = "on some rank, a batch or a gradient hook needs the whole table"
 RENAMED = "the names of {} differ between ranks. Prune or parametrize the same modules on every rank"
 NO_MOMENT = (
     "a batch uses {} differently from earlier batches and needs a new plan, but the plan cannot change now: {}. Before "
