@@ -5,10 +5,10 @@
     python -m tests.mutation --tests tests/cost tests/passes -- -n 2                 # a part; pytest's own options
 
 Rooms of `embrace_fx/`, `passes/` and `runtime/` have faults in proportion to their lines; none is in a docstring, an
-annotation, a text, an assertion or what is raised. Each is planted in a copy of the tree, which ranks import too, and
-pytest runs the tests of its file, of its room, those that import it, and all, until a first test fails. That test then
-runs without the fault: one that fails there as well has found nothing, and is left out from then on. What is known is
-kept in `--output`, and the same command goes on.
+annotation, a text, an assertion (`strict=` of `zip()` is one), what is raised, or how an object is printed. Each is
+planted in a copy of the tree, which ranks import too, and pytest runs the tests of its file, of its room, those that
+import it, and all, until a first test fails. That test then runs without the fault: one that fails there as well has
+found nothing, and is left out from then on. What is known is kept in `--output`, and the same command goes on.
 """
 
 from __future__ import annotations
@@ -52,6 +52,7 @@ OPPOSITE = {
     ast.Is: ("is", "is not"), ast.IsNot: ("is not", "is"), ast.In: ("in", "not in"), ast.NotIn: ("not in", "in"),
     ast.And: ("and", "or"), ast.Or: ("or", "and"),
 }  # fmt: skip
+CHECKS = ("strict", "stacklevel", "repr", "compare")  # keywords that only check, name a line or print
 COMMUTATIVE = ("max", "min", "add", "mul", "maximum", "minimum", "logical_and", "logical_or", "isinstance")
 
 Span = tuple[int, int, int, int]  # (line, column, end line, end column) as in `ast`: columns count bytes
@@ -112,11 +113,12 @@ def changes(node: ast.AST, text_of: Callable[[Span], str]) -> Iterator[tuple[str
 
 
 def sound(node: ast.AST) -> Iterator[ast.AST]:
-    """What may have a fault: all that runs, but for what is raised or asserted, and for texts."""
+    """Yields the nodes that may have a fault: all that run, except what is raised, asserted or printed."""
     yield node
     apart = [*getattr(node, "decorator_list", ()), *(getattr(node, name, None) for name in ("returns", "annotation"))]
     for child in ast.iter_child_nodes(node):
-        if child not in apart and not isinstance(child, ast.Raise | ast.Assert | ast.JoinedStr | ast.arg):
+        is_check = isinstance(child, ast.keyword) and child.arg in CHECKS
+        if not (child in apart or is_check or isinstance(child, ast.Raise | ast.Assert | ast.JoinedStr | ast.arg)):
             yield from sound(child)
 
 
