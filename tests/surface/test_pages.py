@@ -116,6 +116,18 @@ def test_what_a_page_shows_runs(page: str, program: str, here: Path) -> None:
     assert names.keys() > {"__name__"}  # the program has defined something
 
 
+class LanguageModel(nn.Module):
+    """Has a table that is tied to its output layer, under the name that GPT-2's table has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.transformer = nn.ModuleDict({"wte": nn.Embedding(50, 4)})
+
+    def forward(self, ids_T: torch.Tensor) -> torch.Tensor:
+        table: Any = self.transformer["wte"]
+        return nn.functional.cross_entropy(table(ids_T) @ table.weight.T, ids_T)
+
+
 def reader(*, compiled: bool) -> dict[str, Any]:
     """The names that a fragment takes as known."""
     deep = (layer for _ in range(12) for layer in (nn.Linear(4, 4), nn.GELU(), nn.LayerNorm(4)))
@@ -162,6 +174,8 @@ def test_what_a_page_quotes_runs(page: str, here: Path) -> None:
         parts = program.splitlines() if program.startswith("model = embrace_fx.compile") else [program]
         for part in parts:
             known = reader(compiled=page in ("operations", "scheduling"))
+            if "wte" in part:
+                known["model"] = LanguageModel()
             exec(compile(part, f"{page}.md", "exec"), known)
             if part is not program and part:
                 known["model"](torch.arange(48)).mean().backward()
