@@ -31,7 +31,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from embrace_fx.runtime.flow.routing import Routing, cut_batches, membership
-from embrace_fx.runtime.flow.row_gradient import RowGradient, Sent
+from embrace_fx.runtime.flow.row_gradient import RowGradient, SentRows
 from embrace_fx.runtime.kernels import join_columns, join_columns_into
 from embrace_fx.runtime.kernels.grid import join_grid_into
 from embrace_fx.runtime.launch.launcher import Launcher
@@ -75,7 +75,7 @@ class RowExchange:
         self.delayed_chunks = delayed_chunks
         self.isin = membership(table.shape[0], table.local.device)
         self.gradient = RowGradient(table, communicator, launcher, self._grid)
-        self.sent: list[Sent] = []
+        self.sent: list[SentRows] = []
         self._early: Routing | None = None  # early rows of the next batch, once both batches' rows are split
         # Rows that were sent early: (ids, rows in the table, rows as sent).
         self._preview: tuple[Tensor, Tensor, Tensor] | None = None
@@ -158,7 +158,7 @@ class RowExchange:
         ids = routing.held_ids
         self.table.record(ids, routing.all_ids)
         rows = self._predict_rows(ids).to(dtype) if launch.part == "early" else self.table.look_up(ids, dtype)
-        self.sent.append((self._launch(launch, rows, routing.counts_by_row), routing))
+        self.sent.append(SentRows(self._launch(launch, rows, routing.counts_by_row), routing))
 
     def all_to_all_rows(self, launch: OperationId, columns: Tensor, counts: Tensor, *_: object) -> Ticket:
         """Submits the exchange of all rows of a batch at once. Returns the ticket to wait for.

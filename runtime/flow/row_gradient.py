@@ -16,6 +16,7 @@ Shape legend: as in `embrace_fx/vocabulary/ops.py`.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import NamedTuple
 from weakref import ref
 
 import torch
@@ -38,11 +39,33 @@ from embrace_fx.runtime.tables.update_rule import SparseUpdate
 from embrace_fx.vocabulary.operation_id import EARLY, OperationId, compute_id
 from embrace_fx.vocabulary.plan import Grid
 
-Sent = tuple[Ticket, Routing]
-"""Some of a batch's rows in flight, or of their gradients; and which."""
 
-How = tuple[torch.dtype, int, tuple[int, ...], float]
-"""How gradients are summed up: the table's dtype, this rank's columns, the rows without gradient, a factor."""
+class SentRows(NamedTuple):
+    """Rows of a batch, or their gradients, that are in flight.
+
+    Attributes:
+        ticket: the exchange.
+        routing: which rows each rank sends and receives.
+    """
+
+    ticket: Ticket
+    routing: Routing
+
+
+class SumOptions(NamedTuple):
+    """How the gradients that ranks send for a row are summed.
+
+    Attributes:
+        dtype: the dtype of the sums, which is that of the table.
+        columns: the number of columns that this rank has (d).
+        padding_rows: ids of rows that get no gradient.
+        scale: the factor by which sums are multiplied.
+    """
+
+    dtype: torch.dtype
+    columns: int
+    padding_rows: tuple[int, ...]
+    scale: float
 
 
 class RowGradient(PendingUpdate):
@@ -67,10 +90,10 @@ class RowGradient(PendingUpdate):
         self._columns, self._dtype = local.shape[1], local.dtype  # cached, because they do not change
         self.batch: Routing | None = None
         self.prior: Routing | None = None
-        self.parts: dict[OperationId, Sent] = {}
+        self.parts: dict[OperationId, SentRows] = {}
         self.step: SparseUpdate | None = None
         self._late: GradientFuture[Sequence[Rows]] | None = None  # the future to which `.grad` refers after `deliver`
-        self._how: How = (local.dtype, 0, (), 1.0)
+        self._sums = SumOptions(local.dtype, 0, (), 1.0)
 
     # -- from its backward ---------------------------------------------------------------------------------------------
 
@@ -122,7 +145,7 @@ class RowGradient(PendingUpdate):
         if batch is None or batch.ids is not ids:  # the gradient is not of the last forward's batch
             batch = Routing(ids, tuple(counts.tolist()), self._grid, self._communicator.rank)
             self.batch = self.prior = None
-        self._how = self._dtype, self._columns, tuple(padding_rows), scale
+        self._sums = SumOptions(self._dtype, self._columns, tuple(padding_rows), scale)
         self._submit_rows(launch, rows, batch if self.prior is None else self.prior)
         return self
 
@@ -130,7 +153,7 @@ class RowGradient(PendingUpdate):
         """Packs those gradients of `rows` that `routing` selects, and submits their exchange."""
         self._table.record(routing.held_ids, routing.all_ids)
         ticket = self._launch(launch, _pack_columns(routing, rows), routing.counts_by_row, rows.shape[1])
-        self.parts[launch] = ticket, routing
+        self.parts[launch] = SentRows(ticket, routing)
 
     def all_to_all_gradients(
         self, launch: OperationId, flat: Tensor, counts: Tensor, embedding_dim: int, *_: object
@@ -173,15 +196,15 @@ class RowGradient(PendingUpdate):
         alive.
         """
         found, by, split = ref(self._table), ref(self._launcher), self._table.split
-        parts, how = tuple(self.parts.values()), self._how  # copy the parts, because a step removes some of them
+        parts, sums = tuple(self.parts.values()), self._sums  # copy the parts, because a step removes some of them
 
         def wait() -> list[Sequence[Rows]]:
             """Waits for all parts of the gradient, and returns them split by parameter."""
             table, launcher = found(), by()
             if table is not None and launcher is not None:
-                arrived = _wait_out_of_order(parts, table, launcher, how)
+                arrived = _wait_out_of_order(parts, table, launcher, sums)
             elif all(ticket.queue.draining for ticket, _ in parts):  # launches of an earlier plan have all completed
-                arrived = [sum_received(routing, ticket.wait(), *how) for ticket, routing in parts]
+                arrived = [sum_received(routing, ticket.wait(), sums) for ticket, routing in parts]
             else:
                 raise RuntimeError(GONE)
             return [list(rows) for rows in zip(*(split(*rows) for rows in arrived), strict=True)]
@@ -263,21 +286,21 @@ class RowGradient(PendingUpdate):
             return
         landed = not self.parts
         own = [self.parts.pop(launch)] if launch in self.parts else None
-        arrived = [] if own is None else _wait_for_parts(own, self._table, self._launcher, self._how)
+        arrived = [] if own is None else _wait_for_parts(own, self._table, self._launcher, self._sums)
         if landed or (launch.part == "delayed" and not self.parts):
             self.step.finish(arrived)
             self._clear()
             return
         for ids, rows in arrived:
             # Step padding rows now, without a gradient. The next batch may read them before `finish` would step them.
-            if launch.part == "prior" and self.step.moves_all and (paddings := self._how[2]):
+            if launch.part == "prior" and self.step.moves_all and (paddings := self._sums.padding_rows):
                 ids = torch.cat([ids, rows_on_device(paddings, ids.device)])
                 rows = F.pad(rows, (0, 0, 0, len(paddings)))
             self.step.apply(ids, rows)
 
     def _wait_for_rest(self) -> list[Rows]:
         """Waits for the parts that have not been applied. Returns the ids and gradient rows of each."""
-        return _wait_out_of_order(self.parts.values(), self._table, self._launcher, self._how)
+        return _wait_out_of_order(self.parts.values(), self._table, self._launcher, self._sums)
 
 
 def _pack_columns(routing: Routing, rows: Tensor) -> Tensor:
@@ -295,46 +318,34 @@ def _pack_columns(routing: Routing, rows: Tensor) -> Tensor:
     return split_selected_grid(rows, positions, routing.counts_by_row[routing.rank], columns)
 
 
-def sum_received(
-    routing: Routing, flat: Tensor, dtype: torch.dtype, columns: int, padding_rows: tuple[int, ...], scale: float
-) -> tuple[Tensor, Tensor]:
+def sum_received(routing: Routing, flat: Tensor, sums: SumOptions) -> tuple[Tensor, Tensor]:
     """Sums the gradients received from all ranks by row. Returns ids (K,) and sums (K, d).
 
     Args:
         routing: which rows each rank reads.
         flat: the received gradients (M * d,).
-        columns: the number of columns that this rank has (d).
-        padding_rows: ids to leave out.
-        scale: the factor of the sums.
     """
-    flat = flat.to(dtype)
+    flat = flat.to(sums.dtype)
     if routing.sums is None:
-        ids, rows = coalesce(routing.held_ids, flat, columns, padding_rows, scale)
+        ids, rows = coalesce(routing.held_ids, flat, sums.columns, sums.padding_rows, sums.scale)
     else:
-        ids, rows = sum_known_ids(flat, routing.sums, columns, scale)
+        ids, rows = sum_known_ids(flat, routing.sums, sums.columns, sums.scale)
     return ids, rows
 
 
-def _wait_for_parts(parts: Iterable[Sent], table: Table, launcher: Launcher, how: How) -> list[Rows]:
-    """Waits for parts of a table's gradient. Returns the ids and summed gradient rows of each.
-
-    Args:
-        how: dtype, columns, padding rows and scale for `sum_received`.
-    """
+def _wait_for_parts(parts: Iterable[SentRows], table: Table, launcher: Launcher, sums: SumOptions) -> list[Rows]:
+    """Waits for parts of a table's gradient. Returns the ids and summed gradient rows of each."""
     found = []
     for ticket, routing in parts:
-        ids, rows = sum_received(routing, launcher.wait(ticket), *how)
+        ids, rows = sum_received(routing, launcher.wait(ticket), sums)
         table.record(ids, routing.held_ids)
         found.append((ids, rows))
     return found
 
 
-def _wait_out_of_order(parts: Iterable[Sent], table: Table, launcher: Launcher, how: How) -> list[Rows]:
+def _wait_out_of_order(parts: Iterable[SentRows], table: Table, launcher: Launcher, sums: SumOptions) -> list[Rows]:
     """Waits for parts of a table's gradient, even if launches that come earlier in the order are not submitted. Returns
     the ids and summed gradient rows of each.
-
-    Args:
-        how: dtype, columns, padding rows and scale for `sum_received`.
     """
     with launcher.flushing():  # rows of the next forward may come before the gradients in the launch order
-        return _wait_for_parts(parts, table, launcher, how)
+        return _wait_for_parts(parts, table, launcher, sums)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from embrace_fx.runtime import kernels
 from embrace_fx.runtime.flow.routing import Routing, SplitAhead, cut_batches, membership, route_padded
-from embrace_fx.runtime.flow.row_gradient import sum_received
+from embrace_fx.runtime.flow.row_gradient import SumOptions, sum_received
 from embrace_fx.runtime.kernels import padded_unique_ids
 from embrace_fx.vocabulary.plan import Grid
 
@@ -83,7 +83,7 @@ def test_batches_are_cut_as_with_sizes_at_hand(ranks: int, data: st.DataObject, 
     for part in of_current[0]:
         rows = torch.randn(part.ids.numel(), 3, dtype=torch.float64)
         assert part.sums is not None
-        found_sums = sum_received(part, rows.view(-1), rows.dtype, 3, paddings, 0.5)
+        found_sums = sum_received(part, rows.view(-1), SumOptions(rows.dtype, 3, paddings, 0.5))
         for mine, reference in zip(
             found_sums, kernels.coalesce(part.ids, rows.view(-1), 3, paddings, 0.5), strict=True
         ):
