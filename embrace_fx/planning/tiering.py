@@ -27,9 +27,9 @@ from embrace_fx.runtime.tables.table_shard import TableShard, become_shard, cut_
 from embrace_fx.runtime.tables.update_rule import not_deferrable_error
 from embrace_fx.runtime.tiers.budget import Tier
 from embrace_fx.runtime.tiers.initial import InitialValues, InitialValuesOfTables
-from embrace_fx.runtime.tiers.pace import measure_disk, measure_host
 from embrace_fx.runtime.tiers.record_file import TierError
 from embrace_fx.runtime.tiers.records import TAKEN, WEIGHTS, Column, Records
+from embrace_fx.runtime.tiers.storage_speed import measure_disk, measure_host
 from embrace_fx.runtime.tiers.tiered_table import REFUSAL, FileStorage, SlotRows, first_row_state
 from embrace_fx.runtime.tiers.working_set import ROWS_AT_ONCE, WorkingSet
 from embrace_fx.setup.context import Context

@@ -40,7 +40,7 @@ from embrace_fx.cost.sparsity import range_starts
 from embrace_fx.runtime.exchanges.blocks import cut_blocks
 from embrace_fx.runtime.exchanges.channel import Channel, Steps
 from embrace_fx.runtime.exchanges.gradient import RowSet, sum_by_position
-from embrace_fx.runtime.exchanges.records import decode_records, encode_records
+from embrace_fx.runtime.exchanges.record_codec import decode_records, encode_records
 from embrace_fx.runtime.ranks.communicator import InFlight
 
 

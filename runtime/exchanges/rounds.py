@@ -9,7 +9,7 @@ from torch import Tensor
 
 from embrace_fx.runtime.exchanges.channel import Channel, Steps
 from embrace_fx.runtime.exchanges.gradient import RowSet
-from embrace_fx.runtime.exchanges.records import decode_records, encode_records
+from embrace_fx.runtime.exchanges.record_codec import decode_records, encode_records
 
 Records = tuple[Tensor, Tensor, list[int]]
 """(ids (K,), rows (K, d), number of rows of each rank), in rank order."""

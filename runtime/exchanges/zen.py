@@ -19,7 +19,7 @@ from embrace_fx.cost.links import Cluster
 from embrace_fx.runtime.exchanges.channel import Channel, Steps
 from embrace_fx.runtime.exchanges.gradient import RowSet, mean_by_id
 from embrace_fx.runtime.exchanges.hashing import hash_bitmap, ids_of_bitmap, index_sets, server_of
-from embrace_fx.runtime.exchanges.records import row_bytes
+from embrace_fx.runtime.exchanges.record_codec import row_bytes
 from embrace_fx.runtime.exchanges.rounds import push_units
 
 SEED = 0

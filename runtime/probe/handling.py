@@ -10,7 +10,7 @@ from torch import Tensor
 from embrace_fx.cost.links import LARGE_BLOCK_BYTES
 from embrace_fx.runtime.exchanges.blocks import block_bitmap, write_blocks_
 from embrace_fx.runtime.exchanges.gradient import mean_by_id
-from embrace_fx.runtime.exchanges.records import decode_records, encode_records
+from embrace_fx.runtime.exchanges.record_codec import decode_records, encode_records
 
 PASSES = 7
 """Passes of `do_exchange_work` over the bytes of its rows: gather, encode, clear, join, add, divide, write."""

@@ -21,7 +21,7 @@ from torch import Tensor
 if TYPE_CHECKING:
     from embrace_fx.runtime.kernels.gpu.columns import pack_columns as pack_columns
     from embrace_fx.runtime.kernels.gpu.columns import unpack_columns as unpack_columns
-    from embrace_fx.runtime.kernels.gpu.decay import decay_rows as decay_rows
+    from embrace_fx.runtime.kernels.gpu.decay_rows import decay_rows as decay_rows
     from embrace_fx.runtime.kernels.gpu.sums import find_segments as find_segments
     from embrace_fx.runtime.kernels.gpu.sums import known_segments as known_segments
     from embrace_fx.runtime.kernels.gpu.sums import sum_segments as sum_segments

@@ -11,7 +11,7 @@ from embrace_fx.cost.blocks import record_bytes
 from embrace_fx.runtime.exchanges.blocks import SHORT_BLOCK, cut_blocks, write_blocks_
 from embrace_fx.runtime.exchanges.gradient import RowSet, sum_by_position
 from embrace_fx.runtime.exchanges.hashing import hash_bitmap, ids_of_bitmap, index_sets, murmur, server_of
-from embrace_fx.runtime.exchanges.records import decode_records, encode_records
+from embrace_fx.runtime.exchanges.record_codec import decode_records, encode_records
 
 CPU = torch.device("cpu")
 DTYPES = st.sampled_from([torch.float32, torch.bfloat16, torch.float64, torch.float16])
