@@ -51,8 +51,8 @@ def save(
     token = communicator.gather(uuid4().hex[:8], str)[0]
     ranks = communicator.world_size
     files = {name: [f"{k}.{r}-of-{ranks}.{token}.rows" for r in range(ranks)] for k, name in enumerate(beyond)}
-    room = f"Saving the checkpoint in {folder}"
-    with _fail_together(communicator, room):
+    action, state_after = f"Saving the checkpoint in {folder}", "The previous checkpoint is intact."
+    with _fail_together(communicator, action, state_after):
         folder.mkdir(parents=True, exist_ok=True)
         for name, table in beyond.items():
             if table.memory.failure:
@@ -65,7 +65,7 @@ def save(
         name: {"shape": tuple(table.member.shape), "files": files[name], **table.to_checkpoint()}
         for name, table in beyond.items()
     }
-    with _fail_together(communicator, room):
+    with _fail_together(communicator, action, state_after):
         if communicator.rank == 0:
             _write_main_file(rest, folder)
 
@@ -79,7 +79,8 @@ def load(
         TierError: the checkpoint is missing, damaged or of another model. Raised on every rank.
     """
     beyond = tables_larger_than_memory(state.tables)
-    with _fail_together(communicator, f"Loading the checkpoint in {folder}"):
+    state_after = "Tables may contain some of its rows: load an intact checkpoint before you go on."
+    with _fail_together(communicator, f"Loading the checkpoint in {folder}", state_after):
         rest = torch.load(folder / REST, map_location="cpu", weights_only=True)
         _check_fits(rest, state, optimizers)
         for name, table in beyond.items():
@@ -210,11 +211,12 @@ def _write_main_file(rest: dict[str, Any], folder: Path) -> None:
 
 
 @contextlib.contextmanager
-def _fail_together(communicator: Communicator, action: str) -> Iterator[None]:
+def _fail_together(communicator: Communicator, action: str, state_after: str) -> Iterator[None]:
     """Opens a context for work of this rank. At its end, every rank raises if any rank has failed. Collective.
 
     Args:
         action: the work in words, for the error.
+        state_after: what holds after the work has failed, as a sentence for the error.
     """
     failure = None
     try:
@@ -222,7 +224,7 @@ def _fail_together(communicator: Communicator, action: str) -> Iterator[None]:
     except (OSError, RuntimeError, KeyError, ValueError) as error:
         failure = f"{action} failed: {error}"
     for rank, text in communicator.reports(failure).items():
-        raise TierError(f"rank {rank}: {text}. The previous checkpoint is intact.")
+        raise TierError(f"rank {rank}: {text}. {state_after}")
 
 
 # -- the rows of a table -----------------------------------------------------------------------------------------------
