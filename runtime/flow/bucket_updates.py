@@ -33,8 +33,8 @@ from embrace_fx.vocabulary.proxies import READ_MEMORY, NoStorage, forward_method
 class PendingGradient(Tensor):
     """The tensor in `.grad` while the gradient is still being reduced. Any use waits for the gradient first.
 
-    So code that reads gradients between backward and step (clipping, logging) works as with any model. From then on,
-    the gradient is an ordinary one.
+    Code that reads gradients between backward and step, such as clipping or logging, therefore works as with any model.
+    After the first use, `.grad` is an ordinary tensor.
 
     Attributes:
         late: the future that delivers this gradient together with the others of its bucket.
@@ -44,7 +44,7 @@ class PendingGradient(Tensor):
 
     late: GradientFuture[Tensor]
     place: int
-    is_sparse: bool = False  # torch's own attribute does not dispatch to subclasses
+    is_sparse: bool = False  # replaces Tensor.is_sparse, which subclasses cannot override by dispatch
 
     @staticmethod
     def create_all(
@@ -131,7 +131,7 @@ class Bucket(PendingUpdate):
         sent: the packed gradients and the launches of their reduction, or None if none is in progress.
         updates: optimizer steps that are left to the next forward.
         stepped: parameters whose optimizer step is left to the next forward, by `id`.
-        late: the future to which pending gradients in `.grad` refer, or None.
+        late: the future that delivers the pending gradients in `.grad`, or None.
     """
 
     def __init__(
@@ -161,7 +161,8 @@ class Bucket(PendingUpdate):
             flat: the packed gradients, which are being reduced in place.
             tickets: the submitted launches to wait for.
         """
-        if self.sent is not None:  # a reduction of the previous step, if no forward has read the parameters since
+        # The previous step's reduction is still pending if no forward has read the parameters.
+        if self.sent is not None:
             self._finish()
         self.parameters, self.sent = self._find(self._names), (flat, tickets)
 
@@ -207,7 +208,7 @@ class Bucket(PendingUpdate):
         self.stepped |= {id(parameter): parameter for parameter in update[2]}
 
     def wait(self) -> None:
-        """Waits for the reduction, except if an optimizer step is left to the next forward, which waits for it."""
+        """Waits for the reduction, unless an optimizer step is left to the next forward. That forward then waits."""
         if self.waiting:
             self._finish()
 
@@ -330,7 +331,7 @@ class Buckets:
     def await_chunk(self, launch: OperationId, value: Any, name: str) -> Any:
         """Waits for the reduction of a bucket's chunk if it is still in flight. Returns `value` unchanged.
 
-        It is not in flight if its gradients have already been used or dropped.
+        The reduction is no longer in flight if its gradients have been used or dropped.
         """
         self._recorder.pause_segment()
         if (submitted := self._submitted.pop(launch, None)) is not None:
@@ -396,8 +397,8 @@ class Buckets:
             tables: ids (`id`) of sharded tables' parameters, to be ignored.
 
         Returns: parameter id -> (parameter, its hidden `.grad`, its bucket). The step skips these parameters, and the
-            caller restores `.grad` after the step. Empty if the optimizer must step all parameters now; then this call
-            has waited for their gradients.
+            caller restores `.grad` after the step. Empty if the optimizer must step all parameters now. In that case,
+            this call waits for their gradients.
         """
         if not self._stood_in:
             return {}
@@ -471,8 +472,8 @@ class Buckets:
     def update_bucket(self, parameters: Any, k: int) -> Any:
         """Applies the pending update of bucket `k` in a forward, and returns the updated parameters.
 
-        The updates of the buckets that the forward reads next are applied with it if they have arrived, because steps
-        of few parameters cost a processor as much as a step of all.
+        If the gradients of the buckets that the forward reads next have arrived, their updates are applied in the same
+        call: a step of a few parameters takes about as long as a step of all.
         """
         if self.all[k].updates:
             self.all[k].apply(self._arrived_after(k))

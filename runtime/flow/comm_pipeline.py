@@ -51,14 +51,14 @@ Kernels = Callable[[fx.Node], Callable[..., Any] | None]
 
 
 class CommPipeline:
-    """Everything in flight from one step to the next: collectives, rows sent early, and updates that the next forward
-    applies.
+    """Runs the communication of a model's steps. Between two steps, it keeps the collectives in flight, the rows sent
+    early, and the updates that the next forward applies.
 
     Args:
         exchanges: name of a table -> the exchange of its rows and gradients.
         buckets: the plan's buckets of dense gradients.
         looks_ahead: whether exchanges of rows are split in two, because the next batch is known.
-        warn: called if a batch is not the one that was prepared as the next.
+        warn: called if the model is called with another batch than the one prepared as its next batch.
         after_announcement: called in each step once all ranks have announced that they continue.
 
     Attributes:
@@ -66,7 +66,7 @@ class CommPipeline:
         awaits_ids: whether the running backward has yet to call `await_ids`.
         is_within_steps: whether every step waits for its own collectives, so that no launcher is needed.
         shares_failures: whether a rank's failure in the middle of a phase is reported to the others.
-        exchanges_at_once: whether sparse exchanges of buckets block until they have ended when they are launched.
+        exchanges_at_once: whether the launch of a bucket's sparse exchange blocks until the exchange has ended.
     """
 
     exchanges_at_once = False
@@ -191,8 +191,8 @@ class CommPipeline:
         return ahead
 
     def _arrival(self) -> Arrival:
-        """Returns what the last backward has sent for this batch: "cut" if it has sent rows early, "other" if it has
-        done so for another batch, otherwise "whole".
+        """Returns what the last backward has sent for this batch: "cut" if it has sent this batch's early rows, "other"
+        if it has sent early rows of another batch, "whole" if it has sent none.
         """
         cut, self._has_cut = self._has_cut, False
         if cut:
@@ -206,8 +206,8 @@ class CommPipeline:
         self.recorder.begin_segment(self._forward)
 
     def _wait_for_unstepped(self) -> None:
-        """Waits for row gradients in flight that no optimizer step has used, because launches of this forward come
-        after theirs.
+        """Waits for row gradients in flight that no optimizer step has used, because they come before the launches of
+        this forward in the launch order.
         """
         for exchange in self.exchanges.values():
             if exchange.gradient.waiting:
@@ -224,8 +224,8 @@ class CommPipeline:
         return NextBatch(program, leaves, program.unique(leaves))
 
     def kernels(self, graph: TrainingGraph, tables: Mapping[str, Member]) -> Kernels:
-        """Returns a function that maps a graph node to the function to run instead of the op's own kernel, or to None
-        to run that kernel. This base class replaces no kernel.
+        """Returns a function of a graph node. It returns the function to run instead of the kernel of the node's op, or
+        None to run the kernel. This base class replaces no kernel.
         """
         return lambda node: None
 
@@ -284,7 +284,12 @@ class CommPipeline:
             self.launcher.release_after(gate.future, gate.all_are_here)
 
     def begin_backward(self, program: IdsProgram, variant: BackwardVariant) -> None:
-        """Begins a backward: applies the pending updates for which the program has no node."""
+        """Begins a backward: applies the pending optimizer updates that no node of the backward applies.
+
+        Args:
+            program: the functions that find the rows of a batch; its routes name the tables that nodes can update.
+            variant: the variant of the backward.
+        """
         self.recorder.mark(OWN_CODE)  # counts code since the forward, such as the loss, as the training loop's own
         self.recorder.begin_window()
         self._has_cut = self._left = self.looks_ahead and variant.cut
@@ -299,7 +304,7 @@ class CommPipeline:
             self.recorder.mark(EARLY)
 
     def end_backward(self) -> None:
-        """Ends a backward. Launches that it has not submitted no longer hold back launches later in the order."""
+        """Ends a backward. Launches later in the order no longer wait for those that the backward has not submitted."""
         self.mark_end()
         self.launcher.end_backward(holds=not self._shares_device)
 
@@ -396,8 +401,8 @@ class CommPipeline:
         self._handed_out = True
 
     def resend_rows(self) -> None:
-        """Invalidates rows that were sent early, so that they are sent again. Called when optimizer state changes from
-        which they were predicted.
+        """Invalidates rows that were sent early, so that they are sent again. Called when the optimizer state from
+        which they were predicted has changed.
         """
         self._valid = False
 

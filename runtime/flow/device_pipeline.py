@@ -25,10 +25,10 @@ from embrace_fx.vocabulary.ops import op_name
 
 
 class DevicePipeline(CommPipeline):
-    """Everything in flight from one step to the next, such as collectives and updates, for a model on a CUDA device.
+    """Runs the communication of a model's steps on a CUDA device.
 
     Args:
-        arguments, options: the arguments of `CommPipeline`.
+        arguments, options: the arguments of the base class.
         streams: the CUDA streams of the device.
     """
 
@@ -36,7 +36,7 @@ class DevicePipeline(CommPipeline):
 
     def __init__(self, *arguments: Any, streams: Streams, **options: Any) -> None:
         super().__init__(*arguments, **options)
-        self.shares_failures = False  # hosts do not know how far their devices have run
+        self.shares_failures = False  # a host that fails does not know which launches its device has reached
         self._streams = streams
         # Recorded once the last forward's ids are computed; None before the first forward.
         self._ids_known: Event = None
@@ -65,8 +65,8 @@ class DevicePipeline(CommPipeline):
             return DeviceBatch(program, leaves, values, of_tables, streams)
 
     def kernels(self, graph: TrainingGraph, tables: Mapping[str, Member]) -> Kernels:
-        """Returns a function from a graph node to the function that runs in place of its op's kernel, or None to run
-        the kernel.
+        """Returns a function of a graph node. It returns the function to run instead of the kernel of the node's op, or
+        None to run the kernel.
         """
         if self.communicator.world_size == 1 and runs_without_counts(graph):
             return SingleProcessRows(self._streams, tables).kernel

@@ -103,7 +103,8 @@ class HeadExchange:
 
         Args:
             rows: all rows of this rank.
-            counts: how many positions each rank has; None after a failure, to send zeros for the announced positions.
+            counts: how many positions each rank has. None after a failure: then zeros are sent for the positions that
+                ranks have announced.
             chunk, chunks: the index of the chunk, and the number of chunks.
         """
         sizes, shape = self._chunk_sizes(counts, chunk, chunks, table), rows.shape[1:]
@@ -132,7 +133,8 @@ class HeadExchange:
 
         Args:
             rows: one row for each position of the chunk, of all ranks, in rank order.
-            counts: how many positions each rank has; None after a failure, to send zeros for the announced positions.
+            counts: how many positions each rank has. None after a failure: then zeros are sent for the positions that
+                ranks have announced.
             chunk, chunks: the index of the chunk, and the number of chunks.
         """
         sizes, shape = self._chunk_sizes(counts, chunk, chunks, table), rows.shape[1:]
@@ -148,8 +150,13 @@ class HeadExchange:
         return replace(found, value=found.value.view(group_size * sizes[self._communicator.rank], *shape))
 
     def _chunk_sizes(self, counts: Tensor | None, chunk: int, chunks: int, table: str) -> list[int]:
-        """Returns how many positions of a chunk each rank has. `counts` is how many each rank has in all chunks, or
-        None to use the numbers that were last gathered for the table.
+        """Returns how many positions of a chunk each rank has.
+
+        Args:
+            counts: how many positions each rank has in all chunks, or None to use the numbers last gathered for the
+                table.
+            chunk, chunks: the index of the chunk, and the number of chunks.
+            table: the name of the output layer's table.
         """
         if counts is None:
             counts = self._communicator.wait(self._counting[table]).view(-1)

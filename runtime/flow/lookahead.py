@@ -25,7 +25,7 @@ class Lookahead:
     """Yields the batches of a data loader, reading it one or more batches ahead.
 
     Args:
-        at_end: called when the loop over the batches ends or is left.
+        at_end: called when the loop over the batches ends, also by `break` or an error.
         recorder: function that returns the recorder of the time that the loader takes.
 
     Attributes:
@@ -122,8 +122,8 @@ class Lookahead:
             yield self._further.popleft()
 
     def begin_call(self) -> None:
-        """Records the time since the last call of the model as the loop's own code or, without lookahead, as the data
-        loader's.
+        """Records the time since the last call of the model: as time of the loop's own code or, without lookahead, of
+        the data loader.
         """
         if torch.is_grad_enabled():
             self._recorder().mark(OWN_CODE if self.active else LOADER)

@@ -57,10 +57,10 @@ class IdsProgram:
         unique_on_device: flattened batch -> (the same values, with each table's unique rows padded to the number of its
             ids; the number of unique rows of each table).
         rows_of_batch: values -> the unique rows of each table, which are sent to all ranks.
-        routing: runs the ids phase, given the values of the unique phase and the result of `unpack_ids`. Adds its
-            values to the former.
+        routing: function of (values of the unique phase, result of `unpack_ids`) that runs the ids phase. Adds the
+            values of the ids phase to its first argument.
         tables, num_rows: names of the tables in `rows_of_batch`, and how many rows each has.
-        spaces: those of `tables` that are joined tables.
+        spaces: name -> description of the joined tables among `tables`.
         routes: table -> names of the saved values with the ids of all ranks and with their number on each rank.
         paddings: table -> its rows that get no gradient.
         is_pure: whether running it a step earlier gives the same result: no random numbers, and nothing that a forward
@@ -94,7 +94,7 @@ class IdsProgram:
 
 
 class NextBatch:
-    """The next batch: its unique rows, and the exchange of its ids.
+    """The batch of the next call, with the unique rows that it reads and the exchange of its ids.
 
     Args:
         program: finds the rows that a batch reads.
@@ -130,8 +130,8 @@ class NextBatch:
         self._seen = VersionSnapshot.of_tensors_in(self._read)
 
     def is_batch(self, leaves: Sequence[Any]) -> bool:
-        """Returns whether a flattened batch has the same tensors as this batch, and none of them has been written
-        meanwhile. Compares only the tensors from which ids are computed.
+        """Returns whether a flattened batch (`leaves`) has the same tensors as this batch, and none of them has been
+        written since. Compares only the tensors from which ids are computed.
         """
         for k, own in zip(self.program.reads, self._read, strict=True):  # inlined, because it runs in every step
             if (leaf := leaves[k]) is not own and (isinstance(leaf, Tensor) or leaf != own):
@@ -145,7 +145,7 @@ class NextBatch:
         return [*map(Tensor.numel, self.unique)]
 
     def copy_rows(self) -> None:
-        """Does nothing, because the batch's rows already are on the host. A subclass starts copying them."""
+        """Does nothing, because the ids of the batch's rows are on the host already."""
 
     def rows(self) -> dict[str, Tensor]:
         """Returns the rows (K,) that the batch reads of each table, on the host. Any thread may call this."""
@@ -290,8 +290,8 @@ class DeviceBatch(NextBatch):
             beyond.store.record_rows(own, ids[: own.numel()].unique())
 
     def _cut_padding(self, counts: Sequence[int]) -> None:
-        """Removes the padding from this rank's unique rows. Table k has `counts[k]` of them. From now on, the compute
-        stream uses the tensors.
+        """Removes the padding from this rank's unique rows, of which table k has `counts[k]`. Marks the tensors as used
+        by the compute stream.
         """
         self._streams.keep(*[value for value in self.values.values() if isinstance(value, Tensor)])
         by_identity = {id(rows): rows[:count] for rows, count in zip(self.unique, counts, strict=True)}
@@ -308,7 +308,7 @@ class HandshakeResult:
         overtook: whether any rank has launched out of the planned order since the last backward.
         shares_device: whether another model launches on any rank's device.
         rows: for each rank, how many unique rows it reads of each table.
-        coming: the same for the next batch, with -1 if unknown.
+        coming: for each rank, how many unique rows its next batch reads of each table; -1 if unknown.
     """
 
     found: bool

@@ -13,7 +13,7 @@ from abc import ABC, abstractmethod
 
 
 class PendingUpdate(ABC):
-    """The gradient in flight, or the update still to be applied, of one bucket or table."""
+    """The pending work of one bucket or table: its gradient in flight, or an optimizer update still to be applied."""
 
     @property
     @abstractmethod

@@ -30,13 +30,13 @@ k: none, a padding row. So no host has to ask for their number."""
 
 
 class Routing:
-    """Which rows of one table each rank reads for a batch, or for a part of it.
+    """Describes which rows of one table each rank reads for a batch, or for a part of the batch.
 
     The table is sharded on a grid of ranks: each row of the grid has some of the table's rows, each column some
     columns.
 
     Args:
-        rank: this rank.
+        rank: the index of this rank.
         places: (U,) the positions of this rank's rows among those of its whole batch, or None for all.
 
     Attributes:
@@ -47,8 +47,8 @@ class Routing:
         sums: (unique ids, the index among them of each row), by which gradients of equal ids are summed. None to
             compute it when the gradients arrive.
         owner: (R,) the rank that reads each row, if only the device knows, or None if `counts` is known.
-        rest: if these rows are sent first, a function that returns the routings of the batch's other rows, in pieces.
-        held_ids: (M,) those of `ids` whose rows are in this rank's shard, rank after rank.
+        rest: if these rows are sent first, a function that returns the routing of each piece of the batch's other rows.
+        held_ids: (M,) the ids among `ids` whose rows are in this rank's shard, rank after rank.
         counts_by_row: for each rank, how many rows it reads from each row of the grid.
         own_positions: (U,) the positions of this rank's rows among those of its batch, grouped by row of the grid, or
             None for all on a grid of one row.
@@ -83,7 +83,8 @@ class Routing:
         """Returns the routing of only those rows that a mask (R,) selects.
 
         Args:
-            but: routings that together have all other rows, if known. Then no size is read from the device.
+            but: routings that together contain all other rows, if known. With them, the host reads no size from the
+                device.
         """
         places = mask.nonzero().view(-1)
         if but is None:  # the host reads the number of each rank's rows once
@@ -130,8 +131,8 @@ def cut_batches(current: Routing, following: Routing, isin: IsIn, chunks: int) -
         chunks: in how many pieces delayed gradients are sent.
 
     Returns: this batch's prior rows, which the next batch reads too, so that their gradients are sent first; and the
-        next batch's early rows, which this batch does not read. The `rest` of the former are this batch's delayed rows,
-        in `chunks` pieces. The `rest` of the latter are the next batch's late rows, in one piece.
+        next batch's early rows, which this batch does not read. `rest` of the prior rows returns this batch's delayed
+        rows, in `chunks` pieces. `rest` of the early rows returns the next batch's late rows, in one piece.
     """
     is_late = isin(following.ids, current.ids)
     is_prior = isin(current.ids, following.ids)
@@ -181,9 +182,9 @@ def membership(num_rows: int, device: torch.device) -> IsIn:
 
 def split_in_chunks(ids: Tensor, mask: Tensor, chunks: int) -> list[Tensor]:
     """Splits the ids (R,) that a mask (R,) selects into `chunks` parts of about equal size. Returns a mask for each
-    part. Equal ids are in the same part.
+    part.
 
-    Otherwise a row whose gradients came in two parts would be updated twice.
+    Equal ids are in the same part, because a row whose gradients arrived in two parts would be updated twice.
     """
     if chunks == 1:
         return [mask]
@@ -219,7 +220,7 @@ def _delayed_bounds(num_rows: int, device: torch.device) -> Tensor:
 
 @dataclass(frozen=True)
 class PaddedRouting:
-    """Which rows of one table all ranks read for the next batch, padded to a fixed size on a device.
+    """Describes which rows of one table all ranks read for the next batch, padded to a fixed size on a device.
 
     Attributes:
         ids: the ids, rank after rank. Padding entries come last, and have the table's number of rows as id.
@@ -300,7 +301,7 @@ class SplitAhead:
             ordered, order = torch.where(is_one_of(ids, padding_rows), num_rows, key).sort(stable=True)
         begins = torch.zeros(ids.numel() + 1, dtype=torch.bool, device=ids.device)
         torch.ne(ordered[1:], ordered[:-1], out=begins[2:])
-        number = begins.cumsum(0)  # number of the sum to which each row is added, plus one
+        number = begins.cumsum(0)  # for each row, one plus the index of the sum to which it is added
         self._sums = torch.empty_like(order).scatter_(0, order, number[1:])
         # Rows of one sum have equal ids, so any order of writes is correct.
         self._ids = torch.empty_like(ids).scatter_(0, self._sums, ids)
@@ -319,14 +320,14 @@ class SplitAhead:
 
         Args:
             ids, counts: the ids of the next batch, and how many each rank reads.
-            sizes: the numbers in `self.sizes`, which the host has read.
+            sizes: the values of the tensor `self.sizes`, copied to the host.
         """
         current, ranks, chunks = self._current, self._ranks, self._chunks
         following = Routing(ids, counts, current.grid, current.rank, owner=self._following.owner[: sum(counts)])
         late, *gradients = [tuple(sizes[k * ranks : (k + 1) * ranks]) for k in range(chunks + 1)]
         gradients.append(remaining_counts(current.counts, gradients))
         rows, numbers = [sizes[k : k + chunks + 1] for k in ((chunks + 1) * ranks, (chunks + 1) * (ranks + 1))]
-        # Sums are numbered from 0, so add 1 for a count.
+        # The number of sums is one more than the last index, because indices start at 0.
         ends = [number + (end > 0) for end, number in zip(rows, numbers, strict=True)]
         which = self._sums.index_select(0, self._places)
         sums, start, first = list[Sums](), 0, 0

@@ -45,12 +45,12 @@ from embrace_fx.vocabulary.plan import Grid
 
 
 class RowExchange:
-    """Exchanges the rows of one table between ranks. Rows may be in flight for the next batch.
+    """Exchanges the rows of one table between ranks, including rows that are sent early for the next batch.
 
     Args:
         table: the table, of which this rank has a shard.
         delayed_chunks: in how many pieces gradients are sent that the next batch does not need.
-        overlaps: whether rows and gradients may be sent in another step than their batch's.
+        overlaps: whether rows and gradients of a batch may be sent in the previous or the next batch's step.
 
     Attributes:
         gradient: the gradient of the table's rows.
@@ -101,8 +101,8 @@ class RowExchange:
         """Looks up rows of the table for all ranks, and submits their exchange.
 
         Args:
-            launch: the id of the exchange, which says which of a batch's rows to send. Early ones are those that the
-                last `cut_batches` has found for the next batch; late ones are the rest of that batch.
+            launch: the id of the exchange, which says which of a batch's rows to send. Early rows are those rows of the
+                next batch that the last `cut_batches` has found. Late rows are the rest of that batch's rows.
             ids, counts: the ids that all ranks read, and how many each rank reads; unused for early rows.
         """
         rows = self._early if launch.part == "early" else self._begin_batch(ids, counts)
@@ -126,7 +126,7 @@ class RowExchange:
         self, launch: OperationId, ids: Tensor, counts: Tensor, table: str, dtype: torch.dtype, name: str
     ) -> Tensor:
         """Waits for the rows of this rank that the exchange `launch` sends, and returns them as received, flat. Returns
-        an empty tensor if no such exchange is in flight, because early rows were not sent.
+        an empty tensor if that exchange is not in flight, because no rows were sent early.
         """
         self._recorder.pause_segment()
         for ticket, _ in self.sent:
@@ -135,7 +135,13 @@ class RowExchange:
         return ids.new_empty((0,), dtype=dtype)
 
     def join_rows(self, parts: object, ids: Tensor, counts: Tensor, table: str) -> Tensor:
-        """Joins the received parts of this rank's rows, and returns all columns, flat (U * D,)."""
+        """Joins the received parts of this rank's rows, and returns all columns, flat (U * D,).
+
+        Args:
+            parts, ids, counts: the arguments of the op `join_rows`, unused because this object keeps the received
+                parts.
+            table: the table's name, for the recording.
+        """
         batch = self.gradient.batch
         assert batch is not None
         shape = batch.counts[self._communicator.rank], self.table.shape[1]
@@ -193,8 +199,8 @@ class RowExchange:
         return self._grid.rows == 1
 
     def can_split(self, ids: Tensor | None) -> bool:
-        """Returns whether the gradient of the batch with these ids may be sent in parts. It may if the batch is that of
-        the last forward, and the next optimizer step will use no other gradient of the table.
+        """Returns whether the gradient of the batch with these ids may be sent in parts. This requires that the last
+        forward ran this batch, and that the next optimizer step uses no other gradient of the table.
         """
         batch = self.gradient.batch
         return batch is not None and batch.ids is ids and not self.table.has_gradient
@@ -227,7 +233,7 @@ class RowExchange:
     @property
     def usable(self) -> bool:
         """Whether rows that were sent early may still be valid. This does not compare their values with the table."""
-        # Early rows are rows that the current batch does not read, so without a current batch they are not usable.
+        # Early rows are those that the current batch does not read, so they cannot be used without a current batch.
         is_of_batch = not self.sent or self.gradient.batch is not None
         return is_of_batch and not self._stale and self._expected is None
 

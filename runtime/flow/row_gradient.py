@@ -77,8 +77,8 @@ class RowGradient(PendingUpdate):
 
     Attributes:
         batch: the rows that the last batch reads, or None if the gradient of another batch was sent since.
-        prior: those rows of `batch` whose gradients are sent first, or None if all are sent together.
-        parts: launch -> sent part of the gradient that has not been applied, in launch order.
+        prior: the rows of `batch` whose gradients are sent first, or None if all gradients are sent together.
+        parts: launch id -> a part of the gradient that was sent and is not applied yet, in launch order.
         step: the optimizer step that will apply the gradient, or None.
     """
 
@@ -102,8 +102,8 @@ class RowGradient(PendingUpdate):
         self.batch, self.prior = batch, None
 
     def begin_backward(self) -> None:
-        """Begins a backward. Applies what is left of the last optimizer step's update, except delayed parts, which are
-        applied later. Gradients of this backward are sent together, unless its rows are then split into early and late.
+        """Begins a backward. Applies the rest of the last optimizer step's update, except delayed parts, which are
+        applied later. The gradients of this backward are sent together unless `cut_batches` splits them.
         """
         self.prior = None
         left = [launch for launch in self.parts if launch.part != "delayed"] if self.step is not None else ()
@@ -129,6 +129,7 @@ class RowGradient(PendingUpdate):
         Args:
             ids, counts: the ids of the rows that all ranks read, and how many each rank reads.
             padding_rows: the rows that get no gradient.
+            table, name: unused, because this object belongs to one table.
             scale: the factor by which summed gradients are multiplied.
 
         Returns:
@@ -192,8 +193,8 @@ class RowGradient(PendingUpdate):
         self._table.gradient.deliver(self._late, absent, unreduced=unreduced)
 
     def _make_wait(self) -> Callable[[], list[Sequence[Rows]]]:
-        """Returns a function that waits for the gradient, and returns it split by parameter. It does not keep the model
-        alive.
+        """Returns a function that waits for the gradient, and returns it split by parameter. The function holds only
+        weak references to the table and the launcher, so that it does not keep the model alive.
         """
         found, by, split = ref(self._table), ref(self._launcher), self._table.split
         parts, sums = tuple(self.parts.values()), self._sums  # copy the parts, because a step removes some of them
@@ -261,8 +262,8 @@ class RowGradient(PendingUpdate):
         return self.step, sum_rows(rows)
 
     def update_rows(self, launch: OperationId, shard: Tensor, *_: object) -> Tensor:
-        """Applies the part of the gradient that `launch` identifies to the table. Returns `shard`, so that nodes of the
-        graph that read it run after the update.
+        """Applies the part of the gradient that `launch` identifies to the table. Returns `shard`, so that nodes that
+        read the result run after the update.
         """
         self.apply(launch)
         if self._recorder.segment is None:
@@ -270,11 +271,11 @@ class RowGradient(PendingUpdate):
         return shard
 
     def apply(self, launch: OperationId | None = None) -> None:
-        """Applies one part of the gradient, or all that is left if `launch` is None, under the optimizer step that has
-        used it. The last delayed part also applies the step to all other rows.
+        """Applies one part of the gradient, or all remaining parts if `launch` is None, by the optimizer step that has
+        used the gradient. With the last delayed part, the step is also applied to all other rows.
 
-        If no optimizer step has used the gradient yet, nothing is applied. Given a part that is not delayed, this then
-        waits for the gradient, which stays in `.grad`.
+        If no optimizer step has used the gradient yet, nothing is applied. For a part that is not delayed, this call
+        then waits for the gradient, which stays in `.grad`.
         """
         if self.step is None:
             if launch is not None and launch.part != "delayed":
