@@ -31,7 +31,8 @@ _WRITTEN_TOO_LATE = (
 
 
 class _ViewToken:
-    """A token that each view of a gradient keeps alive, so that the gradient can tell whether views exist.
+    """A token that each view of a gradient keeps alive. The gradient refers to it weakly, and so detects whether views
+    exist.
 
     Args:
         of: the gradient.
@@ -50,10 +51,11 @@ class GradientStorage(LocalStorage):
         like: the table shard (V', d), whose shape and dtype the gradient has.
         layout: the table's layout.
         siblings: returns the gradients of all sharded tables, in the same order on all ranks.
-        no_dense: the reason why the gradient cannot be dense, or "" if it can.
+        no_dense: the reason why the gradient must not become dense, or "" if it may.
 
     Attributes:
-        unreduced: whether this is this rank's own sum of gradients under `no_sync`, before reduction.
+        unreduced: whether this is only this rank's sum of gradients, as under `no_sync`, before it is reduced over
+            ranks.
         late: (the future that delivers this gradient, its index there), or None once it has arrived.
     """
 
@@ -77,7 +79,8 @@ class GradientStorage(LocalStorage):
         self._rows: list[Rows] = []
         # If dense: the ids of rows with a gradient from lookups, or None for all rows.
         self._read: list[Tensor] | None = None
-        # Whether callers may refer to the stored rows; and a snapshot of rows returned before, which are not used now.
+        # `_are_shown`: whether callers may refer to the stored rows. `_left`: a snapshot of rows that callers got
+        # before the gradient became dense, to detect writes into them.
         self._are_shown, self._left = False, VersionSnapshot()
         self._viewer: weakref.ref[_ViewToken] = weakref.ref(_ViewToken(self))
 
@@ -199,9 +202,8 @@ class GradientStorage(LocalStorage):
     def memory(self) -> Tensor:
         """Makes the gradient dense permanently, and returns its tensor (V', d)."""
         if not self.is_dense:
-            self._left = VersionSnapshot.of_tensors_in(
-                self._handed_out()
-            )  # to raise if a caller writes the rows that were returned before, which would have no effect
+            # A caller's later write into the rows would have no effect: the snapshot detects it, and `wait` raises.
+            self._left = VersionSnapshot.of_tensors_in(self._handed_out())
             dense, read = self.dense(), [ids for ids, _ in self._rows]
             self._rows, self.local, self._read = [], dense, read
             self._seen = VersionSnapshot.of_tensors_in([dense])  # the values are the same, so the norms stay valid
@@ -220,7 +222,7 @@ class GradientStorage(LocalStorage):
         return rows
 
     def _handed_out(self) -> tuple[Tensor, ...]:
-        """Returns the rows that `shown_rows` has returned and that callers may still hold."""
+        """Returns the stored rows if `shown_rows` has returned them and views of the gradient exist, otherwise ()."""
         return tuple([rows for _, rows in self._rows]) if self._are_shown and self._viewer() is not None else ()
 
     def viewer(self) -> object:
@@ -400,8 +402,8 @@ class TableGradient:
         return found
 
     def _are_free(self) -> bool:
-        """Returns whether the last backward's gradient objects can be reused: nothing has read them or refers to them
-        any more.
+        """Returns whether the next backward can reuse the gradient objects: no code has read them, and none refers to
+        them.
         """
         late, (alone, of_gradient) = self._late, _ALONE
         for member, parameter, part, held in self._given:

@@ -46,14 +46,15 @@ ROWS_AT_ONCE = 1 << 16
 
 
 class History:
-    """The deferred optimizer steps of a table. A row without a gradient defers a step until the row is next read.
+    """The deferred optimizer steps of a table. A row that has no gradient in a step defers that step until the row is
+    next read.
 
     Args:
         store: the rows and their optimizer state.
         members: for a joined table: first row of each of its tables -> that table's history.
 
     Attributes:
-        open: the steps that some rows have yet to apply, or None if there are none.
+        open: the steps that some rows have not applied yet, or None if there are none.
     """
 
     def __init__(self, store: RowStore, members: Mapping[int, History] | None = None) -> None:
@@ -63,7 +64,7 @@ class History:
         self._space: History | None = None
         self._with = self, *self._members  # histories that must be closed together
         self._first = 0  # the table's first row in the joined table
-        self._before = 0  # how many steps came before those of `self.open`
+        self._before = 0  # the number of steps before the first one in `self.open`
         self._taken: Tensor | None = None
         for first, each in (members or {}).items():
             each.close()
@@ -156,7 +157,7 @@ _OPEN = attrgetter("open")
 
 
 class SkippedSteps(ABC):
-    """Several optimizer steps without a gradient, in a form that applies all of them to a row at once.
+    """Several optimizer steps without a gradient, stored so that all of them can be applied to a row at once.
 
     Args:
         device: the table's device.
@@ -341,7 +342,7 @@ class DeferredSGD(SkippedSteps):
         """
         assert self._maps is not None
         rested = taken.index_select(0, ids)
-        if not local.is_cuda:  # on the CPU, where the selection needs no synchronization
+        if not local.is_cuda:  # a selection by mask synchronizes with a device, but costs nothing on the CPU
             behind = rested < self.count
             ids, rested = ids[behind], rested[behind]
         maps = self._maps.index_select(0, rested.clamp(max=self.count))
@@ -351,7 +352,7 @@ class DeferredSGD(SkippedSteps):
             local.index_copy_(0, ids, (a * weight).to(local.dtype))
         else:
             velocity = momentum.index_select(0, ids)
-            # In float64, like the maps, because a decayed weight and its momentum may nearly cancel.
+            # Compute in float64, like the maps, because a decayed weight and its momentum may nearly cancel.
             local.index_copy_(0, ids, (a * weight + b * velocity).to(local.dtype))
             momentum.index_copy_(0, ids, (c * weight + d * velocity).to(local.dtype))
         for name in ("square_avg", "grad_avg"):

@@ -54,8 +54,8 @@ class KnownOptimizers:
         ]
 
     def dense_update_policy(self, parameter: Tensor, row_updates: RowUpdates) -> DenseUpdatePolicy:
-        """Returns how the optimizer of a table updates rows without a gradient. If not exactly one optimizer is known,
-        assumes a common policy.
+        """Returns how the optimizer of a table updates rows without a gradient. If no optimizer or several are known,
+        assumes one that changes all rows unless the option is "lazy".
 
         Args:
             row_updates: the user's option for such rows.

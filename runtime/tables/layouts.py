@@ -47,13 +47,14 @@ def make_mesh(communicator: Communicator, device_type: str, grid: Grid | None) -
 
 
 def owned_slices(shape: Sequence[int], grid: Grid, rank: int) -> Slices:
-    """Returns the rows and columns of a table (V, D) that `rank` owns, as slices."""
+    """Returns the slices of rows and of columns of a table (V, D) that `rank` owns on a grid."""
     return grid.own_rows(shape[0], rank), slice(*own_columns(shape[1], grid.columns, grid.place(rank)[1]))
 
 
 def own_slices(shape: Sequence[int], mesh: DeviceMesh) -> Slices:
-    """Returns the rows and columns of a table that this rank owns, as slices."""
-    place = mesh.get_coordinate()  # Do not use its groups: torch may return an equal mesh with destroyed groups.
+    """Returns the slices of rows and of columns of a table that this rank owns on a mesh."""
+    # Do not use the mesh's groups: torch may return an equal mesh whose groups are destroyed.
+    place = mesh.get_coordinate()
     assert place is not None
     grid = Grid(*mesh.shape) if mesh.ndim > 1 else Grid(1, mesh.size())
     return owned_slices(shape, grid, place[0] * grid.columns + place[1] if mesh.ndim > 1 else place[0])

@@ -139,8 +139,8 @@ GONE = (
 
 
 class GradientFuture(Generic[Landed]):
-    """A future that delivers the gradients of several parameters that are still being exchanged. Each `.grad` already
-    refers to it.
+    """A future that delivers the gradients of several parameters while they are still being exchanged. The `.grad` of
+    each parameter refers to it.
 
     Args:
         wait: function that waits for the gradients. It must hold the model weakly: the garbage collector does not

@@ -41,7 +41,7 @@ class Member(Table):
         parameter: the parameter, of which this rank stores a shard.
         layout: the table's layout.
         row_updates: the user's option: when rows without a gradient are updated.
-        may_defer: function that returns, in each step, whether updates of rows without a gradient may be deferred.
+        may_defer: function called in each step. Returns whether updates of rows without a gradient may be deferred.
         gradients: function that returns the gradients of all sharded tables, in the same order on all ranks.
         store: function that makes this table's row store.
 
@@ -223,7 +223,8 @@ class Member(Table):
         return {}
 
     def can_update_jointly(self) -> bool:
-        """Returns whether one update can update the whole table: True once its optimizer is known."""
+        """Returns whether a single update can change all rows of the table: True once the table's optimizer is known.
+        """
         return self.optimizer is not None
 
     def steps_by(self, optimizer: Optimizer | None, options: Options) -> bool:

@@ -54,8 +54,8 @@ class UpcomingBatch(Protocol):
 
 
 def ignored_names(model: nn.Module) -> frozenset[str]:
-    """Returns the names of parameters and buffers that DDP is told to ignore, so that each rank keeps its own
-    values.
+    """Returns the names of the parameters and buffers that the user has excluded from DDP, so that each rank keeps its
+    own values.
     """
     return frozenset(getattr(model, "_ddp_params_and_buffers_to_ignore", ()))
 
@@ -68,7 +68,7 @@ class ParameterReads:
     """Detects a training loop that reads all parameters after every optimizer step.
 
     Deferring the updates of rows costs more than it saves if all rows are read after each step. `in_every_step` changes
-    only when parameters are read, because no update is pending then.
+    only while parameters are read, because no update is pending at that time.
     """
 
     _in_a_row: int
@@ -102,13 +102,13 @@ class ParameterReads:
 
 @dataclass(frozen=True)
 class GatheredTable:
-    """A cached copy of a whole table, with what is needed to tell whether it is still current.
+    """A cached copy of a whole table, with the versions from which `is_current` tells whether the copy is outdated.
 
     Attributes:
         local: this rank's shard when the table was gathered. The reference prevents its memory from being reused for
             another tensor.
-        version: the version counter of `local` at that time.
-        steps: the number of optimizer steps at that time.
+        version: the version counter of `local` when the table was gathered.
+        steps: the number of optimizer steps when the table was gathered.
     """
 
     whole: Tensor

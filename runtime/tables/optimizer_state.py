@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 
 
 def read_state(optimizer: Optimizer, parameter: nn.Parameter) -> dict[str, Any]:
-    """Returns an optimizer's state of a table. Tensors that are sharded like the table are this rank's shards (V', d),
-    as plain tensors.
+    """Returns an optimizer's state of a table. A tensor that is sharded like the table is returned as a plain tensor:
+    this rank's shard (V', d).
     """
     kept = optimizer.state.get(parameter) or {}
     found, shape = dict(kept), None

@@ -163,7 +163,7 @@ def step_tensor(
     Args:
         options: the options of the step's param group.
         state: the optimizer state of `values`, changed in place. Empty before the first step.
-        gradient: of the same shape as `values`.
+        gradient: the gradient, of the same shape as `values`.
     """
     parameter = values.detach()  # shares memory; the constructor of nn.Parameter would apply pending updates
     parameter.grad = gradient if type(optimizer) is not SparseAdam else _to_sparse(gradient)
@@ -245,7 +245,8 @@ def step_rows(
     after: State = {}
     if not len(ids):
         return after
-    whole = local.is_cuda or len(ids) <= size or MEAN_SQUARES in options  # mean squares are over all rows
+    # Given mean squares belong to all rows at once.
+    whole = local.is_cuda or len(ids) <= size or MEAN_SQUARES in options
     for some, gradients in [(ids, rows)] if whole else zip(ids.split(size), rows.split(size), strict=True):
         values = local.index_select(0, some)
         after = step_tensor(optimizer, options, values, gradients, read_state_rows(state, some, total))
@@ -330,7 +331,7 @@ def _state_of_row(
     """Returns the optimizer state that an optimizer creates in its first step, for a parameter of one row.
 
     Args:
-        defaults: the optimizer's attribute of this name.
+        defaults: the optimizer's attribute `defaults`.
         row: zeros (1, d).
     """
     if optimizer_class is RowWiseAdagrad:

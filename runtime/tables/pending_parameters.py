@@ -135,7 +135,7 @@ class UpdateGroup:
     Attributes:
         inside: whether a step is running, which applies pending updates itself.
         dense: the armed parameters that are not table shards. `PendingParameter` has replaced their class.
-        stale: whether updates may be pending for parameters that are not armed.
+        stale: whether parameters that are not armed may have pending updates.
         is_open: whether any parameter is armed.
     """
 
@@ -216,8 +216,8 @@ class UpdateGroup:
             self.stale, self.is_open = True, False
 
     def disarm_dense(self) -> None:
-        """Disarms parameters that are not table shards, so that accesses to them apply nothing during a step, which
-        applies pending updates itself. The caller holds the lock.
+        """Disarms parameters that are not table shards. During a step, which applies pending updates itself, accesses
+        to them then apply nothing. The caller must hold the lock.
         """
         self.stale = True
         for parameter in self.dense:
@@ -229,7 +229,7 @@ class UpdateGroup:
     def apply(self) -> None:
         """Applies the pending updates. Called at an access of an armed parameter."""
         with self._lock:
-            self.stale = True  # guard again later, because the caller may keep a reference to the memory
+            self.stale = True  # arm the parameters again later, because the caller may keep a reference to their memory
             # A step or another thread is already applying the updates.
             if self.inside or self._applies or not self.is_open:
                 return
@@ -238,8 +238,8 @@ class UpdateGroup:
                     self.close()
                     self._apply()
                     return
-                # In another thread, keep the guards until the updates are applied. They make the training thread
-                # wait, even in zero_grad().
+                # In another thread, keep the parameters armed until the updates are applied. The training thread then
+                # waits at its next access, even in zero_grad().
                 with torch._C.DisableTorchFunctionSubclass():
                     self._apply()
                 self.close()
@@ -265,8 +265,8 @@ class PendingUpdates:
         self.inside = 0
 
     def watch(self, kinds: tuple[UpdateGroup, ...], optimizers: Callable[[], Iterable[Optimizer]]) -> None:
-        """Sets the groups of parameters, and a function that returns the optimizers, to which accesses apply pending
-        updates.
+        """Sets the groups of parameters, and a function that returns the optimizers. Accesses to these parameters, and
+        to the states of these optimizers, apply pending updates.
         """
         self.kinds, self._optimizers = kinds, optimizers
         for kind in kinds:
@@ -301,7 +301,7 @@ class PendingUpdates:
 
     def rearm_stale(self) -> None:
         """Arms groups of parameters that may have new pending updates, so that the next access applies them. The caller
-        holds the lock.
+        must hold the lock.
         """
         if self.states:
             self.restore_states()

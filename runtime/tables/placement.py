@@ -128,7 +128,7 @@ def initialize_meta(
     whole table. The values do not depend on the number of ranks, because all ranks seed the generator equally.
 
     Args:
-        sharded: name of a table to shard -> its grid, or None to shard by columns.
+        sharded: name of a table to shard -> its grid, or None to shard it by columns.
         leave: parameters to leave on the meta device.
 
     Returns:
@@ -173,7 +173,7 @@ def _initialize_module(module: nn.Module, own: Mapping[str, nn.Parameter], optim
 
     Args:
         own: the module's parameters on the meta device, by name.
-        optimizers: their state on the meta device is allocated too.
+        optimizers: the optimizers whose state on the meta device is allocated too.
     """
     for parameter in own.values():
         _set_values(optimizers, parameter, torch.empty_like(parameter, device=torch.get_default_device()))
@@ -189,7 +189,7 @@ def _initialize_shard(module: nn.Module, key: str, optimizers: Sequence[Optimize
 
     Args:
         key: the table's name in the module.
-        optimizers: their state of the table is allocated too.
+        optimizers: the optimizers whose state of the table is allocated too.
     """
     whole = module._parameters[key]
     assert whole is not None

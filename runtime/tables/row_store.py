@@ -76,13 +76,13 @@ class RowStore:
         return ids
 
     def record(self, ids: Tensor, host_ids: Tensor) -> None:
-        """Records that `host_ids` include all of `ids` (K,), which are on the device. Does nothing in this class,
-        because the host need not know the ids.
+        """Records that `host_ids` include all of `ids` (K,), which are on the device. Does nothing here, because the
+        host needs the ids only of tables larger than memory.
         """
 
     def record_rows(self, ids: Tensor, rows: Tensor) -> None:
-        """Records that `rows`, ids on the host, are those of `ids` (K,) on the device. Does nothing in this class,
-        because the host need not know the ids.
+        """Records that `rows`, ids on the host, are those of `ids` (K,) on the device. Does nothing here, because the
+        host needs the ids only of tables larger than memory.
         """
 
     @property

@@ -39,7 +39,7 @@ class Axis:
     """One dimension of a tensor that may be sharded, with the range of its indices that this rank has.
 
     Attributes:
-        own: the indices that this rank has.
+        own: the range of indices that this rank has.
         of: the dimension of the table, and the range of its indices, that this axis represents; equal on all ranks.
             Empty if every rank has all indices.
     """
@@ -102,7 +102,7 @@ class Layout:
         shape, stride: the shape and stride of the whole tensor. A table's shape is (V, D).
         axes: the dimensions; if `is_flat`, those before a view merged them.
         chosen: indices that views have selected in sharded dimensions, so that only one rank has the elements.
-        operands: a hash of other tensors and numbers that the elements were computed with, to detect that they differ
+        operands: a hash of the other operands from which the elements were computed, to detect operands that differ
             between ranks.
     """
 
@@ -405,7 +405,7 @@ def arguments_by_name(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any])
 
 
 def _mixed_digits(number: int, bases: Sequence[int]) -> list[int]:
-    """Returns the digits of a number in a mixed-radix system, in which a digit at place k counts `bases[k]`."""
+    """Returns the digits of a number in a mixed-radix system, where a digit at place k has the value `bases[k]`."""
     found = []
     for base in bases:
         digit, number = divmod(number, base)

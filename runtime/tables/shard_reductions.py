@@ -132,7 +132,7 @@ def _op_text(func: Any) -> str:
 
 def _booleans_as_numbers(values: Tensor, dtype: torch.dtype, reduce_op: Any) -> Tensor:
     """Converts booleans to numbers for a reduction over ranks, which does not support booleans. True becomes 1 for a
-    maximum and -1 for a minimum, so that it wins.
+    maximum and -1 for a minimum, so that the result is nonzero if any value is true.
     """
     return values.to(dtype) if reduce_op == _MAX else -values.to(dtype)
 
@@ -212,10 +212,8 @@ def _norm(func: Any, args: Any, kwargs: Any) -> Any:
         of_all: Tensor = part.held.norm(float(args[1]) if args[1:] else 2.0).to(part.dtype)
         return of_all
     asked = _Reduction.from_call(func, args, kwargs)
-    order, wide = (
-        float(asked.named["ord"]),
-        _transit_dtype(asked.dtype),
-    )  # in a wider dtype, because the square of 256 overflows in half precision
+    # Compute in a wider dtype, because the square of 256 overflows in half precision.
+    order, wide = float(asked.named["ord"]), _transit_dtype(asked.dtype)
     if part.held.of_gradient and asked.is_over_all(part):
         total: Tensor = part.held.norm(order).to(asked.dtype)
         return total.view([1] * part.dim()) if asked.keep else total

@@ -83,8 +83,8 @@ def _own_values(values: Tensor, shape: Sequence[int], axes: Sequence[Axis], rows
     """Returns this rank's elements of values that are broadcast to `shape`, or None if `values` is sharded differently.
 
     Args:
-        axes: the trailing dimensions of `shape`, of which this rank needs its own indices.
-        rows: the number of leading dimensions of `shape`, of which this rank needs all indices.
+        axes: the trailing dimensions of `shape`. Along these, this rank needs only its own indices.
+        rows: the number of leading dimensions of `shape`. Along these, this rank needs all indices.
     """
     if isinstance(values, TableShard):
         mine = [axis.of for axis in values.spread.axes]
@@ -236,7 +236,8 @@ def _map_rows(func: Any, args: Any, kwargs: Any) -> Any:
     tensors = [each for each in (*given, *kwargs.values()) if isinstance(each, Tensor)]
     if held is None or any(isinstance(each, TableShard) or each.dim() for each in tensors):
         return NotImplemented
-    if func not in _LINEAR:  # the op may not map zero to zero, as the host does not know the tensor's values
+    # Check that the op maps zero to zero; reject tensor arguments, whose values the host does not know.
+    if func not in _LINEAR:
         zero = torch.zeros(1, dtype=part.dtype, device="cpu")
         if tensors or bool(func(zero, *given, **kwargs).any()):
             return NotImplemented
@@ -265,7 +266,7 @@ def _writable_rows(part: TableShard, asked: str) -> Rows:
     """Returns the ids (K,) and this rank's columns of the rows (K, d) of a gradient, which the caller may write.
 
     Args:
-        asked: the operation that needs them, for the error.
+        asked: the operation that writes the rows, for the error.
 
     Raises:
         RuntimeError: the table is sharded by rows, or views of the dense gradient exist.
@@ -369,7 +370,7 @@ ROWS: Mapping[Any, Rule] = MappingProxyType(
             ),
             _refuse_lookup,
         ),
-        # Sparse gradients only. `coalesce()` returns a coalesced tensor unchanged.
+        # Queries of sparse gradients. torch asks for the layout of no other shard.
         torch.ops.prim.layout.default: lambda func, args, kwargs: torch.sparse_coo,
         **dict.fromkeys(_OF_SPARSE, _sparse_property),
         **dict.fromkeys((aten.norm.Scalar, aten.norm.ScalarOpt_dim), _sparse_norm),

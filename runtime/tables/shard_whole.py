@@ -63,7 +63,7 @@ def as_read_only(part: TableShard, result: Any, func: Any) -> Any:
     being lost.
 
     Args:
-        part: the shard that was gathered, and `func` the op, both for the error message.
+        part, func: the gathered shard and the op, for the error message.
     """
     refusal = str(part.refused(f"a write into the result of {func._schema.name.split('::')[-1]}()"))
 
@@ -147,7 +147,7 @@ def memory_to_share(part: TableShard, references: int | None = None) -> Tensor:
     values if it has the whole table, otherwise the gathered whole tensor. Collective if the table is sharded.
 
     Args:
-        references: how many references to the shard exist during `.data =`, or None if there certainly is another one.
+        references: the shard's reference count during `.data =`, or None if the caller knows of another reference.
 
     Raises:
         RuntimeError: something else refers to the shard or its memory.

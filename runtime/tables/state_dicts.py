@@ -28,7 +28,8 @@ def insert_shards(state_dict: dict[str, Any], names: Iterable[str], *, prefix: s
         names: the names of the sharded tables; a tied parameter has several.
         prefix: the prefix of the model's names in the state dict.
     """
-    shown: dict[int, Tensor] = {}  # convert a tied parameter once
+    # Id of a storage -> its form in the state dict, so that a tied parameter is converted once.
+    shown: dict[int, Tensor] = {}
     for name in names:
         value = state_dict.get(prefix + name)
         if isinstance(value, TableShard) and not value.held.is_elsewhere:

@@ -188,7 +188,7 @@ class Table:
 
     def begin_step(self) -> SparseUpdate:
         """Begins an optimizer step on all rows, with the optimizer's current options. Returns the object that applies
-        it. Requires `can_update_jointly()`.
+        the step. Requires that `can_update_jointly()` is true.
         """
         rule = self.rule
         if rule is not DeferredUpdate:
@@ -211,7 +211,7 @@ class Table:
             The predicted rows (K, d), and the options of the step. If the step does not change the rows or cannot be
                 predicted, `rows` and None.
         """
-        # A trial step of any other class might have side effects.
+        # Run a trial step only for classes of optimizers whose step is known to have no side effects.
         if (
             type(self.members[0].optimizer) not in ELEMENT_WISE
             or not self.rule.moves_all

@@ -96,8 +96,8 @@ class SparseUpdate:
         self._advance_counters()
 
     def add_for_finish(self, rows: Rows, squares: Callable[[], Tensor]) -> None:
-        """Adds rows for `finish` to update. For RowWiseAdagrad, which needs all columns of a row's gradient to update
-        it.
+        """Adds rows for `finish` to update. RowWiseAdagrad uses this, because it needs the squares of all columns of a
+        row's gradient.
 
         Args:
             rows: the ids (K,) and gradients (K, d) of the rows.
@@ -142,7 +142,7 @@ class DenseUpdate(SparseUpdate):
         for ids, rows in parts:
             gradient.index_copy_(0, ids, rows)
         done = [(ids, local.index_select(0, ids), read_state_rows(state, ids, total)) for ids in self._applied]
-        # Step on copies of the counters, because in a joined table they belong to the first table.
+        # Run the step on copies of the counters, because those in the state of a joined table are the first table's.
         after = step_tensor(self.optimizer, self.options, local, gradient, with_own_counters(state, total))
         for ids, values, of_rows in done:
             local.index_copy_(0, ids, values)

@@ -86,7 +86,7 @@ class ClosedHistories:
         columns, until = dict(self._memory.columns), before + steps.count
         weights, of_rows = columns.pop(WEIGHTS), columns.pop(TAKEN)
         taken = of_rows.index_select(0, slots)
-        if not taken.is_cuda:  # on the CPU, where the selection needs no synchronization
+        if not taken.is_cuda:  # a selection by mask synchronizes with a device, but costs nothing on the CPU
             behind = taken < until
             slots, taken = slots[behind], taken[behind]
         if slots.numel():
