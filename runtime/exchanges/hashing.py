@@ -21,7 +21,7 @@ _SECOND = 0xC4CEB9FE1A85EC53 - 2**64
 
 def murmur(ids: Tensor, seed: int) -> Tensor:
     """Hashes (K,) int64 ids by MurmurHash3's 64-bit finalizer, a bijection, after mixing in `seed`."""
-    key = (seed + 1 + 2**63) % 2**64 - 2**63  # 64-bit wrap-around; plus 1, because the finalizer maps zero to zero
+    key = (seed + 1 + 2**63) % 2**64 - 2**63  # wraps to 64 bits; adds 1, because the finalizer maps zero to zero
     return _mix_bits(ids ^ _mix_bits(torch.tensor(key, device="cpu")))
 
 
@@ -38,15 +38,16 @@ def _shift_right_33(x: Tensor) -> Tensor:
 
 
 def server_of(ids: Tensor, servers: int, seed: int) -> Tensor:
-    """Returns the server (K,) of each id (K,), the same on all ranks: Zen's h0."""
+    """Returns the server (K,) of each id (K,), the same on all ranks. This is the hash function h0 of Zen."""
     return ((murmur(ids, seed) >> 1) & (2**63 - 1)) % servers
 
 
 @lru_cache(maxsize=64)
 def index_sets(num_ids: int, servers: int, seed: int, device: torch.device) -> tuple[Tensor, ...]:
-    """Returns, for each server, the ids from 0 to num_ids - 1 that hash to it, ascending: Zen's I_i.
+    """Returns, for each server, the ids from 0 to num_ids - 1 that hash to it, ascending. These are the index sets I_i
+    of Zen.
 
-    The result, 8 bytes per id, is cached because it needs a sort.
+    The result takes 8 bytes per id, and is cached because computing it sorts all ids.
     """
     ids = torch.arange(num_ids, device=device)
     server = server_of(ids, servers, seed)

@@ -39,7 +39,7 @@ def mean_parts(units: RowSet, channel: Channel, _cluster: Cluster) -> Steps[list
     while distance < paired:
         partner = rank ^ distance if rank < paired else None
         theirs = yield from _exchange_with(total, partner, partner, channel)
-        # Both ranks sum in the same order, the lower rank's first.
+        # Both ranks add the lower rank's rows first, so that they get the same bits.
         total = _sum_row_sets(theirs, total) if rank & distance else _sum_row_sets(total, theirs)
         distance *= 2
     if extra:

@@ -30,7 +30,7 @@ from embrace_fx.vocabulary.plan import Plan
 
 @dataclass(frozen=True)
 class Strategy:
-    """A way in which ranks average a gradient. All ranks get the same bits.
+    """An algorithm by which ranks average a gradient. All ranks get the same bits.
 
     Attributes:
         mean_parts: averages this rank's units with those of the other ranks. Returns the mean as disjoint sets of
@@ -54,7 +54,7 @@ STRATEGY_OF: Mapping[tuple[str, str], Strategy] = {
 
 @dataclass(frozen=True)
 class ExchangeKind:
-    """How one parameter's gradient is exchanged: its strategy and sizes, equal on all ranks.
+    """Describes how one parameter's gradient is exchanged: its strategy and sizes, equal on all ranks.
 
     Attributes:
         rows: the size of the gradient's first dimension.
@@ -83,7 +83,7 @@ def exchange_gradient_(flat: Tensor, kind: ExchangeKind, channel: Channel, clust
         return flat.copy_(torch.sparse_coo_tensor(mean.ids.view(1, -1), mean.rows, flat.shape, is_coalesced=True))
     units = strategy.units(flat.view(kind.rows, flat.numel() // max(kind.rows, 1)), cluster)
     for part in run_exchange(strategy.mean_parts(units, channel, cluster)):
-        write_blocks_(flat, part)  # units in no part are already zero on this rank
+        write_blocks_(flat, part)  # units that are in none of the parts are zero on this rank already
     return flat
 
 

@@ -75,7 +75,7 @@ def mean_parts(blocks: RowSet, channel: Channel, cluster: Cluster) -> Steps[list
     current = ranges.decode(places, ranges.starts)
     aggregation = _Aggregation(blocks, channel, queues, upcoming_of_ranks, current)
 
-    # Assign lanes to streams in turn, so that each gets its share of busy lanes if ids are skewed.
+    # Assign lanes to streams in turn, so that each stream gets its share of busy lanes even if ids are skewed.
     count = streaming.busy_streams(int((current < blocks.num_rows).sum(dim=1).max()))
     streams = (slice(first, None, count) for first in range(count))
     waiting = deque(stream for stream in streams if aggregation.active(stream))
@@ -97,9 +97,9 @@ def mean_parts(blocks: RowSet, channel: Channel, cluster: Cluster) -> Steps[list
 class _BlockLanes:
     """Assigns blocks of a tensor to lanes: sequences of blocks that are aggregated one after another.
 
-    Each of N aggregators has a range of the blocks and L lanes. Its lane l has every L-th block of the range, beginning
-    with the l-th. A block's *place* in its lane needs fewer bytes than its index. The place after the last one means no
-    block.
+    Each of N aggregators has a range of the blocks and L lanes. Lane l of an aggregator has every L-th block of its
+    range, beginning with the l-th. Blocks are sent with their *place* in the lane, which needs fewer bytes than their
+    index. The place after the last one means no block.
     """
 
     def __init__(self, num_blocks: int, world_size: int, lanes: int, device: torch.device) -> None:
@@ -149,7 +149,8 @@ class _BlockQueues:
         return torch.where(self._head < self._end, self._ids[self._head], self._blocks.num_rows)
 
     def take(self, stream: slice, mine: Tensor) -> Tensor:
-        """Removes the first block of each queue that the mask `mine` (N, slots) selects. Returns these blocks' values.
+        """Removes the first block of each queue that the mask `mine` (N, slots) selects. Returns the values of these
+        blocks.
 
         Args:
             stream: the group of lanes (sequences of blocks), one for each column of `mine`.

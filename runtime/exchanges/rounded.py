@@ -25,7 +25,7 @@ def sum_rounded_(flat: Tensor, name: str, channel: Channel, rounding: Rounding) 
 
     Args:
         flat: the gradient.
-        name: the name of the bucket and chunk, under which `rounding` stores the rounding errors.
+        name: the name of the bucket or chunk. `rounding` stores its rounding errors under this name.
         channel: sends the messages.
         rounding: rounds the gradient and stores the errors.
     """

@@ -49,7 +49,8 @@ def mean_parts(own: RowSet, channel: Channel, _cluster: Cluster) -> Steps[list[R
     ids_by_server = [
         ids_of_bitmap(bits, index_set) for bits, index_set in zip(bitmaps.view(world_size, length), sets, strict=True)
     ]
-    # Send bytes, because gloo and NCCL support different dtypes. The bitmap gives the order of values.
+    # Send the values as bytes, because gloo and NCCL support different dtypes. The receiver knows their order from the
+    # bitmap.
     unit_bytes = own.width * own.rows.itemsize
     sizes = [of_server.numel() * unit_bytes for of_server in ids_by_server]
     flat = yield channel.all_gather(row_bytes(served.rows).view(-1), sizes)

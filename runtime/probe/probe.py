@@ -130,7 +130,7 @@ def probe_cluster(
     """Measures the speed of the links between ranks for each collective, and how fast processors handle gradients.
     Returns the same cluster on all ranks, or the default cluster for a single rank. Collective.
 
-    Its `links` are measured with several launches in flight, its latency with one AllReduce at a time.
+    The cluster's `links` are measured with several launches in flight, its latency with one AllReduce at a time.
 
     Args:
         device: the device whose tensors are sent.
@@ -190,7 +190,7 @@ def measure_handling(communicator: Communicator, device: torch.device = CPU) -> 
     runs.append(make_exchange_work(NARROW, 1, device))
     scan_ms, claim_ms, wide_ms, narrow_ms, round_ms = (together_ms(communicator, run, device) for run in runs)
     wide_ms, narrow_ms = (max(ms - round_ms, 1e-6) for ms in (wide_ms, narrow_ms))
-    # Model each measured time as a cost per byte, for each pass over the data, plus a cost per row.
+    # Model each measured time as a cost per byte for each pass over the data, plus a cost per row.
     passed = np.array([(PASSES * row_bytes[width], rows) for width, rows in HANDLED_ROWS.items()])
     pass_ms, unit_ms = np.linalg.solve(passed, (wide_ms, narrow_ms))
     if pass_ms <= 0 or unit_ms < 0:  # the fit fails if few rows take as long as many
@@ -224,8 +224,8 @@ def _span_ms(communicator: Communicator, run: Callable[[], None], device: torch.
 
 
 def loopback(ranks: int) -> Cluster:
-    """Returns a cluster with typical speeds of `ranks` ranks on one host, slower if there are fewer cores than their
-    threads.
+    """Returns a cluster with typical speeds for `ranks` ranks on one host. They are lower if the ranks have more
+    threads than the host has cores.
     """
     load, own = Load.of_this_rank(took_ms=1.0, wall_ms=2.0), Handling()
     shared = max(ranks * load.threads / len(load.cores), 1.0)
@@ -307,8 +307,8 @@ def estimate_links(communicator: Communicator, sent_bytes: int, device: torch.de
     a full measurement, and returns its link for all collectives. Returns None if a step sends less than one chunk.
     Collective.
 
-    Times predicted from it may differ by a factor of `GLANCE_ERROR` from those of a full measurement. The arguments are
-    those of `probed_links`: approximate bytes that a step sends, and the device whose tensors are sent.
+    Times predicted from this estimate may differ by a factor of `GLANCE_ERROR` from those of a full measurement. The
+    arguments are those of `probed_links`: approximate bytes that a step sends, and the device whose tensors are sent.
     """
     if communicator.group is None or sent_bytes <= MIN_CHUNK_BYTES:
         return None

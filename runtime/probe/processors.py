@@ -37,8 +37,8 @@ class Load:
 
 
 def delay_share(loads: Sequence[Load]) -> float:
-    """Returns by what share of a collective's duration it delays concurrent compute on the same host, from 0 to 1. This
-    is the share of the host with the largest one.
+    """Returns by what share of its duration, from 0 to 1, a collective delays concurrent compute on the same host.
+    Returns the largest share of all hosts.
 
     Cores on which no rank computes do a collective's work without delay. The rest of the work is spread over all cores.
 

@@ -37,7 +37,7 @@ class InFlight:
     Attributes:
         value: the tensor that has the result once the collective has ended.
         work: torch's handle to wait for, or None if there is nothing to wait for.
-        measured: function that returns the bytes that this rank has sent, after the end; None if they were known
+        measured: function that returns the bytes that this rank has sent, once the collective has ended; None if known
             before.
         reads: input tensors that must stay alive until the collective has ended.
     """
@@ -105,12 +105,12 @@ class Communicator(Groups):
 
     Attributes:
         gradient_dtype: the dtype in which gradients are sent, set by a communication hook of the user; None for the
-            gradients' own.
+            dtype of the gradients.
         rounding: rounds table rows and their gradients before they are sent.
         comm_hook: the user's hook that reduces buckets of gradients instead of an AllReduce, or None.
         in_turn: returns a context for a collective of the calling thread, which puts it in one order with the
             launcher's, so that ranks do not deadlock. None without a launcher, or if the launcher runs on the host.
-        collective_ops: how many ops on sharded tables that all ranks must run have been run.
+        collective_ops: how many of those ops on sharded tables that every rank must run have run on this rank.
     """
 
     gradient_dtype: torch.dtype | None = None
@@ -277,7 +277,8 @@ class Communicator(Groups):
 
     def _piece_shapes(self, counts: Counts, embedding_dim: int) -> tuple[Pieces, Pieces]:
         """Returns (shapes of the row gradients that this rank sends to each rank, shapes of those that it receives from
-        each rank), as (rows, columns). Looked-up rows go the opposite way. The arguments are those of `send_rows`.
+        each rank), as (rows, columns). Looked-up rows are sent in the opposite direction. The arguments are those of
+        `send_rows`.
         """
         grid_columns = self.world_size // len(counts[0])
         row, column = divmod(self.rank, grid_columns)
@@ -301,7 +302,7 @@ class Communicator(Groups):
             counts, embedding_dim, group: as for `send_rows`.
         """
         of_owners, of_readers = self._piece_shapes(counts, embedding_dim)
-        # If they are sent rounded, `round_rows` has rounded them already.
+        # If gradients are sent rounded, the op `round_rows` has rounded them before.
         return self._send_pieces(flat, of_owners, of_readers, self.rounding.encode, group, narrows=True)
 
     def _send_pieces(
@@ -404,7 +405,7 @@ class Communicator(Groups):
             if turn is None:
                 return InFlight(written, collective(carrier, backend, written, *read), reads=read)
             with turn:
-                # Make the current stream wait, because it reads the result next.
+                # Make the current stream wait for the collective, because the caller reads the result on it.
                 collective(carrier, backend, written, *read).wait()
             return InFlight(written, None)
         on_host = [tensor.cpu() for tensor in (written, *read)]
@@ -422,13 +423,13 @@ class Communicator(Groups):
         """
         if "nccl" in backend:
             return setup_collectives(tensor.device) if self.in_turn is None else self.in_turn()
-        # Over gloo, the launcher of a device sends from this thread too.
+        # Over gloo, the launcher of a model on a device sends from the calling thread too, so no order is needed.
         if self.in_turn is None or tensor.is_cuda or "nccl" in dist.get_backend_config(self.group):
             return None
         return self.in_turn()
 
     def wait(self, launch: InFlight, what: str = "") -> Tensor:
-        """Waits for a launch, named by `what`, and returns its result. An error names the ranks that failed."""
+        """Waits for a launch, and returns its result. If the launch fails, the error names failed ranks and `what`."""
         if launch.work is not None:
             try:
                 launch.work.wait()

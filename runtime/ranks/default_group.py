@@ -42,8 +42,8 @@ def check_group(now: dist.ProcessGroup | None, compiled_in: dist.ProcessGroup | 
         compiled_in: the default process group when `compile` was called.
 
     Raises:
-        RuntimeError: WORLD_SIZE names several ranks but there is no group; or the group is not that of `compile`, whose
-            ranks agreed on model and options.
+        RuntimeError: WORLD_SIZE is above 1 but there is no group, or the group is not the one in which `compile` was
+            called.
     """
     if now is None and compiled_in is None and (ranks := _launched_ranks()) > 1:
         raise RuntimeError(

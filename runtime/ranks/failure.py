@@ -95,7 +95,7 @@ TOLD = "All ranks raise this error. Nothing of this step was applied on any rank
 
 
 def is_known_to_all_ranks(error: BaseException) -> bool:
-    """Returns whether the other ranks raise the same error, or can no longer be told about it."""
+    """Returns whether no rank needs to be informed of an error: all raise it, or cannot be reached any more."""
     return isinstance(error, PeerFailure | DeadRank | StuckRank | DivergedReplicas)
 
 
@@ -110,8 +110,8 @@ class LaunchLog:
     """Counts this rank's launched collectives and its steps, so that its progress can be compared with other ranks'.
 
     Attributes:
-        step: the number of announcements so far, equal on all ranks. Ranks exchange one before each step, and a few
-            more, which are counted in `preparations`.
+        step: the number of announcements so far, equal on all ranks. Ranks exchange an announcement before each step,
+            and a few more, which `preparations` counts.
         preparations: the number of announcements without a step, such as those of the first call and of a new plan.
         optimizer_steps: the number of optimizer steps that changed parameters, since a checkpoint was loaded.
         launches: the number of launched collectives so far.
@@ -121,7 +121,7 @@ class LaunchLog:
         self.step = 0
         self.preparations = 0
         self.optimizer_steps = 0
-        self._last: dict[object, int] = {}  # the keys are launch ids, which are converted to names when read
+        self._last: dict[object, int] = {}  # launch id -> step; ids are converted to names only when they are read
         self.launches = 0
 
     @property
@@ -179,9 +179,9 @@ def place_of_main_thread() -> str:
 class LivenessCheck:
     """Finds out which ranks are dead after a collective has failed.
 
-    The first rank with the error starts the check in the store. A thread on every rank then writes a status, even while
-    the main thread is blocked in a collective. A rank without a status after a few seconds is dead. The rank that
-    writes the verdict waits until the others have read it, because its process may run the store.
+    The first rank whose collective failed starts the check in the store. A thread on every rank then writes a status,
+    even while the main thread is blocked in a collective. A rank without a status after a few seconds is dead. The rank
+    that writes the result waits until the others have read it, because its process may run the store.
 
     Args:
         store: the process group's store. The check opens its own connection, in its own thread.
@@ -248,7 +248,7 @@ class LivenessCheck:
         with contextlib.suppress(RuntimeError, ValueError):
             signed = {r: self._store.get(self._signatures[r]) for r in range(self.world_size) if r not in missing}
             self._statuses = {r: from_plain(RankStatus, json.loads(text)) for r, text in signed.items()}
-        with contextlib.suppress(RuntimeError):  # rank 0 may end, and the store with it
+        with contextlib.suppress(RuntimeError):  # the store may end, if rank 0 runs it and ends
             self._store.set(self._readers[self.rank], "1")
             living = [name for r, name in enumerate(self._readers) if r not in missing]
             self._poll(lambda: self._store.check(living), _FAREWELL_S)

@@ -55,7 +55,9 @@ def _register_callbacks() -> None:
 
 @cache
 def _refused_child_memory() -> mmap.mmap:
-    """Returns memory shared with child processes, which holds the process id of the last child that used a model."""
+    """Returns memory that is shared with child processes and contains the process id of the last child that used a
+    model.
+    """
     return mmap.mmap(-1, _BYTES)
 
 

@@ -22,7 +22,7 @@ def gather_single(everyone: Tensor, own: Tensor, group: dist.ProcessGroup | None
     """Gathers `own` (n,) of every rank into `everyone`, like `dist.all_gather_single`, but faster for small tensors.
 
     Args:
-        everyone: (N n,), written, in rank order.
+        everyone: (N n,), overwritten by the elements of all ranks, in rank order.
 
     Returns:
         The handle to wait for if `async_op`, otherwise None.
@@ -30,7 +30,7 @@ def gather_single(everyone: Tensor, own: Tensor, group: dist.ProcessGroup | None
     ranks = everyone.numel() // max(own.numel(), 1)
     if ranks > 2 and own.nbytes <= AT_ONCE_BYTES and group is not None and backend_name(group, own.device) == "gloo":
         return dist.all_to_all_single(everyone, own.repeat(ranks), group=group, async_op=async_op)
-    # Called in every step; torch's function makes five more Python calls.
+    # Call the group directly: torch's function would add five Python calls to every step.
     if async_op and group is not None and not own.is_cuda:
         gather = getattr(group, "all_gather_single", None) or group._allgather_base
         return gather(everyone, own, AllgatherOptions())

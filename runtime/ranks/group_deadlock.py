@@ -72,7 +72,7 @@ def check_group_deadlock(store: Any, group: dist.ProcessGroup) -> Iterator[None]
         meeting.withdraw()
         raise
     except RuntimeError as error:
-        if reason := meeting.error_from_other_rank():  # written by a rank that arrived later and has exited
+        if reason := meeting.error_from_other_rank():  # a rank that arrived later has written it and exited
             raise OtherGroup(reason) from error
         raise
     finally:
@@ -96,7 +96,7 @@ class _DeadlockCheck:
 
     def run(self) -> None:
         """Waits until all ranks of the group have arrived at its first collective. Returns early if some are late or
-        the store fails; then the collective itself fails.
+        the store fails, because the collective itself then fails.
 
         Raises:
             OtherGroup: a rank of the group waits for this one in a different group.
@@ -123,9 +123,8 @@ class _DeadlockCheck:
         for patience_s in _LOOKS_S:
             deadline_s = time.monotonic() + patience_s
             while time.monotonic() < deadline_s:
-                if self._store.check(
-                    [self._shared_key("complete")]
-                ):  # poll instead of waiting, because TCPStore warns when a wait times out
+                # Poll instead of waiting, because TCPStore warns when a wait times out.
+                if self._store.check([self._shared_key("complete")]):
                     return
                 time.sleep(pause_s)
                 pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)

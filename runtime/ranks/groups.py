@@ -120,13 +120,15 @@ class Groups:
             A random text, equal on all ranks, that differs after each restart of the job.
         """
         on_host = supports_device(group, CPU)
-        if on_host:  # check with a message first: it fails at once if a rank is dead, but creating a group would wait
+        # Send a message first: it fails at once if a rank is dead, while creating a group would wait for the rank.
+        if on_host:
             self._hosts = group
             self._check_group_counts()
-        # One group for all classes: each gloo group has a thread that wakes a hundred times a second on the compute
+        # Use one group for all classes: each gloo group has a thread that wakes a hundred times a second on the compute
         # cores, and each NCCL group has a communicator that takes device memory.
         self._groups = dict.fromkeys(CLASSES, self._new_group("program"))
-        # Not the user's group: `mismatch_watchdog` must reply here while a user's collective blocks this thread.
+        # Do not use the user's group: `mismatch_watchdog` must reply in this group while a user's collective blocks
+        # this thread.
         self._hosts = self._new_group("hosts", backend="gloo")
         self._carriers.clear()
         # After a restart, the store may still contain the entries of the previous attempt.
@@ -217,7 +219,7 @@ class Groups:
         return self._groups[name]
 
     def join_group(self) -> dist.ProcessGroup:
-        """Returns the process group in which torch's `Join` counts ranks without batches: the user's group if it
+        """Returns the process group of torch's `Join`, which counts ranks without batches: the user's group if it
         supports CPU tensors, otherwise a gloo group. Collective.
         """
         assert self.group is not None
@@ -333,7 +335,7 @@ class Groups:
     def _sending_group(self, name: str, tensor: Tensor) -> tuple[dist.ProcessGroup, str]:
         """Returns the process group that sends a tensor for a class of communication, and the name of its backend.
 
-        This is the group of the class, or the group for CPU tensors if the former does not support the tensor's device.
+        This is the group of the class if that group supports the tensor's device, otherwise the group for CPU tensors.
 
         Args:
             name: the name of the class of communication.
@@ -365,8 +367,8 @@ class Groups:
         the same order.
 
         Args:
-            look: a bound method, referenced weakly. It gets the thread's connection to torch.distributed's store, and a
-                prefix for its keys.
+            look: a bound method, referenced weakly. Its arguments are the thread's connection to torch.distributed's
+                store, and a prefix for keys.
 
         Returns:
             The key prefix, or "" for a single process.

@@ -77,7 +77,7 @@ def send_parts(
     own, ranks = group.rank(), group.size()
     if received[own].numel():
         received[own].copy_(sent[own])
-    # Start with the right neighbour, so that ranks do not all send to the same rank first.
+    # Each rank starts with its right neighbour, so that not all ranks send to the same rank first.
     turns = range(1, ranks)
     works: list[Any] = []
     if (backend or backend_name(group, received[own].device)) == "gloo":
@@ -120,6 +120,6 @@ def _transfer(operation: Callable[..., Any], tensor: Tensor, peer: int, group: d
         operation: `dist.isend` or `dist.irecv`.
         peer: the other rank.
     """
-    # A batch, because NCCL creates a communicator of two ranks for a single message.
+    # Send a batch of one message, because NCCL would create a communicator of two ranks for a single one.
     for work in dist.batch_isend_irecv([dist.P2POp(operation, tensor, group=group, group_peer=peer)]):
         work.wait()

@@ -104,7 +104,7 @@ class MismatchWatchdog:
                 found.explain(error)
             return True
 
-        _c10d_logger.addFilter(explain)  # torch logs a collective's error when it raises it
+        _c10d_logger.addFilter(explain)  # torch logs the error of a collective before it raises the error
         weakref.finalize(self, _c10d_logger.removeFilter, explain)
 
     def wait_for(self, work: Any, group: dist.ProcessGroup) -> None:
@@ -136,7 +136,7 @@ class MismatchWatchdog:
                 self._written = self.announced
             return
         top = sys._current_frames().get(threading.main_thread().ident or 0)
-        frames = []  # without line numbers, because the main thread goes on meanwhile
+        frames = []  # do not read line numbers, because the main thread continues to run
         while top is not None:
             frames.append(top)
             top = top.f_back
@@ -156,8 +156,8 @@ class MismatchWatchdog:
         print(f"embrace_fx: {self._found[1]}", file=sys.stderr, flush=True)
 
     def refuse(self, reason: str) -> None:
-        """Writes to torch.distributed's store that this rank is about to raise an error. Ranks that wait for this one
-        read it.
+        """Writes to torch.distributed's store that this rank is about to raise an error, for ranks that wait for this
+        one.
 
         Args:
             reason: the error's text.

@@ -39,7 +39,8 @@ TRAINING, ACCUMULATING, EVALUATING, JOINED = range(4)
 CHANGED_BUFFERS = -1
 """Sent in place of the hash of buffers: this rank has changed a buffer outside of a forward."""
 
-_FAILED, _ASKS_TO_PLAN, _DOES_NOT_FIT, _KIND = 1, 2, 4, 3  # the bits of three flags, and the lowest bit of the kind
+# Masks of the three flags, and the position of the lowest bit of `kind`, in an encoded message.
+_FAILED, _ASKS_TO_PLAN, _DOES_NOT_FIT, _KIND = 1, 2, 4, 3
 _BITS = 8
 """The number of bits for the flags."""
 
@@ -81,8 +82,8 @@ class HandshakeMessage:
     Attributes:
         kind: what the rank does next: `STEP`, `BACKWARD`, `GAVE_UP`, `JOIN` or `QUESTION`.
         activity: `TRAINING`, `ACCUMULATING`, `EVALUATING` or `JOINED`.
-        failure: the reason why the rank has failed; "" if another rank's reason is not known yet; None if it has not
-            failed.
+        failure: the reason why the rank has failed; None if it has not failed; "" if it fails because of another rank,
+            whose reason it does not know.
         asks_to_plan: whether the rank requests a new plan.
         does_not_fit: whether the rank's batch does not fit the plan. All ranks then change the plan before the step.
         steps: the number of the rank's optimizer steps so far; 0 under `join`, where ranks may differ.
@@ -145,7 +146,8 @@ def activity_code(*, train: bool, reduces: bool) -> int:
     """Returns the number that stands for a call's mode: training, accumulating or evaluating.
 
     Args:
-        reduces: whether its backward reduces gradients.
+        train: whether the call trains.
+        reduces: whether the backward of the call reduces gradients.
     """
     return EVALUATING if not train else TRAINING if reduces else ACCUMULATING
 

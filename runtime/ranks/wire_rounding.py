@@ -81,7 +81,7 @@ class Rounding:
         return encode(columns, pieces, self.form)
 
     def encode(self, rounded: Tensor, pieces: Pieces) -> Tensor:
-        """Encodes gradients of rows for sending. They are already rounded, so this adds no error.
+        """Encodes gradients of rows for sending. `round_rows` has rounded them already, so this adds no error.
 
         Args:
             rounded: the gradients, as one flat tensor.
@@ -109,7 +109,7 @@ class Rounding:
         pieces = [(rows.shape[0], width) for width in column_widths(rows.shape[1], grid_columns)]
         sent = round_trip(split_columns(wanted, grid_columns), pieces, form)
         sent = join_columns(sent, rows.shape[1], grid_columns)
-        ids, order = ids.sort()  # sort, because the padding row comes first
+        ids, order = ids.sort()  # sort the ids for the next searchsorted(), because the padding row comes first
         self._left[table] = ids, _without_nonfinite(wanted - sent).index_select(0, order)
         self._measure("gradients of rows", wanted, lambda: sent)
         return sent.to(rows.dtype)

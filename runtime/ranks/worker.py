@@ -18,9 +18,9 @@ class Worker:
 
     def __init__(self, name: str) -> None:
         self._jobs = SimpleQueue[Any]()
-        # A daemon, because a job may wait for a dead rank when the interpreter exits.
+        # Use a daemon thread, because a job may still wait for a dead rank when the interpreter exits.
         threading.Thread(target=_run_jobs, args=(self._jobs,), name=f"embrace_fx {name}", daemon=True).start()
-        # Not at interpreter exit: jobs may still be running, and the daemon thread ends with the process.
+        # Do not run the finalizer at interpreter exit: jobs may still run, and the daemon thread ends with the process.
         weakref.finalize(self, self._jobs.put, None).atexit = False
 
     def submit(self, job: Callable[[], Any]) -> Any:
@@ -45,7 +45,7 @@ def _run_jobs(jobs: SimpleQueue[Any]) -> None:
 
 
 def _raise_error(error: Exception, _: object) -> None:
-    """Raises an error in place of returning a result. The argument after it is ignored."""
+    """Raises an error. A future calls it instead of returning the result, its second argument, which is ignored."""
     raise error
 
 

@@ -223,8 +223,7 @@ class Member(Table):
         return {}
 
     def can_update_jointly(self) -> bool:
-        """Returns whether a single update can change all rows of the table: True once the table's optimizer is known.
-        """
+        """Returns whether a single update can change all rows of the table: True once its optimizer is known."""
         return self.optimizer is not None
 
     def steps_by(self, optimizer: Optimizer | None, options: Options) -> bool:
