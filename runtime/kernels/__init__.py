@@ -45,7 +45,7 @@ def join_ids(
     )
     if first.dim() == 2:
         flat = flat.view(len(sizes), sizes[0])
-    # Compare with both bounds, select and add, in as few kernels as possible.
+    # clamp() compares each id with both bounds in one kernel.
     rows = (flat + torch.where(flat.clamp(first, last) == flat, shift, outside)).view(-1)
     if joined == len(ids):
         return [rows]
@@ -319,7 +319,7 @@ def unpack_bucket(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
     parts, begin = list[Tensor](), flat.storage_offset()
     # Autograd must not see views, because loops call `detach_()` on gradients, which refuses views.
     with torch._C._AutoDispatchBelowAutograd(), torch._C._ExcludeDispatchKeyGuard(_VIEWS):
-        for each in like:  # one op per gradient, instead of a split and a view
+        for each in like:  # as_strided() is one op per gradient, where split and view would be two
             shape = each.shape
             parts.append(flat.as_strided(shape, _contiguous_strides(shape), begin))
             begin += each.numel()

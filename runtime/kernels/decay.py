@@ -43,7 +43,8 @@ class Averages(NamedTuple):
 class TakenSteps(NamedTuple):
     """The last optimizer steps, some of which rows without a gradient have not applied yet.
 
-    The coefficients say how to apply them. The bounds tell when further steps no longer change a weight.
+    The coefficients define each step. The bounds (`largest`, `least_eps` and `ratio`) show when further steps no longer
+    change a weight.
 
     Attributes:
         coefficients: (T + 1, 6) float64, for each number of steps from 0 to T: the columns `LOG_BETA1` to `EPS` of this
@@ -64,17 +65,18 @@ class TakenSteps(NamedTuple):
 
 
 class Moments:
-    """Sums over deferred steps, with which all of them can be applied to a row at once.
+    """Sums over deferred steps, with which all of these steps can be applied to a row at once.
 
     Without a gradient, a step of Adam subtracts a * m / (x + eps) from a weight. The momentum m and the root x of the
-    second average, bias correction included, decay from step to step. With z for such an x, y = z / (z + eps) and x = z
-    (1 - u):
+    second average, with bias correction, decay from step to step. Let z be the root at one of the steps, y = z / (z +
+    eps), and x = z (1 - u) at each step:
 
         sum over steps of  a m / (x + eps)  =  m / (z + eps) * sum over n of  y^n * (sum over steps of  a f u^n)
 
-    where f is the remaining fraction of m. Everything but y, z and m is the same for all rows that have skipped the
-    same steps. u is small: the root fades slowly, m has died away before u is large, and z is of the step that is the
-    mean of m's. After TERMS terms at most m / (z + eps) * y^TERMS * (sum of a f |u|^TERMS / min(1, 1 - u)) is left out.
+    where f is the remaining fraction of m. Only y, z and m depend on the row: the inner sums are equal for all rows
+    that have skipped the same steps. The series converges fast, because u is small while f is large: the root decays
+    slowly, and z is the root at the mean step of the momentum's decay. After TERMS terms, the rest is at most m / (z +
+    eps) * y^TERMS * (sum of a f |u|^TERMS / min(1, 1 - u)).
 
     Args:
         most: the maximum number of steps.
@@ -83,7 +85,7 @@ class Moments:
 
     Attributes:
         sums: (TERMS + 1, T) float64: the sums of a f u^n for n below TERMS, and the bound of the terms left out.
-        centre: (T,) float64: z over the root of the row's stored second average.
+        centre: (T,) float64: z divided by the root of the row's stored second average.
     """
 
     TERMS = 12
@@ -109,7 +111,7 @@ class Moments:
         fade = math.sqrt(beta2) if self._fades else 1.0
         before, self._count = self._count, self._count + 1
         mean = 1 / (1 - beta1)
-        # Any centre gives the correct sums.
+        # The sums are exact for any centre. This one, at the mean step of the momentum's decay, keeps u small.
         self.centre[before] = fade**mean * (1 - beta2 ** (counted + mean - 1)) ** -0.5
         faded, root, sums = self._faded[: self._count], self._root[: self._count], self.sums[:, : self._count]
         if shrink != 1.0:
@@ -149,7 +151,7 @@ def decay_rows(shard: Tensor, averages: Averages, ids: Tensor, taken: Tensor, hi
     if behind.numel() == 0:
         return
     ids, rested = ids.index_select(0, behind), rested.index_select(0, behind)
-    # In a single block, duplicates of an id do no harm: they write the same values.
+    # Duplicates of an id need no removal within a single block, because they write the same values.
     if ids.numel() > _rows_per_block(shard):
         ids = torch._unique2(ids)[0]
         rested = taken.index_select(0, ids)
@@ -175,7 +177,8 @@ class _RemainingRows(NamedTuple):
     Attributes:
         ids: (K,) the rows.
         rested: (K,) the number of steps that each row has applied.
-        leapt: (K, d) the final weights of elements that are done, and nan for the others; None to compute all elements.
+        leapt: (K, d) the final weights of the elements that are computed already, and nan for all others. None if no
+            element is computed yet.
     """
 
     ids: Tensor
@@ -206,8 +209,8 @@ def _apply_together(
         moments: the sums over these steps.
 
     Returns:
-        Unchanged rows, with elements that would not be exact to the last bit. The steps must be applied to them one by
-        one. None if there are none.
+        The rows with elements that would not be exact to the last bit. They are unchanged, and the steps must be
+            applied to them one by one. None if there are no such rows.
     """
     coefficients, dtype = history.coefficients, shard.dtype
     exp_avg, exp_avg_sq, greatest = averages
@@ -246,7 +249,8 @@ def _apply_together(
 def _apply_in_order(shard: Tensor, averages: Averages, rows: _RemainingRows, history: TakenSteps) -> None:
     """Applies the deferred steps one by one to rows.
 
-    An element's bits do not depend on other elements, so that they are equal for any split of the columns over ranks.
+    The result of an element does not depend on other elements, so it is bitwise the same for any split of the columns
+    over ranks.
 
     Args:
         shard, averages: the weights and running averages, changed in place.

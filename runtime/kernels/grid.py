@@ -90,7 +90,8 @@ def split_selected_grid(rows: Tensor, positions: Tensor, own: Sequence[int], gri
 
     Args:
         rows: (U', D).
-        positions: (U,), the rows to send: first those for the first row of the grid, then those for the second, ..
+        positions: (U,), the indices of the rows to send: first those for the first row of the grid, then those for the
+            second, and so on.
         own: for each row of the grid, the number of rows to send to it.
         grid_columns: the number of columns of the grid.
     """
@@ -109,14 +110,15 @@ def split_selected_grid(rows: Tensor, positions: Tensor, own: Sequence[int], gri
 
 
 def _piece_positions(positions: Tensor, own: Sequence[int], grid_columns: int) -> Tensor:
-    """Returns where the piece of each row for each column of the grid lies in the flat tensor of `split_selected_grid`,
-    in units of a piece: (U, grid_columns). The arguments are those of `split_selected_grid`.
+    """Returns the position (U, grid_columns) of each piece in the flat tensor that `split_selected_grid` returns, in
+    units of a piece. A piece has the columns of one row for one column of the grid. The arguments are those of
+    `split_selected_grid`.
     """
     device = positions.device
     sizes = torch.tensor(own, device=device)
     of_row = sizes.repeat_interleave(sizes, output_size=positions.numel())
     first = (sizes.cumsum(0) - sizes).repeat_interleave(sizes, output_size=positions.numel())
-    # Skip the blocks of earlier rows of the grid, and the other columns' blocks of this row.
+    # A row's pieces come after the blocks for all earlier rows of the grid.
     base = first * (grid_columns - 1) + torch.arange(positions.numel(), device=device)
     return base.unsqueeze(1) + of_row.unsqueeze(1) * torch.arange(grid_columns, device=device)
 

@@ -102,7 +102,8 @@ def head_statistics(logits: Tensor, labels: Tensor, smooths: bool, steps: str, r
         group_size: the number of ranks.
     """
     values = apply_steps(logits, steps)[-1].to(softmax_dtype(steps, logits.dtype))
-    top = values.amax(1).clamp(min=torch.finfo(values.dtype).min)  # avoid nan if all logits of a rank are -inf
+    # A finite maximum avoids nan if all logits of a rank are -inf.
+    top = values.amax(1).clamp(min=torch.finfo(values.dtype).min)
     total = (values - top[:, None]).exp_().sum(1)
     own, rows = _own_labels(labels, logits, rank, group_size)
     label = values.gather(1, rows[:, None])[:, 0].masked_fill(own.logical_not(), 0)

@@ -30,7 +30,7 @@ _LEAST, _NOT_FINITE = -119, 127
 
 
 def wire_elements(rows: int, columns: int, form: Format) -> int:
-    """Returns the number of elements of the tensor that is sent for `rows` x `columns` values in this format."""
+    """Returns the number of elements in the encoded tensor of `rows` x `columns` values in this format."""
     return rows * (columns + 1) if form == "int8" and columns else rows * columns
 
 

@@ -63,7 +63,7 @@ class RegionCompiler:
         try:
             with _plain_mode():
                 return self._compile(region)
-        except Exception as error:  # a code generator fails in many ways; the eager ops run instead
+        except Exception as error:  # a code generator may raise any error; the region's ops then run eagerly
             reason = next(iter(str(error).strip().splitlines()), "no message")
             warnings.warn(
                 f"Inductor cannot compile a region of {len(region.module.graph.nodes)} nodes: {type(error).__name__}: "
@@ -87,7 +87,8 @@ class RegionCompiler:
             traced = make_fx(region.module, select_decomp_table(), tracing_mode="real")(*region.inputs)
         cuda_graph = config.triton.cudagraphs and _is_capturable(region)
         key = f"{traced.code}{[_cache_key(value) for value in region.inputs]}{region.fixed}"
-        if key in self._compiled and not cuda_graph:  # a CUDA graph reads its own region's parameters
+        # A CUDA graph reads fixed addresses, so equal regions cannot share one.
+        if key in self._compiled and not cuda_graph:
             return self._compiled[key]
         self._captures_cuda_graphs |= cuda_graph
         output = traced.graph.output_node()
@@ -124,7 +125,7 @@ def _plain_mode() -> Iterator[None]:
 
 def _is_capturable(region: Region) -> bool:
     """Returns whether a CUDA graph can capture a region: all sizes are fixed, all tensors are on CUDA, and no result is
-    read after the next replay may have overwritten it.
+    read after the next replay, which may overwrite it.
     """
     values = _traced_tensors(region)
     sizes = (size for value in values for size in value.shape)

@@ -120,7 +120,7 @@ def _write_in_place(graph: fx.Graph) -> None:
 def _fast_call(op: torch._ops.OpOverload) -> Callable[..., Any]:
     """Returns the callable that runs an op with the least overhead.
 
-    It is torch's own Python binding if that is known to take the op's arguments, and otherwise the op's dispatcher
+    This is torch's Python binding if the binding is known to take the op's arguments, otherwise the op's dispatcher
     call.
     """
     name = op._schema.name.removeprefix("aten::")

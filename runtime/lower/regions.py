@@ -97,7 +97,7 @@ def _is_compute(node: fx.Node) -> bool:
         return False
     value, target = node.meta.get("val"), node.target
     if not isinstance(target, torch._ops.OpOverload):
-        return isinstance(value, _SYMBOLIC)  # other functions only compute sizes
+        return isinstance(value, _SYMBOLIC)  # functions that are not ops only compute sizes
     if target.namespace not in ("aten", "prims") or target._schema.is_mutable:
         return False
     values = value if isinstance(value, list | tuple) else [value]
@@ -167,8 +167,8 @@ def _sizes(node: fx.Node) -> Iterator[tuple[str, int | None]]:
 
 
 def _size_node(graph: fx.Graph, source: fx.Node, dim: int, first: fx.Node) -> fx.Node:
-    """Inserts a node that computes the size of dimension `dim` of `source`, and returns it. It comes directly after
-    `source`, so that `source` need not be kept in memory until the size is used.
+    """Inserts a node that computes the size of dimension `dim` of `source`, and returns it. The new node comes directly
+    after `source`, so that `source` need not stay in memory until the size is used.
 
     Args:
         first: the node before which the new node must come.
@@ -218,7 +218,7 @@ def _is_fixed(node: fx.Node) -> bool:
 
 def _is_copied_within_step(value: fx.Node, user: fx.Node) -> bool:
     """Returns whether `user`, which reads `value`, uses it only within the step: copies it or computes from it, or
-    saves it for the backward. Otherwise it may hold a view of it or read it later.
+    saves it for the backward. Otherwise `user` may keep a view of the value, or read the value later.
     """
     if user.op == "output":
         returned = zip(user.args[0], user.meta["roles"], strict=True)  # type: ignore[arg-type]

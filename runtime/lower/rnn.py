@@ -24,7 +24,7 @@ from embrace_fx.runtime.lower.rnn_loop import (
 )
 from embrace_fx.vocabulary.rnn_ops import LayerWeights, compute_dtype
 
-# The numbers of the cells in the calls of both oneDNN and cuDNN.
+# The numbers by which both oneDNN and cuDNN identify the kind of cell.
 _CELL_NUMBERS = {"rnn_relu": 0, "rnn_tanh": 1, "lstm": 2, "gru": 3}
 
 
@@ -180,8 +180,8 @@ def _empty_results(layer: _Layer) -> list[Tensor]:
 
 
 def _mkldnn_weights(weights: Sequence[Tensor]) -> list[Tensor]:
-    """Returns the four weights that oneDNN's calls take. If the layer has no biases, its weights stand in for them,
-    unread.
+    """Returns the four weights that oneDNN's calls take. If the layer has no biases, its weights are passed in their
+    place and are not read.
     """
     # Without biases, pass the weights again: the call has arguments for biases, but does not read them.
     return [weight.contiguous() for weight in (weights if len(weights) == 4 else [*weights, *weights])]
@@ -189,8 +189,8 @@ def _mkldnn_weights(weights: Sequence[Tensor]) -> list[Tensor]:
 
 def _mkldnn_forward(layer: _Layer) -> list[Tensor]:
     """Runs a layer's forward with oneDNN. Returns the results of `rnn_layer`."""
-    # oneDNN returns its workspace only if gradients are enabled. Autograd must not see parameters then: kernels are
-    # called without the dispatcher, and autograd's record would keep the workspace as long as the output lives.
+    # oneDNN returns its workspace only if gradients are enabled. Detach the parameters for this call: kernels run
+    # without the dispatcher, and an autograd graph would keep the workspace in memory as long as the output.
     weights, save, c0 = [weight.detach() for weight in layer.weights], layer.save, layer.c0
     assert c0 is not None  # oneDNN supports only LSTMs here
     with torch.set_grad_enabled(save):
@@ -212,7 +212,7 @@ def _mkldnn_backward(grads: _Gradients, layer: _Layer, results: Sequence[Tensor]
     output, h_n, c_n, workspace = results
     weights, c0 = layer.weights, layer.c0
     assert c0 is not None
-    # The call also uses the workspace as scratch memory; a second backward must read what the forward wrote.
+    # The call uses parts of the workspace as scratch memory. A second backward still computes the same gradients.
     grad_input, *grad_weights, grad_h0, grad_c0 = torch.ops.aten.mkldnn_rnn_layer_backward(
         layer.input.contiguous(), *_mkldnn_weights(weights), layer.h0.contiguous(), c0.contiguous(), output, h_n, c_n,
         *grads, layer.reverse, _CELL_NUMBERS["lstm"], c0.shape[1], 1, len(weights) == 4, True, False, [], False,
@@ -223,9 +223,10 @@ def _mkldnn_backward(grads: _Gradients, layer: _Layer, results: Sequence[Tensor]
 
 def _reorder_for_cudnn(rows: Tensor, shape: Sequence[int], walk: TimeOrder) -> Tensor:
     """Reverses every sequence in time if the layer runs backward in time, because cuDNN is only called forward in time.
-    Applying it twice restores the order.
+    A second call restores the order.
 
     Args:
+        rows: the values of each sequence at each time step.
         shape: the shape of the result.
     """
     if not walk.reverse:
@@ -270,7 +271,7 @@ def _cudnn_backward(
     """
     output, *_, reserve, packed_weights = results
     grad_output, *grad_states = grads
-    # cuDNN writes into the reserve while it computes the gradients; an op that changes its arguments is not pure.
+    # Pass a copy of the reserve, because cuDNN writes into it, and this op must not change its arguments.
     grad_input, grad_h0, grad_c0, grad_weights = torch.ops.aten._cudnn_rnn_backward(
         *_cudnn_inputs(layer, walk, packed_weights), _reorder_for_cudnn(output, output.shape, walk),
         None if grad_output is None else _reorder_for_cudnn(grad_output, output.shape, walk),

@@ -49,8 +49,8 @@ class TimeOrder:
         return steps[::-1] if self.reverse else steps
 
     def previous(self, initial: Tensor, rows: Tensor) -> Tensor:
-        """Returns, for each row, the state before it is processed: the row of the same sequence that is processed
-        before it, or its initial state. Shaped like `rows` (R, ...).
+        """Returns, for each row, the state before the row is processed: that of the sequence's previous row in
+        processing order, or the sequence's initial state. Shaped like `rows` (R, ...).
 
         Args:
             initial: (B, ...), the initial state of each sequence.
@@ -64,8 +64,8 @@ class TimeOrder:
         return torch.cat(states[::-1] if self.reverse else states)
 
     def ends(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Returns (the row of each sequence that is processed first (B,), the one that is processed last (B,)), as
-        indices.
+        """Returns (the index of each sequence's row that is processed first (B,), the index of the row processed last
+        (B,)).
 
         Example: with sizes [2, 1], forward, sequence 0 has rows 0 and 2, and sequence 1 has row 1: ([0, 1], [2, 1]).
         """
@@ -100,7 +100,7 @@ def step_state(initial: Tensor, before: Tensor, rows: int) -> Tensor:
 
     Args:
         initial: (B, ...), the initial state of each sequence.
-        before: the state after the step that was processed before.
+        before: the state after the previously processed step.
         rows: the number of sequences that have this time step.
     """
     if before.shape[0] >= rows:
@@ -147,7 +147,8 @@ class Backward:
 
     Attributes:
         input: the gradient of the input (R, I), or None if it is not needed.
-        h0, c0: the gradients of the initial hidden state (B, P) and cell state (B, H), the latter None unless an LSTM.
+        h0, c0: the gradients of the initial hidden state (B, P) and cell state (B, H). `c0` is None unless the layer is
+            an LSTM.
         weights: the gradients of the layer's weights and biases.
     """
 

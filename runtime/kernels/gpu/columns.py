@@ -23,8 +23,8 @@ from embrace_fx.runtime.kernels.gpu.tiles import choose_tile, on_tensor_device, 
 # All kernels in this package are compiled for the table's width, because Triton can use wide accesses only if it knows
 # the width's divisors. They are not specialized on the count of rows, which differs from step to step: Triton would
 # compile them again whenever it is 1 or a multiple of 16.
-# A program handles one rank's columns of some rows (second axis: ranks), so that its loads and its stores are both
-# consecutive. A tile of columns of the full row could lie in two blocks.
+# A program handles one rank's columns of some rows (the second axis of the launch grid counts ranks), so that both its
+# loads and its stores are consecutive. A tile of a full row's columns could extend over two blocks.
 @triton.jit(do_not_specialize=["count"])
 def _move_columns(
     rows, positions, flat, count, width: tl.constexpr, block_width: tl.constexpr,

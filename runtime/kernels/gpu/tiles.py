@@ -47,8 +47,8 @@ def choose_tile(columns: int, itemsize: int, tensors: int = 1) -> Tile:
 
 @triton.jit
 def offsets(ids, count, width: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Computes where this Triton program's tile lies. Returns (offsets in a tensor (count, width), offsets in the rows
-    `ids` of a table, mask of the elements that exist).
+    """Computes the offsets of this Triton program's tile. Returns (offsets in a tensor (count, width), offsets in the
+    rows `ids` of a table, mask of the elements that exist).
 
     Args:
         ids: (count,), the table row to which each row of the tensor belongs.

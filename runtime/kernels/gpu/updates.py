@@ -25,8 +25,8 @@ from embrace_fx.runtime.kernels.gpu.tiles import choose_tile, offsets, on_tensor
 
 # Memory bandwidth limits all three kernels: they do few operations on each row of 3 to 9 tensors. Tiles are smaller
 # than for a copy, because the tiles of all tensors are in registers at once. Options are passed as float64, because
-# float32 would round the learning rate of a float64 table. Square root and division are the correctly rounded ones,
-# which cost no time here.
+# float32 would round the learning rate of a float64 table. Square root and division are correctly rounded, which takes
+# no extra time when memory bandwidth is the limit.
 
 
 @triton.jit
