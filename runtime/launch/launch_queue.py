@@ -209,8 +209,8 @@ class LaunchQueue:
 
     @contextlib.contextmanager
     def flushing(self) -> Iterator[None]:
-        """Opens a context in which a launch that a thread waits for does not wait for preceding launches that are not
-        submitted yet.
+        """Opens a context for waits of the calling thread. A launch that it waits for may overtake preceding launches
+        that are not submitted yet.
         """
         with self.lock:
             self.flushes += 1
@@ -221,22 +221,23 @@ class LaunchQueue:
                 self.flushes -= 1
 
     def was_in_order(self) -> bool:
-        """Returns True: whether all launches since the last call were made in the order of the schedule.
+        """Returns whether all launches since the last call count as made in the order of the schedule: always True
+        here.
 
-        `StreamQueue` overrides it. Here ranks need not know of each other's launches out of order, because this queue
-        makes them anyway after a standstill.
+        `StreamQueue` overrides this method. With this queue, a rank need not know of other ranks' launches out of
+        order, because it makes the same launches after a standstill.
         """
         return True
 
     def enqueue_submitted(self) -> None:
-        """Does nothing here. `StreamQueue`, the queue for CUDA streams, overrides it to follow another rank's launches
-        out of order.
+        """Does nothing here. `StreamQueue`, the queue for CUDA streams, overrides this method to make the launches that
+        another rank has made out of order.
         """
 
     @property
     def in_turn(self) -> InTurn | None:
         """A function that returns a context in which the caller may launch another collective in an order that all
-        ranks share. None here, because it is needed only on CUDA streams.
+        ranks share. None here, because only launches on CUDA streams need it.
         """
         return None
 
@@ -245,7 +246,7 @@ class LaunchQueue:
     def issue(self) -> None:
         """Makes all launches that are due now. Does nothing if another thread is already doing so."""
         while not self.issuing:
-            with self.lock:  # windows change only under this lock
+            with self.lock:  # `windows` is changed only under this lock
                 if self.issuing or self.stopped or self.error is not None:  # type: ignore[redundant-expr]  # threads
                     return
                 if not any(map(WAITING, self.windows)):
@@ -267,7 +268,7 @@ class LaunchQueue:
                 self._launch(ticket)
             except BaseException as error:
                 self.fail(error)
-                if not isinstance(error, Exception):  # exceptions such as KeyboardInterrupt are for the user's thread
+                if not isinstance(error, Exception):  # the user's thread must get exceptions such as KeyboardInterrupt
                     raise
             finally:
                 self.issuing = False
@@ -302,7 +303,7 @@ class LaunchQueue:
                 ticket.sent_bytes = ticket.measured()
             self.in_flight.remove(ticket)
             if (took_s := ticket.ended_s - ticket.started_s) > STANDSTILL_S:
-                self.took_s.pop(ticket.id, None)  # forget the time, because another rank was late
+                self.took_s.pop(ticket.id, None)  # forget the usual time, because this launch waited for a late rank
             elif ticket.tells:
                 self.took_s[ticket.id] = took_s
             if self.sleepers:
@@ -372,8 +373,8 @@ class LaunchQueue:
         return self._next_out_of_order(standing_still)
 
     def _next_out_of_order(self, standing_still: bool) -> Ticket | None:
-        """Removes a launch to make now from its window although preceding launches are not submitted yet, and returns
-        its ticket. Returns None if there is none.
+        """Finds a launch to make now although preceding launches are not submitted yet. Removes it from its window, and
+        returns its ticket. Returns None if there is no such launch.
 
         Args:
             standing_still: whether nothing has been launched or completed for `STANDSTILL_S`.
@@ -414,7 +415,8 @@ class LaunchQueue:
 def _run_thread(queue: LaunchQueue) -> None:
     """Runs the queue's thread, which makes launches that become due by time, or when it is woken.
 
-    A woken thread looks once more after `SHORTEST_S`, in which no launch becomes late, before it sleeps until woken.
+    A woken thread checks again after `SHORTEST_S`, the shortest time in which a launch can become late, before it
+    sleeps.
     """
     is_woken = False
     while True:
@@ -437,14 +439,13 @@ def _stop_thread(queue: LaunchQueue, thread: threading.Thread) -> None:
     deadline_s = time.monotonic() + _FAREWELL_S
     queue.draining = True
     queue.issue()
-    queue.wait_until_empty(
-        _FAREWELL_S
-    )  # all ranks have submitted the same launches, which complete unless a rank is gone
+    # All ranks have submitted the same launches, so these complete unless a rank is gone.
+    queue.wait_until_empty(_FAREWELL_S)
     with queue.lock:
         queue.stopped = True
         queue.changed.notify_all()
     if thread is not threading.current_thread():
         thread.join(timeout=_FAREWELL_S)
-    # After its callback has run, a collective's thread needs the interpreter once more, to drop it.
+    # A collective's thread needs the interpreter once more after its callback has run, to free the callback.
     while queue.callbacks and time.monotonic() < deadline_s:
         time.sleep(_POLL_S)

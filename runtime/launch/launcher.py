@@ -40,7 +40,7 @@ class Launcher:
         order: ids of the launches of a window (a backward and the next forward), in order.
         of_forward: ids of the launches that the forward submits. The backward submits all others.
         queue: makes the launches.
-        communicator: logs submissions, and finds ranks that are missing if a wait fails.
+        communicator: logs submissions, and names the missing ranks if a wait fails.
 
     Attributes:
         order: the ids of the launches of the next window, in order.
@@ -194,7 +194,7 @@ class Launcher:
             raise
 
     def flushing(self) -> contextlib.AbstractContextManager[None]:
-        """Returns a context in which a launch that a thread waits for does not wait for preceding launches that are not
-        submitted yet.
+        """Returns a context for waits of the calling thread. A launch that it waits for may overtake preceding launches
+        that are not submitted yet.
         """
         return self.queue.flushing()

@@ -163,7 +163,7 @@ class Recorder:
         if self._bytes_in_use is not None:
             recording.memory.append((now, self._bytes_in_use()))
 
-    # A forward's compute is recorded in segments, which end when the forward waits or ends.
+    # The compute of a forward is recorded in segments. A segment ends when the forward waits or ends.
 
     def begin_segment(self, operation: OperationId) -> None:
         """Records that the forward begins a piece of compute with the id `operation`."""

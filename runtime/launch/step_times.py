@@ -20,7 +20,7 @@ REMEMBERED = 32
 
 
 class StepTimes:
-    """The time of each of the last steps by category, and the bytes sent.
+    """Measures the time of each of the last steps by category, and counts the bytes sent.
 
     Attributes:
         steps: for each of the last complete steps, in order, (seconds by category, bytes that this rank sent).

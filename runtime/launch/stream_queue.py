@@ -60,7 +60,7 @@ class StreamTicket(Ticket):
     queue: StreamQueue
 
     def issue(self) -> None:
-        """Enqueues the collective, unless that has been done, even if preceding launches have not been submitted yet.
+        """Enqueues the collective, if it has not been enqueued, even if preceding launches are not submitted yet.
 
         Raises:
             RuntimeError: a launch failed, or a preceding launch of the same class has not been submitted.
@@ -108,7 +108,8 @@ class StreamQueue(LaunchQueue):
 
     def __init__(self, recorder: Recorder, streams: Streams, channel: Mapping[Lane, str] = LANE_GROUP) -> None:
         super().__init__(recorder, channel)
-        self.moved_s = math.inf  # disables the standstill timeout, after which other queues let a class overtake
+        # Disables the standstill timeout, after which a queue without streams lets launches overtake others.
+        self.moved_s = math.inf
         self.streams = streams
         self.shares_device = streams.are_shared()
         self.overtook = False
@@ -134,7 +135,7 @@ class StreamQueue(LaunchQueue):
                 while any(map(WAITING, self.windows)) and (ticket := self.next()) is not None:
                     assert isinstance(ticket, StreamTicket)
                     in_turn = agreed or not self.draining or not self._is_out_of_turn(ticket)
-                    if not in_turn:  # record it first, because over gloo the next call waits for other ranks
+                    if not in_turn:  # record this before the next call, which over gloo waits for other ranks
                         self.overtook, self.tells = True, self.next_place()
                     self._enqueue(ticket, in_turn, follows)
             except BaseException as error:
@@ -193,7 +194,7 @@ class StreamQueue(LaunchQueue):
         """Enqueues all submitted launches, even if preceding ones are not submitted yet. All ranks call this at the
         same point.
 
-        Ranks may have launched different collectives out of order before. So all later launches wait for all launches
+        Ranks may have launched different collectives out of order before, so all later launches wait for all launches
         so far.
         """
         with self.lock:
@@ -310,7 +311,7 @@ class StreamQueue(LaunchQueue):
             assert ticket.launch is not None
             launched, ticket.launch = ticket.launch(), None
             if launched.work is not None:
-                launched.work.wait()  # the stream waits, not the host
+                launched.work.wait()  # makes the stream wait, but not the host
             ticket.ended = streams.record(ticket.id, "done")
             over = recorder.clock.now() if recorded else 0.0
         if in_turn:

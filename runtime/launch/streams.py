@@ -27,7 +27,8 @@ Event = Any
 class Streams:
     """The CUDA streams of a device: one for compute, and one for each class of communication.
 
-    The current stream is read through `torch._C`, because a step asks for it often and `torch.cuda` takes more calls.
+    The current stream is read through `torch._C`, because each step reads it often, and `torch.cuda` takes more Python
+    calls.
 
     Attributes:
         last: (id of the launch queue that made the device's last launch in order, CUDA event after it), or None.
@@ -166,10 +167,10 @@ class _StreamClock(Clock):
         torch.cuda.synchronize(self._device)
 
     def seconds(self, moment: Any) -> float:
-        """Converts an event to seconds of the host's `time.perf_counter`. Returns a float, which is a host time
-        already, as it is.
+        """Converts an event to seconds of the host's `time.perf_counter`. Returns a float unchanged, because it is a
+        host time already.
         """
-        if isinstance(moment, float):  # a thread without a CUDA stream has used the host's clock
+        if isinstance(moment, float):  # recorded with the host's clock by a thread that has no CUDA stream
             return moment
         return self._zero_s + float(self._zero.elapsed_time(moment)) / 1e3
 

@@ -35,8 +35,9 @@ class Ticket(InFlight):
         launch: None once the collective has been started.
         done: whether the collective has completed or, on a CUDA device, the current stream waits for it.
         dropped: whether the collective will never be started.
-        wanted: whether a thread waits for it in a `flushing` context, so that it may overtake other launches.
-        tells: whether it has been in flight alone, so that its duration is a good estimate for later steps.
+        wanted: whether a thread waits for the launch in a `flushing` context, so that it may overtake other launches.
+        tells: whether no other launch was in flight at the same time, so that its duration is a good estimate for later
+            steps.
         started_s, ended_s: `time.perf_counter` when the collective was started and when it completed; 0 before.
     """
 

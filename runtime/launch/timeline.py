@@ -57,7 +57,8 @@ def _single_step(recording: Recording) -> Recording:
 
 
 def _memory_growth(rank: int, recording: Recording, zero_s: float) -> list[MemoryAt]:
-    """Returns a rank's memory in use over time, relative to the start of the recording. Empty if it does not change.
+    """Returns a rank's memory in use over time, relative to the start of the recording. Returns [] if the memory in use
+    does not change.
 
     Args:
         zero_s: the time in seconds from which times in the result are counted.

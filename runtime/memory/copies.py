@@ -93,7 +93,7 @@ class Reloading:
 
 
 class Copies(ABC):
-    """Base class: offloads values and reloads them while compute runs."""
+    """Base class of objects that offload values and reload them while compute runs."""
 
     def offload(self, value: Tensor, launch: OperationId, recorder: Recorder | None) -> Stored:
         """Starts copying a tensor's storage out. Returns a handle of the offloaded tensor, for `await_offload`.
@@ -143,7 +143,8 @@ class Copies(ABC):
         launch = OperationId("offload", "probe", lane="offload")
         value = torch.zeros(nbytes, dtype=torch.uint8, device=device)
         slower_ms = 0.0
-        for _ in range(3):  # only the last round counts, because the first ones allocate file blocks and memory
+        # Keep the time of the last round, because the first ones also allocate file blocks and memory.
+        for _ in range(3):
             self.synchronize()
             began = time.perf_counter()
             stored = self.await_offload(self.offload(value, launch, None))
@@ -236,11 +237,12 @@ class FileCopies(Copies):
             ) from error
 
     def _reserve(self, nbytes: int) -> Slot:
-        """Reserves a free part of the file for `nbytes` bytes, and returns it. It is free again when the returned
-        object is.
+        """Reserves a free part of the file for `nbytes` bytes, and returns it. The part becomes free again when the
+        returned object is deleted.
 
         Raises:
-            RuntimeError: the disk is full. Raised here, so that the write cannot fail for this reason.
+            RuntimeError: the disk is full. The space is reserved here, so that a later write cannot fail for this
+                reason.
         """
         length = max(-(-nbytes // SLOT_BYTES), 1) * SLOT_BYTES
         if self._free[length]:

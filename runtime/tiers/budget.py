@@ -32,7 +32,8 @@ def transfer_rows(slots: int) -> int:
 
 
 def row_bytes(rows: int, columns: Mapping[str, Column]) -> float:
-    """Returns the bytes of memory for bookkeeping for each row of a table, in memory or not.
+    """Returns the bytes of memory that bookkeeping takes for each row of a table, including rows that are not in
+    memory.
 
     Args:
         rows: the number of rows of the table.
@@ -52,8 +53,8 @@ def slot_bytes(columns: Mapping[str, Column]) -> float:
 
 
 def fixed_bytes(columns: Mapping[str, Column]) -> int:
-    """Returns the bytes of memory that a table larger than memory needs for transfer buffers however few rows are in
-    memory.
+    """Returns the bytes of memory that a table larger than memory needs for transfer buffers, independent of the number
+    of rows in memory.
 
     Args:
         columns: name -> column (weights or optimizer state) of a row.

@@ -90,7 +90,8 @@ class EvictionPolicy:
             due: if given, the step that needs the slots. Then only slots are chosen that no earlier step will use, and
                 that neither the current step nor the previous one has used.
         """
-        # Rows that were read for an earlier step may have pending gradients. Count them as used by the current call.
+        # Rows that were read ahead for an earlier step may have pending gradients, so count them as used by the current
+        # call.
         self._marks.masked_fill_((self._marks > _SOON - self.step) & (self._marks <= _SOON), self._call)
         marks, slots = self._marks.topk(max(count, len(self._marks) // _SHARE), largest=False)
         if due is None:

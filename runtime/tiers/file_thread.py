@@ -46,7 +46,7 @@ class ReadResult(NamedTuple):
 
     Attributes:
         arrivals: the started copies into slots, each to be completed by `Slots.arrive`.
-        taken: how many optimizer steps every row that was read has applied, at least.
+        taken: a number of optimizer steps that every row in the result has applied; some rows may have applied more.
     """
 
     arrivals: Sequence[Any]
@@ -240,7 +240,8 @@ class FileThread:
         self, rows: Tensor, numbers: Tensor, slots: Tensor, read: Callable[..., Tensor | None]
     ) -> tuple[int, int]:
         """Reads rows (K,) from the page cache into memory slots (K,), up to the first part that needs the disk. Returns
-        how many rows it has read, and how many optimizer steps each of them has applied, at least.
+        the number of rows read, and a number of optimizer steps that each of them has applied (some may have applied
+        more).
 
         Args:
             numbers: (K,) the numbers of the rows' records.
@@ -272,7 +273,7 @@ class FileThread:
 
         Args:
             numbers: (K,) the numbers of the rows' records, or -1 for rows that were never written.
-            taken: an upper bound for `ReadResult.taken`.
+            taken: an upper bound of the result's `taken`.
             watch: records the time of the read.
             writes: pending writes to wait for first.
         """

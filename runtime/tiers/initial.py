@@ -22,8 +22,8 @@ _WORDS = _FIELDS // 4
 
 @dataclass(frozen=True)
 class InitialValues:
-    """The initial values of an embedding's rows, computed from seed, row and column: normal numbers, and zeros for the
-    padding row.
+    """The initial values of an embedding's rows, computed from seed, row and column: normally distributed numbers, and
+    zeros for the padding row.
 
     Attributes:
         columns: the columns that this rank has, out of `width`.

@@ -37,9 +37,8 @@ class RowsAhead:
 
     def __init__(self, state: ModelState, communicator: Communicator) -> None:
         self._state, self._number = state, 0
-        self._upcoming: deque[tuple[int, UpcomingBatch]] = (
-            deque()
-        )  # for a single rank: number of a future call -> its batch
+        # For a single rank: (number of a future call, its batch).
+        self._upcoming: deque[tuple[int, UpcomingBatch]] = deque()
         self._coming: deque[tuple[int, Future[Rows]]] = deque()
         self._jobs: SimpleQueue[_Job] = SimpleQueue()
         self._group: dist.ProcessGroup | None = None
@@ -47,7 +46,7 @@ class RowsAhead:
             assert communicator.group is not None
             ranks = dist.get_process_group_ranks(communicator.group)
             self._group = communicator.sub_group("rows ahead", [ranks], backend="gloo")
-            # A daemon, because a gather blocked by a dead rank must not block this process's exit.
+            # Use a daemon thread, because a gather that waits for a dead rank must not keep this process from exiting.
             threading.Thread(target=_gather_loop, args=(self._jobs, self._group), daemon=True).start()
 
     def step(self, leaves: Sequence[Any], upcoming: UpcomingBatch | None, ahead: int) -> None:
@@ -63,7 +62,7 @@ class RowsAhead:
             memory.begin_step(self._number)
         if self._group is None:
             self._step_alone(leaves, upcoming, ahead, places)
-        elif ahead > 1:  # otherwise the gathered rows would arrive no earlier than the lookup
+        elif ahead > 1:  # with one batch ahead, the gathered rows would arrive no earlier than the lookup
             found: Future[Rows] = Future()
             self._coming.append((self._number + ahead, found))
             self._jobs.put((upcoming, places, found))

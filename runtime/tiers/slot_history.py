@@ -59,8 +59,8 @@ class ClosedHistories:
         self.apply_on_arrival(self._memory.in_use(closed.rows), closed.before)
 
     def apply_on_arrival(self, slots: Tensor, taken: int) -> None:
-        """Applies the histories to rows that were just read into memory slots (K,), each of which has applied at least
-        `taken` steps.
+        """Applies the histories to rows that were just read into memory slots (K,), each of which has already applied
+        `taken` steps or more.
         """
         due = [each for each in self._closed if each.before + each.steps.count > taken]
         if due and slots.numel():

@@ -43,7 +43,7 @@ class Slots:
     Attributes:
         columns: name -> values (S, ...) of all slots.
         pinned: whether records are copied from pinned memory.
-        arriving_share: at most one in this many slots may be receiving a row at a time.
+        arriving_share: k, if at most 1 / k of the slots may receive rows at the same time.
     """
 
     pinned = False
@@ -105,7 +105,7 @@ class DeviceSlots(Slots):
     """
 
     pinned = True
-    arriving_share = 12  # arriving rows use additional memory until they are in their slots
+    arriving_share = 12  # bounds the additional memory that arriving rows use until they are in their slots
 
     def __init__(self, count: int, records: Records, device: torch.device, streams: Streams) -> None:
         super().__init__(count, records, device)

@@ -37,7 +37,7 @@ REFUSAL = (
 
 
 class FileStorage(LocalStorage):
-    """Stands for a shard of which only some rows are in memory. Any read or write of the whole shard raises.
+    """The storage of a shard that has only some of its rows in memory. Any read or write of the whole shard raises.
 
     Args:
         like: a placeholder with the shard's shape, dtype and device.
@@ -51,7 +51,9 @@ class FileStorage(LocalStorage):
     is_elsewhere = True
 
     def _refuse(self, local: object = None) -> NoReturn:
-        """Raises `RuntimeError`, because the rows are not all in memory, to be read or replaced at once."""
+        """Raises `RuntimeError`, because a shard whose rows are not all in memory cannot be read or replaced as a
+        whole.
+        """
         raise RuntimeError(self._refusal)
 
     dense = memory = replace = _refuse

@@ -47,7 +47,7 @@ class Counts:
 
     Attributes:
         steps: the number of training steps.
-        asked: rows looked up.
+        asked: rows that were looked up.
         brought: rows that were not in memory and were given a slot.
         missed: rows that were not in memory when they were needed.
         read: rows read from storage.
@@ -125,7 +125,7 @@ class WorkingSet:
         self.row_of = torch.full((slots,), -1, dtype=torch.int64, device="cpu")
         # Where each row is: 0 if never written, s + 1 in slot s, -n - 1 at record number n of the file.
         self._where = torch.zeros(rows, dtype=torch.int32, device="cpu")
-        # The same for the device: s + 1 if the row is in slot s, otherwise 0.
+        # A copy of `_where` on the device, which knows only slots: s + 1 if the row is in slot s, otherwise 0.
         self._on_device = self._slots.map_of_rows(rows)
         self._next_use = EvictionPolicy(slots)
         # For each slot, the number of the record from which its row was read, or -1.
@@ -189,8 +189,8 @@ class WorkingSet:
     def read_ahead(self, ids: Tensor, due: int) -> None:
         """Starts reading the rows `ids` (K,) that step `due` will look up, and keeps those that are already in memory.
 
-        Rows without room are read at a later call, those of nearer steps first. Rows with pending gradients are not
-        evicted to make room.
+        Rows for which no slot is free are read in a later call, those of earlier steps first. Rows with pending
+        gradients are not evicted to make room.
         """
         self._call_unless_failed(self._read_waiting, ids, due)
 
