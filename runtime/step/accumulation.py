@@ -43,8 +43,7 @@ class _EagerBackward:
         kept: names of parameters whose `.grad` stays in place during the backward, because their hooks must see the
             sum.
         reached: names of parameters whose gradients have been accumulated, in order.
-        task: the autograd engine's number for the backward. A nested backward, such as that of a checkpoint, has
-            another one.
+        task: the autograd engine's id of the backward. A nested backward, such as that of a checkpoint, has another id.
     """
 
     step: GradientStep
@@ -99,9 +98,8 @@ class Accumulation:
             return
         self.forget()
         self.parameters = dict(parameters)
-        itself = weakref.ref(
-            self
-        )  # refer to this object weakly, because the garbage collector cannot see that C++ holds the hook
+        # Hooks refer to this object weakly, because the garbage collector does not see references from C++.
+        itself = weakref.ref(self)
         for name, parameter in parameters.items():
             with torch.enable_grad():
                 node: Any = torch.autograd.graph.get_gradient_edge(parameter).node
@@ -168,7 +166,7 @@ class Accumulation:
         self._last = step
 
     def fail(self) -> None:
-        """Tells the other ranks that this rank's backward has raised. Does not raise errors of other ranks."""
+        """Reports to the other ranks that this rank's backward has raised. Suppresses errors of other ranks."""
         if self.backward is None:
             return
         step, _ = self._finish_backward()
@@ -220,7 +218,7 @@ def _on_accumulated(itself: weakref.ref[Accumulation], name: str, *_: Any) -> No
 
 def _on_backward_node(itself: weakref.ref[Accumulation], step: GradientStep | None, *_: Any) -> None:
     """Runs before an autograd node at which a backward of the model may start, as a hook. Begins a backward, or records
-    that the running one goes through this call too.
+    that the running backward goes through this call too.
 
     Args:
         itself: the object that registered the hook.

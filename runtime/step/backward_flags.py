@@ -114,8 +114,8 @@ def _exchange_flags(
 def _exchange_flags_on_device(
     streams: Streams, scalars: Sequence[Tensor], used: Sequence[int], written: int, communicator: Communicator
 ) -> Callable[[], list[int]]:
-    """Does the same as `_exchange_flags` for scalars on a device. The host then waits for the forward that computes the
-    scalars, but not for the backward.
+    """Does the same as `_exchange_flags`, for scalars on a device. Reading the flags then makes the host wait for the
+    forward, which computes the scalars, but not for the backward.
     """
     size, rank = communicator.world_size, communicator.rank
     there = streams.record("loss ready")
@@ -126,7 +126,7 @@ def _exchange_flags_on_device(
         own[size + rank] = written
         flags = streams.to_device(torch.tensor([*own, *used], device="cpu"))
         values = torch.stack(list(scalars))
-        # Counts values that are not finite: inf - inf and nan - nan are nan.
+        # Count the values that are not finite: for them, value - value is nan.
         torch.sum((values - values).ne(0), dim=0, out=flags[rank])
         communicator.wait(communicator.all_reduce_(flags, "sum", "ids"))
         copy, done = streams.to_host(flags), streams.record("backward flags done")

@@ -44,7 +44,7 @@ class _LossNumber(float):
 
 
 class MeanLoss:
-    """A closure for an optimizer's step that returns the mean of the loss over ranks. Collective.
+    """A closure for an optimizer's step that returns the mean of the loss over ranks. Each call is collective.
 
     Args:
         closure: the user's closure, which computes the loss of this rank's batch and its gradients.

@@ -49,7 +49,7 @@ class _SortedOutputs:
     """The outputs of a backward, sorted by how their gradients are stored."""
 
     def __init__(self, roles: Sequence[OutputRole]) -> None:
-        self.roles = roles  # keep the roles alive, because they are compared by identity
+        self.roles = roles  # keeps the roles alive, because the cache identifies them by `id()`
         self.dense: list[int] = []
         self.dense_names: list[str] = []
         self.of_shards: list[tuple[int, str]] = []
@@ -196,7 +196,7 @@ def _deliver_dense(state: ModelState, name: str, gradient: Tensor, synchronised:
     Args:
         name: the parameter's name.
         synchronised: whether the gradient is the mean over ranks.
-        own: whether the gradient is this rank's own. Hooks run only then.
+        own: whether the gradient is this rank's own. Only then do the parameter's hooks run.
     """
     parameter = state.parameter(name)
     hooks = own and name in state.hooked
@@ -206,7 +206,7 @@ def _deliver_dense(state: ModelState, name: str, gradient: Tensor, synchronised:
         gradient = gradient.contiguous() if parameter.is_contiguous() else gradient.clone()
     if synchronised and name in state.unreduced:
         state.unreduced.discard(name)
-        # The bucket includes the accumulated part.
+        # The reduced gradient includes what was accumulated in `.grad`, so overwrite that.
         parameter.grad = gradient if parameter.grad is None else parameter.grad.copy_(gradient)
     elif parameter.grad is None:
         parameter.grad = gradient

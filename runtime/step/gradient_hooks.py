@@ -26,7 +26,7 @@ class NodeHook(partial[Any]):
 def has_node_hooks(parameter: nn.Parameter) -> bool:
     """Returns whether the user has added hooks to the autograd node that accumulates a parameter's gradient.
 
-    Hooks of another compiled model that holds the parameter do not count.
+    Hooks that another compiled model with the same parameter has added do not count.
     """
     # Set by `torch.distributed.optim` for optimizers that step in the backward.
     if getattr(parameter, "_in_backward_optimizers", None):
@@ -52,7 +52,8 @@ def run_accumulate_hooks(parameter: nn.Parameter, gradient: Tensor, there: Tenso
 
     Args:
         gradient: the gradient to reduce: this backward's plus earlier ones under `no_sync`.
-        there: a gradient that is already in `.grad`, or None. Hooks see the sum of both; the result is without it.
+        there: the gradient that is already in `.grad`, or None. Hooks see the sum of both gradients; the result
+            contains only the first.
     """
     hooks: dict[int, Callable[[Tensor], None]] | None = getattr(parameter, "_post_accumulate_grad_hooks", None)
     if not hooks:

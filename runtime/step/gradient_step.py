@@ -57,8 +57,8 @@ class GradientStep(Step):
     def _begin_forward(self) -> tuple[Values, ForwardVariant]:
         """Announces the step to the other ranks. Returns saved values, and the variant of the program's forward to run.
 
-        If possible, does not wait for the other ranks: they meet at the start of the backward, before anything is sent.
-        If ranks send each other buffers before the forward, waits for them here.
+        Usually does not wait for the other ranks, because all ranks wait for each other at the start of the backward,
+        before anything is sent. Waits here if ranks broadcast buffers before the forward.
         """
         flow = self.program.flow
         if flow.is_within_steps or not flow.shares_failures or self.program.share_buffers is not None:
@@ -93,8 +93,8 @@ class GradientStep(Step):
         super()._begin_backward(BackwardVariant(), twice=False)
 
     def add(self, name: str, gradient: Tensor) -> None:
-        """Takes a parameter's gradient when autograd has accumulated it. Sends the bucket of the parameter once all
-        gradients of the bucket are there.
+        """Stores a parameter's gradient that autograd has accumulated. Sends the parameter's bucket once all gradients
+        of the bucket are stored.
 
         Raises:
             RuntimeError: the gradient has already been sent, or an earlier backward has reduced it.
@@ -136,7 +136,7 @@ class GradientStep(Step):
             absent_here = program.used.absent(used) | program.used.local_unreached(given)
             program.deliver(roles, outputs, program.used.absent(counts), absent_here, ())
             program.flow.mark_end()
-        self._results = []  # release the results, which have been checked and may be large
+        self._results = []  # free the results, which have been checked and may be large
         if self._of_results and not program.deliver.own:
             self._reduced.update(gradients)
 

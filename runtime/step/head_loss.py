@@ -37,12 +37,13 @@ _GROUP = "embedding"
 
 @dataclass(frozen=True)
 class LossArguments:
-    """A sharded output layer, and the options of `F.cross_entropy` on its logits.
+    """A sharded output layer, and the arguments of `F.cross_entropy` on its logits.
 
     Attributes:
         promise: describes the output layer: its weight, its bias, and the ops that follow.
         reduction: 0 for "none", 1 for "mean", 2 for "sum".
-        smoothing: the label smoothing, or 0 if `weight` is given, because both together are not supported.
+        smoothing: the label smoothing. 0 if `weight` is given, because class weights and smoothing together are not
+            supported.
     """
 
     promise: PromisedLogits

@@ -20,7 +20,7 @@ from embrace_fx.runtime.ranks.communicator import InFlight
 
 @dataclass(frozen=True)
 class CommHook:
-    """A communication hook of the user, with its state."""
+    """A communication hook of the user, with the state that the user registered for it."""
 
     state: object
     hook: Callable[[Any, Any], Any]

@@ -16,8 +16,8 @@ from embrace_fx.vocabulary.ops import draws_random_numbers, op_name
 
 
 def make_ids_program(graph: TrainingGraph, state: ModelState, unique_phase: Runnable) -> IdsProgram:
-    """Builds the functions that find which table rows a batch reads, and which of them each rank must send. They can
-    run before the batch's own step.
+    """Builds the functions that find which table rows a batch reads, and which of these rows each rank must send. They
+    can run before the batch's own step.
 
     Args:
         unique_phase: the phase that finds a batch's unique rows, as it runs in the batch's own step.
@@ -91,8 +91,8 @@ def _unique_on_device(
 
 
 def _make_routing(graph: TrainingGraph, state: ModelState) -> Callable[[Values, list[Tensor]], None]:
-    """Returns a function that computes which rows each rank must send, from the ids of all ranks, which have already
-    been exchanged. It adds its results to the saved values that it is given.
+    """Returns a function of (saved values, exchanged ids of all ranks) that computes which rows each rank must send.
+    The function adds its results to the saved values.
     """
     unpacked: list[list[Tensor]] = []
 

@@ -101,8 +101,7 @@ class MissingLaunches:
         return found
 
     def submit(self, values: Values) -> None:
-        """Makes the launches that the failed phase has not made. Waits for those that do not go through the
-        launcher.
+        """Makes the launches that the failed phase has not made. Waits for those that are made without the launcher.
 
         Args:
             values: the result of `begin`.
@@ -136,8 +135,8 @@ class MissingLaunches:
         like, rank = launch.like, self._communicator.rank
         assert like is not None
         if launch.op in ("embrace::submit_rows", "embrace::gather_counts"):
-            return None  # the launch looks up its rows itself, or has no labelled positions
-        if launch.op in HEAD_LAUNCHES:  # only the exchange knows how many rows to send
+            return None  # submit_rows looks up its rows itself, and gather_counts sends a count of zero
+        if launch.op in HEAD_LAUNCHES:  # the exchange computes the number of rows from the announced counts
             arguments[0] = None
             return torch.zeros((0, *like.shape[1:]), dtype=like.dtype, device=like.device)
         if launch.op in ("embrace::submit_chunk", "_c10d_functional::all_reduce_", "embrace::exchange_gradient_"):

@@ -102,9 +102,9 @@ class OptimizerHooks:
 
     Attributes:
         known_optimizers: the optimizers that have hooks.
-        replicas: unsharded tables that are updated by rows.
+        replicas: unsharded tables of which only the rows with a gradient are updated.
         recorder: records the time of each step.
-        of_any_layout: whether some gradients may be sparse.
+        of_any_layout: whether gradients may be sparse as well as dense.
     """
 
     def __init__(
@@ -124,7 +124,7 @@ class OptimizerHooks:
         self._flow, self.recorder = flow, flow.recorder
 
     def listen(self) -> None:
-        """From now on, adds hooks to every optimizer that is about to step a parameter of the model."""
+        """Starts to add hooks to every optimizer that is about to step a parameter of the model."""
         handle = register_optimizer_step_pre_hook(_make_hook(self, OptimizerHooks._before_any_step))
         weakref.finalize(self, handle.remove)
 
@@ -162,7 +162,8 @@ class OptimizerHooks:
         """Runs before an optimizer's step: waits for gradients that the step reads, and hides those that the
         optimizer's class cannot apply. Returns new (args, kwargs) for the step if it has a closure, otherwise None.
         """
-        # A step is left over if it raised, or if a subclass's step is now calling its base class's step.
+        # An earlier step is still recorded if it raised, or if it is a subclass's step that calls its base class's
+        # step.
         if (last := self._steps.pop(id(optimizer), None)) is not None:
             last.restore(raised=True)
         self.recorder.mark(OWN_CODE)
@@ -198,7 +199,8 @@ class OptimizerHooks:
 
         if decides:
             return MeanLoss(evaluate, self._communicator)
-        loss = evaluate()  # evaluate the closure here, because gradients are sorted before the optimizer's own step
+        # Evaluate the closure now, because gradients must be known before the optimizer's own step begins.
+        loss = evaluate()
         return lambda: loss
 
     def _sort_gradients(self, optimizer: Optimizer) -> None:
@@ -306,7 +308,7 @@ class OptimizerHooks:
         return [table for table in held if table.name not in whole] if whole else held
 
     def _row_updated_replicas(self, optimizer: Optimizer) -> list[Member]:
-        """Returns those unsharded tables of an optimizer that are updated by rows, because its step changes only rows
+        """Returns the unsharded tables of an optimizer that are updated by rows, because its steps change only rows
         with a gradient.
         """
         own = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
@@ -321,7 +323,7 @@ class OptimizerHooks:
         """
         if type(optimizer) not in (*ELEMENT_WISE, RowWiseAdagrad):
             return False  # other optimizers may write into their groups while they step
-        # A GradScaler leaves unscaling and skipping to this step, which must run now.
+        # A GradScaler lets this step unscale the gradients or skip the update, so the step must run now.
         if optimizer.__dict__.get("found_inf") is not None:
             return False
         own = *optimizer._optimizer_step_pre_hooks.values(), *optimizer._optimizer_step_post_hooks.values()
@@ -340,7 +342,7 @@ class OptimizerHooks:
         if (kwargs or args[1:]) and isinstance(closure := find_closure(args, kwargs), MeanLoss):
             closure.restore()
         step = self._steps.pop(id(optimizer), None)
-        if step is None:  # the base class's step, which this step has called, has already run this hook
+        if step is None:  # the hook has run already, after the base class's step that this step has called
             return
         step.restore(raised=False)
         self._count_step(optimizer)

@@ -15,7 +15,7 @@ class Packer:
     """Packs the gradients of one bucket into one flat tensor, whose memory later steps reuse.
 
     Args:
-        scales: whether to divide by the number of ranks; False if the user's communication hook does.
+        scales: whether to divide gradients by the number of ranks; False if the user's communication hook divides them.
         keeps_memory: whether memory on a host is kept between steps, because the system zeroes newly allocated memory.
             A device's allocator keeps memory by itself.
     """
@@ -49,7 +49,7 @@ class Packer:
         if not self._keeps_memory or flat.device.type != "cpu":
             return flat
         self._kept = flat
-        return flat.detach()  # a separate tensor, so that references to it can be counted
+        return flat.detach()  # returns a separate tensor, so that the references to the kept memory can be counted
 
     def _gradient_to_reduce(self, name: str, gradient: Tensor) -> Tensor:
         """Returns the gradient to reduce for a parameter: `gradient` plus what backwards under `no_sync` have
@@ -66,4 +66,5 @@ class Packer:
 def _is_shared(kept: Tensor) -> bool:
     """Returns whether another tensor, such as a `.grad`, shares the memory of `kept`."""
     storage = kept.untyped_storage()
-    return int(torch._C._storage_Use_Count(storage._cdata)) > 2  # the two references are `kept` and `storage`
+    # 2 is the count if only `kept` and `storage` refer to the memory.
+    return int(torch._C._storage_Use_Count(storage._cdata)) > 2

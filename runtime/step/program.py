@@ -63,7 +63,7 @@ class Program:
     Args:
         graph: a partitioned graph.
         buckets: the names of the parameters of each bucket that the graph reduces, in launch order, or None if
-            gradients stay this rank's own (`no_sync`).
+            gradients are not reduced (`no_sync`).
         result_constants: index among the flattened results -> value, for results that are not tensors.
         head: builds this rank's announcement of a step from a flattened batch.
         share_buffers: called before anything reads a buffer, once all ranks have announced this program; None if ranks
@@ -74,8 +74,8 @@ class Program:
         variants: returns the graph for a variant of a step, such as the first one; None if `graph` serves every step.
         copies: offloads saved values to the host and reloads them, or None.
         of_gradients: whether the backward is given gradients one by one, as on the eager route.
-        scores_nothing: returns, for a flattened batch, whether a loss is a mean over labels of which the batch has
-            none.
+        scores_nothing: returns, for a flattened batch, whether a loss is a mean over labels and the batch has no
+            labels.
 
     Attributes:
         unique, ids: the phases that run before the forward.
@@ -120,7 +120,7 @@ class Program:
         self.head = head
         self.scores_nothing = scores_nothing
         alone = self.communicator.world_size == 1
-        # A single process reduces nothing: gradients are final, and also this rank's own.
+        # In a single process, a gradient is both the mean over all ranks and this rank's own gradient.
         self.deliver = Delivery(state, flow, buckets is not None or alone, buckets is None or alone)
         self._buckets, self._links = buckets, links
         self._lower(graph, self._bind(graph))
@@ -176,7 +176,7 @@ class Program:
         return LoweredPhase(run, missing, launcher.missing_from({*submitted(module)}, forward=not is_last))
 
     def phase(self, variant: StepVariant) -> LoweredPhase:
-        """Returns the phase for a variant of a step, making its function at the first call."""
+        """Returns the phase for a variant of a step. The first call makes the phase's function."""
         key = variant.phase if variant.is_steady or self.variants is None else variant
         if key not in self._lowered:
             assert self.variants is not None
@@ -259,7 +259,7 @@ class Program:
 
 
 def _is_computed_with(node: fx.Node) -> bool:
-    """Returns whether any op other than this package's own, which communicate, reads the value of a graph node."""
+    """Returns whether an op other than this package's ops, which communicate, reads the value of a graph node."""
     return any(not op_name(user).startswith("embrace::") for user in node.users)
 
 

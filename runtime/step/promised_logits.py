@@ -125,7 +125,7 @@ class LogitsState:
     """The state that logits share with views of them: their values, if computed, and whether a loss has used them.
 
     Attributes:
-        before: the state of the logits of which these are a view, or None.
+        before: the state of the logits that these logits are a view of, or None.
         is_scored: whether a loss of these logits, or of a view, was computed from the shards.
         is_hooked: whether user code wants the gradient of the logits.
     """
@@ -194,10 +194,10 @@ class Logits(Tensor):
     Attributes:
         hidden: the hidden states (.., D), with their autograd graph.
         source: what the logits are computed from, besides the hidden states.
-        base: function that computes the values from other logits, such as those of which these are a view; None to
-            compute them from `source`.
+        base: function that computes the values from other logits, such as those that these logits are a view of; None
+            to compute them from `source`.
         is_log: whether these are log-softmax values.
-        made: the values, if computed, and what has been done with them.
+        made: the state that these logits share with views: the values, if computed, and how user code has used them.
         node: the autograd node that created the logits. `grad_fn` differs if another autograd function has returned
             them.
     """
@@ -250,7 +250,7 @@ class Logits(Tensor):
 
     @property
     def is_made(self) -> bool:
-        """Whether the values were computed or changed, here or in the logits of which these are a view."""
+        """Whether the values of these logits, or of logits that these are a view of, have been computed or changed."""
         return self.grad_fn is not self.node or any(each.value is not None for each in self.made.chain())
 
     def derived(self, hidden: Tensor, base: Callable[[], Tensor], source: LogitsSource | None = None) -> Logits:

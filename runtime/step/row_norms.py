@@ -29,7 +29,7 @@ def sum_squares_over_ranks(steps: Sequence[Step], communicator: Communicator, re
     Collective.
 
     Args:
-        steps: (update, gradient rows) of each table that a row-wise optimizer steps. The updates wait for the sums.
+        steps: (update, gradient rows) of each table that a row-wise optimizer updates. The updates wait for the sums.
     """
     if not steps:
         return

@@ -40,7 +40,8 @@ class Runnable:
     Attributes:
         run: computes the outputs from a list of arguments.
         sources: for each argument, the kind of its source and its key there.
-        last: whether this is the last phase. It removes saved values from `values`, to free each after its last use.
+        last: whether this is the last phase, which removes saved values from `values`, so that each is freed after its
+            last use.
     """
 
     run: Phase
@@ -86,7 +87,7 @@ def make_runnable(
     *,
     last: bool = False,
 ) -> Runnable:
-    """Makes a function of a phase.
+    """Makes a function of a phase's graph (`module`).
 
     Args:
         call: returns the runtime function that runs a node, or None for a kernel or one of torch's ops.
@@ -113,7 +114,9 @@ def make_runnable(
 
 
 def make_reader(module: fx.GraphModule, state: ModelState) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
-    """Returns a function that takes a flattened batch and returns the outputs of a graph without collectives."""
+    """Returns a function that takes a flattened batch and returns the outputs of a graph (`module`) without
+    collectives.
+    """
     run = make_runnable(module, state)
     return lambda leaves: run(leaves, {}, {})
 

@@ -138,7 +138,8 @@ class Step:
 
         Args:
             values: the saved values.
-            made: indices of `results` that `writable_results` has replaced.
+            results: the results of the forward.
+            made: the indices of the results that `writable_results` has replaced.
         """
         read = self.program.snapshot_reads(self._leaves, values)
         return read + sharing_memory((results[k] for k in made), read) if made else read
@@ -196,7 +197,7 @@ class Step:
             twice: whether `create_graph=True` was given.
 
         Raises:
-            RuntimeError: `twice` is True, or this is a second backward, or for a reason in `launch_flags`.
+            RuntimeError: `twice` is True, this is a second backward, or tensors that the backward reads were written.
         """
         program = self.program
         if self._values is None:
@@ -235,8 +236,8 @@ class Step:
         single rank.
 
         Args:
-            call: which call the backward belongs to: 1 for the last one, 2 for the one before, ... A rank that computes
-                nothing passes 0.
+            call: the call of the model to which the backward belongs: 1 for the last call, 2 for the one before, and so
+                on. A rank that computes nothing passes 0.
         """
         if not self.program.flow.shares_failures:
             return None
@@ -292,7 +293,7 @@ class Step:
         try:
             self._begin_backward(opened.variant, twice)
             written, names = self._written_tensors()
-            if gate is None:  # without a barrier, other ranks learn of failures from the flags at the end
+            if gate is None:  # without a barrier, launch the flags first, so that the backward hides their exchange
                 finish = self._launch_flags(used, written)
 
             def announce_end() -> None:
@@ -397,8 +398,8 @@ class Step:
     def _nonfinite_is_harmless(self, tangents: Sequence[Tensor | None]) -> bool:
         """Returns whether gradients are the same as under DDP, although a scalar result may not be finite.
 
-        This holds if such a result has no gradient (`tangents`), because the training loop has replaced it. It also
-        holds if it is a mean over no labels, which is nan with gradients of zero.
+        This is so if the training loop has replaced that result, which then has no gradient in `tangents`. It is also
+        so if the result is a mean over no labels: the mean is nan, and its gradients are zero.
         """
         losses = [
             tangent

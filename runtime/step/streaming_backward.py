@@ -55,8 +55,8 @@ class StreamingBackward:
         self._missing = [set(needed) for _, needed in self._pieces]
 
     def record(self, tangent: int) -> bool | None:
-        """Records that a parameter's gradient exists. Returns whether all gradients of the next piece now exist, or
-        None if this gradient was already sent.
+        """Records that a parameter's gradient exists. Returns whether all gradients of the next piece exist now, or
+        None if this gradient was sent before.
 
         Args:
             tangent: the gradient's index.
@@ -132,4 +132,5 @@ def _extract(module: fx.GraphModule, nodes: Collection[fx.Node], outputs: Sequen
             env[node] = graph.node_copy(node, env.__getitem__)
     output = graph.output(tuple(env[value] if value is not None else None for value, _ in outputs))
     output.meta["roles"] = tuple(role for _, role in outputs)
-    return LateModule(module, graph)  # a module that generates no code, because only the lowered pieces run
+    # Generates its Python code only when the code is read, because only the lowered pieces run.
+    return LateModule(module, graph)

@@ -22,8 +22,9 @@ _REMEMBERED = 64
 class UsedParameters:
     """Counts how many ranks' backwards give each parameter a gradient.
 
-    A backward is encoded as integers that contain a field of a few bits for each parameter. When they are summed over
-    ranks, each field counts ranks. Fields are in the order of `names`, so that ranks may run different programs.
+    A backward is encoded as integers that contain a field of a few bits for each parameter. When these integers are
+    summed over ranks, each field counts ranks. Fields are in the order of `names`, so that ranks may run different
+    programs.
 
     Args:
         names: all parameters of the model, in the model's order.
@@ -121,7 +122,7 @@ class UsedParameters:
 
 
 def _remember(kept: dict[Key, Value], key: Key, value: Value) -> Value:
-    """Stores a value in a cache, which is emptied first if it is full. Returns the value."""
+    """Stores a value in the cache `kept`, and returns the value. If the cache is full, empties it first."""
     if len(kept) >= _REMEMBERED:
         kept.clear()
     kept[key] = value
