@@ -69,8 +69,8 @@ def sequence_hash(graph: TrainingGraph, *, ordered: bool = True) -> str:
     The hash does not depend on node names, the batch's sizes or the process.
 
     Args:
-        ordered: whether collectives run in the graph's order. If not, a launcher orders them by the plan, so they are
-            hashed in the order of their ids and without their tables.
+        ordered: whether collectives run in the graph's order. If False, a launcher orders the collectives by the plan,
+            so they are hashed in the order of their ids and without their tables.
     """
     sequence = collective_sequence(graph)
     if not ordered:

@@ -68,7 +68,7 @@ class Loss:
         steps: the element-wise ops between the matrix product and the log-softmax.
         shapes: the nodes before the loss that change only the logits' leading shape, such as views.
         backward: the `nll_loss_backward` of `node`, or None if no gradient is taken.
-        sums: the sum of the log-softmax over the table's rows, or None if labels are not smoothed.
+        sums: the node of the log-softmax summed over the table's rows, or None if labels are not smoothed.
         of_sums: the gradient (L,) with respect to `sums`, or None.
     """
 
@@ -480,7 +480,7 @@ def _store_gradient(head: Head, end: fx.Node, chain: set[fx.Node]) -> None:
 
 
 def _is_table(head: Head, node: Any) -> bool:
-    """Returns whether a node is the table as `head.product` reads it, transposed an even number of times."""
+    """Returns whether a node is `head.as_read`, or `head.as_read` transposed an even number of times."""
     turned = 0
     while isinstance(node, fx.Node) and node.target is _TRANSPOSE:
         node, turned = node.args[0], turned + 1

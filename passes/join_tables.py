@@ -73,7 +73,7 @@ class _Lookup:
         node: the node of the lookup.
         ids: the node of the ids.
         backward: the nodes that compute the lookup's share of the gradient.
-        is_joined: whether a lookup of the joined table for several sets of ids replaces this lookup.
+        is_joined: whether one lookup of the joined table replaces this lookup together with others.
         is_bag: whether it is a bag lookup (`nn.EmbeddingBag`), which combines the rows of each bag.
     """
 

@@ -92,8 +92,8 @@ def narrow_exchange(graph: TrainingGraph, join: fx.Node) -> bool:
 
 
 def _common_narrow_dtype(lookups: list[fx.Node], gradients: list[fx.Node], wide: torch.dtype) -> torch.dtype | None:
-    """Returns the dtype that all lookups are cast to and all gradients are cast from, or None if they have none in
-    common or it is not narrower than `wide`, the table's dtype.
+    """Returns the dtype that all lookups are cast to and all gradients are cast from. Returns None if there is no
+    common dtype, or if it is not narrower than the table's dtype `wide`.
     """
     casts = [user for lookup in lookups for user in lookup.users]
     dtypes = {user.kwargs.get("dtype") if is_plain_cast(user) else None for user in casts}

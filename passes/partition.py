@@ -95,7 +95,7 @@ def partition(graph: TrainingGraph) -> dict[str, fx.GraphModule]:
         behind = list(members)[position + 1 :]
         later = set().union(*(members[phase] for phase in behind))
         saved = [n for n in nodes if n in own and any(user in later for user in n.users)]
-        # This phase computes outputs of a later one, for example a result that is itself an id.
+        # Also save values that a later phase must return, for example ids that are a result of the model.
         saved += dict.fromkeys(n for phase in behind for n, _ in wanted[phase] if n in own)
         if name == "backward" and not wanted["backward"]:
             continue

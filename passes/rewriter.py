@@ -123,7 +123,7 @@ class Rewriter:
     def placeholder(
         self, name: str, role: Any, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
     ) -> fx.Node:
-        """Inserts and returns, at the insertion point, a placeholder with a role (what it stands for, such as a
+        """Inserts and returns, at the insertion point, a placeholder with a role (what the input is, such as a
         parameter) and a fake value of this shape.
         """
         node = self.graph.create_node("placeholder", name, name=name)

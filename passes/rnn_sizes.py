@@ -53,7 +53,8 @@ def lstm_workspace_bytes(steps: int, sequences: int, width: int, hidden_size: in
     of_layers = [
         *[padded_row(max(width, hidden_size))] * 3,
         *[hidden_size] * 2,
-    ]  # all sizes are upper bounds, because one step is added
+    ]
+    # `steps + 1` makes the sum an upper bound.
     values = [*(steps * each for each in of_steps), *(2 * (steps + 1) * each for each in of_layers)]
     return sum(-(-sequences * each * itemsize // _PAGE_BYTES) * _PAGE_BYTES for each in values)
 

@@ -70,7 +70,7 @@ class ShardTables:
         renormed: unsharded tables with `max_norm`. Each rank rescales the rows that any rank reads, so that replicas
             stay equal.
         rank, world_size: this rank and the number of ranks, which determine this rank's columns.
-        grids: table -> its grid of ranks, if the grid has more than one row.
+        grids: table -> its grid of ranks, for tables whose grid has more than one row.
         in_order: whether the graph itself must launch gradients in the order of `tables`, because no schedule orders
             them.
         rows: table -> how many rows a step is expected to read, if known.
@@ -158,9 +158,8 @@ class _Sharding:
                 }
             all_rows = [table.num_rows for table in tables]
             launch = rewriter.call(embrace.all_gather_ids.default, uniques, all_rows, "ids", world_size, name="ids")
-            widest = sum(
-                options.expected_rows(table).own for table in tables
-            )  # each rank sends its counts, then its padded ids
+            # Each rank sends its counts, then its padded ids.
+            widest = sum(options.expected_rows(table).own for table in tables)
             self._expect(launch, world_size * (len(tables) + widest))
             launch.meta["tables"] = tuple(table.parameter for table in tables)
             launch.meta["launch"] = IDS
@@ -302,7 +301,7 @@ class _Route:
         return embrace.split_grid.default, gradient, self.order, self.counts, self.rank
 
     def own_padding_rows(self, rows: Sequence[int]) -> list[int]:
-        """Returns the padding rows that lie in this rank's shard, as row numbers of the shard."""
+        """Returns the padding rows in this rank's shard, as row numbers of the shard. `rows` are all padding rows."""
         of_grid = self.grid.place(self.rank)[0]
         return [row // self.grid.rows for row in rows if row % self.grid.rows == of_grid]
 

@@ -176,7 +176,7 @@ class _HeadSharding:
             for value, role in self._graph.outputs()
         ]
         if head.of_bias is not None and (loss is None or loss.backward is None):
-            with self._rewriter.before(head.of_bias):  # a loss outside of the model computes the bias's gradient
+            with self._rewriter.before(head.of_bias):  # zero, because a loss outside of the model computes it
                 like = head.of_bias.meta["val"]
                 none = self._call(
                     aten.zeros.default, list(like.shape), dtype=like.dtype, device=like.device, name="none"

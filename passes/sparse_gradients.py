@@ -36,8 +36,8 @@ class SparseGradients:
 
     Attributes:
         tables: parameter names of the tables.
-        exchanged: parameters that may have a gradient on other ranks. If they have none in this graph, they get an
-            empty one.
+        exchanged: parameters that may have a gradient on other ranks. A parameter without a gradient in this graph gets
+            an empty one.
     """
 
     tables: tuple[str, ...]

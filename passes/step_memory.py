@@ -47,7 +47,7 @@ class Storage:
     """A block of memory that one node allocates, shared by all values that view it.
 
     Attributes:
-        number: its index among the step's storages.
+        number: the index of this storage among the step's storages.
         node: the node that allocates it.
         nbytes: its size.
         born, dies: positions, among the step's nodes, of the node that allocates the storage and of its last reader.
@@ -56,7 +56,7 @@ class Storage:
         first_backward: position of its first reader in the backward. None if there is none, or if the backward
             allocates it.
         known: whether its size is fixed; if False, the size depends on data and `nbytes` is an expected size.
-        names: the nodes whose values lie in it.
+        names: the nodes whose values use this storage.
     """
 
     number: int
@@ -72,8 +72,8 @@ class Storage:
 
 @dataclass(frozen=True)
 class Reads:
-    """Every read of a storage in a step, as parallel arrays. A node also counts as a reader of the storages of its
-    result.
+    """Every read of a storage in a step, as parallel arrays. Each node counts as a reader of the storages of its own
+    result, too.
 
     Attributes:
         reader, value: positions in the step of the node that reads, and of the node whose value it reads.
@@ -93,7 +93,7 @@ class StepMemory:
         nodes: the nodes of forward and backward, in execution order.
         backward: the position of the first node of the backward.
         storages: all storages that the step allocates.
-        memory: node -> the storages in which its value lies.
+        memory: node -> the storages that its value uses.
         reads: every read of a storage.
     """
 
@@ -324,7 +324,7 @@ def simulate_memory(
             storage.names.append(node)
         for value in (node, *node.all_input_nodes):
             reads += [(k, position[saved.get(value, value)], storage.number) for storage in storages_of(value)]
-    for k, node in enumerate(nodes):  # temporary memory that the op uses while it runs
+    for k, node in enumerate(nodes):  # add the temporary memory that each op uses while it runs
         reads += [(k, k, storage.number) for storage in add_storages(node, k, [scratch_bytes(node, expected)])]
     outlives = [storage.number for value in outputs for storage in storages_of(value)]
     by_column = np.array(reads, dtype=np.int64).reshape(-1, 3).T

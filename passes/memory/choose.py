@@ -62,7 +62,7 @@ class TimedStep:
         return self.starts_ms[storage.first_backward or 0] - self.starts_ms[storage.last_forward + 1]
 
     def nodes_of_storage(self, storage: Storage) -> list[int]:
-        """Returns the positions, in execution order, of the nodes whose values lie in a storage."""
+        """Returns the positions, in execution order, of the nodes whose values use a storage."""
         return [self.memory.position[node] for node in storage.names]
 
 
@@ -258,8 +258,8 @@ def _knapsack_order(
     saved = {name for storage in step.memory.saved for name in step.nodes_of_storage(storage)}
 
     def least_ms(storage: Storage) -> float:
-        """Returns the milliseconds that evicting a storage adds to the step, by offloading or recomputation, whichever
-        is faster.
+        """Returns the milliseconds that evicting a storage adds to the step: the shorter time of offloading and of
+        recomputation.
         """
         copied_ms = _offload_ms(step, storage, step.unread_ms(storage)) if storage in copied else inf
         return min(copied_ms, _recompute_ms(step, storage, saved, segment, copied_ms))

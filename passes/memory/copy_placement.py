@@ -46,9 +46,9 @@ class PlacedCopy:
     """Where one storage is offloaded and reloaded, as positions of the nodes before which the copies are inserted.
 
     Attributes:
-        left: the position where the step waits for the end of the offload; the backward's first position means the end
-            of the forward.
-        comes: the position where the reload starts.
+        left: the position at which the step waits for the end of the offload. The first position of the backward means
+            the end of the forward.
+        comes: the position at which the reload starts.
     """
 
     storage: Storage

@@ -84,7 +84,7 @@ class _RecomputedPiece:
 
     Attributes:
         again: the storages that are recomputed instead of saved.
-        bytes: how many bytes fewer are saved.
+        bytes: the number of bytes that need not be saved.
         ms: the milliseconds that recomputation takes.
     """
 
@@ -104,7 +104,8 @@ class _MinimumCuts:
         self._written = written_by(graph.module)
         self._forward = {node: k for k, node in enumerate(found.nodes[: found.backward])}
         self._storages = [s for s in found.storages if s.born < found.backward]
-        # Recompute only from inputs that the backward reads anyway. The user may overwrite all others before it.
+        # Recompute only from inputs that the backward reads anyway, because the user may overwrite all others before
+        # the backward.
         self._still_there = {
             value
             for node in found.nodes[found.backward :]
@@ -197,7 +198,9 @@ class _MinimumCuts:
         return _RecomputedPiece(tuple(again), less, sum(self._node_ms(n) * TIMES.get(op_name(n), 0.0) for n in nodes))
 
     def _to_recompute(self, needed: Iterable[Storage], saved: set[Storage]) -> list[Storage]:
-        """Returns the storages that must be recomputed to get all of `needed` from the storages `saved`."""
+        """Returns the storages that must be recomputed so that the backward has all of `needed`, if only those in
+        `saved` are saved.
+        """
         found = reached(needed, lambda storage: () if storage in saved else self._sources[storage])
         return sorted(found - saved, key=lambda s: s.number)
 

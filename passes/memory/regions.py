@@ -101,7 +101,8 @@ def can_recompute(node: fx.Node, written: frozenset[object]) -> bool:
 
 class _RecomputedCopies:
     """Inserts copies of forward nodes into the backward, for checkpointed regions, which may be nested. A node inside
-    several regions can have several copies: that on level k is recomputed with the k outermost regions around it.
+    several regions can have several copies. The copy on level k is recomputed with the k outermost regions around the
+    node.
     """
 
     def __init__(self, graph: TrainingGraph) -> None:
@@ -239,8 +240,8 @@ class _RecomputedCopies:
         return self._rewriter.call(embrace.begin_replay.default, state, device, name=f"{first.name}_replay")
 
     def _read_unwritten(self) -> None:
-        """Makes the recomputed copies read buffers that the forward overwrites as they were before: from copies made at
-        its start.
+        """Makes the recomputed copies read the original values of buffers that the forward overwrites, from copies that
+        are made at the start of the forward.
         """
         first = next(node for node in self._graph.nodes if node.op != "placeholder")
         for copy in self._copies.values():

@@ -66,7 +66,9 @@ def calls_by_table(module: fx.GraphModule, op: OpOverload) -> dict[str, list[fx.
 
 
 def erase_chain(graph: fx.Graph, node: fx.Node, keep: set[fx.Node]) -> None:
-    """Erases a node if nothing reads it, and then its inputs in the same way. Placeholders and nodes in `keep` stay."""
+    """Erases a node if nothing reads it, and then its inputs in the same way. Does not erase placeholders and nodes in
+    `keep`.
+    """
     if node.users or node.op == "placeholder" or node in keep:
         return
     inputs = node.all_input_nodes

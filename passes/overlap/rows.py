@@ -134,7 +134,7 @@ def _await_rows(
         sent = submit_rows(rewriter, table, (shard, ids, counts), dtype, trained=table in trained)
     with rewriter.before(join):
         flat = await_rows(rewriter, table, (ids, counts), dtype)
-    flat.meta["val"] = wait.meta["val"]  # keep the wait's symbol for the unknown size, which later nodes refer to
+    flat.meta["val"] = wait.meta["val"]  # keep the symbol of the unknown size, because later nodes refer to it
     join.target = embrace.join_columns.default
     join.args = (flat, join.meta["val"].shape[1], 1)
     erase_chain(forward.graph, wait, keep={shard, ids})
@@ -158,8 +158,7 @@ def submit_rows(
 
 
 def await_rows(rewriter: Rewriter, table: str, ids_and_counts: tuple[Any, Any], dtype: torch.dtype) -> fx.Node:
-    """Inserts the wait for a table's rows, and a node that assembles the rows from received columns. Returns the
-    latter.
+    """Inserts the wait for a table's rows, and a node that assembles the rows from received columns. Returns that node.
 
     Args:
         ids_and_counts: the nodes of the rows' ids, and of the number of ids of each rank.

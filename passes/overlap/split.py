@@ -38,8 +38,8 @@ embrace = torch.ops.embrace
 @dataclass(frozen=True)
 class SplitRows:
     """The pass that splits each exchange of rows, and of row gradients, in two. Early rows, which the last step has not
-    changed, are sent at once; late rows after their update. Prior gradients, of rows that the next batch reads, are
-    sent before the delayed ones.
+    changed, are sent immediately, and late rows after their update. Prior gradients, which belong to rows that the next
+    batch reads, are sent before the delayed ones.
 
     Attributes:
         pieces: pairs (table, number of pieces in which its delayed gradients are sent).

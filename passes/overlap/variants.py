@@ -78,9 +78,9 @@ class DerivePhase:
 def _derive_forward(module: fx.GraphModule, variant: ForwardVariant, delayed: Sequence[OperationId]) -> None:
     """Adapts a forward graph to `variant`, in place.
 
-    Rows that were sent before this forward began are early rows. If the variant expects none, their waits are removed.
-    If they were sent for another batch, updates by the delayed gradients, with launch ids `delayed`, are inserted. If
-    the variant does not send the next batch's ids, their submission is removed.
+    Rows that are sent before the forward begins are early rows. If the variant expects no early rows, the waits for
+    them are removed. If the early rows belong to another batch, updates by the delayed gradients, with launch ids
+    `delayed`, are inserted. If the variant does not send the next batch's ids, the submission of ids is removed.
     """
     if variant.arrives != "cut":
         for early in [n for n in calls_of(module, embrace.await_rows.default) if id_of(n).part == "early"]:

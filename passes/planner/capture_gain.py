@@ -40,10 +40,11 @@ class Capture:
 
     Attributes:
         parameters: the number of trained parameters.
-        elements: the number of elements of all parameters that are multiplied with every position of a batch.
+        elements: the total number of elements of those parameters that are multiplied with every position of a batch.
         positions: the number of positions (tokens) of the largest batch.
         heads: the weights of output layers. Every position is assumed to have a label.
-        other_bytes: bytes of the parameters that are not in the plan and are neither tables nor output layers.
+        other_bytes: bytes of all parameters that are not tables or weights of output layers, and that the plan does not
+            contain.
     """
 
     parameters: int

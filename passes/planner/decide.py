@@ -39,7 +39,7 @@ class _Choice:
 
     Attributes:
         priced: strategy -> price, for all compared strategies; empty if only one was possible.
-        against: why all other strategies were rejected, or "" if because of their predicted times.
+        against: why all other strategies were rejected, or "" if their predicted times were longer.
         reason_if_sharded: for an unsharded table, the reason to give if it is sharded after all, to share latency with
             other tables; "" if that is not possible.
         sparsely_read: whether each rank reads less than a share `DENSELY` of the table's rows.
@@ -215,8 +215,9 @@ def _sharded_to_share_latency(choices: Mapping[str, _Choice], pricing: Pricing) 
     """Finds unsharded tables that should be sharded after all, because tables that are joined share the latency of one
     exchange. Returns their new choices by name.
 
-    Without its latency, the AlltoAll of each adds less to a step than its AllReduce. They are sharded if they can be
-    joined to a table that is sharded anyway, or if together they save more than the latency of one exchange.
+    Apart from latency, the AlltoAll of each of these tables adds less to a step than its AllReduce. They are sharded if
+    they can be joined to a table that is sharded anyway, or if together they save more than the latency of one
+    exchange.
     """
     facts = pricing.findings.facts
     whole = {fact.name: choices[fact.name] for fact in facts if choices[fact.name].reason_if_sharded}
@@ -246,8 +247,8 @@ def _gain_ms(choice: _Choice, in_use: Decision | None) -> float:
 
 
 def _tie_factor(sparsely_read: bool) -> float:
-    """Returns a factor f: an unsharded table is chosen only if it takes less than f times the time of a sharded one. f
-    is below 1 if each rank reads few of the table's rows.
+    """Returns a factor f. A table is kept whole only if this takes less than f times the time of sharding it. f is
+    below 1 if each rank reads few of the table's rows.
     """
     return CLEARLY if sparsely_read else 1.0
 
@@ -314,7 +315,7 @@ def _choose_for_table(
     constant = all(use.constant_ids for use in table.uses)
     if blocker is None and constant:
         return _Choice(allreduce, "its ids do not depend on the batch", priced, "its ids never change")
-    # If the times are equal, as on a single rank, which sends nothing, compare the share of rows that are read.
+    # Compare times first. If they are equal, as on a single rank, compare the share of rows that are read.
     faster = (_tie_factor(share < DENSELY) * sharded.added_ms, share) < (allreduce.added_ms, DENSELY)
     cheaper = blocker is None and (faster or allreduce.blocker is not None)
     best = _worthwhile_sparse_exchange(pricing, priced) or ("alltoall" if cheaper else "allreduce")

@@ -29,9 +29,9 @@ def with_buckets(plan: Plan, graph: TrainingGraph) -> Plan:
     """Returns a copy of the plan in which the gradients of unsharded parameters are grouped in buckets, in launch
     order: about the order in which the backward computes them.
 
-    Parameters are grouped in the forward's order, so that the forward needs at the same time what is reduced together.
-    Parameters that the forward does not read keep their order. A bucket has one dtype and a size chosen by the cost
-    model. A parameter with a sparse exchange has its own bucket.
+    Parameters are grouped in the order in which the forward reads them, so that it needs all parameters of a bucket at
+    about the same time. Parameters that the forward does not read keep their order. A bucket has one dtype and a size
+    chosen by the cost model. A parameter with a sparse exchange has its own bucket.
     """
     if plan.world_size == 1:
         return plan
@@ -43,7 +43,7 @@ def with_buckets(plan: Plan, graph: TrainingGraph) -> Plan:
     read = {n: min((position[user] for user in parameters[n].users), default=len(position)) for n in produced}
     sizes = {name: node.meta["val"].numel() * node.meta["val"].element_size() for name, node in produced.items()}
     together = sum(sizes[name] for name in produced if name not in alone)
-    # Whether the graph only exchanges gradients, which are its inputs.
+    # True if the graph only exchanges gradients: they are its inputs then.
     given = all(node.op == "placeholder" for node in produced.values())
     read_later = plan.schedule_name in INTO_FORWARD and not given
     limit = cost.choose_bucket_bytes(plan.links, plan.world_size, together, read_later=read_later)
@@ -63,7 +63,8 @@ def with_buckets(plan: Plan, graph: TrainingGraph) -> Plan:
 
 @dataclass(frozen=True)
 class Joinable:
-    """A sharded table that may be joined with others to one table, and the properties in which they must agree.
+    """A sharded table that may be joined with other tables, and the properties that all tables of a joined table must
+    share.
 
     Attributes:
         param_group: the index of the table's param group.

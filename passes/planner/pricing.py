@@ -244,8 +244,8 @@ class Pricing:
         """Returns the price of sharding the rows of an output layer's weight. If lookups read it too, `table` and
         `rows` describe them: how many unique rows each rank reads.
 
-        Hidden states of positions with a label are sent to every rank, and their gradients are returned. The number of
-        logits is the same as without shards.
+        Hidden states of positions with a label are sent to every rank, and their gradients are sent back. Each rank
+        computes as many logits as without shards.
         """
         grid = Grid(self.world_size, 1)
         both_ways, (of_head, head, hidden_ms) = cost.Exchange(0, 0), self._position_exchanges(fact)
@@ -274,7 +274,7 @@ class Pricing:
         and how many milliseconds of them are hidden by compute.
 
         With K chunks, hidden states are sent while the logits of other chunks are computed. This hides all but 1 / K of
-        the shorter of both. Each chunk takes three exchanges. K minimizes the total time.
+        the shorter of these two times. Each chunk takes three exchanges. K minimizes the total.
         """
         try:
             head = find_head(self.findings.graph, fact.name, self._forward)
@@ -430,7 +430,7 @@ class Pricing:
         return defers_rows, replay if defers_rows else sweep
 
     def _exchange_ms(self, predicted_ms: float, sharing_ms: float) -> tuple[float, float]:
-        """Returns both arguments unchanged, or zeros for a single rank, which sends nothing."""
+        """Returns the given times, or zeros for a single rank, which sends nothing."""
         return (predicted_ms, sharing_ms) if self.world_size > 1 else (0.0, 0.0)
 
     def _sparsity_of(self, table: TableSpec, fact: ParameterFacts, rows: tuple[int, ...]) -> Sparsity:

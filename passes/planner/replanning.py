@@ -83,7 +83,9 @@ class SparsityMonitor:
 
 
 def _planned_shares(plan: Plan) -> dict[str, tuple[str, float]]:
-    """Maps each member of a joined table to (joined table, the member's planned share of the rows that are read)."""
+    """Maps each table that is part of a joined table to (joined table, the table's planned share of the rows that are
+    read).
+    """
     rows = plan.rows
     return {
         table: (space.name, rows[table].own / max(rows[space.name].own, 1))

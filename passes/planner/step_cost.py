@@ -117,8 +117,8 @@ def shard_work(
 
     The rank looks up its columns of all ranks' rows, and joins the columns of its own rows. It splits gradients by
     columns, clears and sums the gradients of its columns, and updates these rows. It sorts ids twice: its own ids, and
-    the ids of all ranks. On a grid it searches all ids for the ids of its row, and sorts these. It prepares and
-    receives each AlltoAll and the AllGather of ids.
+    the ids of all ranks. On a grid of ranks, it searches all ids for those in its row of the grid, and sorts them. It
+    prepares and receives each AlltoAll and the AllGather of ids.
 
     Args:
         rows_by_rank: the number of unique rows that each rank reads.
@@ -150,7 +150,7 @@ def replay_work(table: TableSpec, rows_by_rank: tuple[int, ...], itemsize: int, 
     `rows_by_rank` are the numbers of rows that ranks read.
 
     Each step defers about one update of every row, which is applied later. After `LONGEST_TAIL` deferred updates the
-    momentum has died out, and further ones cost nothing.
+    momentum is zero, and further updates cost nothing.
     """
     steps = min(table.num_rows, LONGEST_TAIL * sum(rows_by_rank))
     passed_bytes = REPLAY_PASSES * steps * table.embedding_dim * itemsize / world_size
@@ -218,7 +218,7 @@ def cheapest_schedule(price: Mapping[str, StepTime], current: str | None = None)
     the one with the least work.
 
     Args:
-        current: the schedule to keep unless another one is clearly shorter.
+        current: the schedule to keep unless the step is clearly shorter under another one.
     """
     best, *others = sorted(price, key=lambda name: (name != current, price[name].work_ms))
     for name in others:
@@ -385,6 +385,6 @@ def _table_work_ms(decision: Decision, world_size: int, cluster: cost.Cluster, s
         sent_ms = cluster.transfer_ms(sent_bytes, launches_per_step(schedule) * others, "all_to_all")
     elif decision.strategy == "allreduce":
         sent_ms = cluster.transfer_ms(sent_bytes, 2 * others, "all_reduce")
-    else:  # a sparse exchange: its time counts as a transfer, including the work on rows
+    else:  # the time of a sparse exchange counts as a transfer, including its work on rows
         return 0.0
     return max(decision.predicted_ms - sent_ms, 0.0)

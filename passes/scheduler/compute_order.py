@@ -45,8 +45,8 @@ PredictedPeak = Callable[[Sequence[str]], int]
 
 @dataclass(frozen=True)
 class Atoms:
-    """A backward's compute in atoms: groups of nodes that the same units need, so that they move together. A unit is
-    the compute before one bucket's or table's gradients can be sent.
+    """The compute of a backward, divided into atoms: groups of nodes that the same units need, and that are therefore
+    reordered together. A unit is the compute before one bucket's or table's gradients can be sent.
 
     Attributes:
         found: the units of the backward, and the units that need each node.
@@ -152,8 +152,8 @@ class _Search:
     def find_orders(self) -> list[tuple[tuple[str, ...], float]]:
         """Returns the orders with the least lower bound of the step time, each with this bound in milliseconds.
 
-        Several orders may have the same bound without being equally fast. At most as many are returned as can be
-        simulated in the time that this search takes.
+        Several orders may have the same bound without being equally fast. The number of orders is limited, so that
+        simulating all of them takes no longer than this search.
         """
         best: tuple[str, ...] = ()
         best_ms = link_bound_ms(self._steps)

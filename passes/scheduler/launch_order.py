@@ -35,7 +35,7 @@ class Ready:
     Attributes:
         operation: the collective.
         ready_ms: the time when the last operation that it depends on ended, in milliseconds since the backward began.
-        needed_at: the number of compute operations that run before the first one that needs the result; infinite if
+        needed_at: the number of compute operations before the first one that needs the collective's result; infinite if
             none needs it.
     """
 
@@ -198,8 +198,8 @@ class _QueueSimulation:
 
 
 def _first_need(machine: LinkMachine) -> list[float]:
-    """Returns, for each operation of the machine, the number of compute operations that run before the first one that
-    needs it; infinity if none needs it.
+    """Returns, for each operation of the machine, the number of compute operations before the first one that needs its
+    result; infinity if none does.
     """
     windows = max(2, machine.reach + 1)
     size, sequence = len(machine.operations), machine.any_sequence()

@@ -43,9 +43,9 @@ class WindowTimes:
 class LinkMachine:
     """A simulated machine with one processor and one network link, on which training steps run under a launch order.
 
-    Only those dependences are stored that matter for a simulation: compute operations follow the program's order
-    anyway, and communications the launch order. Of the compute operations that a communication needs, only the last one
-    matters.
+    Only the dependences that affect a simulation are stored. Compute operations follow the program's order in any case,
+    and communications follow the launch order. Of the compute operations that a communication needs, only the last one
+    is stored.
     """
 
     def __init__(self, steps: StepGraph) -> None:
@@ -95,11 +95,12 @@ class LinkMachine:
             self.needs_earlier[line[0]].append((1, line[-1]))
 
     def _put_backward_first(self, released: list[int]) -> None:
-        """Makes each launch of the forward depend on all launches of the backward in the same process group.
+        """Adds dependences, so that each launch of the forward comes after all launches of the backward in the same
+        process group.
 
-        The collectives of a process group are always launched in one order. The loop may await a gradient before the
-        forward has submitted anything, for example to clip gradients. If such a gradient came after a launch of the
-        forward, it would never be launched.
+        The collectives of a process group are always launched in one order. The training loop may wait for a gradient,
+        for example to clip it, before the forward has submitted anything. If the gradient's launch came after a launch
+        of the forward, it would never start.
 
         Args:
             released: launch -> the last compute operation that it needs.
@@ -114,8 +115,8 @@ class LinkMachine:
             self.needs_launches[later].extend((0, k) for k in earlier)
 
     def _add_dependence(self, before: str, after: str, distance: int, released: list[int]) -> None:
-        """Makes operation `after` depend on operation `before`, `distance` windows earlier (0 for the same window).
-        Raises `ValueError` if that is impossible.
+        """Makes operation `after` depend on operation `before` of the window that is `distance` windows earlier (0 for
+        the same window). Raises `ValueError` if that is impossible.
 
         Args:
             released: launch -> the last compute operation that it needs, updated in place.
@@ -243,7 +244,7 @@ class LinkMachine:
                     return WindowTimes(starts, ends, ended[0] - ends[-2][0] if ended else 0.0)
             else:
                 repeats = 0
-        # The times do not repeat: windows alternate, or the link falls ever further behind compute that never waits.
+        # The times do not repeat if windows alternate, or if the link falls further behind compute in each window.
         middle = windows // 2
         rates = [(last - first) / (windows - middle) for first, last in zip(clocks[middle], clocks[-1], strict=True)]
         return WindowTimes(starts, ends, max(rates))

@@ -102,7 +102,8 @@ def compute_blocks(graph: TrainingGraph, node_ms: NodeMs) -> list[Block]:
     found = [early, *_backward_blocks(graph.phases["backward"], early, end, node_ms), end, between]
     ids = [node for node in graph.phases["ids"].graph.nodes if launch_of(node) == IDS]
     of_forward = list(_forward_blocks(graph.phases["forward"], between, node_ms))
-    # The calling thread exchanges this batch's ids, because no launch does.
+    # If no launch exchanges ids, the calling thread exchanges them before the forward: add them to the operation
+    # `between`.
     if ids and IDS not in map(launch_of, between.submits):
         between.submits += ids
         for block in of_forward:
@@ -345,7 +346,7 @@ def _add_norm_exchange(steps: StepGraph, sizes: Sizes, cluster: cost.Cluster, wo
     duration = cluster.transfer_ms(sent, 2 * (world_size - 1), "all_reduce")
     gradients = [o.name for o in steps.operations if o.kind in ("gradients", "delayed") and tables & {*o.serves}]
     awaited = dict.fromkeys(d.after for d in steps.dependences if d.before in gradients and not d.distance)
-    # Gradients that the backward itself awaits belong to its end.
+    # Leave out gradients that the last operation of the backward awaits, because no update awaits them.
     updates = [name for name in awaited if name != str(END)]
     optimizer = next(name for name in steps.compute_order if name in (str(OPTIMIZER), str(BETWEEN)))
     return replace(

@@ -23,8 +23,8 @@ def copies_in_pairs(graph: TrainingGraph) -> Iterator[Violation]:
     """Checks that each offloaded value is copied to the host, awaited, copied back and awaited, each once and in this
     order.
 
-    No other node may read the result of such a step. Both ends of a copy must have the copy's id, also as last
-    argument.
+    No other node may read the result of one of these four nodes. The start and the wait of a copy must both have the
+    copy's id, also as their last argument.
     """
     nodes = [node for module in running_modules(graph) for node in module.graph.nodes]
     copying = [node for node in nodes if op_name(node) in COPY_OPS]

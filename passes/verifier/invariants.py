@@ -58,8 +58,9 @@ _SYM_OPS: frozenset[Callable[..., object]] = frozenset(
         *(math.ceil, math.floor, math.trunc),
         *(torch.sym_int, torch.sym_float, torch.sym_max, torch.sym_min, torch.sym_not, torch.sym_ite, torch.sym_sum),
         *(operator.abs, round),
+        # torch calls these functions for functions of `math` on symbolic numbers.
         *(getattr(torch, f"_sym_{name}") for name in ("sqrt", "log2", "cos", "sin", "tan", "acos", "asin", "atan")),
-        *(getattr(torch, f"_sym_{name}") for name in ("cosh", "sinh", "tanh")),  # math functions of symbolic numbers
+        *(getattr(torch, f"_sym_{name}") for name in ("cosh", "sinh", "tanh")),
     }
 )
 """Python functions that compute sizes and other numbers, from numbers to numbers."""
@@ -179,7 +180,7 @@ def in_flight_values_unread(scope: ModuleScope) -> Iterator[Violation]:
     """Checks that nothing reads a collective's result before its wait, and that nothing else reads a buffer after its
     in-place reduction starts.
 
-    A read of the buffer after the wait is also wrong, because no edge of the graph keeps the reader after the wait.
+    A node that reads the buffer after the wait is also wrong, because no edge of the graph makes it run after the wait.
     """
     for launch in filter(is_launch, scope.module.graph.nodes):
         for reader in launch.users:
@@ -201,7 +202,7 @@ def values_agree(scope: ModuleScope) -> Iterator[Violation]:
     changed = [
         node for node in scope.module.graph.nodes if not (is_derived(node) or is_unchanged(node, scope.verified))
     ]
-    # Collect all before yielding, because a caller that stops iterating would leave the mode active.
+    # Collect all results before yielding, because a caller that stops iterating would leave the mode active.
     with without_recording(mode):
         found = {node: find_disagreement(node, scope.module, mode) for node in changed}
     yield from (Violation(node, *pair, remedy) for node, pair in found.items() if pair is not None)

@@ -13,9 +13,9 @@ def check_storage(steps: StepGraph, memory: Mapping[str, RowMemory]) -> None:
     """Checks the reads from storage of tables larger than memory. Each read ends before the lookup of its rows, and
     memory always has room for the rows that are read.
 
-    A step's rows have slots in memory from the submission of their read until the step's last lookup. The slots must
-    also hold the rows of all steps whose reads are submitted in that time. Then no prefetched row is evicted before its
-    step, because rows that no step waits for are evicted first.
+    A step's rows occupy slots in memory from the submission of their read until the step's last lookup. There must also
+    be slots for the rows of all steps whose reads are submitted in that time. Then no prefetched row is evicted before
+    its step, because rows that no step waits for are evicted first.
 
     Args:
         memory: table larger than memory -> how many of its rows are in memory.

@@ -54,7 +54,7 @@ def parameters_updated_once(graph: TrainingGraph, captured: TrainingGraph) -> It
             {"shard": 1},
             {"shard": 1, "ids": 1, "rows": 1},
         )
-        # The output layer is sharded, but the table's lookups are not yet.
+        # True after the pass that shards output layers and before the pass that shards lookups.
         lookups_to_shard = not graph.phases and parts == {"dense": 1, "shard": 1}
         if not parts and any(name == promise.table for promise in graph.promised.values()):
             continue  # a loss outside of the model computes its gradient
@@ -75,9 +75,9 @@ def forward_kept(graph: TrainingGraph, captured: TrainingGraph) -> Iterator[Viol
 def collectives_in_one_order(graph: TrainingGraph) -> Iterator[Violation]:
     """Checks that collectives cannot differ between ranks.
 
-    A rank sees only its own graph. It checks that no launch's identity depends on the batch, that all launches in a
-    process group agree on its size, and that partitioning kept each group's order. The runtime compares the identities
-    between ranks by `sequence_hash`.
+    A rank knows only its own graph. This check requires that no launch's identity depends on the batch, that all
+    launches in a process group have the same group size, and that partitioning has kept the order in each group. The
+    runtime compares the identities between ranks by `sequence_hash`.
     """
     sizes: dict[str, int] = {}
     for module in (graph.module, *graph.phases.values()):

@@ -28,7 +28,7 @@ def exchanged_once(graph: TrainingGraph) -> Iterator[Violation]:
     """Checks that each exchange of the joint (forward and backward) graph occurs once in the graph that overlaps
     communication.
 
-    Of an exchange that is split into parts or chunks, only one is counted.
+    An exchange that is split into parts or chunks is counted once.
     """
     before = Counter(op_name(node) for node in graph.module.graph.nodes)
     after: Counter[str] = Counter()
@@ -102,7 +102,7 @@ def rows_joined(graph: TrainingGraph) -> Iterator[Violation]:
 
 
 def gradients_cut_once(graph: TrainingGraph) -> Iterator[Violation]:
-    """Checks that a table's gradient is sent either whole, or as one part that is sent first ("prior") and all delayed
+    """Checks that a table's gradient is sent as a whole, or as one part that is sent first ("prior") and all delayed
     pieces.
     """
     by_table: dict[str, list[OperationId]] = defaultdict(list)
