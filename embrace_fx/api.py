@@ -59,19 +59,21 @@ def compile(
             gradients are reduced and applied until the next forward reads the parameters. "vertical": rows that the
             next batch does not read are exchanged and applied later; needs `lookahead`. "2d": both. "auto": the
             fastest by prediction, and "2d" if the links are not known.
-        row_updates: "exact": the optimizer's own semantics. If the optimizer moves rows without gradient, either all
-            rows move at each step ("sweep" asks for this), or a row takes the steps that it has skipped when it is next
-            read ("replay"), whichever is predicted to be faster. "lazy": rows without gradient stand still.
+        row_updates: "exact": the optimizer's own semantics. If the optimizer changes rows without a gradient, "sweep"
+            or "replay" is chosen, whichever is predicted to be faster. "sweep": each step updates all rows. "replay":
+            when a row is next read, it applies the steps that it has skipped. "lazy": rows without a gradient do not
+            change.
         backend: "eager": compute runs as ATen ops. "inductor": the compute between two communications is compiled into
             fused kernels; needs a C++ compiler, on CUDA Triton too.
         cluster: the links between ranks; strategies and the sizes of messages depend on them. None: they are measured
             if a step sends enough.
         plan: a plan, or the path of a saved one, to repeat: nothing is measured or decided again. None: the plan is
             made at the first call.
-        memory_budget: the most that forward and backward may hold at a time, in bytes or, below 1, as a fraction of
-            what they hold if everything is saved. A fraction is relaxed to the least possible. Parameters, optimizer
-            state and the batch come on top. What does not fit is recomputed or offloaded, whichever costs less
-            (docs/memory.md). None: everything is saved, except what the model checkpoints itself.
+        memory_budget: the maximum that forward and backward may hold at a time, in bytes or, below 1, as a fraction of
+            what they hold if everything is saved. A fraction that cannot be met is relaxed to the smallest possible.
+            Parameters, optimizer state and the batch are not included. Values that do not fit are recomputed or
+            offloaded, as is predicted to be faster (docs/memory.md). None: everything is saved, except what the model
+            checkpoints itself.
         broadcast_buffers: as in DDP, True: forwards read rank 0's buffers. False: each rank keeps its own. "once":
             ranks start from rank 0's buffers, as with DDP's forward_sync_buffers=False.
         route: None: the forward is captured if that pays; if it cannot be captured, it runs as written with whole
@@ -80,8 +82,8 @@ def compile(
         rows: the wire format of sharded tables' rows, their gradients and AllReduced gradients: "exact", or rounded to
             "bf16", "fp16" or "int8" (docs/exactness.md). Parameters are not rounded; evaluations read exact rows, and
             sparse exchanges stay exact.
-        table_memory: the most memory for sharded tables and their optimizer state on this rank, in bytes or, below 1,
-            as a fraction of their rows; for all tables, or by name pattern (docs/memory.md). None: no limit.
+        table_memory: the maximum memory for sharded tables and their optimizer state on this rank, in bytes or, below
+            1, as a fraction of their rows; for all tables, or by name pattern (docs/memory.md). None: no limit.
         spill_to: a directory for unnamed files with rows beyond `table_memory` and, for a model on the CPU with a
             memory budget, saved values. None: a CUDA model uses its host's memory; a model on the CPU spills nothing.
 

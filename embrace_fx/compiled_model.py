@@ -167,9 +167,10 @@ class CompiledModel(nn.Module, Joinable):
         """Registers a hook that reduces gradients, as in DDP. Call it on every rank, before the first call.
 
         `allreduce_hook`, `fp16_compress_hook` and `bf16_compress_hook` of
-        `torch.distributed.algorithms.ddp_comm_hooks.default_hooks` set the format of gradients, rows of tables
-        included; the latter two round to 16 bits, as `report()` shows. Any other hook, such as PowerSGD's, is called as
-        `hook(state, bucket) -> Future[Tensor]` with each bucket in the backward; all tables stay whole.
+        `torch.distributed.algorithms.ddp_comm_hooks.default_hooks` set the format of gradients, including those of
+        table rows. The two compression hooks round to 16 bits, as `report()` shows. Any other hook, such as PowerSGD's,
+        is called in the backward for each bucket, as `hook(state, bucket) -> Future[Tensor]`. All tables then stay
+        whole.
 
         Raises:
             TypeError: the hook is not callable.
@@ -258,9 +259,9 @@ class CompiledModel(nn.Module, Joinable):
     def close(self) -> None:
         """Applies all pending updates, and ends the model's threads and process groups. Call it on every rank.
 
-        Parameters, optimizer state and `state_dict()` stay usable; calling the model raises. A model is closed
-        automatically when no reference to it is left. If fewer ranks train than the job has, the model's process groups
-        stay until the job ends.
+        Parameters, optimizer state and `state_dict()` can still be used, but calling the model raises. A model is
+        closed automatically when no reference to it is left. If fewer ranks train than the job has, the model's process
+        groups stay until the job ends.
         """
         self._session.close()
 
@@ -361,7 +362,7 @@ class CompiledModel(nn.Module, Joinable):
         """Saves model and optimizers in a folder that all ranks share. Tables larger than memory are written row by
         row. Collective.
 
-        The previous checkpoint stays valid until this one is complete. Works without `table_memory` too.
+        The previous checkpoint stays valid until this one is complete. It can also be used without `table_memory`.
         """
         self._session.save_checkpoint(Path(folder))
 
@@ -427,8 +428,8 @@ class CompiledModel(nn.Module, Joinable):
         return self._session.views.record()
 
     def report(self) -> str:
-        """Returns a text that describes the plan, with a reason for each table, how the last steps' time was spent, and
-        this rank's memory.
+        """Returns a text that describes the plan with a reason for each table, how the time of the last steps was
+        spent, and this rank's memory.
         """
         return self._session.views.report()
 

@@ -171,9 +171,8 @@ def plan(  # noqa: PLR0913
     optimizers = (optimizer,) if isinstance(optimizer, Optimizer) else tuple(optimizer or ())
     state, communicator = ModelState(model), _SingleCommunicator(ranks)
     announcements = StepHandshake(communicator)
-    optimizer_hooks = OptimizerHooks(
-        state, announcements, lambda names, reason: None
-    )  # options that are never used, because no step runs
+    # The callback that makes tables whole is never called, because no step runs.
+    optimizer_hooks = OptimizerHooks(state, announcements, lambda names, reason: None)
     for each in optimizers:
         optimizer_hooks.known_optimizers.add(each)
     captured = [_capture_batch(model, state, each) for each in batches]

@@ -43,8 +43,8 @@ def fastest_block_size(run_length: int, itemsize: int, cluster: Cluster) -> int:
     """Returns the size of blocks, in elements, with which sending the non-zero blocks of a typical sparse gradient
     takes the least time. A typical gradient has the density `TYPICAL_DENSITY`.
 
-    Small blocks need more indices and more handling, large ones contain more zeros; a faster link favours larger ones.
-    An index takes at most an eighth of its block, because a gradient may be denser than assumed.
+    Small blocks need more indices and more handling, and large blocks contain more zeros. The faster the link, the
+    larger the best block. An index takes at most an eighth of its block, because a gradient may be denser than assumed.
 
     Args:
         run_length: the number of consecutive elements that are zero or non-zero together, such as a row's width.

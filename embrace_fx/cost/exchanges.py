@@ -307,8 +307,8 @@ def _server_work(
     Args:
         sparsity: the sparsity of the tensor.
         passes_before_push: how often a rank reads its units before it sends them to servers.
-        push_imbalance, pull_imbalance: the units that the fullest server receives and returns, each divided by the mean
-            over servers.
+        push_imbalance, pull_imbalance: the number of units that the fullest server receives, and that it returns, each
+            divided by the mean over servers.
         passes_before_pull: how often a server reads its means before it returns them.
     """
     union = min(pull_imbalance * sparsity.union / sparsity.world_size, sparsity.union)
@@ -345,7 +345,7 @@ def _push_bytes(sparsity: Sparsity, record: int, imbalance: float) -> tuple[floa
     """Returns the bytes that a rank sends so that each rank's units (rows or elements) reach N servers, one on each
     rank: (mean over ranks, for the slowest rank).
 
-    The slowest is the rank with the most units to send, or the server that receives the most.
+    The slowest rank is the one with the most units to send, or the server that receives the most units.
 
     Args:
         sparsity: the sparsity of the tensor, which counts the units of each rank.

@@ -181,8 +181,8 @@ class Cluster:
     Attributes:
         bandwidth_bytes_per_ms: bytes per ms that one machine, with all of its ranks, can send to others.
         latency_ms: the latency of one message.
-        links: pairs (collective, link) for collectives that reach another speed: pairwise messages may be slower than a
-            ring.
+        links: pairs (collective, link) for collectives whose speed differs: pairwise messages, for example, may be
+            slower than a ring.
         ranks_per_machine: number of consecutive ranks that share a machine.
         inside: the link between two ranks of one machine, or None if each rank has its own machine.
         handling: the speed at which a rank's processor gathers, sums and writes.
@@ -369,9 +369,9 @@ def choose_chunk_bytes(cluster: Cluster, world_size: int, collective: Collective
 def choose_bucket_bytes(cluster: Cluster, world_size: int, total_bytes: int, *, read_later: bool = True) -> int:
     """Chooses the bytes of a bucket, for dense gradients of `total_bytes` in all.
 
-    If the next forward waits for each bucket separately, the result is the size of a chunk. Smaller buckets would pay
-    more latency. Larger ones would be launched later, and the first parameter to be read would wait for its whole
-    bucket.
+    If the next forward waits for each bucket separately, the result is the size of a chunk. Smaller buckets would add
+    latency. Larger buckets would be launched later, and the first parameter that the forward reads would wait for its
+    whole bucket.
 
     If the backward waits for all buckets at its end, the exposed time is that of the last bucket, plus a fixed cost for
     each bucket: its latency and `BUCKET_ROUNDS` rounds of processor work. With k buckets, T ms of transfers and s ms of

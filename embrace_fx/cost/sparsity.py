@@ -215,7 +215,8 @@ def with_units_by_rank(sparsity: Sparsity, units_by_rank: tuple[int, ...]) -> Sp
     """Returns a copy of `sparsity` with other numbers of units (rows or blocks) on the ranks. The ranks' units overlap
     to the same degree as before.
 
-    The degree is where the union lies between two extremes: all ranks have the same units, or draw them independently.
+    The degree of overlap is the position of the union's size between two extremes: all ranks have the same units, or
+    all ranks draw units independently.
     """
     drawn = independent_ranks(sparsity.num_units, sparsity.width, sparsity.itemsize, units_by_rank)
     once = independent_ranks(sparsity.num_units, sparsity.width, sparsity.itemsize, sparsity.units_by_rank)
@@ -226,7 +227,8 @@ def with_units_by_rank(sparsity: Sparsity, units_by_rank: tuple[int, ...]) -> Sp
     ):
         way = (found - here) / (apart - here) if ranks > 1 and apart > here else 1.0
         unions.append(min(max(there + way * (apart_there - there), there), ranks * there, sparsity.num_units))
-    fullest = max(1.0, sparsity.num_units / max(there, 1.0))  # a range cannot have more units than its size
+    # An upper bound, because a range cannot have more units than its size.
+    fullest = max(1.0, sparsity.num_units / max(there, 1.0))
     return replace(
         drawn,
         unions=tuple(unions),
@@ -239,8 +241,8 @@ def with_units_by_rank(sparsity: Sparsity, units_by_rank: tuple[int, ...]) -> Sp
 def in_blocks(sparsity: Sparsity, block_size: int) -> Sparsity:
     """Returns the sparsity of the same gradients, counted in blocks of `block_size` consecutive values.
 
-    A row longer than a block counts as several blocks. If a block contains several rows, the count assumes rows at
-    random places; rows that lie close together would touch fewer blocks.
+    A row longer than a block counts as several blocks. If a block contains several rows, the count assumes that rows
+    are at random places. Neighbouring rows would be in fewer blocks.
     """
     values = sparsity.num_units * sparsity.width
     num_blocks = math.ceil(values / block_size)

@@ -77,7 +77,7 @@ class Draws:
     @cached_property
     def _spectrum(self) -> tuple[Tensor, Tensor]:
         """The rows in G groups of similar frequency: (for each group, the logarithm of the probability that a step does
-        not read a given row of it; for each group, its number of rows). Both tensors are (G,).
+        not read a given row of the group; the number of rows of each group). Both tensors are (G,).
         """
         edges = torch.logspace(0, math.log10(self.num_rows), _BUCKETS, dtype=torch.float64, device="cpu").round()
         edges = torch.cat([edges, edges[-1:] + 1]).unique()
@@ -118,7 +118,7 @@ class _CombinedDraws(Draws):
 
 @dataclass(frozen=True)
 class RowMemory:
-    """Predicts how many rows a table larger than memory moves per step, if a rank keeps only some of its rows in
+    """Predicts how many rows of a table larger than memory a step reads from storage, if a rank keeps only some rows in
     memory.
 
     Attributes:

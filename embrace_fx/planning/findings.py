@@ -84,7 +84,8 @@ def plan_on_links(
         plan = decide_for(given, "given") if given is not None else decide_for(known or Cluster(), "probed")
     else:
         plan = decide_for(Cluster(), "assumed")
-        sent_bytes = plan.sent_bytes_per_step + other_bytes if isinstance(plan, Plan) else 0  # zero skips the probe
+        # With zero bytes, the links are not probed.
+        sent_bytes = plan.sent_bytes_per_step + other_bytes if isinstance(plan, Plan) else 0
         with stage("probing links", communicator.rank):
             links_of = estimate_links if roughly else measure_links
             probed = links_of(communicator, communicator.gather(sent_bytes, int)[0], context.device)
@@ -110,7 +111,9 @@ def reuse_plan(context: Context, graph: TrainingGraph, plan: Plan) -> Plan:
 
 
 def _disagreements(context: Context, graph: TrainingGraph, plan: Plan) -> Iterator[str]:
-    """Yields each point in which a plan does not fit the model, optimizers or ranks, as text for an error message."""
+    """Yields a text for the error message for each difference between a plan and the model, the optimizers or the
+    number of ranks.
+    """
     if plan.world_size != context.communicator.world_size:
         yield f"the plan is for {plan.world_size} ranks, but {context.communicator.world_size} are running"
     used = used_parameters(graph)
@@ -287,7 +290,7 @@ def _update_of_unread_rows(
 
 @dataclass(frozen=True)
 class Read:
-    """How many rows of one table a rank's batch reads and, if few enough to send, which.
+    """The rows of one table that a rank's batch reads: how many, and their ids if these are few enough to send.
 
     Attributes:
         rows: the number of unique rows, including the padding row, which is always sent.
@@ -354,7 +357,7 @@ def drawn_ids(state: ModelState, graph: TrainingGraph, leaves: Sequence[Any]) ->
 def count_reads(
     state: ModelState, graph: TrainingGraph, leaves: Sequence[Any], rank: int, ranks: int
 ) -> dict[str, Read]:
-    """Returns table -> the rows that a rank's batch, given by its flattened arguments (`leaves`), reads of it."""
+    """Returns table -> the rows of the table that a rank's batch reads. `leaves` is the flattened batch."""
     found = {}
     for name, (drawn, unique) in drawn_ids(state, graph, leaves).items():
         ids = drawn.unique().cpu()

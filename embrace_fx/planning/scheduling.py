@@ -116,7 +116,7 @@ def _step_graph(
     sparse = {k: bucket[0] for k, bucket in enumerate(plan.buckets) if bucket[0] in plan.exchanged}
     expected = {chunk_id(k, 0): plan[name].sent_bytes_per_step for k, name in sparse.items()}
     sizes = Sizes(
-        profiled.sent_bytes if profiled else expected,  # without a profile, a bucket's size gives its bytes
+        profiled.sent_bytes if profiled else expected,  # without a profile, the bytes follow from the bucket's size
         {name: one_way_bytes(plan, tables) for name, tables in plan.row_exchanges.items()},
         sum(ids_exchange(plan[table], plan.world_size).sent_bytes for table in plan.sharded),
         {name: sum(plan[table].norm_bytes for table in tables) for name, tables in plan.row_exchanges.items()},

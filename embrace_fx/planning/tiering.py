@@ -65,7 +65,7 @@ def add_working_sets(
     own = {}
     for name, tier in found.items():
         of, lies = plan[name], sparsity.get(name)
-        # A reused plan already knows how often each row is drawn.
+        # A reused plan contains how often each row is looked up.
         repeated = Draws(of.shape[0], 0.0, 0.0) if of.memory is None else of.memory.draws
         together = of.rows.together if of.rows is not None else 1
         own[name] = tier.row_memory(name, of.shape[0], together, repeated if lies is None else Draws.fit(lies), rest)
@@ -86,8 +86,8 @@ def add_working_sets(
 def _split_space(context: Context, plan: Plan, space: JoinedTable, beyond: Mapping[str, Tier]) -> list[JoinedTable]:
     """Splits a joined table (`space`) into joined tables, each of which can have a single working set.
 
-    Tables that fit in memory stay together. So do tables on the CPU that exceed it (`beyond`) and store equal columns.
-    Each table that exceeds a device's memory becomes its own part.
+    Tables that fit in memory stay joined. Tables on the CPU that exceed the memory (`beyond`) stay joined if they store
+    equal columns. Each table that exceeds a device's memory is separated.
     """
     on_host = context.device.type == "cpu"
     sets: dict[object, list[str]] = {}
@@ -104,7 +104,8 @@ def _measure_storage(context: Context, records: Records) -> tuple[StorageTier, .
         own = measure_host(records) if directory is None else measure_disk(directory, records)
     except TierError:  # a missing file raises later, when it is opened
         own = (0.0, 0.0)
-    if streams is not None:  # copies between device and host run in parallel: the slower one sets the pace
+    # Copies between device and host run in parallel with these, so the slower of both limits the rate.
+    if streams is not None:
         copied_ms = records.nbytes / PinnedCopies(streams).measure(context.device)[0]
         own = max(own[0], copied_ms), max(own[1], copied_ms)
     read, write = zip(*context.communicator.gather(own, tuple[float, float]), strict=True)
@@ -268,8 +269,8 @@ def _initial_values(context: Context, name: str, decision: Decision) -> InitialV
 def place_tiered(
     context: Context, name: str, shape: torch.Size, mesh: DeviceMesh | None, memory: WorkingSet, first: int
 ) -> Member:
-    """Moves a table's rows to storage, or leaves them to be computed at their first read if the table is lazily
-    initialized. Returns the table with its working set. Collective.
+    """Moves a table's rows to storage. If the table is lazily initialized, its rows are computed at their first read
+    instead. Returns the table with its working set. Collective.
 
     Args:
         shape: the shape of the whole table.
@@ -327,7 +328,7 @@ def _raise_on_all(context: Context, told: str | None) -> None:
     """Raises `ValueError` on every rank if some rank has an error. Collective.
 
     Args:
-        told: this rank's error, or None.
+        told: the text of this rank's error, or None.
     """
     for rank, each in context.communicator.reports(told).items():
         raise ValueError(each if context.communicator.world_size == 1 else f"on rank {rank}: {each}")

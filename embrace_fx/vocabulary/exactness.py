@@ -49,7 +49,7 @@ STILL = ("", "lazy")
 
 def row_update_semantics(option: RowUpdatesOption) -> RowUpdates:
     """Returns how an optimizer's step treats table rows without a gradient under the option `row_updates` of `compile`:
-    "lazy" (leaves them unchanged), or "exact" (updates them as the optimizer does by itself).
+    "lazy" (rows do not change), or "exact" (rows change as the optimizer itself would change them).
     """
     return "lazy" if option == "lazy" else "exact"
 

@@ -69,7 +69,7 @@ def await_rows(ids: Tensor, counts: Tensor, table: str, dtype: torch.dtype, laun
     block per sending rank, with that rank's columns of all k rows.
 
     Args:
-        ids, counts: the same as for `submit_rows`.
+        ids, counts: as for `submit_rows`.
         table: the table's name.
         dtype: the dtype in which the rows were sent.
         launch: the launch's id as text.
@@ -104,7 +104,7 @@ def submit_gradients(
     launch: str,
 ) -> Tensor:
     """Submits the AlltoAll of row gradients to the launcher, which sends each row's gradient to the ranks that own the
-    row's columns. Returns an empty tensor, which stands for the gradient among the backward's outputs.
+    row's columns. Returns an empty tensor, which represents the gradient among the backward's outputs.
 
     Args:
         rows: the gradients (U, D) of all rows that this rank reads, or of its prior or delayed ones only (see
@@ -125,7 +125,7 @@ def update_rows(shard: Tensor, table: str, launch: str) -> Tensor:
     Args:
         shard: this rank's part of `table`.
         table: the table's name.
-        launch: the id, as text, of the exchange of those gradients.
+        launch: the id of the gradients' exchange, as text.
     """
     return shard.view(shard.shape)
 

@@ -204,7 +204,7 @@ class TableUse:
         constant_ids: whether the ids are the same for every batch (position and type tables).
         ids_from_batch: whether the ids depend only on the batch and random draws, not on parameters or other ranks.
         scale_grad_by_freq: whether gradients are divided by the id's count in the batch.
-        source: the user's line, `file:line in function`, for messages.
+        source: the user's source line, as `file:line in function`, for messages.
         sparse: whether the lookup requests a sparse gradient (`sparse=True`).
     """
 
@@ -267,8 +267,9 @@ class TrainingGraph:
 
     Attributes:
         module: the joint graph of forward and backward. After the pass `Partition`, it is only read, and `phases` run.
-        phases: the graphs that run after the pass `Partition`: "unique" (batch -> rows read), "ids" (exchange of their
-            ids), "forward" (-> results, mutations, saved values), "backward" (tangents, saved values -> gradients).
+        phases: the graphs that run after the pass `Partition`: "unique" (finds the rows that a batch reads), "ids"
+            (exchanges their ids), "forward" (computes results, mutations and saved values), "backward" (computes
+            gradients from tangents and saved values).
         results_behind: parameter -> indices of the model's results through which it gets a gradient.
         varied: the phase that differs from that of a step whose previous and next batch are known, or None.
         memory_limit: maximum bytes that a step may hold, or None for no limit.
@@ -388,7 +389,7 @@ def reached(
     Args:
         successors: returns the nodes that directly follow a node.
         may_visit: takes a node and the nodes reached so far, and returns whether to visit the node. If it returns
-            False, it is asked again each time that the node is reached from another one.
+            False, it is called again each time that the node is reached from another node.
     """
     found = set(starts)
     waiting = list(found)
@@ -446,6 +447,7 @@ def source_of(node: fx.Node) -> str:
     for frame in reversed(frames):
         file, line, function = (part.strip() for part in frame.split(",")[:3])
         file = file.removeprefix("File ").strip('"')
-        if not file.startswith(_OWN):  # torch 2.11 also records calls by torch function modes
+        # Skip this package's frames, which torch 2.11 records if torch function modes are active.
+        if not file.startswith(_OWN):
             return f"{file}:{line.removeprefix('line ')} {function}"
     return f"node {node.name}"

@@ -63,8 +63,8 @@ def gather_positions(
     rows: Tensor, counts: Tensor, chunk: int, chunks: int, table: str, group: str, group_size: int, launch: str
 ) -> Tensor:
     """Launches a gather of one chunk of the scored positions, which are those whose label the loss does not ignore.
-    Each rank passes a row for each of its own scored positions, (S, ..). It gets the rows of the chunk from all ranks,
-    (P, ..), in rank order.
+    Each rank passes one row for each of its own scored positions, (S, ..), and gets the rows of the chunk from all
+    ranks, (P, ..), in rank order.
 
     Example: chunk 1 of 2, with 3 positions on rank 0 and 4 on rank 1: rows 1 and 2 of rank 0, 2 and 3 of rank 1.
 
@@ -83,7 +83,7 @@ def gather_positions(
 def scatter_positions(
     rows: Tensor, counts: Tensor, chunk: int, chunks: int, table: str, group: str, group_size: int, launch: str
 ) -> Tensor:
-    """Launches the inverse of `gather_positions`. Each rank passes rows (P, ..) for all positions of a chunk. It gets
+    """Launches the inverse of `gather_positions`. Each rank passes rows (P, ..) for all positions of a chunk, and gets
     the rows of its own S positions from every rank, (N * S, ..), in rank order. The other arguments are those of
     `gather_positions`.
     """
@@ -105,9 +105,9 @@ def chunk_of_positions(rows: Tensor, counts: Tensor, chunk: int, chunks: int) ->
 @op("head_statistics", "(Tensor logits, Tensor labels, bool smooths, str steps, int rank, int group_size) -> Tensor")
 def head_statistics(logits: Tensor, labels: Tensor, smooths: bool, steps: str, rank: int, group_size: int) -> Tensor:
     """Returns the statistics from which `head_loss` computes a softmax over the columns of all ranks: for each
-    position, the maximum of this rank's logits, the sum of their exponentials relative to it, and the logit of the
-    position's label, or 0 if another rank has it, (P, 3). With `smooths`, the fourth column is the sum of the logits,
-    (P, 4).
+    position, the maximum of this rank's logits, the sum of their exponentials relative to this maximum, and the logit
+    of the position's label (0 if another rank has it), (P, 3). With `smooths`, the fourth column is the sum of the
+    logits, (P, 4).
 
     Example: [[3, 1 + exp(-2), 3]] on rank 0 for its logits [1, 3], [[2, 1 + exp(-2), 0]] on rank 1 for [2, 0].
 

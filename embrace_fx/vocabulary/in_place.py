@@ -67,5 +67,5 @@ def same_layout(one: fx.Node, other: fx.Node) -> bool:
     a, b = one.meta.get("val"), other.meta.get("val")
     if not isinstance(a, Tensor) or not isinstance(b, Tensor) or a.dtype != b.dtype:
         return False
-    # Compare sizes as text, because comparing symbolic sizes would add guards.
+    # Compare sizes as text, because a comparison of symbolic sizes would add guards.
     return str((tuple(a.shape), a.stride())) == str((tuple(b.shape), b.stride()))

@@ -21,9 +21,9 @@ def outside_of_modes() -> Iterator[None]:
     """
     compiler, trace, records = torch.compiler, torch._C._get_tracing_state(), torch.is_grad_enabled()
     flags = compiler._is_compiling_flag, compiler._is_exporting_flag
-    # Disable function modes first, because they would intercept the guards below.
+    # Disable function modes first, because they would intercept the calls below.
     functions = [_pop_mode() for _ in _get_current_function_mode_stack()]
-    if trace is not None:  # inside a kernel, setting the tracing state may raise even if it stays the same
+    if trace is not None:  # inside a kernel, even setting the tracing state to its current value may raise
         torch._C._set_tracing_state(None)  # type: ignore[attr-defined]
     compiler._is_compiling_flag = compiler._is_exporting_flag = False
     try:

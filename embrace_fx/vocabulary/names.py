@@ -71,12 +71,12 @@ class Name(str):
         return found
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        # torch.load(weights_only=True) allows no other function that returns a string.
+        # Use codecs.encode(), the only function that returns a string and that torch.load(weights_only=True) allows.
         return codecs.encode, (codecs.encode(str(self), "rot13"), "rot13")
 
     def _refuse_if_prefixed(self, prefix: object, matches: Any) -> None:
-        """Raises `ValueError` if `prefix` begins with DDP's "module." and the rest of it matches this name. Such
-        code was written for DDP, and would select nothing here.
+        """Raises `ValueError` if `prefix` begins with DDP's "module." and the rest of it matches this name. Code that
+        compares names in this way was written for DDP, and would select no parameters of a compiled model.
 
         Args:
             prefix: the object that the name was compared with.

@@ -24,15 +24,15 @@ Kind = Literal[
     "own",  # code of the user's training loop
     "loader",  # reading the next batch from the data loader
     "ids",  # AllGather of the next batch's ids
-    "gradients",  # AlltoAll of a table's row gradients: all, or those of rows that the next batch reads
-    "lookups",  # AlltoAll of looked-up rows: all, or those that the previous batch also reads, or the others
+    "gradients",  # AlltoAll of a table's row gradients: all, or only those of rows that the next batch reads
+    "lookups",  # AlltoAll of looked-up rows: all, only those that the previous batch also reads, or only the others
     "all_reduce",  # AllReduce of a chunk of a bucket
     "positions",  # exchange of labelled positions of a sharded output layer, or of values computed from them
     "delayed",  # AlltoAll of a piece of a table's delayed row gradients
     "offload",  # copying a saved value to the host or a file
-    "reload",  # copying a saved value back
+    "reload",  # copying a saved value back into memory
     "read",  # reading rows of a table larger than memory from storage
-    "write",  # writing such rows to storage
+    "write",  # writing rows of a table larger than memory to storage
 ]
 
 HeadPart = Literal["counts", "labels", "hidden states", "statistics", "coefficients", "hidden gradients"]

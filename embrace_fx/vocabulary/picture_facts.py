@@ -48,8 +48,8 @@ class PictureFacts:
     """Facts shown beside the picture of one schedule.
 
     Attributes:
-        ddp_exposed_ms: estimated time that DDP would wait for AllReduces that its backward cannot hide. Tables'
-            gradients come last, so nothing hides theirs.
+        ddp_exposed_ms: estimated time that DDP would wait for AllReduces that its backward cannot hide. The gradients
+            of tables come last, so no compute hides their AllReduces.
         steps: estimated step times on increasing numbers of ranks, including the plan's own.
     """
 

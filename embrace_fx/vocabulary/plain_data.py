@@ -47,7 +47,7 @@ def from_plain(kind: Any, value: Any, where: str = "it") -> Any:
     Args:
         kind: the type of the value, as a type hint.
         value: the result of `to_plain`.
-        where: what to call the value in errors.
+        where: the name of the value in error messages.
 
     Raises:
         ValueError: the data has another type.
@@ -107,7 +107,7 @@ def _from_union(kinds: tuple[Any, ...], value: Any, where: str) -> Any:
 
     Args:
         kinds: the types of the union.
-        where: what to call the value in errors.
+        where: the name of the value in error messages.
     """
     if value is None and NoneType in kinds:
         return None
@@ -125,7 +125,7 @@ def _integer_tensor(value: list[Any], where: str) -> Tensor:
     anything else.
 
     Args:
-        where: what to call the value in errors.
+        where: the name of the value in error messages.
     """
     try:
         dtype, data = value

@@ -42,8 +42,8 @@ class Grid:
     """A grid of ranks, `rows` x `columns`, over which one table is sharded by rows and by columns.
 
     Rank r * columns + c owns rows r, r + rows, r + 2 rows, .. and of these the columns in chunk c of `columns`
-    (torch.chunk layout). A grid of one row is the plain layout of column shards. Rows are interleaved rather than in
-    ranges, because vocabularies are sorted by frequency, and the first range would get by far the most reads.
+    (torch.chunk layout). A grid of one row is the plain layout of column shards. Rows are interleaved instead of
+    divided into ranges, because vocabularies are sorted by frequency, and the first range would get most of the reads.
 
     >>> Grid(2, 4).place(6)
     (1, 2)
@@ -82,10 +82,10 @@ class Candidate:
         strategy: one of `STRATEGIES`.
         scheme: for "zen": "balanced" or "hierarchical"; else "".
         sent_bytes_per_step: predicted payload that one rank sends per step, the mean over ranks.
-        predicted_ms: predicted time of the exchange on an idle link, by which strategies are compared; for a table,
-            with the compute of lookups and updates.
+        predicted_ms: predicted time of the exchange on an idle link; for a table, including the compute of lookups and
+            updates. Strategies are compared by this time.
         memory_bytes: bytes of parameter, gradient and exchange buffers on one rank, without optimizer state.
-        rejected: the reason in a few words why it was not chosen, or "" for the chosen one.
+        rejected: the reason why the strategy was not chosen, in a few words, or "" if it was chosen.
         grid: the grid of ranks over which a table is sharded, if it has more than one row; else None.
     """
 
@@ -133,9 +133,9 @@ class Decision:
         padding_idx: the row of a table that gets no gradient, or -1.
         rows: the number of table rows that a step is expected to read, or None if unknown.
         head: how the output layer exchanges hidden states, for a table of strategy "vocabulary".
-        norm_bytes: how many of the sent bytes are squares of rows, for row-wise optimizers.
+        norm_bytes: how many of the sent bytes are sums of squares of rows, for row-wise optimizers.
         travels_as: the dtype in which rows or gradients are sent.
-        memory: for a table larger than memory: how many rows are in memory, and how many move per step.
+        memory: for a table larger than memory: how many rows are in memory, and how many a step reads from storage.
         sparse: whether a table's gradient is sparse (COO), as its lookups request.
     """
 
@@ -242,7 +242,7 @@ class Plan:
 
     @property
     def memory(self) -> dict[str, RowMemory]:
-        """Maps each table larger than memory to how many rows are in memory and how many move per step."""
+        """Maps each table larger than memory to how many rows are in memory and how many a step reads from storage."""
         return {d.parameter: d.memory for d in self.decisions if d.memory is not None}
 
     @property

@@ -77,7 +77,7 @@ def _cheapest_to_shard(whole: list[Decision]) -> tuple[str, float] | None:
         decision.parameter: candidate.predicted_ms - decision.predicted_ms
         for decision in whole
         for candidate in decision.candidates
-        # If a table cannot be sharded, the reason of the decision is also that of this candidate.
+        # For a table that cannot be sharded, the decision and this candidate have the same reason: skip the candidate.
         if candidate.strategy == "alltoall" and candidate.rejected != decision.reason
     }
     return min(costs_ms.items(), key=lambda item: item[1]) if costs_ms else None

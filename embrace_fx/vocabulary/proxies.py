@@ -47,8 +47,8 @@ def _forwarding_method(name: str, find: Callable[[Any, str], Any]) -> Callable[.
 class NoStorage(torch._C.StorageBase):
     """The storage of a tensor without memory of its own. Any use raises `RuntimeError`.
 
-    The name of the class is the error message, because functions that take a storage reject this one with its class's
-    name. `Tensor.untyped_storage(tensor)` returns it instead of calling the method of the tensor's class.
+    The name of the class serves as the error message: functions that take a storage reject this one and name its class.
+    `Tensor.untyped_storage(tensor)` returns it instead of calling the method of the tensor's class.
     """
 
     def __getattribute__(self, name: str) -> Any:

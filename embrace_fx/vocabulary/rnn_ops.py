@@ -29,8 +29,8 @@ GATES: dict[str, int] = {"lstm": 4, "gru": 3, "rnn_tanh": 1, "rnn_relu": 1}
 
 
 class LayerWeights(NamedTuple):
-    """The weights of one layer in one direction, for G gates, H hidden size, I input size, and P size of the output (H
-    without a projection).
+    """The weights of one layer in one direction. G is the number of gates, I the size of the input, H the hidden size,
+    and P the size of the output (H without a projection).
 
     Attributes:
         ih, hh: the weights of the input (G*H, I) and of the hidden state (G*H, P).
@@ -80,8 +80,8 @@ def rnn_layer(
 ) -> list[Tensor]:
     """Runs one layer in one direction. Returns [output, h_n, c_n of an LSTM, then values that the backward needs].
 
-    T are the steps, B the sequences, I, H and P the sizes of input, cell and output, G the gates, and R = T * B, or the
-    sum of `batch_sizes`.
+    T is the number of steps, B of sequences and G of gates. I, H and P are the sizes of input, cell and output. R is T
+    * B or, for a packed input, the sum of `batch_sizes`.
 
     Args:
         input: (T, B, I), or (R, I) packed as `torch.nn.utils.rnn.PackedSequence` packs it.

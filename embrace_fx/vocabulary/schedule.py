@@ -67,7 +67,7 @@ class Operation:
         lane: where it runs: compute, a process group, or a direction of copies.
         duration_ms: its time on an idle processor or link.
         sent_bytes: bytes that one rank sends, averaged over ranks, or 0 for compute.
-        serves: names of the parameters, tables or blocks that it is for.
+        serves: names of the parameters, tables or blocks for which it computes or communicates.
         held_bytes: bytes of memory held from its end until the last operation that depends on it has ended.
         id: its id in a compiled graph, or None.
     """
@@ -207,7 +207,8 @@ class Diagnostics:
         compute_ms: the part of a step's time spent in compute.
         exposed_ms: lane -> the part of a step's time in which compute waits for it; an entry for every class of
             collectives, and for copies if there are any.
-        communication_ms: lane -> the part of a step's time in which it is busy; the same entries.
+        communication_ms: lane -> the part of a step's time in which the lane is busy; with the same entries as
+            `exposed_ms`.
         overlap_ratio: share of the time of communication and copies that compute hides, from 0 to 1; 1 if there is
             none.
         shares_ms: a step's time by category (`embrace_fx.vocabulary.step_parts`). The categories add up to the step.

@@ -42,7 +42,8 @@ def time_category(operation: OperationId) -> Share:
     """
     if operation.lane != "compute":
         return operation.lane
-    # The optimizer and the loader have operations of their own. What is left is the work before the forward.
+    # `BETWEEN` excludes the optimizer and the loader, which have their own operations. The rest is work before the
+    # forward.
     if operation == BETWEEN:
         return "forward"
     # `EARLY` also applies delayed updates, which take far longer than looking up early rows.

@@ -16,9 +16,10 @@ ARRIVALS: tuple[Arrival, ...] = get_args(Arrival)
 
 @dataclass(frozen=True)
 class ForwardVariant:
-    """What a forward communicates, depending on what the previous backward sent and whether the next batch is known.
+    """Describes what a forward communicates. This depends on what the previous backward has sent, and on whether the
+    next batch is known.
 
-    Early rows are those that this batch reads and the previous one does not.
+    Early rows are rows that this batch reads and the previous batch does not.
 
     Attributes:
         arrives: "cut" if the previous backward knew this batch, and has sent its early rows; "other" if it has sent
@@ -44,7 +45,8 @@ class ForwardVariant:
 
 @dataclass(frozen=True)
 class BackwardVariant:
-    """What a backward communicates, depending on the previous backward and whether the next batch is known.
+    """Describes what a backward communicates. This depends on the previous backward, and on whether the next batch is
+    known.
 
     Attributes:
         left: whether the previous backward has left gradients of rows that are still to be applied.
