@@ -81,8 +81,8 @@ class Reply(NamedTuple):
     """The master's reply to a worker in asynchronous training.
 
     Attributes:
-        order: "go on" with the averaged weights, "end" with the best weights, or fail because a worker is "dead" or
-            "late".
+        order: what the worker does next: "go on" with the averaged weights, "end" with the best weights, or raise
+            because a worker is "dead" or "late".
         vector: the averaged weights or, with "end", the best ones.
         culprit: the rank of the dead or late worker, or -1.
         iteration, loss: the iteration and the loss of the best weights, with "end".
@@ -96,8 +96,8 @@ class Reply(NamedTuple):
 
 
 class Connection:
-    """A point-to-point connection to one other rank of a process group. Each message has a few numbers and a vector of
-    weights.
+    """A point-to-point connection to one other rank of a process group. Each message consists of a few numbers and a
+    vector of weights.
 
     Args:
         peer: the other rank, numbered as in the default group.
@@ -171,7 +171,7 @@ def _report_to_master(master: Connection, splits: Sums, vector: Tensor, recorder
     """Sends a worker's weights and sums to the master, waits for the reply, and returns it.
 
     Args:
-        splits: the sums from which the metrics of this worker's iteration are computed.
+        splits: the sums from which the metrics of the worker's iteration are computed.
         vector: the worker's contribution to the average: its weights plus scaled multipliers
             (`consensus.contribution`).
         recorder: records the time of the messages.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from embrace_fx.vocabulary.operation_id import OperationId
 
-# These operations have no parts. "late" is the part that an operation id leaves out when it is printed.
+# These operations have no parts. They use the part "late", because an operation id that is printed omits it.
 COMPUTE = FORWARD, STATES, WEIGHTS, DUALS, MEAN, FIGURES = (
     OperationId("forward", "forward pass", "late"),
     OperationId("backward", "states", "late"),

@@ -29,8 +29,8 @@ TOLERANCE = 0.01
 
 
 class Jacobian:
-    """The Jacobian J of an RNN's outputs with respect to the residuals of preactivations, states and outputs. It is
-    never stored: methods multiply by it.
+    """The Jacobian J of an RNN's outputs with respect to the residuals of preactivations, states and outputs. The
+    matrix itself is never stored. The methods multiply vectors by it.
 
     Args:
         weights: the weights of the forward pass about which the RNN is linearized.

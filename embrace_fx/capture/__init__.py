@@ -52,7 +52,8 @@ class Captured:
         route: "graph" if the forward is captured, "eager" if only gradients are exchanged by the graph.
         replay: repeats the forward's side effects, and builds its results from the graph's outputs. None: no side
             effects.
-        guard: torch's shape guards, compiled to a Python expression over the batch's tensors; None accepts any shapes.
+        guard: torch's shape guards, compiled to a Python expression over the batch's tensors. None if any shapes are
+            valid.
         guarded: indices, among the graph's inputs, of the tensors and numbers that `guard` calls t0, t1, ...
         fakes: the traced values of the guarded inputs; empty if nothing is guarded.
         conditions: values of the model, of globals and of closures that must not change while the graph is valid.
@@ -286,10 +287,12 @@ def _compile_guard(fakes: Sequence[Any]) -> types.CodeType | None:
     sizes: Any = first.fake_mode.shape_env if isinstance(first, FakeTensor) else first.node.shape_env
     try:
         text = sizes.produce_guards_expression(fakes, ignore_static=False)
-    except IndexError as error:  # torch looks up a tensor's size for the symbol, but this symbol is a number
+    except IndexError as error:
+        # torch expects every symbol to be a tensor's size, but this one is a number that the forward has read.
         where = line_of_branch([str(guard.sloc) for guard in sizes.guards])
         raise CaptureError(
             "the forward branches on the value of a tensor (use torch.where() instead)", where=where
         ) from error
-    text = re.sub(r"L\['t\d+'\]\.storage_offset\(\) == 0", "True", text or "")  # the graph reads no storage offset
+    # Drop guards on storage offsets, which the graph does not read.
+    text = re.sub(r"L\['t\d+'\]\.storage_offset\(\) == 0", "True", text or "")
     return compile(text, "<shape guards>", "eval") if text else None

@@ -32,7 +32,7 @@ def flatten_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[li
     object.
     """
     leaves = [*args, *kwargs.values()]
-    # The common case: no containers, so skip pytree, which makes five Python calls per argument.
+    # Usually there are no containers. Skip pytree then, because it makes five Python calls per argument.
     if _IN_NO_CONTAINER.issuperset(map(type, leaves)):
         names = len(args), *kwargs
         spec = _FLAT.get(names)

@@ -43,7 +43,7 @@ def record_checkpoint_regions() -> Iterator[None]:
 
 
 class _Regions:
-    """Stands in for the functions of `torch.utils.checkpoint` (both modes) during tracing, and marks the nodes of
+    """Replaces the functions of `torch.utils.checkpoint` (both modes) during tracing, and marks the nodes of
     checkpointed functions with their region.
     """
 
@@ -94,7 +94,7 @@ class _Regions:
         if mode is not None:
             nodes = mode.tracer.graph.nodes
             for node in itertools.islice(reversed(nodes), len(nodes) - before):
-                # Set by a selective checkpointing policy, or by Dynamo ("always").
+                # A selective checkpointing policy has set this entry, or Dynamo ("always").
                 policy = node.meta.pop("recompute", None)
                 if "region" not in node.meta:
                     node.meta["region"], node.meta["kept"] = path, policy in _SAVING

@@ -93,7 +93,7 @@ def _add_effects(effects: Effects, found: Any, tx: Any) -> None:
     for variable in found._get_modified_vars():
         source = variable.source
         if source is None or isinstance(source, TempLocalSource):
-            continue  # an object that the forward creates: the object that stores it is listed too
+            continue  # skip objects that the forward creates, because the object that stores one is listed too
         written = found.store_attr_mutations.get(variable, {})
         if isinstance(variable, variables.NewGlobalVariable) or (isinstance(source, GlobalSource) and written):
             effects.globals += written
@@ -183,7 +183,7 @@ def _evaluated_or_none(name: str, scope: Mapping[str, Any]) -> Any:
     """Evaluates the expression `name` with the variables of `scope`. Returns None if it can no longer be evaluated."""
     try:
         return eval(name, dict(scope))
-    except Exception:  # an earlier call has replaced an object that the expression goes through
+    except Exception:  # an earlier call has replaced an object that the expression reads
         return None
 
 

@@ -92,8 +92,8 @@ def explain_failed_capture(model: nn.Module, error: Exception, raised: Exception
 
 def raised_by_forward(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], error: Exception) -> Any:
     """Returns the error that the forward itself raises on a batch, or None. Runs the forward once, eagerly and without
-    gradients, if the failed capture gives a reason to. Buffers and random numbers are restored afterwards, and nothing
-    is sent.
+    gradients, if the error of the capture may come from the forward. Buffers and random numbers are restored
+    afterwards, and nothing is sent.
 
     Args:
         args, kwargs: the batch.

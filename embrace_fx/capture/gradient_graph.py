@@ -79,8 +79,8 @@ def gradient_graph(
 
 
 def with_assumed_lookups(graph: TrainingGraph) -> TrainingGraph:
-    """Returns a copy of a gradient graph in which each table is read as by an `EmbeddingBag` that sums, because the
-    real lookups are unknown and a capture would most likely find these.
+    """Returns a copy of a gradient graph that reads each table as a summing `EmbeddingBag` would. The real lookups are
+    unknown, and a capture would most likely find such ones.
     """
     tables = (replace(t, uses=tuple(replace(use, kind="bag:sum") for use in t.uses)) for t in graph.tables)
     return replace(graph, tables=tuple(tables))

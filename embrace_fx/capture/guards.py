@@ -39,8 +39,8 @@ class Conditions:
 
     Attributes:
         values: the guarded values at the capture, to compare in place of the guards.
-        manager: torch's guard manager. None: compare `values`, because the guards do not even hold right after the
-            capture.
+        manager: torch's guard manager. None if the guards do not hold even right after the capture; `values` are
+            compared then.
         frame: the local variables that the guards refer to: only the model.
         cells: closure variable of the forward -> its cell.
         kept: objects that are guarded by identity, kept alive so that no other object gets their address.
@@ -133,7 +133,8 @@ def collect_guards(gm: fx.GraphModule, model: nn.Module) -> Conditions:
             return False
         return root[1] == "G" or itself in name or root[2] in cells
 
-    output.skip_guards_check = True  # the check would need the batch's tensors, which are not among the frame's locals
+    # torch would check the guards on the batch's tensors, which are not among the frame's locals.
+    output.skip_guards_check = True
     with torch._dynamo.config.patch(skip_nnmodule_hook_guards=False):
         checks = _Guards(is_checked, code, output)
     manager = checks.guard_manager

@@ -41,8 +41,8 @@ def forget_captures() -> None:
 def _clear_shape_caches() -> None:
     """Clears torch's caches of symbolic sizes, which would keep the fake tensors of every capture forever.
 
-    Up to `MOST_RESULTS` cached results of fake tensor operations are kept, because the next capture of a model finds
-    most of its own there.
+    Keeps up to `MOST_RESULTS` cached results of fake tensor operations, because the next capture of a model can reuse
+    most of these.
     """
     if FakeTensorMode.cache_info().size > MOST_RESULTS:
         FakeTensorMode.cache_clear()

@@ -124,7 +124,7 @@ class ModelWatch:
     def _gradient_settings(self) -> list[tuple[bool, torch.dtype, bool]]:
         """Returns, for each parameter, (whether it requires a gradient, its dtype, whether it has hooks)."""
         found = self._state.parameters()
-        hooked = [*map(any, map(_HOOKS, found))]  # inlines `is_hooked` to save a Python call per parameter
+        hooked = [*map(any, map(_HOOKS, found))]  # does the same as `is_hooked`, without a Python call per parameter
         return [(each.requires_grad, each.dtype, has) for each, has in zip(found, hooked, strict=True)]
 
     def _record_gradient_settings(self, settings: list[tuple[bool, torch.dtype, bool]]) -> None:

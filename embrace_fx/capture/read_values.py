@@ -92,8 +92,8 @@ class ReadValues:
         return ReadValues.evaluate([name for name in self.names if name not in names], self.scope)
 
     def only_arrays(self) -> ReadValues:
-        """Returns a copy with only the expressions whose values are tensors or NumPy values. Of these, Dynamo's guards
-        check the type but not the content.
+        """Returns a copy with only the expressions whose values are tensors or NumPy values. Dynamo's guards check only
+        the type of such values, not their content.
         """
         kinds = (Tensor, np.generic, np.ndarray)
         names = [n for n, value in zip(self.names, self.values, strict=True) if isinstance(value, kinds)]

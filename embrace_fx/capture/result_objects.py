@@ -47,7 +47,8 @@ class _Constant:
     value: Any
 
     def __eq__(self, other: object) -> bool:
-        # The forward is traced more than once, and the traces' results must compare equal, unlike new objects.
+        # The forward is traced more than once, and the results of the traces are compared. Each trace creates new
+        # objects.
         return isinstance(other, _Constant) and type(self.value) is type(other.value)
 
     def __hash__(self) -> int:

@@ -36,8 +36,8 @@ class KeepRnnWhole(TorchFunctionMode):
 
     Args:
         kernel: the kernel of every layer ("cudnn", "mkldnn" or "loop"), or None for the fastest that supports it.
-            "loop" supports any layer. Use it if only shapes matter: Dynamo runs each call on fake tensors, and cannot
-            handle a fused kernel's workspace of unknown size.
+            "loop" supports any layer. Use "loop" if only shapes are needed: Dynamo runs each call on fake tensors, and
+            cannot handle the workspace of a fused kernel, whose size is unknown.
     """
 
     def __init__(self, kernel: str | None = None) -> None:
@@ -63,7 +63,7 @@ def rnn_as_ops(kind: str, *args: Any, kernel: str | None = None, **kwargs: Any) 
         args, kwargs: the arguments of torch's function.
         kernel: the kernel of every layer ("cudnn", "mkldnn" or "loop"), or None for the fastest that supports it.
     """
-    # The op for packed sequences takes batch sizes after the data, and no `batch_first`.
+    # For packed sequences, the second argument is `batch_sizes`, and there is no `batch_first`.
     if len(args) > 3 and isinstance(args[3], list | tuple):
         args, kwargs = (args[0], *args[2:]), {**kwargs, "batch_sizes": args[1]}
     if "data" in kwargs:

@@ -77,7 +77,7 @@ def assign_roles(joint: fx.GraphModule, model: nn.Module, constants: Collection[
         if is_input and role.index not in constants:
             batch[role.index] = node
         else:
-            module.graph.erase_node(node)  # this input is a constant: the graph is valid only for its value
+            module.graph.erase_node(node)  # this input is a constant, whose value is a condition of the graph
     of_results = _set_output_roles(module, first_names)
     _drop_identities(module)
     module.graph.eliminate_dead_code()

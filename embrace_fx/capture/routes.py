@@ -115,7 +115,7 @@ def quiet_dynamo() -> Iterator[None]:
         "assume_static_by_default": True,
     }
     with torch._dynamo.config.patch(options), warnings.catch_warnings():
-        # If warnings are errors, torch's own warnings would make Dynamo fail. The first is about autograd functions:
+        # If warnings are errors, torch's own warnings would make Dynamo fail. This warning is about autograd functions:
         warnings.filterwarnings("ignore", ".*should not be instantiated", DeprecationWarning)
         warnings.filterwarnings("ignore", "Guards may run slower", RuntimeWarning)  # Python 3.13.0 raises this warning
         # This one is about cached functions, which Dynamo traces into:
@@ -191,8 +191,8 @@ def trace(
     symbols = symbols_of(read.out.graph_capture_output.output_graph.shape_env, names)
     _replace_untraceable_calls(read.gm)
     context = read.gm.meta.get("tracing_context") or TracingContext(read.gm.meta["fake_mode"])
-    # Drop these fake tensors, which only the construction of guards needs. They are in a reference cycle through C++
-    # that Python cannot collect and that would keep the whole capture alive.
+    # Drop these fake tensors, which only the construction of guards needs. They belong to a reference cycle through C++
+    # that Python cannot collect, so the whole capture would stay in memory.
     sizes: Any = context.fake_mode and context.fake_mode.shape_env
     if sizes is not None:
         sizes.tracked_fakes = []
@@ -371,7 +371,7 @@ def _trace_joint(
     with contextlib.ExitStack() as stack:
         stack.enter_context(tracing(context))
         stack.enter_context(record_checkpoint_regions())
-        # As in `torch.compile`: generate no Python code for graphs that are only traced.
+        # Generate no Python code for graphs that are only traced, as `torch.compile` does.
         stack.enter_context(_use_lazy_graph_module(True))
         joint = aot_export_joint_with_descriptors(stack, module, args, kwargs)
         check_collectives(joint.graph_module.graph)

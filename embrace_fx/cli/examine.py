@@ -30,7 +30,7 @@ class Finding:
 
     Attributes:
         subject: what was checked.
-        state: "works"; "limits" if something is slower or an option is unavailable; "fails" if training is impossible.
+        state: "works"; "limits" if training is slower or an option is unavailable; "fails" if training is impossible.
         found: the result, in a few words.
         to_do: how to fix it, or "" if nothing needs to be done.
     """

@@ -43,7 +43,9 @@ class Contender:
             self.optimizer.zero_grad()
 
     def turn(self, steps: int) -> None:
-        """Runs `steps` training steps between two barriers, and records the mean time of a step and the bytes sent."""
+        """Runs `steps` training steps between two barriers. Records the mean time of a step, and the bytes that it
+        sends.
+        """
         dist.barrier()
         began_s, before = time.perf_counter(), sent_by_connection()
         self.train(steps)

@@ -43,7 +43,7 @@ class EmbraceAccelerator(Accelerator):  # type: ignore[misc]  # accelerate has n
         if isinstance(model, embrace_fx.CompiledModel):
             self._models.append(model)
             return model
-        # Prepares the model without wrapping it.
+        # In evaluation mode, Accelerate prepares the model without wrapping it in DDP.
         prepared: nn.Module = super().prepare_model(model, device_placement, evaluation_mode=True)
         if evaluation_mode:
             return prepared

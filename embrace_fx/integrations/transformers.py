@@ -26,7 +26,8 @@ class EmbraceTrainer(Trainer):
     def create_accelerator_and_postprocess(self) -> None:
         """Creates the trainer's accelerator, as an `EmbraceAccelerator`."""
         super().create_accelerator_and_postprocess()
-        # `super()` has created a plain Accelerator from the trainer's arguments.
+        # `super()` has created a plain Accelerator from the trainer's arguments. Change its class, to keep its
+        # settings.
         self.accelerator.__class__ = EmbraceAccelerator
 
     def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: Any = None) -> nn.Module:

@@ -40,7 +40,8 @@ class BufferSharing:
     def prepare_forward(
         self, graph: TrainingGraph, assigned: frozenset[str], *, reduce: bool
     ) -> tuple[Callable[[], int], Callable[[], None] | None]:
-        """Returns two functions that make buffers equal before a program's forward: to announce and to broadcast them.
+        """Returns two functions that make buffers equal before a program's forward: one for the announcement, one that
+        broadcasts.
 
         Args:
             assigned: names of buffers that the forward replaces with other tensors.

@@ -74,8 +74,10 @@ class EagerCalls:
         if call.train and self._accumulation.backward is not None:
             return self._context.model(*call.args, **call.kwargs)
         programs, announcements, trained = self._programs, self._context.announcements, self._trained()
-        train = call.train and bool(trained)  # a frozen model has no step; autograd passes gradients through it
-        announcements.wait()  # for the last call's handshake: a call without gradients has no backward that waits
+        # A model without trained parameters has no step, but autograd may pass gradients through it.
+        train = call.train and bool(trained)
+        # Wait for the last call's handshake here, because a call without gradients has no backward that would wait.
+        announcements.wait()
         entry = self._entry(trained, train=train)
         rows = self._rows_of(entry, call.leaves)
         if programs.pipeline is None:
@@ -162,8 +164,8 @@ class EagerCalls:
             self._rows[name] = torch.arange(0, device="cpu") if gradient is None else _nonzero_rows(gradient).cpu()
 
     def _trained(self) -> dict[str, nn.Parameter]:
-        """Returns the parameters whose gradients are exchanged. Those that got no gradient in the first backward come
-        first, then the others in reverse order of their gradients in it.
+        """Returns the parameters whose gradients are exchanged. Parameters without a gradient in the first backward
+        come first, then all others in the reverse order of their gradients in that backward.
 
         Buckets are filled from the end of this order, and launched once they are full.
         """
@@ -234,5 +236,7 @@ _WRITTEN = (
 
 
 def _nonzero_rows(gradient: Tensor) -> Tensor:
-    """Returns the ids of a gradient's rows: of the non-zero ones if it is dense, of those it contains if sparse."""
+    """Returns the ids of a gradient's rows: those of the nonzero rows if it is dense, those of all stored rows if it is
+    sparse.
+    """
     return gradient._indices()[0].unique() if gradient.is_sparse else block_bitmap(gradient).nonzero().view(-1)

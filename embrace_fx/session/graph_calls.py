@@ -118,7 +118,7 @@ class GraphCalls:
             kind: the entries of calls with this call's cache key, which the future batch is assumed to share.
             leaves: this call's flattened arguments.
             coming: the future batch's flattened arguments, or None if they are not known.
-            is_next: whether it is the next batch, whose rows are sent early if its program overlaps steps.
+            is_next: whether the future batch is the next one, whose rows are sent early if its program overlaps steps.
         """
         if coming is None or signature(coming) != signature(leaves):
             return None
@@ -147,10 +147,10 @@ class GraphCalls:
             with stage("capturing", rank):
                 captured = self._captured(captures, call)
                 analysed = with_tables(captured.graph)
-        except Exception as error:  # any kind of error, because the other ranks must be informed
+        except Exception as error:  # catch any error, because the other ranks must be informed
             failure = error
         options = context.options
-        # The eager route does not support these options.
+        # With these options, the forward must be captured, because the eager route does not support them.
         asks = options.memory_budget is not None or options.table_memory is not None
         asks |= options.shards_by_request and isinstance(failure, CaptureError) and failure.communicates
         route = "graph" if asks else options.route
@@ -223,7 +223,7 @@ def varying_sizes(captures: Entries) -> frozenset[tuple[int, int]]:
     as (index of the flattened argument, dimension).
 
     If any size has varied, first dimensions are included too, because such a loader usually ends with a short batch. A
-    first dimension that equals a varying size stays constant, because torch would take the two for one symbol.
+    first dimension that equals a varying size stays constant, because torch would use the same symbol for both.
     """
     current = captures.shapes[-1]
     sizes = {(index, dim): size for index, shape in current.items() for dim, size in enumerate(shape)}

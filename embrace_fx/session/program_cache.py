@@ -57,7 +57,8 @@ class Entries:
         found: the entries, in order of their capture.
         shapes: for each capture's batch, index of a tensor -> its shape.
         values: names of numbers that changed between calls and so are inputs of graphs instead of constants.
-        deciding: names of numbers that have changed but cannot become inputs.
+        deciding: names of numbers that have changed but cannot become inputs, because their values decide what is
+            computed.
     """
 
     found: list[Entry] = field(default_factory=list)

@@ -91,7 +91,8 @@ class Programs:
         self._logged_reads = False
         self._no_steps = within_steps(context.announcements)
         if (streams := choose_streams(context.device)) is not None:
-            streams.models.add(context.communicator)  # must precede the first call of any model in the loop
+            # Register the model before the first call of any model in the training loop.
+            streams.models.add(context.communicator)
 
     @property
     def plan(self) -> Plan | None:
@@ -126,7 +127,8 @@ class Programs:
         if not entry.programs:
             state = self._context.state
             found = find_violation(pipeline.plan, entry.analysed, state.hooked, state.ignored)
-            begins = entry.train and not pipeline.built  # all ranks build now, so a failure must be announced to all
+            # All ranks build a program at this point, so a failure of one must be announced to all.
+            begins = entry.train and not pipeline.built
             self.check_fit(found, activity_code(train=entry.train, reduces=not accumulates), meets=begins)
         for each in (False, accumulates):  # the program that reduces gradients comes first, because it starts the flow
             if each not in entry.programs:
@@ -172,8 +174,8 @@ class Programs:
         log_text("plan", lambda: str(plan))
 
     def ask_to_replan(self, reason: str) -> bool:
-        """Requests another plan with the next announcement. Returns False if it does not, because the options fix the
-        plan or the same reason was given within the last `ONCE_IN` calls.
+        """Requests another plan with the next announcement. Returns False, and requests nothing, if the options fix the
+        plan or if the same reason was given within the last `ONCE_IN` calls.
         """
         calls, last, options = self.counters.calls, self._replanned.get(reason), self._context.options
         fixed = options.given_plan is not None or options.table_memory is not None  # a working set cannot be replanned
@@ -197,8 +199,8 @@ class Programs:
 
         Args:
             reason: why the plan must change now. With "", the reason is that of the rank that requested a plan in its
-                announcement, and the plan may stay: it does if a rank has unfinished work or has run out of batches
-                (`join`), because a plan is made from all ranks' batches.
+                announcement. The old plan then stays if a rank has unfinished work or has run out of batches (`join`),
+                because a plan is made from the batches of all ranks.
         """
         context, pipeline, forced = self._context, self.in_use, bool(reason)
         old, communicator, asked = pipeline.plan, context.communicator, self.counters
@@ -249,7 +251,7 @@ class Programs:
         Args:
             violation: what this rank's batch needs that the plan lacks.
             activity: the mode of the call, as `Context.activity` returns it.
-            meets: whether all ranks call this, even those whose batches the plan fits.
+            meets: whether all ranks call this method, including ranks whose batches fit the plan.
         """
         self._violation = violation
         if violation or meets:
@@ -302,7 +304,7 @@ class Programs:
             reason: the reason to log and to keep in the plan's history; "" if only buckets change.
         """
         old, context = self.in_use.plan, self._context
-        with context.state.pending.closed():  # while parameters move, access to them applies no updates
+        with context.state.pending.closed():  # while parameters are moved, accesses to them must not apply updates
             context.state.pending.close()
             self.in_use.close()
             context.state.flush_tables()

@@ -56,7 +56,7 @@ def reason_to_run_eagerly(context: Context, programs: Programs, leaves: Sequence
     if len(tables) > FEW_TABLES or (tables and not all(communicator.gather(bool(ids), bool))):
         return ""
     if heads and not all(communicator.gather(all(has_labels(ids, head) for head in heads.values()), bool)):
-        heads = {}  # no labels in the batch: the loss is computed outside, and "auto" then shards no output layer
+        heads = {}  # without labels, the loss is computed outside of the forward, and "auto" shards no output layer
     advice = "route='graph' captures"
     if not tables and not heads:
         return f"it has no table that only lookups read; {advice}"
@@ -74,9 +74,8 @@ def reason_to_run_eagerly(context: Context, programs: Programs, leaves: Sequence
     other_bytes = sum(parameter.nbytes for name, parameter in trained.items() if name not in weighed)
     capture = Capture(len(trained), dense, positions, tuple(heads.values()), other_bytes)
     plan = plan_on_links(context, findings, None, roughly=True, other_bytes=other_bytes)
-    if plan.links_are == "probed" and capture.pays(
-        plan, GLANCE_ERROR
-    ):  # measuring the links exactly may change the decision
+    # If a capture might pay, measure the links exactly, because the rough measurement may be wrong by this factor.
+    if plan.links_are == "probed" and capture.pays(plan, GLANCE_ERROR):
         plan = plan_on_links(context, findings, None, other_bytes=other_bytes)
     programs.links = plan.links if plan.links_are == "probed" else None
     if capture.pays(plan):

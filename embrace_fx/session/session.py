@@ -137,7 +137,9 @@ class Session:
         self.programs.flow.launcher.queue.error = RuntimeError(FORKED)
 
     def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
-        """Registers a communication hook, called with `state`, that reduces buckets, as in DDP."""
+        """Registers a communication hook that reduces buckets, as in DDP. The hook is called with `state` and each
+        bucket.
+        """
         self._hook = register_hook(self.communicator, CommHook(state, hook), self.options, self._begun, self._hook)
 
     # -- calling -------------------------------------------------------------------------------------------------------
@@ -258,7 +260,7 @@ class Session:
             self._after_placing(first=False)
 
     def _end_lookahead(self) -> None:
-        """Applies pending updates, and expects no next batch, because the loop over the loader has ended."""
+        """Applies pending updates, and drops the prepared next batch, because the loop over the loader has ended."""
         self.programs.flow.expect_no_batch()
         self.programs.apply_pending()
 

@@ -96,7 +96,9 @@ class ShadowRank(JoinHook):
         return everyone[active[0]]
 
     def _agree_on_gradients(self, active: Sequence[int]) -> None:
-        """Gives each table a gradient on all ranks, if a rank that has batches (`active`) has one, or else on none."""
+        """Gives each table a gradient on all ranks if a rank with batches (`active`) has one. Otherwise, clears it on
+        all ranks.
+        """
         tables = self._context.state.tables
         own = tuple(name for name, table in tables.items() if table.parameter.grad is not None)
         adds_up = any(held.unreduced for held in self._context.state.gradients())

@@ -25,12 +25,13 @@ if TYPE_CHECKING:
 
 
 class PlacedTables:
-    """What a model remembers of the session that sharded its tables: their layouts, and the hooks on its state dict.
+    """Stores, for a model, the layouts of the tables that a session has sharded, and the session's hooks on the state
+    dict.
 
     Attributes:
         layouts: name of a table (each name, if tied) -> its layout.
         copies: hooks of copies of the model that were made while its tables were whole.
-        handles: the handles with which to remove the session's hooks from the model.
+        handles: torch's handles, which remove the session's hooks from the model.
         kept: the session, until it is closed. The model keeps it alive to apply pending updates when the model is read,
             even if the compiled model is gone.
     """

@@ -127,7 +127,7 @@ class StepPipeline:
         try:
             joint = self._compile(entry.analysed, train=train, reduce=reduce)
             compiled = self._overlap(joint, entry) if reduce else joint
-        except Exception as error:  # any kind of error, because the other ranks must be informed
+        except Exception as error:  # catch any error, because the other ranks must be informed
             failure = error
         if reduce and not self.built:
             self._context.communicator.check_none_failed(failure)

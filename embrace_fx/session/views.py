@@ -30,7 +30,7 @@ from embrace_fx.vocabulary.step_parts import SHARES, Share
 
 
 class Views:
-    """What a compiled model shows to its user: plan, graphs, schedule, timeline and report."""
+    """Creates what a compiled model shows to its user: plan, graphs, schedule, timeline and report."""
 
     def __init__(self, context: Context, programs: Programs, eager: EagerCalls) -> None:
         self._context = context

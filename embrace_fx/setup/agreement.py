@@ -105,8 +105,8 @@ def describe(model: nn.Module, optimizers: Sequence[Optimizer], options: Options
 def replicated_values(state: ModelState, optimizers: Sequence[Optimizer]) -> Iterator[tuple[str, Any]]:
     """Yields (name, value) for all that must be equal on all ranks: parameters, param groups, optimizer state.
 
-    Elements of a sharded table are on one rank only and cannot be compared, but its optimizer's step counters can.
-    Buffers are left out, because they may legitimately differ between steps.
+    Each element of a sharded table is on one rank only and cannot be compared. The step counters of the table's
+    optimizer can. Buffers are left out, because they may legitimately differ between steps.
     """
     # A tied parameter counts once, by its first name.
     names = {id(state.parameter(name)): name for name in reversed(state.names)}
@@ -180,7 +180,7 @@ def give_up(announcements: StepHandshake, failure: Exception) -> NoReturn:
         report = raised
     if isinstance(failure, CaptureError):
         raise _error_of_forward(failure) or failure
-    assert report is not None  # an announced failure raises on every rank
+    assert report is not None  # an announced failure makes `announce` raise on every rank
     raise report from failure
 
 

@@ -33,8 +33,8 @@ def log(message: str, *args: object) -> None:
 
 @contextlib.contextmanager
 def stage(what: str, rank: int = 0) -> Iterator[None]:
-    """Opens a context for a stage of the first call. If the stage takes long, a thread logs its name at intervals, or
-    that of the innermost stage inside it.
+    """Opens a context for a stage of the first call. If the stage takes long, a thread logs at intervals the name of
+    the innermost stage that is running.
 
     Args:
         what: the stage, such as "probing links".

@@ -111,7 +111,7 @@ def _refuse_shared_memory(model: nn.Module) -> None:
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if type(tensor) in (nn.Parameter, Tensor) and tensor.layout == torch.strided and not tensor.is_meta:
             by_storage.setdefault(tensor.untyped_storage().data_ptr(), []).append((name, tensor))
-    by_storage.pop(0, None)  # address 0 means a tensor without elements
+    by_storage.pop(0, None)  # address 0 belongs to tensors without elements
     for tensors in by_storage.values():
         for (name, one), (other, another) in combinations(tensors, 2):
             if (one.requires_grad or another.requires_grad) and share_memory(one, another):

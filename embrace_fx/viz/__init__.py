@@ -36,8 +36,8 @@ def save(
     timeline: Timeline | None = None,
     background: PictureFacts | None = None,
 ) -> None:
-    """Draws a prediction (`schedule`), a measurement (`timeline`), or both above one another, to a file. The suffix of
-    `path` determines the format.
+    """Draws a prediction (`schedule`), a measurement (`timeline`), or both (the prediction above the measurement) to a
+    file. The suffix of `path` determines the format.
 
     Creates missing folders of `path`.
 

@@ -34,7 +34,7 @@ class Cell:
     Attributes:
         phase: the phase of the step, such as "forward".
         lane: "compute", or the collective's class of communication.
-        nodes: the graph nodes that the block stands for.
+        nodes: the graph nodes that the block represents.
         after: indices of the cells on which this one depends.
     """
 

@@ -127,5 +127,5 @@ def paint(operation: Operation) -> str:
 
 
 def lane_paint(lane: Lane) -> str:
-    """Returns the key in `PAINTS` of the colour that stands for a lane."""
+    """Returns the key in `PAINTS` of the colour that represents a lane."""
     return "backward" if lane == "compute" else lane

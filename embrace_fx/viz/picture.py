@@ -69,9 +69,9 @@ class Metric:
     Attributes:
         label: the metric's name.
         unit: the value's unit, such as "ms", or "" for a ratio.
-        lane: the lane (compute or a class of communication) that it is about, or None.
-        is_wait: whether it is time spent waiting, which pictures hatch.
-        paint: the key of its colour in `palette.PAINTS`, or None.
+        lane: the lane (compute or a class of communication) that the metric describes, or None.
+        is_wait: whether the metric is a time spent waiting, which pictures show hatched.
+        paint: the key of the metric's colour in `palette.PAINTS`, or None.
     """
 
     label: str
@@ -141,7 +141,9 @@ class Panel:
 
     @cached_property
     def starts_ms(self) -> dict[int, float]:
-        """Maps each window (a backward and the next forward) to the time when the first rank begins it."""
+        """Maps each window (a backward and the next forward) to the time in ms at which the first rank begins the
+        window.
+        """
         return {w: min(phase.start_ms for phase in self.phases if phase.window == w) for w in self.windows}
 
     @property

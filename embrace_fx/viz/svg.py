@@ -58,7 +58,7 @@ def svg_document(title: str, width: int, height: int, head: Sequence[str], lines
     return "\n".join(
         (
             f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" '
-            f'style="max-width:100%;height:auto" '  # makes the picture shrink on a narrow screen
+            f'style="max-width:100%;height:auto" '  # shrinks the picture on a narrow screen
             f'viewBox="0 0 {width} {height}" role="img" aria-labelledby="{labels}">',
             f'<title id="title">{escape(title)}</title>',
             f"<style>{style_sheet(LIGHT)}@media (prefers-color-scheme:dark){{{_colour_rules(DARK)}}}</style>",
@@ -123,7 +123,7 @@ class _Axis:
         return round(LEFT + (WIDTH - LEFT - RIGHT) * min(max(share, 0.0), 1.0), 2)
 
     def shows(self, item: Span | Wait | Gap | Phase) -> bool:
-        """Returns whether any part of an item lies in the time range of the axis; always True if the axis is live."""
+        """Returns whether any part of an item is in the time range of the axis; always True if the axis is live."""
         return self.live or (self(item.end_ms) > LEFT and self(item.start_ms) < WIDTH - RIGHT)
 
     def rectangle(self, item: Span | Wait | Gap) -> str:

@@ -363,7 +363,7 @@ def read_batch(
     """
     try:
         values = program.unique(leaves)
-    except Exception as error:  # any kind of error, because the other ranks must be informed
+    except Exception as error:  # catch any error, because the other ranks must be informed
         announcements.announce_step((), unreadable_batch(error))
         raise
     unique = program.rows_of_batch(values)

@@ -174,7 +174,7 @@ class Step:
         values: Values = {}
         try:
             program.unique.run_and_save(self._leaves, values)
-        except Exception as error:  # any kind of error, because the other ranks must be informed
+        except Exception as error:  # catch any error, because the other ranks must be informed
             program.announcements.announce_step((), unreadable_batch(error))
             raise
         if not program.announces:
