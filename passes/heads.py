@@ -224,10 +224,10 @@ def _find_product(weight: fx.Node, forward: set[fx.Node]) -> tuple[fx.Node, fx.N
             if others:
                 raise Unmatched(f"several operations read a cast of the table ({_describe_node(as_read)})")
         if reader.target is not _TRANSPOSE:
-            raise Unmatched(f"read densely by {_describe_node(reader)}")
+            raise Unmatched(f"the table is read by {_describe_node(reader)}, which is no lookup and no output layer")
         for product in _forward_users(reader, forward):
             if product.target not in (aten.mm.default, aten.addmm.default) or product.args[-1] is not reader:
-                raise Unmatched(f"read densely by {_describe_node(product)}")
+                raise Unmatched(f"the table is read by {_describe_node(product)}, which is not an output layer")
             found.append((product, as_read))
     if len(found) != 1:
         raise Unmatched(f"{len(found)} output layers read the table" if found else "no output layer reads the table")

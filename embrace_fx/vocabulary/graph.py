@@ -312,7 +312,7 @@ class TrainingGraph:
         for found in self.graph.nodes:
             if found.name == name:
                 return found
-        raise KeyError(f"the graph has no node named {name!r}")
+        raise KeyError(f"The graph has no node named {name!r}. Print its attribute `graph` to see the names.")
 
     def inputs(self) -> Iterator[tuple[fx.Node, InputRole]]:
         """Yields (placeholder, role) for each input of the joint graph. The role tells what the input is, such as

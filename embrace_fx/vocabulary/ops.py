@@ -78,7 +78,7 @@ def argument(node: fx.Node, name: str) -> Any:
             if position < len(node.args):
                 return node.args[position]
             return node.kwargs.get(name, parameter.default_value)
-    raise KeyError(f"{node.target} has no argument {name!r}: {node.target._schema}")
+    raise KeyError(f"{node.target} has no argument {name!r}. Its schema is {node.target._schema}.")
 
 
 def set_argument(node: fx.Node, name: str, value: Any) -> None:

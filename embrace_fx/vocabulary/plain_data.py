@@ -72,11 +72,11 @@ def from_plain(kind: Any, value: Any, where: str = "it") -> Any:
     if (names := _field_names(kind)) is not None and isinstance(value, dict):
         hints = _hints(cast("Any", kind))
         if unknown := value.keys() - names:
-            raise ValueError(f"{where} has unknown fields {sorted(unknown)}")
+            raise ValueError(f"{where} has unknown fields {sorted(unknown)}, but its fields are {sorted(names)}")
         try:
             found = kind(**{name: from_plain(hints[name], v, f"{where}.{name}") for name, v in value.items()})
         except TypeError as error:
-            raise ValueError(f"{where} lacks a field: {error}") from error
+            raise ValueError(f"{where} lacks a field (its fields are {sorted(names)}): {error}") from error
         return found
     if kind is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)

@@ -290,7 +290,8 @@ class Plan:
         for decision in self.decisions:
             if decision.parameter == parameter:
                 return decision
-        raise KeyError(f"the plan has no parameter {parameter!r}; it has {[d.parameter for d in self.decisions]}")
+        known = [decision.parameter for decision in self.decisions]
+        raise KeyError(f"The plan has no parameter {parameter!r}. Its parameters are {known}.")
 
     def __iter__(self) -> Iterator[Decision]:
         return iter(self.decisions)

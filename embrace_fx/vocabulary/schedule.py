@@ -148,7 +148,7 @@ class StepGraph:
         for operation in self.operations:
             if operation.name == name:
                 return operation
-        raise KeyError(f"the step has no operation {name!r}; it has {[o.name for o in self.operations]}")
+        raise KeyError(f"The step has no operation {name!r}. Its operations are {[o.name for o in self.operations]}.")
 
     @property
     def copies(self) -> tuple[Operation, ...]:

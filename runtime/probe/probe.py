@@ -371,7 +371,7 @@ def fit_link(samples: Sequence[Sample]) -> Link:
         ValueError: fewer than two sizes.
     """
     if len({sample.sent.sent_bytes for sample in samples}) < 2:
-        raise ValueError(f"fit_link() needs samples of at least two sizes; got {list(samples)}.")
+        raise ValueError(f"fit_link(): expected samples of at least two sizes, but got {list(samples)}.")
     ascending = sorted(samples, key=lambda sample: sample.sent.sent_bytes)
     first, before, last = ascending[0], ascending[-2], ascending[-1]
     own_rate = last.sent.sent_bytes / last.time_ms

@@ -111,7 +111,7 @@ IN_THE_WAY: dict[str, tuple[Callable[..., Any], str]] = {
     "a tensor on logits": (lambda m, x, y: F.cross_entropy(m.logits(x) * m.bias, y), "read by mul"),
     "rows of logits": (lambda m, x, y: (plain(m, x, y), m.logits(x)[:, :2]), "output layers"),
     "a part of logits": (lambda m, x, y: m.logits(x)[:2], "a part of the logits"),
-    "a penalty": (lambda m, x, y: plain(m, x, y) + m.words.weight.square().sum(), "read densely by"),
+    "a penalty": (lambda m, x, y: plain(m, x, y) + m.words.weight.square().sum(), "no lookup and no output layer"),
     "no head": (lambda m, x, y: m.words(x).sum(), "no output layer"),
     "another softmax": (lambda m, x, y: F.log_softmax(m.logits(x), 0).sum(), "not over the table's rows"),
     "class dimension": (
