@@ -38,7 +38,7 @@ bare sockets, 4 or 8 hosts that all send to each other at 200 Mb/s reach 84 % of
 
 
 def obstacle() -> str:
-    """Why ranks cannot have hosts of their own here, as far as is known before trying; empty where nothing is."""
+    """Returns the reason why ranks cannot have separate hosts here, as far as it is known before trying, or ""."""
     missing = [program for program in ("ip", "tc") if shutil.which(program) is None]
     if missing:
         return f"{' and '.join(missing)} not found: install iproute2"
@@ -48,11 +48,11 @@ def obstacle() -> str:
 
 
 class Obstacle(Exception):
-    """Hosts of their own cannot be had; the message says why."""
+    """Raised if ranks cannot have separate hosts, with the reason as its message."""
 
 
 class Host:
-    """A thread that starts the commands of a host. It may be moved to a network namespace of its own."""
+    """A thread that starts the commands of a host. The thread may be moved to its own network namespace."""
 
     def __init__(self, interface: str, address: str) -> None:
         self.interface, self.address = interface, address
@@ -68,7 +68,7 @@ class Host:
         self._thread.shutdown()
 
     def call(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Calls a function on the host: what it opens and starts belongs to the host's namespace."""
+        """Calls a function in the thread of the host, so that sockets and processes belong to the host's namespace."""
         return self._thread.submit(function, *args, **kwargs).result()
 
     def start(
@@ -117,7 +117,9 @@ def enter_namespace_of(thread_id: int) -> None:
 
 
 def interface_sent_bytes(interface: str) -> int:
-    """What an interface of the calling thread's namespace has sent so far; see `Network.sent_bytes`."""
+    """Returns the bytes that a network interface of the calling thread's namespace has sent so far; see
+    `Network.sent_bytes`.
+    """
     # /sys/class/net would show the namespace in which it was mounted.
     for line in Path("/proc/thread-self/net/dev").read_text().splitlines():
         name, _, values = line.partition(":")

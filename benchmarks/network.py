@@ -72,14 +72,14 @@ MOST_OF_RATE = 1.1
 
 @dataclass(frozen=True)
 class Links:
-    """What is asked for.
+    """The requested hosts and links.
 
     Attributes:
-        ranks: number of hosts.
+        ranks: the number of ranks.
         rate_mbit: what each host can send, and what it can receive, in megabits (1e6) per second, headers included.
-        slow: slow motion: links are so many times slower than `rate_mbit` says, and packets smaller.
+        slow: the factor of slow motion by which links are slower than `rate_mbit`. Packets are smaller, too.
         ranks_per_host: consecutive ranks that share a host and its link.
-        inside_mbit: what each of them can send to the others of its host, on a link of their own.
+        inside_mbit: the rate at which each rank can send to the other ranks of its host, on a separate link.
     """
 
     ranks: int
@@ -107,12 +107,14 @@ class Links:
             )
 
     def burst_bytes(self, carried_mbit: float) -> int:
-        """What passes a link of such a rate at once: more than the largest packet, with its headers."""
+        """Returns the bytes that a link of this rate passes at once: more than the largest packet with its headers."""
         return max(self.packet_bytes * 7 // 6, round(carried_mbit * 1e6 / 8 * BURST_MS / 1e3))
 
     @property
     def window_bytes(self) -> int:
-        """What a connection may have on its way: an equal share for each rank elsewhere, and two packets at least."""
+        """Returns the bytes that a connection may have in flight: an equal share for each rank on other hosts, at least
+        two packets.
+        """
         return max(2 * self.packet_bytes, round(self._share_bytes))
 
     @property
@@ -123,7 +125,7 @@ class Links:
 
     @property
     def carried_mbit(self) -> float:
-        """What a link carries."""
+        """Returns the rate of a link."""
         return self.rate_mbit / self.slow
 
     @property
@@ -135,12 +137,12 @@ class Links:
 
 @dataclass(frozen=True)
 class Reached:
-    """What the network turned out to be: goes into the results of whatever ran on it.
+    """The measured properties of the network, which are stored with the results.
 
     Attributes:
-        links: what was asked for.
-        shaped: whether the ranks have hosts and limits of their own.
-        reason: why not, empty where they have.
+        links: the requested links.
+        shaped: whether ranks have separate hosts with limited links.
+        reason: the reason why they have not, or "".
         transfer_mbit: payload rate of a bare TCP transfer from each rank to one of the next host, one at a time. TCP,
             IP and Ethernet headers take 4.6 % of a link's rate.
     """
@@ -157,10 +159,11 @@ class RankFailed(RuntimeError):
 
 @contextlib.contextmanager
 def network(links: Links) -> Iterator[Network]:
-    """Hosts for `links.ranks` ranks; at the end every command still running is killed and every host removed.
+    """Opens a context with hosts for `links.ranks` ranks. At its end, commands that still run are killed, and the hosts
+    are removed.
 
     Raises:
-        RuntimeError: the limits were set but a transfer passes them.
+        RuntimeError: the limits are set, but a transfer exceeds them.
     """
     with ExitStack() as stack:
         try:
@@ -187,7 +190,7 @@ class Network:
     """Running hosts.
 
     Attributes:
-        reached: what they are.
+        reached: the measured properties of the hosts.
     """
 
     reached: Reached
@@ -250,7 +253,7 @@ class Network:
 
     @contextlib.contextmanager
     def unlimited(self) -> Iterator[None]:
-        """Lifts the limits of all links until the end of the block, where there are any."""
+        """Opens a context without limits on links, if links are limited."""
         self._limit(OPEN_MBIT / self.reached.links.carried_mbit)
         try:
             yield
@@ -258,7 +261,7 @@ class Network:
             self._limit(1.0)
 
     def _limit(self, times: float) -> None:
-        """Has every link carry so many times what was asked for."""
+        """Sets the rate of every link to `times` the requested rate."""
         if self._bridge is None:
             return
         links = self.reached.links
@@ -281,13 +284,13 @@ class Network:
 
 
 def _shape(links: Links, carried_mbit: float) -> str:
-    """The limit of one of the links, as `tc` is told."""
+    """Returns the limit of a link as arguments of `tc`."""
     latency_ms, burst_bytes = QUEUE_MS * links.slow, links.burst_bytes(carried_mbit)
     return f"root tbf rate {round(carried_mbit * 1e6)}bit burst {burst_bytes} latency {latency_ms:g}ms"
 
 
 def _cabled_hosts(links: Links, stack: ExitStack) -> tuple[list[Host], Host]:
-    """The hosts, of each rank its own, and the bridge that they are cabled to. Leaving `stack` removes them."""
+    """Returns one host for each rank, and the bridge to which they are connected. Closing `stack` removes them."""
     if reason := obstacle():
         raise Obstacle(reason)
     shape = _shape(links, links.carried_mbit)
@@ -337,7 +340,9 @@ def _await_all(processes: Sequence[subprocess.Popen[bytes]], errors: Sequence[Pa
 
 
 def _free_port() -> int:
-    """A port for the ranks to meet at. Free on this machine's loopback, and in a new namespace every port is."""
+    """Returns a port at which the ranks can meet. It is free on this machine's loopback; in a new namespace, every port
+    is free.
+    """
     with socket.create_server(("127.0.0.1", 0)) as server:
         port: int = server.getsockname()[1]
         return port

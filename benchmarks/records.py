@@ -11,20 +11,20 @@ SUFFIX = ".json.xz"
 
 
 def write_record(stem: Path, data: Any) -> Path:
-    """Writes `data` as JSON, compressed; returns the file, which `stem` names without its suffix.
+    """Writes `data` as compressed JSON. Returns the file; `stem` is its path without the suffix.
 
-    Equal data makes equal files, so that a version control keeps one of them.
+    Equal data gives equal files, so that version control stores only one of them.
     """
     stem.parent.mkdir(parents=True, exist_ok=True)
     file = stem.parent / f"{stem.name}{SUFFIX}"
     partial = file.with_name(f"{file.name}.partial")
     text = json.dumps(data, separators=(",", ":")) + "\n"
     partial.write_bytes(lzma.compress(text.encode(), preset=9))
-    return partial.replace(file)  # atomic: if interrupted, the old file remains
+    return partial.replace(file)  # an atomic replacement: if it is interrupted, the old file remains
 
 
 def read_record(file: Path) -> Any:
-    """What a file of JSON holds, compressed or not.
+    """Returns the content of a JSON file, compressed or not.
 
     Raises:
         FileNotFoundError: there is no such file.

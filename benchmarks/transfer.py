@@ -18,18 +18,20 @@ RECEIVE_BUFFER_BYTES = 64 * 1024
 
 
 class Host(Protocol):
-    """Where a rank runs."""
+    """The interface of a host on which a rank runs."""
 
     @property
     def address(self) -> str: ...
 
     def call(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Calls a function there."""
+        """Calls a function on the host."""
         ...
 
 
 def transfer_mbit(sender: Host, receiver: Host) -> float:
-    """Payload rate of a bare TCP transfer, after a warm-up that empties the buckets and fills the window."""
+    """Returns the payload rate of a bare TCP transfer, after a warm-up that empties the token buckets and fills the
+    window.
+    """
     # A socket stays in the namespace in which it was created, so any thread may use it.
     with receiver.call(socket.create_server, (receiver.address, 0)) as server:
         server.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, RECEIVE_BUFFER_BYTES)

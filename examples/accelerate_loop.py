@@ -25,7 +25,7 @@ BATCH = 4
 
 
 def train(accelerator: Any, arguments: argparse.Namespace) -> list[float]:
-    """The loop: nothing in it knows which accelerator it has."""
+    """Runs the training loop, which works with any accelerator."""
     torch.manual_seed(0)
     steps, accumulate = arguments.steps, arguments.accumulate
     model: Any = Network().double()

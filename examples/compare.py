@@ -172,14 +172,14 @@ def summary(ddp: Contender, embrace: Contender, tokens_per_step: int) -> Table:
 
 
 def largest_differences(losses: list[float], others: list[float]) -> tuple[float, float]:
-    """Relative, of the early steps and of all. Not a number, and so within no tolerance, where a loss is not one."""
+    """Returns the largest relative difference of the first steps, and that of all steps. It is nan if a loss is nan."""
     reference = torch.tensor(losses)
     differences = (reference - torch.tensor(others)).abs() / reference.abs()
     return differences[:EARLY_STEPS].max().item(), differences.max().item()
 
 
 def sent_so_far() -> dict[int, int] | None:
-    """Payload bytes by connection of this rank; a single process has none to count."""
+    """Returns the payload bytes sent so far by each connection of this rank, or None for a single process."""
     return sent_by_connection() if dist.is_initialized() else None
 
 

@@ -27,7 +27,7 @@ BATCH = 4
 
 
 class Classifier(lightning.LightningModule):
-    """As one writes it for any strategy."""
+    """A LightningModule that works with any strategy."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -55,7 +55,9 @@ class Classifier(lightning.LightningModule):
 
 
 class OfParts(Classifier):
-    """The same with the parts of the network in the module itself, and a forward, which steps call as `self(...)`."""
+    """The same network, with its parts in the LightningModule itself and a forward, which the steps call as
+    `self(...)`.
+    """
 
     def __init__(self) -> None:
         super().__init__()

@@ -33,7 +33,9 @@ def make_model() -> nn.Module:
 
 
 def batch_of(step: int, rank: int, ranks: int) -> tuple[Tensor, Tensor]:
-    """A rank's part of a step's batch. The whole is the same on any number of ranks, so that a run can change it."""
+    """Returns a rank's part of a step's batch. The whole batch is the same for any number of ranks, so the number may
+    change.
+    """
     random = torch.Generator().manual_seed(step)
     words = torch.randint(ROWS, (BATCH, LENGTH), generator=random)
     wanted = torch.randn(BATCH, 1, generator=random, dtype=torch.float64)
@@ -41,7 +43,7 @@ def batch_of(step: int, rank: int, ranks: int) -> tuple[Tensor, Tensor]:
 
 
 def latest(directory: Path) -> Path | None:
-    """The last checkpoint that was written whole: its `.metadata` comes last."""
+    """Returns the last complete checkpoint: its file `.metadata` is written last."""
     return max((path.parent for path in directory.glob("step-*/.metadata")), default=None)
 
 

@@ -27,14 +27,16 @@ Batch = tuple[Tensor, Tensor, Tensor]
 
 @dataclass(frozen=True)
 class Corpus:
-    """A text as ids. Words are numbered by falling frequency: id 0 is the most frequent word."""
+    """A text as ids. Words are numbered by descending frequency: id 0 is the most frequent word."""
 
     words: tuple[str, ...]
     ids: Tensor
 
 
 def load_corpus(vocabulary_size: int) -> Corpus:
-    """The standard library of the running Python; words beyond the `vocabulary_size` - 1 most frequent are unknown."""
+    """Returns the source of the standard library as ids. Words beyond the `vocabulary_size` - 1 most frequent are
+    unknown.
+    """
     library = Path(sysconfig.get_path("stdlib"))
     files = sorted(f for f in library.rglob("*.py") if not NOT_TEXT.intersection(f.relative_to(library).parts))
     text = [word for file in files for word in WORD.findall(file.read_text(encoding="utf-8", errors="replace"))]

@@ -59,7 +59,7 @@ def load_batches(settings: argparse.Namespace, corpus: Corpus, rank: int, world_
 
 
 def make_model(settings: argparse.Namespace, corpus: Corpus) -> tuple[LanguageModel, Adagrad]:
-    """The same weights on every call and every rank."""
+    """Returns the model and its optimizer, with the same weights at every call and on every rank."""
     torch.manual_seed(0)
     model = LanguageModel(len(corpus.words), settings.width)
     # Adagrad divides by the root of its accumulator. From zero, a gradient that is only a rounding error would move
@@ -68,7 +68,7 @@ def make_model(settings: argparse.Namespace, corpus: Corpus) -> tuple[LanguageMo
 
 
 def write_artifacts(model: embrace_fx.CompiledModel, folder: Path) -> None:
-    """The graph as captured and after each pass, the decision taken for each parameter, and what runs when."""
+    """Writes the graph after each pass, the decision for each parameter, and the timeline to a folder."""
     graphs = folder / "graphs"
     graphs.mkdir(parents=True, exist_ok=True)
     for number, (name, graph) in enumerate(model.graphs.items()):
@@ -81,7 +81,7 @@ def write_artifacts(model: embrace_fx.CompiledModel, folder: Path) -> None:
 
 
 def argument_parser(description: str | None) -> argparse.ArgumentParser:
-    """The sizes of the model and of its batches; a batch is one rank's."""
+    """Returns a parser for the sizes of the model and of a rank's batches."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, default=Path("build/demo"), help="folder for the graphs and the report")
     parser.add_argument("--steps", type=int, default=250, help="steps to train, at most one pass over the text")
@@ -96,7 +96,7 @@ def argument_parser(description: str | None) -> argparse.ArgumentParser:
 
 @contextmanager
 def ranks() -> Iterator[tuple[int, int]]:
-    """This process's rank and the number of ranks: torchrun's, or 0 of 1 without a launcher."""
+    """Yields this process's rank and the number of ranks: those of torchrun, or (0, 1) without a launcher."""
     if not dist.is_torchelastic_launched():
         yield 0, 1
         return

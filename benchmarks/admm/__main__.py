@@ -31,7 +31,7 @@ TUNING_SEED = 1000
 
 
 class Key(NamedTuple):
-    """A training; ADMM has no rate, and rescales any start."""
+    """Identifies a training. ADMM has no learning rate, and rescales the initial weights itself."""
 
     task: str
     method: str
@@ -45,7 +45,9 @@ Done = dict[Key, dict[str, Any]]
 
 
 def tuned_rate(done: Done, task: str, method: str) -> float | None:
-    """The rate with the highest accuracy at the tuning seed; None where one has not been trained."""
+    """Returns the learning rate with the highest accuracy at the tuning seed, or None if a rate has not been trained
+    yet.
+    """
     rates = OPTIMIZERS[method][1]
     found = {rate: done.get(Key(task, method, "given", rate, TUNING_SEED, 1.0)) for rate in rates}
     scored = {rate: outcome["accuracy"] for rate, outcome in found.items() if outcome is not None}
@@ -53,7 +55,7 @@ def tuned_rate(done: Done, task: str, method: str) -> float | None:
 
 
 def wanted(done: Done) -> Iterator[Key]:
-    """Every training, those first that others depend on."""
+    """Yields every training. Trainings that others depend on come first."""
     for seed in SEEDS:
         for task in TASKS:
             for scale in SCALES:

@@ -37,12 +37,12 @@ METHODS = ("ADMM", *OPTIMIZERS)
 
 @dataclass(frozen=True)
 class Outcome:
-    """A training.
+    """The result of one training.
 
     Attributes:
         accuracy: on the test data, of the weights with the lowest training loss.
         curve: test accuracy after every `EVERY` epochs, of the weights kept by then.
-        losses: training loss after every `EVERY` epochs, of the weights of that time.
+        losses: training loss after every `EVERY` epochs, of the current weights.
     """
 
     accuracy: float
@@ -51,7 +51,7 @@ class Outcome:
 
 
 class Judge:
-    """Follows a model, and remembers how good it was when its training loss was lowest."""
+    """Evaluates a model during training, and stores its accuracy at the lowest training loss."""
 
     def __init__(self, rnn: nn.RNN, head: nn.Linear, task: Task) -> None:
         self._rnn, self._head, self._task = rnn, head, task
@@ -74,7 +74,7 @@ class Judge:
 
 
 def scores_and_loss(rnn: nn.RNN, head: nn.Linear, pair: Pair) -> tuple[Tensor, Tensor]:
-    """Scores with a row per answer, and the mean cross entropy."""
+    """Returns the scores, one row per answer, and the mean cross entropy."""
     inputs, classes = pair
     states, _ = rnn(inputs)
     scores = head(states if classes.dim() == 2 else states[:, -1]).flatten(0, -2)
@@ -82,7 +82,7 @@ def scores_and_loss(rnn: nn.RNN, head: nn.Linear, pair: Pair) -> tuple[Tensor, T
 
 
 def rescale(rnn: nn.RNN, head: nn.Linear, task: Task) -> None:
-    """Gives any method the start that ADMM gives itself."""
+    """Rescales a model's initial weights as ADMM does, so that every method can start from the same weights."""
     weights = read_weights(rnn, head)
     write_weights(rescale_weights(weights, read_data(task.train, weights, batch_first=True), list), rnn, head)
 

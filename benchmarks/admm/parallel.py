@@ -33,15 +33,15 @@ RANKS, SLOWER = (1, 2, 4), 5
 
 @dataclass(frozen=True)
 class Setting:
-    """A training.
+    """The settings of one training.
 
     Attributes:
         ranks: 1 trains without torch.distributed.
         asynchronous: rank 0 is the master; else all ranks are synchronous workers.
-        iterations: at most; the master's are updates.
-        iteration_ms: how long a worker's iteration takes at least; 0: as long as it does.
+        iterations: the maximum number of iterations; for the master, of updates.
+        iteration_ms: the minimum duration of a worker's iteration, or 0 for no minimum.
         slow_rank: the last one's iterations take `SLOWER` times as long.
-        accuracy: of the test data, at which training ends; None: it goes through.
+        accuracy: the accuracy on the test data at which training ends, or None to run all iterations.
     """
 
     ranks: int
@@ -55,7 +55,7 @@ class Setting:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What rank 0 saw: the highest accuracy, and the wall time to its end."""
+    """The result on rank 0: the highest accuracy, and the wall time until the end of training."""
 
     accuracy: float
     wall_s: float
@@ -64,7 +64,7 @@ class Outcome:
 
 
 def sleeper(milliseconds: float) -> Callable[[admm.Progress], None]:
-    """Makes every iteration last at least so long."""
+    """Returns a callback that makes every iteration last at least this long."""
     began_s = [time.perf_counter()]
 
     def sleep(progress: admm.Progress) -> None:
@@ -75,7 +75,7 @@ def sleeper(milliseconds: float) -> Callable[[admm.Progress], None]:
 
 
 def run_rank(rank: int, setting: Setting, folder: str) -> None:
-    """A rank's training; rank 0 leaves the outcome in the folder."""
+    """Trains on one rank. Rank 0 writes the outcome into the folder."""
     torch.set_num_threads(1)
     if setting.ranks > 1:
         store = f"file://{folder}/store"
@@ -89,7 +89,7 @@ def run_rank(rank: int, setting: Setting, folder: str) -> None:
 
 
 def train(rank: int, setting: Setting, task: Task) -> Outcome:
-    """Shards the training data over the workers; everybody judges on all of the test data."""
+    """Trains on this rank's shard of the training data. Every rank is evaluated on all of the test data."""
     workers = setting.ranks - setting.asynchronous
     worker = max(rank - setting.asynchronous, 0)
     inputs, classes = task.train
@@ -117,7 +117,7 @@ def train(rank: int, setting: Setting, task: Task) -> Outcome:
 
 
 def measure(setting: Setting) -> Outcome:
-    """In processes of their own."""
+    """Runs a training in new processes, and returns its outcome."""
     with tempfile.TemporaryDirectory() as folder:
         spawn(run_rank, args=(setting, folder), nprocs=setting.ranks)
         return Outcome(**json.loads(Path(folder, "outcome.json").read_text(encoding="utf-8")))

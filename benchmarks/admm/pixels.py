@@ -34,7 +34,7 @@ SIZES = (0.1, 0.25, 0.5, 1.0, 2.0)
 
 
 def task_of_pixels(train: int = 600) -> Task:
-    """All 64 pixels of an image in one step."""
+    """Returns a task whose sequences have a single step with all 64 pixels of an image."""
     task = digits(train=train)
     return replace(task, train=(task.train[0].flatten(1)[:, None], task.train[1]), test=_flat(task))
 

@@ -30,7 +30,7 @@ WIDTH, PANEL, HEIGHT, LEFT, TOP = 900, 270, 190, 46, 62
 def of(
     outcomes: Outcomes, task: str, method: str, scale: float | None = None, start: str | None = None
 ) -> list[Mapping[str, Any]]:
-    """The outcomes of a method on a task, over seeds, at one scale or at all, from one start or from any."""
+    """Returns the outcomes of a method on a task over all seeds, for one scale or all, and for one start or all."""
     return [
         o
         for key, o in outcomes.items()
@@ -39,7 +39,7 @@ def of(
 
 
 def best_optimizer(outcomes: Outcomes, task: str) -> tuple[str, str, float]:
-    """The highest mean accuracy over seeds at scale 1, with whose it is: method, start, accuracy."""
+    """Returns (method, start, accuracy) of the optimizer with the highest mean accuracy over seeds at scale 1."""
     means = {
         (method, start): mean(o["accuracy"] for o in found)
         for method in METHODS[1:]
@@ -72,8 +72,8 @@ def write_parallel(
     """Writes admm-parallel.md and .json.
 
     Args:
-        accuracies: by number of ranks, of each seed.
-        timed: rounds of outcomes by form.
+        accuracies: number of ranks -> the accuracy of each seed.
+        timed: for each round, the outcome of each form of training.
     """
     found = environment()
     alone = mean(accuracies[1])
@@ -166,7 +166,7 @@ def _page(outcomes: Outcomes, epochs: int) -> str:
 
 
 def _hardest(outcomes: Outcomes, task: str) -> str:
-    """The seed at which ADMM is worst, at scale 1, next to the best optimizer at that seed."""
+    """Describes the seed at which ADMM is worst at scale 1, with the best optimizer's accuracy at that seed."""
     found = {key: o["accuracy"] for key, o in outcomes.items() if key.task == task and key.scale == 1.0}
     worst = min((key for key in found if key.method == "ADMM"), key=lambda key: found[key])
     there = [key for key in found if key.seed == worst.seed and key.method != "ADMM"]
@@ -186,7 +186,7 @@ def _spread(values: Sequence[float]) -> str:
 
 
 def _picture(outcomes: Outcomes, epochs: int) -> str:
-    """A panel per task: test accuracy over epochs at scale 1, all from ADMM's start, with the range over seeds."""
+    """Draws a panel per task: test accuracy over epochs at scale 1, from ADMM's start, with the range over seeds."""
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {TOP + HEIGHT + 50}" '
         'font-family="sans-serif" font-size="11">',

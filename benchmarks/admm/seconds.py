@@ -23,7 +23,7 @@ from embrace_fx import admm
 
 
 def measure(task: Task, rounds: int) -> dict[str, list[float]]:
-    """Milliseconds of epochs by method, in the order of the rounds. The first round is not kept."""
+    """Returns method -> milliseconds of its epochs, one per round. The first round is left out."""
     found: dict[str, list[float]] = {method: [] for method in ("ADMM", *OPTIMIZERS)}
     rnn, head = task.modules(0, 1.0)
     loops = {}
@@ -34,7 +34,7 @@ def measure(task: Task, rounds: int) -> dict[str, list[float]]:
     began_s = [0.0]
 
     def others(progress: admm.Progress) -> None:
-        """Between two of ADMM's epochs, one of each optimizer."""
+        """Runs an epoch of each optimizer between two epochs of ADMM."""
         found["ADMM"].append((time.perf_counter() - began_s[0]) * 1e3)
         for method, (own_rnn, own_head, optimizer, generator) in loops.items():
             started_s = time.perf_counter()

@@ -27,7 +27,7 @@ Found = dict[str, dict[str, list[float]]]
 
 
 def judged(folder: Path) -> Done:
-    """The trainings that set the bars."""
+    """Returns the trainings from which the thresholds are computed."""
     read = json.loads(folder.joinpath("admm-stability.json").read_text(encoding="utf-8"))["trainings"]
     return {Key(*each["key"]): each for each in read}
 

@@ -22,7 +22,7 @@ Pair = tuple[Tensor, Tensor]
 
 @dataclass(frozen=True)
 class Task:
-    """What to learn from, what to be judged on, and the size of the model."""
+    """The training data, the test data, and the size of the model."""
 
     name: str
     train: Pair
@@ -31,7 +31,7 @@ class Task:
     classes: int
 
     def modules(self, seed: int, scale: float) -> tuple[nn.RNN, nn.Linear]:
-        """A model as torch initialises it, all parameters times `scale`."""
+        """Returns a model as torch initializes it, with all parameters multiplied by `scale`."""
         torch.manual_seed(seed)
         rnn = nn.RNN(self.train[0].shape[2], self.hidden, batch_first=True)
         head = nn.Linear(self.hidden, self.classes)

@@ -15,7 +15,7 @@ from benchmarks.models.base import Batch, Lookups, TableModel, Workload
 
 
 class EmulatedBlock(nn.Module):
-    """A stage's parameters, and how long it occupies the device."""
+    """The parameters of a stage, with the times for which it occupies the device."""
 
     def __init__(self, stage: Stage, times: BlockTimes, slow: float) -> None:
         super().__init__()
@@ -34,9 +34,9 @@ class EmulatedModel(TableModel):
     """A model whose dense part is emulated.
 
     Args:
-        model: whose tables and parameters it takes over.
-        times: of its stages, in order, for batches of the size that was profiled.
-        slow: how many times longer the device takes.
+        model: the model whose tables and parameters are used.
+        times: the times of the model's stages, in order, for batches of the profiled size.
+        slow: the factor by which the device is slower than its profile.
     """
 
     def __init__(self, model: TableModel, times: tuple[BlockTimes, ...], slow: float) -> None:

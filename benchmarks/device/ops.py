@@ -55,11 +55,11 @@ def reference(device: torch.device) -> Callable[[], None]:
 def forward(
     reads: Sequence[Tensor], weights: Sequence[Tensor], shape: Sequence[int], times_ms: Sequence[float]
 ) -> Tensor:
-    """What a block makes: `shape`.
+    """Returns the output of a block, a tensor of this shape.
 
     Args:
         reads: outputs of other blocks, and rows of tables.
-        times_ms: of the device, for the forward, the data gradient and the weight gradient.
+        times_ms: the device's times for the forward, the data gradient and the weight gradient.
     """
     _occupy(times_ms[0])
     return _filled(torch.stack([_sample(each) for each in (*reads, *weights)]).mean(), shape)
@@ -72,7 +72,7 @@ def _(reads: Sequence[Tensor], weights: Sequence[Tensor], shape: Sequence[int], 
 
 @custom_op("lab::data_gradient", mutates_args=())
 def data_gradient(gradient: Tensor, reads: Sequence[Tensor], ms: float) -> list[Tensor]:
-    """Gradients of what a block has read."""
+    """Returns the gradients of the tensors that a block has read."""
     _occupy(ms)
     value = _sample(gradient)
     return [_filled(value * (1 + _sample(each)), each.shape) for each in reads]
@@ -85,7 +85,7 @@ def _(gradient: Tensor, reads: Sequence[Tensor], ms: float) -> list[Tensor]:
 
 @custom_op("lab::weight_gradient", mutates_args=())
 def weight_gradient(gradient: Tensor, reads: Sequence[Tensor], weights: Sequence[Tensor], ms: float) -> list[Tensor]:
-    """Gradients of a block's weights."""
+    """Returns the gradients of a block's weights."""
     _occupy(ms)
     value = _sample(gradient)
     if reads:

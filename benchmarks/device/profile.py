@@ -34,7 +34,7 @@ MAKES_BOTH = 0.1
 
 @dataclass(frozen=True)
 class BlockTimes:
-    """A stage: the shape of what it makes, and its times on the device in milliseconds."""
+    """The shape of a stage's output, and the stage's times on the device in milliseconds."""
 
     name: str
     shape: tuple[int, ...]
@@ -65,10 +65,10 @@ def _recorded() -> dict[str, Any]:
 
 
 def profile_of(model: str, size: str) -> Profile:
-    """The recorded profile.
+    """Returns the recorded profile of a model.
 
     Raises:
-        ValueError: there is none of that model and size.
+        ValueError: no profile of this model and size has been recorded.
     """
     models = _recorded()["models"]
     if size not in models.get(model, {}):
@@ -99,7 +99,7 @@ def _made(name: str, size: str) -> tuple[TableModel, Batch]:
 
 
 def measure(model: TableModel, batch: Batch) -> list[BlockTimes]:
-    """Each stage by itself, on the values that it reads in a forward of the batch."""
+    """Measures each stage separately, on the values that it reads in a forward of the batch."""
     embeddings, found = model.embeddings(), []
     values = {name: embeddings[table](ids).detach() for name, (table, ids) in model.lookups(*batch).items()}
     for stage in stages(model):

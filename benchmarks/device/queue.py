@@ -17,12 +17,12 @@ from dataclasses import dataclass
 
 @dataclass
 class DeviceQueue:
-    """One stream of one device.
+    """Emulates one stream of one device.
 
     Attributes:
         clock: the time in seconds; `sleep`: waits that long.
-        free_s: when all that was submitted will have ended.
-        busy_s: what was submitted so far, together.
+        free_s: the time at which all submitted work will have ended.
+        busy_s: the total duration of all submitted work.
     """
 
     clock: Callable[[], float] = time.perf_counter
@@ -31,13 +31,15 @@ class DeviceQueue:
     busy_s: float = 0.0
 
     def submit(self, ms: float) -> float:
-        """Occupies the device for `ms`, behind what was submitted before; returns when it will have ended."""
+        """Occupies the device for `ms`, after all work submitted before. Returns the time at which this work will have
+        ended.
+        """
         self.free_s = max(self.clock(), self.free_s) + ms / 1e3
         self.busy_s += ms / 1e3
         return self.free_s
 
     def wait(self, end_s: float) -> None:
-        """Returns when a piece has ended: the host stands still meanwhile."""
+        """Blocks the host until the time `end_s`, at which a piece of work ends."""
         while (left_s := end_s - self.clock()) > 0:
             self.sleep(left_s)
 

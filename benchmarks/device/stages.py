@@ -28,9 +28,9 @@ class Stage:
     """One layer.
 
     Attributes:
-        reads: names of lookups, whose rows it reads, and of stages before it.
-        call: of the batch and the values read.
-        parameters: those that it alone has.
+        reads: names of the lookups whose rows it reads, and of the earlier stages whose outputs it reads.
+        call: function of the batch and of the values read.
+        parameters: the parameters that no other stage has.
     """
 
     name: str
@@ -40,12 +40,12 @@ class Stage:
 
 
 def stages(model: TableModel) -> tuple[Stage, ...]:
-    """A model's, in the order of its forward; the last one makes the loss."""
+    """Returns the stages of a model, in the order of its forward. The last one computes the loss."""
     return tuple(_STAGES[type(model)](model))
 
 
 def run(model: TableModel, rows: Mapping[str, Tensor], *batch: Tensor) -> Tensor:
-    """The loss, given the rows of every lookup: what `model.loss` computes."""
+    """Computes the loss from the rows of every lookup, as `model.loss` does."""
     values = dict(rows)
     for stage in stages(model):
         values[stage.name] = stage.call(batch, *(values[name] for name in stage.reads))
@@ -53,7 +53,7 @@ def run(model: TableModel, rows: Mapping[str, Tensor], *batch: Tensor) -> Tensor
 
 
 def _of(name: str, reads: tuple[str, ...], module: nn.Module, call: Callable[..., Tensor]) -> Stage:
-    """A stage with a module's parameters."""
+    """Returns a stage with the parameters of a module."""
     return Stage(name, reads, call, tuple(module.parameters()))
 
 

@@ -97,7 +97,7 @@ def main() -> None:
 
 
 def cells(options: argparse.Namespace) -> list[tuple[int, str, str]]:
-    """Round, case and system of all that is wanted, in the order of their turns."""
+    """Returns (round, case, system) of all requested measurements, in the order in which they are run."""
     names = {"case": options.cases.split(","), "system": options.systems.split(",")}
     for kind, known in (("case", [case.name for case in CASES]), ("system", list(SYSTEMS))):
         if unknown := [name for name in names[kind] if name not in known]:
@@ -113,7 +113,7 @@ def cells(options: argparse.Namespace) -> list[tuple[int, str, str]]:
 
 
 def fingerprint(setting: dict[str, Any]) -> str:
-    """Changes with whatever a measurement depends on."""
+    """Returns a hash that changes with everything on which a measurement depends."""
     files = sorted(file for pattern in MEASURED_SOURCES for file in ROOT.glob(pattern))
     parts = [json.dumps(setting), torch.__version__, platform.python_version()]
     parts += [hashlib.sha256(file.read_bytes()).hexdigest() for file in files]
@@ -121,7 +121,9 @@ def fingerprint(setting: dict[str, Any]) -> str:
 
 
 def read(kept: Path) -> dict[str, Any]:
-    """What has been measured: cells by round, case and system; the first probe of the links, the last network."""
+    """Reads what has been measured: cells by round, case and system, the first probe of the links, and the last
+    network.
+    """
     found: dict[str, Any] = {"cells": {}, "cluster": None, "network": None}
     for line in kept.read_text().splitlines() if kept.exists() else ():
         data = json.loads(line)

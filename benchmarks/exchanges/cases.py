@@ -39,7 +39,7 @@ class Case:
             from V with frequency 1/rank (Zipf), rows in the order of frequency as vocabularies have them; all of
             them at density 1, which no number of words would promise.
         density: the share of units that a rank has; of "zipf" the expected one.
-        divisor: makes the tensor so many times smaller, for tests.
+        divisor: a factor by which the tensor is smaller, for tests.
     """
 
     kind: Kind
@@ -59,7 +59,7 @@ class Case:
         return SHAPES[self.kind][1]
 
     def ids(self, rank: int) -> Tensor:
-        """(u,) int64 ascending: the units that a rank has."""
+        """Returns the units that a rank has, (u,) int64, ascending."""
         random = torch.Generator().manual_seed(1000 * rank + round(self.density * 100_000))
         if self.density == 1:
             return torch.arange(self.num_units)
@@ -79,8 +79,8 @@ CASES = (
 
 
 def zipf_ids(num_words: int, density: float, random: torch.Generator) -> Tensor:
-    """(u,) int64 ascending: the distinct ones of words drawn with frequency 1/rank, so many that `density` of all are
-    expected.
+    """Returns the distinct ids (u,) int64, ascending, of words drawn with frequency 1/rank. As many words are drawn as
+    are expected to contain a share `density` of all ids.
     """
     drawn = torch.rand(words_of(num_words, density), generator=random, dtype=torch.float64)
     words = torch.searchsorted(_frequency(num_words).cumsum(0), drawn).clamp_(max=num_words - 1)
@@ -95,7 +95,7 @@ def _frequency(num_words: int) -> Tensor:
 
 @lru_cache
 def words_of(num_words: int, density: float) -> int:
-    """How many words one must draw to expect this share of them all."""
+    """Returns how many words must be drawn so that a share `density` of all words is expected among them."""
     frequency, distinct = _frequency(num_words), density * num_words
     low, high = 1, 2**40
     while low < high:
@@ -116,7 +116,7 @@ class System:
     scheme: Scheme | Literal[""] = ""
 
     def predict(self, rows: Sparsity, cluster: Cluster) -> Prediction:
-        """As the planner does."""
+        """Returns the planner's prediction for this system."""
         scheme: Scheme = "hierarchical" if self.scheme == "hierarchical" else "balanced"
         units = rows
         if self.strategy == "omnireduce":
@@ -138,7 +138,8 @@ SYSTEMS = {
 
 
 def least_bytes(system: str, sparsity: Sparsity) -> float:
-    """What a rank must send, the mean over ranks: the values of its units, without any index, bitmap, count or header.
+    """Returns the bytes that a rank must send, averaged over ranks: the values of its units, without any index, bitmap,
+    count or header.
 
     | system | bytes |
     |---|---|
@@ -160,7 +161,7 @@ def least_bytes(system: str, sparsity: Sparsity) -> float:
 
 
 class _Reads(nn.Module):
-    """A table of which an optimizer moves every row, so that it cannot be sharded."""
+    """A table with an optimizer that changes every row, so that the table cannot be sharded."""
 
     def __init__(self, num_units: int, width: int) -> None:
         super().__init__()
@@ -172,7 +173,7 @@ class _Reads(nn.Module):
 
 
 def picked(case: Case, ids_by_rank: Sequence[Tensor], cluster: Cluster) -> str:
-    """The system that the planner picks under "auto" for a replica whose gradients have these units."""
+    """Returns the system that the planner chooses under "auto" for a replica whose gradients have these units."""
     model = _Reads(case.num_units, case.width)
     whole = torch.optim.Adafactor(model.parameters())  # not element-wise, so the table cannot be sharded
     plan = embrace_fx.plan(model, list(ids_by_rank), cluster=cluster, optimizer=whole)

@@ -63,7 +63,7 @@ def main() -> None:
 
 
 class Bench:
-    """Exchanges of gradients in place, as training makes them."""
+    """Runs exchanges of gradients in place, as training does."""
 
     def __init__(self, channel: CountingChannel, cluster: Cluster) -> None:
         self._channel = channel
@@ -71,7 +71,9 @@ class Bench:
         self._flat = torch.zeros(0)
 
     def run(self, case: Case, system: System, most_runs: int = MOST_RUNS) -> dict[str, Any]:
-        """What runs of a case took: seconds of the slowest rank by run; by rank, bytes and CPU seconds per run."""
+        """Runs a case, and returns its measurements: for each run, the seconds of the slowest rank; for each rank,
+        bytes and CPU seconds per run.
+        """
         if self._flat.numel() != case.num_units * case.width:
             self._flat = torch.zeros(case.num_units * case.width)
         rows = self._flat.view(case.num_units, case.width)
@@ -138,14 +140,14 @@ def as_data(cluster: Cluster) -> dict[str, Any]:
 
 
 def cluster_of(data: dict[str, Any]) -> Cluster:
-    """Inverse of `as_data`."""
+    """Converts the result of `as_data` back to a cluster."""
     bandwidth_bytes_per_ms, latency_ms = data["link"]
     links = tuple((name, Link(*data["links"][name])) for name in COLLECTIVES if name in data["links"])
     return Cluster(bandwidth_bytes_per_ms, latency_ms, links, handling=Handling(**data["handling"]))
 
 
 def _agreed(own: bool) -> bool:
-    """What rank 0 thinks."""
+    """Returns rank 0's value on every rank."""
     flag = torch.tensor(own)
     dist.broadcast(flag, 0)
     return bool(flag)

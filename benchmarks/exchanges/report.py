@@ -29,15 +29,15 @@ class Row:
     """One system on one case.
 
     Attributes:
-        ms: of an exchange, the slowest rank's.
+        ms: the time of an exchange on the slowest rank.
         to_dense: None where the dense AllReduce was not measured in the same rounds.
-        sent_bytes: by a rank, counted by its interface, the mean over ranks and rounds.
+        sent_bytes: the bytes that a rank sends, counted by its network interface, averaged over ranks and rounds.
         bytes_to_bound, ms_to_bound: over the least bytes, and over their time at the rate of a bare transfer.
-        imbalance: bytes of the rank that sends most, over the mean.
+        imbalance: the bytes of the rank that sends the most, divided by the mean over ranks.
         cpu_ms: of all ranks together over the machine's cores: what the exchange would take with no wire at all.
-        predicted_ms: by the formulas, on links and processors as probed.
-        handling_ms: of that, what the processors take.
-        picked: by the planner under "auto".
+        predicted_ms: the time that the formulas predict for the probed links and processors.
+        handling_ms: the part of `predicted_ms` that processors take.
+        picked: whether the planner chooses this system under "auto".
     """
 
     case: str
@@ -56,7 +56,7 @@ class Row:
 
 
 def summarise(cells: Cells, configuration: Mapping[str, Any]) -> list[Row]:
-    """A row for every case and system with a measured round."""
+    """Returns a row for every case and system that has a measured round."""
     ranks, cluster = configuration["ranks"], cluster_of(configuration["cluster"])
     bytes_per_ms = median(configuration["network"]["transfer_mbit"]) * 1e3 / 8
     rows = []
@@ -100,7 +100,7 @@ def _ms(cell: Mapping[str, Any]) -> float:
 
 
 def markdown(rows: Sequence[Row], configuration: Mapping[str, Any], picture: str = "") -> str:
-    """The results as a page."""
+    """Returns the results as a page in Markdown."""
     network = configuration["network"]
     limited = (
         f"{configuration['ranks']} ranks, each on a host of its own (network namespaces), "

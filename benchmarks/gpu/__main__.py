@@ -78,7 +78,7 @@ def run_all(names: list[str], output: Path, dry_run: bool) -> list[str]:
 
 
 def _run_apart(name: str, directory: Path, limit_s: float, dry_run: bool) -> dict[str, Any]:
-    """One section in a process of its own, killed with all of its children at its limit."""
+    """Runs one section in its own process. At its time limit, kills the process and its children."""
     if limit_s <= 0:
         return {"outcome": "no time left", "seconds": 0.0, "rows": [], "error": None}
     command = [sys.executable, "-m", "benchmarks.gpu", "--section", name, "--output", str(directory)]
@@ -110,7 +110,7 @@ def _found(directory: Path, name: str) -> Path:
 
 
 def run_section(name: str, directory: Path, seconds: float, dry_run: bool) -> None:
-    """In the section's own process."""
+    """Runs a section in its own process."""
     found = _found(directory, name)
     found.unlink(missing_ok=True)
     sizes = DRY if dry_run else Sizes()

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 
 def move_columns(rows: int, columns: int, itemsize: int) -> int:
-    """Each row read once and written once."""
+    """Returns the bytes to read each row once and write it once."""
     return rows * 2 * columns * itemsize
 
 
 def coalesce(rows: int, sums: int, columns: int, itemsize: int) -> int:
-    """Ids and rows read once, distinct ids and sums written once; what the sort moves is on top of the floor."""
+    """Returns the bytes to read ids and rows once, and write distinct ids and sums once. The bytes moved by the sort
+    are not included.
+    """
     return (rows + sums) * (8 + columns * itemsize)
 
 
 def update(rows: int, columns: int, itemsize: int, states: int) -> int:
-    """Ids and gradients read, the shard's rows and those of `states` tensors of state read and written."""
+    """Returns the bytes to read ids and gradients, and to read and write the rows of the shard and of `states` state
+    tensors.
+    """
     return rows * (8 + (3 + 2 * states) * columns * itemsize)

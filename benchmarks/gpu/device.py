@@ -26,35 +26,36 @@ CALIBRATION_MS = 5.0
 
 
 class Device(Protocol):
-    """What sections need of a device."""
+    """The interface of a device that sections use."""
 
     torch: torch.device
     is_real: bool
 
     def synchronize(self) -> None:
-        """Waits until everything enqueued has ended."""
+        """Waits until all enqueued work has ended."""
 
     def time_ms(self, call: Callable[[], Any], repeats: int) -> float:
-        """Median time of a call on the device, after one that does not count."""
+        """Returns the median time of a call on the device, after one untimed call."""
 
     def transfer(self, ms: float, copy: Callable[[], Any], tensors: list[Tensor]) -> Future[Any]:
-        """Occupies the link for `ms`, then copies; behind what was enqueued so far, beside what will be.
+        """Occupies the link for `ms`, then copies. Runs after the work enqueued so far, and concurrently with later
+        work.
 
         Args:
-            tensors: what `copy` touches, and what the future yields.
+            tensors: the tensors that `copy` uses, which are also the result of the future.
         """
 
     def reset_peak(self) -> None: ...
 
     def peak_bytes(self) -> int:
-        """Largest memory since `reset_peak`."""
+        """Returns the maximum memory in use since `reset_peak`."""
 
     def no_host_sync(self) -> AbstractContextManager[None]:
-        """Within, a wait of the host for the device raises."""
+        """Returns a context in which a wait of the host for the device raises."""
 
 
 class CudaDevice:
-    """The current CUDA device; its link is one stream, so that transfers of all groups follow one another."""
+    """The current CUDA device. Its link is one stream, so that the transfers of all groups run one after another."""
 
     is_real = True
 
@@ -79,7 +80,9 @@ class CudaDevice:
         return median(found)
 
     def cycles_per_ms(self) -> float:
-        """Of `torch.cuda._sleep`, measured once: long enough that its start does not count."""
+        """Measures once how many cycles of `torch.cuda._sleep` take a millisecond, over a time long enough to hide its
+        start.
+        """
         if not self._cycles_per_ms:
             cycles = 1_000_000
             took = self.time_ms(lambda: torch.cuda._sleep(cycles), 3)
@@ -117,7 +120,7 @@ class CudaDevice:
 
 
 class CpuStandIn:
-    """Executes what `CudaDevice` would be asked for."""
+    """Does on the CPU what `CudaDevice` does on a GPU."""
 
     is_real = False
 
@@ -150,7 +153,7 @@ class CpuStandIn:
         return future
 
     def reset_peak(self) -> None:
-        """The kernel does not forget a process's peak; a section has a process of its own."""
+        """Does nothing, because the kernel never resets a process's peak memory. Each section has its own process."""
 
     def peak_bytes(self) -> int:
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
@@ -160,10 +163,10 @@ class CpuStandIn:
 
 
 def open_device(dry_run: bool) -> Device:
-    """CUDA, or under `dry_run` the stand-in.
+    """Returns the CUDA device or, for a dry run, its replacement on the CPU.
 
     Raises:
-        SystemExit: no GPU.
+        SystemExit: there is no GPU.
     """
     if dry_run:
         torch.set_num_threads(1)
@@ -177,5 +180,5 @@ def open_device(dry_run: bool) -> Device:
 
 
 def gpu_kernels() -> ModuleType:
-    """The Triton kernels; importing them imports Triton."""
+    """Imports and returns the module of Triton kernels, which imports Triton."""
     return import_module("embrace_fx.runtime.kernels.gpu")

@@ -39,11 +39,11 @@ LATENCY_MS = 0.02
 
 @dataclass
 class Fabric:
-    """The link of the real rank.
+    """The emulated link of the real rank.
 
     Attributes:
-        busy_ms: what collectives took of it, by kind.
-        takes_time: off, a collective is only its copy.
+        busy_ms: kind of collective -> the time for which it has occupied the link.
+        takes_time: whether transfers take time; if False, a collective only copies.
     """
 
     device: Device
@@ -57,7 +57,7 @@ class Fabric:
 
     def launch(self, kind: Collective, own: Tensor, copy: Callable[[], Any], results: list[Tensor]) -> Any:
         if own.device.type != self.device.torch.type or (own.device.type == "cpu" and own.numel() < 64):
-            copy()  # small host tensors serve agreement between ranks, so they take no time
+            copy()  # small host tensors are used for agreement between ranks; their time is not emulated
             return _done(results)
         sent = sum(part.numel() * part.element_size() for part in _parts(own))
         ms = launch_ms(self.cluster(), kind, sent, self.ranks) if self.takes_time else 0.0
@@ -66,7 +66,7 @@ class Fabric:
 
 
 def _parts(tensor: Tensor) -> tuple[Tensor, ...]:
-    """The dense tensors that a tensor consists of."""
+    """Returns the dense tensors of which a tensor consists."""
     return (tensor._indices(), tensor._values()) if tensor.is_sparse else (tensor,)
 
 
@@ -77,7 +77,9 @@ def _done(results: Any) -> Any:
 
 
 class EmulatedGroup(_ProcessGroup):  # type: ignore[misc]  # its methods are overloaded, and called by their first form
-    """Rank 0 of N. Methods are those that torch.distributed calls, under their names of torch 2.11 and of 2.13."""
+    """A process group in which this process is rank 0 and all other ranks are emulated. Its methods are those that
+    torch.distributed calls, with their names in torch 2.11 and 2.13.
+    """
 
     def __init__(self, fabric: Fabric, rank: int, size: int) -> None:
         super().__init__(rank, size)
@@ -160,7 +162,9 @@ class _Options:
 
 
 class _Backend:
-    """What is asked of a group's back end: its name, which sends compute and launches to streams, and its timeout."""
+    """The attributes of a group's backend that are read: its name, which assigns compute and launches to streams, and
+    its timeout.
+    """
 
     options = _Options()
 
@@ -170,7 +174,9 @@ class _Backend:
 
 @contextmanager
 def emulated(device: Device, ranks: int, gigabits: int) -> Iterator[Fabric]:
-    """torch.distributed as rank 0 of so many; every group made within is an emulated one."""
+    """Opens a context in which torch.distributed is initialized as rank 0 of `ranks` ranks, and every new group is
+    emulated.
+    """
     fabric = Fabric(device, ranks, gigabits, {"all_reduce": 0.0, "all_to_all": 0.0, "all_gather": 0.0})
     if hasattr(dist.Backend, NAME.upper()):
         dist.Backend.backend_list.remove(NAME)

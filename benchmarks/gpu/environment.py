@@ -15,7 +15,7 @@ COPIED_BYTES = 2**30
 
 
 def copy_bytes_per_ms(device: Device, copied_bytes: int, repeats: int) -> float:
-    """Read and written bytes of a copy on the device, per millisecond."""
+    """Returns the bytes per millisecond that a copy on the device reads and writes."""
     source = torch.zeros(copied_bytes // 4, device=device.torch)
     target = torch.empty_like(source)
     return 2 * copied_bytes / device.time_ms(lambda: target.copy_(source), repeats)

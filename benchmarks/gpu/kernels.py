@@ -35,15 +35,15 @@ SGD = {"lr": 0.01, "momentum": 0.0, "weight_decay": 0.0, "nesterov": False}
 
 @dataclass(frozen=True)
 class Case:
-    """One kernel on arguments of a size.
+    """One kernel, with arguments of one size.
 
     Attributes:
         kernel: its name among the Triton kernels.
-        arguments: fresh ones; a kernel may write into them.
-        twin: the same in torch ops.
-        options: keyword arguments of both.
-        moved: bytes that have to be read and written.
-        written: positions of arguments that hold the result; none: it is returned.
+        arguments: the arguments, newly created for this case, because a kernel may write into them.
+        twin: the same computation in torch ops.
+        options: keyword arguments of both functions.
+        moved: the bytes that must be read and written.
+        written: positions of the arguments that contain the result; empty if the result is returned.
     """
 
     kernel: str
@@ -55,7 +55,7 @@ class Case:
 
 
 def cases(rows: int, columns: int, device: torch.device) -> Iterator[Case]:
-    """Made one by one: at full size a table takes gigabytes."""
+    """Yields the cases one by one, because at full size a table takes gigabytes."""
     generator = torch.Generator(device).manual_seed(0)
 
     def random(*shape: int) -> Tensor:
@@ -154,7 +154,7 @@ def _kernel(context: Context, case: Case) -> Call:
 
 
 def _check(case: Case, kernel: Call) -> dict[str, Any]:
-    """The kernel's result against that of torch's ops on the same values in float64."""
+    """Compares the kernel's result with that of torch's ops on the same values in float64."""
     options = dict(case.options)
     own = [a.clone() if isinstance(a, Tensor) else a for a in case.arguments]
     wide = [a.double() if isinstance(a, Tensor) and a.is_floating_point() else _copy(a) for a in case.arguments]
@@ -174,7 +174,7 @@ def _listed(value: Any) -> list[Tensor]:
 
 
 def _difference(found: Tensor, expected: Tensor) -> float:
-    """Largest, relative to the largest value; infinite where shapes differ."""
+    """Returns the largest difference relative to the largest value, or infinity if shapes differ."""
     if found.numel() != expected.numel():
         return float("inf")
     found, expected = found.double().reshape(-1), expected.double().reshape(-1)

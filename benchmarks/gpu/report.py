@@ -67,7 +67,9 @@ def _text(value: Any) -> str:
 
 
 def svg(results: Mapping[str, Any]) -> str:
-    """Bars of the emulated steps: with a link that takes no time, and what communication adds; none: empty."""
+    """Draws bars of the emulated steps: the time without the link, and the time that communication adds. Returns "" if
+    there are none.
+    """
     found = results["sections"].get("fabric", {"rows": []})
     rows = [row for row in found["rows"] if row["kind"] == "step"]
     if not rows:

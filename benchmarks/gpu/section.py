@@ -14,15 +14,15 @@ from benchmarks.gpu.device import Device
 
 @dataclass(frozen=True)
 class Sizes:
-    """How much is measured.
+    """The sizes of what is measured.
 
     Attributes:
         model: size of the lab's models where time is measured.
         rows, columns: of the kernels' table, which each kernel moves once.
-        repeats: calls of a kernel.
-        steps, rounds: of a training window, and how often the systems take turns.
-        processes: how many share the GPU.
-        ranks, gigabits: of the emulated fabric, the most telling first.
+        repeats: the number of calls of a kernel.
+        steps, rounds: the number of steps in a turn of training, and the number of turns of each system.
+        processes: the number of processes that share the GPU.
+        ranks, gigabits: the numbers of ranks and the link speeds of the emulated fabric, the most informative first.
     """
 
     model: str = "paper"
@@ -44,9 +44,9 @@ class Context:
     """One run of one section.
 
     Attributes:
-        found: JSON lines, written as they are found: what a section that is cut off has found by then is kept.
-        directory: for files that belong to the results.
-        seconds: until the section is cut off.
+        found: the file of JSON lines, written during the section, so that an interrupted section keeps its results.
+        directory: the folder for files that belong to the results.
+        seconds: the time limit of the section.
     """
 
     device: Device
@@ -64,7 +64,7 @@ class Context:
         return self.seconds - (time.monotonic() - self.started)
 
     def affords(self, seconds: float, what: str) -> bool:
-        """Whether there is time left for something; what is left out is told."""
+        """Returns whether there is time left for a measurement. Logs the measurement if it is left out."""
         if not self.device.is_real or self.left_s() > seconds:
             return True
         self.add(kind="left out", what=what, why=f"{self.left_s():.0f} s left, {seconds:.0f} s needed")
@@ -72,6 +72,6 @@ class Context:
 
 
 def ratio(numerators: Sequence[float], denominators: Sequence[float]) -> float:
-    """Median of the ratios of figures that were taken in turn."""
+    """Returns the median of the ratios of figures that were measured in turn."""
     ratios = sorted(a / b for a, b in zip(numerators, denominators, strict=True))
     return ratios[len(ratios) // 2]

@@ -51,7 +51,7 @@ def _measure(context: Context, model: str) -> None:
                 model=model,
                 system=system,
                 first_step_s=running[system].first_step_s,
-                peak_bytes=device.peak_bytes(),  # includes all systems so far: subtract the previous line
+                peak_bytes=device.peak_bytes(),  # the peak of all systems so far: subtract that of the previous line
             )
     found = take_turns(running, sizes.steps, sizes.rounds)
     for system, ms in found.items():
@@ -71,7 +71,7 @@ def _measure(context: Context, model: str) -> None:
 
 
 def _host_wait(context: Context, running: Running) -> str | None:
-    """The first place where the host waits for the device in a steady step; None: nowhere."""
+    """Returns the first place at which the host waits for the device in a steady step, or None."""
     context.device.synchronize()
     try:
         with context.device.no_host_sync():

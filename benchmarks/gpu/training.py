@@ -26,7 +26,7 @@ BATCHES = 8
 
 @dataclass(frozen=True)
 class TorchCompiled:
-    """The plain model under `torch.compile`, alone."""
+    """The plain model under `torch.compile`, in a single process."""
 
     def prepare(self, task: Task) -> Training:
         model = task.model()
@@ -46,12 +46,12 @@ SYSTEMS: Mapping[str, Peer] = {
 
 
 class Running:
-    """A system at work on one model.
+    """A system that trains one model.
 
     Args:
         system: a name of `SYSTEMS`, or another one.
-        rank: whose batches it trains on.
-        on_host: the model is made on the CPU and moved: the same parameters on every device.
+        rank: the rank whose batches it trains on.
+        on_host: whether the model is created on the CPU and then moved, so that every device has the same parameters.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class Running:
             self.losses.append(next(self._steps))
 
     def window_ms(self, steps: int) -> float:
-        """A step's time, of so many in a row."""
+        """Runs this many steps in a row, and returns the mean time of a step."""
         self._device.synchronize()
         start = time.perf_counter()
         for _ in range(steps):
@@ -90,7 +90,9 @@ class Running:
         return self._training.compiled
 
     def overlap(self, steps: int) -> dict[str, Any]:
-        """What the timeline of a few steps says; the steps are marked, and do not count elsewhere."""
+        """Records a few steps, and returns the metrics of their timeline. These steps are not part of other
+        measurements.
+        """
         with self.compiled.record():
             for _ in range(steps):
                 self.step()
@@ -105,7 +107,7 @@ class Running:
         }
 
     def close(self) -> None:
-        """Applies what is on its way."""
+        """Applies pending updates."""
         if self._training.compiled is not None:
             self._training.compiled.synchronize()
 
@@ -126,7 +128,7 @@ def _moved(batch: Batch, device: Device) -> Batch:
 
 
 def take_turns(running: Mapping[str, Running], steps: int, rounds: int) -> dict[str, list[float]]:
-    """Milliseconds of a step by system and round; the systems take turns, there and back."""
+    """Returns system -> milliseconds of a step in each round. The systems take turns, in alternating order."""
     found: dict[str, list[float]] = {name: [] for name in running}
     for turn in range(rounds):
         for name in list(running) if turn % 2 == 0 else reversed(list(running)):

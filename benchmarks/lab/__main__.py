@@ -63,7 +63,9 @@ RESULTS = Path(__file__).parents[1] / "results"
 
 @dataclass
 class Lab:
-    """One run: measures what is missing of a setting, into `kept`, and begins nothing after `deadline` (monotonic)."""
+    """One run of the lab. Measures what is missing of a setting, stores it in `kept`, and starts nothing after
+    `deadline` (a time of `time.monotonic`).
+    """
 
     setting: Setting
     kept: Kept
@@ -73,7 +75,7 @@ class Lab:
     _run_id: str = field(default_factory=lambda: datetime.datetime.now(tz=datetime.UTC).isoformat(timespec="seconds"))
 
     def run(self) -> None:
-        """Block by block, in the setting's order; blocks of one network follow each other."""
+        """Measures block by block, in the order of the setting. Blocks with the same network follow each other."""
         blocks = list(self.setting.blocks())
         missing = {block: self._missing(block) for block in blocks}
         with _progress(self.console) as progress:
@@ -117,7 +119,7 @@ class Lab:
         ).measure([(round_, s) for round_, s in missing if SYSTEMS[s].environment in crews], self.deadline)
 
     def _missing(self, block: Block) -> list[tuple[int, str]]:
-        """Rounds and systems, in the order of their turns."""
+        """Returns (round, system) of all missing measurements of a block, in the order of their turns."""
         systems = self.setting.systems(block)
         return [(r, s) for r in range(self.setting.rounds_of(block)) for s in systems if not self.kept.has(block, s, r)]
 
@@ -129,7 +131,7 @@ class Lab:
         crews: dict[str, Crew],
         stack: contextlib.ExitStack,
     ) -> None:
-        """Systems of an environment that does not start have failed."""
+        """Starts the ranks of each environment. If an environment does not start, marks its systems as failed."""
         systems = dict.fromkeys(system for _, system in missing)
         for environment in dict.fromkeys(SYSTEMS[system].environment for system in systems):
             if environment in crews:
@@ -163,15 +165,16 @@ def _progress(console: Console) -> Progress:
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:
-    """SIGTERM, or a terminal that closes, ends a run as Ctrl-C does: what is measured is written."""
+    """Ends a run at SIGTERM or SIGHUP (a closed terminal) as at Ctrl-C, so that the measurements are written."""
     raise KeyboardInterrupt
 
 
 def chosen(options: argparse.Namespace) -> Setting:
-    """The setting asked for. Groups and systems that are named are measured over all its ranks and rates.
+    """Returns the requested setting. Groups and systems that the options name are measured for all of its ranks and
+    rates.
 
     Raises:
-        ValueError: a model or system that does not exist.
+        ValueError: a model or system does not exist.
     """
     if options.setting not in SETTINGS:
         raise ValueError(f"unknown setting {options.setting}. Choose from {', '.join(SETTINGS)}.")
@@ -202,7 +205,9 @@ def chosen(options: argparse.Namespace) -> Setting:
 
 
 def whole(setting: Setting, base: Setting) -> Setting:
-    """All that the pages of `base` may show, measured as `setting` is: what other runs have measured too."""
+    """Returns everything that the pages of `base` may show, measured as `setting` says, including what other runs have
+    measured.
+    """
     return replace(
         setting,
         models=tuple(dict.fromkeys((*base.models, *setting.models))),

@@ -32,7 +32,7 @@ A = TypeVar("A")
 
 
 class SystemFailed(Exception):
-    """It cannot be measured: the reason, and all that was said of it."""
+    """Raised if a system cannot be measured, with the reason and all that the system has printed."""
 
     def __init__(self, reason: str, details: str = "") -> None:
         super().__init__(reason)
@@ -41,15 +41,15 @@ class SystemFailed(Exception):
 
 @dataclass
 class BlockRun:
-    """Measures what is missing of a block, into `kept`.
+    """Measures what is missing of a block, and stores it in `kept`.
 
     Attributes:
-        crews: environment -> its ranks; one that is gone is taken out.
-        run_id: of this run: only systems of one run and one round are compared.
-        describe: told what is at work.
-        advance: told of each cell that is done with.
-        say: told what a person may want to read.
-        fail: told of a system that did not run: its name, the reason, details.
+        crews: environment -> its ranks. An environment whose ranks have died is removed.
+        run_id: the id of this run. Only systems of the same run and round are compared.
+        describe: called with the name of the system that runs.
+        advance: called after each cell.
+        say: called with messages for the user.
+        fail: called for a system that did not run, with its name, the reason and details.
         unlimited: lifts the limits of the network.
     """
 
@@ -66,9 +66,11 @@ class BlockRun:
     _steps: dict[str, int] = field(default_factory=dict)
 
     def measure(self, missing: list[tuple[int, str]], until: float) -> None:
-        """Opens the systems of `missing` (round, system), and gives them their turns until a time (time.monotonic).
+        """Opens the systems of `missing` (round, system), and gives them turns until the time `until` (of
+        `time.monotonic`).
 
-        What has been opened has a first turn in any case: opening takes longer, and is not kept.
+        Every opened system gets a first turn, even after that time, because opening takes longer than a turn and is not
+        stored.
         """
         first_round = min((round_ for round_, _ in missing), default=0)
         for system in dict.fromkeys(system for _, system in missing):
@@ -80,7 +82,7 @@ class BlockRun:
             self.advance()
         if RECORDED_SYSTEM in self._steps:
             self._guarded(RECORDED_SYSTEM, self._record)
-        # Skipped after an interrupt: a reply may be incomplete, and the ranks are killed next.
+        # An interrupt skips this loop, because a reply may be incomplete, and the ranks are killed next.
         for system in list(self._steps):
             with suppress(CrewFailed, SystemFailed, KeyError):
                 self._ask(system, Close(system))
@@ -154,7 +156,7 @@ def _all(kind: type[A], answers: tuple[Any, ...]) -> tuple[A, ...]:
 
 
 def available_bytes() -> int:
-    """Memory that new processes can have without swapping."""
+    """Returns the bytes of memory that new processes can use without swapping."""
     for line in Path("/proc/meminfo").read_text().splitlines():
         if line.startswith("MemAvailable:"):
             return int(line.split()[1]) * 1024
@@ -166,7 +168,7 @@ _ports = itertools.count(20_000)
 
 
 def _free_port() -> int:
-    """Where a system's ranks meet: free on this machine's loopback, and on a host of its own."""
+    """Returns a port at which a system's ranks can meet, free on this machine's loopback and on a separate host."""
     for port in _ports:
         with suppress(OSError), socket.create_server(("127.0.0.1", port)):
             return port

@@ -27,11 +27,11 @@ class Cell:
     """A system that trains a model.
 
     Attributes:
-        rate_mbit: what the rank's link carries.
-        slow: how many times slower than its profile the emulated device is; 0: the rank computes on its core.
-        warm_up_steps: before its first turn, at least two.
+        rate_mbit: the rate of the rank's link.
+        slow: the factor by which the emulated device is slower than its profile; 0 if the rank computes on its core.
+        warm_up_steps: the number of steps before the first turn, at least two.
         port: where the ranks meet, on rank 0's host.
-        timeout_s: for opening it, and for each of its turns.
+        timeout_s: the time limit for opening the system, and for each of its turns.
     """
 
     model: str
@@ -63,7 +63,9 @@ class Open:
 
 @dataclass(frozen=True)
 class Turn:
-    """Trains one step that does not count, for what was under way before the pause has arrived, and `steps` that do."""
+    """Trains one step that is not measured, which completes communication started before the pause, and then `steps`
+    measured ones.
+    """
 
     system: str
     steps: int
@@ -71,7 +73,7 @@ class Turn:
 
 @dataclass(frozen=True)
 class Record:
-    """Trains `steps` under the system's own recorder."""
+    """Trains `steps` steps under the recorder of the system."""
 
     system: str
     steps: int
@@ -87,15 +89,15 @@ Command = Open | Turn | Record | Close
 
 @dataclass(frozen=True)
 class Ready:
-    """A system is warm, on one rank.
+    """One rank's report after the warm-up of a system.
 
     Attributes:
         first_step_s: from the start of `prepare` to the end of the first step, model, capture and compilation included.
-        step_ms: of the last warm-up step.
-        losses: of the warm-up steps.
+        step_ms: the time of the last warm-up step.
+        losses: the losses of the warm-up steps.
         notes: what the system decided.
-        predicted_ms: a step as the system itself predicts it; None where it does not.
-        plan: parameter -> its strategy, of a system that has one for each.
+        predicted_ms: the step time that the system itself predicts, or None.
+        plan: parameter -> its strategy, for systems with a strategy for each parameter.
     """
 
     first_step_s: float
@@ -108,15 +110,16 @@ class Ready:
 
 @dataclass(frozen=True)
 class Measured:
-    """A turn on one rank.
+    """The measurements of a turn on one rank.
 
     Attributes:
-        step_ms: mean time of a step that counts, from the end of the one before to its own.
-        each_step_ms: the same by step.
+        step_ms: mean time of a measured step, from the end of the previous step to its own end.
+        each_step_ms: the time of each measured step.
         sent_bytes: what the host's interface sent per step, headers included; of ranks that share it, an equal part.
         main_cpu_ms, other_cpu_ms: processor time per step of the thread that computes, and of all others together.
-        cores_busy: of the time of all cores of the machine, the part in which they ran anything, the kernel included.
-        peak_bytes, start_bytes: largest resident memory so far, and that before `prepare`.
+        cores_busy: the share of the time of all cores of the machine in which they were busy, including work of the
+            kernel.
+        peak_bytes, start_bytes: the maximum resident memory so far, and the resident memory before `prepare`.
     """
 
     step_ms: float
@@ -130,7 +133,7 @@ class Measured:
 
     @classmethod
     def of(cls, data: dict[str, Any]) -> Measured:
-        """From what `dataclasses.asdict` made of one, by way of JSON."""
+        """Creates measurements from the result of `dataclasses.asdict`, read from JSON."""
         return cls(**{**data, "each_step_ms": tuple(data["each_step_ms"])})
 
 
@@ -141,7 +144,7 @@ class Closed:
 
 @dataclass(frozen=True)
 class Failed:
-    """Why one rank measured nothing: the last line of its error, and all of it."""
+    """The reason why a rank measured nothing: the last line of its error, and the whole text."""
 
     reason: str
     details: str
@@ -152,7 +155,7 @@ Answer = Ready | Measured | Recorded | Closed | Failed
 
 @dataclass(frozen=True)
 class Hello:
-    """A rank is ready; what it runs on, by package."""
+    """The message of a rank that is ready, with the versions of its packages."""
 
     rank: int
     versions: dict[str, str]

@@ -17,10 +17,10 @@ Plans = Mapping[str, Mapping[str, str]]
 
 @dataclass(frozen=True)
 class Choice:
-    """What the planner chose, beside what can be forced.
+    """Compares the planner's choice with the plans that can be forced.
 
     Attributes:
-        twins: forced systems whose plan is the chosen one: further measurements of it.
+        twins: forced systems that have the chosen plan, and so are further measurements of it.
         twin: the fastest of them, and `to_twin`, `OWN`'s step over its own: what two measurements of one plan differ
             by. None without twins.
         other: the fastest system of another plan, and `to_other`, a step of the chosen plan, the mean over `OWN` and
@@ -35,7 +35,7 @@ class Choice:
 
 
 def choice(cells: Mapping[str, Rounds], plans: Plans) -> Choice:
-    """Of `OWN` and the forced systems among `cells`."""
+    """Returns the comparison of `OWN` with the forced systems among `cells`."""
     forced = [system for system in cells if system.startswith("forced_")]
     twins = tuple(system for system in forced if plans[system] == plans[OWN])
 
@@ -48,7 +48,7 @@ def choice(cells: Mapping[str, Rounds], plans: Plans) -> Choice:
 
 
 def to_other(cells: Mapping[str, Rounds], twins: Sequence[str], other: str) -> Spread | None:
-    """A step of the chosen plan, the mean over `OWN` and twins, over that of another one."""
+    """Returns a step of the chosen plan (the mean of `OWN` and its twins) divided by a step of another plan."""
     ratios = []
     for number, measured in cells[OWN].items():
         of_round = {system: cells[system].get(number) for system in (*twins, other)}

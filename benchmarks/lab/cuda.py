@@ -36,7 +36,8 @@ STEPS = 4
 
 
 def measure(setting: Setting, device: str, say: Callable[[str], None], output: Path) -> Path:
-    """Measures the models and systems of a setting; who fails is told of. Returns the page, written model by model.
+    """Measures the models and systems of a setting, and reports those that fail. Returns the page, which is written
+    after each model.
 
     Args:
         device: a name of `embrace_fx.cost.DEVICES`.
@@ -64,7 +65,7 @@ def measure(setting: Setting, device: str, say: Callable[[str], None], output: P
 
 
 def _run(options: Mapping[str, Any], ranks: int, times: Times, libraries: Path, timeout_s: float) -> dict[str, Any]:
-    """By rank, what it measured; or why one failed."""
+    """Returns the measurements of each rank, or the reason why one failed."""
     with tempfile.TemporaryDirectory() as folder, socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         findings = Path(folder) / "findings"
@@ -99,7 +100,7 @@ def _run(options: Mapping[str, Any], ranks: int, times: Times, libraries: Path, 
 
 
 def write(found: Mapping[str, Any], folder: Path) -> Path:
-    """Writes page and JSON, which no device names: none was there. Returns the page."""
+    """Writes page and JSON, without the name of a device, because none was used. Returns the page."""
     stem = f"lab-{found['configuration']['name']}-emulated-{found['date']}"
     write_record(folder / stem, found)
     page = folder / f"{stem}.md"
@@ -140,20 +141,20 @@ def _speeds(of: Mapping[str, Any]) -> list[float]:
 
 
 def _turns(of: Mapping[str, Any], slow: float) -> list[list[Mapping[str, Any]]]:
-    """By round, the turns of all ranks."""
+    """Returns, for each round, the turns of all ranks."""
     rounds = zip(*(rank["turns"] for rank in of["ranks"]), strict=True)
     return [list(turns) for turns in rounds if turns[0]["slow"] == slow]
 
 
 def _spread(turns: Sequence[Sequence[Mapping[str, Any]]], value: Callable[[Mapping[str, Any]], float]) -> Spread:
-    """Over rounds, medians over ranks."""
+    """Returns the spread over rounds of the median over ranks."""
     found = Spread.of([median(value(each) for each in of_ranks) for of_ranks in turns])
     assert found is not None
     return found
 
 
 def step_ms(of: Mapping[str, Any], slow: float) -> Spread:
-    """Of a system, perceived."""
+    """Returns a system's step time as its slowed-down ranks perceive it."""
     return _spread(_turns(of, slow), lambda turn: turn["step_ms"] / slow)
 
 

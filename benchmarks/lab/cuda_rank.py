@@ -40,20 +40,20 @@ WARM_UP_SLOW, WARM_UP_STEPS = 8.0, 14
 
 @dataclass(frozen=True)
 class CudaTurn:
-    """Some steps in a row on one rank, per step. Nothing is divided by `slow`.
+    """The measurements of some steps in a row on one rank, per step. Times are not divided by `slow`.
 
     Attributes:
         slow: how many times longer the device and the links took than their data sheets say.
-        step_ms: until the device had done all of them.
-        host_ms: until the host had enqueued them, without what it waited.
+        step_ms: the time until the device had completed all steps.
+        host_ms: the time until the host had enqueued all steps, without its waits.
         issuing_ms: processor time of the threads that enqueue, the training thread and autograd's, whatever else runs
             on the machine: the stand-ins' threads compute ids on the same processors.
-        waited_ms: what it waited for the device.
-        waits: how often, for streams, for events and for copies.
-        busy_ms: of the compute stream.
-        link_ms: what collectives took of the link.
-        sent_bytes: by this rank.
-        enqueued: kernels, copies and collectives.
+        waited_ms: the time for which the host waited for the device.
+        waits: how often the host waited for streams, for events and for copies.
+        busy_ms: the time for which the compute stream was busy.
+        link_ms: the time for which collectives occupied the link.
+        sent_bytes: the bytes that this rank sent.
+        enqueued: the number of kernels, copies and collectives.
     """
 
     slow: float
@@ -69,7 +69,7 @@ class CudaTurn:
 
 
 class Counters:
-    """What the stand-ins count since this was made."""
+    """The counters of the emulated CUDA libraries, relative to their values when this object was created."""
 
     def __init__(self) -> None:
         self._runtime, self._nccl = ctypes.CDLL("libcudart.so.13"), ctypes.CDLL("libnccl.so.2")
@@ -83,20 +83,21 @@ class Counters:
         return [*waits, *times, *link]
 
     def per_step(self, steps: int) -> list[float]:
-        """Waits for streams, events and copies; things enqueued; ns waited, of the compute stream, of all streams;
-        bytes sent; ns of the link."""
+        """Returns, per step: waits for streams, events and copies; enqueued items; ns waited; busy ns of the compute
+        stream and of all streams; bytes sent; ns of the link.
+        """
         return [(now - before) / steps for now, before in zip(self._now(), self._before, strict=True)]
 
 
 def slow_motion(slow: float) -> None:
-    """Has the device, and all that goes by a clock, take so many times as long from here on."""
+    """Slows the device, and everything that uses a clock, down by this factor from now on."""
     factor = ctypes.c_double(slow)
     ctypes.CDLL("libcudart.so.13").emulated_cuda_slow_motion(factor)
     launch_queue.STANDSTILL_S = STANDSTILL_S * slow
 
 
 def _issuing_ms() -> float:
-    """Processor time so far of this thread and of autograd's."""
+    """Returns the processor time so far of this thread and of autograd's threads."""
     threads, own = threads_now(), threading.get_native_id()
     return sum(each.cpu_ms for k, (name, each) in threads.items() if k == own or name.startswith("pt_autograd"))
 

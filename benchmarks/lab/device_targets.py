@@ -30,7 +30,7 @@ Blocks = Sequence[Mapping[str, Any]]
 
 
 def device_targets(setting: Setting, blocks: Blocks) -> list[Target]:
-    """Whether slow motions agree, then each target, at each of them."""
+    """Returns whether different slowdowns agree, and then each target at each slowdown."""
     found = list(_agreement(blocks))
     ratios = _ratios(setting)
     beside: dict[tuple[str, str, int, float | None], list[Mapping[str, Any]]] = {}
@@ -46,7 +46,7 @@ def device_targets(setting: Setting, blocks: Blocks) -> list[Target]:
 
 
 def _ratios(setting: Setting) -> dict[tuple[str, float], float]:
-    """(model, perceived rate) -> wire over compute."""
+    """Returns (model, perceived rate) -> time of communication divided by time of compute."""
     first = len(setting.rates_mbit)
     return {
         (model, setting.rate_mbit(model, first + number)): ratio
@@ -60,7 +60,7 @@ def _rows(block: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _agreement(blocks: Blocks) -> Iterator[Target]:
-    """Of each system that was measured at several k: how far the perceived steps are apart."""
+    """Yields, for each system that was measured at several slowdowns, how much its perceived step times differ."""
     motions: dict[tuple[Any, ...], dict[float, dict[str, Any]]] = {}
     for block in [block for block in blocks if block["per_host"] == 1]:
         by_slow = motions.setdefault((block["model"], block["ranks"], block["rate_mbit"]), {})
@@ -76,7 +76,9 @@ def _agreement(blocks: Blocks) -> Iterator[Target]:
 
 
 def _of_block(block: Mapping[str, Any], where: str, at_target: bool) -> Iterator[Target]:
-    """`at_target`: whether floors and ablation have to be met there, or are only to be known."""
+    """Yields the targets of a block. With `at_target`, those for floors and ablation must be met; otherwise they are
+    only shown.
+    """
     rows, floors = _rows(block), block["floors"]
     own, model = rows.get(OWN), block["model"]
     if own is None:
@@ -101,7 +103,9 @@ def _of_block(block: Mapping[str, Any], where: str, at_target: bool) -> Iterator
 
 
 def _beside_others(where: str, model: str, ranks: int, ratio: float | None, blocks: Blocks) -> Iterator[Target]:
-    """The best of other systems at one place, each over the steps of `OWN` that were measured beside its own."""
+    """Yields the best of the other systems for one model and network, relative to the steps of `OWN` measured in the
+    same rounds.
+    """
     at_target = (ranks, ratio) == ((LM_RANKS, LM_RATIO) if model == "lm" else (RANKS, RATIO))
     for names, of_lm in ((REPLICAS, LM_REPLICAS), (SHARDED, LM_SHARDED)):
         others = [(row, block) for block in blocks for row in block["rows"] if row.system in names and row.ratio]

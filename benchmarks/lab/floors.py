@@ -30,10 +30,10 @@ ID_BYTES = 8
 
 @dataclass(frozen=True)
 class Floor:
-    """The cheapest exchange of a model's step.
+    """The cheapest exchange of a model's gradients in a step.
 
     Attributes:
-        bytes_per_rank: what the busiest rank sends per step, mean over the steps.
+        bytes_per_rank: the bytes per step that the busiest rank sends, averaged over steps.
         dense_bytes: how many of them are of dense parameters.
         exchanges: table -> the exchange that is cheapest.
     """
@@ -43,12 +43,12 @@ class Floor:
     exchanges: dict[str, str]
 
     def time_ms(self, rate_mbit: float) -> float:
-        """Over what a bare transfer reaches."""
+        """Returns the time of the exchange at the rate of a bare transfer."""
         return transfer_ms(self.bytes_per_rank, rate_mbit)
 
 
 def floor(workload: Workload, ranks: int, steps: range, seed: int) -> Floor:
-    """Counts the rows that the ranks' batches of these steps read; the model is made on the meta device."""
+    """Counts the rows that the ranks' batches of these steps read. The model is created on the meta device."""
     model = on_meta(workload)
     counted = sizes(model)
     dense = ring_bytes(counted.total_bytes - counted.table_bytes, ranks)
@@ -68,7 +68,7 @@ def floor(workload: Workload, ranks: int, steps: range, seed: int) -> Floor:
 
 
 def unique_rows(lookups: Lookups) -> dict[str, int]:
-    """Table -> how many of its rows a batch reads."""
+    """Returns table -> how many of its rows a batch reads."""
     ids: dict[str, list[torch.Tensor]] = {}
     for table, read in lookups.values():
         ids.setdefault(table, []).append(read.flatten())
@@ -76,25 +76,30 @@ def unique_rows(lookups: Lookups) -> dict[str, int]:
 
 
 def ring_bytes(payload_bytes: float, ranks: int) -> float:
-    """What each rank of a ring AllReduce sends."""
+    """Returns the bytes that each rank of a ring AllReduce sends."""
     return 2 * (ranks - 1) / ranks * payload_bytes
 
 
 def all_to_all_bytes(rows: list[int], width: int) -> float:
-    """What the busiest rank sends, forward and backward, given the rows that each rank reads."""
+    """Returns the bytes that the busiest rank sends in forward and backward, given the number of rows that each rank
+    reads.
+    """
     ranks, total = len(rows), sum(rows)
     column_bytes = width / ranks * FLOAT_BYTES
-    # Forward: own columns of other ranks' rows. Backward: other ranks' columns of own rows. Ids to all other ranks.
+    # A rank sends its columns of other ranks' rows in the forward, other ranks' columns of its rows in the backward,
+    # and its ids to all other ranks.
     return max(((total - own) + own * (ranks - 1)) * column_bytes + own * (ranks - 1) * ID_BYTES for own in rows)
 
 
 def all_gather_bytes(rows: list[int], width: int) -> float:
-    """What the busiest rank sends."""
+    """Returns the bytes that the busiest rank sends, given the number of rows that each rank reads."""
     return max(rows) * (len(rows) - 1) * (width * FLOAT_BYTES + ID_BYTES)
 
 
 def ideal(steps: StepGraph, compute_ms: float, rate_mbit: float) -> StepGraph:
-    """The same step if it computed in `compute_ms`, and each of its transfers took its bytes over the rate alone."""
+    """Returns the same step as if its compute took `compute_ms`, and each transfer only the time of its bytes at this
+    rate.
+    """
     profiled_ms = sum(o.duration_ms for o in steps.operations if not o.is_communication)
     operations = tuple(
         replace(o, duration_ms=transfer_ms(o.sent_bytes, rate_mbit))
@@ -106,7 +111,7 @@ def ideal(steps: StepGraph, compute_ms: float, rate_mbit: float) -> StepGraph:
 
 
 def step_graph(data: Mapping[str, Any]) -> StepGraph:
-    """From what `dataclasses.asdict` made of one, by way of JSON."""
+    """Creates a step graph from the result of `dataclasses.asdict`, read from JSON."""
     return StepGraph(
         tuple(Operation(**{**each, "serves": tuple(each["serves"])}) for each in data["operations"]),
         tuple(Dependence(**each) for each in data["dependences"]),
@@ -119,7 +124,9 @@ def transfer_ms(sent_bytes: float, rate_mbit: float) -> float:
 
 
 def dependences_ms(steps: StepGraph, windows: int = 8) -> float:
-    """Milliseconds by which the longest path of dependences grows with each window: no link or processor is shared."""
+    """Returns the milliseconds by which the longest path of dependences grows with each window, if links and processors
+    are never shared.
+    """
     graph, durations_ms = dependence_graph(steps, windows), {each.name: each.duration_ms for each in steps.operations}
     # Compute operations form one chain, because the program's order is a dependence, too.
     ends: dict[tuple[int, str], float] = {}

@@ -24,14 +24,14 @@ GRACE_S = 30.0
 
 
 class CrewFailed(RuntimeError):
-    """The ranks of an environment did not start, or one of them is gone."""
+    """The ranks of an environment did not start, or one of them has died."""
 
 
 def python_of(environment: str) -> Path:
-    """The Python that runs an environment's systems.
+    """Returns the Python interpreter that runs the systems of an environment.
 
     Raises:
-        CrewFailed: the environment has not been made.
+        CrewFailed: the environment has not been created.
     """
     if environment == "project":
         return Path(sys.executable)
@@ -46,7 +46,7 @@ class Crew:
     """The ranks of one environment.
 
     Attributes:
-        versions: of Python and of the packages that matter, as rank 0 has them.
+        versions: the versions of Python and of the relevant packages on rank 0.
     """
 
     versions: dict[str, str]
@@ -54,10 +54,11 @@ class Crew:
     _errors: tuple[Path, ...]
 
     def ask(self, command: Command, timeout_s: float) -> tuple[Answer, ...]:
-        """What all ranks answer, in their order; the reason of the first one to fail alone, where one does.
+        """Returns the answers of all ranks, in rank order. If a rank fails, returns only the reason of the first
+        failure.
 
         Raises:
-            CrewFailed: a rank is gone, or does not answer.
+            CrewFailed: a rank has died, or does not answer.
         """
         for rank, connection in enumerate(self._connections):
             try:
@@ -85,7 +86,7 @@ class Crew:
         return (Failed(f"rank {rank}: {first.reason}", first.details),)
 
     def _close_where_open(self, command: Command, answers: Mapping[int, Answer]) -> None:
-        """A system that failed on one rank ends on those where it did not."""
+        """Closes a system that has failed on one rank on all ranks on which it has not failed."""
         name = command.cell.system if isinstance(command, Open) else command.system
         for rank, answer in answers.items():
             if not isinstance(answer, Failed):
@@ -125,7 +126,8 @@ def crew(hosts: Network, ranks: int, environment: str, logs: Path) -> Iterator[C
     }
     with contextlib.ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="lab-"))
-        # A new cache per network: its systems share one probe, and links of other networks are not reused.
+        # Use a new cache for each network, so that its systems share one probe and do not reuse the links of other
+        # networks.
         variables["EMBRACE_FX_CACHE"] = os.path.join(folder, "cache")
         # A socket with a path is reachable from every network namespace.
         server = stack.enter_context(socket.socket(socket.AF_UNIX))

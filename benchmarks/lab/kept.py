@@ -43,7 +43,7 @@ FREE = (
 
 
 def versions() -> dict[str, dict[str, str]]:
-    """Environment -> package -> version, of those environments that have been made."""
+    """Returns environment -> package -> version, for the environments that have been created."""
     found = {}
     for environment in ENVIRONMENTS:
         try:
@@ -61,7 +61,7 @@ def versions() -> dict[str, dict[str, str]]:
 
 
 def fingerprint(setting: Setting) -> str:
-    """Changes with whatever a measurement depends on."""
+    """Returns a hash that changes with everything on which a measurement depends."""
     fields = {name: value for name, value in asdict(setting).items() if name not in FREE}
     left_out = {file for pattern in UNMEASURED_SOURCES for file in ROOT.glob(pattern)}
     files = sorted({file for pattern in MEASURED_SOURCES for file in ROOT.glob(pattern)} - left_out)
@@ -72,14 +72,14 @@ def fingerprint(setting: Setting) -> str:
 
 @dataclass(frozen=True)
 class Opened:
-    """How a system began.
+    """What is known of a system after its warm-up.
 
     Attributes:
-        first_step_s: the slowest rank's, model, capture and compilation included.
-        losses: of the warm-up steps, mean over ranks.
-        notes: what rank 0 decided.
-        predicted_ms: a step as rank 0 predicts it, once warm; None where it does not.
-        plan: parameter -> its strategy, once warm; empty where the system has none for each.
+        first_step_s: the time of the first step on the slowest rank, including model, capture and compilation.
+        losses: the losses of the warm-up steps, averaged over ranks.
+        notes: the decisions of the system on rank 0.
+        predicted_ms: the step time that rank 0 predicts after warm-up, or None.
+        plan: parameter -> its strategy after warm-up; empty for systems without a strategy for each parameter.
     """
 
     first_step_s: float
@@ -89,13 +89,13 @@ class Opened:
     plan: dict[str, str] = field(default_factory=dict)
 
     def perceived(self, slow: float) -> Opened:
-        """The same in the time that its ranks perceive, which goes `slow` times slower."""
+        """Returns the same in the time that the ranks perceive, which is `slow` times slower."""
         return self if self.predicted_ms is None else replace(self, predicted_ms=self.predicted_ms / slow)
 
 
 @dataclass(frozen=True)
 class Round:
-    """A system's turn: which run it belongs to and when it was, and what each rank measured."""
+    """A system's turn: its run, its time, and the measurements of each rank."""
 
     conditions: dict[str, Any]
     ranks: tuple[Measured, ...]
@@ -105,12 +105,12 @@ class Round:
         return step_ms(self.ranks)
 
     def is_with(self, other: Round) -> bool:
-        """Whether both were measured in one run."""
+        """Returns whether both turns were measured in the same run."""
         return bool(self.conditions["run"] == other.conditions["run"])
 
 
 def step_ms(ranks: tuple[Measured, ...]) -> float:
-    """Of a turn: the median over its ranks."""
+    """Returns the step time of a turn: the median over its ranks."""
     return median(rank.step_ms for rank in ranks)
 
 
@@ -158,7 +158,7 @@ class Kept:
         return Opened(data["first_step_s"], tuple(data["losses"]), data["notes"], data["predicted_ms"], data["plan"])
 
     def failure(self, block: Block, system: str) -> str:
-        """Why a system did not run; empty where it did, or was not tried."""
+        """Returns the reason why a system did not run, or "" if it ran or was not tried."""
         found: str = self._read(block, f"{system}.failed") or ""
         return found
 
@@ -167,7 +167,7 @@ class Kept:
         return found
 
     def timeline(self, block: Block) -> dict[str, Any]:
-        """Figures of what embrace_fx recorded; empty where it did not."""
+        """Returns figures of the timeline that embrace_fx recorded, or {} if it recorded none."""
         found: dict[str, Any] = self._read(block, "timeline.json") or {}
         return found
 
@@ -185,7 +185,7 @@ class Kept:
 
 
 def write_whole(file: Path, content: str) -> None:
-    """Whole or not at all."""
+    """Writes a file atomically: as a whole, or not at all."""
     unfinished = file.with_name(f"{file.name}.unfinished")
     unfinished.write_text(content, encoding="utf-8")
     unfinished.rename(file)

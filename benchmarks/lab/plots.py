@@ -17,7 +17,7 @@ COLORS = ("#7a9cc6", "#8fb573", "#c9a24b", "#b05f8a")
 
 
 def pictures(found: Mapping[str, Any]) -> dict[str, str]:
-    """File name -> picture."""
+    """Returns file name -> picture."""
     return {
         name: grouped_bars(title, under, groups)
         for name, title, under, groups in (
@@ -31,7 +31,7 @@ def pictures(found: Mapping[str, Any]) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class Group:
-    """Bars that belong together: (name, value)."""
+    """A group of bars: pairs (name, value)."""
 
     title: str
     bars: tuple[tuple[str, float], ...]
@@ -74,7 +74,7 @@ def _ablation(found: Mapping[str, Any]) -> list[Group]:
 
 
 def grouped_bars(title: str, under: str, groups: Sequence[Group]) -> str:
-    """Horizontal bars in groups, a colour for each name."""
+    """Draws horizontal bars in groups, with one colour for each name."""
     names = list(dict.fromkeys(name for group in groups for name, _ in group.bars))
     longest = max(value for group in groups for _, value in group.bars) or 1.0
     scale = (WIDTH - LEFT - RIGHT) / longest

@@ -78,7 +78,7 @@ def versions() -> dict[str, str]:
 
 
 class Session:
-    """One system that trains on this rank; torch.distributed is initialised."""
+    """A system that trains on this rank, with torch.distributed initialized."""
 
     def __init__(self, cell: Cell, rank: int) -> None:
         task = cell.task()
@@ -143,7 +143,7 @@ class Session:
 
 
 def await_quiet(interface: str, quiet_bytes: float) -> None:
-    """Returns when the interface no longer sends, which is less than so many bytes between two looks."""
+    """Waits until the network interface sends fewer than `quiet_bytes` bytes between two checks."""
     before, looks = interface_sent_bytes(interface), 0
     for _ in range(MOST_LOOKS):
         time.sleep(QUIET_S)
@@ -155,19 +155,23 @@ def await_quiet(interface: str, quiet_bytes: float) -> None:
 
 
 def give_memory_back() -> None:
-    """What a system has freed would else be kept from the others while it is stopped. glibc's."""
+    """Returns freed memory to the system (with glibc), so that other systems can use it while this one is stopped."""
     ctypes.CDLL(None).malloc_trim(0)
 
 
 def core_times() -> tuple[int, int]:
-    """How long all cores together ran something, and did not, since the machine started; in ticks, from /proc/stat."""
+    """Returns the times for which all cores together were busy and idle since the machine started, in ticks of
+    /proc/stat.
+    """
     with open("/proc/stat", encoding="ascii") as file:
         user, nice, system, idle, waiting, interrupts, soft, *_ = map(int, file.readline().split()[1:])
     return user + nice + system + interrupts + soft, idle + waiting
 
 
 def resident_bytes(which: str) -> int:
-    """Memory of this process in RAM, from /proc/self/status: "VmRSS" now, "VmHWM" at most since it was forked."""
+    """Returns this process's memory in RAM, from /proc/self/status: "VmRSS" for now, "VmHWM" for the maximum since the
+    fork.
+    """
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith(which):
             return int(line.split()[1]) * KIB
@@ -175,7 +179,7 @@ def resident_bytes(which: str) -> int:
 
 
 def run_session(cell: Cell, rank: int, parent: Connection, parent_pid: int) -> None:
-    """The forked process: a system from its opening to its end."""
+    """Runs the forked process of a system, from its opening to its end."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, _SIGKILL)
     if os.getppid() != parent_pid:
         return
@@ -217,7 +221,7 @@ class Child:
 
 
 def serve(lab: Connection, rank: int) -> None:
-    """Answers commands until the connection ends; None in place of one ends the system that is at work."""
+    """Answers commands until the connection ends. A command of None ends the running system."""
     children: dict[str, Child] = {}
     while True:
         try:
@@ -249,10 +253,11 @@ def _answer(command: Command, children: dict[str, Child], lab: Connection, rank:
 
 
 def put_communication_first(pid: int | None) -> None:
-    """Gives every thread of a process but the main one, which computes, the right to interrupt computation.
+    """Raises the priority of all threads of a process above that of the main thread, which computes.
 
-    On a host of its own a rank's communication finds a core free. Here it would stand in line behind the computation of
-    all ranks, milliseconds for each of the two dozen messages of a collective. Needs root, as limited links do.
+    On a host of its own, a rank's communication would have a free core. On this machine, it would wait behind the
+    computation of all ranks, for milliseconds at each of the two dozen messages of a collective. Needs root, as limited
+    links do.
     """
     with contextlib.suppress(OSError):  # the process has ended, or this user is not root
         for thread in os.listdir(f"/proc/{pid}/task"):
@@ -270,7 +275,7 @@ def _open(cell: Cell, rank: int) -> Child:
 
 
 def _await_answer(child: Child, lab: Connection) -> Answer:
-    """What the forked process says."""
+    """Returns the answer of the forked process."""
     deadline = time.monotonic() + child.timeout_s
     while not (ready := wait([child.connection, lab], LOOK_S)) and time.monotonic() < deadline:
         put_communication_first(child.process.pid)
@@ -294,7 +299,8 @@ def main() -> None:
     text.words()
     address, environment, rank = sys.argv[1], sys.argv[2], int(sys.argv[3])
     importlib.import_module(ENVIRONMENTS[environment])
-    gc.freeze()  # objects shared by all systems; a collection would copy their pages after the fork
+    # Excludes the objects that all systems share, because a collection after the fork would copy their pages.
+    gc.freeze()
     with Client(address, family="AF_UNIX") as lab:
         lab.send(Hello(rank, versions()))
         serve(lab, rank)

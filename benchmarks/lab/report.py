@@ -23,7 +23,7 @@ LOSS_TOLERANCE = 1e-3
 
 
 def write(found: Mapping[str, Any], folder: Path) -> Path:
-    """Writes page, JSON and pictures, all named by setting and date; returns the page."""
+    """Writes page, JSON and pictures, named by setting and date. Returns the page."""
     stem = f"lab-{found['configuration']['name']}-{found['date']}"
     drawn = pictures(found)
     folder.mkdir(parents=True, exist_ok=True)
@@ -37,7 +37,7 @@ def write(found: Mapping[str, Any], folder: Path) -> Path:
 
 
 def markdown(found: Mapping[str, Any], plots: Mapping[str, str]) -> str:
-    """The results as a page; `plots`: name of a picture -> its file, seen from the page."""
+    """Returns the results as a page in Markdown. `plots` maps the name of a picture to its file."""
     setting = found["configuration"]
     lines = [
         f"# Lab, {setting['name']}, {found['date']}",
@@ -158,7 +158,7 @@ def _table(rows: Sequence[Row], floors: Mapping[str, Any]) -> list[str]:
 
 
 def _chosen(plan: Mapping[str, str]) -> str:
-    """Strategies, each with the tables that have it: a few by name; other parameters are counted."""
+    """Lists the strategies of a plan, each with its tables: a few by name. Other parameters are only counted."""
     found = []
     for strategy in dict.fromkeys(plan.values()):
         names = [name for name, of_name in plan.items() if of_name == strategy]

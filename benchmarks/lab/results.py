@@ -36,17 +36,17 @@ class Row:
     """One system of a block.
 
     Attributes:
-        rounds: how many were measured.
-        step_ms: a step, median over ranks.
-        ratio: its step over that of `OWN`, of the same round.
-        exposed_ms: its step less that of `System.alone`, of the same round.
-        sent_bytes: per step, all ranks together.
+        rounds: the number of measured rounds.
+        step_ms: the time of a step, the median over ranks.
+        ratio: the system's step time divided by that of `OWN` in the same round.
+        exposed_ms: the system's step time minus that of `System.alone` in the same round.
+        sent_bytes: bytes per step, of all ranks together.
         main_cpu_ms, other_cpu_ms: per step, a rank's processor time in the thread that computes and in all others.
         cores_busy: of the time of all cores, the part in which they ran anything, the kernel's work included.
         peak_bytes, added_bytes: largest memory of a rank, and how much of it came after the rank was ready.
         loss_difference: largest relative difference of its losses from those of the first system that communicates.
         notes: what the system itself decided, on rank 0.
-        predicted: its own prediction of a step over the step.
+        predicted: the step time that the system itself predicts, divided by the measured one.
         plan: parameter -> its strategy, where the system has one for each.
     """
 
@@ -69,7 +69,7 @@ class Row:
 
 
 def summarize(cells: Mapping[str, Rounds], openings: Mapping[str, Opened], shaped: bool) -> list[Row]:
-    """A row for every system with a measured round.
+    """Returns a row for every system with a measured round.
 
     Args:
         cells: system -> its rounds.
@@ -232,7 +232,9 @@ def targets(setting: Setting, blocks: Sequence[Mapping[str, Any]]) -> list[Targe
 
 
 def _of_choice(block: Mapping[str, Any]) -> list[Target]:
-    """What the planner chooses against the best that could be forced, and what is predicted of it."""
+    """Returns targets that compare the planner's choice with the best forced system, and its prediction with the
+    measurement.
+    """
     rows, made = {row.system: row for row in block["rows"]}, block["choice"]
     where = f"{block['model']}, {block['ranks']} ranks, {block['rate_mbit']:g} Mb/s"
     found = []
@@ -275,7 +277,9 @@ def _of_group(block: Mapping[str, Any], model: str) -> list[Target]:
 
 
 def _scaling(setting: Setting, model: str, blocks: Sequence[Mapping[str, Any]]) -> list[Target]:
-    """Exposed communication of the most ranks less that of the fewest, each of its first group."""
+    """Returns targets for the exposed communication with the most ranks minus that with the fewest, each of its first
+    group.
+    """
     exposed: dict[int, Spread] = {}
     for block in blocks:
         for row in block["rows"]:
@@ -301,7 +305,7 @@ def machine() -> str:
 
 
 def as_data(found: Mapping[str, Any]) -> dict[str, Any]:
-    """The results as JSON takes them."""
+    """Converts the results to types that JSON supports."""
     blocks = [
         {
             **block,

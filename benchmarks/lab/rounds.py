@@ -14,7 +14,7 @@ Rounds = Mapping[int, Round]
 
 @dataclass(frozen=True)
 class Spread:
-    """Median over rounds, with the smallest and the largest."""
+    """The median over rounds, with the smallest and the largest value."""
 
     median: float
     min: float
@@ -30,9 +30,9 @@ class Spread:
 
 @dataclass(frozen=True)
 class Target:
-    """One figure that was asked for: `value` at most or at least `wanted`, unless it is only to be known.
+    """A requested figure: `value` must be at most or at least `wanted`, unless it is only shown.
 
-    `value` is None where it has not been measured.
+    `value` is None if it has not been measured.
     """
 
     model: str
@@ -49,7 +49,7 @@ class Target:
 
 
 def paired(rounds: Rounds, others: Rounds, combine: Callable[[float, float], float]) -> Spread | None:
-    """Over the rounds that both have of one run."""
+    """Combines values of the rounds that two systems have in the same run, and returns their spread."""
     both = [(rounds[r], others[r]) for r in rounds if r in others]
     return Spread.of([combine(own.step_ms, other.step_ms) for own, other in both if own.is_with(other)])
 

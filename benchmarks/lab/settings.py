@@ -20,13 +20,13 @@ INSIDE = 10.0
 
 
 class Block(NamedTuple):
-    """What is measured together, in turns, over one network.
+    """The measurements that are made together, in turns, over one network.
 
     Attributes:
-        rate_mbit: what a rank can send; perceived, where there is slow motion.
-        slow: how many times slower device and links are than they are said to be; 0: ranks compute on the cores.
-        per_host: ranks that share a host. Its link carries `rate_mbit` for each of them, the one inside `INSIDE` times
-            as much.
+        rate_mbit: the rate at which a rank can send; in slow motion, the perceived rate.
+        slow: the factor by which device and links are slower than they are said to be; 0 if ranks compute on the cores.
+        per_host: the number of ranks that share a host. The host's link carries `rate_mbit` for each of them, and the
+            link inside the host `INSIDE` times as much.
     """
 
     model: str
@@ -51,7 +51,7 @@ class Block(NamedTuple):
 
     @property
     def stretched(self) -> float:
-        """How many times as long everything takes as it is said to."""
+        """Returns the factor by which everything takes longer than it is said to take."""
         return self.slow or 1.0
 
     @property
@@ -61,10 +61,11 @@ class Block(NamedTuple):
 
 
 class Extra(NamedTuple):
-    """Groups of systems that are measured on one model at one place alone; see `Setting`.
+    """Groups of systems that are measured only on one model, for one number of ranks and one rate; see `Setting`.
 
     Attributes:
-        slow: its own k; 0: the setting's. More ranks on the same processors need slower motion.
+        slow: the slowdown of these groups, or 0 for that of the setting. More ranks on the same processors need a
+            larger one.
     """
 
     model: str
@@ -77,15 +78,17 @@ class Extra(NamedTuple):
 
 @dataclass(frozen=True)
 class Setting:
-    """What is measured.
+    """Describes what is measured.
 
     Attributes:
-        name: of the results' files.
-        models: of `MODELS`.
+        name: the name of the result files.
+        models: names of models in `MODELS`.
         groups: name -> its systems, in the order of their turns: as many as the machine's memory holds at once.
-        rounds: at least 5 for results worth quoting where ranks share cores; emulated devices vary by 1 % or so.
-        rounds_besides: of all groups but `MAIN`; 0: as many.
-        ranks, rates_mbit: what is measured first stands first; a rate is what a rank can send, and receive.
+        rounds: the number of rounds. Results that are quoted need at least 5 if ranks share cores; emulated devices
+            vary by about 1 %.
+        rounds_besides: the number of rounds of all groups except `MAIN`, or 0 for the same number.
+        ranks, rates_mbit: the numbers of ranks and the rates, in the order of measurement. A rate limits what a rank
+            sends, and what it receives.
         elsewhere: groups that are measured over fewer ranks and other rates too. At `ranks[0]`, the first rate and the
             first `slow` all groups are, but those of `extra` and `not_first`.
         scaling: those that are measured over other ranks and at another `slow`; empty: those of `elsewhere`.
@@ -150,7 +153,7 @@ class Setting:
         return 2 * slow if model in self.slower else slow
 
     def rate_mbit(self, model: str, number: int) -> float:
-        """A model's rate of that number: those that are given come first, then those of `ratios`."""
+        """Returns the rate with this index for a model: first the given rates, then those that follow from `ratios`."""
         if number < len(self.rates_mbit):
             return self.rates_mbit[number]
         return perceived_rate_mbit(model, self.size, self.ratios[number - len(self.rates_mbit)], self.seed)
@@ -187,7 +190,7 @@ RATED_RANKS = 8
 
 @functools.cache
 def perceived_rate_mbit(model: str, size: str, ratio: float, seed: int) -> float:
-    """At which the cheapest exchange takes `ratio` times the profile's compute, to three digits."""
+    """Returns the rate, to three digits, at which the cheapest exchange takes `ratio` times the profile's compute."""
     cheapest = floor(WORKLOADS[model][size], RATED_RANKS, range(FLOOR_BATCHES), seed)
     rate = cheapest.bytes_per_rank * 8 / 1e3 / (ratio * profile_of(model, size).compute_ms)
     return float(f"{rate:.3g}")

@@ -55,14 +55,14 @@ def main(models: tuple[str, ...], times: bool, batches: bool, paper: bool, outpu
 
 
 class _Known:
-    """What has been found so far, in a file."""
+    """The results so far, stored in a file."""
 
     def __init__(self, file: Path) -> None:
         self._file = file
         self.found: dict[str, dict[str, Any]] = json.loads(file.read_text()) if file.exists() else {}
 
     def add(self, model: str, what: str, find: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """Finds what is not known yet; an error is a finding, too."""
+        """Computes a result by `find` if it is not known yet, and stores it. An error is stored as a result, too."""
         key = f"{model} | {what}"
         if key in self.found:
             return self.found[key]

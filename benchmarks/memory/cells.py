@@ -18,7 +18,7 @@ BUDGETS = (0.9, 0.7, 0.5, 0.4)
 
 
 class Sized(Protocol):
-    """A model at one size, with its data."""
+    """A model of one size, with its data."""
 
     def make(self) -> nn.Module: ...
 
@@ -56,11 +56,11 @@ MULTIPLES = (2, 3, 4)
 
 @dataclass(frozen=True)
 class Cell:
-    """One count.
+    """One measurement: a model under a system and a memory budget.
 
     Attributes:
         system: one of `SYSTEMS`.
-        budget: a fraction, or bytes; None where the system has none.
+        budget: the memory budget as a fraction or in bytes, or None for a system without one.
     """
 
     model: str
@@ -90,7 +90,7 @@ BLOCKS = ("resnet-50", "resnet-101", "bert", "gpt-2", "lab bert")
 
 
 def cells(models: tuple[str, ...]) -> list[Cell]:
-    """In the order in which they are counted."""
+    """Returns the measurements in the order in which they are made."""
     return [
         Cell(model, system, budget)
         for model in models

@@ -12,7 +12,7 @@ from benchmarks.models import text
 
 
 class DecoderBlock(nn.Module):
-    """Causal attention and a feed-forward part, each behind a norm and added to its input."""
+    """Causal attention and a feed-forward part, each after a norm and with a residual connection."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -31,7 +31,7 @@ class DecoderBlock(nn.Module):
 
 
 class Decoder(nn.Module):
-    """Words in, the mean loss of predicting the next one out."""
+    """A language model that takes words and returns the mean loss of predicting the next word."""
 
     def __init__(self, vocabulary: int, width: int, heads: int, layers: int, length: int) -> None:
         super().__init__()
@@ -51,7 +51,7 @@ class Decoder(nn.Module):
 
 @dataclass(frozen=True)
 class DecoderWorkload:
-    """V, D, heads, layers, and sizes of a batch."""
+    """The sizes of a `Decoder` (V, D, heads, layers) and of its batches."""
 
     vocabulary: int
     width: int

@@ -42,10 +42,10 @@ class Checkpointed(nn.Module):
 
 
 class Training:
-    """A model under one system, which always starts from the same parameters.
+    """Trains a model under one system, always from the same initial parameters.
 
     Args:
-        spill_to: a directory.
+        spill_to: the directory for offloaded values.
     """
 
     def __init__(self, workload: Sized, cell: Cell, spill_to: str) -> None:
@@ -56,7 +56,7 @@ class Training:
         self._call = self._under(cell, spill_to)
 
     def step(self) -> dict[str, Tensor]:
-        """The gradients of the batch."""
+        """Runs a step, and returns the gradients of the batch."""
         torch.manual_seed(1)
         with self._around:
             self._call(*self._batch).backward()
@@ -66,7 +66,7 @@ class Training:
         return found
 
     def counted_bytes(self) -> int:
-        """The most that a step holds at a time."""
+        """Returns the maximum bytes that a step holds at a time."""
         counted = CountedMemory([*self._model.parameters(), *self._model.buffers(), *self._batch])
         if self._is_compiled_by_torch:
             self._within = counted  # entered inside of graphs, because Dynamo compiles nothing under an active mode
@@ -78,13 +78,13 @@ class Training:
         return counted.peak_bytes
 
     def timed_ms(self) -> float:
-        """Of a step."""
+        """Runs a step, and returns its milliseconds."""
         began = time.perf_counter()
         self.step()
         return (time.perf_counter() - began) * 1e3
 
     def predicted(self) -> dict[str, Any]:
-        """What embrace_fx says of its step; nothing of other systems."""
+        """Returns what embrace_fx predicts for its step, or {} for other systems."""
         if not isinstance(self._call, embrace_fx.CompiledModel):
             return {}
         builder: Any = self._call._session.programs.pipeline
@@ -119,7 +119,7 @@ class Training:
         return embrace_fx.compile(self._model, memory_budget=cell.budget, spill_to=to)
 
     def _lowered(self, module: fx.GraphModule, _: Any) -> Callable[[list[Any]], Any]:
-        """A graph of torch's partitioner, run op by op: it frees what nothing reads any more."""
+        """Runs a graph of torch's partitioner op by op, and frees each value after its last use."""
 
         def run(arguments: list[Any]) -> Any:
             with self._within:
@@ -130,16 +130,16 @@ class Training:
 
 
 def gradients(cell: Cell) -> dict[str, Tensor]:
-    """Of a model's first step."""
+    """Returns the gradients of a model's first step."""
     with tempfile.TemporaryDirectory() as spill_to:
         return Training(WORKLOADS[cell.model], cell, spill_to).step()
 
 
 def count(cell: Cell, expected: Mapping[str, Tensor]) -> dict[str, Any]:
-    """What a cell comes to.
+    """Returns the measurements of a cell.
 
     Args:
-        expected: gradients to compare with, bit for bit.
+        expected: the gradients that the cell must compute, bit for bit.
     """
     with tempfile.TemporaryDirectory() as spill_to:
         training = Training(WORKLOADS[cell.model], cell, spill_to)
@@ -149,7 +149,9 @@ def count(cell: Cell, expected: Mapping[str, Tensor]) -> dict[str, Any]:
 
 
 def larger_batches(model: str) -> dict[str, Any]:
-    """What steps with more examples hold in the bytes that eager mode takes: the first that does not fit ends it."""
+    """Measures which larger batches fit into the bytes that eager mode takes. Stops at the first batch that does not
+    fit.
+    """
     workload = LARGER[model]
     with tempfile.TemporaryDirectory() as spill_to:
         eager = Training(workload, Cell(model, "everything"), spill_to)
@@ -169,9 +171,10 @@ def larger_batches(model: str) -> dict[str, Any]:
 
 
 def times(cells: Sequence[Cell]) -> dict[str, float]:
-    """The median milliseconds of a step of each cell, all of one model.
+    """Returns the median milliseconds of a step for each cell. All cells have the same model.
 
-    Their steps take turns, in another order every time: what has run just before leaves caches and the heap behind.
+    Their steps take turns, each time in another order, because a step depends on the caches and the heap that the
+    previous step has left.
     """
     with tempfile.TemporaryDirectory() as spill_to:
         trainings = {cell.key: Training(WORKLOADS[cell.model], cell, spill_to) for cell in cells}

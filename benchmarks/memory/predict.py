@@ -33,7 +33,7 @@ HOST_LINK = CopyRate(2.4e7, 0.02)
 
 
 def graph_of(workload: Workload) -> TrainingGraph:
-    """The joint graph of a step, captured on the meta device."""
+    """Returns the joint graph of a step, captured on the meta device."""
     with torch.device("meta"):
         model = workload.make()
     with on_fake_cpu(model, workload.batch(0, 0, 0)) as (twin, batch):
@@ -42,7 +42,7 @@ def graph_of(workload: Workload) -> TrainingGraph:
 
 
 def under(graph: TrainingGraph, budget: float, compute: Compute, copies: CopyRate = NO_COPIES) -> dict[str, Any]:
-    """What a step holds and takes within a budget, predicted; an error where the budget cannot be met."""
+    """Predicts the memory and the time of a step within a budget. Returns an error if the budget cannot be met."""
     try:
         lean = Memory(budget, compute, copies)(graph)
     except ValueError as error:
@@ -57,7 +57,7 @@ def under(graph: TrainingGraph, budget: float, compute: Compute, copies: CopyRat
 
 
 def step_ms(graph: TrainingGraph, compute: Compute) -> float:
-    """Of one process: its nodes one after the other, copies beside them."""
+    """Predicts the step time of a single process, whose nodes run one after another, concurrently with copies."""
     phases = run_passes(graph, (Partition(),)).graph
     return schedule(build_single_process(phases, compute), "none").diagnostics().step_ms
 
@@ -65,12 +65,14 @@ def step_ms(graph: TrainingGraph, compute: Compute) -> float:
 def predicted(
     workload: Workload, device_bytes: int, add: Callable[[str, Callable[[], dict[str, Any]]], dict[str, Any]]
 ) -> None:
-    """Has all that is predicted of a model added, by name: budgets, then batches in a device's memory."""
+    """Predicts a model's steps for several budgets, then the batches that fit into a device's memory. Passes each
+    prediction to `add`, by name.
+    """
     graph = lru_cache(2)(lambda examples: graph_of(replace(workload, batch_size=examples)))
     own = workload.batch_size
 
     def largest() -> dict[str, Any]:
-        """By a line through two batches."""
+        """Returns the largest batch, extrapolated linearly from two batches."""
         few, many = (step_memory(graph(examples)).peak_bytes for examples in (own // 4, own))
         of_each = (many - few) / (own - own // 4)
         return {"peak_bytes": many, "examples": int(own + (device_bytes - many) / of_each)}

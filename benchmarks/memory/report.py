@@ -19,12 +19,14 @@ PREDICTIONS = ("model", "how", "budget", "peak GiB", "predicted time", "run agai
 
 
 def table(wanted: Sequence[Cell], known: Found) -> str:
-    """Markdown. A budget is a share of what embrace_fx predicts for saving everything; times are over no budget."""
+    """Returns a Markdown table. Budgets are shares of the memory that embrace_fx predicts without a budget, times are
+    relative to that step.
+    """
     return "\n".join([*_head(COUNTS), *(_counted(cell, known) for cell in wanted), *_times(wanted, known)]) + "\n"
 
 
 def predictions(known: Found) -> str:
-    """Markdown. Times are over no budget, of the same batch."""
+    """Returns a Markdown table. Times are relative to the step without a budget for the same batch."""
     lines = []
     for key, found in known.items():
         model, how, *budget = key.split(" | ")
@@ -39,7 +41,7 @@ def predictions(known: Found) -> str:
 
 
 def _reason(found: Mapping[str, Any]) -> str:
-    """Why there are no figures, in short: the least that a step can hold, where its error says so."""
+    """Returns a short reason why there are no figures: the smallest memory of a step, if the error names it."""
     least = re.search(r"at least ([\d,]+) are needed", found["error"])
     return f"at least {_mib(int(least[1].replace(',', '')))} MiB are needed" if least else str(found["error"])
 
@@ -67,7 +69,7 @@ def _counted(cell: Cell, known: Found) -> str:
 
 
 def _times(wanted: Sequence[Cell], known: Found) -> Iterator[str]:
-    """Measured, where they are."""
+    """Yields the measured times, for cells that have been measured."""
     timed = [(cell, known.get(f"{cell.model} | times", {})) for cell in wanted]
     if not any(found for _, found in timed):
         return
@@ -83,7 +85,7 @@ def _times(wanted: Sequence[Cell], known: Found) -> Iterator[str]:
 
 
 def _over(found: Mapping[str, Any], others: Mapping[str, Any], key: str, other: str = "") -> str:
-    """The ratio of two figures."""
+    """Returns the ratio of two figures as text."""
     return f"{found[key] / others[other or key]:.3f}"
 
 

@@ -17,7 +17,7 @@ WIDENED = 4
 
 
 class Bottleneck(nn.Module):
-    """1 x 1, 3 x 3 and 1 x 1 convolutions, batch norm behind each, and the input added."""
+    """Convolutions of 1 x 1, 3 x 3 and 1 x 1, each followed by batch norm, with a residual connection."""
 
     def __init__(self, channels: int, width: int, stride: int) -> None:
         super().__init__()
@@ -38,7 +38,7 @@ class Bottleneck(nn.Module):
 
 
 class Residual(nn.Module):
-    """Images, kinds and labels in, a loss out."""
+    """A network that takes images, kinds and labels, and returns a loss."""
 
     def __init__(self, blocks: tuple[int, ...]) -> None:
         super().__init__()
@@ -65,7 +65,7 @@ class Residual(nn.Module):
 
 @dataclass(frozen=True)
 class ResidualWorkload:
-    """Blocks by stage, and sizes of a batch."""
+    """The number of blocks in each stage, and the sizes of a batch."""
 
     blocks: tuple[int, ...]
     batch_size: int

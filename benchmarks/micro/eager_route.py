@@ -40,7 +40,9 @@ Batch = tuple[Tensor, ...]
 
 
 class GraphRecommender(nn.Module):
-    """Users and items, their rows spread over the graph of who liked what; a loss of pairs."""
+    """Recommends items to users: propagates the rows of both tables over the graph of likes, and returns a loss over
+    pairs.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -84,7 +86,7 @@ def made(workload: str, system: str) -> nn.Module:
 
 
 def training(workload: str, system: str, rank: int) -> Iterator[float]:
-    """Endless steps: the loss of each."""
+    """Trains endlessly, and yields the loss of each step."""
     model = made(workload, system)
     optimizer = torch.optim.Adagrad(model.parameters(), lr=0.01, eps=1e-6)
     batches = [WORKLOADS[workload][1](step, rank) for step in range(BATCHES)]
@@ -97,7 +99,9 @@ def training(workload: str, system: str, rank: int) -> Iterator[float]:
 
 
 def turns(workload: str, rank: int, rounds: int) -> dict[str, list[tuple[float, float]]]:
-    """Milliseconds and KiB sent of a step, by system and round; asserts that all systems compute the same losses."""
+    """Returns (milliseconds, KiB sent) of a step, by system and round. Asserts that all systems compute the same
+    losses.
+    """
     names = [each for each in SYSTEMS if each != "ddp_sparse" or workload == "language model"]
     steps, interface = {name: training(workload, name, rank) for name in names}, os.environ["GLOO_SOCKET_IFNAME"]
     losses: dict[str, list[float]] = {name: [] for name in names}

@@ -58,7 +58,7 @@ class Encoder(nn.Module):
 
 
 class Tables(nn.Module):
-    """Many tables, each read at its own column of the batch."""
+    """Many tables, each of which reads its own column of the batch."""
 
     def __init__(self, tables: int, width: int = 8) -> None:
         super().__init__()
@@ -87,7 +87,7 @@ class Chain(nn.Module):
 
 
 class MaskedLanguageModel(nn.Module):
-    """BERT of 4 layers, whose loss is of every word."""
+    """A BERT of 4 layers whose loss is over all words."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -122,7 +122,7 @@ SECOND_RUN = "embrace_fx again"
 
 
 def first_step(model_name: str, system: str, profile: Path | None, *, probes: bool) -> Taken:
-    """Seconds from before `compile` to the end of one step. Collective."""
+    """Returns the seconds from before `compile` to the end of one step. Collective."""
     torch.manual_seed(0)
     model = MODELS[model_name]()
     generator = torch.Generator().manual_seed(dist.get_rank())
@@ -154,7 +154,7 @@ def first_step(model_name: str, system: str, profile: Path | None, *, probes: bo
 
 
 def measure_all(model_name: str, ranks: int, profile: Path | None, *, probes: bool) -> dict[str, Taken]:
-    """Of rank 0, by system."""
+    """Returns rank 0's measurements, by system."""
     with tempfile.TemporaryDirectory() as cache:
         found = {} if profile else {"ddp": measure(model_name, "ddp", ranks, None, cache)}
         found["embrace_fx"] = measure(model_name, "embrace_fx", ranks, profile, cache, probes=probes)
@@ -166,7 +166,7 @@ def measure_all(model_name: str, ranks: int, profile: Path | None, *, probes: bo
 def measure(
     model_name: str, system: str, ranks: int, profile: Path | None, cache: str = "", *, probes: bool = False
 ) -> Taken:
-    """Of rank 0, in new processes that keep their cache in a folder."""
+    """Returns rank 0's measurements of one system, made in new processes that store their caches in a folder."""
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "benchmarks.micro.first_step", "--rank-of", model_name, "--system", system]
         command += ["--ranks", str(ranks), *(("--probe",) if probes else ())]
@@ -190,7 +190,7 @@ def measure(
 
 
 def page(figures: dict[str, Any]) -> str:
-    """The figures as a page."""
+    """Returns the figures as a page."""
     lines = [
         f"# The first step, {figures['date']}",
         "",

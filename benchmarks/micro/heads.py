@@ -56,7 +56,9 @@ class Words(nn.Module):
 def training(
     strategy: str, positions: int, rank: int, *, tied: bool
 ) -> tuple[Callable[[], None], Callable[[], str], Callable[[], None]]:
-    """Returns what takes a step, what tells the strategy of the output layer's table, and what ends it."""
+    """Returns three functions: one takes a step, one returns the strategy of the output layer's table, and one ends the
+    training.
+    """
     torch.manual_seed(0)
     plain = Words(tied=tied)
     table = "words.weight" if tied else "head.weight"
@@ -147,7 +149,7 @@ def sent_bytes() -> int:
 
 
 def is_right(row: dict[str, float | str]) -> bool:
-    """Whether "auto" has picked the faster one, or one that takes at most 5 % longer."""
+    """Returns whether "auto" has chosen the faster strategy, or one that takes at most 5 % longer."""
     picked, others = float(row[str(row["picked"])]), [float(row[each]) for each in STRATEGIES[:2]]
     return picked <= WITHIN * min(others)
 

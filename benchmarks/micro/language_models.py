@@ -11,7 +11,7 @@ WORDS = 30_000
 
 
 class WithLoss(nn.Module):
-    """Predicts the words of a batch from themselves."""
+    """Returns the loss of predicting the words of a batch from the same words."""
 
     def __init__(self, make: Callable[[Any], nn.Module]) -> None:
         super().__init__()

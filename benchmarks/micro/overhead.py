@@ -38,7 +38,7 @@ Batch = dict[str, Tensor]
 
 
 class LanguageModel(nn.Module):
-    """Two tables around a two-layer LSTM; the loss is a sampled softmax over the negatives of the batch."""
+    """Two tables and a two-layer LSTM. The loss is a sampled softmax over the negatives of the batch."""
 
     def __init__(self, rows: int = 20_000, width: int = 256) -> None:
         super().__init__()
@@ -89,7 +89,9 @@ SYSTEMS = ("eager", *PARTS)
 
 @dataclass(frozen=True)
 class StepResult:
-    """A compiled step over an eager one: median over rounds, with the smallest and largest round."""
+    """The time of a compiled step divided by that of an eager one: the median over rounds, with the smallest and
+    largest round.
+    """
 
     model: str
     strategy: str
@@ -117,7 +119,7 @@ def serve_steps(name: str, system: str) -> None:
 
 
 class Server:
-    """A process of its own that runs steps of one system, one at a time."""
+    """A process that runs steps of one system, one at a time."""
 
     def __init__(self, name: str, system: str) -> None:
         command = [sys.executable, "-m", "benchmarks.micro.overhead", "--serve", name, system]
@@ -165,7 +167,7 @@ def measure_steps(name: str, rounds: int, steps: int) -> list[StepResult]:
 
 
 def joint_nodes(name: str) -> int:
-    """Nodes of the captured forward and backward."""
+    """Returns the number of nodes in the captured forward and backward."""
     model, batch = MODELS[name]()
     compiled = embrace_fx.compile(model, optimizer=torch.optim.SGD(model.parameters(), lr=0.01))
     compiled(**batch)
@@ -178,7 +180,7 @@ def _in_fresh_process(*arguments: str) -> str:
 
 
 def capture_seconds(system: str) -> float:
-    """First forward and backward of BERT-base under one system, in this process."""
+    """Returns the seconds of the first forward and backward of BERT-base under one system, in this process."""
     torch.manual_seed(0)
     model, batch = bert()
     model(**batch).backward()
@@ -197,7 +199,9 @@ def capture_seconds(system: str) -> float:
 
 
 def measure_captures(rounds: int) -> dict[str, Any]:
-    """Alternating fresh processes; seconds per round, and the median of the rounds' ratios."""
+    """Measures captures in new, alternating processes. Returns the seconds of each round, and the median of the rounds'
+    ratios.
+    """
     seconds: dict[str, list[float]] = {"embrace_fx": [], "aot_eager": []}
     for _ in range(rounds):
         for system, found in seconds.items():

@@ -67,7 +67,7 @@ def rank_main(rank: int, ranks: int, name: str, steps: int, folder: str) -> None
 
 
 def hash_of(*decided: object) -> str:
-    """A short name of a plan, the same in all processes."""
+    """Returns a short name of a plan that is the same in all processes."""
     return hashlib.sha256(repr(decided).encode()).hexdigest()[:6]
 
 
@@ -79,7 +79,7 @@ def spin() -> None:
 
 @contextlib.contextmanager
 def busy(loops: int) -> Iterator[None]:
-    """A context beside which this many loops are busy."""
+    """Opens a context during which this many processes run busy loops."""
     processes = [multiprocessing.Process(target=spin, daemon=True) for _ in range(loops)]
     for each in processes:
         each.start()

@@ -34,7 +34,7 @@ SHARDS = {"demo": {"*put.weight": "alltoall"}, "recommender": {"tables.*": "allt
 
 
 def workload(name: str, rank: int, ranks: int, steps: int) -> tuple[nn.Module, Adagrad, list[Any]]:
-    """A model, its optimizer and this rank's batches; equal at each call."""
+    """Returns a model, its optimizer and this rank's batches; the same at each call."""
     if name == "demo":
         sys.path.insert(0, str(EXAMPLES))
         import train_language_model as demo  # noqa: PLC0415  (examples are no package)
@@ -52,7 +52,9 @@ def workload(name: str, rank: int, ranks: int, steps: int) -> tuple[nn.Module, A
 
 
 def train(name: str, rank: int, ranks: int, steps: int, form: Any) -> dict[str, Any]:
-    """Losses of all steps, over ranks; bytes of a step of this rank; what the report tells of errors."""
+    """Returns the losses of all steps, averaged over ranks, the bytes of this rank's step, and the errors in the
+    report.
+    """
     plain, optimizer, batches = workload(name, rank, ranks, steps + RECORDED)
     model = embrace_fx.compile(plain, optimizer=optimizer, strategy=SHARDS[name], rows=form)
     following = model.lookahead(batches)
@@ -79,7 +81,7 @@ def _step(model: Any, optimizer: Adagrad, batch: Any) -> float:
 
 
 def _bytes_of(model: embrace_fx.CompiledModel, rank: int) -> Iterator[tuple[str, float]]:
-    """Bytes that this rank sends per step, of rows with their gradients, of buckets, and of ids."""
+    """Yields the bytes that this rank sends per step, for rows with their gradients, for buckets, and for ids."""
     spans = [span for span in model.timeline.spans if span.rank == rank and span.operation.is_communication]
     windows = {span.window for span in spans}
     kinds = {"buckets": ("all_reduce",), "ids": ("ids",)}
@@ -98,7 +100,7 @@ def rank_main(rank: int, ranks: int, steps: int, models: list[str], folder: str)
 
 
 def table(found: dict[str, dict[str, dict[str, Any]]]) -> Iterator[str]:
-    """Rows of Markdown: each form beside "exact"."""
+    """Yields rows of a Markdown table that compare each format with "exact"."""
     yield "| model | form | rows, KB a step | of exact | buckets, KB | of exact | loss | off | largest off |"
     yield "|---|---|---|---|---|---|---|---|---|"
     for model, by_format in found.items():

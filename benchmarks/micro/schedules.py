@@ -49,15 +49,15 @@ SYSTEMS = (*SCHEDULES, ALONE)
 
 @dataclass(frozen=True)
 class Sizes:
-    """The workload of a rank.
+    """The sizes of a rank's workload.
 
     Attributes:
-        rows: of each table.
-        width: of the tables and the blocks.
-        blocks: LSTM layers.
-        batch, length: of the ids.
-        negatives: words sampled for the softmax.
-        skew: exponent of Zipf's law that the ids follow: 1 as words do, less as items of a shop do.
+        rows: the number of rows of each table.
+        width: the width of tables and blocks.
+        blocks: the number of LSTM layers.
+        batch, length: the shape of the ids.
+        negatives: the number of words sampled for the softmax.
+        skew: the exponent of Zipf's law for the ids: 1 for words, less for items of a shop.
     """
 
     rows: int = 60_000
@@ -89,7 +89,7 @@ class LanguageModel(nn.Module):
 
 
 def batches(sizes: Sizes, rank: int, first: int, count: int) -> list[tuple[Tensor, Tensor, Tensor]]:
-    """Zipf-distributed ids: a pure function of rank and step."""
+    """Returns batches with Zipf-distributed ids, which depend only on rank and step."""
     ranks_of_words = torch.arange(1, sizes.rows + 1, dtype=torch.float64)
     probabilities = ranks_of_words**-sizes.skew
     found = []
@@ -116,10 +116,11 @@ class System:
         self._sizes, self._rank, self._done = sizes, rank, 0
 
     def train(self, steps: int) -> float:
-        """Trains that many steps and three more; milliseconds of a step, from one start of a forward to another.
+        """Trains this many steps and three more. Returns the mean milliseconds of a step, from one forward's start to
+        the next.
 
-        The first two, of which one finds nothing on the way, and the last, after which nothing is to come, are not
-        those of the steady state and do not count.
+        The first two steps and the last one are not counted: no rows were sent early for the first, and no batch
+        follows the last, so they are not in the steady state.
         """
         read = batches(self._sizes, self._rank, self._done, steps + UNCOUNTED)
         starts = []
@@ -170,7 +171,7 @@ def run_rank(options: argparse.Namespace) -> None:
 
 
 def own_sent_bytes() -> int:
-    """Bytes that this rank's interface has sent."""
+    """Returns the bytes that this rank's network interface has sent."""
     interface = os.environ["GLOO_SOCKET_IFNAME"]
     for line in Path("/proc/net/dev").read_text().splitlines():
         name, _, figures = line.partition(":")
@@ -180,7 +181,7 @@ def own_sent_bytes() -> int:
 
 
 def summarise(results: dict[str, Any], bare_mbit: float) -> dict[str, Any]:
-    """Medians, the limit, and each schedule against it."""
+    """Returns medians, the lower bound, and each schedule relative to the bound."""
     step = {name: statistics.median(values) for name, values in results["step_ms"].items()}
     wire_bytes = statistics.median(results["sent_bytes"]["2d"])
     floors = {

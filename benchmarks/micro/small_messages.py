@@ -35,7 +35,7 @@ def timed_ms(exchange: Callable[[], object]) -> float:
 
 
 def by_messages(received: Tensor, sent: Tensor) -> None:
-    """The AlltoAll as the runtime has it."""
+    """Runs the AlltoAll as the runtime does."""
     group, ranks = dist.group.WORLD, dist.get_world_size()
     assert group is not None
     send_parts(group, sent.chunk(ranks), received.chunk(ranks)).wait()

@@ -39,7 +39,7 @@ OTHER_THREADS = ("gloo", "pt_")
 
 
 class Small(nn.Module):
-    """A table, and what else is reduced."""
+    """A table, and dense parameters that are also reduced."""
 
     def __init__(self, layers: int) -> None:
         super().__init__()
@@ -52,14 +52,14 @@ class Small(nn.Module):
 
 
 def python_ms() -> float:
-    """Processor time so far of this process's threads that run Python."""
+    """Returns the processor time so far of this process's threads that run Python."""
     tasks = [*Path("/proc/self/task").iterdir()]
     of_python = (task for task in tasks if not (task / "comm").read_text().startswith(OTHER_THREADS))
     return sum(int((task / "schedstat").read_text().split()[0]) for task in of_python) / 1e6
 
 
 def round_ms() -> float:
-    """Processor time of a round of handling."""
+    """Returns the processor time of handling one round of communication."""
     run, times = make_exchange_work(NARROW, 1, torch.device("cpu")), 300
     run()
     began_s = time.thread_time()
@@ -69,7 +69,7 @@ def round_ms() -> float:
 
 
 def training(schedule: Any, strategy: str, layers: int, rank: int) -> Iterator[int]:
-    """Endless steps; yields the number of buckets."""
+    """Trains endlessly, and yields the number of buckets."""
     torch.manual_seed(0)
     plain = Small(layers)
     optimizer = torch.optim.Adagrad(plain.parameters())

@@ -21,7 +21,7 @@ Lookups = Mapping[str, tuple[str, Tensor]]
 
 
 class TableModel(nn.Module, ABC):
-    """A batch goes in, a scalar loss comes out; `tables` are `nn.Embedding`s, everything else is dense.
+    """A model that takes a batch and returns a scalar loss. Its `tables` are `nn.Embedding`s, everything else is dense.
 
     Attributes:
         tables: the model's large tables by name; small ones (positions) are parameters of the dense part.
@@ -30,16 +30,16 @@ class TableModel(nn.Module, ABC):
     tables: nn.ModuleDict
 
     def embeddings(self) -> dict[str, nn.Embedding]:
-        """`tables`, typed."""
+        """Returns `tables` with their type."""
         return {name: table for name, table in self.tables.items() if isinstance(table, nn.Embedding)}
 
     @abstractmethod
     def lookups(self, *batch: Tensor) -> Lookups:
-        """What the batch reads."""
+        """Returns the tables and ids that a batch looks up."""
 
     @abstractmethod
     def loss(self, rows: Mapping[str, Tensor], *batch: Tensor) -> Tensor:
-        """The mean loss, given the rows of every lookup: its ids' shape and D more."""
+        """Returns the mean loss, given the rows of every lookup, with the shape of the ids and one more dimension D."""
 
     def forward(self, *batch: Tensor) -> Tensor:
         rows = {name: self.tables[table](ids) for name, (table, ids) in self.lookups(*batch).items()}
@@ -47,18 +47,18 @@ class TableModel(nn.Module, ABC):
 
 
 class Workload(Protocol):
-    """A model at one size, with its data: a frozen dataclass of its sizes."""
+    """A model of one size, with its data: a frozen dataclass of its sizes."""
 
     def make(self) -> TableModel:
-        """The model, on the default device; its parameters are drawn from torch's default generator."""
+        """Creates the model on the default device. Its parameters are drawn from torch's default generator."""
 
     def batch(self, step: int, rank: int, seed: int) -> Batch:
-        """One rank's batch: the same for the same arguments, whatever was drawn before."""
+        """Returns one rank's batch. It depends only on the arguments."""
 
 
 @dataclass(frozen=True)
 class MoreRows:
-    """A workload whose tables have `factor` times the rows, of which it reads those that it read before."""
+    """A workload whose tables have `factor` times as many rows. Batches read the same rows as before."""
 
     workload: Workload
     factor: int
@@ -78,7 +78,7 @@ class MoreRows:
 
 @dataclass(frozen=True)
 class Sizes:
-    """Bytes of a model's parameters."""
+    """The bytes of a model's parameters."""
 
     total_bytes: int
     table_bytes: int
@@ -89,13 +89,13 @@ class Sizes:
 
 
 def on_meta(workload: Workload) -> TableModel:
-    """The model without memory: shapes and names."""
+    """Returns the model on the meta device: shapes and names, without memory."""
     with torch.device("meta"):
         return workload.make()
 
 
 def sizes(model: TableModel) -> Sizes:
-    """Counts every parameter once, tables apart; the meta device will do."""
+    """Counts every parameter once, and tables separately. The model may be on the meta device."""
     total, tables = (
         sum(parameter.numel() * parameter.element_size() for parameter in module.parameters())
         for module in (model, model.tables)

@@ -72,7 +72,7 @@ class BertWorkload:
         return Bert(self.vocabulary, self.width, self.heads, self.layers, self.positions)
 
     def batch(self, step: int, rank: int, seed: int) -> Batch:
-        """Text of which the first sixth is the question; the answer is a span of the rest."""
+        """Returns text whose first sixth is the question. The answer is a span of the rest."""
         random = text.generator(step, rank, seed)
         words_BL = text.windows(self.batch_size, self.length, self.vocabulary, random)
         question = max(1, self.length // 6)

@@ -26,17 +26,17 @@ all their systems share. embrace_fx is in the first alone: what the ranks of all
 
 @dataclass(frozen=True)
 class System:
-    """An entry of the lab.
+    """A system that the lab can measure.
 
     Attributes:
         made_by: module of this folder and name of the peer, imported where it runs: its environment alone has it.
         environment: a name of `ENVIRONMENTS`.
         alone: the system that computes the same without communication; empty for those themselves.
-        options: of the peer.
+        options: the options of the peer.
         warm_up_steps: before it has settled. embrace_fx profiles its steps and orders its launches anew at the twelfth.
         slow_warm_up_steps: the same in slow motion, where fewer are profiled.
-        rows: how many times the rows of the model's tables; batches read the same ones.
-        measures_links: while it opens, and goes by what it finds.
+        rows: the factor on the number of rows of the model's tables. Batches read the same rows as before.
+        measures_links: whether it measures the links while it opens, and uses the result.
     """
 
     made_by: str

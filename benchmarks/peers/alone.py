@@ -9,7 +9,7 @@ from benchmarks.peers.base import Task, Training, ordinary_steps, with_sparse_ta
 
 @dataclass(frozen=True)
 class Alone:
-    """Plain PyTorch; `sparse`: gradients of the tables hold their rows only."""
+    """Plain PyTorch in a single process. With `sparse`, gradients of tables contain only their rows."""
 
     sparse: bool
 

@@ -31,15 +31,15 @@ ADAGRAD_EPS = 1e-6
 
 @dataclass(frozen=True)
 class Task:
-    """What is to be trained.
+    """The model to train, with its data and optimizer.
 
     Attributes:
         workload: model and batches.
-        optimizer: a name of `OPTIMIZERS`.
-        learning_rate: of dense parameters and tables alike.
-        seed: of the initial parameters.
-        rate_mbit: what a rank can send, for systems that plan by it.
-        slow: how many times slower than real time everything runs, for systems that look at a clock.
+        optimizer: a name in `OPTIMIZERS`.
+        learning_rate: the learning rate of dense parameters and tables.
+        seed: the seed of the initial parameters.
+        rate_mbit: the rate at which a rank can send, for systems that use it for planning.
+        slow: the factor by which everything runs slower than in real time, for systems that read a clock.
     """
 
     workload: Workload
@@ -50,7 +50,7 @@ class Task:
     slow: float = 1.0
 
     def model(self) -> TableModel:
-        """The same parameters on every rank and in every system."""
+        """Returns the model, with the same parameters on every rank and in every system."""
         torch.manual_seed(self.seed)
         return self.workload.make()
 
@@ -64,7 +64,7 @@ class Task:
 
 @dataclass(frozen=True)
 class Recorded:
-    """What a system's own recorder saw; empty where it has none."""
+    """What the recorder of a system has measured; empty for systems without a recorder."""
 
     figures: dict[str, Any] = field(default_factory=dict)
     picture: str = ""
@@ -76,7 +76,7 @@ def no_recorder(_: Callable[[], None]) -> Recorded:
 
 @dataclass(frozen=True)
 class Training:
-    """A system at work.
+    """A training under one system.
 
     Attributes:
         steps: trains on the batches in order, yielding this rank's loss of each once its update is launched; when it
@@ -93,14 +93,14 @@ class Training:
 
 
 class Peer(Protocol):
-    """A system; a frozen dataclass of its options."""
+    """A system that can train, as a frozen dataclass of its options."""
 
     def prepare(self, task: Task) -> Training:
-        """Makes the model and everything that trains it. Collective."""
+        """Creates the model and everything that trains it. Collective."""
 
 
 def ordinary_steps(model: Callable[..., Tensor], optimizer: Optimizer) -> Callable[[Iterable[Batch]], Iterator[Tensor]]:
-    """The usual loop."""
+    """Returns the usual training loop, as a function that trains on batches and yields losses."""
 
     def steps(batches: Iterable[Batch]) -> Iterator[Tensor]:
         for batch in batches:
@@ -114,7 +114,7 @@ def ordinary_steps(model: Callable[..., Tensor], optimizer: Optimizer) -> Callab
 
 
 def with_sparse_tables(model: TableModel, sparse: bool) -> TableModel:
-    """The model with `nn.Embedding(sparse=...)` tables."""
+    """Returns the model with `nn.Embedding(sparse=...)` tables."""
     for table in model.embeddings().values():
         table.sparse = sparse
     return model

@@ -15,10 +15,10 @@ BUCKETS = 8
 
 @dataclass(frozen=True)
 class Ddp:
-    """DDP with buckets of an eighth of what it reduces, but not below 1 MiB, the size of its first one.
+    """DDP with buckets of an eighth of the bytes that it reduces, but at least 1 MiB, the size of its first bucket.
 
-    Its default of 25 MiB is a fortieth of the published Transformer, and more than all of the lab's: nothing would
-    overlap.
+    The default of 25 MiB is a fortieth of the published Transformer, but more than all gradients of the lab's models,
+    so no communication would overlap compute.
 
     Attributes:
         sparse: tables are `nn.Embedding(sparse=True)`, whose gradients DDP gathers from all ranks.

@@ -45,7 +45,7 @@ class EmbraceFx:
         launch_queue.STANDSTILL_S = STANDSTILL_S * task.slow
         if task.slow > 1:
             profile.PROFILED_AFTER, profile.PROFILED = SLOW_PROFILE
-            pace.make_reference_work = reference  # measures the emulated device, not this rank's core
+            pace.make_reference_work = reference  # measures the pace of the emulated device instead of this rank's core
         plain = task.model()
         optimizer = task.make_optimizer(plain.parameters())
         model = embrace_fx.compile(
@@ -68,7 +68,7 @@ class EmbraceFx:
             model.synchronize()
 
         def record(train: Callable[[], None]) -> Recorded:
-            """Figures, measured and predicted, and the timeline drawn."""
+            """Returns measured and predicted figures, with a picture of the timeline."""
             with model.record():
                 train()
             with tempfile.TemporaryDirectory() as folder:
@@ -90,7 +90,7 @@ class EmbraceFx:
 
 
 def own_group() -> dist.ProcessGroup:
-    """A group of this rank alone. Collective."""
+    """Returns a process group of only this rank. Collective."""
     groups = [dist.new_group([rank]) for rank in range(dist.get_world_size())]
     own: dist.ProcessGroup = groups[dist.get_rank()]
     return own

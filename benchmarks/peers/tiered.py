@@ -19,8 +19,8 @@ class Tiered:
     """`embrace_fx.compile` with `table_memory`, under AdamW.
 
     Attributes:
-        memory: of each table of at least `rows` rows, as `table_memory` has it; None: all of it.
-        ahead: batches that the loader runs ahead.
+        memory: the limit of `table_memory` for each table of at least `rows` rows, or None for no limit.
+        ahead: the number of batches that the loader reads ahead.
     """
 
     memory: float | None

@@ -43,7 +43,7 @@ PLANNER_CHOICES = ("table_wise", "column_wise", "row_wise")
 
 @dataclass(frozen=True)
 class TorchRec:
-    """`sharding`: "column", "row" or "planner"."""
+    """TorchRec. `sharding` is "column", "row" or "planner"."""
 
     sharding: str
 
@@ -107,7 +107,7 @@ class TorchRec:
 
 
 class _FromCollection(nn.Module):
-    """A model whose rows come from an EmbeddingCollection, all lookups of a batch at once."""
+    """A model that gets its rows from an EmbeddingCollection, for all lookups of a batch at once."""
 
     def __init__(self, plain: TableModel, collection: nn.Module) -> None:
         super().__init__()
@@ -128,7 +128,7 @@ class _FromCollection(nn.Module):
 
 
 def _load(model: nn.Module, weights: dict[str, Tensor]) -> None:
-    """Gives every shard its part of the whole tables."""
+    """Copies its part of the whole tables into every shard."""
     with torch.no_grad():
         for name, value in model.state_dict().items():
             if ".embeddings." not in name:

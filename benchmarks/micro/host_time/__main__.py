@@ -115,7 +115,9 @@ def measure(what: str, model: str, system: str, ranks: int) -> dict[str, Any]:
 
 
 def compare(model: str, ranks: int, rounds: int, asked: Sequence[str] = ()) -> dict[str, Any]:
-    """The systems of a model, all by default: processor time of rounds, and one count of calls."""
+    """Measures the systems of a model, all by default. Returns the processor time of each round, and one count of
+    calls.
+    """
     found = asked or systems_of(model)
     systems = [name for name in found if (PEER / ".ready").exists() or not name.startswith("torchrec")]
     times: dict[str, list[dict[str, Any]]] = {name: [] for name in systems}

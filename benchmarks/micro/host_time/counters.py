@@ -28,11 +28,11 @@ WIDTHS = {"float": 4, "double": 8, "long": 8, "long int": 8, "int": 4, "bool": 1
 
 @dataclass(frozen=True)
 class Thread:
-    """A thread's sum since it started.
+    """The totals of a thread since it started.
 
     Attributes:
-        cpu_ms: what it has run on a processor.
-        waits: how often it has given its processor away to wait: it was woken up as often.
+        cpu_ms: the time for which it has run on a processor.
+        waits: how often it has given up its processor to wait, which is how often it was woken.
     """
 
     cpu_ms: float
@@ -40,7 +40,7 @@ class Thread:
 
 
 def threads_now() -> dict[int, tuple[str, Thread]]:
-    """Native id of a thread -> its name and its sums."""
+    """Returns native id of a thread -> (its name, its totals)."""
     known = {each.native_id: each.name for each in threading.enumerate()}
     found = {}
     for task in TASKS.iterdir():
@@ -58,7 +58,7 @@ def threads_now() -> dict[int, tuple[str, Thread]]:
 def per_step(
     before: dict[int, tuple[str, Thread]], after: dict[int, tuple[str, Thread]], steps: int
 ) -> dict[str, Thread]:
-    """Thread name -> what a step took of it; threads of one name are added."""
+    """Returns thread name -> its share of a step. Threads with the same name are added up."""
     found: dict[str, Thread] = {}
     for number, (name, end) in after.items():
         begin = before.get(number, ("", Thread(0.0, 0)))[1]
@@ -104,7 +104,7 @@ class Calls:
 
 
 def room_of(file: str) -> str:
-    """The folder that a source file lies in: two names from the project's or the package's root."""
+    """Returns the folder of a source file: two names, from the root of the project or of the package."""
     path = Path(file)
     if "site-packages" in path.parts:  # check first, because an environment may be inside the project
         parts = path.parts[path.parts.index("site-packages") + 1 :]
@@ -118,13 +118,13 @@ def room_of(file: str) -> str:
 
 @dataclass(frozen=True)
 class Ops:
-    """ATen's calls, per step.
+    """The calls of ATen ops per step.
 
     Attributes:
-        calls: of ops, those that ops call included.
-        by_name: the most frequent ones first.
+        calls: the number of op calls, including those made by other ops.
+        by_name: op -> number of calls, the most frequent first.
         allocations: calls of the ops that make a tensor's memory.
-        copied_bytes: written by copies, and by gathers of rows.
+        copied_bytes: bytes written by copies, and by gathers of rows.
     """
 
     calls: float
@@ -134,7 +134,7 @@ class Ops:
 
 
 def count_ops(train: Callable[[], object], steps: int) -> Ops:
-    """Runs `train`, which takes so many steps, under torch's profiler, on every thread."""
+    """Runs `train`, which takes this many steps, under torch's profiler on every thread. Returns the ops per step."""
     everywhere = _ExperimentalConfig(profile_all_threads=True)
     with profile(activities=[ProfilerActivity.CPU], record_shapes=True, experimental_config=everywhere) as found:
         train()
@@ -154,10 +154,10 @@ def count_ops(train: Callable[[], object], steps: int) -> Ops:
 
 
 def _copied_bytes(name: str, shapes: list[list[int]], types: list[str], given: list[Any]) -> int:
-    """Bytes that an op writes: a copy the whole of its first argument, a gather what its ids choose along a dimension.
+    """Returns the bytes that an op writes: for a copy, its whole first argument; for a gather, the selected slices.
 
     Args:
-        given: arguments that are numbers, at their places.
+        given: the arguments that are numbers, at their positions.
     """
     if name == "aten::copy_":
         return math.prod(shapes[0]) * WIDTHS.get(types[0], 0)

@@ -47,7 +47,7 @@ SMALL_SYSTEMS: dict[str, tuple[ScheduleName, RowUpdates] | None] = {
 
 @dataclass(frozen=True)
 class SmallWorkload:
-    """Two tables and eight small layers: what a step takes is what the host does around them."""
+    """Two tables and eight small layers, so that the host's work dominates a step."""
 
     rows: int = 50_000
     width: int = 32
@@ -80,7 +80,7 @@ class _Small(TableModel):
 
 @dataclass(frozen=True)
 class ManyTables:
-    """Tables of one width, each of which a batch looks up once, and two small layers."""
+    """Many tables of the same width, each of which a batch looks up once, and two small layers."""
 
     tables: int
     rows: int = 1000
@@ -112,7 +112,7 @@ class _Many(TableModel):
 
 
 def systems_of(model: str) -> tuple[str, ...]:
-    """Names of the systems that a model is measured under, by default."""
+    """Returns the names of the systems under which a model is measured by default."""
     if model in MANY:
         return ("ddp_sparse", "embrace_none", "embrace_2d")
     return tuple(SMALL_SYSTEMS) if model == SMALL else ("ddp_sparse", "torchrec_column", "embrace_none", "embrace_2d")
