@@ -60,7 +60,7 @@ Span = tuple[int, int, int, int]  # (line, column, end line, end column) as in `
 
 @dataclass
 class Fault:
-    """The lines of a file that are another, `before` and `after`; `outcome` is empty until it is known."""
+    """A change of lines in a file, from `before` to `after`. `outcome` is empty until the fault has been tested."""
 
     file: str
     line: int
@@ -123,7 +123,7 @@ def sound(node: ast.AST) -> Iterator[ast.AST]:
 
 
 def draw_of(file: Path, chance: random.Random) -> Fault | None:
-    """A fault of a file, its kind and then its place by chance; None where it can have none."""
+    """Returns a random fault in a file: first its kind, then its place. None if the file can have no fault."""
     text = file.read_text(encoding="utf-8")
     lines = text.encode().splitlines(keepends=True)
     starts = [sum(map(len, lines[:number])) for number in range(len(lines) + 1)]
@@ -148,7 +148,7 @@ def draw(count: int, seed: int) -> list[Fault]:
         rooms[file.parent][file] = len(file.read_text(encoding="utf-8").splitlines()) + 1
     room_of_line = [room for room, files in rooms.items() for _ in range(sum(files.values()))]
     begun, drawn = chance.random(), list[Fault]()
-    while len(drawn) < count:  # at evenly spaced positions among the lines of all folders
+    while len(drawn) < count:  # choose folders by evenly spaced positions among the lines of all folders
         files = rooms[room_of_line[int((len(drawn) + begun) / count * len(room_of_line))]]
         fault = draw_of(chance.choices([*files], [*files.values()])[0], chance)
         if fault and fault not in drawn:
@@ -168,7 +168,7 @@ def near(fault: Fault) -> Iterator[list[str]]:
 
 
 class Runner:
-    """A copy of the tree, and pytest in it."""
+    """A copy of the source tree in which pytest runs."""
 
     def __init__(self, tree: Path, options: Sequence[str], unsound: list[str]) -> None:
         self.tree, self.options, self.unsound = tree, options, unsound
@@ -176,7 +176,7 @@ class Runner:
         (tree / "sitecustomize.py").write_text(HOOK)
 
     def run(self, words: Sequence[str], limit_s: float) -> tuple[int | None, str]:
-        """The exit status, None where time was over, and the first test that failed."""
+        """Returns pytest's exit status, or None after a timeout, and the first test that failed."""
         left_out = [f"--deselect={each}" for each in self.unsound]
         command = ["-m", "pytest", "-x", "-v", "-p", "no:cacheprovider", "--tb=no", *self.options, *left_out, *words]
         how: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "cwd": self.tree}
@@ -216,7 +216,7 @@ class Runner:
 
 
 def _write(file: Path, text: str) -> None:
-    """Later by seconds than whatever was there, for compiled modules are told apart by seconds."""
+    """Writes a file with a later modification time, because Python compares those of compiled modules in seconds."""
     then = file.stat().st_mtime + 10
     file.write_text(text, encoding="utf-8")
     os.utime(file, (then, then))

@@ -24,7 +24,7 @@ class Problem:
 def random_problem(
     seed: int, steps: int, heads: int, *, dtype: torch.dtype = torch.float64, scale: float = 1.0
 ) -> Problem:
-    """A problem of a few sequences; with `heads` steps that the head reads, 1 or `steps`."""
+    """Returns a random problem with a few sequences. The head reads `heads` of the steps: 1 or `steps`."""
     generator = torch.Generator().manual_seed(seed)
 
     def normal(*shape: int) -> Tensor:
@@ -46,7 +46,7 @@ def modules(
 
 
 def weighed_words(sequences: int, steps: int, *, seed: int, words: int = 6) -> tuple[Tensor, Tensor]:
-    """Is the sum of a sequence's words, whose values are fixed, above its mean? One-hot (B, N, I), and classes (B,)."""
+    """Returns one-hot words (B, N, I) and classes (B,): whether a sequence's sum of values exceeds the mean."""
     values = torch.randn(words, generator=torch.Generator().manual_seed(99))
     values -= values.mean()
     ids = torch.randint(words, (sequences, steps), generator=torch.Generator().manual_seed(seed))

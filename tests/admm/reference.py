@@ -14,13 +14,13 @@ from embrace_fx.admm.model import Data, PerConstraint, Weights
 
 
 def split(weights: Weights, inputs: int) -> tuple[Tensor, ...]:
-    """U, W, b, V, c."""
+    """Returns U, W, b, V and c."""
     K, head = weights.cell_HF, weights.head_CG
     return K[:, :inputs], K[:, inputs:-1], K[:, -1], head[:, :-1], head[:, -1]
 
 
 def outputs(weights: Weights, x_NI: Tensor, r: PerConstraint) -> Tensor:
-    """o of one sequence, (M, C), where a, s and o have these residuals, each (steps, size)."""
+    """Returns the output o (M, C) of one sequence. The `r` are the residuals of a, s and o, each (steps, size)."""
     U, W, b, V, c = split(weights, x_NI.shape[1])
     s, states = torch.zeros(len(W), dtype=W.dtype), []
     for x, ra, rs in zip(x_NI, r.a_NBH, r.s_NBH, strict=True):
@@ -39,7 +39,7 @@ def cut(flat: Tensor, like: PerConstraint) -> PerConstraint:
 def lagrangian(
     weights: Weights, data: Data, residuals: PerConstraint, multipliers: PerConstraint, penalties: Penalties
 ) -> Tensor:
-    """L, summed over sequences, by autograd's operations alone."""
+    """Returns the Lagrangian, summed over sequences, computed only by operations that autograd can differentiate."""
     total = torch.zeros((), dtype=weights.cell_HF.dtype)
     for i in range(data.sequences):
         r, multiplier = (PerConstraint(*(e[:, i] for e in each.tensors())) for each in (residuals, multipliers))
@@ -55,7 +55,7 @@ def lagrangian(
 def joint_move(
     weights: Weights, data: Data, residuals: PerConstraint, shifted: PerConstraint, penalties: Penalties
 ) -> PerConstraint:
-    """New shifted residuals, by a dense system for each sequence in all of its constraints."""
+    """Returns new shifted residuals, by solving one dense system over all constraints of each sequence."""
     found = []
     for i in range(data.sequences):
         r, shift = (PerConstraint(*(e[:, i] for e in each.tensors())) for each in (residuals, shifted))

@@ -24,7 +24,7 @@ DATA = weighed_words(240, STEPS, seed=0, words=WORDS)
 
 
 def shard(rank: int, workers: int) -> tuple[Tensor, Tensor]:
-    """The master has all of the data, to judge weights on."""
+    """Returns a rank's data. The master has all of the data, because it evaluates the weights."""
     return DATA if rank == 0 else (DATA[0][rank - 1 :: workers], DATA[1][rank - 1 :: workers])
 
 
@@ -65,7 +65,7 @@ def _one_slow(rank: int, world_size: int, staleness: int) -> Result:
     began_s = [time.perf_counter()]
 
     def slow_down(progress: admm.Progress) -> None:
-        """Worker 1 takes five times as long, however busy the machine is."""
+        """Makes worker 1 five times as slow, independent of the machine's load."""
         if rank == 1:
             time.sleep(min(0.3, 4 * (time.perf_counter() - began_s[0])))  # the first one includes set-up
             began_s[0] = time.perf_counter()

@@ -20,12 +20,12 @@ SHAPES = [(1, 1), (2, 1), (2, 2), (5, 1), (5, 5)]
 
 @pytest.fixture
 def exact(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Conjugate gradients to the end."""
+    """Lets conjugate gradients run until they have converged."""
     monkeypatch.setattr(states, "TOLERANCE", 1e-13)
 
 
 def moved(problem: Problem, residuals: PerConstraint | None = None) -> PerConstraint:
-    """The shifted residuals after a move from a forward pass, or from where a, s and o have these residuals."""
+    """Returns the shifted residuals after a move from a forward pass, or from these residuals of a, s and o."""
     data, penalties = problem.data, problem.penalties
     shifted = -problem.multipliers if residuals is None else residuals + -problem.multipliers
     forward = run_forward(problem.weights, data.x_NBI, len(data.y_MB), residuals)

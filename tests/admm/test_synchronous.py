@@ -31,7 +31,7 @@ def shard(rank: int, world_size: int) -> tuple[Tensor, Tensor]:
 
 @dataclass(frozen=True)
 class Result:
-    """What a rank has at the end."""
+    """What a rank returns after training."""
 
     parameters: list[Tensor]
     agreed: Tensor
@@ -83,7 +83,7 @@ def test_ranks_compute_what_the_formulas_say() -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_ranks_reach_the_accuracy_of_one_process(world_size: int) -> None:
-    """Within two points, the same weights and the same figures on all ranks."""
+    """Accuracy is within two points, and all ranks have the same weights and the same figures."""
     rnn, head = modules(WORDS, HIDDEN, 2)
     alone = admm.train(rnn, head, shard(0, 1), iterations=20)
     results = run_ranks(world_size, _train, 20)

@@ -18,7 +18,7 @@ from tests.admm.problems import modules, random_problem, weighed_words
 
 
 def loss_and_accuracy(rnn: nn.RNN, head: nn.Linear, inputs: Tensor, targets: Tensor) -> tuple[float, float]:
-    """By the modules themselves."""
+    """Returns the loss and the accuracy that the modules themselves compute."""
     with torch.no_grad():
         states, _ = rnn(inputs)
         scores = head(states if targets.dim() == 2 else states[:, -1]).flatten(0, -2)
@@ -75,7 +75,7 @@ def test_a_resumed_training_is_the_same_to_the_bit(dtype: torch.dtype, tmp_path:
 
 
 def test_what_is_kept_is_the_best_and_not_the_last() -> None:
-    """Judged on other data than it is trained on, a model of many units and few sequences gets worse in the end."""
+    """A model with many units and few sequences overfits: its loss on other data increases again."""
     rnn, head = modules(6, 48, 2, seed=1)
     held_out = weighed_words(200, 6, seed=1)
     state = admm.train(

@@ -51,7 +51,7 @@ def test_links_carry_their_rate_until_it_is_lifted_and_their_bytes_are_counted()
 
 
 def namespaces() -> set[str]:
-    """The network namespaces that any thread of this machine is in."""
+    """Returns the network namespaces that any thread of this machine is in."""
     found = set()
     for entry in Path("/proc").glob("[0-9]*/task/*/ns/net"):
         try:

@@ -17,7 +17,7 @@ RANKS = 8
 
 
 class Measured(NamedTuple):
-    """Links in bytes per ms and ms of a message, both of AllReduces, and ms of a step under each schedule."""
+    """The rates of links (bytes per ms), the start-up time of a message (ms), and each schedule's step time (ms)."""
 
     slow: float
     bytes_per_ms: float

@@ -83,7 +83,7 @@ def test_a_batch_tensor_written_in_place_comes_back_as_a_mutation() -> None:
 def test_where_the_batch_goes(
     forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], indices: list[int]
 ) -> None:
-    """Batch inputs are numbered as the flattened arguments, those that are not tensors included."""
+    """Batch inputs are numbered by their index among all flattened arguments, tensors and others."""
     found = captured(forward, *args, **kwargs)
     leaves = pytree.tree_leaves((args, kwargs))
     read = {role.index: node.meta["val"].shape for node, role in found.graph.inputs() if isinstance(role, BatchInput)}

@@ -33,7 +33,7 @@ TABLE = "table.weight"
 
 
 class Tagger(nn.Module):
-    """Sums a loss over positions, so that an empty batch has one too; returns it with the number of positions."""
+    """Returns the loss and the number of positions. The loss is a sum, so that an empty batch has a loss too."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -53,7 +53,7 @@ class Tagger(nn.Module):
 
 
 class LongAndShort(Tagger):
-    """Takes another path for long texts."""
+    """Runs different code for long texts than for short ones."""
 
     def hidden(self, ids_BL: Tensor) -> Tensor:
         rows_BLD = super().hidden(ids_BL)
@@ -61,7 +61,7 @@ class LongAndShort(Tagger):
 
 
 class Placed(Tagger):
-    """Looks up positions and the previous word too, whose ids are made from the same sizes."""
+    """Looks up words, positions and previous words. The ids of positions are computed from the sizes of the batch."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -77,7 +77,7 @@ class Placed(Tagger):
 
 
 class Unreadable(Tagger):
-    """Has a function that Dynamo must leave alone."""
+    """Calls a function that Dynamo must not trace."""
 
     def hidden(self, ids_BL: Tensor) -> Tensor:
         outside: Callable[[Tensor], Tensor] = torch.compiler.disable(_times_length)
@@ -187,7 +187,7 @@ def test_the_eager_route_takes_varying_sizes() -> None:
 
 @pytest.mark.long
 def test_batches_cut_out_of_one_tensor_share_a_capture() -> None:
-    """They begin elsewhere in its storage each time, and their rows may lie further apart than they are long."""
+    """Their storage offsets differ, and the strides between their rows may be larger than the rows are long."""
     text = ids_of(400)
     compiled = assert_trains_alike([(text[12 * k : 12 * k + 12].view(3, 4),) for k in range(5)])
     assert captures(compiled) == 1
@@ -246,7 +246,7 @@ def test_too_many_captures_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def _exceed_the_limit(rank: int, world_size: int, who: tuple[int, ...]) -> None:
-    """Ranks in `who` meet a third shape; raises what that raised, once a good step has followed."""
+    """Calls the model with a third shape on the ranks in `who`. Raises that error after a later, valid step."""
     before, capturing.MAX_CAPTURES = capturing.MAX_CAPTURES, 2
     try:
         compiled = compile_model(make(LongAndShort, rank), route="graph")

@@ -17,7 +17,7 @@ def texts() -> dict[str, str]:
 
 
 def capture_one(width: int) -> None:
-    """A model's life: two steps, and it is closed."""
+    """Makes a model, trains it for two steps, and closes it."""
     model = embrace_fx.compile(nn.Sequential(nn.Embedding(10, width), nn.Linear(width, 2)))
     for _ in range(2):
         model(torch.tensor([1, 2])).sum().backward()

@@ -12,7 +12,7 @@ from tests.support.graphs import text
 
 
 class Tied(nn.Module):
-    """A table that is read by ids and multiplied with, under a recurrent layer with a buffer beside it."""
+    """A table that is both looked up and used in a matmul, below a recurrent layer, with a buffer."""
 
     scale: Tensor
 

@@ -23,7 +23,7 @@ GLOBAL = torch.ones(1)
 
 
 class Scaled(nn.Module):
-    """A result times what each of several places says."""
+    """Multiplies its result by values that the forward reads from several places."""
 
     of_class = 1.0
 
@@ -141,7 +141,7 @@ def test_random_numbers_of_python_are_drawn_anew_in_each_call(draw: Callable[[],
 
 
 def test_a_parametrized_weight_is_read_by_the_forward_alone() -> None:
-    """Spectral normalisation moves its buffers whenever the weight is read: once a call, the first one included."""
+    """Spectral normalisation updates its buffers at each read of the weight, which must happen once per call."""
     plain = nn.Sequential(nn.utils.parametrizations.spectral_norm(nn.Linear(4, 8)))
     expected, batch = copy.deepcopy(plain), torch.randn(5, 4)
     model = embrace_fx.compile(plain)

@@ -28,7 +28,7 @@ class Cache:
 
 
 class Settings:
-    """No tensor inside."""
+    """An object without any tensor."""
 
 
 class Slotted:
@@ -39,7 +39,7 @@ class Slotted:
 
 
 class _Returns(nn.Module):
-    """Returns its rows inside of an object."""
+    """Returns its rows as an attribute of an object."""
 
     def __init__(self, kind: type) -> None:
         super().__init__()

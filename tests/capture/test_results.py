@@ -72,5 +72,5 @@ def test_results_that_are_not_tensors(forward: Callable[..., Any], constants: di
 
 
 def test_nothing_but_none_is_a_result_too() -> None:
-    """No graph holds it, for there is nothing to hold."""
+    """A result of None is in no graph, because it has no tensor."""
     assert embrace_fx.compile(model_of(lambda m, x: None))(IDS) is None

@@ -58,7 +58,7 @@ def main() -> None:
 
 
 def judged(name: str, bench: Bench) -> tuple[str, str]:
-    """What a body says, in a word and a line; where DDP itself does not pass it, ours is not asked."""
+    """Returns a verdict and a line that explains it. If DDP itself does not pass the body, embrace_fx is not run."""
     ddp = bench.run(name, "DDP")
     ours = bench.run(name, "embrace_fx") if ddp.verdict == "passes" else ddp
     why = reason(name, ddp, ours)
@@ -66,7 +66,7 @@ def judged(name: str, bench: Bench) -> tuple[str, str]:
 
 
 def counts(found: dict[str, tuple[str, str]]) -> str:
-    """How many there are of each verdict."""
+    """Returns a sentence with the number of tests for each verdict."""
     count = Counter(verdict for verdict, _ in found.values())
     applicable = len(found) - count["not applicable"]
     told = ", ".join(f"{count[verdict]} {verdict}" for verdict in ORDER if count[verdict])
@@ -74,7 +74,7 @@ def counts(found: dict[str, tuple[str, str]]) -> str:
 
 
 def table(found: dict[str, tuple[str, str]]) -> str:
-    """The page in docs/."""
+    """Returns the page for docs/."""
     import torch  # noqa: PLC0415
 
     rows = sorted(found.items(), key=lambda item: (ORDER.index(item[1][0]), item[0]))
@@ -83,7 +83,7 @@ def table(found: dict[str, tuple[str, str]]) -> str:
 
 
 def _cell(line: str) -> str:
-    """A line as a table takes it, without what differs from run to run."""
+    """Returns a line for a cell of a Markdown table, without the text that differs from run to run."""
     line = " ".join(line.split())
     short = line if len(line) <= 240 else f"{line[:240]}..."
     return short.replace("|", "\\|").replace("<", "&lt;").replace(str(HERE.parent.parent) + "/", "")

@@ -45,7 +45,7 @@ SPEED_ALONE = (
 
 
 def names() -> list[str]:
-    """The tests of DDP, by what their bodies read: its class, or helpers that do."""
+    """Returns the names of the tests whose bodies use DDP, directly or through helpers."""
     return sorted(name for name in dir(BASE) if name.startswith("test_") and _is_about_ddp(getattr(BASE, name)))
 
 
@@ -59,7 +59,7 @@ def _is_about_ddp(test: Callable[..., Any], seen: frozenset[str] = frozenset()) 
 
 
 def in_ddps_place(module: nn.Module, **options: Any) -> embrace_fx.CompiledModel:
-    """`embrace_fx.compile` called as DDP is."""
+    """Calls `embrace_fx.compile` with the arguments of DDP."""
     kept = {name: value for name, value in options.items() if name not in SPEED_ALONE}
     if "device_mesh" in kept:
         kept["process_group"] = kept.pop("device_mesh")
@@ -69,7 +69,7 @@ def in_ddps_place(module: nn.Module, **options: Any) -> embrace_fx.CompiledModel
 
 
 class Rank(BASE, TestCase):
-    """What a body calls `self`."""
+    """The object that the body of a test receives as `self`."""
 
     def __init__(self, rank: int, world_size: int) -> None:
         super().__init__("run")  # type: ignore[no-untyped-call]

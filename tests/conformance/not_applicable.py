@@ -37,7 +37,7 @@ INTERNAL = frozenset({"reducer", "logger", "broadcast_bucket_size", "bucket_byte
 
 
 def reason(name: str, ddp: Result, ours: Result) -> str:
-    """Why a body does not apply; "" where it does."""
+    """Returns why a body does not apply to embrace_fx, or "" if it applies."""
     if ddp.verdict in ("fails", "hangs"):
         return f"DDP itself does not pass it on CPUs: {ddp.line}"
     if ddp.verdict == "skipped":

@@ -57,7 +57,7 @@ def _moved_to_cpu(to: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class Nothing:
-    """A stream, an event, a device: something to enter, to record and to wait for."""
+    """Replaces a stream, an event or a device: entering it, recording it and waiting for it do nothing."""
 
     def __init__(self, *_: Any, **__: Any) -> None: ...
 
@@ -73,7 +73,7 @@ class Nothing:
 
 
 def without_devices(wrap: Callable[..., Any]) -> Callable[..., Any]:
-    """What wraps a module, told of no devices."""
+    """Returns a `wrap` that ignores `device_ids` and `output_device`."""
 
     def wrapped(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         kwargs.pop("device_ids", None)
@@ -87,7 +87,7 @@ def without_devices(wrap: Callable[..., Any]) -> Callable[..., Any]:
 
 @contextlib.contextmanager
 def gpus_are_cpus() -> Iterator[None]:
-    """For the time of a body."""
+    """Replaces each GPU by the CPU while a body runs."""
     with contextlib.ExitStack() as stack:
         for name in FACTORIES:
             stack.enter_context(mock.patch.object(torch, name, _made_on_cpu(getattr(torch, name))))

@@ -31,7 +31,7 @@ class Result:
 
 
 class Bench:
-    """Ranks that run one body after the other; those in which one failed are replaced."""
+    """Ranks that run one body after another. Ranks whose body failed are replaced by new ones."""
 
     def __init__(self) -> None:
         ranks.PRELOAD.append("tests.conformance.bodies")
@@ -64,7 +64,7 @@ def result_of(outcomes: list[Outcome[str]]) -> Result:
 
 
 def is_timeout(error: BaseException) -> bool:
-    """Whether a collective waited in vain for another rank."""
+    """Returns whether an error says that a collective timed out."""
     return bool(re.search(r"[Tt]imed out|Timeout", str(error)))
 
 

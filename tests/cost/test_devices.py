@@ -38,7 +38,7 @@ def test_a_cluster_of_machines_with_several_devices_knows_the_link_inside() -> N
 
 
 class Words(nn.Module):
-    """A table of a gigabyte, and a layer."""
+    """A table of 1 GB, and a linear layer."""
 
     def __init__(self) -> None:
         super().__init__()

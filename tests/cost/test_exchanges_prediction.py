@@ -57,7 +57,7 @@ GRADIENTS: dict[str, Callable[[int], Tensor]] = {"few rows": few_rows, "skewed r
 
 @dataclass(frozen=True)
 class Sent:
-    """By one rank in one exchange."""
+    """The bytes and the messages that one rank has sent in one exchange."""
 
     counted_bytes: int
     tcp_bytes: int
@@ -138,7 +138,7 @@ def test_channels_count_what_connections_carry(variant: str, gradient: str) -> N
 
 @pytest.mark.parametrize("variant", [v for v in WAYS if not v.startswith(("omnireduce", "zen_hierarchical"))])
 def test_messages_are_as_predicted(variant: str) -> None:
-    """Of the rank that sends most."""
+    """Compares the number of messages of the rank that sends most."""
     most = max(results[variant, "few rows"].messages for results in visit(4))
     assert most == predicted(variant, "few rows", 4).mean.messages
 
@@ -164,7 +164,7 @@ WORK: dict[str, tuple[Scheme, Work]] = {
 
 @pytest.mark.parametrize("variant", WORK)
 def test_work_by_hand(variant: str) -> None:
-    """Two ranks have 40 and 60 units of 8 bytes of 1000, and together 80."""
+    """Of 1000 units of 8 bytes, one rank has 40 and the other has 60. The union has 80."""
     scheme, expected = WORK[variant]
     sparsity = Sparsity(1000, 2, 4, units_by_rank=(40, 60), unions=(50.0, 80.0))
     assert predict(variant.split(",", maxsplit=1)[0], sparsity, scheme=scheme).work == expected

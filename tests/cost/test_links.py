@@ -101,7 +101,7 @@ def test_links_that_make_no_sense_are_refused(links: tuple[tuple[Collective, Lin
 
 
 def test_the_time_of_one_launch() -> None:
-    """2 ranks: an AllReduce sends all of the tensor in 2 messages, an AlltoAll half of it in one."""
+    """On 2 ranks, an AllReduce sends the whole tensor in 2 messages, and an AlltoAll sends half of it in 1 message."""
     assert launch_ms(UNEVEN, "all_reduce", 4000, 2) == 4000 / 1000 + 2 * 0.5
     assert launch_ms(UNEVEN, "all_to_all", 4000, 2) == 2000 / 500 + 0.25
     assert launch_ms(UNEVEN, "all_gather", 4000, 2) == 4000 / 1000 + 0.5

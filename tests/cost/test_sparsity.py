@@ -23,7 +23,7 @@ TOKENS = 2_000
 
 
 def batch(rank: int, skew: float) -> Tensor:
-    """Words drawn as often as their rank by frequency says."""
+    """Returns random words. A larger `skew` draws small ids more often."""
     random = torch.Generator().manual_seed(rank)
     return (torch.rand(TOKENS, generator=random, dtype=torch.float64) ** skew * V).long()
 

@@ -30,7 +30,7 @@ def drawn(law: Law, steps: int) -> list[Tensor]:
 
 
 def lacked(steps: list[Tensor], slots: int) -> float:
-    """Rows that a step brings into a set of those used last, the mean over the second half of the steps."""
+    """Returns the mean number of rows that a step loads into an LRU cache, over the second half of the steps."""
     there: OrderedDict[int, None] = OrderedDict()
     brought = 0
     for k, ids in enumerate(steps):

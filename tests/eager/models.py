@@ -18,7 +18,7 @@ Batch = tuple[Any, ...]
 
 
 def drawn(step: int, rank: int, *shape: int, high: int = WORDS, of: int = 0) -> Tensor:
-    """Ids of a batch, other ones on each rank and at each step."""
+    """Returns random ids for a batch, different on each rank and at each step."""
     return torch.randint(high, shape, generator=torch.Generator().manual_seed(1000 * step + 10 * rank + of))
 
 
@@ -27,7 +27,7 @@ def labelled(step: int, rank: int) -> Batch:
 
 
 class Classifier(nn.Module):
-    """A table, and a head that sorts what `encode` makes of its rows into kinds."""
+    """A table, and a head that classifies the output of `encode`, which receives the rows."""
 
     def __init__(self, *, sparse: bool = False) -> None:
         super().__init__()
@@ -54,7 +54,7 @@ class Asserting(Classifier):
 
 
 class Turning(Asserting):
-    """Asserts on values where it is told to."""
+    """Asserts on the values of its batch in some calls."""
 
     def forward(self, ids: Tensor, kinds: Tensor, turns: bool = False) -> Tensor:
         if turns and (ids < 0).any():
@@ -63,7 +63,7 @@ class Turning(Asserting):
 
 
 class Repeating(Classifier):
-    """Goes on as long as an id says: another number of rounds on each rank."""
+    """Repeats a layer as often as an id says: a different number of times on each rank."""
 
     def forward(self, ids: Tensor, kinds: Tensor) -> Tensor:
         hidden = self.rows(ids).mean(1)
@@ -74,7 +74,7 @@ class Repeating(Classifier):
 
 
 class Experts(Classifier):
-    """Rows go to those experts that they choose; an expert that nobody chooses has no gradient."""
+    """Routes each row to the expert that the row chooses. An expert that no row chooses has no gradient."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -132,14 +132,14 @@ def clicks(step: int, rank: int) -> Batch:
 
 
 class Checkpointed(Asserting):
-    """Computes a part of it again in the backward, by a backward within the backward."""
+    """Recomputes a part of its forward during the backward, by reentrant checkpointing."""
 
     def encode(self, ids: Tensor) -> Tensor:
         return checkpoint(lambda rows: torch.tanh(self.mid(rows)).mean(1), self.rows(ids), use_reentrant=True)
 
 
 class Tied(Asserting):
-    """Its table is its softmax, too."""
+    """Uses its table as its output layer too."""
 
     def forward(self, ids: Tensor, kinds: Tensor) -> Tensor:
         if (kinds < 0).any():
@@ -148,7 +148,7 @@ class Tied(Asserting):
 
 
 class Normalised(Asserting):
-    """Keeps running statistics."""
+    """Has running statistics."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -159,7 +159,7 @@ class Normalised(Asserting):
 
 
 class Forces(nn.Module):
-    """Yields an energy and, within its forward, the gradient of it by an argument."""
+    """Computes an energy and, in its forward, the gradient of the energy with respect to an argument."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -179,7 +179,7 @@ def placed(step: int, rank: int) -> Batch:
 
 
 def spectral() -> nn.Module:
-    """To ask for the weight of its table takes a step of a power iteration, whose vectors are buffers."""
+    """Returns a model whose table has spectral normalisation, which updates buffers at each read of the weight."""
     model = Classifier()
     nn.utils.parametrizations.spectral_norm(model.rows)
     return model
@@ -187,7 +187,7 @@ def spectral() -> nn.Module:
 
 @dataclass(frozen=True)
 class Case:
-    """A model, and its batch by step and rank."""
+    """A model, and a function that returns its batch for a step and a rank."""
 
     make: Callable[[], nn.Module]
     batch: Callable[[int, int], Batch] = labelled

@@ -28,7 +28,7 @@ class _Noting(Asserting):
 
 
 def _losses(model: nn.Module, rank: int, begin: Callable[[int], None] = lambda step: None) -> list[float]:
-    """Trains; `begin` is called at the head of each step."""
+    """Trains, and returns the losses. Calls `begin` at the beginning of each step."""
     optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.1), []
     for step in range(STEPS):
         begin(step)
@@ -40,7 +40,7 @@ def _losses(model: nn.Module, rank: int, begin: Callable[[int], None] = lambda s
 
 
 def _one_after_the_other(rank: int, world_size: int) -> tuple[list[float], list[float]]:
-    """Rank 1 begins each forward but the first ones once rank 0 has ended its own. Losses here, and under DDP."""
+    """Delays each later forward of rank 1 until rank 0 has ended its own. Returns losses of embrace_fx and of DDP."""
     torch.manual_seed(0)
     model: Any = _Noting()
 
@@ -61,7 +61,7 @@ def test_a_forward_waits_for_no_other_rank() -> None:
 
 
 def _skips_a_backward(rank: int, world_size: int) -> tuple[str, str, list[Tensor]]:
-    """Rank 1 leaves out one backward; where it raised, and what, and the parameters after further steps."""
+    """Omits one backward on rank 1. Returns which call raised ("forward" or "backward"), its error, and parameters."""
     torch.manual_seed(0)
     compiled = embrace_fx.compile(Asserting(), route="eager")
     optimizer = torch.optim.SGD(compiled.parameters(), lr=0.1)

@@ -28,7 +28,7 @@ QUICK = ("experts", "packing", "recommender", "spectral")
 
 
 def _trains(name: str, case: Case) -> Callable[[Any, int], list[Any]]:
-    """The losses of a loop, and the last gradients."""
+    """Trains a model, and returns the losses and the last gradients."""
 
     def loop(model: Any, rank: int) -> list[Any]:
         adam = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3)
@@ -74,7 +74,7 @@ def test_every_exchange_yields_the_gradients_of_ddp(strategy: str) -> None:
 
 
 def _trains_rows(model: Any, rank: int) -> list[Tensor]:
-    """The losses of a loop whose tables' gradients are of layout COO, some of them sums of two backwards."""
+    """Returns the losses of a loop with sparse COO gradients of tables. Some are accumulated over two backwards."""
     tables = [p for name, p in model.named_parameters() if "rows" in name]
     rest = [p for p in model.parameters() if all(p is not table for table in tables)]
     optimizers = [torch.optim.SparseAdam(tables, lr=1e-2), torch.optim.AdamW(rest, lr=1e-2)]
@@ -103,7 +103,7 @@ def test_gradients_in_rows_stay_in_rows(strategy: str, ranks: int) -> None:
 
 
 class Wide(nn.Module):
-    """A table of which a batch reads next to nothing."""
+    """A model with a large table of which a batch reads very few rows."""
 
     def __init__(self, *, sparse: bool) -> None:
         super().__init__()
@@ -114,7 +114,7 @@ class Wide(nn.Module):
 
 
 class Tied(Wide):
-    """An output layer gives every row of its table a gradient."""
+    """A model whose output layer gives every row of its table a gradient."""
 
     def __init__(self, *, sparse: bool) -> None:
         super().__init__(sparse=sparse)
@@ -126,7 +126,7 @@ class Tied(Wide):
 
 
 def _strategies(rank: int, world_size: int, sparse: bool, bytes_per_ms: float, model: type[Wide] = Wide) -> list[str]:
-    """The strategies of a table, step by step."""
+    """Returns the strategy of a table after each step."""
     cluster = Cluster(bandwidth_bytes_per_ms=bytes_per_ms)
     compiled = embrace_fx.compile(model(sparse=sparse), route="eager", cluster=cluster)
     optimizer = torch.optim.SGD(compiled.parameters(), lr=0.1)

@@ -21,7 +21,7 @@ STEPS = range(13, 18)
 
 
 def _calls(rank: int, layers: int) -> int:
-    """Counts calls of this package's functions in a step, the least of several: what waits for a thread varies."""
+    """Returns the smallest number of Python calls into this package in a step. Calls that wait for threads vary."""
     torch.manual_seed(0)
     model: Any = embrace_fx.compile(nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(layers))), route="eager")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

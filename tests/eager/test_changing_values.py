@@ -19,7 +19,7 @@ from tests.support.ranks import run_ranks
 
 
 class Annealed(Classifier):
-    """Its loss is weighted by two numbers; a text rides along."""
+    """Weights its loss by two numbers, and ignores a string argument."""
 
     def forward(  # type: ignore[override]
         self, ids: Tensor, kinds: Tensor, weight: float, step: int, text: str
@@ -71,7 +71,7 @@ class Reading(nn.Module):
 
 
 class Scaled(nn.Module):
-    """Reads an attribute that the loop anneals."""
+    """Reads an attribute that the training loop changes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -116,7 +116,7 @@ def test_a_number_that_decides_branches_has_a_capture_for_each_of_them() -> None
 
 
 class Choosing(Scaled):
-    """Looks its number up: a graph holds for one of them."""
+    """Looks up a number in a dict, so that a graph is valid for one number only."""
 
     count = 0
 

@@ -30,7 +30,7 @@ class _Bad(torch.autograd.Function):
 
 
 class Failing(Asserting):
-    """Fails where it is told to."""
+    """Raises an error where the test says."""
 
     where = ""
 
@@ -130,7 +130,7 @@ def test_all_ranks_leave_the_graph_with_the_first_one_that_has_to() -> None:
 
 
 class _Towers(torch.nn.Module):
-    """Two results, with a parameter in common or without one."""
+    """Returns two results, which may share a parameter."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -184,7 +184,7 @@ def test_an_optimizer_without_gradients_steps_nothing_after_a_backward_of_two_ca
 
 
 class _Rescaled(torch.nn.Module):
-    """A lookup that rescales rows, in a forward that runs as written."""
+    """Looks up rows with `max_norm`, in a forward that is not captured."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -22,7 +22,7 @@ LINEARS = 20
 
 
 class Chain(nn.Module):
-    """Layers behind a table."""
+    """A table, followed by layers."""
 
     def __init__(self, rows: int = 500, width: int = 8, linears: int = LINEARS) -> None:
         super().__init__()
@@ -51,7 +51,7 @@ def _train(model: Any, rank: int, steps: int = STEPS, words: int = 20) -> list[f
 def _beside_ddp(
     rank: int, world_size: int, cluster: embrace_fx.Cluster, made: dict[str, int], options: dict[str, Any]
 ) -> tuple[str, tuple[str, ...]]:
-    """Returns why calls run as they are written, "" where they are captured, and the tables in shards."""
+    """Returns why the model is not captured ("" if it is captured), and the names of sharded tables."""
     torch.manual_seed(0)
     plain = Chain(**made)
     other = DistributedDataParallel(copy.deepcopy(plain))
@@ -98,7 +98,7 @@ def test_is_captured_where_that_is_asked_for() -> None:
 def _by_a_glance(
     rank: int, world_size: int, glanced: embrace_fx.Cluster, probed: embrace_fx.Cluster
 ) -> tuple[str, int]:
-    """Returns why calls run as they are written, and how often the links were probed."""
+    """Returns why the model is not captured ("" if it is captured), and how often the links were probed."""
     probes: list[int] = []
 
     def links_between(*_: object) -> embrace_fx.Cluster:
@@ -176,7 +176,7 @@ def test_a_rank_that_evaluates_first_is_told() -> None:
 
 
 class Labelled(Tied):
-    """Its labels are in the batch."""
+    """A model whose batch contains the labels."""
 
     def forward(self, ids: Tensor, labels: Tensor) -> Tensor:  # type: ignore[override]
         return torch.nn.functional.cross_entropy(self.out(self.words(ids)).flatten(0, 1), labels.flatten())
@@ -202,7 +202,7 @@ def test_a_tied_table_with_labels_is_captured_where_its_head_is_worth_sharding()
 
 
 def _priced(rank: int, world_size: int) -> list[float]:
-    """Bytes that a step sends by the plan for which links are measured."""
+    """Returns the bytes that a step sends under the plan that is made from measured links."""
     sent: list[float] = []
     glance = mock.patch(
         "embrace_fx.planning.findings.estimate_links", lambda of, sent_bytes, on: sent.append(sent_bytes)

@@ -49,7 +49,7 @@ BROKEN: dict[str, Callable[[], Any]] = {
 
 
 def copies_from_one_buffer() -> None:
-    """A pinned buffer is written again while a copy from it is still to come."""
+    """Overwrites a pinned buffer while a copy from it is still pending."""
     device = torch.device("cuda", 0)
     buffer = torch.zeros(1000, dtype=torch.int64).pin_memory()
     torch.cuda._sleep(200_000_000)

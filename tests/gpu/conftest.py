@@ -11,7 +11,7 @@ import pytest
 
 @pytest.fixture(autouse=True)
 def findings() -> Iterator[Path | None]:
-    """The file of emulated devices' findings, which a test that provokes some removes; None: no device is emulated."""
+    """Returns the file of emulated devices' errors, or None on real ones. A test that provokes errors removes it."""
     name = os.environ.get("EMULATED_CUDA_FINDINGS")
     path = Path(name) if name else None
     yield path

@@ -35,7 +35,7 @@ def device_of(kind: str, rank: int) -> torch.device:
 
 
 class Training:
-    """A compiled model, its optimizer, its batches."""
+    """A compiled model, its optimizer, and its batches."""
 
     def __init__(self, rank: int, kind: str, model: nn.Module | None = None, **options: Any) -> None:
         self.rank, self.device = rank, device_of(kind, rank)
@@ -116,19 +116,19 @@ def reads_one_parameter(rank: int, world_size: int, kind: str, of_gradient: bool
 
 
 def reads_one_gradient(rank: int, world_size: int, kind: str) -> Found:
-    """Its bucket leaves out of turn, and delayed gradients with it; late rows of the next forward stand before them."""
+    """Reads a gradient early: its bucket and the delayed gradients are launched before the next forward's late rows."""
     return reads_one_parameter(rank, world_size, kind, of_gradient=True)
 
 
 def trains_on_a_grid(rank: int, world_size: int, kind: str) -> Found:
-    """Tables are cut by rows and columns: two parts of rows, 1 x 2 columns where there are four ranks."""
+    """Shards tables by rows and columns: two row parts, and two column parts if there are four ranks."""
     training = Training(rank, kind, strategy=Grid(2, world_size // 2))
     training.train(range(8))
     return training.parameters()
 
 
 def has_a_default_device(rank: int, world_size: int, kind: str) -> Found:
-    """All that a loop makes lies on its device, as after `torch.set_default_device`; not what the library makes."""
+    """Sets a default device for the loop. Tensors that the library creates for itself must not be affected."""
     model = WORKLOAD.make(torch.float64, seed=SEED + rank)
     with device_of(kind, rank):
         training = Training(rank, kind, model)
@@ -155,7 +155,7 @@ def evaluates(rank: int, world_size: int, kind: str) -> Found:
 
 
 def plans_anew(rank: int, world_size: int, kind: str) -> Found:
-    """Batches read other shares of a table: its strategy changes, and changes back."""
+    """Changes the share of the table that batches read: the table's strategy changes, and changes back."""
     training = Training(rank, kind, make(seed=rank), strategy="auto", cluster=LINKS)
     plans = []
     batches = [tuple(each.to(training.device) for each in drifting_batch(k, rank)) for k in range(SPARSE_AGAIN.stop)]
@@ -180,7 +180,7 @@ def joins(rank: int, world_size: int, kind: str) -> Found:
 
 
 def fails_on_one_rank(rank: int, world_size: int, kind: str) -> Found:
-    """Rank 1's batch holds an id outside of its table: that step fails on every rank, and the next ones go on."""
+    """Reads an invalid id on rank 1: the step fails on every rank, and later steps succeed."""
     table = nn.EmbeddingBag(50, 4, mode="sum", dtype=torch.float64)
     with torch.no_grad():
         table.weight.copy_(torch.arange(200.0).view(50, 4).sin())
@@ -202,7 +202,7 @@ def fails_on_one_rank(rank: int, world_size: int, kind: str) -> Found:
 
 
 def has_a_budget(rank: int, world_size: int, kind: str) -> Found:
-    """Less than the step would hold: values are computed again, or, on a device, offloaded."""
+    """Sets a memory budget below the step's peak: values are recomputed or, on a device, offloaded."""
     training = Training(rank, kind, _deep(rank), memory_budget=0.8)
     draw = torch.Generator().manual_seed(rank)
     for _ in range(4):
@@ -219,7 +219,7 @@ def _deep(seed: int) -> nn.Module:
 
 
 def stands_still(rank: int, world_size: int, kind: str) -> Found:
-    """A rank at a time is slow, before a forward or before a backward, for longer than any launch is waited for."""
+    """Delays one rank at a time, before a forward or a backward, for longer than the launcher waits for a launch."""
     training = Training(rank, kind)
     for number, batch in enumerate(training.batches(range(6))):
         if number >= 2 and number % world_size == rank:
@@ -233,7 +233,7 @@ def stands_still(rank: int, world_size: int, kind: str) -> Found:
 
 
 def reads_on_one_rank(rank: int, world_size: int, kind: str) -> Found:
-    """Rank 0 waits for its replicas, while the others wait for it in a barrier."""
+    """Waits for replicas on rank 0, while the other ranks wait for rank 0 in a barrier."""
     training = Training(rank, kind)
     for number, batch in enumerate(training.batches(range(8))):
         training.model(*batch).backward()
@@ -247,7 +247,7 @@ def reads_on_one_rank(rank: int, world_size: int, kind: str) -> Found:
 
 
 def reads_in_every_step(rank: int, world_size: int, kind: str) -> Found:
-    """A loop that copies dense parameters after each step, without a wait: rows that left early are sent again."""
+    """Copies dense parameters after each step without waiting: rows that were sent too early are sent again."""
     training, copies = Training(rank, kind), []
     for batch in training.batches(range(8)):
         training.model(*batch).backward()
@@ -269,7 +269,7 @@ class _Critic(nn.Module):
 
 
 def trains_two_models(rank: int, world_size: int, kind: str, reads: str = "") -> Found:
-    """Each loss reads what the other model has become; their collectives share the device."""
+    """Trains two models on one device. Each loss reads the current parameters of the other model."""
     training, seen = Training(rank, kind), list[Tensor]()
     critic = _Critic(rank).to(training.device)
     optimizer = SGD(critic.parameters(), lr=0.1)
@@ -302,7 +302,7 @@ def trains_two_models(rank: int, world_size: int, kind: str, reads: str = "") ->
 
 
 def reads_between_two_calls(rank: int, world_size: int, kind: str) -> Found:
-    """One backward runs those of two calls; a hook reads what the first one has brought before the other begins."""
+    """Runs the backward of two calls. A hook reads the gradients of the first call before the second one begins."""
     training, seen = Training(rank, kind), list[Tensor]()
     bias = next(p for p in training.model.parameters() if p.dim() == 1)
 
@@ -322,17 +322,17 @@ def reads_between_two_calls(rank: int, world_size: int, kind: str) -> Found:
 
 
 def reads_within_a_backward(rank: int, world_size: int, kind: str) -> Found:
-    """A hook reads a gradient of the model whose backward is over, before that of the other model begins."""
+    """Reads, in a hook, a gradient of the model whose backward has ended, before the other model's backward begins."""
     return trains_two_models(rank, world_size, kind, reads="within one backward")
 
 
 def reads_after_each_backward(rank: int, world_size: int, kind: str) -> Found:
-    """The gradients of both models are read after either backward."""
+    """Reads the gradients of both models after each of the two backwards."""
     return trains_two_models(rank, world_size, kind, reads="after each")
 
 
 def reads_after_each_backward_on_one_rank(rank: int, world_size: int, kind: str) -> Found:
-    """The other rank enqueues the second model's launches meanwhile."""
+    """Reads gradients on one rank, while the other rank enqueues the launches of the second model."""
     return trains_two_models(rank, world_size, kind, reads="after each on one rank")
 
 

@@ -87,7 +87,7 @@ def _precision(precision: str, device: str) -> tuple[AbstractContextManager[None
 
 
 def trains(rank: int, world_size: int, case: Case) -> dict[str, Tensor]:
-    """The parameters, on the host, of a training on the rank's device."""
+    """Returns the parameters, on the CPU, after training on the rank's device."""
     device = torch.device("cuda", rank)
     torch.cuda.set_device(device)
     workload, (make_optimizer, row_updates) = WORKLOADS[case.model], OPTIMIZERS[case.optimizer]
@@ -137,7 +137,7 @@ def reference(rank: int, world_size: int, case: Case) -> dict[str, Tensor]:
 
 @dataclass(frozen=True)
 class Distance:
-    """How far any parameter of any rank is from the reference, over the parameter's largest value."""
+    """The largest difference between a rank's parameter and the reference, relative to its largest value."""
 
     found: float
     allowed: float
@@ -167,7 +167,7 @@ def farthest(case: Case, timeout_s: float = 400.0) -> Distance:
 
 @functools.cache
 def _expected(case: Case, timeout_s: float) -> dict[str, Tensor]:
-    """The reference, which is that of every schedule."""
+    """Returns the reference parameters, which are the same for every schedule."""
     expected: dict[str, Tensor]
     (expected,) = run_ranks(1, reference, case, timeout_s=timeout_s)
     return expected

@@ -38,7 +38,7 @@ emulated = pytest.mark.skipif(not os.environ.get("EMULATED_CUDA_FINDINGS"), reas
 
 
 def ends(module: str, timeout_s: float, **variables: str) -> str:
-    """Runs a program of the tests with more variables of the environment; returns the last line that it prints."""
+    """Runs a test program with additional environment variables. Returns the last line that the program prints."""
     how: dict[str, Any] = {"capture_output": True, "text": True, "cwd": Path(__file__).parents[2]}
     ended = subprocess.run(
         [sys.executable, "-m", module], env=os.environ | variables, timeout=timeout_s, check=False, **how
@@ -48,21 +48,21 @@ def ends(module: str, timeout_s: float, **variables: str) -> str:
 
 
 def findings_of(path: Path) -> str:
-    """What an emulated device has found, where that was to be."""
+    """Returns the errors that an emulated device has recorded in a file."""
     text = path.read_text(encoding="utf-8")
     path.unlink()
     return text
 
 
 def set_sync_debug_mode(mode: str) -> None:
-    """Has torch raise where an op makes the host wait ("error"), or not ("default"). It warns that this is new."""
+    """Calls `torch.cuda.set_sync_debug_mode`, without the warning that the mode is experimental."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Synchronization debug mode is a prototype feature")
         torch.cuda.set_sync_debug_mode(mode)
 
 
 def host_waits() -> tuple[int, int, int]:
-    """How often the host has waited for streams, events, copies of emulated devices; zeros where none is emulated."""
+    """Returns how often the host waited for streams, events and copies of emulated devices: zeros on real ones."""
     found = (ctypes.c_long * 3)()
     if "EMULATED_CUDA_FINDINGS" in os.environ:
         ctypes.CDLL("libcudart.so.13").emulated_cuda_host_waits(found)
@@ -111,13 +111,14 @@ def trains_on_gpu(
             set_sync_debug_mode("default")
             streams, events, copies = (now - then for now, then in zip(host_waits(), before, strict=True))
             assert streams == copies == 0
-            assert events <= 2 * (step + 1 - strict_from)  # one for the next batch's sizes, one for the finite flag
+            # Two per step: for the next batch's sizes, and for the finite flag.
+            assert events <= 2 * (step + 1 - strict_from)
     shown = compiled.state_dict()  # the state dict also has a tied table's second name
     return {name: _whole(shown[name].detach(), world_size) for name, _ in compiled.named_parameters()}
 
 
 def _whole(value: Tensor, world_size: int) -> Tensor:
-    """A parameter on the host, its columns gathered over the default group: over gloo alone."""
+    """Returns a parameter on the CPU. Shards are gathered over the default group, which must be gloo."""
     if not isinstance(value, TableShard):
         return value.cpu()
     columns: list[Any] = [None] * world_size

@@ -28,7 +28,7 @@ def main() -> None:
 
 
 def overwritten(windows: int) -> int:
-    """Launches in so many windows; returns how many values did not arrive as they were sent."""
+    """Launches collectives in `windows` windows. Returns how many values were overwritten before they arrived."""
     device, draw = torch.device("cuda", torch.cuda.current_device()), random.Random(0)
     launcher = Launcher(ORDER, OF_FORWARD, StreamQueue(Recorder(), Streams(device)), Communicator(None))
     wrong = torch.zeros((), dtype=torch.int64, device=device)
@@ -60,7 +60,7 @@ def submit(launcher: Launcher, name: str, window: int, draw: random.Random, devi
 
 
 def litter(draw: random.Random, device: torch.device) -> None:
-    """Takes memory of the sizes that are in use, and writes into it."""
+    """Allocates memory of the sizes in use, and overwrites it."""
     for _ in range(3):
         torch.full((draw.randrange(1, 1 << 16),), -1, device=device)
 

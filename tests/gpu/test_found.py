@@ -20,7 +20,7 @@ def contexts() -> int:
 
 @pytest.fixture(scope="module")
 def broken(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
-    """By way in which the launcher was broken, the findings."""
+    """Returns the recorded errors for each way in which the launcher was broken."""
     own = {"EMULATED_CUDA_POISON": "1", "EMULATED_CUDA_FINDINGS": str(tmp_path_factory.mktemp("broken") / "broken")}
     return json.loads(ends("tests.gpu.broken", 300.0, **own))
 

@@ -32,7 +32,7 @@ STEADY = 13
 
 
 def _train(model: Any, head: PublishedHead, rank: int, ranks: int, device: str, *, outside: bool) -> list[Tensor]:
-    """Returns losses."""
+    """Returns the losses of training."""
     optimizer, losses = AdamW(model.parameters(), 0.01, eps=1e-3), []
     for step in range(STEPS):
         batch = {name: value.to(device) for name, value in head.batch(step, rank, ranks).items()}
@@ -90,7 +90,7 @@ def test_four_gpus(name: str) -> None:
 
 
 def _waits(rank: int, ranks: int, outside: bool) -> list[str]:
-    """Returns where an output layer makes the host wait in a steady step, by torch's own account."""
+    """Returns where an output layer makes the host wait in a steady step, according to PyTorch's sync debug mode."""
     device = torch.device("cuda", rank)
     torch.cuda.set_device(device)
     workload = HeadWorkload(kind=Predicts if outside else HeadModel)
@@ -127,7 +127,7 @@ def test_brief_an_output_layer_waits_once_for_its_positions(outside: bool) -> No
 
 
 def _peaks(rank: int, ranks: int) -> dict[str, int]:
-    """Returns the most bytes that a step holds beyond those before it: of one rank alone, sharded, within a budget."""
+    """Returns the peak bytes that a step adds: on one rank alone, sharded, and sharded within a budget."""
     device = torch.device("cuda", rank)
     torch.cuda.set_device(device)
     group, found = dist.new_group(backend="nccl"), {}

@@ -38,7 +38,7 @@ def test_a_class_has_a_stream_of_its_own_and_waits_for_events_alone() -> None:
 
 @gpus(1)
 def test_a_recording_takes_the_devices_time() -> None:
-    """Not that of the host, which enqueues and goes on."""
+    """The recorded time is the device's, not that of the host, which only enqueues work."""
     device = torch.device("cuda", 0)
     recorder = Recorder(Streams(device).clock())
     recorder.start()

@@ -137,11 +137,11 @@ FIRST, LAST = 20, 30
 def test_rows_come_and_leave_without_the_host(ranks: int) -> None:
     for streams, copies, events in run_ranks(ranks, steady, timeout_s=400.0):
         assert streams == copies == 0
-        assert events <= 2 * (LAST + 1 - FIRST)  # one for the next batch's sizes, one for the finite flag
+        assert events <= 2 * (LAST + 1 - FIRST)  # two per step: for the next batch's sizes, and for the finite flag
 
 
 def does_not_wait(rank: int, world_size: int, run: Run) -> list[float]:
-    """Puts rows into their slots without a wait for their copy."""
+    """Trains with a planted bug: rows are put into their slots before their copy has ended."""
 
     def arrive(self: DeviceSlots, coming: Arrival) -> None:
         self.put(*coming.copied)

@@ -24,7 +24,7 @@ def overlapped(read_at_once: bool = False) -> tuple[TrainingGraph, TrainingGraph
 
 
 def products_before(graph: TrainingGraph, table: str) -> int:
-    """How many layers have run when the first rows of a table are awaited."""
+    """Returns the number of layers that run before the first rows of a table are awaited."""
     nodes = list(graph.phases["forward"].graph.nodes)
     (first, *_) = (k for k, node in enumerate(nodes) if awaits(node, table))
     return sum(is_heavy(node) for node in nodes[:first])

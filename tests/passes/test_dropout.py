@@ -27,7 +27,7 @@ def twice(model: Tables, ids: Tensor) -> Tensor:
 
 
 def transposed(model: Tables, ids: Tensor) -> Tensor:
-    """The gradient of what is dropped comes back transposed, and the linear layer's backward views it."""
+    """Transposes the output of a dropout, so that the linear layer's backward takes a view of its gradient."""
     hidden = model.linear(model.table(ids))
     dropped = F.dropout(F.dropout(hidden.tanh(), 0.2) * hidden, 0.5)
     return dropped.transpose(0, 1).contiguous()

@@ -36,7 +36,7 @@ def one(model: Tables, ids: Tensor) -> Tensor:
 
 
 def unread(model: Tables, ids: Tensor) -> Tensor:
-    """The second table is read, and gets no gradient."""
+    """Looks up the second table without a gradient."""
     return model.linear(model.table(ids) + model.other(ids).detach())
 
 
@@ -47,7 +47,7 @@ def completed(graph: TrainingGraph) -> TrainingGraph:
 
 
 def launched(graph: TrainingGraph) -> str:
-    """What a rank with this graph launches, in whatever order."""
+    """Returns a hash of a graph's launches that does not depend on their order."""
     sharded = ShardTables(("table.weight", "other.weight"), (), 0, 2)(completed(graph))
     return sequence_hash(Partition()(ReduceGradients(BUCKETS, 2)(sharded)), ordered=False)
 

@@ -93,7 +93,7 @@ def test_the_head_stays_ahead_of_all(overlapped: TrainingGraph) -> None:
 
 
 class Drawing(nn.Module):
-    """Two layers whose backwards draw."""
+    """Two layers whose backwards draw random numbers."""
 
     def __init__(self) -> None:
         super().__init__()

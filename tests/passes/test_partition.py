@@ -38,7 +38,7 @@ def partitioned(graph: TrainingGraph) -> TrainingGraph:
 
 
 def before_the_forward(graph: TrainingGraph) -> list[fx.GraphModule]:
-    """The phases that the ids go through."""
+    """Returns the phases that the ids pass before the forward."""
     names = list(graph.phases)
     return [graph.phases[name] for name in names[: names.index("forward")]]
 
@@ -48,7 +48,7 @@ def saved(*phases: fx.GraphModule) -> list[str]:
 
 
 def computed(module: fx.GraphModule) -> list[str]:
-    """The nodes that are neither inputs nor the output."""
+    """Returns the nodes that are neither inputs nor the output."""
     return [node.name for node in module.graph.nodes if node.op not in ("placeholder", "output")]
 
 

@@ -42,7 +42,7 @@ def test_gradients_are_left_alone_where_they_are_accumulated(reduce: bool, expec
 
 
 class DropsWaits:
-    """A pass with a bug."""
+    """A pass with a bug: its graph lacks the waits for collectives."""
 
     def __call__(self, graph: TrainingGraph) -> TrainingGraph:
         result = graph.edit()

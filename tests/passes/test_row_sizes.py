@@ -28,7 +28,7 @@ def sharded(rank: int = 0, grid: Grid | None = None, rows: dict[str, RowCounts] 
 
 
 def sizes_of(graph: TrainingGraph) -> dict[str, list[tuple[int, ...]]]:
-    """Node -> the shapes of its results, as expected."""
+    """Returns node -> the expected shapes of its results."""
     return {
         node.name: [
             tuple(map(graph.expected.number, tuple(leaf.shape)))
@@ -62,4 +62,5 @@ def test_every_size_that_only_the_data_knows_is_expected(grid: Grid | None) -> N
         for symbol in size.node.expr.free_symbols  # type: ignore[attr-defined]
     }
     assert symbols == set(graph.expected.by_symbol)
-    assert sizes_of(graph)["table_table"] == [(min(UNKNOWN_SIZE, V), D)]  # in rows, not UNKNOWN_SIZE // D
+    # The size counts rows, so it is not UNKNOWN_SIZE // D.
+    assert sizes_of(graph)["table_table"] == [(min(UNKNOWN_SIZE, V), D)]

@@ -58,7 +58,7 @@ def many_uses(model: Tables, ids: Tensor, offsets: Tensor) -> Any:
 
 
 def own_batch(rank: int) -> tuple[Tensor, Tensor]:
-    """Ranks share some ids; the second one's first bag is empty."""
+    """Returns a rank's batch. The ranks share some ids, and rank 1's first bag is empty."""
     return (BAG + 2 * rank) % 6, OFFSETS if rank != 1 else torch.tensor([0, 0, 3, 4])
 
 

@@ -29,7 +29,7 @@ LABELS = torch.tensor([1, 2, -100, 4, 5, 6])
 
 
 class Tied(nn.Module):
-    """A tied model, under a forward of the test's own."""
+    """A tied model whose forward is a function of the test."""
 
     def __init__(self, forward: Callable[..., Any]) -> None:
         super().__init__()

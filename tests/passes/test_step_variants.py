@@ -34,14 +34,14 @@ def graph_of(variant: StepVariant, schedule: str = "2d") -> TrainingGraph:
 
 @functools.cache
 def launches_of(variant: StepVariant, schedule: str) -> list[tuple[fx.Node, OperationId | None, OperationId | None]]:
-    """The nodes of a phase that have to do with launches: which of them each submits or is of, and which it awaits."""
+    """Returns a phase's nodes that submit or await launches, with the launch of each and the one it awaits."""
     nodes = graph_of(variant, schedule).phases[variant.phase].graph.nodes
     found = [(node, launch_of(node), awaited(node)) for node in nodes]
     return [each for each in found if each[1:] != (None, None)]
 
 
 def told(module: fx.GraphModule) -> list[str]:
-    """What a phase does with launches, in order."""
+    """Returns the submissions and waits of a phase, in order."""
     found = []
     for node in module.graph.nodes:
         if is_submission(node):
@@ -97,7 +97,7 @@ def test_in_any_run_what_is_submitted_is_awaited_once_and_rows_are_current(
         unread = {each for each in under_way if each.part == "early"}
         as_expected = isinstance(variant, ForwardVariant) and variant.arrives == "cut"
         if isinstance(variant, ForwardVariant) and variant.arrives == "other":
-            for each in unread:  # early rows of a batch that was replaced by another one
+            for each in unread:  # drop early rows that were sent for another batch
                 del under_way[each]
         for node, launch, awaits in launches_of(variant, schedule):
             if op_name(node) == "embrace::submit_rows" and launch is not None:
@@ -133,7 +133,7 @@ def repeat(op: str) -> Callable[[fx.GraphModule], None]:
 
 
 def look_up_first(module: fx.GraphModule) -> None:
-    """Before the update of what was delayed for another batch."""
+    """Moves the submission of rows before the update by another batch's delayed gradients."""
     sent = next(n for n in module.graph.nodes if op_name(n) == "embrace::submit_rows")
     updates = [n for n in module.graph.nodes if op_name(n) == "embrace::update_rows"]
     updates[0].append(sent)

@@ -30,7 +30,7 @@ def overlapped() -> tuple[TrainingGraph, TrainingGraph]:
 
 
 def share_of_backward(graph: TrainingGraph, table: str) -> float:
-    """How much of a backward's compute is over when a table's gradient leaves."""
+    """Returns the share of a backward's compute that precedes the submission of a table's gradient."""
     of_backward = [
         block
         for block in compute_blocks(graph, node_time_estimator(cost.Cluster().compute))
@@ -49,7 +49,7 @@ def test_the_output_tables_gradient_leaves_in_the_first_tenth_of_the_backward() 
 
 
 class Sum(nn.Module):
-    """A table's gradient is what the backward was given."""
+    """A model whose backward passes its incoming gradient to the table unchanged."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -71,7 +71,7 @@ def test_a_buffer_that_the_forward_changes_is_no_constant() -> None:
 
 
 def test_what_a_lookup_reads_besides_its_weight_is_no_table() -> None:
-    """A weighted bag's weights and frozen ids are parameters that a lookup reads too."""
+    """The per-sample weights of a bag and frozen ids are parameters that a lookup reads, but not tables."""
     model = tables_model(lambda m, x, o: bag(m, m.get_parameter("fixed"), o, per_sample_weights=m.vector))
     model.fixed = nn.Parameter(BAG, requires_grad=False)
     (table,) = analysed(model, BAG, OFFSETS).tables
@@ -84,7 +84,7 @@ def test_a_model_without_lookups_has_no_tables() -> None:
 
 
 def story(model: Tables, x: Tensor, offsets: Tensor) -> Tensor:
-    """Every kind of use, for the golden text."""
+    """Uses tables in every supported way, for the golden text."""
     words: Tensor = model.table(x) + model.table((x + 1) % 10)
     tags = F.embedding_bag(x, model.other.weight, offsets, mode="mean", padding_idx=3)
     logits = model.linear(tags) @ model.other.weight.t()

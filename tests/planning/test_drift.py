@@ -38,7 +38,7 @@ def test_what_was_asked_for_is_not_watched(strategy: Strategy) -> None:
 
 
 def _findings() -> Findings:
-    """Of the two tables as the first batches of two ranks read them."""
+    """Returns findings about the two tables, from the first batches of two ranks."""
     graph = analysed(make(), *batch(0, 0))
     facts = collect_facts(make(), graph, KnownOptimizers(), "exact", used_parameters(graph), {})
     legal = tuple(replace(fact, row_update_blocker=None) for fact in facts)
@@ -47,7 +47,7 @@ def _findings() -> Findings:
 
 
 def _drift() -> SparsityMonitor:
-    """Rank 0's."""
+    """Returns the monitor of rank 0."""
     findings = _findings()
     return SparsityMonitor(decide(findings, LINKS, links_are="given"), findings)
 

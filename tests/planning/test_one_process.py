@@ -83,7 +83,7 @@ def test_an_evaluated_model_has_no_schedule() -> None:
 
 
 def test_a_single_process_sums_up_what_it_accumulates() -> None:
-    """There is no bucket that takes the sum along."""
+    """A single process has no bucket in which to accumulate gradients."""
     torch.manual_seed(0)
     plain = nn.Sequential(nn.Embedding(20, 4), nn.Flatten(), nn.Linear(12, 1)).double()
     same = copy.deepcopy(plain)

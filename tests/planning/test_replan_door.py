@@ -18,7 +18,7 @@ from tests.support.ranks import run_ranks
 
 
 def _asks(rank: int, world_size: int, ask: bool) -> tuple[list[str], list[str]]:
-    """Trains on batches for which the plan does not fit any more; the strategies of the table, and the lines."""
+    """Trains while the batches' sparsity changes. Returns the table's strategies, and log lines about plans."""
     model = make(seed=rank)
     compiled = embrace_fx.compile(model, optimizer=Adagrad(model.parameters(), 0.05), cluster=LINKS, schedule="none")
     strategies = []

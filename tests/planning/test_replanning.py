@@ -86,7 +86,7 @@ def _evaluate(model: nn.Module) -> float:
 
 @every_call_a_sample()
 def train(rank: int, world_size: int, case: Case) -> Found:
-    """Trains through the shifts."""
+    """Trains on batches whose sparsity changes twice."""
     model = make(seed=rank, kind=case.model)
     compiled = embrace_fx.compile(
         model,
@@ -187,7 +187,7 @@ def _accumulate(compiled: CompiledModel, first: Batch, second: Batch) -> None:
 
 
 def _fail_once(compiled: CompiledModel, first: Batch, second: Batch) -> None:
-    """As soon as a plan is asked for, one rank's batch has an id outside the table."""
+    """Reads an invalid id on one rank when a plan has just been requested."""
     compiled(*first).backward()
     announcements = session_of(compiled).announcements
     if announcements.asked_to_plan:

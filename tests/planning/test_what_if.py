@@ -182,7 +182,7 @@ class Large(nn.Module):
 
 
 def on_paper(memory: float, host_bytes: float = 200e9) -> Forecast:
-    """Its plan on eight H100 of one machine."""
+    """Returns the plan for eight H100 GPUs of one machine."""
     h100, random = DEVICES["H100"], torch.Generator().manual_seed(0)
     model, ids = Large(), (2e9 ** torch.rand(512, 16, generator=random) - 1).long()
     return embrace_fx.plan(

@@ -65,7 +65,7 @@ def pairs(pythons: list[str], versions: list[str]) -> list[Pair]:
 
 
 def uv() -> Path:
-    """The program that makes environments."""
+    """Returns the path of the program uv, which is installed if necessary."""
     found = FOLDER / "uv" / "bin" / "uv"
     if not found.exists():
         subprocess.run([sys.executable, "-m", "pip", "-qq", "install", "--target", FOLDER / "uv", "uv"], check=True)
@@ -73,7 +73,7 @@ def uv() -> Path:
 
 
 def pythons_here() -> dict[str, str]:
-    """Those of `PYTHONS` that are installed, on the path or by pyenv, and their interpreters."""
+    """Returns the installed interpreters among `PYTHONS`, from the path or pyenv, by version."""
     found = {}
     for version in PYTHONS:
         by_pyenv = sorted((Path.home() / ".pyenv" / "versions").glob(f"{version}.*/bin/python"))
@@ -111,7 +111,7 @@ def _said(command: list[str]) -> str:
 
 
 def verdict(python: Path, pair: Pair) -> str:
-    """What pytest says at the end, and the first failure where there is one."""
+    """Returns pytest's last line, and the first failure if there is one."""
     command = [str(python), "-m", "pytest", "-q", "-p", "no:xdist", *SUITE]
     done = subprocess.run(
         command, cwd=ROOT, capture_output=True, text=True, check=False, env=os.environ | {"OMP_NUM_THREADS": "1"}
@@ -123,7 +123,7 @@ def verdict(python: Path, pair: Pair) -> str:
 
 
 def page(found: dict[Pair, str], date: str) -> str:
-    """The verdicts as a page."""
+    """Returns a page with the verdicts."""
     rows = [f"| {pair.python} | {pair.torch} | {said.replace('|', '/')} |" for pair, said in found.items()]
     head = [
         f"# Pythons and torches, {date}",

@@ -21,7 +21,7 @@ ASKED = "reads the parameters"
 
 
 def train(rank: int, world_size: int, clips_by_model: bool) -> tuple[list[str], bool]:
-    """Six clipped steps of two optimizers: what was told, and whether all rows are swept at the end."""
+    """Takes six clipped steps with two optimizers. Returns log lines, and whether all rows of the table are updated."""
     torch.manual_seed(0)
     model = embrace_fx.compile(
         nn.Sequential(nn.EmbeddingBag(1_000, 8), nn.Linear(8, 1)), strategy="alltoall", row_updates="exact"

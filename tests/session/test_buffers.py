@@ -14,7 +14,7 @@ DIM = 4
 
 
 class Buffered(nn.Module):
-    """A buffer that the forward only reads, one that it lives on, a BatchNorm."""
+    """Has a buffer that the forward only reads, a buffer that the forward updates, and a BatchNorm."""
 
     scale: Tensor
     seen: Tensor
@@ -48,7 +48,7 @@ def _losses(model: Any, rank: int) -> list[Tensor]:
         plain.scale = plain.scale * 2  # a new tensor, on rank 0 only
     call(2)
     if rank == 1:
-        plain.scale.zero_()  # on rank 1, whose buffers are overwritten by rank 0's
+        plain.scale.zero_()  # has no effect, because rank 0's buffers overwrite those of rank 1
     call(3)
     with model.no_sync():
         for k in range(4, 7):

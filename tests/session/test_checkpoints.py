@@ -22,7 +22,7 @@ from tests.support.sides import DTYPE, Matching, draw_batch
 
 
 class Run:
-    """A model in training, its two tables stacked."""
+    """The training of a model whose two tables are joined."""
 
     def __init__(self, strategy: Strategy = "alltoall", *, lazy: bool = False) -> None:
         torch.manual_seed(3)
@@ -41,7 +41,7 @@ class Run:
 
 
 def parameters(run: Run) -> dict[str, Tensor]:
-    """Collective: whole copies."""
+    """Returns copies of the whole parameters. Collective."""
     return {name: value.clone() for name, value in run.model.full_state_dict().items()}
 
 
@@ -115,7 +115,7 @@ def test_a_shard_is_not_written_to_one_ranks_file() -> None:
 
 
 class Holder(nn.Module):
-    """A module that a compiled model is part of, as Lightning's are."""
+    """A module that contains a compiled model, like a LightningModule."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()

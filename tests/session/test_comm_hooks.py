@@ -64,7 +64,7 @@ def plain() -> Matching:
 
 
 def under_another_name(hook: Callable[..., Any]) -> Callable[..., Any]:
-    """DDP takes bf16's for GPUs alone, by its name."""
+    """Renames a hook, because DDP recognizes the bf16 hooks by name and allows them only on GPUs."""
 
     def renamed(state: Any, bucket: Any) -> Any:
         return hook(state, bucket)
@@ -86,7 +86,7 @@ def train_both(rank: int, world_size: int, name: str, strategy: Any) -> tuple[di
 
 @pytest.mark.parametrize("name", long_but(("fp16", "clamped"), {name: (name,) for name in HOOKS}))
 def test_buckets_are_reduced_as_under_ddp(name: str) -> None:
-    """On two ranks to the last bit: a mean over them divides by two, which rounds nothing."""
+    """Results are equal to the last bit on two ranks, because dividing by two does not round."""
     for found, expected, exact in run_ranks(2, train_both, name, "auto" if name == "clamped" else "allreduce"):
         for parameter, value in expected.items():
             assert torch.equal(found[parameter], value), parameter

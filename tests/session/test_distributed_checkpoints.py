@@ -24,7 +24,7 @@ from tests.support.training import whole_parameters, whole_state
 
 
 def batch_of(step: int, rank: int, ranks: int) -> tuple[Tensor, ...]:
-    """A rank's part of a step's batch of 12 examples, which is the same whole on 1 to 4 ranks."""
+    """Returns a rank's part of a batch of 12 examples, which is the same batch on 1 to 4 ranks."""
     parts = [draw_batch(step, k) for k in range(3)]
     whole = [torch.cat(each) for each in zip(*parts, strict=True)]
     return tuple(each[rank::ranks] for each in whole)
@@ -55,7 +55,7 @@ class Run:
 
 
 def save_while_training(rank: int, ranks: int, path: Path, strategy: Strategy) -> tuple[Any, Any]:
-    """The parameters and the state at the moment of saving, and after training on."""
+    """Returns the parameters and the state when they were saved, and after further training."""
     writers = dist.new_group()
     run = Run(strategy)
     run.train(rank, ranks, range(3))
@@ -138,7 +138,7 @@ class Peak:
 
 
 class Large(nn.Module):
-    """Nearly all of it is one table."""
+    """A model that consists almost entirely of one table."""
 
     def __init__(self, seed: int) -> None:
         super().__init__()
@@ -151,7 +151,7 @@ class Large(nn.Module):
 
 
 def export_and_import(rank: int, ranks: int, directory: Path) -> tuple[int, int]:
-    """How much memory exporting takes, and importing."""
+    """Returns how much memory an export takes, and how much an import takes."""
     plain = Large(seed=1 + rank)
     optimizer: Any = SGD(plain.parameters(), lr=0.1, momentum=0.9)
     model = embrace_fx.compile(plain, optimizer=optimizer, strategy={"table.weight": "alltoall"})

@@ -14,7 +14,7 @@ from tests.support.beside import check, ids, train
 
 
 class Branching(nn.Module):
-    """Decides by its values where it evaluates, which no graph holds."""
+    """Branches on values during evaluation, which cannot be captured."""
 
     def __init__(self) -> None:
         super().__init__()

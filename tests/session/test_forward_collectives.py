@@ -27,7 +27,7 @@ Combine = Callable[[Tensor], Tensor]
 
 
 class Words(nn.Module):
-    """Encodes words and hands them to a function, which communicates."""
+    """Encodes words, and passes them to a function that communicates."""
 
     def __init__(self, combine: Combine) -> None:
         super().__init__()
@@ -41,7 +41,7 @@ class Words(nn.Module):
 
 
 def contrast(own_BD: Tensor, all_ND: Tensor) -> Tensor:
-    """Each example is to match itself among those of all ranks."""
+    """Returns a contrastive loss: each example must match itself among the examples of all ranks."""
     mine = torch.arange(len(own_BD)) + len(own_BD) * dist.get_rank()
     return F.cross_entropy(own_BD @ all_ND.t(), mine)
 
@@ -86,7 +86,7 @@ def batch(step: int, rank: int, length: int = 3) -> Tensor:
 
 
 def loop(model: Any, rank: int) -> list[Tensor]:
-    """Steps, one with gradients of two batches, and an evaluation; one rank's batches change their shape."""
+    """Trains, accumulates over two batches, and evaluates, while the batches of one rank change their shape."""
     optimizer, losses = SGD(model.parameters(), lr=0.2), []
     for step in range(3):
         if step == 1:

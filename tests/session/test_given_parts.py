@@ -172,7 +172,7 @@ def test_a_tensor_cannot_share_memory_with_a_part_that_is_kept() -> None:
 
 
 def test_a_tensor_is_not_given_the_storage_of_what_has_no_memory() -> None:
-    """Its next read would end the process."""
+    """The next read of that tensor would crash the process."""
     for told in run_ranks(2, _refused, STORAGES):
         for line in told.values():
             assert "has no memory of its own" in line

@@ -108,7 +108,7 @@ def test_a_class_whose_forward_is_patched(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def _other_parameters(rank: int, world_size: int) -> list[str]:
-    """A layer replaced on one rank: what both are told, and that they go on when it is put back."""
+    """Replaces a layer on one rank. Both ranks must raise, and must continue when the layer is restored."""
     model: Any = Tagger()
     compiled = embrace_fx.compile(model, strategy="alltoall")
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
@@ -178,7 +178,7 @@ def test_a_model_that_is_wrapped_already_is_refused() -> None:
 
 
 class Local(nn.Module):
-    """A part that each rank has for itself, of a size of its own."""
+    """A model with an embedding that each rank has for itself, with a size that differs between ranks."""
 
     seen: Tensor
 

@@ -97,7 +97,7 @@ def test_names_are_strings_for_all_else(model: Any) -> None:
 
 
 def test_a_name_is_cut_where_a_module_ends() -> None:
-    """As torch cuts it when a state dict is loaded into modules of six letters."""
+    """PyTorch does the same when it loads a state dict into modules whose name has six letters."""
     plain = nn.Sequential(OrderedDict(linear=nn.Linear(2, 3), decoder=nn.Linear(3, 1), linear_2=nn.Linear(1, 1)))
     plain.register_parameter("w", nn.Parameter(torch.ones(1)))
     model = embrace_fx.compile(copy.deepcopy(plain))

@@ -49,7 +49,7 @@ class Telling(Words):
 
 
 def _told(model: Any, rank: int) -> list[Any]:
-    """What is printed and logged, and losses."""
+    """Returns the printed and logged text, and the losses."""
     text, losses = io.StringIO(), []
     handler = logging.StreamHandler(text)
     spoken.setLevel(logging.INFO)
@@ -79,7 +79,7 @@ def test_each_call_tells_what_it_tells_under_ddp() -> None:
 
 
 class Region(Words):
-    """What a checkpointed region prints is known in it alone."""
+    """Prints a value inside a checkpointed region, which is unknown outside that region."""
 
     def forward(self, ids_BT: Tensor) -> Tensor:
         def run(x: Tensor) -> Tensor:

@@ -134,7 +134,7 @@ PRUNED: dict[str, Callable[[Any], Any]] = {
 
 
 def _amid(change: Callable[[Any], Any]) -> Callable[[Any, int], list[Tensor]]:
-    """A change amid training by one optimizer."""
+    """Returns a loop with one optimizer that changes the model between two steps."""
 
     def loop(model: Any, rank: int) -> list[Tensor]:
         optimizer, plain = ADAMW(model.parameters()), model.module

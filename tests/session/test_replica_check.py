@@ -20,7 +20,7 @@ STEPS = 6
 
 
 def flip(tensor: Tensor) -> None:
-    """A bit of one element; not its lowest, which the rounding of the next steps could bring back."""
+    """Flips a bit of one element. A later rounding cannot undo the change, because the bit is not the lowest."""
     with torch.no_grad():
         tensor.view(torch.int64).view(-1)[2] ^= 1 << 20
 
@@ -50,7 +50,7 @@ CHANGES: dict[Callable[[Any, Any], None], str] = {
 
 
 def train_with_a_change(rank: int, world_size: int, change: Callable[[Any, Any], None]) -> str:
-    """What the check behind the change said; those before say nothing."""
+    """Returns the message of the check after the change. The checks before it must not raise."""
     plain = words_model()
     optimizer = Adam(plain.parameters(), lr=0.01)
     model = embrace_fx.compile(plain, optimizer=optimizer, strategy={"table.weight": "alltoall"})

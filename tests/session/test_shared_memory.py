@@ -78,7 +78,7 @@ def trained(model: nn.Module, plain: Any) -> list[Tensor]:
 
 
 def assert_trains_as_itself(model: Any) -> None:
-    """Compares a model, compiled, with a copy whose parameters share nothing."""
+    """Compares the compiled model with a copy whose parameters share no memory."""
     plain = copy.deepcopy(model)
     for each in plain.parameters():
         each.data = each.data.clone()

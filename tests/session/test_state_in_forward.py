@@ -28,7 +28,7 @@ class Words(nn.Module):
 
 
 class Carried(Words):
-    """A state that goes from call to call, without gradient."""
+    """Passes a state without gradient from call to call."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -44,7 +44,7 @@ class Carried(Words):
 
 
 class Averaged(Words):
-    """A buffer that is assigned, not written."""
+    """Assigns a new tensor to a buffer instead of writing the buffer in place."""
 
     buf: Tensor
 
@@ -90,7 +90,7 @@ class Router(nn.Module):
 
 
 class Experts(Words):
-    """An auxiliary loss that is left behind on a submodule, and added by the training loop."""
+    """Stores an auxiliary loss on a submodule, which the training loop adds to the loss."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -119,7 +119,7 @@ class Collected(Words):
 
 
 class Switching(Words):
-    """Takes another branch at each call."""
+    """Takes a different branch in each call."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -200,7 +200,7 @@ def test_a_hook_on_a_tensor_of_the_forward_changes_its_gradient() -> None:
 
 
 class Unread(Words):
-    """No graph holds it: it runs as it is written, and each subclass leaves something behind."""
+    """Cannot be captured. Each subclass leaves a tensor behind."""
 
     def forward(self, ids_BT: Tensor) -> Tensor:
         sys.stdout.flush()

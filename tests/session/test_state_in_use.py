@@ -58,23 +58,23 @@ class Training:
 
     @property
     def state(self) -> State:
-        """Of the model."""
+        """The state dict of the model."""
         return self.model.module.state_dict()
 
     @property
     def moments(self) -> dict[str, Tensor]:
-        """Of the optimizer, by its state dict."""
+        """The tensors of the optimizer's state dict."""
         state = self.optimizer.state_dict()["state"]
         return {f"{number} {key}": v for number, of in state.items() for key, v in of.items() if v.dim()}
 
     def ends(self) -> Any:
-        """All that a loop has made, with parts put together. Collective."""
+        """Returns all results of a loop, with shards gathered into whole tensors. Collective."""
         whole = [{name: value.clone() for name, value in embrace_fx.full_state_dict(self.model.module).items()}]
         return whole_of([self.log, whole, self.kept, dict(self.copied.state_dict())])
 
 
 def _asked(ask: Callable[[Tensor], Any]) -> Loop:
-    """A question to every value of the model's state dict, and of its optimizer's."""
+    """Returns a loop that applies `ask` to every value of the model's and the optimizer's state dicts."""
 
     def loop(training: Training, number: int) -> None:
         training.log += [ask(value) for value in (*training.state.values(), *training.moments.values())]
@@ -131,7 +131,7 @@ def _swapped_averages(training: Training, number: int) -> None:
 
 
 def _targets(of: Callable[[Tensor], Tensor]) -> Loop:
-    """A plain target network that takes over the state, and is called."""
+    """Returns a loop with a plain target network that copies the model's state and is called."""
 
     def loop(training: Training, number: int) -> None:
         training.copied.load_state_dict({name: of(value) for name, value in training.state.items()})
@@ -270,7 +270,7 @@ HARMLESS: Mapping[str, Callable[[Training], Any]] = {
 
 
 def _one_alone(rank: int, world_size: int, names: tuple[str, ...]) -> dict[str, str]:
-    """Errors of what rank 0 does alone, before the others' next call; training goes on after each."""
+    """Returns the errors of calls that rank 0 makes alone. Training continues after each error."""
     training = Training(rank, lambda model: embrace_fx.compile(model, strategy="alltoall"))
     errors = {}
     training.step(0)

@@ -43,7 +43,7 @@ def batches(count: int, *, slow: bool) -> Iterator[Tensor]:
 
 
 class _Late:
-    """The work of a collective that ends `SLOW_S` late."""
+    """The work handle of a collective that ends `SLOW_S` seconds late."""
 
     def __init__(self, work: Any) -> None:
         self._future: torch.futures.Future[None] = torch.futures.Future()

@@ -31,7 +31,7 @@ def sharded(model: nn.Module) -> Any:
 
 
 def train(model: Any, rank: int, steps: range = range(3)) -> list[Tensor]:
-    """Losses."""
+    """Returns the losses of training."""
     return beside.train(model, [draw_batch(step, rank) for step in steps], partial(SGD, lr=0.5))
 
 

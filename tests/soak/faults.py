@@ -79,14 +79,14 @@ def draw(seed: int, ranks: int) -> Fault:
 
 @dataclass(frozen=True)
 class Ended:
-    """How a rank has ended, at a moment of `time.time`; "": at its last step."""
+    """How and when (`time.time`) a rank ended. The error is "" if the rank reached its last step."""
 
     at_s: float
     error: str = ""
 
 
 def train(rank: int, ranks: int, fault: Fault, marks: Path) -> Ended:
-    """Trains until the end, or an error."""
+    """Trains until the last step, or until an error."""
     warnings.simplefilter("ignore")
     mine = fault.rank == rank
 

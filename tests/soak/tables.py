@@ -16,7 +16,7 @@ ROWS, STEPS = 2000, 60
 
 
 def loop_of(seed: int) -> tuple[int, Loop]:
-    """A number of ranks, and what they do."""
+    """Returns a random number of ranks and a random loop."""
     draw = random.Random(seed)
     shares = [round(2 ** draw.uniform(-4.5, -0.2), 3) for _ in range(2)]
     memory = draw.choice([shares[0], dict(zip(("words.*", "bags.*"), shares, strict=True)), {"words.*": shares[0]}])

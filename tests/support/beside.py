@@ -22,7 +22,7 @@ Case = tuple[Callable[[], nn.Module], Callable[[Any, int], Any]]
 
 
 def train(model: Any, batches: Iterable[Any], make: Callable[[Any], Optimizer]) -> list[Tensor]:
-    """Takes a step with each batch of arguments; returns losses."""
+    """Takes a step with each batch. Returns the losses."""
     optimizer, losses = make(model.parameters()), []
     for batch in batches:
         loss = model(*batch)
@@ -34,12 +34,12 @@ def train(model: Any, batches: Iterable[Any], make: Callable[[Any], Optimizer]) 
 
 
 def ends(model: nn.Module) -> list[Tensor]:
-    """Copies of a model's whole state, without names, which wraps change. Collective."""
+    """Returns copies of a model's whole state, without names, because wrapping changes names. Collective."""
     return [value.clone() for value in embrace_fx.full_state_dict(model).values()]
 
 
 def ids(step: int, rank: int, *shape: int, high: int = 50) -> Tensor:
-    """Ids of a batch, other ones on each rank and at each step."""
+    """Returns random ids for a batch, different on each rank and at each step."""
     return torch.randint(high, shape, generator=torch.Generator().manual_seed(100 * step + rank))
 
 

@@ -23,7 +23,7 @@ def make(blocks: Callable[[], nn.Module], through: Callable[..., Tensor] = plain
 
 
 def measured(model: nn.Module, call: Callable[..., Tensor]) -> tuple[int, int]:
-    """Bytes saved, and the most at a time, of the second step."""
+    """Returns the bytes saved for the backward, and the peak bytes, of a model's second step."""
     gradients(model, call, IDS)
     with CountedMemory([*model.parameters(), *model.buffers(), IDS]) as counted:
         loss = call(IDS)

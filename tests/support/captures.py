@@ -22,14 +22,14 @@ class Pair(NamedTuple):
 
 @dataclasses.dataclass
 class Output:
-    """As the models of `transformers` return, but plain."""
+    """A result like those of `transformers` models, but a plain dataclass."""
 
     loss: Tensor
     scores: Tensor | None = None
 
 
 class Model(nn.Module):
-    """A tied table and head, a normalisation, a recurrent layer, under a forward of the test's own."""
+    """A tied table, a norm and a recurrent layer, with a forward that the test provides."""
 
     def __init__(self, forward: Callable[..., Any]) -> None:
         super().__init__()
@@ -67,7 +67,7 @@ def outputs(found: Captured) -> list[Any]:
 
 
 def leaves_of(results: Any) -> list[Any]:
-    """The flattened results; pytree alone would not look into a dataclass."""
+    """Returns the flattened results, including the fields of dataclasses, which pytree does not flatten."""
     return pytree.tree_leaves(vars(results) if isinstance(results, Output) else results)
 
 

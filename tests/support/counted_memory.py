@@ -38,7 +38,7 @@ class CountedMemory(TorchDispatchMode):
 
     @property
     def held_bytes(self) -> int:
-        """What is held now."""
+        """The bytes that are allocated now."""
         for key in [key for key, (reference, _) in self._held.items() if reference.expired()]:
             del self._held[key]
         return sum(size for _, size in self._held.values())
@@ -50,7 +50,7 @@ class CountedMemory(TorchDispatchMode):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        # Remove freed tensors now, before a new tensor can get the address of one.
+        # Remove freed tensors now, before a new tensor can get the address of a freed one.
         self.held_bytes  # noqa: B018
         results = func(*args, **(kwargs or {}))
         for result in pytree.tree_leaves(results):

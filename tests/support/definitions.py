@@ -26,7 +26,8 @@ class Definition:
 
     def __call__(self, parameter: nn.Parameter) -> Optimizer:
         make: Any = self.kind
-        return make([parameter], **hyperparameters(self.options))  # own copy of a tensor lr, which schedulers write
+        # Copies the options, because schedulers write into lr.
+        return make([parameter], **hyperparameters(self.options))
 
     def __str__(self) -> str:
         return "-".join([self.kind.__name__, *(f"{k}={v}" for k, v in self.options.items())])

@@ -28,7 +28,7 @@ TABLE, OTHER = "drifting.weight", "steady.weight"
 
 
 class Words(nn.Module):
-    """Two tables: one that batches read more or less of, and one of which they always read few rows."""
+    """Two tables: batches read a changing number of rows of the first one, and always few rows of the second one."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -56,7 +56,7 @@ class Together(Words):
 
 @contextmanager
 def every_call_a_sample() -> Iterator[None]:
-    """Plans are looked at as soon as they may be."""
+    """Lets the planner check its plan in every call."""
     with pytest.MonkeyPatch.context() as patch:
         for module in (programs, batch_check):
             patch.setattr(module, "SAMPLED_EVERY", 1)

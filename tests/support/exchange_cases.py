@@ -43,7 +43,7 @@ class Way:
 
     @contextlib.contextmanager
     def chosen(self) -> Iterator[None]:
-        """Has this way's blocks and slots chosen."""
+        """Makes exchanges use the blocks and slots of this object."""
         with pytest.MonkeyPatch.context() as patch:
             if self.block_size:
                 patch.setattr(omnireduce, "fastest_block_size", lambda *_: self.block_size)

@@ -11,7 +11,7 @@ NUM_WORDS, NUM_ITEMS, NUM_CLASSES = 30, 20, 3
 
 
 class Armed:
-    """Of this process: where the next call fails."""
+    """Where the next call of this process fails."""
 
     where: str | None = None
 

@@ -65,7 +65,7 @@ class Classifier(nn.Module):
 
 
 class Tables(nn.Module):
-    """Two tables, a linear layer and a vector, under a forward of the test's own, which takes the model first."""
+    """Two tables, a linear layer and a vector. The test provides the forward, which takes the model first."""
 
     def __init__(self, forward: Callable[..., Any], **options: Any) -> None:
         super().__init__()
@@ -229,7 +229,7 @@ def own_part(outputs: Outputs, sharded: Sequence[str], communicator: Communicato
 
 
 def assert_equal_outputs(found: Outputs, expected: Outputs, *, tolerance: float = 1e-12) -> None:
-    """The same outputs, each with the same value."""
+    """Fails unless both have the same outputs with the same values."""
     __tracebackhide__ = True
     assert found.keys() == expected.keys()
     for role, value in expected.items():

@@ -54,12 +54,12 @@ class Builder:
             return self._placeholder(name, role, torch.empty(shape, dtype=dtype))
 
     def dynamic_input(self, name: str, role: InputRole, *shape: int) -> fx.Node:
-        """All of its sizes are symbols."""
+        """Adds an input with symbolic sizes."""
         context: StatelessSymbolicContext[Any, Any] = StatelessSymbolicContext([DimDynamic.DYNAMIC] * len(shape))
         return self._placeholder(name, role, self.mode.from_tensor(torch.empty(shape), symbolic_context=context))
 
     def saved(self, node: fx.Node) -> fx.Node:
-        """A value that an earlier phase, with the same fake mode, saves."""
+        """Adds an input for a value that an earlier phase saves."""
         return self._placeholder(node.name, Saved(node.name), node.meta["val"])
 
     def _placeholder(self, name: str, role: InputRole, value: Any) -> fx.Node:

@@ -57,13 +57,13 @@ class HeadModel(nn.Module):
 
 
 class Smooths(HeadModel):
-    """Smooths labels."""
+    """Uses label smoothing."""
 
     smoothing = 0.1
 
 
 class Weighs(HeadModel):
-    """Weighs words in the loss."""
+    """Uses class weights in the loss."""
 
     def weight_of_words(self) -> Tensor:
         like = self.words.weight
@@ -71,7 +71,7 @@ class Weighs(HeadModel):
 
 
 class Predicts(HeadModel):
-    """Returns logits: the loss is the loop's."""
+    """Returns logits, from which the training loop computes the loss."""
 
     def forward(self, words_BT: Tensor, labels_BT: Tensor) -> Tensor:
         return self.logits(words_BT)

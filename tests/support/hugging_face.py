@@ -75,7 +75,7 @@ def make_t5() -> nn.Module:
 
 
 def make_marian() -> nn.Module:
-    """Source and target have tables of their own, and so has the softmax."""
+    """Makes a Marian model with separate tables for source, target and output layer."""
     config = transformers.MarianConfig(
         vocab_size=NUM_WORDS,
         decoder_vocab_size=NUM_WORDS,
@@ -88,7 +88,7 @@ def make_marian() -> nn.Module:
 
 
 def make_bart() -> nn.Module:
-    """As Marian, with positions that are learnt."""
+    """Makes a BART model, which has learned positions."""
     config = transformers.BartConfig(vocab_size=NUM_WORDS, encoder_layers=2, decoder_layers=2, **_ENCODER_DECODER)
     return transformers.BartForConditionalGeneration(config)
 

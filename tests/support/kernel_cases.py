@@ -72,7 +72,7 @@ def columns_codec(put: Put) -> None:
 
 
 def sums_of_ids(ids: Tensor, rows: Tensor, padding_idx: int, scale: float) -> tuple[Tensor, Tensor]:
-    """One id after the other, in float64."""
+    """Returns the unique ids, and the sum of each id's rows in float64."""
     unique = sorted(set(ids.tolist()) - {padding_idx})
     sums = [scale * rows[ids == one].double().sum(dim=0) for one in unique]
     return torch.tensor(unique, dtype=torch.int64), torch.stack(sums) if sums else rows[:0].double()
@@ -92,7 +92,7 @@ def coalesce(put: Put) -> None:
 
 
 def coalesce_adds_in_the_order_of_ranks(put: Put) -> None:
-    """To the bit: 1e8 - 1e8 + 3 is 3, and 0 where 3 is not the last to be added."""
+    """Compares bits: 1e8 - 1e8 + 3 is 3, but other orders of the sum give 0."""
     ids = torch.tensor([4, 7, 4, 7, 4, 9])
     rows = torch.tensor([1e8, 1.0, -1e8, 2.0, 3.0, 5.0]).unsqueeze(1).repeat(1, 33)
     in_order = torch.tensor([3.0, 3.0, 5.0]).unsqueeze(1).repeat(1, 33)
@@ -110,7 +110,7 @@ def sum_into_adds_in_the_order_of_ranks(put: Put) -> None:
 
 
 def coalesce_adds_narrow_values_widely(put: Put) -> None:
-    """256 + 1 is 256 in bfloat16."""
+    """In bfloat16, 256 + 1 would be 256."""
     rows = torch.tensor([256.0, *[1.0] * 8]).bfloat16()
     found = kernels.coalesce(put(torch.zeros(9, dtype=torch.int64)), put(rows), 1, (), 1.0)
     assert found[1].item() == 264.0

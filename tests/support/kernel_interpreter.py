@@ -21,7 +21,7 @@ from embrace_fx.runtime.kernels import gpu
 
 
 class _SaysCuda(Tensor):
-    """A tensor on the CPU that takes the branches of one on CUDA."""
+    """A tensor on the CPU whose `is_cuda` is True."""
 
     is_cuda: Any = property(lambda self: True)
 

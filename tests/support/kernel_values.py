@@ -21,21 +21,21 @@ def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Te
 
 
 def random_ids(count: int, num_rows: int, seed: int = 0) -> Tensor:
-    """With repeated ids, and id 0 among them."""
+    """Returns random ids with repetitions. Id 0 is always one of them."""
     ids = torch.randint(num_rows, (count,), generator=torch.Generator().manual_seed(seed))
     ids[: min(count, 1)] = 0
     return ids
 
 
 def assert_near(found: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
-    """Both compared as float64; `dtype` is what the result was rounded to."""
+    """Compares both as float64, with the tolerance of `dtype`, to which the result was rounded."""
     assert found.dtype == dtype
     tolerance = ROUNDING[dtype]
     torch.testing.assert_close(plain(found).double(), expected.double(), rtol=tolerance, atol=tolerance, equal_nan=True)
 
 
 def plain(tensor: Tensor) -> Tensor:
-    """The tensor on the CPU, of torch's own class."""
+    """Returns the tensor on the CPU, as a plain `torch.Tensor`."""
     return tensor.cpu().as_subclass(Tensor)
 
 

@@ -36,5 +36,5 @@ def train(rank: int, world_size: int, system: str, workload: Workload, optimizer
 
 
 def means(by_rank: list[list[float]]) -> list[float]:
-    """Of each step, over ranks."""
+    """Returns the mean over ranks for each step."""
     return [sum(losses) / len(losses) for losses in zip(*by_rank, strict=True)]

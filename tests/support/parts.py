@@ -27,7 +27,7 @@ REFUSED = "the sharded "
 
 
 class Parts:
-    """Makes this rank's parts of whole tensors of two dimensions."""
+    """Makes this rank's shards of whole matrices."""
 
     def __init__(self, grid: Grid | None = None) -> None:
         self.communicator = Communicator(dist.group.WORLD)
@@ -37,12 +37,12 @@ class Parts:
         return Layout.of_table("t.weight", whole.shape, self._mesh, weakref.ref(self.communicator))
 
     def parameter(self, whole: Tensor) -> TableShard:
-        """As of a table."""
+        """Returns the shard of a table."""
         layout = self._of(whole)
         return nn.Parameter(TableShard(LocalStorage(layout.cut(whole).clone()), layout), requires_grad=False)  # type: ignore[return-value]
 
     def gradient(self, whole: Tensor) -> TableShard:
-        """In rows: those that are not zero."""
+        """Returns the shard of a sparse gradient."""
         layout = self._of(whole)
         local = layout.cut(whole).contiguous()
         held = GradientStorage(local, layout)
@@ -51,7 +51,7 @@ class Parts:
         return TableShard(held, layout, "the gradient of ")
 
     def state(self, whole: Tensor) -> TableShard:
-        """As an optimizer makes it of a parameter."""
+        """Returns the shard of an optimizer's state, made from a parameter."""
         return torch.zeros_like(self.parameter(whole)).copy_(whole)  # type: ignore[return-value]
 
     def close(self) -> None:
@@ -59,7 +59,7 @@ class Parts:
 
 
 class Shown:
-    """Tables of these shapes as state dicts of a compiled model in training, and of its optimizer, hand them out."""
+    """Trains a model with tables of these shapes. Its methods return shards from state dicts."""
 
     def __init__(self, shapes: Iterable[torch.Size]) -> None:
         tables = {shape: nn.Embedding(shape[0], shape[1], dtype=torch.float64) for shape in sorted(set(shapes))}
@@ -70,18 +70,18 @@ class Shown:
         self._optimizer.step()
 
     def parameter(self, whole: Tensor) -> TableShard:
-        """Of the model's state dict."""
+        """Returns a shard from the model's state dict."""
         name = self._names[whole.shape]
         self._model.load_state_dict({name: whole}, strict=False)
         return self._model.state_dict()[name]
 
     def state(self, whole: Tensor) -> TableShard:
-        """Of the optimizer's state dict."""
+        """Returns a shard from the optimizer's state dict."""
         number = int(self._names[whole.shape].split(".")[0])
         return self._optimizer.state_dict()["state"][number]["exp_avg"].copy_(whole)
 
     def kept(self, whole: Tensor) -> TableShard:
-        """Of the optimizer's state."""
+        """Returns a shard from the optimizer's `state`."""
         self.state(whole)
         number = int(self._names[whole.shape].split(".")[0])
         return self._optimizer.state[self._model.module.get_parameter(f"{number}.weight")]["exp_avg"]
@@ -99,12 +99,12 @@ class _Tables(nn.Sequential):
 
 
 def whole_of(value: Any) -> Any:
-    """The same with parts put together. Collective."""
+    """Returns the value with all shards gathered into whole tensors. Collective."""
     return pytree.tree_map_only(TableShard, TableShard.full_tensor, value)
 
 
 def asked(make: Callable[[], Any], deed: Callable[[Any], Any]) -> tuple[str, Any]:
-    """What a deed answers of a tensor, and the tensor after it; or its error. Collective."""
+    """Returns the answer of `deed` and the tensor after it, or the error that `deed` raised. Collective."""
     tensor = make()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -117,7 +117,7 @@ def asked(make: Callable[[], Any], deed: Callable[[Any], Any]) -> tuple[str, Any
 
 
 def differs(found: Any, expected: Any, rtol: float = 1e-6) -> str:
-    """How an answer differs from that of the whole; empty: it does not."""
+    """Returns how an answer differs from that of the whole tensor, or "" if it does not."""
     ours, theirs = pytree.tree_leaves(found), pytree.tree_leaves(expected)
     if len(ours) != len(theirs):
         return f"{len(ours)} values, not {len(theirs)}"

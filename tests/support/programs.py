@@ -38,7 +38,7 @@ KINDS: tuple[Callable[[Any], Optimizer], ...] = (
 
 
 class Tasks(nn.Module):
-    """A trunk, and for each task a table and a layer that other calls do not read; `aux` is for training alone."""
+    """A trunk and, for each task, a table and a layer that other tasks do not read. `aux` is used only in training."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -72,11 +72,11 @@ class Side:
 
     @property
     def session(self) -> Any:
-        """What is behind a compiled model; None: this is DDP's side."""
+        """The session of a compiled model, or None under DDP."""
         return getattr(self.model, "_session", None)
 
     def find(self, what: str, name: str) -> Tensor | None:
-        """A parameter, its gradient, or one that was kept."""
+        """Returns a parameter, its gradient, or a gradient that was kept."""
         parameter = self.plain.get_parameter(name)
         if what == "parameter":
             return parameter.detach()
@@ -117,7 +117,7 @@ class Side:
         return loss.item()
 
     def change(self, what: str, of: str) -> None:
-        """Does what a loop does to a model between two steps, or what measurements make of it."""
+        """Applies a change that a loop, or a new plan, makes between two steps."""
         if what == "hook":
             self.handles.append(self.plain.mid.register_forward_hook(lambda module, given, found: found * 0.9))
         elif what == "hook of a gradient" and self.plain.tables[of].weight.requires_grad:
@@ -140,7 +140,7 @@ class Side:
             self.session.programs.counters.replan_for = "a test"
 
     def ends(self) -> Any:
-        """Returns what training has come to."""
+        """Returns the parameters and the optimizer state at the end. Collective."""
         state = [dict(self.optimizer.state[p]) for p in self.model.parameters() if p in self.optimizer.state]
         return whole_of([{name: each.detach() for name, each in self.model.named_parameters()}, state])
 
@@ -169,7 +169,7 @@ STARTS: dict[str, Any] = {
 
 
 class Changes(RuleBasedStateMachine):
-    """Two sides, of which every rule asks the same."""
+    """Applies each rule to a compiled model and to a DDP model."""
 
     sides: tuple[Side, ...] = ()
 

@@ -150,7 +150,7 @@ def fresh_ranks(world_size: int, fn: Callable[..., T], *args: Any, timeout_s: fl
 
 
 def store() -> Any:
-    """The store of the call that runs on this rank, which all of its ranks share."""
+    """Returns the store that all ranks of the current call share."""
     return _of_process.store
 
 
@@ -200,7 +200,8 @@ class Pool:
         if not self._workers:
             self._folder = tempfile.TemporaryDirectory(prefix="ranks-")
         self._workers += [_start_worker() for _ in range(world_size - len(self._workers))]
-        directory = Path(tempfile.mkdtemp(dir=self._folder.name))  # kept: a living model's thread may wait for it
+        # Not deleted, because the thread of a model that still exists may wait for it.
+        directory = Path(tempfile.mkdtemp(dir=self._folder.name))
         jobs = [
             _packed(_run_as_rank, rank, world_size, directory, fn, args, warnings.filters) for rank in range(world_size)
         ]
@@ -262,7 +263,8 @@ _pool = Pool()
 def _call_shared_pool(world_size: int, fn: Callable[..., T], args: Sequence[Any], timeout_s: float) -> list[Outcome[T]]:
     try:
         outcomes = _pool.call(world_size, fn, args, timeout_s)
-    except BaseException:  # after an interrupt or a timeout, late replies would reach the next call
+    # Close the pool, because late replies after an interrupt or a timeout would reach the next call.
+    except BaseException:
         _pool.close()
         raise
     if not _all_returned(outcomes):
@@ -320,7 +322,7 @@ def _serve(connection: Connection) -> None:
         connection.send_bytes(_pack(outcome))
         if outcome.exception is not None:
             connection.poll(PEER_GRACE_S)  # ends early if the parent closes the pipe, once it is done with all ranks
-            os._exit(1)  # not sys.exit(), which would wait for threads in a collective
+            os._exit(1)  # sys.exit() would wait for threads that are blocked in a collective
 
 
 def _attempt(job: bytes) -> Outcome[Any]:

@@ -78,11 +78,11 @@ class Training:
 
     @property
     def model(self) -> Any:
-        """The same, wrapped."""
+        """The wrapped model."""
         return self._standard[1]
 
     def drop(self) -> None:
-        """Forgets models and optimizers, whose ends are not compared then."""
+        """Forgets models and optimizers. Their states are then not compared."""
         self.models.clear()
         self.optimizers.clear()
         del self._standard
@@ -127,7 +127,7 @@ class Training:
         return self.lookahead([draw_batch(step, self.rank) for step in range(first, first + count)])
 
     def batch(self, step: int) -> Words:
-        """One that comes from no loader."""
+        """Returns a batch that does not come from a loader."""
         return draw_batch(step, self.rank)
 
     def step(self) -> None:
@@ -135,7 +135,7 @@ class Training:
         self.optimizer.zero_grad()
 
     def update(self, batch: Words) -> None:
-        """A step as it stands in every tutorial."""
+        """Takes a step: forward, backward, optimizer step, and zeroed gradients."""
         self.model(*batch).backward()
         self.step()
 
@@ -144,13 +144,13 @@ class Training:
         self.log += [pytree.tree_map_only(Tensor, _copy, value) for value in values]
 
     def columns(self, value: Any) -> Any:
-        """This rank's columns of a table, or of what is of one, in its own memory."""
+        """Returns this rank's columns of a table, of its gradient or of its state, as a plain tensor."""
         if self.is_compiled:
             return own(value)
         return value.chunk(dist.get_world_size(), dim=-1)[self.rank]
 
     def ends(self) -> list[Any]:
-        """Where models are and what optimizers hold. Collective."""
+        """Returns the states of models and optimizers. Collective."""
         states: list[Any] = [embrace_fx.full_state_dict(each) for each in (*self.models, *self.optimizers)]
         return [pytree.tree_map_only(Tensor, _copy, _in_order(state)) for state in states]
 
@@ -185,7 +185,7 @@ def compiled_once(**options: Any) -> Wrap:
 
 
 def own(value: Any) -> Any:
-    """A tensor, or what this rank has of it."""
+    """Returns a tensor, or this rank's shard of it."""
     return value.to_local() if hasattr(value, "to_local") else value
 
 

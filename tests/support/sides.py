@@ -16,7 +16,7 @@ Words = tuple[Tensor, Tensor, Tensor]
 
 
 class Matching(nn.Module):
-    """Words and an item match, or not: two tables, one of them padded, and a network between them."""
+    """Predicts whether words match an item: two tables, one of them with a padding row, and a network."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -31,7 +31,7 @@ class Matching(nn.Module):
 
 
 class Predicting(Matching):
-    """Predicts the item, too: an output layer reads the table of items."""
+    """Predicts the item too, by an output layer that reads the table of items."""
 
     def forward(self, words_BL: Tensor, items_B: Tensor, scale: Tensor) -> Tensor:
         x_BD = self.second(torch.tanh(self.first(self.words(words_BL).mean(1))))

@@ -9,7 +9,7 @@ ROWS = (23, 4, 1, 31, 9)
 
 
 class Many(nn.Module):
-    """Five tables read at once, the first by two lookups, the second by bags; each has a weight of its own."""
+    """Five tables that are read at once. Two lookups read the first table, and bags read the second one."""
 
     def __init__(self, dim: int) -> None:
         super().__init__()

@@ -10,7 +10,7 @@ ROWS, WIDTH = 24, 6
 
 
 class Tagger(nn.Module):
-    """One table, and layers above it."""
+    """A table, followed by layers."""
 
     def __init__(self) -> None:
         super().__init__()

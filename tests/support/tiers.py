@@ -50,13 +50,13 @@ OPTIMIZERS: Mapping[str, Make] = {
 
 
 def in_memory(table: Tensor, make: Make) -> Member:
-    """A table whose rows rest, all of it in memory."""
+    """Returns a table with resting rows that is entirely in memory."""
     parameter = nn.Parameter(table.clone())
     return Member(parameter, Layout.of_table("t", table.shape), "exact", make([parameter]), may_defer=lambda: True)
 
 
 def beyond_memory(table: Tensor, make: Make, slots: int, directory: str | Path) -> Any:
-    """The same with so many rows in memory."""
+    """Returns the same table with only `slots` rows in memory."""
     parameter = nn.Parameter(table.clone())
     optimizer = make([parameter])
     columns = {WEIGHTS: Column((table.shape[1],), table.dtype), TAKEN: Column((), torch.int64)}
@@ -111,7 +111,7 @@ def _changed(file: RecordFile) -> None:
 
 
 def _gone(file: RecordFile) -> None:
-    """As a device that answers no more."""
+    """Makes each access to the file fail, as if its device had been removed."""
     os.dup2(os.open(tempfile.gettempdir(), os.O_RDONLY), file.descriptor)
 
 
@@ -226,14 +226,13 @@ class TwoTables(nn.Module):
 
     def forward(self, first: Tensor, second: Tensor) -> Tensor:
         words = torch.tanh(self.words(first)).sum(1) + torch.tanh(self.words(second)).sum(1)
-        loss: Tensor = (
-            self.linear(self.dropout(torch.cat([words, self.bags(first)], 1))).square().sum() / 12
-        )  # a sum, which is also defined for an empty batch
+        # Return a sum instead of a mean, because the mean of an empty batch is nan.
+        loss: Tensor = self.linear(self.dropout(torch.cat([words, self.bags(first)], 1))).square().sum() / 12
         return loss
 
 
 class Alike(nn.Module):
-    """Tables of one width that are looked up beside each other: rows travel together, and rest as one."""
+    """Tables with the same width that are looked up together and therefore joined."""
 
     def __init__(self, rows: int) -> None:
         super().__init__()
@@ -293,7 +292,8 @@ def run_loop(rank: int, world_size: int, loop: Loop) -> list[float]:
         of_epoch = zip(compiled.lookahead(batches[epoch], loop.ahead), loop.deeds[epoch], strict=True)
         for step, (batch, deed) in enumerate(of_epoch, first):
             _do(deed, step, batch, compiled, optimizer, seen, loop.folder)
-    if not loop.alike or world_size == 1 or not isinstance(loop.memory, Mapping):  # otherwise they are not joined
+    # Tables with different limits are not joined, so there is nothing to compare for a mapping of limits.
+    if not loop.alike or world_size == 1 or not isinstance(loop.memory, Mapping):
         assert len(compiled.plan.spaces) == int(loop.alike and world_size > 1)
     seen += _evaluated(compiled, [(ids[None], ids[None].flip(1)) for ids in torch.arange(loop.rows).split(10)])
     compiled.close()
@@ -328,7 +328,7 @@ def _do(deed: str, step: int, batch: Any, compiled: Any, optimizer: Optimizer, s
 
 
 def _plan_anew(compiled: Any) -> None:
-    """Puts a plan in use whose joined table has all tables, as a planner makes it."""
+    """Switches to a plan that joins all sharded tables."""
     programs = session_of(compiled).programs
     plan = programs.pipeline.plan
     spaces = (plan.join_tables(sorted(plan.sharded)),) if plan.spaces else ()

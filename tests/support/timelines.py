@@ -25,7 +25,7 @@ T = TypeVar("T", Span, Wait)
 
 
 class _Step:
-    """Collects operations with what they depend on."""
+    """Collects operations and their dependences."""
 
     def __init__(self) -> None:
         self.operations: list[Operation] = []
@@ -77,7 +77,7 @@ def language_model(blocks: tuple[str, ...] = BLOCKS, chunks: int = 2) -> StepGra
 
 
 def schedule(name: str = "2d", blocks: tuple[str, ...] = BLOCKS, chunks: int = 2) -> Schedule:
-    """Two windows of the steady state."""
+    """Returns a schedule of two steady windows."""
     return schedule_steps(language_model(blocks, chunks), name)
 
 

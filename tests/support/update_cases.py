@@ -56,7 +56,7 @@ def update_rows(put: Put) -> None:
 
 
 def update_rows_of_bfloat16(put: Put) -> None:
-    """One step: computed widely, rounded once."""
+    """Takes one step, which is computed in float32 and rounded once."""
     ids = torch.tensor([8, 0])
     for kind, options in OPTIMIZERS:
         table, gradient = random(9, 33, dtype=torch.bfloat16), random(2, 33, dtype=torch.bfloat16, seed=1)

@@ -14,7 +14,7 @@ Batch = tuple[Tensor, Tensor, Tensor]
 
 
 class Words(nn.Module):
-    """A bag of words, with two lengths of input that cannot be trained on after others."""
+    """A bag of words. Two lengths of its input cannot be trained on after other lengths."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -32,7 +32,7 @@ class Words(nn.Module):
 
 
 class Sentences(Words):
-    """Another model with the same parameters."""
+    """A different model with the same parameters."""
 
 
 def words_model(kind: type[nn.Module] = Words) -> nn.Module:

@@ -43,7 +43,7 @@ def nothing():
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The working folder, with the factory in it."""
+    """Changes to a temporary folder that contains the factory."""
     (tmp_path / "made_here.py").write_text(FACTORY)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))

@@ -15,7 +15,7 @@ from benchmarks.micro.first_step import Chain, Tables
 
 
 def _calls(model: nn.Module) -> int:
-    """Calls of Python functions while a model is captured, planned, compiled and scheduled for two ranks."""
+    """Returns how many Python functions are called to capture, plan, compile and schedule a model for two ranks."""
     ids = torch.randint(2_000, (8, 16))
     profiler = cProfile.Profile()
     with profiler:

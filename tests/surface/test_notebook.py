@@ -13,7 +13,7 @@ NOTEBOOK = Path(__file__).parents[2] / "examples" / "first_steps.ipynb"
 
 
 def run_cells(cells: list[str]) -> list[Any]:
-    """Executes cells below each other; returns the value of each one's last expression, None where it has none."""
+    """Executes the cells in order. Returns the value of each cell's last expression, or None if it has none."""
     names: dict[str, Any] = {"__name__": "__notebook__"}
     values: list[Any] = []
     for source in cells:

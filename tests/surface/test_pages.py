@@ -32,7 +32,7 @@ FRAGMENTS = ("README", "admm", "index", "memory", "operations", "scheduling", "s
 
 
 def snippets() -> list[tuple[str, str, str]]:
-    """(page, title, text) of every block of Python; the title is empty where a block has none."""
+    """Returns (page, title, text) of every Python block. The title is empty if a block has none."""
     block = re.compile(r'^```python(?: title="(.*?)")?\n(.*?)^```', re.DOTALL | re.M)
     pages = [ROOT / "README.md", *sorted(DOCS.glob("*.md"))]
     return [(page.stem, *found) for page in pages for found in block.findall(page.read_text(encoding="utf-8"))]
@@ -97,7 +97,7 @@ def _resolves(name: str) -> bool:
 
 @pytest.fixture
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A working folder of one process, whose `logging` is put back."""
+    """Changes to a temporary folder, as a single process, and restores the state of `logging` afterwards."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("RANK", raising=False)
     torch.manual_seed(0)
@@ -129,7 +129,7 @@ class LanguageModel(nn.Module):
 
 
 def reader(*, compiled: bool) -> dict[str, Any]:
-    """The names that a fragment takes as known."""
+    """Returns the names that a snippet may use without defining them."""
     deep = (layer for _ in range(12) for layer in (nn.Linear(4, 4), nn.GELU(), nn.LayerNorm(4)))
     plain = nn.Sequential(nn.Embedding(50, 4), *deep, nn.Linear(4, 1))  # deep enough for a memory budget of half
     optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
@@ -209,7 +209,7 @@ def commands_of_the_page() -> list[str]:
 
 
 def with_files_of_the_page(folder: Path) -> None:
-    """What the page's commands read: files that it shows."""
+    """Writes the files that the page shows, because its commands read them."""
     text = (DOCS / "reading.md").read_text(encoding="utf-8")
     for name, content in re.findall(r'^```\w+ title="([^"]+)"\n(.*?)^```', text, re.DOTALL | re.M):
         (folder / name).write_text(content, encoding="utf-8")

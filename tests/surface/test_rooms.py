@@ -46,7 +46,7 @@ def test_the_page_lists_the_rooms_as_their_heads_describe_them() -> None:
 
 
 def imported_tests(path: Path) -> list[str]:
-    """Names of test modules that a file imports from."""
+    """Returns the names of the test modules that a file imports from."""
     tree = ast.parse(path.read_text(encoding="utf-8"))
     names = [
         name

@@ -52,7 +52,7 @@ AVERAGES = ("exp_avg", "exp_avg_sq")
 
 
 def of_unread_rows(table: Any, optimizer: Any) -> None:
-    """Writes the gradient of rows that the next batch reads, and this one does not."""
+    """Writes gradients of rows that this batch does not read and the next batch reads."""
     table.grad[:16] = 0.25
 
 
@@ -115,7 +115,7 @@ def test_gradients_and_state_written_between_steps(names: tuple[str, ...], sched
 
 
 class Padded(nn.Module):
-    """Two tables: bags with a padding row amid the others, and lookups whose first row it is."""
+    """A table for bags with a padding row in its middle, and a table for lookups whose first row is the padding row."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -186,7 +186,7 @@ def test_padding_rows_take_their_step_before_the_next_batch_reads_them(
 
 
 def present(in_place: bool) -> Loop:
-    """By step, which parameters have a gradient, while ranks run out of batches."""
+    """Returns, for each step, which parameters have a gradient while ranks run out of batches."""
 
     def loop(model: Any, rank: int) -> list[list[bool]]:
         optimizer, found = sgd(model.parameters()), []

@@ -18,7 +18,7 @@ def _by_rank(one: str, other: str) -> str:
 
 
 def _inference_after_the_first_step(side: Side) -> Any:
-    """An optimizer's state that was made in inference mode could not be stepped out of it."""
+    """Optimizer state that is created in inference mode could not be updated outside that mode."""
     return [side.train("a"), side.evaluate("a"), side.train("a"), side.evaluate("b"), side.train("b")]
 
 
@@ -45,7 +45,7 @@ def _another_route_on_one_rank_as_a_plan_begins(side: Side) -> Any:
 
 
 def _gradients_of_zeros_over_plans(side: Side) -> Any:
-    """Of a table that is not read again, and decays."""
+    """Uses a table that is not read again, but decays."""
     first = side.train("a")
     side.zero("in place")
     side.change("whole", "a")
@@ -64,7 +64,7 @@ def _no_graph_with_a_table_frozen_so_far(side: Side) -> Any:
 
 
 def _gradients_kept_over_plans(side: Side) -> Any:
-    """Of tables whose rows nobody has waited for."""
+    """Keeps gradients of tables whose rows nothing has waited for."""
     losses = []
     for step, task in enumerate("aabbc"):
         losses.append(side.train(task))
@@ -74,7 +74,7 @@ def _gradients_kept_over_plans(side: Side) -> Any:
 
 
 def _graphs_that_are_new_while_updates_are_pending(side: Side) -> Any:
-    """Of other tasks, and of other lengths."""
+    """Calls the model with other tasks and with other lengths."""
     return [side.train(task, length) for task, length in zip("aabbcca", (3, 3, 3, 4, 4, 2, 5), strict=True)]
 
 

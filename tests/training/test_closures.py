@@ -19,7 +19,7 @@ STEPS = 3
 
 
 class Deciding(SGD):
-    """Moves twice where the loss is large, which ranks must agree on, and steps by its base class."""
+    """Steps twice if the loss is large, on which all ranks must agree."""
 
     @torch.no_grad()
     def step(self, closure: Any = None, more: float = 1.0) -> Any:

@@ -23,7 +23,7 @@ SIZES = f"--vocabulary {ROWS} --width {WIDTH} --batch-size 8 --length 16 --negat
 
 
 def run(*command: str) -> str:
-    """Runs a process of its own, and returns what it printed."""
+    """Runs a separate process, and returns what it printed."""
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -32,7 +32,7 @@ def run(*command: str) -> str:
 
 @pytest.fixture(autouse=True)
 def _importable_examples(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The examples import each other by plain names, which no other test should find."""
+    """Lets the examples import each other by plain names, for the tests of this module only."""
     monkeypatch.syspath_prepend(EXAMPLES)
     yield
     for name in EXAMPLE_MODULES & set(sys.modules):
@@ -41,7 +41,7 @@ def _importable_examples(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.fixture
 def run_here(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
-    """Runs a script as `python` would, but in this process, which has imported torch already."""
+    """Returns a function that runs a script in this process, which has already imported torch."""
 
     def run_here(script: str, *arguments: str) -> str:
         monkeypatch.setattr(sys, "argv", [script, *arguments])

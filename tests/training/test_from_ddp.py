@@ -22,7 +22,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "from_ddp.md"
 
 
 def snippets() -> dict[str, list[str]]:
-    """Heading -> its blocks of Python."""
+    """Returns heading -> the Python blocks below that heading."""
     sections = re.split(r"^## ", PAGE.read_text(), flags=re.MULTILINE)[1:]
     return {text.split("\n")[0]: re.findall(r"```python\n(.*?)```", text, re.DOTALL) for text in sections}
 
@@ -33,7 +33,7 @@ def make_model() -> Matching:
 
 
 def names(rank: int, path: Path) -> dict[str, Any]:
-    """What snippets find there."""
+    """Returns the names that a snippet may use without defining them."""
     modules = {"copy": copy, "dist": dist, "embrace_fx": embrace_fx, "itertools": itertools, "torch": torch}
     loader = draw_batches(rank, 4)
     uneven = draw_batches(rank, 4 + rank)
@@ -46,7 +46,7 @@ def execute(snippet: str, known: dict[str, Any]) -> None:
 
 
 def run_page(rank: int, world_size: int, path: Path, section: str) -> dict[str, Tensor]:
-    """The loop, then a section's snippets; returns the weights."""
+    """Runs the training loop, then the snippets of a section. Returns the weights."""
     known, found = names(rank, path), snippets()
     execute(found["A loop, line by line"][0], known)
     before = known["model"].full_state_dict()

@@ -20,7 +20,7 @@ SAVED = {"accelerate_loop.py": "state", "trainer_loop.py": "checkpoint-10", "lig
 
 
 def run(script: str, system: str, output: Path, *options: str, ranks: int = 2) -> list[Any]:
-    """Runs an example as a user would; returns what it wrote down."""
+    """Runs an example as a user would. Returns the results that the example wrote to `output`."""
     output.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     command += [str(EXAMPLES / script), "--system", system, "--output", str(output), *options]

@@ -33,7 +33,7 @@ def _made(kept: str) -> nn.Module:
 
 def _case(kept: str, *, late: bool) -> Case:
     def train(model: Any, rank: int) -> list[float]:
-        """What the kept tensor tells after each step, where it is written, too."""
+        """Returns the sum of the kept tensor after each step, and then writes one of its rows."""
         held = KEPT[kept](model.module.emb.weight) if late else HELD[0]
         optimizer, told = SGD(model.parameters(), 0.5), []
         for step in range(3):

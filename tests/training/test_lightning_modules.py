@@ -13,7 +13,7 @@ pytestmark = pytest.mark.long
 
 @pytest.fixture
 def lightning() -> Any:
-    """Imported by a test, because it takes seconds."""
+    """Imports Lightning only if a test needs it, because the import takes seconds."""
     return pytest.importorskip("lightning", reason="of the extra `test`")
 
 

@@ -23,7 +23,7 @@ BOTH = HeadWorkload(kind=PredictsBoth, bias=True, cap=3.0)
 
 
 def compiled(workload: HeadWorkload, **options: Any) -> tuple[nn.Module, embrace_fx.CompiledModel]:
-    """The model, twice: whole, and compiled."""
+    """Returns the plain model and the compiled model."""
     models = [workload.make(DTYPE, seed=0) for _ in range(2)]
     return models[0], embrace_fx.compile(models[1], strategy={workload.table: "vocabulary"}, **options)
 

@@ -30,7 +30,7 @@ OPTIMIZERS: Mapping[str, Callable[..., Optimizer]] = {
 
 
 class Run:
-    """A head's model, wrapped, on one rank."""
+    """One rank's wrapped model and its training."""
 
     def __init__(self, head: PublishedHead, model: Any, rank: int) -> None:
         self.head, self.model, self.rank = head, model, rank
@@ -50,7 +50,7 @@ def _plain(run: Run, step: int) -> list[Tensor]:
 
 
 def _outside(run: Run, step: int) -> list[Tensor]:
-    """The loss is the loop's."""
+    """Computes the loss in the training loop."""
     batch = run.batch(step)
     inputs = {"decoder_input_ids": batch["input_ids"].roll(1, 1)} if run.head.scores == "translation" else {}
     logits = run.model(input_ids=batch["input_ids"], **inputs).logits
@@ -66,13 +66,13 @@ def _accumulates(run: Run, step: int) -> list[Tensor]:
 
 
 def _draws(run: Run, step: int) -> list[Tensor]:
-    """Dropout draws on each rank as in eager mode."""
+    """Trains with dropout, whose random numbers on each rank must be those of eager mode."""
     torch.manual_seed(100 * step + run.rank)
     return _plain(run, step)
 
 
 def _evaluates(run: Run, step: int) -> list[Tensor]:
-    """Evaluates, generates where the model can, and trains in turn."""
+    """Evaluates, generates if the model supports generation, and trains, in turn."""
     found = []
     if step:
         run.model.eval()

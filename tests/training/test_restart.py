@@ -27,7 +27,7 @@ KILLED = EXAMPLE.parents[1] / "tests" / "support" / "killed.py"
 
 
 def run(directory: Path, ranks: int, steps: int, *deaths: str) -> list[tuple[int, int]]:
-    """Runs the example; (number of ranks, step) from which it went on, on rank 0."""
+    """Runs the example. Returns (number of ranks, step) for each time that rank 0 resumed training."""
     environment = os.environ | {"OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
     command = [*TORCHRUN, "--nproc-per-node", str(ranks), str(KILLED), str(directory), str(steps), *deaths]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
@@ -56,7 +56,7 @@ def check(directory: Path, steps: int) -> None:
 
 @pytest.mark.long
 def test_a_job_whose_ranks_are_killed_comes_back_and_computes_the_same(tmp_path: Path) -> None:
-    """Rank 0 is killed where a checkpoint may still be on its way: the last whole one counts."""
+    """Rank 0 may be killed while a checkpoint is being written: the last complete one is loaded."""
     went_on = run(tmp_path, 2, 17, "1:8", "0:15")
     assert went_on[0] == (2, 5)
     assert went_on[1][1] in (10, 15)
@@ -72,7 +72,7 @@ def test_a_job_goes_on_on_another_number_of_ranks(tmp_path: Path) -> None:
 
 
 def save_killed_at(point: int, directory: Path, state: dict[str, Tensor]) -> None:
-    """Saves in this process, which dies at the point-th thing that it does with files there."""
+    """Saves a checkpoint in this process, which is killed at its file operation number `point`."""
     reached = 0
 
     def count() -> None:
@@ -97,7 +97,7 @@ def save_killed_at(point: int, directory: Path, state: dict[str, Tensor]) -> Non
 
 
 def kill_at_every_point(rank: int, world_size: int, directory: Path) -> list[int]:
-    """By point: the step of the checkpoint that was found after a kill there."""
+    """Returns, for each file operation at which saving was killed, the step of the checkpoint that was found."""
     warnings.simplefilter("ignore")  # torch warns that it saves in a single process
     latest = runpy.run_path(str(EXAMPLE))["latest"]
     states = {step: {"weight": torch.full((300,), float(step)), "step": torch.tensor(step)} for step in (1, 2)}

@@ -25,7 +25,7 @@ SENDS = torch.ops.embrace.all_to_all_gradients.default
 
 
 class Words(nn.Module):
-    """Two tables and two layers."""
+    """A model with two tables and two linear layers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -39,7 +39,7 @@ class Words(nn.Module):
 
 @dataclass(frozen=True)
 class Trained:
-    """What one rank saw: losses, bytes of the last step, the report, and the parameters, whole."""
+    """The losses, the bytes of the last step, the report, and the whole parameters of one rank."""
 
     losses: list[float]
     sent_bytes: float
@@ -82,7 +82,7 @@ def trained(ranks: int, **options: Any) -> list[Trained]:
 
 
 def evaluated(found: Trained) -> float:
-    """The loss of one process with a rank's whole parameters."""
+    """Returns the loss of a single process with the whole parameters of a rank."""
     model = Words()
     model.load_state_dict(found.parameters)
     with torch.no_grad():
@@ -94,7 +94,7 @@ def share(found: list[Trained], exact: list[Trained]) -> float:
 
 
 def off(found: list[Trained], exact: list[Trained]) -> float:
-    """The difference of the last losses, of the exact ones."""
+    """Returns the difference of the last losses, relative to the exact losses."""
     ends = [sum(sum(each.losses[-6:]) for each in of_ranks) for of_ranks in (found, exact)]
     return abs(ends[0] - ends[1]) / ends[1]
 
@@ -113,7 +113,7 @@ def test_two_ranks_send_less_and_train_as_well(form: Format, most_bytes: float) 
 
 @pytest.mark.long
 def test_schedules_agree_in_every_bit() -> None:
-    """A row's gradient is rounded once, whatever part of it travels when."""
+    """Each row's gradient is rounded once, whichever part of it is sent first."""
     first, *others = (trained(2, rows="int8", schedule=schedule) for schedule in SCHEDULES)
     for other in others:
         assert other[0].losses == first[0].losses
@@ -179,7 +179,7 @@ def _planned(rank: int, _: int) -> str:
     model(*batch).backward()
     launches = [each for each in model.graphs["round_row_gradients"].graph.nodes if each.target is SENDS]
     assert launches
-    for launch in launches:  # it sends parts of rounded gradients
+    for launch in launches:  # each launch sends a part of the rounded gradients
         assert launch.all_input_nodes[0].all_input_nodes[0].target is torch.ops.embrace.round_rows.default
     again = embrace_fx.compile(Words(), plan=model.plan)
     with pytest.raises(ValueError, match="has rows='exact'"):

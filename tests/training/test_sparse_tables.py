@@ -34,7 +34,7 @@ class Words(nn.Module):
 
 
 class Gated(Words):
-    """Gives half of the rows that it reads a gradient of zeros."""
+    """Multiplies half of its rows by zero, so that their gradients are zero."""
 
     def __init__(self) -> None:
         super().__init__(padding_idx=3)
@@ -69,7 +69,7 @@ def sparse_adam(parameters: Any) -> Optimizer:
 
 
 def seen(gradient: Any) -> list[Any]:
-    """The rows and values of a gradient, as a sparse tensor tells them."""
+    """Returns the rows and values of a gradient, from its sparse tensor."""
     assert gradient.is_sparse
     assert gradient.layout is torch.sparse_coo
     assert gradient.is_coalesced()
@@ -113,14 +113,14 @@ def loop(
 
 
 def clipped(gradient: Any) -> list[Any]:
-    """A norm of the values is clipped in place."""
+    """Clips the norm of a gradient's values in place. Returns the largest value."""
     values = gradient.coalesce().values()
     values.mul_(0.1 / (values.norm() + 1e-6))
     return [gradient._values().abs().max().item()]
 
 
 def hooked() -> nn.Module:
-    """A hook keeps the values that it sees."""
+    """Returns a model with a hook on its table that records the values of gradients."""
     plain: Any = Words()
     plain.hooked = []
     plain.emb.weight.register_hook(lambda g: plain.hooked.append(g.coalesce().values().clone()))
@@ -161,7 +161,7 @@ def test_a_loop_ends_where_it_ends_under_ddp(name: str, ways: tuple[str, ...]) -
 
 
 def _whole_amid_training(rank: int, world_size: int, grid: bool) -> list[Any]:
-    """Gradients of sharded tables are put together and cut again."""
+    """Gathers the gradients of sharded tables, and splits them again, during training."""
     strategy: Any = embrace_fx.Grid(3, 1) if grid else "alltoall"
     torch.manual_seed(0)
     model: Any = embrace_fx.compile(Words().double(), strategy={"emb.weight": strategy})
@@ -243,7 +243,7 @@ def test_one_process_has_the_gradients_of_the_plain_model(strategy: Any) -> None
 
 
 def test_adam_steps_a_table_whose_gradient_is_sparse() -> None:
-    """torch's raises; here it always got a dense one."""
+    """PyTorch's Adam raises an error for sparse gradients, but here it receives dense ones."""
     model: Any = embrace_fx.compile(Words().double(), strategy="allreduce")
     before = model.module.emb.weight.detach().clone()
     model(*batch(0, 0)).backward()

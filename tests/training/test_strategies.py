@@ -16,7 +16,7 @@ from tests.support.reference import assert_same
 
 
 class Pruned(nn.Module):
-    """A linear layer of which few inputs are ever there, between a table and a sum."""
+    """Multiplies a table's rows by the output of a linear layer, most of whose inputs are zero."""
 
     def __init__(self) -> None:
         super().__init__()

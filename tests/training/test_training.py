@@ -72,7 +72,7 @@ class Case:
 
     @property
     def expected_strategy(self) -> str:
-        """Of every table; one that a matmul reads too is a replica."""
+        """The strategy of every table. A table that a matmul reads too is a replica."""
         shards = self.strategy in ("alltoall", "grid")
         return ("allreduce" if self.model == "tied_lm" else "alltoall") if shards else self.strategy
 

@@ -26,7 +26,7 @@ def test_max_norm_shortens_the_same_rows_on_every_rank() -> None:
 
 
 class Summed(nn.Module):
-    """One row many times: each of its gradients is 100, their sum 100,000."""
+    """Reads one row many times. Each of its gradients is 100, and their sum is 100,000."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -54,7 +54,7 @@ def test_a_rows_gradient_may_be_beyond_half_precision() -> None:
 
 
 def clips_half_precision(rank: int, world_size: int) -> tuple[Tensor, Tensor]:
-    """The norm of all gradients, and those left, of a model whose gradients' squares float16 does not hold."""
+    """Returns the total norm and the clipped gradients of a model whose squared gradients overflow float16."""
     model = nn.Linear(8, 8, bias=False).half()
     compiled = embrace_fx.compile(model, optimizer=SGD(model.parameters(), 0.1))
     (compiled(torch.ones(2, 8, dtype=torch.float16)).sum() * 200).backward()

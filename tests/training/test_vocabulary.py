@@ -72,7 +72,7 @@ def test_a_budget_computes_the_head_in_chunks(case: str, ranks: int) -> None:
 
 
 def _recorded(rank: int, world_size: int) -> tuple[dict[str, int], dict[str, int], set[str]]:
-    """Returns exchange of positions -> bytes, as recorded and as predicted, and the exchanges waited for."""
+    """Returns the bytes of each exchange of positions, recorded and predicted, and the exchanges that were awaited."""
     workload = HeadWorkload(length=32, ignored=0.0)
     compiled = embrace_fx.compile(workload.make(DTYPE, seed=0), strategy={workload.table: "vocabulary"})
     batch = workload.batches(0, 0, 0)  # the same batch on every rank
@@ -177,7 +177,7 @@ def test_evaluation_and_whole_tables_between_steps() -> None:
 
 
 def _saves(rank: int, world_size: int, folder: str, first: int, last: int) -> dict[str, Tensor]:
-    """Trains some steps on the batches of two ranks, whatever the number of ranks."""
+    """Trains for some steps on the batches of two ranks, independent of the number of ranks."""
     workload = CASES["untied, bias"]
     model = workload.make(DTYPE, seed=0)
     (optimizer,) = make_optimizers("adamw", model)
@@ -241,7 +241,7 @@ def test_a_rank_holds_its_rows_of_the_table_and_of_its_state() -> None:
 
 
 class _MayPredict(HeadModel):
-    """Leaves its output layer out where a batch has no labels."""
+    """Skips its output layer if a batch has no labels."""
 
     def forward(self, words_BT: Tensor, labels_BT: Tensor | None = None) -> Tensor:
         if labels_BT is None:

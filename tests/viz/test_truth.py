@@ -27,7 +27,7 @@ def with_wait(ms: float) -> Timeline:
 
 
 def test_nothing_is_divided_by_a_prediction_of_nothing() -> None:
-    """Sums of floats leave 1e-14 where a prediction waits for nothing."""
+    """A predicted wait of zero is about 1e-14 after a sum of floats."""
     predicted = with_wait(1e-14)
     operations = tuple(span.operation for span in predicted.spans)
     steps = StepGraph(operations, (), tuple(o.name for o in operations))
@@ -58,7 +58,7 @@ def test_memory_in_use_is_that_of_tensors_and_not_of_a_heap() -> None:
     """What is freed and taken again shows, small blocks and large ones; the resident set shows neither."""
     cpu = torch.device("cpu")
     for elements in (10_000, 10_000_000):
-        torch.zeros(elements)  # grows the heap, so that the next allocation does not
+        torch.zeros(elements)  # grows the heap now, so that the measured allocation does not
         before = bytes_in_use(cpu)
         held = torch.zeros(elements)
         grown = bytes_in_use(cpu) - before

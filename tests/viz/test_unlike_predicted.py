@@ -13,7 +13,7 @@ STEP_MS = 100.0
 
 
 def schedule(name: ScheduleName) -> Schedule:
-    """One whose steps take `STEP_MS`, all of it compute."""
+    """Returns a schedule whose steps consist of `STEP_MS` ms of compute."""
     operation = Operation.from_id(compute_id("backward", "a"), STEP_MS)
     spans = tuple(Span(operation, window, 0, window * STEP_MS, (window + 1) * STEP_MS) for window in range(2))
     return Schedule(name, (), StepGraph((operation,), (), ()), Timeline(spans, (), 1))

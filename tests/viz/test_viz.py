@@ -33,7 +33,7 @@ def test_suffix_decides_and_an_unknown_one_is_an_error(tmp_path: Path, schedule:
 
 @pytest.mark.parametrize("suffix", [".svg", ".json", ".dot"])
 def test_golden(tmp_path: Path, suffix: str) -> None:
-    """Two blocks, two tables, a rank: of a predicted step and of a measured one."""
+    """Two blocks and two tables on one rank, of a predicted step and of a measured step."""
     small = timelines.schedule(blocks=timelines.BLOCKS[:2], chunks=1)
     text = saved(tmp_path, suffix, small, None if suffix == ".dot" else timelines.timeline(small, world_size=1))
     check_golden(f"picture_{suffix[1:]}", text.replace("><", ">\n<").replace("}, {", "},\n{"))

@@ -135,7 +135,7 @@ def test_keys_go_from_operation_to_operation(tab: Any, tmp_path: Path, schedule:
 
 
 def _pressed(tab: Any, key: str, name: str) -> str:
-    """What is said once `key` has been pressed until `name` is kept."""
+    """Presses `key` until `name` is selected. Returns the text that the page then shows."""
     for _ in range(20):
         tab.keyboard.press(key)
         if tab.locator("#detail strong").inner_text().startswith(f"{name}:"):

@@ -102,7 +102,7 @@ def test_predictions_and_reasons_are_not_agreed_on() -> None:
 
 
 def full_plan() -> Plan:
-    """One that has every field there is."""
+    """Returns a plan in which every field is set."""
     candidates = (Candidate("alltoall", "", 9, 0.5, 7, "", Grid(2, 2)), Candidate("zen", "balanced", 8, 1.0, 6, "slow"))
     links = Cluster(1e6, 0.1, (("all_to_all", Link(1e5, 0.2, 0.3)),), 2, Link(1e7, 0.01))
     return replace(

@@ -88,7 +88,7 @@ def test_without_communication_all_of_it_is_hidden() -> None:
 
 
 def test_a_window_without_compute_counts_for_nothing() -> None:
-    """A delayed exchange of the window before those shown."""
+    """The earlier window has only a delayed exchange, and must not change the diagnosis."""
     spans, waits = two_windows()
     earlier = Span(replace(LOOKUPS, lane="delayed", kind="delayed"), -1, 0, 0.0, 2.0)
     assert diagnose(Timeline((earlier, *spans), waits, 1)) == diagnose(Timeline(spans, waits, 1))
@@ -99,9 +99,8 @@ def test_memory_is_held_from_the_end_until_the_last_reader_ended() -> None:
     spans, waits = two_windows()
     assert diagnose(Timeline(spans, waits, 1, STEPS.dependences)).held_bytes == 100 + 70
     assert diagnose(Timeline(spans[:4], waits[:1], 1, STEPS.dependences[:2])).held_bytes == 100
-    late = tuple(
-        replace(s, end_ms=s.end_ms + 4.0) if (s.operation, s.window) == (BACKWARD, 1) else s for s in spans
-    )  # lookups are in memory from 1 to 17 ms
+    # With a later second backward, lookups are in memory from 1 to 17 ms.
+    late = tuple(replace(s, end_ms=s.end_ms + 4.0) if (s.operation, s.window) == (BACKWARD, 1) else s for s in spans)
     assert diagnose(Timeline(late, waits, 1, STEPS.dependences)).held_bytes == 100 + 70 + 70
 
 

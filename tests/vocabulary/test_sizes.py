@@ -14,7 +14,7 @@ from embrace_fx.vocabulary.sizes import NOTHING_EXPECTED, UNKNOWN_SIZE, Expected
 
 @pytest.fixture
 def unknown() -> Any:
-    """A size that only the data knows."""
+    """Returns an unbacked symbolic size."""
     return ShapeEnv().create_unbacked_symint()
 
 

@@ -74,7 +74,7 @@ class Scored(nn.Module):
 
 
 def scored(rank: int, most: int) -> tuple[Scored, tuple[Tensor, Tensor]]:
-    """The model and a batch that reads up to so many rows."""
+    """Returns the model and a batch that reads at most `most` rows."""
     torch.manual_seed(0)
     model = Scored()
     generator = torch.Generator().manual_seed(rank)
@@ -124,7 +124,7 @@ def test_rows_that_the_batch_reads_count() -> None:
 
 
 def decided(rank: int, world_size: int) -> tuple[str, int, list[str]]:
-    """What a rank expects and does, whose batch reads ten times as many rows as the other's, or a tenth."""
+    """Returns what a rank predicts and recomputes. One rank reads 50 rows, the other 5000."""
     model, batch = scored(rank, (50, 5000)[rank])
     compiled = embrace_fx.compile(model, strategy=SHARDED, memory_budget=0.8)
     compiled(*batch).backward()

@@ -76,7 +76,7 @@ def test_copies_are_lanes_of_schedule_and_timeline() -> None:
 
 
 def fails(rank: int, world_size: int, how: str, directory: str) -> tuple[bool, list[str]]:
-    """A step that works, then one that one rank cannot do; whether that has changed anything, and the errors."""
+    """Runs a step that one rank cannot complete. Returns whether parameters have changed, and the errors."""
     own = f"{directory}/{rank}"
     if how != "directory missing" or rank == 0:
         os.mkdir(own)
@@ -91,7 +91,7 @@ def fails(rank: int, world_size: int, how: str, directory: str) -> tuple[bool, l
         if how == "disk full" and rank == 1:
             signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
             resource.setrlimit(resource.RLIMIT_FSIZE, (34 * 2**20, limits[1]))
-        # Without this, a slow disk would make the pass recompute everything and offload nothing.
+        # Forbid recomputation, because with a slow disk the pass would recompute everything and offload nothing.
         with mock.patch.object(budget_pass, "can_recompute", return_value=False):
             loss = compiled(ids if how != "disk full" else ids.repeat(1, 200))
         if how == "cut off" and rank == 1:
@@ -143,7 +143,7 @@ def _another_copy(nodes: dict[str, fx.Node]) -> None:
 
 
 def _freed_too_early(nodes: dict[str, fx.Node]) -> None:
-    """An offload is awaited before the forward has read the value for the last time."""
+    """Moves the wait for an offload before the forward's last read of the value."""
     for node in nodes.values():
         if op_name(node) != OFFLOAD:
             continue
@@ -174,7 +174,7 @@ def test_a_graph_that_reads_what_is_not_there_is_refused(
 
 
 def test_a_graph_that_holds_more_than_it_may_is_refused() -> None:
-    """Everything reloaded where the backward begins."""
+    """All values are reloaded at the beginning of the backward."""
     graph = offloaded().edit()
     assert graph.memory_limit is not None
     reloads = [node for node in graph.graph.nodes if op_name(node) == "embrace::reload"]

@@ -49,7 +49,7 @@ def memory(model: nn.Module, call: Callable[..., Tensor], *args: Tensor) -> tupl
 
 
 def pair(through: Callable[[Model, Tensor], Tensor], blocks: Callable[[], nn.Module] = Block) -> tuple[Any, Any]:
-    """A model, and a compiled copy of it."""
+    """Returns a model and a compiled copy of it."""
     torch.manual_seed(0)
     model = Model(through, blocks)
     return model, embrace_fx.compile(copy.deepcopy(model))
@@ -87,7 +87,7 @@ def test_statistics_move_once_a_step() -> None:
 
 
 def test_the_generator_goes_on_as_without_checkpointing() -> None:
-    """What is drawn after a step does not depend on what its backward drew again."""
+    """Recomputing dropout in the backward must not change the random numbers of the next step."""
     model, compiled = pair(FORMS["nested"])
     after = []
     for own, call in ((model, model), (compiled.module, compiled)):

@@ -26,7 +26,7 @@ from tests.support.graphs import Outputs, analysed, run_graph
 
 
 class Layer(nn.Module):
-    """A linear layer, and a function of what it yields."""
+    """A linear layer, followed by a function."""
 
     def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
         super().__init__()

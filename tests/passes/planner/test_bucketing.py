@@ -19,7 +19,7 @@ LINK = cost.Cluster(bandwidth_bytes_per_ms=1e6, latency_ms=0.05)
 
 
 def graph_with_gradients(gradients: list[tuple[int, torch.dtype]], order: list[int]) -> TrainingGraph:
-    """Parameter k, of so many elements, is p{k}; `order` is that in which the forward reads them."""
+    """Returns a graph of parameters p0, p1, ... with these sizes and dtypes. The forward reads them in `order`."""
     graph = fx.Graph()
     parameters = [graph.placeholder(f"p{k}") for k in range(len(gradients))]
     for k, (parameter, (count, dtype)) in enumerate(zip(parameters, gradients, strict=True)):

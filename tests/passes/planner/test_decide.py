@@ -133,7 +133,7 @@ def test_a_large_table_that_cannot_be_sharded_is_exchanged_sparsely() -> None:
 
 
 def test_an_exchange_that_sends_as_much_as_allreduce_is_not_chosen() -> None:
-    """However fast the links were measured for it."""
+    """The measured rates of links do not matter."""
     rows = 1_000
     facts = (replace(FACTS, name=TABLE, shape=(rows, 4), row_update_blocker=MOVES),)
     slow, fast = cost.Link(1e3, 1.0), cost.Link(1e7, 1e-3)
@@ -180,7 +180,7 @@ def test_a_sparse_exchange_is_chosen_where_it_takes_less_than_what_others_add_to
 
 
 def test_a_processor_that_is_slow_to_search_has_dense_gradients_summed() -> None:
-    """To find a gradient's rows takes a pass over all of the table, which its AllReduce does without."""
+    """A sparse exchange reads the whole gradient to find its nonzero rows, which an AllReduce need not do."""
     facts = (replace(FACTS, name=TABLE, shape=(LARGE, 4), row_update_blocker=MOVES),)
 
     def chosen(scan_bytes_per_ms: float) -> str:
@@ -285,7 +285,7 @@ def test_ids_that_ranks_share_make_unions_small_and_zen_cheap() -> None:
 
 
 def test_start_ups_decide_on_slow_links_and_bytes_on_narrow_ones() -> None:
-    """Sharding sends fewer bytes in more messages."""
+    """A sharded table sends fewer bytes in more messages than a replica."""
     facts = (replace(FACTS, name=TABLE, shape=(10_000, 4)),)
 
     def chosen(links: cost.Cluster) -> str:

@@ -58,7 +58,7 @@ ROWS_OF_MANY = 100_000
 
 
 class Language(nn.Module):
-    """A table of `dim` columns, of which a batch reads a few rows of many."""
+    """A table with `dim` columns and many rows, of which a batch reads few."""
 
     def __init__(self, dim: int) -> None:
         super().__init__()

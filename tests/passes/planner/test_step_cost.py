@@ -52,7 +52,7 @@ def batch(rank: int) -> Tensor:
 
 @cache
 def planned(cluster: Cluster, **options: Any) -> Plan:
-    """Captures once for all tests that ask the same."""
+    """Returns a plan. Tests that pass the same arguments share a capture."""
     model = Deep()
     optimizer = SGD(model.parameters(), 0.1)
     return embrace_fx.plan(model, [batch(0), batch(1)], optimizer=optimizer, cluster=cluster, **options)
@@ -137,7 +137,7 @@ def test_of_schedules_that_cannot_be_told_apart_the_one_with_least_work_is_chose
 
 
 def priced(**facts: Any) -> dict[str, StepTime]:
-    """Of processors that differ from those of SHORT."""
+    """Returns the step times of the plans, under the links of SHORT with these `facts` replaced."""
     plans = {name: planned(SHORT, schedule=name) for name in SCHEDULES}
     links = replace(SHORT, **facts)
     return step_times(
@@ -184,7 +184,7 @@ def test_a_joined_table_has_one_exchange() -> None:
 
 
 def decided(rank: int, world_size: int) -> tuple[str, str]:
-    """Ranks whose probes have found different links, of which rank 0's count."""
+    """Returns the schedule's name when the ranks have measured different links: all ranks must use those of rank 0."""
     from embrace_fx.planning import findings  # noqa: PLC0415
 
     with pytest.MonkeyPatch.context() as patch:

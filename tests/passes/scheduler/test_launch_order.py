@@ -155,7 +155,7 @@ def test_steps_that_no_order_can_run_are_refused(impossible: StepGraph, expected
 
 @given(steps(most_launches=5), st.randoms(use_true_random=False))
 def test_an_order_is_legal_exactly_if_two_windows_of_it_have_no_cycle(drawn: StepGraph, chance: random.Random) -> None:
-    """Against the dependence graph itself, with the launches as a chain."""
+    """Compares with the dependence graph, to which the order adds a chain of launches."""
     import networkx as nx  # noqa: PLC0415
 
     names = [o.name for o in drawn.communications]
@@ -231,7 +231,7 @@ def test_the_order_of_operations_and_dependences_does_not_matter(drawn: StepGrap
 
 @pytest.mark.long
 def test_200_communications_are_ordered_in_well_under_2_seconds() -> None:
-    """In processor time, for others may keep the cores busy."""
+    """Measures CPU time, because other processes may occupy the cores."""
     large = large_step(blocks=20, chunks=9)
     assert len(large.communications) == 200
     start_s = time.process_time()

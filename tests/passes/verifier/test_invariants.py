@@ -56,7 +56,7 @@ LEGAL = {
 
 
 def complaint(graph: TrainingGraph, after: str, **given: TrainingGraph) -> str | None:
-    """What the verifier says; None of a graph that it finds legal."""
+    """Returns the verifier's message, or None if the graph is legal."""
     try:
         verify(graph, after=after, **given)
     except VerificationError as error:
@@ -106,7 +106,7 @@ def without(lost: OutputRole) -> Break:
 
 
 def inserted(graph: TrainingGraph, before: str, op: Callable[..., object], *args: Any, like: fx.Node) -> fx.Node:
-    """A new node with the value of another one."""
+    """Inserts a node whose fake value is that of `like`."""
     with graph.graph.inserting_before(graph.node(before)):
         node = graph.graph.call_function(op, args)
     node.meta["val"] = like.meta["val"]
@@ -189,7 +189,7 @@ def option_from_the_batch(graph: TrainingGraph) -> None:
 
 
 def lost_row_gradient(graph: TrainingGraph) -> TrainingGraph:
-    """Its role stays, what submits it does not."""
+    """Removes the submission of a row gradient, but keeps its role."""
     backward = copy_module(graph.phases["backward"])
     (submitted,) = backward.graph.find_nodes(op="call_function", target=embrace.submit_gradients.default)
     (role,) = backward.graph.output_node().meta["roles"]

@@ -23,7 +23,7 @@ FIRST = TABLES[0]
 
 
 def violations(graph: TrainingGraph) -> list[str]:
-    """The first broken invariant's name, with what it says of each place."""
+    """Returns the name of the first violated invariant, with its message for each place."""
     for invariant in INVARIANTS:
         found = list(invariant(graph))
         if found:
@@ -49,13 +49,13 @@ Phases = dict[str, fx.GraphModule]
 
 
 def of(phases: Phases, phase: str, op: str, launch: OperationId | None = None) -> fx.Node:
-    """The node of an op, for a launch where several have one."""
+    """Returns the first node of an op in a phase, for a given launch if several nodes have that op."""
     found = [n for n in phases[phase].graph.nodes if op_name(n) == f"embrace::{op}" and launch in (None, launch_of(n))]
     return found[0]
 
 
 def erase(node: fx.Node) -> None:
-    """Takes a node out; who read it reads its first input."""
+    """Erases a node. Its users read its first input instead."""
     if node.users:
         node.replace_all_uses_with(node.all_input_nodes[0])
     node.graph.erase_node(node)
@@ -91,7 +91,7 @@ def updated_twice(phases: Phases) -> None:
 
 
 def rows_submitted_after_their_await(phases: Phases) -> None:
-    """All ranks would wait for what they send later."""
+    """Moves a submission after its await, so that all ranks would wait forever."""
     sent = of(phases, "forward", "submit_rows", rows_id(FIRST, "late"))
     move_after(sent, of(phases, "forward", "await_rows", rows_id(FIRST, "late")))
 
@@ -126,7 +126,7 @@ def early_rows_of_a_stale_shard(phases: Phases) -> None:
 
 
 def updated_while_read(phases: Phases) -> None:
-    """Rows that have been looked up change before they are read."""
+    """Updates rows between their lookup and the node that reads them."""
     update = of(phases, "forward", "update_rows", gradients_id(FIRST, "prior"))
     sent = of(phases, "forward", "submit_rows", rows_id(FIRST, "late"))
     sent.update_arg(0, update.args[0])

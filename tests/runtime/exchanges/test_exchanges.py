@@ -65,7 +65,7 @@ def gradient_of(case: Case, rank: int, world_size: int) -> Tensor:
 
 
 def exchanged(gradient: Tensor, way: Way, channel: Channel) -> Tensor:
-    """The mean over ranks, in the gradient's shape and layout."""
+    """Returns the mean over ranks, in the gradient's shape and layout."""
     if gradient.is_sparse:
         return exchange_gradient_(gradient.clone(), way.kind(gradient), channel, Cluster())
     flat = gradient.clone(memory_format=torch.contiguous_format).view(-1)
@@ -83,7 +83,7 @@ def digest(gradient: Tensor) -> str:
 
 
 def fault(case: Case, found: Tensor, world_size: int) -> str | None:
-    """What is wrong with the mean; None where it is the dense AllReduce's."""
+    """Returns how the mean differs from that of a dense AllReduce, or None if it does not."""
     by_rank = [gradient_of(case, rank, world_size) for rank in range(world_size)]
     if found.is_sparse != (case.form == "rows"):
         return f"found layout {found.layout}"
@@ -130,7 +130,7 @@ def faults_of(by_rank: list[Results], cases: list[Case]) -> list[str]:
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("world_size", [2, *(pytest.param(each, marks=pytest.mark.long) for each in (1, 3, 4))])
 def test_the_mean_is_the_dense_all_reduces(world_size: int, way: str) -> None:
-    """And has the same bits on all ranks, or replicas would drift apart."""
+    """The mean must also have the same bits on all ranks: otherwise replicas would diverge."""
     cases = [case for case in QUICK if case.way == way]
     assert not faults_of(run_ranks(world_size, exchange_all, cases), cases)
 

@@ -21,7 +21,7 @@ SERVERS = st.integers(1, 9)
 
 @st.composite
 def row_sets(draw: st.DrawFn, max_rows: int = 60) -> RowSet:
-    """Any rows, some of them zero, the first row and the empty set among them."""
+    """Draws a set of rows, which may be empty, contain row 0, or have rows of zeros."""
     num_rows = draw(st.integers(1, max_rows))
     ids = torch.tensor(sorted(draw(st.sets(st.integers(0, num_rows - 1)))), dtype=torch.int64)
     rows = torch.randn(ids.numel(), draw(st.integers(1, 7)), generator=_generator(draw)).to(draw(DTYPES))
@@ -31,7 +31,7 @@ def row_sets(draw: st.DrawFn, max_rows: int = 60) -> RowSet:
 
 @st.composite
 def dense_tensors(draw: st.DrawFn) -> Tensor:
-    """Any shape and density, with infinities and NaN."""
+    """Draws a tensor of any shape and density, which may contain infinities and NaN."""
     shape = draw(st.lists(st.integers(0, 7), max_size=3))
     dense = torch.randn(shape, generator=_generator(draw)).to(draw(DTYPES))
     kept = torch.rand(shape, generator=_generator(draw)) < draw(st.sampled_from([0.0, 0.1, 0.5, 1.0]))
@@ -58,11 +58,11 @@ def assert_same_rows(found: RowSet, expected: RowSet) -> None:
 
 @given(row_sets(), st.sampled_from([0, 2**31 - 1 - 60, 2**31, 2**62]))
 def test_records(rows: RowSet, offset: int) -> None:
-    """From 2^31 on, indices take 8 bytes."""
+    """Indices of 2^31 and more take 8 bytes."""
     limit = rows.num_rows + offset
     records = encode_records(rows.ids + offset, rows.rows, limit)
     assert records.shape == (rows.ids.numel(), record_bytes(limit, rows.width, rows.rows.itemsize))
-    received = torch.cat([torch.zeros(3, dtype=torch.uint8), records.view(-1)])[3:]  # bytes without alignment
+    received = torch.cat([torch.zeros(3, dtype=torch.uint8), records.view(-1)])[3:]  # an unaligned view of the bytes
     ids, values = decode_records(received, limit, rows.width, rows.rows.dtype)
     assert_same_rows(RowSet(ids - offset, values, rows.num_rows), rows)
 
@@ -78,7 +78,7 @@ def test_blocks_of_a_dense_tensor(dense: Tensor, block_size: int) -> None:
 
 @given(dense_tensors(), st.integers(1, 2 * SHORT_BLOCK), st.integers(0, 2**31))
 def test_blocks_are_written_in_any_order(dense: Tensor, block_size: int, seed: int) -> None:
-    """The others keep what they have."""
+    """Blocks that are not written keep their values."""
     blocks = cut_blocks(dense, block_size)
     order = torch.randperm(blocks.ids.numel(), generator=torch.Generator().manual_seed(seed))
     written = torch.full_like(dense, 5.0)
@@ -90,7 +90,7 @@ def test_blocks_are_written_in_any_order(dense: Tensor, block_size: int, seed: i
 
 
 def test_murmur_is_the_published_finaliser() -> None:
-    """Against the algorithm in Python's own integers."""
+    """Compares with the algorithm in Python's integers."""
 
     def finalise(x: int) -> int:
         for multiplier in (0xFF51AFD7ED558CCD, 0xC4CEB9FE1A85EC53):

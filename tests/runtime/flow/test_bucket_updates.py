@@ -23,7 +23,7 @@ NAMES = ("last", "middle", "first")
 
 
 class Training:
-    """Three buckets, each in flight and stepped."""
+    """Three buckets that are reduced and then updated."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.parameters = {name: nn.Parameter(torch.ones(2)) for name in NAMES}

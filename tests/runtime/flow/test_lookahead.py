@@ -17,7 +17,7 @@ from embrace_fx.runtime.flow.lookahead import Lookahead
 
 
 class Loader:
-    """Batches, and how many of them have been read."""
+    """Yields batches, and counts those that have been read."""
 
     def __init__(self, *batches: Any) -> None:
         self.batches = batches
@@ -143,7 +143,7 @@ def test_two_loops_at_once_are_refused(started: bool) -> None:
         next(first)
     with pytest.raises(RuntimeError, match=r"an earlier lookahead\(\) is not exhausted"):
         lookahead.read_ahead([D])
-    assert list(first)[-1] is C  # the earlier loop is not disturbed
+    assert list(first)[-1] is C  # the rejected call has not changed the earlier loop
     assert list(lookahead.read_ahead([D])) == [D]
 
 

@@ -43,7 +43,7 @@ def test_an_id_outside_the_table_is_told_and_harms_nothing(bad: int) -> None:
 
 
 def packed(by_rank: list[list[int]]) -> tuple[Tensor, list[list[int]], Routing]:
-    """One table's batch as it is gathered, and as it is: each rank's unique ids."""
+    """Returns the ids of a table's batch as they are gathered, and each rank's unique ids."""
     capacities = [[len(ids)] for ids in by_rank]
     unique = [sorted(set(ids)) for ids in by_rank]
     longest = max(map(len, by_rank))
@@ -54,7 +54,7 @@ def packed(by_rank: list[list[int]]) -> tuple[Tensor, list[list[int]], Routing]:
 
 
 def _pieces(first: Routing) -> list[Routing]:
-    """All pieces of a batch that has been cut."""
+    """Returns all pieces of a batch after it has been cut."""
     return [first, *first.rest()]
 
 

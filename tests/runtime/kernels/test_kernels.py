@@ -32,7 +32,7 @@ def ids_of(num_rows: int) -> st.SearchStrategy[list[int]]:
 
 @given(RANKS, COLUMNS)
 def test_own_columns_are_those_of_torch_chunk(ranks: int, columns: int) -> None:
-    """Ranks beyond the last chunk own nothing."""
+    """If there are fewer chunks than ranks, the last ranks own no columns."""
     chunks = list(torch.arange(columns).chunk(ranks))
     chunks += [torch.arange(0)] * (ranks - len(chunks))
     owned = [torch.arange(*own_columns(columns, ranks, rank)) for rank in range(ranks)]
@@ -137,7 +137,7 @@ class _Ops(TorchDispatchMode):
 
 
 def _examples() -> dict[str, tuple[Any, ...]]:
-    """Arguments of every kernel; sizes that depend on data are 0 in none."""
+    """Returns arguments for every kernel. No size that depends on data is 0."""
     rows = numbered(4, 5)
     return {
         "embrace::unique_ids": ([torch.tensor([[5, 2, 5]])], 9, -1),

@@ -18,7 +18,7 @@ LARGEST_ERROR = {"bf16": 2**-8, "fp16": 2**-11, "int8": 1 / 127}
 
 
 def drawn(pieces: Pieces, seed: int) -> Tensor:
-    """Numbers of very different sizes."""
+    """Returns random numbers of very different magnitudes."""
     random = torch.Generator().manual_seed(seed)
     values = torch.randn(sum(rows * columns for rows, columns in pieces), generator=random)
     return values * 2.0 ** torch.randint(-9, 9, values.shape, generator=random)

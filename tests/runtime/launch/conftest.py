@@ -9,6 +9,6 @@ from embrace_fx.runtime.launch import launch_queue
 
 @pytest.fixture(autouse=True)
 def _no_standstill(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A busy machine must not look like one on which nothing moves."""
+    """Disables the detection of a standstill, which a busy machine could trigger."""
     monkeypatch.setattr(launch_queue, "STANDSTILL_S", 1e6)
     monkeypatch.setattr(launch_queue, "_FAREWELL_S", 0.1)  # launches that a test leaves in flight never complete

@@ -29,7 +29,7 @@ def test_what_is_submitted_waits_for_its_turn() -> None:
 
 
 def known(launcher: Launcher, **took_s: float) -> None:
-    """Has it know how long launches take, which is longer than anything here but for those that are named."""
+    """Sets how long each launch takes: `LONG_S` seconds unless `took_s` names the launch."""
     launcher.queue.took_s = {each: took_s.get(str(each), LONG_S) for each in ORDER}
 
 
@@ -57,7 +57,7 @@ def test_one_more_is_on_the_way_where_nobody_knows_how_long_the_last_one_takes()
 
 
 def test_one_more_leaves_where_the_last_one_is_late() -> None:
-    """Another rank, which waits for what comes next, may have launched that first."""
+    """Another rank may wait for the next launch, and may have started it first."""
     launcher, link = make(), Link()
     known(launcher, prior=0.001)
     submit(launcher, link, "early rows", "prior", "bucket 0", "rows")
@@ -206,7 +206,7 @@ def test_where_nothing_moves_classes_overtake_each_other() -> None:
 
 
 def test_where_nothing_moves_more_are_on_the_way() -> None:
-    """The other ranks may have launched other classes first."""
+    """The other ranks may have started launches of other classes first."""
     launcher, link = make(), Link()
     submit(launcher, link, "early rows", "prior", "bucket 0")
     link.expect("early rows", "prior")

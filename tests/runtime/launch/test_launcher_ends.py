@@ -77,13 +77,13 @@ def test_what_is_under_way_ends_before_the_thread_does(monkeypatch: pytest.Monke
 
 
 class LateFuture:
-    """Of a collective whose thread drops the callback after it has run, when the test lets it."""
+    """The future of a collective whose thread releases the callback only when the test allows it."""
 
     def __init__(self) -> None:
         self.may_drop, self.dropped = threading.Event(), threading.Event()
 
     def value(self) -> None:
-        """Nothing went wrong."""
+        """Returns None: the collective succeeded."""
 
     def add_done_callback(self, callback: Callable[[object], None]) -> None:
         threading.Thread(target=self._run, args=[[callback]]).start()
@@ -96,7 +96,7 @@ class LateFuture:
 
 
 def test_the_end_comes_after_the_threads_of_collectives_have_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They take the interpreter to do so, and a process whose interpreter is gone would end with SIGABRT."""
+    """Releasing a callback needs the interpreter: after its end, the process would die from SIGABRT."""
     monkeypatch.setattr(launch_queue, "_FAREWELL_S", LONG_S)
     launcher, future = make(), LateFuture()
     launched = InFlight(torch.zeros(1), SimpleNamespace(get_future=lambda: future))

@@ -56,7 +56,7 @@ def submits_in_its_own_order(rank: int, world_size: int, stands_still: bool) -> 
 
 
 def term(launch: OperationId, window: int) -> int:
-    """Another number for each launch."""
+    """Returns a different number for each launch of each window."""
     return 100 * window + ORDER.index(launch)
 
 

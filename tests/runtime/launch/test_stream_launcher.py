@@ -27,7 +27,7 @@ from tests.support.streams.stream_program import Launch, StreamProgram, WaitEven
 
 
 class Device:
-    """A launcher on streams that are noted."""
+    """A launcher with streams that record what is enqueued."""
 
     def __init__(
         self,
@@ -44,11 +44,8 @@ class Device:
         return [self.launcher.submit(ID[name], self._launch(name), 100) for name in names]
 
     def _launch(self, name: str) -> Callable[[], InFlight]:
-        sent, streams, left = (
-            torch.ones(2),
-            self.streams,
-            self.left,
-        )  # not `self`, which pending launches would keep alive
+        # `launch` must not refer to `self`, because pending launches would keep it alive.
+        sent, streams, left = torch.ones(2), self.streams, self.left
 
         def launch() -> InFlight:
             streams.steps.append(Launch(LANE_OF[name], name))
@@ -118,7 +115,7 @@ def test_a_class_keeps_its_order_whoever_waits() -> None:
 
 
 def test_no_stream_waits_for_a_launch_of_a_later_place() -> None:
-    """Another rank's may wait the other way round."""
+    """On another rank, the later launch may wait for the earlier one."""
     device = Device()
     device.submit("bucket 1", "delayed")
     device.queue.issue(out_of_turn=True)  # as waiting for a launch does
@@ -186,7 +183,7 @@ def test_what_left_out_of_turn_is_before_all_that_leaves_once_all_ranks_have_cau
 
 
 class Store(dict[str, bytes]):
-    """The ranks' store."""
+    """Replaces the store that the ranks share."""
 
     def set(self, key: str, value: str) -> None:
         self[key] = value.encode()

@@ -32,7 +32,7 @@ AHEAD_S = 1000.0
 
 
 class Clock:
-    """A rank's own clock, and nothing else of `time`."""
+    """Replaces the module `time` by a rank's own clock."""
 
     def __init__(self, rank: int) -> None:
         self._rank = rank

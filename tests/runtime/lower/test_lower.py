@@ -22,7 +22,7 @@ from tests.support.graphs import IDS, analysed, by_op, classifier, sharding
 
 
 def graph_of(function: Callable[..., Any], **attributes: Any) -> fx.GraphModule:
-    """A traced function over ATen ops, its results in one tuple."""
+    """Returns a traced function over ATen ops that returns its results as one tuple."""
     module = fx.symbolic_trace(function)
     for name, value in attributes.items():
         setattr(module, name, value)

@@ -24,7 +24,7 @@ LOG: list[str] = []
 
 
 def phase_of(function: Callable[..., Any], *arguments: Tensor, dynamic: bool = False) -> fx.GraphModule:
-    """A traced phase: fake values, and a role for everything; symbolic sizes if `dynamic`."""
+    """Returns a traced phase with fake values and roles. Its sizes are symbolic if `dynamic`."""
     module = make_fx(function, tracing_mode="symbolic" if dynamic else "fake")(*arguments)
     for k, node in enumerate(module.graph.find_nodes(op="placeholder")):
         node.meta["role"] = BatchInput(k)
@@ -34,7 +34,7 @@ def phase_of(function: Callable[..., Any], *arguments: Tensor, dynamic: bool = F
 
 
 class Interpreted:
-    """In place of a code generator: runs a region as it is, and keeps it for the test to look at."""
+    """Replaces a code generator: records each region, and runs it unchanged."""
 
     def __init__(self) -> None:
         self.regions: list[Region] = []
@@ -95,7 +95,7 @@ def test_what_lies_between_two_regions_happens_between_them() -> None:
 
     (second, reduced), compiler = run_lowered(phase_of(program, x), [x], launches)
 
-    assert LOG == ["region of 1", "launch", "wait", "region of 2"]  # the second one also reads the reduced value
+    assert LOG == ["region of 1", "launch", "wait", "region of 2"]  # the second region also reads the reduced value
     assert compiler.ops()[0] == ["mul", "exp", "add", "tanh"]
     assert torch.equal(second, four_kernels(expected))
     assert torch.equal(reduced, expected / 2 + 1)

@@ -49,7 +49,7 @@ def build(network: str, **options: Any) -> nn.RNNBase:
 
 
 def initial_state(model: nn.RNNBase, batch: int) -> tuple[Tensor, ...]:
-    """h0 (L, B, P) and, for an LSTM, c0 (L, B, H)."""
+    """Returns h0 (L, B, P) and, for an LSTM, c0 (L, B, H)."""
     layers = model.num_layers * (2 if model.bidirectional else 1)
     dtype = next(model.parameters()).dtype
     h0 = torch.randn(layers, batch, model.proj_size or HIDDEN, dtype=dtype)
@@ -78,7 +78,7 @@ def assert_equal(found: Sequence[Tensor], expected: Sequence[Tensor], relative_e
 
 
 def run_graph(graph: TrainingGraph, model: nn.Module, batch: Sequence[Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
-    """The first result and the gradients of the parameters, with a tangent of ones."""
+    """Returns the first result and the gradients of the parameters, for a tangent of ones."""
     parameters = {name: p.detach() for name, p in model.named_parameters()}
     arguments: list[Tensor] = []
     for _, role in graph.inputs():
@@ -198,7 +198,7 @@ def test_bfloat16_autocast_gives_eager_dtypes_and_values(network: str, packed: b
 
 
 class LanguageModel(nn.Module):
-    """A table, a recurrent network over its rows, a scalar loss."""
+    """A table, a recurrent layer that reads its rows, and a scalar loss."""
 
     def __init__(self, rnn: nn.RNNBase) -> None:
         super().__init__()

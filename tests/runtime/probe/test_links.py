@@ -69,7 +69,7 @@ def test_a_folder_that_cannot_be_written_is_no_error(tmp_path: Path, monkeypatch
 
 
 def _links_thrice(rank: int, world_size: int, folder: str) -> tuple[list[int], bool]:
-    """How often links had been probed after each of three runs, of which the last is on another network."""
+    """Returns how often links had been probed after each of three runs. The third run is on another network."""
     probed: list[int] = []
     real = Cluster(1e5, 0.1)
 
@@ -81,7 +81,7 @@ def _links_thrice(rank: int, world_size: int, folder: str) -> tuple[list[int], b
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(VARIABLE, folder)
         patch.setattr(measuring, "probe_cluster", probe)
-        patch.setattr(measuring, "is_loopback", lambda *_: False)  # for ranks of one host, the usual links are returned
+        patch.setattr(measuring, "is_loopback", lambda *_: False)  # otherwise, the usual links of one host
         for holds in (True, True, False):  # the first run has no cached result
             patch.setattr(measuring, "links_still_hold", lambda *_, holds=holds: holds)
             measuring._PROBED.clear()  # as in a new process
@@ -112,7 +112,7 @@ def _links_within_a_host(rank: int, world_size: int, folder: str) -> None:
 
 
 def test_ranks_of_one_host_have_its_usual_links(tmp_path: Path) -> None:
-    """In one of five tries: on a busy machine, every exchange of a try may be slow."""
+    """One of five tries must succeed, because on a busy machine every exchange of a try may be slow."""
     tries = (run_ranks_expecting_errors(2, _links_within_a_host, str(tmp_path)) for _ in range(5))
     assert any(errors == [None, None] for errors in tries)
     assert not list(tmp_path.iterdir())

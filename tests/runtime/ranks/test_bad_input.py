@@ -39,7 +39,7 @@ def _message(error: BaseException) -> str:
 
 @dataclass(frozen=True)
 class Fault:
-    """What rank 1 does at the step that fails, and what every rank is then told."""
+    """What rank 1 does in the step that fails, and the error that every rank must then raise."""
 
     does: str
     parts: tuple[str, ...]
@@ -68,7 +68,7 @@ def _faulty_batch(does: str, batch: Batch) -> Batch:
 
 
 def _snapshot(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
-    """All that a step may change."""
+    """Copies all values that a step may change."""
     found = whole_parameters(model) | whole_state(model, optimizer)
     found |= {f"{name}.grad": p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
     return found
@@ -132,7 +132,7 @@ def test_a_fault_of_one_rank_is_an_error_on_all_and_changes_nothing(strategy: st
 
 
 class Mapped(nn.Module):
-    """Ids of a table are looked up themselves, in a map of so many keys."""
+    """Maps keys to the ids of a table by a buffer with `KEYS` entries."""
 
     KEYS = 50
 
@@ -156,7 +156,7 @@ BAD_STEP = 3
 def _train_with_a_bad_key(
     rank: int, world_size: int, options: dict[str, Any]
 ) -> tuple[list[tuple[int, str]], dict[str, Tensor]]:
-    """The steps that failed, with what was said, and the parameters after the others."""
+    """Returns the failed steps with their errors, and the parameters after the other steps."""
     plain = words_model(Mapped)
     model = embrace_fx.compile(plain, optimizer=Adagrad(plain.parameters(), lr=0.1, eps=1e-3), **options)
     batches = [_mapped_batch(step, rank) for step in range(6)]
@@ -186,7 +186,7 @@ def _train_with_a_bad_key(
     ),
 )
 def test_ids_that_cannot_be_computed_fail_at_their_turn_on_all_ranks(options: dict[str, Any]) -> None:
-    """Also where the batch is looked at one step ahead."""
+    """The step of the batch fails even if the batch is read one step ahead."""
     good = [step for step in range(6) if step != BAD_STEP]
     batches = [[_mapped_batch(step, rank) for step in good] for rank in range(2)]
     expected = train_reference(

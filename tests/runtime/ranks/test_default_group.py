@@ -40,7 +40,7 @@ def _train(model: nn.Module, rank: int) -> list[float]:
 
 @contextlib.contextmanager
 def _before_init_process_group() -> Iterator[None]:
-    """The moment of a script before its default group: the pool's is put away for so long."""
+    """Hides the default group of the pool, as before a script calls `init_process_group`."""
     group = dist.group.WORLD
     dist.group.WORLD = None
     try:

@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[3]
 
 
 def run_to_the_end(directory: Path, way: str, waits_for: tuple[int, ...] = (0, 1)) -> dict[int, tuple[int, str]]:
-    """Exit status and standard error of those ranks; the others are killed then."""
+    """Returns the exit status and standard error of the ranks in `waits_for`, and then kills the others."""
     environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     command = [sys.executable, "-m", "tests.support.ends", str(directory / "store")]
     ranks = [
@@ -43,7 +43,7 @@ def run_to_the_end(directory: Path, way: str, waits_for: tuple[int, ...] = (0, 1
     ],
 )
 def test_a_job_ends_with_its_own_status_whatever_is_still_referenced(tmp_path: Path, way: str, status: int) -> None:
-    """A `lookahead` that has not been read to its end is."""
+    """One of the referenced objects is a `lookahead` that has not been exhausted."""
     for found, errors in run_to_the_end(tmp_path, way).values():
         assert found == status, errors
         assert status == 0 or way == "exits" or errors.rstrip().endswith("ValueError: a user's own error")
@@ -60,7 +60,7 @@ def test_the_others_end_with_their_error_where_one_rank_raises(tmp_path: Path) -
 
 @pytest.mark.long
 def test_a_rank_ends_with_its_error_after_the_groups_timeout(tmp_path: Path) -> None:
-    """The rank it waits for is alive, and its launches still under way."""
+    """The other rank is alive, and its launches are pending."""
     ((status, errors),) = run_to_the_end(tmp_path, "another rank is stuck", waits_for=(0,)).values()
     assert status == 1
     assert "embrace_fx.runtime.ranks.failure." in errors, errors

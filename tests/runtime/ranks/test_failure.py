@@ -27,14 +27,14 @@ SECONDS = 6.0
 
 
 class Trigger:
-    """Of this process."""
+    """Whether this process exits in the next call of `may_exit`."""
 
     armed = False
 
 
 @torch.library.custom_op("embrace_fx_tests::may_exit", mutates_args=())
 def may_exit(x: Tensor) -> Tensor:
-    """A copy; in a rank that is armed, the end of the process."""
+    """Returns a copy of `x`, or exits the process if `Trigger.armed`."""
     if Trigger.armed:
         os._exit(3)
     return x.clone()
@@ -46,7 +46,7 @@ def _(x: Tensor) -> Tensor:
 
 
 class Model(nn.Module):
-    """Looks rows up before and after the point in its forward where it may exit."""
+    """Looks up rows before and after the point of its forward at which the process may exit."""
 
     def __init__(self) -> None:
         super().__init__()

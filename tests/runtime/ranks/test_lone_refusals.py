@@ -23,7 +23,7 @@ LONE, STEPS, LIMIT_S = 1, 5, 20.0
 
 
 class Asked(Matching):
-    """Does on a rank what the test asks for."""
+    """A model whose forward does what the test says on a rank."""
 
     asked = ""
 

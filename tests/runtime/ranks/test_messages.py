@@ -34,5 +34,5 @@ def hear_of_a_rank_that_is_gone(rank: int, world_size: int, when_s: float) -> st
 
 @pytest.mark.parametrize("when_s", [0.0, 0.4])
 def test_whoever_waits_hears_of_a_rank_that_is_gone(when_s: float) -> None:
-    """Before the first message, or while they are under way."""
+    """The rank exits before the first message, or during the messages."""
     assert run_ranks(2, hear_of_a_rank_that_is_gone, when_s, timeout_s=60)[0]

@@ -73,7 +73,7 @@ DEEDS: dict[str, Callable[[Any], object]] = {
 @pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize("deed", DEEDS)
 def test_all_ranks_are_told_what_one_cannot_do_alone(deed: str, ranks: int) -> None:
-    """The others' barriers raise the reason, and not that a connection was closed."""
+    """The barriers of the other ranks raise the reason instead of "connection closed"."""
     for rank, error in enumerate(run_ranks_expecting_errors(ranks, partial(_alone, catches=False), deed, 2)):
         told = str(error)
         assert isinstance(error, PeerFailure) or rank == 0
@@ -114,7 +114,7 @@ class Labelled(nn.Module):
 
 
 def _catches_alone(rank: int, world_size: int, bad_ids: int, bad_labels: int) -> None:
-    """Rank 0 catches the error of its batch, and runs a small one instead."""
+    """Catches the error of a batch on rank 0, and runs a small batch instead."""
     failure.PATIENCE_S = 2.0  # shortens the wait for the rank that ends
     model = embrace_fx.compile(Labelled(), strategy="alltoall")
     optimizer = _adam(model)

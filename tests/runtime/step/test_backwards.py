@@ -44,7 +44,7 @@ def _adagrad(model: nn.Module) -> list[Optimizer]:
 
 
 def _some_results_by_rows(rank: int, world_size: int) -> None:
-    """A lazy table stands still, and so does its count of steps, where no loss is of it."""
+    """Checks that a lazy table and its step count stay unchanged if no loss depends on the table."""
     loop = Loop(lambda model: [Adam(model.parameters(), 0.01)], row_updates="lazy")
     for step in range(3):
         a, b = loop.model(*two_tasks_batch(rank, step))
@@ -65,7 +65,7 @@ def test_a_sharded_table_stands_still_where_no_loss_is_of_it() -> None:
 
 
 class Shifted(nn.Module):
-    """The gradient of the shift is that of the result itself."""
+    """A model in which the gradient of `shift` equals the gradient of the result."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -77,7 +77,7 @@ class Shifted(nn.Module):
 
 
 def _keep_the_given(rank: int, world_size: int) -> None:
-    """Gradients that a backward is given stay the caller's own."""
+    """Checks that a backward does not change the gradients that its caller passes."""
     torch.manual_seed(SEED)
     model = Shifted().to(DTYPE)
     compiled = embrace_fx.compile(model, optimizer=SGD(model.parameters(), 0.1))
@@ -182,7 +182,7 @@ def test_distributed_autograd_is_refused(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def _go_on(rank: int, world_size: int) -> list[dict[str, Tensor]]:
-    """After the error nothing of that step is left."""
+    """Trains with and without a failing backward after each step. Returns the parameters of both models."""
     loops = [Loop(_adagrad) for _ in range(2)]
     for step in range(3):
         for faulty, loop in enumerate(loops):

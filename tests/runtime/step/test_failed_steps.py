@@ -22,7 +22,7 @@ from tests.support.training import whole_parameters
 
 @dataclass(frozen=True)
 class Fault:
-    """What ranks do in one step, and what the others raise, or are warned of."""
+    """What the ranks do in one step, and the errors or warnings that the other ranks must get."""
 
     by_rank: dict[int, str]
     others: str
@@ -64,7 +64,7 @@ def read(rank: int, first: int, fails_at: int | None) -> Iterator[tuple[Tensor, 
 
 
 class Training:
-    """One rank's loop, which notes what each step raises, or is warned of."""
+    """One rank's loop, which records the error or warning of each step."""
 
     def __init__(self, rank: int, options: dict[str, Any], ahead: bool) -> None:
         self.rank, self.ahead = rank, ahead

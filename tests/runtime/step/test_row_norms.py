@@ -21,7 +21,7 @@ ROWS, WIDTHS, BATCH = 3000, (8, 12, 20), 400
 
 
 class Recommender(nn.Module):
-    """Tables of several widths, and a layer."""
+    """Tables with several widths, and a linear layer."""
 
     def __init__(self, widths: Sequence[int] = WIDTHS) -> None:
         super().__init__()
@@ -102,7 +102,7 @@ def test_squares_have_a_place_in_every_schedule(schedule: ScheduleName) -> None:
 
 
 def look_and_train(rank: int, world_size: int, looks: bool, schedule: ScheduleName) -> list[Tensor]:
-    """Tables after some steps; rank 0 alone looks at a gradient in each."""
+    """Returns the tables after some steps, in each of which rank 0 alone may read a gradient."""
     torch.manual_seed(0)
     plain = Recommender((8, 12, 8)).double()  # the first and the last table are joined
     optimizer = embrace_fx.RowWiseAdagrad(plain.tables.parameters(), lr=0.1, initial_accumulator_value=0.1)

@@ -16,7 +16,7 @@ DIM = 4
 
 
 class Views(nn.Module):
-    """What a call returns is a view of what it computes."""
+    """A model whose results are views of an intermediate value."""
 
     def __init__(self, view: Callable[[Tensor], Tensor | tuple[Tensor, ...]], *, saved: bool = False) -> None:
         super().__init__()
@@ -87,7 +87,7 @@ def test_views_of_one_memory_are_results_of_their_own() -> None:
 
 
 def test_nothing_but_autograd_holds_a_result() -> None:
-    """A result that its own backward held would stay in memory until the collector ran."""
+    """If its own backward referred to a result, memory would be freed only by the garbage collector."""
     model = embrace_fx.compile(Views(_flat, saved=True))
     result = model(torch.tensor([1, 2]))
     storage = StorageWeakRef(result.untyped_storage())

@@ -18,7 +18,7 @@ from tests.support.ranks import run_ranks
 
 
 def _arguments(rank: int, part: TableShard, name: str, function: Callable[..., Any]) -> dict[str, Any] | None:
-    """What a function of torch.distributed is called with; None: it takes no tensors."""
+    """Returns the arguments for a function of torch.distributed, or None if the function takes no tensors."""
     names = inspect.signature(function).parameters
     plain = torch.zeros(part.shape, dtype=part.dtype)
     given: dict[str, Any] = {
@@ -43,7 +43,7 @@ def _arguments(rank: int, part: TableShard, name: str, function: Callable[..., A
 
 
 def _functions(rank: int, world_size: int) -> dict[str, str]:
-    """What functions of torch.distributed do with a part, but refuse it."""
+    """Returns what each function of torch.distributed does with a shard instead of raising an error."""
     parts, wrong, count = Parts(), {}, 0
     for name in sorted(set(dir(dist)) - _ONLY_RECEIVED):
         function = getattr(dist, name)

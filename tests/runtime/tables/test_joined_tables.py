@@ -88,7 +88,7 @@ def test_each_of_a_kind() -> None:
 
 
 class Apart(nn.Module):
-    """What is looked up second is wanted only after a product."""
+    """A model whose second lookup is read only after a matmul."""
 
     def __init__(self) -> None:
         super().__init__()

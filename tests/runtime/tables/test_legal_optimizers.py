@@ -68,7 +68,7 @@ def test_what_no_step_of_some_rows_can_honour_is_swept(
 
 
 class Derived(SGD):
-    """A user's own optimizer: it may do anything."""
+    """A user's own optimizer, about which nothing is known."""
 
     element_wise = True
 

@@ -50,7 +50,7 @@ def _ops(share: int, of: int) -> Listed:
 
 
 def _samples(op: Any) -> list[tuple[list[Any], Any]]:
-    """Arguments that torch tests an op with; none, where that wants libraries that are not here."""
+    """Returns PyTorch's sample inputs for an op, or nothing if they need a library that is not installed."""
     torch.manual_seed(0)
     try:
         samples = list(islice(op.sample_inputs("cpu", torch.float64, requires_grad=False), _LOOKED_AT))

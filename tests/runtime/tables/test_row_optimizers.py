@@ -51,7 +51,7 @@ def random_steps(
 
 
 def by_rows(definition: Definition, table: Tensor) -> Member:
-    """A table whose rows without gradient stand still."""
+    """Returns a table whose rows stay unchanged in steps without a gradient for them."""
     parameter = nn.Parameter(table.clone())
     made = Member(parameter, Layout.of_table("t", table.shape), "lazy", definition(parameter))
     assert made.rule is SparseUpdate
@@ -59,7 +59,7 @@ def by_rows(definition: Definition, table: Tensor) -> Member:
 
 
 def train_rows(definition: Definition, table: Tensor, steps: list[Step]) -> tuple[Tensor, State]:
-    """The table and its state after the row updates."""
+    """Returns the table and its state after the row updates."""
     made = by_rows(definition, table)
     with torch.no_grad():
         for ids, gradient in steps:
@@ -68,12 +68,12 @@ def train_rows(definition: Definition, table: Tensor, steps: list[Step]) -> tupl
 
 
 def made_state(table: Member) -> State:
-    """What has been made of a table's state."""
+    """Returns the state tensors that a table has so far."""
     return {name: value for name, value in table.state.items() if value is not None}
 
 
 def train_torch(definition: Definition, table: Tensor, steps: list[Step], *, sparse: bool) -> tuple[Tensor, State]:
-    """The same by torch.optim, from sparse gradients or from dense ones with zeros."""
+    """Returns a table and its state after steps of torch.optim, with sparse gradients or with dense ones."""
     parameter = nn.Parameter(table.clone())
     optimizer = definition(parameter)
     for ids, gradient in steps:
@@ -191,7 +191,7 @@ def train_rows_in_parts(definition: Definition, table: Tensor, steps: list[Step]
 
 
 def set_lr(group: dict[str, Any], lr: float) -> None:
-    """As torch's schedulers do it: in place where lr is a tensor."""
+    """Sets the learning rate as PyTorch's schedulers do: in place if it is a tensor."""
     if isinstance(group["lr"], Tensor):
         group["lr"].fill_(lr)
     else:

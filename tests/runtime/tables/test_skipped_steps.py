@@ -30,7 +30,7 @@ SKIPPED: dict[str, Callable[..., Optimizer]] = {
 
 
 class _Table:
-    """A table that its optimizer steps, and a copy of it whose rows rest."""
+    """A table that its optimizer steps densely, and a copy whose rows skip steps."""
 
     def __init__(self, make: Callable[..., Optimizer], dtype: torch.dtype) -> None:
         self._random = torch.Generator().manual_seed(0)
@@ -86,7 +86,7 @@ class _Table:
 
     @torch.no_grad()
     def step(self, *read: int) -> None:
-        """A step in which these rows have a gradient."""
+        """Takes a step in which the rows `read` have a gradient."""
         ids = torch.tensor(read, dtype=torch.int64)
         with torch.enable_grad():
             rows = self._step(ids)

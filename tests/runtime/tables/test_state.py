@@ -31,7 +31,7 @@ Batch = tuple[Tensor, Tensor]
 
 
 class Words(nn.Module):
-    """Predicts a word from the two before it; two tables, and a mode of evaluation of its own."""
+    """Predicts a word from the two words before it, with two tables. Its evaluation differs from its training."""
 
     def __init__(self) -> None:
         super().__init__()

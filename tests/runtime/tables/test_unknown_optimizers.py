@@ -20,11 +20,11 @@ from tests.support.words import Batch, words_batch, words_model
 
 
 class OwnSGD(SGD):
-    """May do anything, as far as its name goes."""
+    """A subclass of SGD, which could override anything as far as the library knows."""
 
 
 class Promised(SGD):
-    """Does what its base does, and says so."""
+    """Declares that it computes what its base class computes."""
 
     element_wise = True
 
@@ -47,7 +47,7 @@ class Trusting(Optimizer):
 
 
 class Declared(Trusting):
-    """Wrong about itself: the user is taken at their word."""
+    """Makes a wrong declaration about itself, which the library trusts."""
 
     element_wise = True
 

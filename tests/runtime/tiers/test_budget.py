@@ -22,7 +22,7 @@ STATUS, ROWS, STEPS = Path("/proc/self/status"), 100_000, 8
 
 
 def anonymous_bytes() -> int:
-    """Memory of this process that no file stands behind."""
+    """Returns the bytes of this process's memory that are not backed by a file."""
     found = next(line for line in STATUS.read_text().splitlines() if line.startswith("RssAnon"))
     return 1024 * int(found.split()[1])
 
@@ -59,7 +59,7 @@ def use(memory: WorkingSet, told: list[Tensor], asked: list[Tensor]) -> Iterator
 
 
 def grown(rank: int, world_size: int, budget: int, width: int, directory: str) -> tuple[int, int]:
-    """The bytes by which this process grows at most, and those that the working set has from the first."""
+    """Returns the largest growth of this process in bytes, and the bytes that the working set allocates at first."""
     few = [torch.randint(ROWS, (100,)) for _ in range(STEPS)]
     for _ in use(begin(ROWS * 5 + (1 << 20), width, directory), few, few):
         pass

@@ -82,7 +82,7 @@ def test_state_dicts_of_whole_tables_are_refused_and_a_checkpoint_from_before_th
 
 
 def killed(rank: int, world_size: int, run: Run, delay_s: float) -> None:
-    """Ends rank 1 at any moment while it trains, and saves again and again."""
+    """Kills rank 1 after `delay_s` seconds, while it trains and saves repeatedly."""
     if rank == 1:
         threading.Thread(target=_kill, args=(Path(run.folder) / REST, delay_s)).start()
     train(rank, world_size, run)

@@ -23,7 +23,7 @@ MAIN = threading.get_ident()
 
 
 class Rest(RecordFile):
-    """Remembers who wrote; `takes` seconds a write, which fails if there is an `error`."""
+    """Records which thread wrote. A write takes `takes` seconds, and fails if there is an `error`."""
 
     def __init__(self, directory: Path, records: Records) -> None:
         super().__init__(directory, "table", ROWS, records)

@@ -23,7 +23,7 @@ ROWS = torch.tensor([2, 3, 4, 900])
 
 @pytest.fixture
 def limited() -> Iterator[None]:
-    """Files of at most 8 KiB: what a full disk is to a write."""
+    """Limits files to 8 KiB, so that writes fail as on a full disk."""
     before, handler = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     yield
     resource.setrlimit(resource.RLIMIT_FSIZE, before)
@@ -35,7 +35,7 @@ def records() -> Tensor:
 
 
 def put(file: RecordFile) -> None:
-    """Writes each record at the number of its row."""
+    """Writes one record per row, at the row's number."""
     file.write(ROWS, records())
 
 

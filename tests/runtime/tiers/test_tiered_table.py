@@ -137,7 +137,7 @@ def test_all_rows_at_once_are_refused(tmp_path: Path) -> None:
 
 
 def full_disk(rank: int, world_size: int) -> list[float]:
-    """Trains where rank 1 may write files of 8 KiB alone."""
+    """Trains while rank 1 may write files of at most 8 KiB."""
     if rank == 1:
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (8192, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))

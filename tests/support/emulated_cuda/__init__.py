@@ -51,7 +51,7 @@ class Times:
     slow: float = 1.0
 
     def variables(self) -> dict[str, str]:
-        """For the stand-ins' options (`times.cpp`)."""
+        """Returns the environment variables for the emulation's options (`times.cpp`)."""
         device = DEVICES[self.device]
         values = {
             "MEMORY_GBS": device.compute.moved_bytes_per_ms / 1e6,

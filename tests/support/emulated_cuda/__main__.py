@@ -23,9 +23,8 @@ def main() -> int:
     parser.add_argument("--slow-stream", type=int, default=-1)
     parser.add_argument("--triton", action="store_true", help="run Triton's kernels, in its interpreter")
     given = sys.argv[1:]
-    ends = next(
-        (k for k, each in enumerate(given) if each in ("-m", "-c")), len(given)
-    )  # all later arguments belong to the command
+    # Arguments from "-m" or "-c" on belong to the command.
+    ends = next((k for k, each in enumerate(given) if each in ("-m", "-c")), len(given))
     own, command = parser.parse_args(given[:ends]), given[ends:]
     libraries = build()
     with tempfile.TemporaryDirectory() as folder:

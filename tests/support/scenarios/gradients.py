@@ -37,7 +37,7 @@ def all_gradients_logged(training: Training) -> Any:
 
 @before_each_step()
 def gradients_printed(training: Training) -> Any:
-    """Its class is part of the text, its numbers must be there."""
+    """Prints a gradient. The text may name another class than under DDP, but must contain all numbers."""
     gradient = training.module.second.bias.grad
     numbers = [float(number) for number in re.findall(r"-?\d\.\d+(?:e[-+]\d+)?", f"{gradient}")]
     assert len(numbers) == gradient.numel(), f"{gradient}"
@@ -91,7 +91,7 @@ def clipping_in_place(training: Training) -> None:
 
 @before_each_step()
 def clipping_of_data(training: Training) -> Any:
-    """As scripts from before `no_grad` do."""
+    """Clips `.grad.data`, as scripts did before `torch.no_grad`."""
     found = []
     for parameter in training.dense:
         assert parameter.grad is not None
@@ -249,7 +249,7 @@ def gradients_kept(training: Training) -> None:
 
 @scenario(optimizer=ADAMW)
 def dropped_gradients_kept(training: Training) -> None:
-    """Of a batch that was not stepped."""
+    """Keeps the gradients of a batch for which no step was taken."""
     batches = training.batches()
     for batch in batches:
         training.model(*batch).backward()
@@ -375,7 +375,7 @@ def hooks_of_all_kinds(training: Training) -> None:
 
 @scenario(optimizer=OPTIMIZERS["momentum"], reference=Mean, fresh=True)
 def frozen_at_first_and_later(training: Training) -> None:
-    """A layer, a table; DDP knows only what trains when it is made."""
+    """Freezes a layer and a table. DDP knows only parameters that require gradients when it is constructed."""
     module, model = training.module, training.model
     module.second.bias.requires_grad_(False)
     for k in range(6):

@@ -41,7 +41,7 @@ def questions_to_tables_and_averages_in_states(training: Training) -> None:
 
 @scenario(optimizer=OPTIMIZERS["adamw"], fresh=True)
 def targets_that_follow_by_states(training: Training) -> None:
-    """Five of them, of whole tensors from before the first call."""
+    """Updates five target networks from state dicts, starting with whole tensors from before the first call."""
     start = training.module.state_dict()
     soft, hard = Matching(), Matching()
     soft.load_state_dict(start)
@@ -101,7 +101,7 @@ def an_adversary_on_a_table(training: Training) -> None:
 
 @scenario(optimizer=OPTIMIZERS["adamw"], fresh=True)
 def methods_of_modules(training: Training) -> None:
-    """What trainers call of a model between two steps, which changes nothing."""
+    """Calls methods of `nn.Module` between two steps that do not change the model."""
     calls: tuple[Callable[[Any], Any], ...] = (
         lambda model: model.requires_grad_(True),
         lambda model: model.apply(lambda module: None),
@@ -118,7 +118,7 @@ def methods_of_modules(training: Training) -> None:
 
 @scenario(optimizer=OPTIMIZERS["adamw"], fresh=True)
 def calls_that_are_checkpointed(training: Training) -> None:
-    """The backward calls the model again."""
+    """Checkpoints a call, so that the backward calls the model again."""
     for batch in map(training.batch, range(4)):
         loss = checkpoint(training.model, *batch, use_reentrant=False)
         loss.backward()

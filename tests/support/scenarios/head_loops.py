@@ -44,7 +44,7 @@ def two_backwards_of_one_loss(training: Training) -> None:
 
 @loop()
 def losses_of_two_calls(training: Training) -> None:
-    """As preferences are learnt from chosen and rejected answers."""
+    """Learns preferences from chosen and rejected answers, one call for each."""
     predicting = Predicting(training, Words())
     for step in range(3):
         (better, labels), (worse, of) = predicting.logits(step), predicting.logits(step + 10)
@@ -183,7 +183,7 @@ def a_table_frozen_later(training: Training) -> None:
 
 
 class TwoTables(nn.Module):
-    """Two output layers, each over the table of its own words."""
+    """Two output layers, each of which reads a table of its own words."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -209,7 +209,7 @@ def losses_of_two_output_layers(training: Training) -> None:
 
 
 class MayPredict(WithLoss):
-    """Rates sentences, too; the words of some are predicted."""
+    """Rates sentences, and predicts the words of some sentences."""
 
     def __init__(self) -> None:
         super().__init__()

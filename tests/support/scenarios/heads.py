@@ -19,7 +19,7 @@ OfLogits = Callable[[Tensor, Tensor], Tensor]
 
 
 class Words(nn.Module):
-    """Predicts words by the table that it looks them up in."""
+    """Predicts words with the table from which it looks up its inputs."""
 
     def __init__(self, *, tied: bool = True, bias: bool = True) -> None:
         super().__init__()

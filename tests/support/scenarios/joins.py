@@ -118,7 +118,7 @@ def unequal_loaders_zeroed_first(training: Training) -> None:
 
 
 def third_of_the_sum(_: Any, bucket: Any) -> Any:
-    """A user's own hook; returns a future of a tensor."""
+    """A user's communication hook, which returns a future of a tensor."""
     work = dist.all_reduce(bucket.buffer().div_(3), async_op=True)
     return work.get_future().then(lambda done: done.value()[0])
 
@@ -135,7 +135,7 @@ def unequal_loaders_under_hooks(training: Training) -> None:
 
 
 def leave_a_sum(rank: int, model: Any, optimizer: Any, epoch: int) -> None:
-    """The last backward before a rank leaves is under `no_sync`."""
+    """Runs the last backward before a rank leaves under `no_sync`."""
     with model.join():
         for k in range(4 + 2 * rank):
             with model.no_sync() if k % 3 < 2 else contextlib.nullcontext():

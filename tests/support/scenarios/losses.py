@@ -19,7 +19,7 @@ Read = Callable[[Training, int], Tensor]
 
 
 def beside_the_call(function: Read) -> Callable[[Training], None]:
-    """Enters what a loss adds to the model's; every second step is of two backwards."""
+    """Registers a term that a loop adds to the model's loss. Every second step accumulates two backwards."""
 
     def run(training: Training) -> None:
         for step in range(4):
@@ -37,7 +37,7 @@ def beside_the_call(function: Read) -> Callable[[Training], None]:
 
 @beside_the_call
 def a_weight_of_each_rank(training: Training, step: int) -> Tensor:
-    """Of a parameter that the forward reads, too."""
+    """Returns a term with a weight that the forward reads too, scaled differently on each rank."""
     return (training.rank + step) * training.module.first.weight.square().mean()
 
 
@@ -71,7 +71,7 @@ def a_penalty_in_a_backward_of_its_own(training: Training) -> None:
 
 
 class Scaled(Matching):
-    """With a scale that the training loop applies, as CLIP's is."""
+    """Has a scale that the training loop applies, as for CLIP."""
 
     def __init__(self) -> None:
         super().__init__()

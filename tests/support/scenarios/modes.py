@@ -57,7 +57,7 @@ def _under(mode: Callable[[], Any]) -> Use:
 
 
 def _through(transform: Callable[[Callable[..., Any]], Callable[..., Any]], *shape: int) -> Use:
-    """A transform of a function that reads the weight of a layer."""
+    """Returns a use that transforms a function that reads a layer's weight."""
 
     def read(training: Training, step: int) -> Any:
         layer = training.module.first
@@ -68,7 +68,7 @@ def _through(transform: Callable[[Callable[..., Any]], Callable[..., Any]], *sha
 
 
 def _given(transform: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Use:
-    """A transform of a function that is given the weight of a layer."""
+    """Returns a use that transforms a function whose argument is a layer's weight."""
     return lambda training, step: transform(lambda weight: weight.sin().sum())(training.module.first.weight).detach()
 
 
@@ -169,7 +169,7 @@ enter_all(after_each_step, {name: _taken_by(take) for name, take in TAKERS.items
 
 
 def in_a_child(read: Callable[[], Any]) -> Any:
-    """What a forked child reads, or the text of its error."""
+    """Returns the result of `read` in a forked child, or the text of its error."""
     context = multiprocessing.get_context("fork")
     told = context.Queue()
 

@@ -330,7 +330,7 @@ def a_step_written_by_hand(training: Training) -> None:
 
 @scenario(optimizer=ADAMW)
 def other_betas(training: Training) -> None:
-    """Under the later ones a momentum does not die away: no step can be skipped."""
+    """With the later betas, a momentum does not decay to zero, so that no step can be skipped."""
     for step, batch in enumerate(training.batches(8)):
         training.update(batch)
         for group in training.optimizer.param_groups:

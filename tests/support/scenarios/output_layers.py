@@ -17,7 +17,7 @@ from tests.support.scenarios.heads import DIM, IGNORED, NUM_WORDS, Words, draw
 
 
 class WithLoss(Words):
-    """Returns the loss and the logits, where it has labels."""
+    """Returns the loss and the logits, or only the logits if there are no labels."""
 
     def loss(self, logits: Tensor, labels: Tensor) -> Tensor:
         return F.cross_entropy(logits, labels, ignore_index=IGNORED)
@@ -43,7 +43,7 @@ class Predicting:
         return found
 
     def logits(self, step: int) -> tuple[Tensor, Tensor]:
-        """Logits and labels."""
+        """Returns the logits and the labels."""
         words, labels = draw(self.training, step)
         return self.model(words), labels
 
@@ -186,7 +186,7 @@ class a_padded_table(WithLoss):
 
 @of_a_model(whole=True)
 class a_low_rank_adapter(WithLoss):
-    """As LoRA has it, on the output layer."""
+    """Applies a low-rank adapter (LoRA) to the output layer."""
 
     def __init__(self) -> None:
         super().__init__()

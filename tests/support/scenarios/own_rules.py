@@ -32,15 +32,15 @@ class Ruled(Optimizer):
             group["count"] += 1
 
     def look(self, group: dict[str, Any], gradients: list[Tensor]) -> None:
-        """Writes what all gradients tell into the group."""
+        """Writes values that depend on all gradients into the group."""
 
     def direction(self, group: dict[str, Any], parameter: Tensor, gradient: Tensor) -> Any:
-        """The direction of a step."""
+        """Returns the direction of a parameter's step."""
         return gradient
 
 
 class Lion(Ruled):
-    """Signs of an average (arXiv 2302.06675), which nobody has promised anything of."""
+    """Steps by the sign of an average (arXiv 2302.06675). The class does not declare itself element-wise."""
 
     def direction(self, group: dict[str, Any], parameter: Tensor, gradient: Tensor) -> Any:
         average = self.state[parameter].setdefault("average", torch.zeros_like(parameter))
@@ -54,7 +54,7 @@ class PromisedLion(Lion):
 
 
 class Counting(Ruled):
-    """Decays by a number of steps that the group counts, as schedule-free optimizers do."""
+    """Uses a factor that depends on the group's step count, as schedule-free optimizers do."""
 
     element_wise = True
 
@@ -64,7 +64,7 @@ class Counting(Ruled):
 
 
 class Growing(Ruled):
-    """A step size of its own in the group, of all gradients (Prodigy, D-Adaptation)."""
+    """Computes a step size from all gradients of a group (Prodigy, D-Adaptation)."""
 
     def look(self, group: dict[str, Any], gradients: list[Tensor]) -> None:
         group["d"] = max(group["d"], *(1.0 + float(g.abs().sum()) for g in gradients))
@@ -74,7 +74,7 @@ class Growing(Ruled):
 
 
 class Clipping(Ruled):
-    """`max_grad_norm` inside of the optimizer."""
+    """Clips the norm of all gradients inside of the optimizer."""
 
     def look(self, group: dict[str, Any], gradients: list[Tensor]) -> None:
         norm = float(torch.stack([g.norm() for g in gradients]).norm())
@@ -85,7 +85,7 @@ class Clipping(Ruled):
 
 
 class Skipping(Ruled):
-    """Leaves out steps whose gradients are larger than they were."""
+    """Skips steps whose gradient norm has increased."""
 
     def look(self, group: dict[str, Any], gradients: list[Tensor]) -> None:
         norm = float(torch.stack([g.norm() for g in gradients]).norm())
@@ -97,14 +97,14 @@ class Skipping(Ruled):
 
 
 class Layered(Ruled):
-    """A ratio of norms for each tensor (LAMB, arXiv 1904.00962)."""
+    """Scales each tensor's step by a ratio of norms (LAMB, arXiv 1904.00962)."""
 
     def direction(self, group: dict[str, Any], parameter: Tensor, gradient: Tensor) -> Any:
         return gradient * parameter.norm() / gradient.norm().clamp(min=1e-6)
 
 
 class Wary(AdamW):
-    """Derived from one of torch's; clips each row."""
+    """A subclass of AdamW that clips each row of the gradient."""
 
     def step(self, closure: Any = None) -> Any:
         for group in self.param_groups:
@@ -115,7 +115,7 @@ class Wary(AdamW):
 
 
 class Sharp(Ruled):
-    """Steps uphill first (SAM, arXiv 2010.01412), by the gradients that it has."""
+    """Adds a step uphill to each gradient, as SAM does (arXiv 2010.01412)."""
 
     def direction(self, group: dict[str, Any], parameter: Tensor, gradient: Tensor) -> Any:
         return gradient + 0.05 * gradient / (gradient.norm() + 1e-12)

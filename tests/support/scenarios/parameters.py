@@ -29,20 +29,20 @@ ADAMW = OPTIMIZERS["adamw"]
 
 
 def values(training: Training) -> list[Tensor]:
-    """What all parameters hold, as far as both sides hold it."""
+    """Returns copies of all parameters: this rank's columns of tables, and the whole dense parameters."""
     found = [training.columns(p.detach()) for p in training.tables] + [p.detach() for p in training.dense]
     return [each.clone() for each in found]
 
 
 def kept(training: Training, make: Callable[[Any], Any]) -> list[Any]:
-    """Made once, before the first step that is followed by a use."""
+    """Returns values that are made from each parameter once, at the first call."""
     if not hasattr(training, "kept"):
         training.kept = [make(own(p)) for p in training.parameters]  # type: ignore[attr-defined]
     return training.kept  # type: ignore[attr-defined]
 
 
 def shown(training: Training, held: list[Any]) -> list[Any]:
-    """What is kept of all parameters, as far as both sides hold it."""
+    """Returns kept values: this rank's columns of those of tables, and the others whole."""
     return [training.columns(each) for each in held[:2]] + held[2:]
 
 
@@ -189,7 +189,7 @@ def state_read_on_one_rank(training: Training) -> None:
 
 
 def every(of: Callable[[Training], Any], change: Callable[[Any], Any], *, tracked: bool = True) -> Use:
-    """Changes each of these."""
+    """Returns a use that applies `change` to each object that `of` returns."""
 
     def use(training: Training, step: int) -> None:
         with torch.set_grad_enabled(tracked):
@@ -200,7 +200,7 @@ def every(of: Callable[[Training], Any], change: Callable[[Any], Any], *, tracke
 
 
 def before(make: Callable[[Any], Any]) -> Callable[[Training], list[Any]]:
-    """What has been kept of parameters."""
+    """Returns a function that returns the values kept of a training's parameters."""
     return lambda training: kept(training, make)
 
 

@@ -60,7 +60,7 @@ class Oddly:
         self.optimizers: list[Any] = [training.optimize(make, self.model.parameters())]
 
     def use(self, *optimizers: Optimizer) -> None:
-        """Has others in the place of those there are."""
+        """Replaces the optimizers."""
         self.optimizers = list(optimizers)
         self.training.optimizers[:] = self.optimizers
 
@@ -170,7 +170,7 @@ def a_scaler_that_skips_momentum(loop: Oddly) -> None:
 
 
 def _goes_on_alone(loop: Oddly) -> None:
-    """Saved while rows rest, loaded into a plain model and its own optimizer, and trained on by one process."""
+    """Loads a checkpoint of a training with resting rows into a plain model, and trains it in one process."""
     loop.train(*range(7))
     alone, saved = Odd(), copy.deepcopy(embrace_fx.full_state_dict(loop.optimizers[0]))
     alone.load_state_dict(embrace_fx.full_state_dict(loop.model.module))
@@ -238,7 +238,7 @@ def a_step_within_a_step(loop: Oddly) -> None:
 
 
 class Raising(AdamW):
-    """Raises in the steps that it is told to, before anything is stepped."""
+    """Raises an error at the beginning of a step while `raises` is set."""
 
     element_wise = True
     raises = False

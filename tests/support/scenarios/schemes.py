@@ -54,7 +54,7 @@ def adam(training: Training, *models: Any) -> Adam:
 
 
 def step_of(training: Training, optimizer: Any, loss: Tensor) -> None:
-    """A step, whose loss is noted."""
+    """Takes a step, and records its loss."""
     optimizer.zero_grad()
     loss.backward()
     optimizer.step()
@@ -67,7 +67,7 @@ def train(training: Training, model: Any, optimizer: Any, steps: range) -> None:
 
 
 def wrapped(training: Training) -> tuple[Any, Any]:
-    """A plain model, and the same wrapped."""
+    """Returns a plain model, and the same model wrapped."""
     plain = Words()
     return plain, training.wrap(plain)
 
@@ -218,14 +218,14 @@ def synced_by_attribute(training: Training) -> None:
         loss = model(ids_of(training.rank, k)).square().mean()
         model.require_backward_grad_sync = True  # has no effect, because DDP reads the value in the forward
         loss.backward()
-        training.note(loss, model.module.out.bias.grad)  # local gradients, except in every third step
+        training.note(loss, model.module.out.bias.grad)  # records local gradients or, in every third step, reduced ones
         if k % 3 == 2:
             optimizer.step()
             optimizer.zero_grad()
 
 
 class Normed(Words):
-    """Has buffers, which ranks share."""
+    """Has buffers, which are broadcast to all ranks."""
 
     def __init__(self) -> None:
         super().__init__()

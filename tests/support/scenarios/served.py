@@ -20,7 +20,7 @@ from tests.support.scenarios.schemes import DIM, NUM_IDS, adam, ids_of, scheme, 
 
 
 class Served(nn.Module):
-    """A model that TorchScript can read."""
+    """A model that TorchScript can compile."""
 
     def __init__(self) -> None:
         super().__init__()

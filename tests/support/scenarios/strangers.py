@@ -190,7 +190,7 @@ for _name, _make in SPARSE.items():
 
 @scheme
 def a_bad_batch_on_one_rank(training: Training) -> None:
-    """Its error is caught, and a batch of the same shape trains in its place."""
+    """Catches the error of a batch on one rank, and trains on a batch of the same shape instead."""
     _, model = wrapped(training)
     optimizer = adam(training, model)
     for k in range(5):

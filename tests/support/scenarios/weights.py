@@ -81,7 +81,7 @@ def the_distance_from_where_training_began(training: Training) -> None:
 
 @scheme
 def a_soup_of_states(training: Training) -> None:
-    """States from several steps are stacked, and their mean is loaded."""
+    """Averages the state dicts of several steps, and loads the mean."""
     plain, model = wrapped(training)
     optimizer, kept = adam(training, model), list[dict[str, Any]]()
     for k in range(4):
