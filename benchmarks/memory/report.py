@@ -42,7 +42,7 @@ def predictions(known: Found) -> str:
 
 def _reason(found: Mapping[str, Any]) -> str:
     """Returns a short reason why there are no figures: the smallest memory of a step, if the error names it."""
-    least = re.search(r"at least ([\d,]+) are needed", found["error"])
+    least = re.search(r"needs at least ([\d,]+) bytes", found["error"])
     return f"at least {_mib(int(least[1].replace(',', '')))} MiB are needed" if least else str(found["error"])
 
 
