@@ -4,27 +4,31 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
 from embrace_fx import admm
+from embrace_fx.admm import timeline
 from tests.admm.problems import modules, weighed_words
 from tests.support.ranks import run_ranks
 
 
-def _draw(rank: int, world_size: int, folder: Path, asynchronous: bool) -> None:
+def _draw(rank: int, world_size: int, folder: Path, asynchronous: bool) -> bool:
     parallel = admm.Asynchronous(patience_s=5) if asynchronous else admm.Synchronous()
     for suffix in ("svg", "json"):
         rnn, head = modules(6, 8, 2)
         data = weighed_words(30, 4, seed=rank)
-        admm.train(rnn, head, data, iterations=12, parallel=parallel, timeline=folder / f"timeline.{suffix}")
+        with mock.patch.object(timeline, "cut_by_time", side_effect=timeline.cut_by_time) as cut:
+            admm.train(rnn, head, data, iterations=12, parallel=parallel, timeline=folder / f"timeline.{suffix}")
+    return cut.called
 
 
 @pytest.mark.parametrize(
     ("asynchronous", "exchange"), [(False, "AllReduce of weights"), (True, "weights to the master")]
 )
 def test_a_picture_shows_batches_and_exchanges_of_all_ranks(tmp_path: Path, asynchronous: bool, exchange: str) -> None:
-    run_ranks(3, _draw, tmp_path, asynchronous)
+    assert run_ranks(3, _draw, tmp_path, asynchronous) == [asynchronous] * 3
     picture = (tmp_path / "timeline.svg").read_text(encoding="utf-8")
     assert all(f">rank {rank}<" in picture for rank in range(3))
     trace = json.loads((tmp_path / "timeline.json").read_text(encoding="utf-8"))

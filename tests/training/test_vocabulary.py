@@ -89,7 +89,6 @@ def _recorded(rank: int, world_size: int) -> tuple[dict[str, int], dict[str, int
     return exchanges[0], exchanges[1], waits
 
 
-@pytest.mark.long
 def test_exchanges_of_positions_are_recorded_as_predicted() -> None:
     for recorded, predicted, waited_for in run_ranks(2, _recorded):
         assert recorded == predicted

@@ -80,6 +80,7 @@ def records_one_step(rank: int, ranks: int) -> None:
     step()
     with model.record():
         step()
+    assert model.metrics()["sent_bytes"] == pytest.approx(model.plan.sent_bytes_per_step, rel=0.05)
     found = Picture(None, model.timeline).panels[0]
     assert {span.rank for span in model.timeline.spans} == set(range(ranks))
     kinds = {span.operation.kind for span in model.timeline.spans}
