@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
+from torch.utils.checkpoint import checkpoint
 
 import embrace_fx
 from embrace_fx.capture import capture
@@ -52,6 +54,12 @@ def test_nodes_remember_the_users_line_forward_and_backward() -> None:
     line = plain.__code__.co_firstlineno + 1
     for name in ("embedding", "embedding_dense_backward"):
         assert source_of(graph.node(name)).endswith(f"captures.py:{line} in plain")
+
+
+@pytest.mark.parametrize("call", [lambda f, x: f(x), partial(checkpoint, use_reentrant=False)])
+def test_a_linear_layer_is_one_product_with_its_bias(call: Callable[..., Any]) -> None:
+    found = check_values(lambda m, x: call(lambda ids: m.linear(m.table(ids).transpose(0, 1)), x), IDS)
+    assert "addmm" in text(found.graph.module)
 
 
 def tied(model: Model, ids: Tensor) -> Tensor:

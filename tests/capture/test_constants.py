@@ -73,10 +73,11 @@ def test_a_number_that_changes_at_each_step_may_be_the_first_input_of_the_graph(
     assert captures_of(compiled) < 5
 
 
-def test_a_float_that_decides_what_is_traced_is_captured_three_times() -> None:
+@pytest.mark.parametrize("steps", [(0, 1, 2), (0, 0, 1, 2, 3)], ids=["no capture is used again", "the first one is"])
+def test_a_float_that_decides_what_is_traced_is_captured_three_times(steps: tuple[int, ...]) -> None:
     forward = model_of(lambda m, x, by: plain(m, x).sum() * {0.0: 1.0}.get(by, 3.0))
     compiled = embrace_fx.compile(forward, route="graph")
-    for step in range(3):
+    for step in steps:
         compiled(IDS, step / 8).backward()
     with pytest.raises(RefusedError, match="last 3 captured graphs was used for only one call"):
         compiled(IDS, 0.5)

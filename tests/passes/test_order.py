@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, fx, nn
 
+import embrace_fx
 from embrace_fx.passes.overlap.order import BackwardUnits, OrderCompute
 from embrace_fx.passes.pipeline import overlap_passes, run_passes, training_passes
 from embrace_fx.passes.step_memory import step_memory
@@ -17,7 +18,9 @@ from embrace_fx.vocabulary.ops import op_name
 from embrace_fx.vocabulary.plan import Plan
 from embrace_fx.vocabulary.schedule import Cuts
 from tests.support.graphs import analysed
+from tests.support.inside import graphs_in_order
 from tests.support.language_models import passes_of
+from tests.support.ranks import run_ranks
 
 ROWS, DIM = 60, 8
 TABLES = ("words.weight", "tags.weight")
@@ -90,6 +93,19 @@ def test_the_head_stays_ahead_of_all(overlapped: TrainingGraph) -> None:
     found = OrderCompute(tuple(reversed(units_of(overlapped).units)))(overlapped)
     head = [op_name(n) for n in found.phases["backward"].graph.nodes if n.op == "call_function"][:7]
     assert set(head) == {"embrace::update_rows", "embrace::await_ids", "embrace::submit_rows"}
+
+
+def _reordered(rank: int, world_size: int) -> list[list[tuple[str, ...]]]:
+    torch.manual_seed(0)
+    model = embrace_fx.compile(Tagger(), strategy="alltoall")
+    for length in (5, 3):
+        model(*(torch.randint(1, ROWS, (4, length)) for _ in range(2))).backward()
+    graphs = (graphs_in_order(model, order) for order in (TABLES, TABLES[::-1]))
+    return [[tuple(unit for unit in units_of(each).units if unit in TABLES) for each in found] for found in graphs]
+
+
+def test_every_program_of_a_model_is_put_in_the_new_order() -> None:
+    assert run_ranks(2, _reordered) == [[[TABLES] * 2, [TABLES[::-1]] * 2]] * 2
 
 
 class Drawing(nn.Module):

@@ -6,7 +6,9 @@ import pytest
 import torch
 
 import embrace_fx
+from embrace_fx.passes.planner.plan_fit import unshardable_tables
 from tests.support.cases import crossed
+from tests.support.graphs import analysed
 from tests.support.heads import IGNORED, HeadWorkload, PredictsBoth
 
 ETHERNET = embrace_fx.Cluster(12.5e3, 0.1)
@@ -74,6 +76,11 @@ def test_one_asks_for_any_number_of_ranks(world_size: int) -> None:
     assert str(decision.grid) == f"{world_size} x 1 grid"
     assert "output layer sharded" in decision.reason
     assert asked.schedule is not None
+
+
+def test_a_hidden_layer_is_read_whole() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.Tanh(), torch.nn.Linear(6, 3))
+    assert [*unshardable_tables(analysed(model, torch.ones(2, 4)))] == ["0.weight"]
 
 
 def test_what_is_in_the_way_is_the_reason() -> None:

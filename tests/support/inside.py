@@ -33,3 +33,9 @@ def captured_graph_of(planned: Any) -> Any:
 def memory_limit_of(model: Any) -> Any:
     """The bytes that a compiled model's step may hold, or None."""
     return pipeline_of(model)._shown_step.graph.memory_limit
+
+
+def graphs_in_order(model: Any, units: tuple[str, ...]) -> list[Any]:
+    """The graphs of a model's training programs, after their backwards were put in this order of units."""
+    pipeline_of(model)._compute_in_order(units)
+    return [of_steps.steady.graph for of_steps in pipeline_of(model)._steps_of.values()]
