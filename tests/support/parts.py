@@ -64,16 +64,16 @@ class Shown:
     def __init__(self, shapes: Iterable[torch.Size]) -> None:
         tables = {shape: nn.Embedding(shape[0], shape[1], dtype=torch.float64) for shape in sorted(set(shapes))}
         self._names = {shape: f"{number}.weight" for number, shape in enumerate(tables)}
-        self._model = embrace_fx.compile(_Tables(tables.values()), strategy="alltoall")
-        self._optimizer = torch.optim.Adam(self._model.parameters())
-        self._model(torch.zeros(1, dtype=torch.int64)).backward()
+        self.model = embrace_fx.compile(_Tables(tables.values()), strategy="alltoall")
+        self._optimizer = torch.optim.Adam(self.model.parameters())
+        self.model(torch.zeros(1, dtype=torch.int64)).backward()
         self._optimizer.step()
 
     def parameter(self, whole: Tensor) -> TableShard:
         """Returns a shard from the model's state dict."""
         name = self._names[whole.shape]
-        self._model.load_state_dict({name: whole}, strict=False)
-        return self._model.state_dict()[name]
+        self.model.load_state_dict({name: whole}, strict=False)
+        return self.model.state_dict()[name]
 
     def state(self, whole: Tensor) -> TableShard:
         """Returns a shard from the optimizer's state dict."""
@@ -84,10 +84,10 @@ class Shown:
         """Returns a shard from the optimizer's `state`."""
         self.state(whole)
         number = int(self._names[whole.shape].split(".")[0])
-        return self._optimizer.state[self._model.module.get_parameter(f"{number}.weight")]["exp_avg"]
+        return self._optimizer.state[self.model.module.get_parameter(f"{number}.weight")]["exp_avg"]
 
     def close(self) -> None:
-        self._model.close()
+        self.model.close()
 
 
 class _Tables(nn.Sequential):

@@ -7,12 +7,15 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import islice
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from embrace_fx.runtime.tables.shard_layout import Layout
+from embrace_fx.vocabulary.plan import Grid
 from tests.support.parts import Parts, Shown, asked, differs
 from tests.support.ranks import run_ranks
 
@@ -145,3 +148,28 @@ def test_an_op_on_a_part_is_of_the_whole_or_refused(kind: str, share: int) -> No
 def test_a_method_of_a_part_is_of_the_whole_or_refused(kind: str) -> None:
     for wrong in run_ranks(2, _compared, kind, "methods", 0, 1):
         assert not wrong
+
+
+def _on_a_grid(rank: int, world_size: int) -> list[str]:
+    parts, wrong = Parts(Grid(2, 1)), []
+    for deed in (lambda t: t * _table()[:, :1], lambda t: t * _table(), lambda t: t.cumsum(0).mul_(2.0)):
+        expected, found = (asked(partial(make, _table()), deed) for make in (torch.clone, parts.parameter))
+        wrong.append(differs(found, expected))
+    parts.close()
+    return wrong
+
+
+def test_rows_are_multiplied_by_those_of_a_whole_tensor_and_results_are_written() -> None:
+    assert run_ranks(2, _on_a_grid) == [["", "", ""]] * 2
+
+
+def _norms_reduced(rank: int, world_size: int) -> int:
+    shown = Shown(torch.Size(shape) for shape in ((6, 5), (7, 5)))
+    with mock.patch.object(Layout, "reduce", autospec=True, side_effect=Layout.reduce) as reduce:
+        torch.nn.utils.clip_grad_norm_(shown.model.parameters(), 1.0)
+    shown.close()
+    return reduce.call_count
+
+
+def test_norms_of_all_tables_are_reduced_at_once() -> None:
+    assert run_ranks(2, _norms_reduced) == [1, 1]

@@ -51,7 +51,7 @@ def gradients_copied(training: Training) -> Any:
     torch.save({"b": gradient}, file)
     file.seek(0)
     stored = torch.load(file, weights_only=True)["b"]
-    return gradient.tolist(), gradient.cpu().numpy().tolist(), copy.deepcopy(gradient), stored
+    return gradient.tolist(), gradient.numpy().tolist(), copy.deepcopy(gradient), stored
 
 
 @scenario(optimizer=ADAMW)
