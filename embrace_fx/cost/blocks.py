@@ -120,7 +120,7 @@ def choose_streaming(num_blocks: int, width: int, itemsize: int, world_size: int
         first_bytes = lanes * position_bytes(blocks_per_lane(num_blocks, world_size, lanes))
         return rounds * link.start_up_ms + first_bytes / link.bandwidth_bytes_per_ms
 
-    halvings = range(max(1, of_aggregator).bit_length())
+    halvings = range(of_aggregator.bit_length() + 1)
     return Streaming(min((max(1, of_aggregator >> k) for k in halvings), key=time_ms), slots)
 
 

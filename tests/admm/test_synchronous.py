@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from embrace_fx import admm
-from embrace_fx.admm.model import Data, read_data, read_weights
+from embrace_fx.admm.model import Data, read_data, read_weights, run_forward
 from embrace_fx.admm.progress import Best
-from embrace_fx.admm.setup import rescale_weights
+from embrace_fx.admm.setup import OUTPUTS, PREACTIVATIONS, rescale_weights
 from embrace_fx.admm.update import run_epoch
 from embrace_fx.admm.weights import Consensus
 from embrace_fx.runtime.ranks.failure import DeadRank, PeerFailure
@@ -65,6 +65,9 @@ def test_ranks_compute_what_the_formulas_say() -> None:
         shards.append(read_data((inputs.double(), targets), given, batch_first=True))
     whole = Data(torch.cat([each.x_NBI for each in shards], 1), torch.cat([each.y_MB for each in shards], 1))
     start = rescale_weights(given, whole, list)
+    values = run_forward(start, whole.x_NBI, 1)
+    assert (values.cell_NBF @ start.cell_HF.t()).square().mean().sqrt() == pytest.approx(PREACTIVATIONS, rel=2e-4)
+    assert values.o_MBC.square().mean().sqrt() == pytest.approx(OUTPUTS)
     states = [admm.State.begin(start, data, admm.Penalties(), Best(0, 1.0, given), seed) for data in shards]
     z = start.flat()
     duals = [torch.zeros_like(z), torch.zeros_like(z)]

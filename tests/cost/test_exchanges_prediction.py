@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from embrace_fx.cost.blocks import choose_streaming
 from embrace_fx.cost.exchanges import Prediction, Scheme, predict
 from embrace_fx.cost.links import Cluster, Work, passes_work
 from embrace_fx.cost.sparsity import Sparsity, measure_sparsity, range_starts
@@ -187,6 +188,10 @@ def test_work_of_streams_by_hand() -> None:
     values = passes_work((3 * 60 + 2 * 50 + 2 * 40 + 40 + 80) * 8)
     lanes = Work(units=3 * 2 * 2, rounds=2 * prediction.mean.messages)
     assert prediction.work == values + Work(1000 * 8, units=50) + lanes
+
+
+def test_one_block_takes_one_lane() -> None:
+    assert choose_streaming(num_blocks=4, width=32, itemsize=4, world_size=4, cluster=Cluster()).lanes == 1
 
 
 def test_sparsity_is_measured() -> None:

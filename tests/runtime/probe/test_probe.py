@@ -6,6 +6,7 @@ import itertools
 import time
 from types import SimpleNamespace
 from typing import cast
+from unittest.mock import Mock
 
 import pytest
 import torch.distributed as dist
@@ -136,6 +137,17 @@ def test_a_glance_gives_all_ranks_one_link_and_spares_small_steps() -> None:
     assert found == other
     assert found.bandwidth_bytes_per_ms > 10_000  # 80 Mb/s, which a busy loopback reaches, too
     assert none is None
+
+
+def test_a_glance_tells_start_up_from_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    known = Cluster(37_500.0, 2.0)
+    monkeypatch.setattr(measuring, "make_launch", lambda _, __, own_bytes, ___: own_bytes)
+    monkeypatch.setattr(measuring, "mean_ms", lambda _, own, *__: exchange("all_reduce", own, 8).time_ms(known))
+    ranks = Mock(world_size=8, reduce_scalar=lambda value, _: value, gather=lambda *_: ["a host", "another"])
+    ranks.uses_nccl.return_value = False
+    found = measuring.estimate_links(ranks, 2**30)
+    assert found is not None
+    assert (found.bandwidth_bytes_per_ms, found.latency_ms) == pytest.approx((37_500.0, 2.0), rel=1e-3)
 
 
 def test_a_single_rank_has_no_network() -> None:
