@@ -206,7 +206,7 @@ class OptimizerHooks:
     def _sort_gradients(self, optimizer: Optimizer) -> None:
         """Decides how each gradient is applied: by the optimizer's own step, by rows, or in the next forward."""
         held = self._held_tables(optimizer)
-        self._state.pending.close()
+        self._state.pending.close_for(optimizer)
         step = self._steps[id(optimizer)] = _OptimizerStep()
         tables = self._take_over_tables(optimizer, held)
         replicas = self._row_updated_replicas(optimizer) if self.replicas else []

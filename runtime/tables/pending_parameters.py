@@ -1,10 +1,9 @@
 """Parameters with pending updates: the first access between calls, steps and backwards applies the updates.
 
 Contract
-    Outside of `closed()` blocks, a dense parameter has a class with `__torch_function__`, and the storage of a table's
-    part has a callback. Both apply all pending updates before any read or write of the values. Reading a shape, a dtype
-    or `.grad` applies nothing. `optimizer.state` is guarded in the same way. The callback of a part stays during a step
-    and does nothing.
+    Outside of `closed()` blocks, a dense parameter has a class with `__torch_function__`, and the storage of a shard has
+    a callback. Both apply all pending updates before any read or write of the values. Reading a shape, a dtype or `.grad`
+    applies nothing. `optimizer.state` is guarded in the same way. The callback stays during a step and does nothing.
     A tensor that shares a parameter's memory (`.data`, `detach()`, a view, a NumPy array) bypasses these guards. If one
     exists when an update would be deferred, the update is applied at once; also if a user holds a tensor of the
     optimizer's state.
@@ -17,7 +16,7 @@ import contextlib
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache
-from operator import sub
+from operator import attrgetter, sub
 from sys import getrefcount
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -202,8 +201,7 @@ class UpdateGroup:
         """
         bases = (PendingParameter,) if plain is nn.Parameter else (PendingParameter, plain)
         its_own = {"plain": plain, "updates": self, "lock": self._lock, "__module__": __name__}
-        made = self._kinds[plain] = type(PendingParameter.__name__, bases, its_own)
-        return made
+        return self._kinds.setdefault(plain, type(PendingParameter.__name__, bases, its_own))
 
     def close(self) -> None:
         """Disarms the parameters: accesses to them no longer apply updates."""
@@ -214,6 +212,16 @@ class UpdateGroup:
                 held.on_use = None
             self._held.clear()
             self.stale, self.is_open = True, False
+
+    def disarm(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Disarms only these parameters. The caller holds the lock."""
+        own = {id(p.held) if type(p) is TableShard else id(p) for p in parameters}
+        others, self.dense = self.dense, [p for p in self.dense if id(p) in own]
+        self.disarm_dense()
+        for held in self._held:
+            held.on_use = None if id(held) in own else held.on_use
+        self.dense, self._held = [p for p in others if id(p) not in own], [h for h in self._held if id(h) not in own]
+        self.is_open = bool(self._held or self.dense)
 
     def disarm_dense(self) -> None:
         """Disarms parameters that are not table shards. During a step, which applies pending updates itself, accesses
@@ -288,6 +296,19 @@ class PendingUpdates:
                 self.restore_states()
             for kind in self.kinds:
                 kind.close()
+
+    def close_for(self, optimizer: Optimizer) -> None:
+        """Disarms what an optimizer is about to step. Parameters of others stay armed: its step may read them."""
+        if self._stepped == [optimizer] or not self.states:
+            self.close()
+            return
+        with self.lock:
+            own = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+            for kind in filter(attrgetter("is_open"), self.kinds):
+                kind.disarm(own)
+            for state in [each for each in self.states if each.optimizer is optimizer]:
+                state.restore()
+            self.states = [each for each in self.states if each.optimizer is not optimizer]
 
     def open(self) -> None:
         """Arms all parameters and optimizer states: the next access to them applies pending updates. Does nothing yet

@@ -41,7 +41,11 @@ QUICK = (
     *("read by a thread", "state read on one rank", "written through the state dict", "the padding row zeroed"),
     *("a storage from before written", "chunks are scaled", "rows are added by ids", "the slice of data"),
     *("the gradient is gathered", "renormed rows", "its gradient is another", "momentum reset", "other state"),
-    "the first table removed from its group and added again",
+    *("the first table removed from its group and added again", "made a subclass"),
+    *("two optimizers of which one reads what the other updates", "rows are copied by ids", "rows are filled by ids"),
+    *("each row is halved", "a mask of elements fills", "one element is set", "the transposed is scaled by column"),
+    *("what is small is set", "a row is another", "rows are put back", "unit rows", "a decay by row", "data replaced"),
+    *("the mean is taken away", "all of it in a vector", "its data is halved"),
 )
 """One of each mechanism, of those that share one model, without those of `BESIDE_A_HEAD`: a capture for all of them."""
 OF_THEIR_OWN = (

@@ -287,6 +287,28 @@ def two_optimizers_with_a_look_in_between(training: Training) -> None:
         second.zero_grad()
 
 
+class _Reading(SGD):
+    """Reads parameters of another optimizer in its step."""
+
+    def step(self, closure: Any = None) -> Any:
+        self.read()
+        return super().step(closure)
+
+
+@scenario(optimizer=None)
+def two_optimizers_of_which_one_reads_what_the_other_updates(training: Training) -> None:
+    layer, words = training.module.first, training.module.words
+    first = training.optimize(Adam, [layer.weight, words.weight], lr=0.02, eps=1e-3)
+    second = training.optimize(_Reading, [layer.bias, training.module.items.weight], lr=0.05)
+    second.read = lambda: training.note(words.weight.norm() + first.state[layer.weight]["exp_avg"].norm())
+    for batch in training.batches():
+        training.model(*batch).backward()
+        first.step()
+        second.step()
+        first.zero_grad()
+        second.zero_grad()
+
+
 @scenario(optimizer=None)
 def two_optimizers_of_one_parameter(training: Training) -> None:
     first, second = training.optimize(SGD, lr=0.1), training.optimize(Adagrad, training.tables, lr=0.1, eps=1e-3)
