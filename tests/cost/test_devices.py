@@ -25,6 +25,7 @@ def test_a_device_passes_over_its_own_memory_at_what_is_attained_of_its_rate(dev
     assert compute.flops_per_ms == ATTAINED * device.flops_per_ms
     assert handling.pass_bytes_per_ms > Handling().pass_bytes_per_ms
     assert compute.flops_per_ms > CORE.flops_per_ms
+    assert device.memory_bytes % 2**30 == 0
 
 
 def test_a_cluster_of_machines_with_several_devices_knows_the_link_inside() -> None:

@@ -4,26 +4,19 @@ from __future__ import annotations
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from embrace_fx.passes.pipeline import run_passes, training_passes
 from embrace_fx.passes.shard import ShardTables
 from embrace_fx.passes.verifier.invariants import VerificationError
-from embrace_fx.runtime.ranks.communicator import Communicator
 from embrace_fx.vocabulary.graph import TrainingGraph
 from tests.support.graphs import (
     IDS,
     analysed,
-    assert_equal_outputs,
-    averaged,
     classifier,
-    own_part,
-    run_graph,
     tables_model,
     targets,
 )
-from tests.support.many_uses import OTHER, TABLE, many_uses, plan_of
-from tests.support.ranks import run_ranks
+from tests.support.many_uses import TABLE, plan_of
 from tests.support.table_cases import plain
 
 
@@ -64,21 +57,3 @@ def test_a_broken_pass_is_named(behind: tuple[Copies, ...]) -> None:
     shard = next(each for each in training_passes(plan_of(TABLE), {TABLE}, 0) if isinstance(each, ShardTables))
     with pytest.raises(VerificationError, match=r"\(in pass DropsWaits"):
         run_passes(analysed(tables_model(plain), IDS), (shard, Copies(), DropsWaits(), *behind))
-
-
-def the_whole_pipeline(rank: int, world_size: int) -> None:
-    communicator = Communicator(dist.group.WORLD)
-    model = tables_model(many_uses)
-    batch = (IDS + rank) % 10
-    graph = analysed(model, batch)
-    replicas = ("linear.bias", "linear.weight", OTHER)
-    plan = plan_of(TABLE, world_size=world_size, buckets=(replicas[:1], replicas[1:]))
-    compiled = run_passes(graph, training_passes(plan, {TABLE, OTHER}, rank))
-    whole = averaged(run_graph(graph, model, batch), [*replicas, TABLE], communicator)
-    found = run_graph(compiled.graph, model, batch, communicator=communicator)
-    assert_equal_outputs(found, own_part(whole, [TABLE], communicator))
-
-
-@pytest.mark.long
-def test_values_on_several_ranks() -> None:
-    run_ranks(3, the_whole_pipeline)

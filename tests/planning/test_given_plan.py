@@ -74,7 +74,6 @@ def save(rank: int, world_size: int, path: Path) -> None:
         model.plan.save(path)
 
 
-@pytest.mark.long
 def test_a_plan_that_does_not_fit_is_refused_on_every_rank(tmp_path: Path) -> None:
     run_ranks(2, save, tmp_path / "plan.json")
     for case, told in REFUSALS.items():

@@ -73,7 +73,6 @@ def _told(model: Any, rank: int) -> list[Any]:
 CASES = {"telling": (Telling, _told)}
 
 
-@pytest.mark.long
 def test_each_call_tells_what_it_tells_under_ddp() -> None:
     check(__name__, strategy="alltoall")
 

@@ -111,7 +111,6 @@ def probed(rank: int, world_size: int) -> tuple[Cluster, float]:
     return probe_cluster(communicator), time.monotonic() - start_s
 
 
-@pytest.mark.long
 def test_two_ranks_get_one_answer() -> None:
     (cluster, elapsed_s), (other, _) = run_ranks(2, probed)
     assert cluster == other

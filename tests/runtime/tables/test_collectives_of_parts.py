@@ -8,7 +8,6 @@ from collections.abc import Callable
 from types import FunctionType
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 
@@ -70,7 +69,6 @@ _ONLY_RECEIVED = frozenset({"broadcast_object_list", "recv_object_list", "scatte
 """Some rank gives them nothing that it has."""
 
 
-@pytest.mark.long
 def test_functions_of_torch_distributed_refuse_parts() -> None:
     for wrong in run_ranks(2, _functions):
         assert not wrong
