@@ -72,7 +72,13 @@ def plan_on_links(
     communicator = context.communicator
 
     def decide_for(links: Cluster, links_are: LinksAre) -> Plan | str | None:
-        """Returns rank 0's plan for these links, or an error's text; None on other ranks."""
+        """Decides the plan for these links on rank 0. Returns the plan, or the text of the error if that fails. Returns
+        None on other ranks.
+
+        Args:
+            links: the links between ranks.
+            links_are: the origin of the links: "assumed", "given" or "probed".
+        """
         try:
             return None if findings is None else decide(findings, links, current, links_are)
         except Exception as error:
@@ -97,8 +103,11 @@ def plan_on_links(
 
 
 def reuse_plan(context: Context, graph: TrainingGraph, plan: Plan) -> Plan:
-    """Returns a plan that the user has passed, with the schedule that the options request. Collective: raises
-    ValueError on every rank if the plan does not fit some rank's model.
+    """Checks that a plan that the user has passed fits the model, and returns the plan with the schedule that the
+    options request. Collective.
+
+    Raises:
+        ValueError: the plan does not fit the model of some rank; raised on every rank.
     """
     own = next(_disagreements(context, graph, plan), None)
     for found in context.communicator.reports(own).values():
@@ -111,9 +120,7 @@ def reuse_plan(context: Context, graph: TrainingGraph, plan: Plan) -> Plan:
 
 
 def _disagreements(context: Context, graph: TrainingGraph, plan: Plan) -> Iterator[str]:
-    """Yields a text for the error message for each difference between a plan and the model, the optimizers or the
-    number of ranks.
-    """
+    """Yields an error text for each mismatch between a plan and the model, the optimizers or the number of ranks."""
     if plan.world_size != context.communicator.world_size:
         yield f"the plan is for {plan.world_size} ranks, but {context.communicator.world_size} are running"
     used = used_parameters(graph)
@@ -204,8 +211,11 @@ def make_findings(
     """Returns the planner's input, made from facts, options, and the ranks' reports of the rows that they read.
 
     Args:
-        reports: the reports of all `ranks` ranks, or of the first ones. Other ranks are assumed to read the mean number
-            of rows, with unknown ids.
+        facts: the facts about each parameter, from `collect_facts`.
+        reports: what each rank's batch reads, in rank order. If there are fewer than `ranks` reports, the other ranks
+            are assumed to read the mean number of rows, with unknown ids.
+        ranks: the number of ranks to plan for.
+        options: the options of `compile`.
     """
     rows, local_rows, sparsity = {}, {}, {}
     for table in graph.tables:
@@ -248,9 +258,9 @@ def collect_facts(
     Args:
         graph: the captured graph, in which tables have been found.
         known_optimizers: the optimizers known so far.
-        row_updates: the option of `compile`.
+        row_updates: the option `row_updates` of `compile`.
         used: names of the parameters that get a gradient.
-        sharded: name of a sharded table -> its whole shape.
+        sharded: maps the name of each table that is already sharded to the shape of the whole table.
     """
     every = enumerate((type(each), group) for each in known_optimizers.optimizers for group in each.param_groups)
     held: dict[int, list[tuple[type[Optimizer], int]]] = {}  # parameter id -> (optimizer class, param group's index)
@@ -281,8 +291,12 @@ def collect_facts(
 def _update_of_unread_rows(
     known_optimizers: KnownOptimizers, parameter: nn.Parameter, row_updates: RowUpdatesOption
 ) -> DenseUpdatePolicy:
-    """Returns how the optimizer of a table (`parameter`) updates rows that no batch has read in a step. If the table
-    has no optimizer yet, Adam is assumed.
+    """Returns how a table's optimizer updates rows that no batch has read in a step, such as "sweep". A table without
+    an optimizer is assumed to get one that changes all rows, such as Adam.
+
+    Args:
+        parameter: the table.
+        row_updates: the option `row_updates` of `compile`.
     """
     way = known_optimizers.dense_update_policy(parameter, row_update_semantics(row_updates))
     return row_updates if way not in STILL and row_updates in ("sweep", "replay") else way
@@ -290,13 +304,14 @@ def _update_of_unread_rows(
 
 @dataclass(frozen=True)
 class Read:
-    """The rows of one table that a rank's batch reads: how many, and their ids if these are few enough to send.
+    """Describes which rows of one table the batch of a rank reads.
 
     Attributes:
         rows: the number of unique rows, including the padding row, which is always sent.
         ids: unique ids of rows that get a gradient, or None if there are too many to send.
         draws: the number of ids that get a gradient, counting duplicates.
-        local_rows: R -> how many of the rows this rank's part would contain, on a grid of ranks with R rows.
+        local_rows: maps a possible number R of grid rows to the number of unique rows that would be in this rank's row
+            of the grid, if the table were sharded on a grid of ranks with R rows.
     """
 
     rows: int
@@ -307,14 +322,14 @@ class Read:
 
 @dataclass(frozen=True)
 class RankFacts:
-    """What one rank reports of its first batch to rank 0.
+    """The facts about its first batch that one rank reports to rank 0.
 
     Attributes:
         used: names of the parameters that get a gradient.
-        whole: parameter that cannot be sharded -> the reason.
-        reads: table -> the rows that the batch reads.
-        scored: table of an output layer -> how many positions of the batch have a label.
-        failure: why the batch could not be examined, or None.
+        whole: maps the name of each table that the rank cannot shard to the reason.
+        reads: maps the name of a table to the rows that the batch reads.
+        scored: maps the name of an output layer's table to the number of positions in the batch that have a label.
+        failure: the text of the error if the batch could not be examined, or None.
     """
 
     used: tuple[str, ...] = ()
@@ -329,19 +344,27 @@ def _sparsity(table: TableSpec, reads_by_rank: Sequence[Read]) -> Sparsity | Non
     ids = [own.ids.to(torch.int64) for own in reads_by_rank if own.ids is not None]
     if len(ids) < len(reads_by_rank):
         return None
-    # Ignore ids outside of the table, which the step itself reports.
+    # Leave out ids outside of the table. The step itself raises an error for them.
     inside = [own[(own >= 0) & (own < table.num_rows)] for own in ids]
     draws = sum(own.draws for own in reads_by_rank)
     return measure_sparsity(inside, table.num_rows, table.embedding_dim, table.dtype.itemsize, draws)
 
 
 def grid_rows(ranks: int) -> list[int]:
-    """Returns the numbers of rows above one that a grid of `ranks` ranks can have, which are divisors of `ranks`."""
+    """Returns the divisors of `ranks` above 1. A grid of ranks can have these numbers of rows, or a single row."""
     return [each for each in range(2, ranks + 1) if ranks % each == 0]
 
 
 def drawn_ids(state: ModelState, graph: TrainingGraph, leaves: Sequence[Any]) -> dict[str, tuple[Tensor, Tensor]]:
-    """Maps each table to the ids (T,) in a flattened batch that get a gradient (repeats included), and unique rows."""
+    """Finds the rows of each table that a batch reads. Tables whose ids do not depend on the batch alone are left out.
+
+    Args:
+        leaves: the batch, as flattened arguments of the model.
+
+    Returns:
+        Maps the table's name to (the ids (T,) that get a gradient, with duplicates; the unique rows (U,) that are read,
+            including the padding row).
+    """
     tables = [t for t in graph.tables if all(use.ids_from_batch for use in t.uses)]
     if not tables:
         return {}
@@ -357,7 +380,16 @@ def drawn_ids(state: ModelState, graph: TrainingGraph, leaves: Sequence[Any]) ->
 def count_reads(
     state: ModelState, graph: TrainingGraph, leaves: Sequence[Any], rank: int, ranks: int
 ) -> dict[str, Read]:
-    """Returns table -> the rows of the table that a rank's batch reads. `leaves` is the flattened batch."""
+    """Counts the rows of each table that a rank's batch reads. Tables whose ids do not depend on the batch alone are
+    left out.
+
+    Args:
+        leaves: the rank's batch, as flattened arguments of the model.
+        ranks: the number of ranks.
+
+    Returns:
+        Maps the table's name to the rows that the batch reads.
+    """
     found = {}
     for name, (drawn, unique) in drawn_ids(state, graph, leaves).items():
         ids = drawn.unique().cpu()
@@ -370,7 +402,12 @@ def count_reads(
 
 
 def count_scored(state: ModelState, graph: TrainingGraph, leaves: Sequence[Any]) -> dict[str, int]:
-    """Returns table of an output layer -> how many positions of a flattened batch (`leaves`) have a label for it."""
+    """Counts the positions of a batch whose label the loss does not ignore, for each output layer with its loss in the
+    model. Returns name of the layer's table -> count.
+
+    Args:
+        leaves: the batch, as flattened arguments of the model.
+    """
     found = labels_in_batch(graph)
     if not found:
         return {}
@@ -379,7 +416,12 @@ def count_scored(state: ModelState, graph: TrainingGraph, leaves: Sequence[Any])
 
 
 def scores_nothing(state: ModelState, graph: TrainingGraph, leaves: Sequence[Any]) -> bool:
-    """Returns whether a flattened batch has no labels for a loss that is a mean over labels, and therefore nan."""
+    """Returns whether some loss of the model is nan for a batch, because it averages over labels and ignores all of
+    them.
+
+    Args:
+        leaves: the batch, as flattened arguments of the model.
+    """
     labels = mean_loss_labels(graph)
     if not labels:
         return False
@@ -388,7 +430,12 @@ def scores_nothing(state: ModelState, graph: TrainingGraph, leaves: Sequence[Any
 
 
 def _run(state: ModelState, module: fx.GraphModule, leaves: Sequence[Any]) -> tuple[Any, ...]:
-    """Runs a graph that needs only a flattened batch (`leaves`), and returns its outputs. Keeps the random state."""
+    """Runs a graph whose only input is a batch, and returns the graph's outputs. The state of the random number
+    generators does not change.
+
+    Args:
+        leaves: the batch, as flattened arguments of the model.
+    """
     parameter = state.any_parameter()
     device = torch.device("cpu") if parameter is None else parameter.device
     with restored_random_state(device), torch.no_grad():

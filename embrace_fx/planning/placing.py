@@ -50,9 +50,10 @@ def place_parameters(context: Context, graph: TrainingGraph, plan: Plan) -> None
 
 
 def move_parameters(context: Context, graph: TrainingGraph, old: Plan, new: Plan) -> None:
-    """Moves tables, with their state and gradients, from the places in plan `old` to those in `new`. Collective.
+    """Shards the tables that only plan `new` shards, and gathers those that only plan `old` shards, with their
+    optimizer state and gradients. Collective.
 
-    A replica's gradient is already the mean, equal on all ranks. Each rank has only its part of a shard's gradient.
+    When a table is sharded, each rank keeps its part of the gradient, which is already the mean over ranks.
     """
     state = context.state
     gather_tables(context, [name for name in old.sharded if name not in new.sharded])
@@ -71,7 +72,9 @@ def move_parameters(context: Context, graph: TrainingGraph, old: Plan, new: Plan
 
 
 def gather_tables(context: Context, names: Sequence[str]) -> None:
-    """Makes the sharded tables `names` whole, with their state and gradients, on every rank. Collective."""
+    """Gathers the sharded tables `names`, so that every rank has them whole, with optimizer state and gradients.
+    Collective.
+    """
     with context.communicator.watching(), torch.no_grad():
         for name in names:
             table = context.state.tables[name]
@@ -90,7 +93,12 @@ def gather_buffers(model: nn.Module) -> None:
 
 
 def _shard_table(context: Context, name: str, plan: Plan, shape: torch.Size, mesh: DeviceMesh | None) -> None:
-    """Shards a table of whole shape `shape` by the plan. With `mesh`, the parameter is already this rank's shard."""
+    """Shards a table as the plan says, and adds the shard to the model's state. Collective.
+
+    Args:
+        shape: the shape of the whole table.
+        mesh: the mesh of the ranks if the parameter is already this rank's shard, or None.
+    """
     parameter, communicator = context.state.parameter(name), context.communicator
     layout = shard_parameter(name, parameter, shape, communicator, plan[name].grid, mesh)
     always, reads = context.options.row_updates == "replay", context.state.reads
@@ -111,7 +119,9 @@ def _shard_table(context: Context, name: str, plan: Plan, shape: torch.Size, mes
 
 
 def _register_tables(context: Context, graph: TrainingGraph, plan: Plan) -> None:
-    """Registers placed tables where steps look them up: optimizer hooks, joined tables, and announcements."""
+    """Registers placed tables with the optimizer hooks, as members of joined tables, and with the messages that ranks
+    exchange at the start of each step.
+    """
     row_updates, optimizer_hooks = row_update_semantics(context.options.row_updates), context.optimizer_hooks
     optimizer_hooks.replicas = []
     optimizer_hooks.of_any_layout |= any(use.sparse for table in graph.tables for use in table.uses)

@@ -38,7 +38,14 @@ _Found = tuple[Schedule, tuple[str, ...]]
 
 
 def predict_storage_reads(plan: Plan, ahead: int) -> dict[str, RowMemory]:
-    """Predicts a step's reads from storage, `ahead` steps early, for each row exchange of tables larger than memory."""
+    """Predicts how many rows of tables larger than memory each step reads from storage.
+
+    Args:
+        ahead: the number of steps by which rows are read before the step that needs them.
+
+    Returns:
+        Maps the name of a table, or of a joined table, to its prediction.
+    """
     return {
         name: set_read_ahead(combine_memories(beyond), ahead, plan.world_size)
         for name, tables in plan.row_exchanges.items()
@@ -55,15 +62,17 @@ def decide_order(
     *,
     compute_in_order: Callable[[tuple[str, ...]], TrainingGraph] | None = None,
 ) -> tuple[Schedule, Mapping[str, RowMemory]]:
-    """Returns the schedule that rank 0 computes, and the predicted reads from storage of tables larger than memory:
-    name of a table or joined table -> prediction. Both are equal on every rank. Collective.
+    """Decides the order of launches on rank 0, for all ranks. Collective.
 
     Args:
         graph: the graph of the first training batch, as it runs.
-        memory: the predicted reads so far; measured times (`profiled`) replace their speed.
-        profiled: the measured times, or None to use the cost model.
+        memory: name of a table or joined table larger than memory -> its predicted reads from storage.
+        profiled: the measured times, or None to use the cost model. Measured speeds replace those in `memory`.
         compute_in_order: a function that puts units of the backward in another order and returns the new graph. It is
             called if measured times predict a gain.
+
+    Returns:
+        (the schedule, the predicted reads from storage), equal on every rank.
 
     Raises:
         VerificationError: the order breaks an invariant.
@@ -81,7 +90,7 @@ def decide_order(
         else:
             own = _search_order(context, plan, graph, steps, name, profiled)
     found = communicator.gather(own, _Found | None)[0]
-    assert found is not None  # only rank 0 has found a schedule
+    assert found is not None  # rank 0 always sends a schedule
     agreed, units = found
     if units and compute_in_order is not None:
         graph = compute_in_order(units)
@@ -96,7 +105,17 @@ def decide_order(
 def _search_order(
     context: Context, plan: Plan, graph: TrainingGraph, steps: StepGraph, name: str, profiled: Profile
 ) -> _Found:
-    """Returns the fastest schedule by measured times, and the backward's units in its order (none if unchanged)."""
+    """Searches for the fastest schedule by measured times, together with an order of the backward's units. A unit is
+    the compute needed before one table's or bucket's gradients can be sent.
+
+    Args:
+        steps: the operations of a window (a backward and the next forward), in the present order.
+        name: the name of the schedule, such as "2d".
+        profiled: the measured times.
+
+    Returns:
+        (the schedule; the names of the units in their new order, or () if the present order is the best).
+    """
     measured = {each.what: ms for each, ms in profiled.compute_ms.items() if each.kind == "backward"}
     units = BackwardUnits.find(graph.phases["backward"])
     atoms = Atoms.build(units, node_time_estimator(plan.links.compute, graph.expected), measured)
@@ -109,7 +128,12 @@ def _search_order(
 def _step_graph(
     context: Context, plan: Plan, graph: TrainingGraph, memory: Mapping[str, RowMemory], profiled: Profile | None
 ) -> StepGraph:
-    """Returns the operations of a window (a backward and the next forward), with their durations and dependences."""
+    """Returns the operations of a window (a backward and the next forward), with their durations and dependences.
+
+    Args:
+        memory: the predicted reads from storage of tables larger than memory, by table or joined table.
+        profiled: the measured times and sizes, or None to use the cost model.
+    """
     cluster = plan.links.flattened(plan.world_size)
     if plan.world_size == 1:
         return add_storage_operations(build_single_process(graph, cluster.compute), memory)

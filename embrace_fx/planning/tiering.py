@@ -41,15 +41,16 @@ from embrace_fx.vocabulary.plan import Decision, Grid, Plan
 def add_working_sets(
     context: Context, plan: Plan, sparsity: Mapping[str, Sparsity], storage: tuple[StorageTier, ...] | None = None
 ) -> Plan:
-    """Returns the plan with working sets (limits on rows in memory) for the tables that `table_memory` selects.
-    Collective.
+    """Limits the number of rows in memory for each table that `table_memory` selects. The rows in memory are the
+    table's working set. Returns the plan with the limits. Collective.
 
     Args:
-        sparsity: table -> the sparsity of its gradients, on rank 0.
+        sparsity: name of a table -> the sparsity of its gradients, on rank 0.
         storage: the kinds of storage for rows that are not in memory, or None to measure them.
 
     Raises:
-        ValueError: a table cannot have a working set, or its batches need more memory; the same on every rank.
+        ValueError: a table cannot have a working set, or one step reads more rows than the limit allows in memory;
+            raised on every rank.
     """
     asked = _memory_limits(context, plan)
     if not asked:
@@ -84,10 +85,14 @@ def add_working_sets(
 
 
 def _split_space(context: Context, plan: Plan, space: JoinedTable, beyond: Mapping[str, Tier]) -> list[JoinedTable]:
-    """Splits a joined table (`space`) into joined tables, each of which can have a single working set.
+    """Splits a joined table into joined tables, each of which can have a single working set.
 
-    Tables that fit in memory stay joined. Tables on the CPU that exceed the memory (`beyond`) stay joined if they store
-    equal columns. Each table that exceeds a device's memory is separated.
+    Tables that fit in memory stay joined. Tables larger than memory stay joined if they are on the CPU and store equal
+    columns. On other devices, each of them is separated.
+
+    Args:
+        space: the joined table.
+        beyond: name of a table larger than memory -> its memory limit and columns.
     """
     on_host = context.device.type == "cpu"
     sets: dict[object, list[str]] = {}
@@ -98,13 +103,18 @@ def _split_space(context: Context, plan: Plan, space: JoinedTable, beyond: Mappi
 
 
 def _measure_storage(context: Context, records: Records) -> tuple[StorageTier, ...]:
-    """Measures how fast rows of these records are read from and written to storage, on the slowest rank. Collective."""
+    """Measures how long the slowest rank takes to read a record from storage, and to write it. Returns the storage as
+    the only entry of a tuple. Collective.
+
+    Args:
+        records: the format in which a table's rows are stored.
+    """
     directory, streams = context.options.spill_to, choose_streams(context.device)
     try:
         own = measure_host(records) if directory is None else measure_disk(directory, records)
     except TierError:  # a missing file raises later, when it is opened
         own = (0.0, 0.0)
-    # Copies between device and host run in parallel with these, so the slower of both limits the rate.
+    # Rows are copied between device and host while others are read or written, so the slower of both is the limit.
     if streams is not None:
         copied_ms = records.nbytes / PinnedCopies(streams).measure(context.device)[0]
         own = max(own[0], copied_ms), max(own[1], copied_ms)
@@ -131,7 +141,9 @@ def _check_host(context: Context, found: Mapping[str, Tier], plan: Plan) -> None
 
 
 def tiered_tables(context: Context, plan: Plan, rank: int) -> dict[str, Tier]:
-    """Returns the tables that keep only some rows in memory: name -> memory limit and the columns of a rank's rows."""
+    """Returns, for each table that `table_memory` selects, its memory limit and the columns that `rank` stores for each
+    row.
+    """
     whole = _memory_limits(context, plan)
     columns = {name: _record_columns(context, name, plan[name].shape, rank) for name in whole}
     asked = dict(whole)
@@ -142,7 +154,9 @@ def tiered_tables(context: Context, plan: Plan, rank: int) -> dict[str, Tier]:
 
 
 def _memory_limits(context: Context, plan: Plan) -> dict[str, float]:
-    """Maps each table that `table_memory` selects to its limit: bytes or, below 1, the share of its rows in memory."""
+    """Maps each table that `table_memory` selects to its memory limit. A limit of at least 1 is in bytes. A limit below
+    1 is the share of the table's rows to keep in memory.
+    """
     if (memory := context.options.table_memory) is None:
         return {}
     if not isinstance(memory, Mapping):
@@ -206,7 +220,7 @@ def _record_columns(context: Context, name: str, shape: tuple[int, ...], rank: i
 
 
 def _owned_columns(shape: tuple[int, ...], ranks: int, rank: int) -> range:
-    """Returns the range of columns that `rank` owns, of a table of this shape sharded by columns over `ranks` ranks."""
+    """Returns the columns that `rank` owns if a table of this shape is sharded by columns over `ranks` ranks."""
     return range(shape[1])[owned_slices(shape, Grid(1, ranks), rank)[1]]
 
 
@@ -225,9 +239,14 @@ def lazily_initialized(context: Context, name: str) -> nn.Embedding | nn.Embeddi
 
 
 def open_working_sets(context: Context, plan: Plan, beyond: Mapping[str, Tier]) -> dict[str, tuple[WorkingSet, int]]:
-    """Makes the working sets of tables larger than memory (`beyond`), one for all tables of a joined table.
+    """Creates the working sets, which keep some rows of tables larger than memory. The tables of a joined table share
+    one. Collective: raises on all ranks if it fails on one.
 
-    Returns table -> (its working set, index of its first row there). Collective: fails on all ranks or on none.
+    Args:
+        beyond: name of a table larger than memory -> its memory limit and columns.
+
+    Returns:
+        Maps the name of a table to (its working set, the index of the table's first row in the working set).
     """
     found: dict[str, tuple[WorkingSet, int]] = {}
     told, directory = None, context.options.spill_to
@@ -258,7 +277,9 @@ def _device_of(context: Context, name: str) -> torch.device:
 
 
 def _initial_values(context: Context, name: str, decision: Decision) -> InitialValues:
-    """Returns an object that computes initial values of a table's rows, for this rank's columns. Collective."""
+    """Returns an object that computes the initial values of a table's rows, for the columns that this rank owns.
+    Collective.
+    """
     communicator, module = context.communicator, lazily_initialized(context, name)
     seed = communicator.gather(torch.initial_seed() % 2**62, int)[0] ^ crc32(name.encode())
     own = _owned_columns(decision.shape, communicator.world_size, communicator.rank)
@@ -269,8 +290,8 @@ def _initial_values(context: Context, name: str, decision: Decision) -> InitialV
 def place_tiered(
     context: Context, name: str, shape: torch.Size, mesh: DeviceMesh | None, memory: WorkingSet, first: int
 ) -> Member:
-    """Moves a table's rows to storage. If the table is lazily initialized, its rows are computed at their first read
-    instead. Returns the table with its working set. Collective.
+    """Moves the rows of a table larger than memory to storage. The rows of a lazily initialized table are computed when
+    they are first read instead. Returns the table. Collective.
 
     Args:
         shape: the shape of the whole table.
@@ -311,8 +332,13 @@ def place_tiered(
 def _store_initial_values(
     context: Context, memory: WorkingSet, first: int, rows: int, values: Mapping[str, Tensor]
 ) -> None:
-    """Writes a table's initial values (column name -> values of all rows) to a working set, from its row `first` on.
-    Collective: fails on all ranks or none.
+    """Writes the initial values of a table to a working set. Collective: raises on all ranks if it fails on one.
+
+    Args:
+        memory: the working set.
+        first: the index of the table's first row in the working set.
+        rows: the number of rows of the table.
+        values: name of a column -> the values of all rows; {} to write nothing.
     """
     told = None
     try:
