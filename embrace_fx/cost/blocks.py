@@ -65,12 +65,13 @@ def fastest_block_size(run_length: int, itemsize: int, cluster: Cluster) -> int:
 
 @dataclass(frozen=True)
 class Streaming:
-    """How "omnireduce" divides blocks of a gradient among the streams of an aggregator, the rank that sums one range of
-    the tensor.
+    """The division of a gradient into lanes and streams by the strategy "omnireduce". An aggregator is the rank that
+    sums one range of the gradient. It divides the blocks of the range into lanes, which it processes in parallel.
+    Several lanes form a stream, which sends their blocks in one message.
 
     Attributes:
-        lanes: how many blocks an aggregator processes at a time, one per lane.
-        slots: how many lanes share a stream, which sends their blocks in one message.
+        lanes: the number of lanes of an aggregator.
+        slots: the number of lanes in a stream.
     """
 
     lanes: int
@@ -94,8 +95,8 @@ class Streaming:
 
 
 def choose_streaming(num_blocks: int, width: int, itemsize: int, world_size: int, cluster: Cluster) -> Streaming:
-    """Returns how many lanes (sequences of blocks that an aggregator processes in parallel) and slots (lanes that share
-    messages) the exchange "omnireduce" uses for a tensor.
+    """Chooses the number of lanes and slots with which the strategy "omnireduce" exchanges a tensor. Lanes are
+    sequences of blocks that an aggregator processes in parallel. Slots are the lanes that share a message.
 
     With many lanes, the first block of each lane takes many bytes; with few lanes, the exchange takes many rounds. The
     cheapest number of lanes for gradients of `TYPICAL_DENSITY` is chosen, and enough slots that sending a round's bytes
@@ -105,6 +106,7 @@ def choose_streaming(num_blocks: int, width: int, itemsize: int, world_size: int
         num_blocks: the number of blocks of the tensor.
         width: the elements of a block.
         itemsize: the bytes of an element.
+        world_size: the number of ranks, each of which aggregates one range of the tensor.
         cluster: gives the links' bandwidth and start-up times, and the speed of handling blocks.
     """
     of_aggregator = math.ceil(num_blocks / world_size)

@@ -57,9 +57,9 @@ class Prediction:
     """Predicted bytes and processor work of exchanging one tensor's gradient.
 
     Attributes:
-        mean: the bytes and messages that a rank sends, the mean over ranks.
-        critical: the bytes and messages on which the time of the exchange depends: in each of its rounds, those of the
-            rank that sends or receives the most.
+        mean: the bytes and messages that a rank sends, averaged over ranks.
+        critical: the bytes and messages that determine the time of the exchange. For each round, they count those of
+            the rank that sends or receives the most.
         work: the processor work of the rank that has the most to do, if the result is written to a dense gradient in
             place.
         collective: the collective whose link the exchange uses.
@@ -115,7 +115,7 @@ def predict(
 
 def cheaper_scheme(sparsity: Sparsity, cluster: Cluster) -> Scheme:
     """Returns the scheme of "zen" with the lower predicted time on a cluster, for a tensor of this sparsity. (The paper
-    measures a few steps to choose.)
+    chooses by measuring a few steps.)
     """
     balanced, hierarchical = (
         predict("zen", sparsity, scheme=scheme).time_ms(cluster) for scheme in ("balanced", "hierarchical")
@@ -184,9 +184,11 @@ def _predict_balanced(sparsity: Sparsity) -> Prediction:
 
 
 def _predict_hierarchical(sparsity: Sparsity) -> Prediction:
-    """Predicts strategy "zen" in the hierarchical scheme, for a tensor of this sparsity. The largest power of two of
-    ranks exchange units (rows or elements) by recursive doubling. The remaining ranks first send their units to these,
-    and receive the result at the end.
+    """Predicts strategy "zen" in the hierarchical scheme, for a tensor of this sparsity.
+
+    P ranks exchange units (rows or elements) by recursive doubling, where P is the largest power of two that is at most
+    the number of ranks. Each of the remaining ranks first sends its units to one of the P ranks, and receives the
+    result at the end.
     """
     world_size = sparsity.world_size
     paired = power_of_two_below(world_size)
@@ -198,19 +200,19 @@ def _predict_hierarchical(sparsity: Sparsity) -> Prediction:
         return COUNT_BYTES + units * record
 
     def largest_union(ranks: int) -> float:
-        """Estimates the number of distinct units (rows or elements) that a group of `ranks` ranks has, for the group
-        that has the most.
+        """Estimates the number of distinct units (rows or elements) of a group of `ranks` ranks, for the group that has
+        the most.
 
-        The estimate is the mean over groups, scaled by how many more units than the mean rank the fullest ranks have.
-        It is at most the number for all ranks.
+        The estimate is the mean over groups, multiplied by a ratio: the mean number of units of the `ranks` fullest
+        ranks, divided by the mean over all ranks. It is at most the number of distinct units of all ranks together.
         """
         most = sorted(sparsity.units_by_rank)[-ranks:]
         grown = sparsity.unions[ranks - 1] * fmean(most) / max(sparsity.mean_units, 1.0)
         return min(sparsity.union, max(grown, most[-1]))
 
     def round_work(units: float, union: float) -> Work:
-        """Returns the work of a rank in a round: two ranks exchange `units` units (rows or elements) each, and sum them
-        to `union` distinct units.
+        """Returns the work of one of two ranks that exchange `units` units (rows or elements) each in a round, and sum
+        them to `union` distinct units.
         """
         received, joined = new_memory_work(units * record), new_memory_work(2 * units * values)
         return passes_work(3 * units * values) + received + joined + _add_work(sparsity, 2 * units, union)
@@ -219,7 +221,7 @@ def _predict_hierarchical(sparsity: Sparsity) -> Prediction:
     work = _find_work(sparsity, max(sparsity.units_by_rank), copies=1)
     distance = 1
     while distance < paired:
-        # After the rounds so far, each group of this many neighbouring ranks has exchanged its union.
+        # After the previous rounds, every rank in a group of `distance` neighbours has the union of the group's units.
         sizes = [distance + max(0, min(distance, extra - first)) for first in range(0, paired, distance)]
         unions = [sent_bytes(sparsity.unions[size - 1]) for size in sizes]
         mean += fmean(unions) * paired / world_size
@@ -307,8 +309,8 @@ def _server_work(
     Args:
         sparsity: the sparsity of the tensor.
         passes_before_push: how often a rank reads its units before it sends them to servers.
-        push_imbalance, pull_imbalance: the number of units that the fullest server receives, and that it returns, each
-            divided by the mean over servers.
+        push_imbalance: the units that the fullest server receives, divided by the mean over servers.
+        pull_imbalance: the units that the fullest server returns, divided by the mean over servers.
         passes_before_pull: how often a server reads its means before it returns them.
     """
     union = min(pull_imbalance * sparsity.union / sparsity.world_size, sparsity.union)
@@ -334,7 +336,8 @@ def _predict_one_round(mean_bytes: float, critical_bytes: float, messages: int, 
     """Builds the prediction for an exchange in a single round.
 
     Args:
-        mean_bytes, critical_bytes: the bytes that a rank sends: the mean over ranks, and the slowest rank's.
+        mean_bytes: the bytes that a rank sends, averaged over ranks.
+        critical_bytes: the bytes that the slowest rank sends.
         messages: the number of messages that a rank sends.
         work: the processor work of the rank that has the most to do.
     """
@@ -342,15 +345,17 @@ def _predict_one_round(mean_bytes: float, critical_bytes: float, messages: int, 
 
 
 def _push_bytes(sparsity: Sparsity, record: int, imbalance: float) -> tuple[float, float]:
-    """Returns the bytes that a rank sends so that each rank's units (rows or elements) reach N servers, one on each
-    rank: (mean over ranks, for the slowest rank).
-
-    The slowest rank is the one with the most units to send, or the server that receives the most units.
+    """Predicts the bytes that a rank sends if every rank sends its units (rows or elements) to their servers. Each rank
+    is the server for one range of units.
 
     Args:
         sparsity: the sparsity of the tensor, which counts the units of each rank.
         record: bytes of one unit in a message.
-        imbalance: units of the fullest server, divided by the mean of the servers.
+        imbalance: units of the fullest server, divided by the mean over servers.
+
+    Returns:
+        (the mean over ranks, the bytes of the slowest rank). The slowest rank has the most units to send, or is the
+            server that receives the most units.
     """
     to_others = (sparsity.world_size - 1) / sparsity.world_size * record
     return (
@@ -360,13 +365,16 @@ def _push_bytes(sparsity: Sparsity, record: int, imbalance: float) -> tuple[floa
 
 
 def _pull_bytes(sparsity: Sparsity, record: int, imbalance: float) -> tuple[float, float]:
-    """Returns the bytes that a server sends so that all ranks get the union of the units (rows or elements), of which
-    each server has a part: (mean over servers, for the slowest server).
+    """Predicts the bytes that a server sends if each server returns its part of the union of all ranks' units (rows or
+    elements) to all other ranks. Each rank is the server for one range of units.
 
     Args:
         sparsity: the sparsity of the tensor, which counts the units of the union.
         record: bytes of one unit in a message.
-        imbalance: units of the fullest server, divided by the mean of the servers.
+        imbalance: units of the fullest server, divided by the mean over servers.
+
+    Returns:
+        (the mean over servers, the bytes of the slowest server).
     """
     to_others = (sparsity.world_size - 1) / sparsity.world_size * record * sparsity.union
     return to_others, to_others * imbalance

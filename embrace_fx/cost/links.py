@@ -70,7 +70,7 @@ class Handling:
     """The rates at which a rank's processor handles gradients while all ranks do the same, possibly on shared cores.
 
     Defaults are for a rank with its own core of a server CPU (`python -m benchmarks.exchanges.handling`). The
-    processor's work for the network is part of the rate that a collective reaches.
+    processor's work to send and receive messages is not included, because it is part of the bandwidth of a `Link`.
 
     Attributes:
         scan_bytes_per_ms: rate of searching a dense tensor for non-zero values.
@@ -114,9 +114,8 @@ class Compute:
 
 
 CORE = Compute(2e10 / 1e3, 1e10 / 1e3)
-"""A server core: 20 GFLOP/s of matrix products, 10 GB/s of other operations. A profile replaces these after a few
-steps;
-until then only their ratio matters."""
+"""A server core: 20 GFLOP/s of matrix products, 10 GB/s of other operations. Measured times replace them after a few
+steps. Until then only their ratio matters."""
 
 
 @dataclass(frozen=True)
@@ -160,12 +159,12 @@ class Work:
 
 
 def passes_work(nbytes: float, times: float = 1.0) -> Work:
-    """Returns the work to read or write `nbytes` bytes `times` times over."""
+    """Returns the work of reading or writing `nbytes` bytes, repeated `times` times."""
     return Work(passed_bytes=times * nbytes)
 
 
 def new_memory_work(nbytes: float) -> Work:
-    """Returns the work to write `nbytes` bytes of newly allocated memory for the first time. It is zero below
+    """Returns the work of writing `nbytes` bytes of newly allocated memory for the first time. The work is zero below
     `LARGE_BLOCK_BYTES`, where the allocator reuses memory.
     """
     return Work(claimed_bytes=nbytes if nbytes >= LARGE_BLOCK_BYTES else 0.0)
@@ -186,8 +185,9 @@ class Cluster:
         ranks_per_machine: number of consecutive ranks that share a machine.
         inside: the link between two ranks of one machine, or None if each rank has its own machine.
         handling: the speed at which a rank's processor gathers, sums and writes.
-        compute: the speed of a rank's model compute, for schedules before measurement.
-        pace: how many milliseconds of `compute` a rank completes in one millisecond while all ranks compute.
+        compute: the speed at which a rank computes the model, used for schedules until it is measured.
+        pace: the speed of a rank while all ranks compute, relative to `compute`. With 2, operations take half the time
+            that `compute` predicts.
         busy: how long a transfer delays compute on the same processors, as a share of the transfer's time.
     """
 
@@ -224,8 +224,11 @@ class Cluster:
                 raise ValueError(f"Cluster: bandwidth must be positive, and latency must not be negative. Got {link}.")
 
     def link(self, collective: Collective | None = None) -> Link:
-        """Returns the link that a collective uses: its entry in `links`, or else the cluster's default bandwidth and
-        latency. Without an entry, "messages" use the link of "all_to_all". None means the default.
+        """Returns the link that a collective uses. This is its entry in `links` or, without one, a link with the
+        cluster's bandwidth and latency. Without an entry, "messages" use the link of "all_to_all".
+
+        Args:
+            collective: the collective, or None for a link with the cluster's bandwidth and latency.
         """
         listed = dict(self.links)
         if collective == "messages" and "messages" not in listed:
@@ -298,16 +301,16 @@ class Exchange:
 
 
 def all_reduce(tensor_bytes: int, world_size: int) -> Exchange:
-    """Returns the bytes and messages that a rank sends in a ring AllReduce, which are 2 (N-1)/N of the tensor's
-    bytes.
+    """Returns the bytes and messages that a rank sends in a ring AllReduce over N = `world_size` ranks. The bytes are 2
+    (N-1)/N of the tensor's bytes.
     """
     steps = 2 * (world_size - 1)
     return Exchange(round(steps * tensor_bytes / world_size), steps)
 
 
 def all_gather(own_bytes: int, world_size: int) -> Exchange:
-    """Returns the bytes and messages that a rank sends in a ring AllGather: its own bytes (`own_bytes`), and those that
-    it forwards for N-2 other ranks.
+    """Returns the bytes and messages that a rank sends in a ring AllGather over N = `world_size` ranks. A rank sends
+    its own bytes, and forwards those of N-2 other ranks.
     """
     return Exchange((world_size - 1) * own_bytes, world_size - 1)
 
@@ -316,10 +319,11 @@ def predict_id_exchange(rows_by_rank: tuple[int, ...], num_rows: int) -> Exchang
     """Returns the bytes and messages that a rank sends for one table in the exchange of ids at the start of a step.
     That exchange consists of two AllGathers for all tables.
 
-    The first announces each table's number of ids as an int64 (`StepHandshake.announce`, whose other fields are not
-    counted here). The second has that number again and the ids (`Communicator.all_gather_ids`), padded to the rank with
-    the most ids. Ids are int32 if they fit. All tables are padded together, so slightly less is sent if different ranks
-    have the most ids of different tables.
+    The first AllGather announces each table's number of ids as an int64 (`StepHandshake.announce`, whose other fields
+    are not counted here). The second sends that number again, and the ids (`Communicator.all_gather_ids`). Every rank
+    sends as many ids as the rank with the most has, in int32 if they fit. The prediction pads each table on its own. In
+    fact all tables are padded together, which takes slightly less if different ranks have the most ids of different
+    tables.
 
     Args:
         rows_by_rank: for each rank, the number of unique rows of the table that it reads.
@@ -330,23 +334,23 @@ def predict_id_exchange(rows_by_rank: tuple[int, ...], num_rows: int) -> Exchang
 
 
 def all_to_all(own_bytes: int, world_size: int) -> Exchange:
-    """Returns the bytes and messages that a rank sends in an AlltoAll of `own_bytes` per rank. A rank keeps 1/N of its
-    bytes and sends the rest.
+    """Returns the bytes and messages that a rank sends in an AlltoAll over N = `world_size` ranks. A rank keeps 1/N of
+    its `own_bytes` bytes and sends the rest.
     """
     return Exchange(round((world_size - 1) * own_bytes / world_size), world_size - 1)
 
 
 def exchange(collective: Collective, own_bytes: int, world_size: int) -> Exchange:
-    """Returns the bytes and messages that a rank sends in one launch of a collective, on a tensor of `own_bytes` on
-    each rank.
+    """Returns the bytes and messages that a rank sends if a collective is launched once on a tensor of `own_bytes`
+    bytes on each rank.
     """
     counted = {"all_reduce": all_reduce, "all_to_all": all_to_all, "all_gather": all_gather, "messages": all_to_all}
     return counted[collective](own_bytes, world_size)
 
 
 def launch_ms(cluster: Cluster, collective: Collective, own_bytes: int, world_size: int) -> float:
-    """Predicts the time in ms to launch a collective once on a chunk or bucket of `own_bytes` on each rank, over an
-    idle link of the cluster.
+    """Predicts the time in ms of launching a collective once on an idle cluster, on a tensor of `own_bytes` bytes on
+    each rank.
     """
     return exchange(collective, own_bytes, world_size).time_ms(cluster.flattened(world_size), collective)
 
@@ -367,7 +371,7 @@ def choose_chunk_bytes(cluster: Cluster, world_size: int, collective: Collective
 
 
 def choose_bucket_bytes(cluster: Cluster, world_size: int, total_bytes: int, *, read_later: bool = True) -> int:
-    """Chooses the bytes of a bucket, for dense gradients of `total_bytes` in all.
+    """Chooses the size of a bucket in bytes.
 
     If the next forward waits for each bucket separately, the result is the size of a chunk. Smaller buckets would add
     latency. Larger buckets would be launched later, and the first parameter that the forward reads would wait for its
@@ -380,8 +384,8 @@ def choose_bucket_bytes(cluster: Cluster, world_size: int, total_bytes: int, *, 
     Args:
         cluster: the links between the ranks, and the speed of the processors.
         total_bytes: the bytes of all dense gradients.
-        read_later: whether the next forward waits for each bucket separately, rather than the backward for all at its
-            end.
+        read_later: whether the next forward waits for each bucket separately. If False, the backward waits for all
+            buckets at its end.
     """
     if read_later:
         return max(1, min(total_bytes, choose_chunk_bytes(cluster, world_size)))
@@ -393,7 +397,7 @@ def choose_bucket_bytes(cluster: Cluster, world_size: int, total_bytes: int, *, 
 
 def _cost_per_launch_and_byte(cluster: Cluster, world_size: int, collective: Collective) -> tuple[float, float]:
     """Returns the cost of a collective on a cluster: (fixed milliseconds per launch, milliseconds per byte of the
-    tensor that is exchanged).
+    exchanged tensor).
     """
     large = 2**30
     start_up_ms = launch_ms(cluster, collective, 0, world_size)

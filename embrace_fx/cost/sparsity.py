@@ -126,8 +126,8 @@ def measure_sparsity(
 
 
 def _union_sizes(ids_by_rank: Sequence[Tensor], num_units: int) -> list[int]:
-    """Returns the number of distinct units (rows or blocks) of the first rank, of the first two ranks together, .. of
-    all ranks together.
+    """Returns a list of numbers, one per rank. Entry k is the number of distinct units (rows or blocks) that the first
+    k + 1 ranks have together.
 
     Args:
         ids_by_rank: for each rank, unique ids (K,) of its units.
@@ -168,8 +168,8 @@ def extrapolate(ids_by_batch: Sequence[Tensor], num_units: int, width: int, item
     draws = ids.numel() / len(ids_by_batch)
 
     def presence_probabilities(ranks: int) -> tuple[Tensor, float]:
-        """Returns the probabilities that a unit is present on at least one of `ranks` ranks: (for each unit in the
-        measured batches, for any single unit that is in none).
+        """Returns the probabilities that units are present on at least one of `ranks` ranks: (a tensor with the
+        probability of each unit in the measured batches, the probability of any other unit).
         """
         return 1 - (1 - often) ** (draws * ranks), 1 - math.pow(1 - new / max(lacking, 1), draws * ranks)
 
@@ -215,8 +215,8 @@ def with_units_by_rank(sparsity: Sparsity, units_by_rank: tuple[int, ...]) -> Sp
     """Returns a copy of `sparsity` with other numbers of units (rows or blocks) on the ranks. The ranks' units overlap
     to the same degree as before.
 
-    The degree of overlap is the position of the union's size between two extremes: all ranks have the same units, or
-    all ranks draw units independently.
+    The degree of overlap is given by where the size of the union lies between two extremes: its size if all ranks have
+    the same units, and its size if all ranks draw units independently.
     """
     drawn = independent_ranks(sparsity.num_units, sparsity.width, sparsity.itemsize, units_by_rank)
     once = independent_ranks(sparsity.num_units, sparsity.width, sparsity.itemsize, sparsity.units_by_rank)
@@ -227,7 +227,7 @@ def with_units_by_rank(sparsity: Sparsity, units_by_rank: tuple[int, ...]) -> Sp
     ):
         way = (found - here) / (apart - here) if ranks > 1 and apart > here else 1.0
         unions.append(min(max(there + way * (apart_there - there), there), ranks * there, sparsity.num_units))
-    # An upper bound, because a range cannot have more units than its size.
+    # Bound the imbalances, because a range cannot have more units than its size.
     fullest = max(1.0, sparsity.num_units / max(there, 1.0))
     return replace(
         drawn,
@@ -264,23 +264,23 @@ def in_blocks(sparsity: Sparsity, block_size: int) -> Sparsity:
 
 
 def range_starts(num_units: int, ranges: int) -> list[int]:
-    """Divides `num_units` units (rows or blocks) into even ranges of consecutive units. Returns the first unit of each
-    range.
+    """Divides `num_units` units (rows or blocks) into `ranges` even ranges of consecutive units. Returns the first unit
+    of each range.
     """
     return [index * num_units // ranges for index in range(ranges)]
 
 
 def range_index(ids: Tensor, num_units: int, ranges: int) -> Tensor:
-    """Returns, for each id, the index of its range when `num_units` units (rows or blocks) are divided into `ranges`
-    even ranges.
+    """Divides `num_units` units (rows or blocks) into `ranges` even ranges of consecutive units. Returns the index of
+    the range to which each id belongs.
     """
     starts = torch.tensor(range_starts(num_units, ranges)[1:], dtype=torch.int64, device=ids.device)
     return torch.bucketize(ids, starts, right=True)
 
 
 def imbalance(ids: Tensor, num_units: int, ranges: int) -> float:
-    """Returns the number of ids in the fullest range divided by the mean over ranges, when `num_units` units (rows or
-    blocks) are divided into `ranges` even ranges. Without ids, it is 1.
+    """Divides `num_units` units (rows or blocks) into `ranges` even ranges of consecutive units. Returns the number of
+    ids in the fullest range, divided by the mean over ranges, or 1 if there are no ids.
     """
     if ids.numel() == 0:
         return 1.0

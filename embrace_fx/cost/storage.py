@@ -46,11 +46,11 @@ class StorageTier:
 
 @dataclass(frozen=True)
 class Draws:
-    """How often each row of a table is looked up, modeled by Zipf's law: row k of V is drawn in proportion to k **
-    -`exponent`.
+    """How often each row of a table is looked up, modeled by Zipf's law: row k, from 1, is drawn with a probability
+    proportional to k ** -`exponent`.
 
     Attributes:
-        num_rows: V, the number of rows of the table.
+        num_rows: the number of rows of the table.
         exponent: the exponent of Zipf's law.
         ids: the number of ids that all ranks look up in a step; 0 if unknown.
     """
@@ -61,8 +61,8 @@ class Draws:
 
     @classmethod
     def fit(cls, sparsity: Sparsity) -> Draws:
-        """Returns the draws whose exponent fits a measured sparsity: the expected number of distinct rows that a rank
-        reads equals the measured number.
+        """Fits the exponent to a measured sparsity, so that the expected number of distinct rows that a rank reads
+        equals the measured number.
         """
         drawn = sparsity.draws_per_unit * sparsity.mean_units
 
@@ -76,8 +76,8 @@ class Draws:
 
     @cached_property
     def _spectrum(self) -> tuple[Tensor, Tensor]:
-        """The rows in G groups of similar frequency: (for each group, the logarithm of the probability that a step does
-        not read a given row of the group; the number of rows of each group). Both tensors are (G,).
+        """The table's rows, divided into G groups of similar frequency, as two tensors (G,): for each group, the
+        logarithm of the probability that a step does not read a given row of it, and its number of rows.
         """
         edges = torch.logspace(0, math.log10(self.num_rows), _BUCKETS, dtype=torch.float64, device="cpu").round()
         edges = torch.cat([edges, edges[-1:] + 1]).unique()
@@ -109,8 +109,8 @@ class _CombinedDraws(Draws):
 
     @cached_property
     def _spectrum(self) -> tuple[Tensor, Tensor]:
-        """The groups of rows of similar frequency of all tables together, as `Draws._spectrum` has them for one
-        table.
+        """The rows of all tables, divided into G groups of similar frequency, as two tensors (G,): for each group, the
+        logarithm of the probability that a step does not read a given row of it, and its number of rows.
         """
         absent, rows = zip(*(each._spectrum for each in self.tables), strict=True)
         return torch.cat(absent), torch.cat(rows)
@@ -118,8 +118,8 @@ class _CombinedDraws(Draws):
 
 @dataclass(frozen=True)
 class RowMemory:
-    """Predicts how many rows of a table larger than memory a step reads from storage, if a rank keeps only some rows in
-    memory.
+    """The memory that a table larger than memory needs, and its predicted reads from storage. A rank keeps only some
+    rows of the table in memory.
 
     Attributes:
         num_rows: the number of rows of the table.
@@ -128,12 +128,13 @@ class RowMemory:
         row_bytes: bytes of memory for bookkeeping, for each row of the table.
         own_bytes: other bytes of memory that the table needs.
         record_bytes: bytes of a row in storage.
-        at_once: how many distinct rows one step of all ranks reads, for the known batches; all must be in memory at
-            once.
+        at_once: the number of distinct rows that all ranks together read in one step of the known batches. All of these
+            rows must be in memory at the same time.
         draws: how often each row is looked up.
         storage: the storage tiers for rows that are not in memory, fastest first. A tier stores the most recently read
             rows that memory and faster tiers have no room for.
-        ahead: how many steps before its use a row is read from storage; rows of future steps take memory too.
+        ahead: the number of steps by which rows are read from storage before they are used. Rows that were read for
+            future steps take memory too.
     """
 
     num_rows: int
@@ -187,17 +188,17 @@ class RowMemory:
         return sum(rows * (each.write_ms + self.record_bytes * each.byte_ms) for each, rows in self.moved_by_tier)
 
     def with_slots(self, slots: int) -> RowMemory:
-        """Returns a copy of this prediction with `slots` rows in memory, at most all rows of the table."""
+        """Returns a copy of this prediction with `slots` rows in memory, or all rows if the table has fewer."""
         return replace(self, slots=min(slots, self.num_rows))
 
     @property
     def smallest(self) -> RowMemory:
-        """A copy of this prediction with the fewest rows in memory that suffice for one step of the known batches."""
+        """A copy of this prediction with as few rows in memory as one step of the known batches needs."""
         return self.with_slots(max(self.at_once, 1))
 
     def for_step(self, step_ms: float, ahead: int = 1) -> RowMemory:
         """Returns a copy of this prediction with the fewest rows in memory for which a step's reads and writes take at
-        most `step_ms`. Memory also has room for the rows of `ahead` future steps, which are read early.
+        most `step_ms`. The memory also has room for the rows of `ahead` future steps, which are read in advance.
         """
 
         def is_hidden(slots: float) -> bool:
@@ -234,9 +235,7 @@ class RowMemory:
 
 
 def combine_memories(memories: Sequence[RowMemory]) -> RowMemory:
-    """Combines the predictions for several tables into one. The tables share their memory, and their rows have equal
-    size.
-    """
+    """Combines the predictions for several tables, which share memory and have rows of equal size, into one."""
     first, *others = memories
     if not others:
         return first
@@ -247,8 +246,11 @@ def combine_memories(memories: Sequence[RowMemory]) -> RowMemory:
 
 
 def _smallest_number(holds: Callable[[float], bool], most: float) -> float:
-    """Finds, by bisection, the smallest number from 0 to `most` for which `holds` returns true; `most` if it is never
-    true.
+    """Finds, by bisection, the smallest number from 0 to `most` for which `holds` returns True. Returns `most` if there
+    is none.
+
+    Args:
+        holds: a function of a number that returns True for all numbers above some limit.
     """
     low, high = 0.0, float(most)
     for _ in range(_HALVINGS):
