@@ -65,8 +65,8 @@ def submit_rows(shard: Tensor, ids: Tensor, counts: Tensor, table: str, dtype: t
 
 @op("await_rows", "(Tensor ids, Tensor counts, str table, ScalarType dtype, str launch) -> Tensor")
 def await_rows(ids: Tensor, counts: Tensor, table: str, dtype: torch.dtype, launch: str) -> Tensor:
-    """Waits for the rows that `submit_rows` sends. Returns k received rows of D columns in one dimension, (k * D,): one
-    block per sending rank, with that rank's columns of all k rows.
+    """Waits for the rows that `submit_rows` sends. Returns k rows of D columns as one dimension (k * D,), in one block
+    for each sending rank. A block has the columns that the sending rank owns, for all k rows.
 
     Args:
         ids, counts: as for `submit_rows`.
@@ -107,8 +107,8 @@ def submit_gradients(
     row's columns. Returns an empty tensor, which represents the gradient among the backward's outputs.
 
     Args:
-        rows: the gradients (U, D) of all rows that this rank reads, or of its prior or delayed ones only (see
-            `await_ids`).
+        rows: the gradients (U, D) of the rows that this rank reads: of all rows, or only of the prior or the delayed
+            ones (see `await_ids`).
         ids, counts: results of `unpack_ids`: the ids (R,) that all ranks read, and each rank's number of them (N,).
         table: the table's name.
         padding_rows: ids of rows whose gradients are dropped.
@@ -132,8 +132,9 @@ def update_rows(shard: Tensor, table: str, launch: str) -> Tensor:
 
 @op("submit_chunk", "(Tensor(a!) flat, int start, int length, str launch) -> Tensor(a!)")
 def submit_chunk(flat: Tensor, start: int, length: int, launch: str) -> Tensor:
-    """Submits the in-place AllReduce of elements `start` to `start + length` of a bucket of gradients to the launcher.
-    If the plan has a sparse exchange for the bucket, submits that exchange of the whole bucket instead. Returns `flat`.
+    """Submits an in-place AllReduce of a chunk of a bucket to the launcher: of the elements from `start` to `start +
+    length`. If the plan has a sparse exchange for the bucket, submits that exchange of the whole bucket instead.
+    Returns `flat`.
 
     Args:
         flat: the bucket: its gradients, flattened and concatenated.
@@ -156,8 +157,9 @@ def await_chunk(value: Tensor, launch: str) -> Tensor:
 
 @op("defer_bucket", "(Tensor flat, int bucket) -> Tensor")
 def defer_bucket(flat: Tensor, bucket: int) -> Tensor:
-    """Marks the end of a backward's work on a bucket that is still being reduced. The optimizer and the next forward
-    wait for it. Returns an empty tensor, which represents the gradients among the backward's outputs.
+    """Marks the end of a backward's work on a bucket of gradients whose AllReduce is still running. The optimizer and
+    the next forward wait for the AllReduce. Returns an empty tensor, which represents the gradients among the
+    backward's outputs.
 
     Args:
         flat: the bucket's gradients, flattened and concatenated.

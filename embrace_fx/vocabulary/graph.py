@@ -101,8 +101,8 @@ class Result:
 
 @dataclass(frozen=True)
 class Mutation:
-    """Marks a graph output as the new value of the tensor `of`, which the forward writes in place, such as BatchNorm's
-    running mean.
+    """Marks a graph output as the new value of a tensor that the forward writes in place, such as BatchNorm's running
+    mean. `of` tells which tensor it is.
     """
 
     of: Parameter | Buffer | BatchInput
@@ -119,12 +119,12 @@ class Gradient:
 
 @dataclass(frozen=True)
 class GradientOfRows:
-    """Marks a graph output as one of the two tensors of a table's row gradient: the `ids` (K,) of the rows that have a
-    gradient, int64, sorted and unique, or the gradients of these `rows`, (K, d).
+    """Marks a graph output as one part of a table's row gradient. A row gradient consists of two tensors: the int64 ids
+    (K,) of the rows that have a gradient, sorted and unique, and the gradients (K, d) of these rows.
 
     Attributes:
         table: the name of a table, or of a joined table.
-        part: "ids" or "rows".
+        part: "ids" or "rows", the part that the output has.
         members: for a joined table, the names of its tables.
     """
 
@@ -140,8 +140,8 @@ class GradientOfRows:
 
 @dataclass(frozen=True)
 class GradientOfShard:
-    """Marks a graph output as the dense gradient (V', D) that an output layer gives to the V' rows of a table that this
-    rank owns. It is the mean over ranks.
+    """Marks a graph output as the dense gradient (V', D) of this rank's shard of a table, which has V' rows. The
+    gradient comes from an output layer, and is the mean over ranks.
 
     The gradient from lookups is a separate `GradientOfRows`.
     """
@@ -200,8 +200,8 @@ class TableUse:
         backward: names of the nodes that compute this lookup's share of the table's gradient.
         ids: name of the node that computes the ids.
         padding_idx: the row that gets no gradient, or -1.
-        kind: "embedding", "bag:sum" / "bag:mean" / "bag:max", or `FROM_GRADIENT`.
-        constant_ids: whether the ids are the same for every batch (position and type tables).
+        kind: "embedding", "bag:sum", "bag:mean", "bag:max", or `FROM_GRADIENT`.
+        constant_ids: whether the ids are the same for every batch, as for tables of positions or token types.
         ids_from_batch: whether the ids depend only on the batch and random draws, not on parameters or other ranks.
         scale_grad_by_freq: whether gradients are divided by the id's count in the batch.
         source: the user's source line, as `file:line in function`, for messages.
@@ -229,7 +229,7 @@ class TableSpec:
 
     Attributes:
         parameter: the table's name in the user's model.
-        num_rows, embedding_dim, dtype: of the whole table.
+        num_rows, embedding_dim, dtype: the size and dtype of the whole table.
         uses: the lookups that read the table.
         dense_users: names of the nodes that read the table without a lookup.
         max_norm: whether a lookup first rescales the rows that it reads to a maximum norm.
@@ -266,16 +266,19 @@ class TrainingGraph:
     `Gradient`, ..).
 
     Attributes:
-        module: the joint graph of forward and backward. After the pass `Partition`, it is only read, and `phases` run.
+        module: the joint graph of forward and backward. After the pass `Partition`, it is no longer changed, and
+            `phases` run instead.
         phases: the graphs that run after the pass `Partition`: "unique" (finds the rows that a batch reads), "ids"
             (exchanges their ids), "forward" (computes results, mutations and saved values), "backward" (computes
             gradients from tangents and saved values).
         results_behind: parameter -> indices of the model's results through which it gets a gradient.
-        varied: the phase that differs from that of a step whose previous and next batch are known, or None.
+        varied: for a graph of a variant of the step, such as the first step: the phase that differs from the steady
+            step, in which the previous and the next batch are known. None for the steady step.
         memory_limit: maximum bytes that a step may hold, or None for no limit.
         expected: numbers to assume for sizes that depend on data, equal on all ranks.
         spaces: name of a joined table -> the tables that it stacks.
-        promised: index of a result that is hidden states instead of logits -> how to compute the logits from them.
+        promised: index of a result -> how its logits are computed on demand. The graph returns hidden states instead of
+            these logits.
     """
 
     module: fx.GraphModule
@@ -388,8 +391,8 @@ def reached(
 
     Args:
         successors: returns the nodes that directly follow a node.
-        may_visit: takes a node and the nodes reached so far, and returns whether to visit the node. If it returns
-            False, it is called again each time that the node is reached from another node.
+        may_visit: returns whether to visit a node, given the node and the set of nodes reached so far. If it returns
+            False, it is called again whenever the node is reached from another node.
     """
     found = set(starts)
     waiting = list(found)
@@ -425,8 +428,8 @@ def set_outputs(module: fx.GraphModule, outputs: list[tuple[fx.Node | None, Outp
 
 
 def results_behind(graph: TrainingGraph) -> dict[str, frozenset[int]]:
-    """Maps each parameter to the indices of the model's results through which it gets a gradient; to the indices of all
-    results if the graph does not show which.
+    """Maps each parameter to the indices of the model's results through which it gets a gradient. If the graph does not
+    show them, maps the parameter to the indices of all results.
     """
     tangents = {node: frozenset({role.index}) for node, role in graph.inputs() if isinstance(role, Tangent)}
     every = frozenset[int]().union(*tangents.values())

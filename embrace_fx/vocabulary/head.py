@@ -27,11 +27,13 @@ def steps_to_text(steps: Sequence[Step]) -> str:
 
 
 def _operand_text(name: str, operand: float, dtype: torch.dtype | None) -> tuple[str, ...]:
-    """Returns the operand of one element-wise op as a tuple with one text (a dtype for "to", a number for "mul" and
-    "div"), or () for "tanh", which has none.
+    """Formats the operand of an element-wise op. Returns a tuple with one text: the dtype for "to", the number for
+    "mul" and "div". Returns () for "tanh", which has no operand.
 
     Args:
         name: the name of the op.
+        operand: the number, if the op has one.
+        dtype: the dtype for "to", or None.
     """
     if name == "tanh":
         return ()
@@ -40,7 +42,7 @@ def _operand_text(name: str, operand: float, dtype: torch.dtype | None) -> tuple
 
 @lru_cache(maxsize=64)
 def steps_from_text(steps: str) -> tuple[Step, ...]:
-    """Parses the text that `steps_to_text` has made. Returns the element-wise ops as (name, number, dtype) each."""
+    """Parses the text that `steps_to_text` has made. Returns a tuple (name, number, dtype) for each element-wise op."""
     return tuple(_parse_step(*each.split()) for each in steps.split(", ") if each)
 
 
@@ -52,8 +54,10 @@ def _parse_step(name: str, operand: str = "") -> Step:
 
 
 def last_dtype(steps: str) -> torch.dtype | None:
-    """Returns the dtype of the last cast in `steps`, which are element-wise ops as text made by `steps_to_text`, or
-    None if there is no cast.
+    """Returns the dtype of the last cast in a sequence of element-wise ops, or None if there is no cast.
+
+    Args:
+        steps: the ops, as text made by `steps_to_text`.
     """
     return next((dtype for _, _, dtype in reversed(steps_from_text(steps)) if dtype is not None), None)
 
@@ -87,16 +91,16 @@ class HeadPlan:
 
 @dataclass(frozen=True)
 class PromisedLogits:
-    """Logits of a sharded output layer, (.., V), that are computed only when the caller reads them. The graph returns
+    """Logits (.., V) of a sharded output layer that are computed only when the caller reads them. The graph returns
     their hidden states (.., D) instead.
 
     Attributes:
         table: name of the output layer's weight.
         bias: name of the output layer's bias, or "".
-        steps: the ops after the product, as text made by `steps_to_text`.
+        steps: the element-wise ops between the layer's product and the logits, as text made by `steps_to_text`.
         narrow: the dtype of the product, or None for the table's own.
         chunks: the number of chunks in which a loss outside of the model is computed.
-        keeps_logits: whether such a loss keeps all logits for its backward instead of recomputing them.
+        keeps_logits: whether a loss outside of the model keeps all logits for its backward instead of recomputing them.
     """
 
     table: str

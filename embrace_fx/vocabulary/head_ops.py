@@ -26,8 +26,9 @@ from embrace_fx.vocabulary.head import softmax_dtype
 
 @op("scored_positions", "(Tensor labels, int ignore_index, int num_rows) -> Tensor[]")
 def scored_positions(labels: Tensor, ignore_index: int, num_rows: int) -> list[Tensor]:
-    """Finds the scored labels, which are those of the labels (L,) that are not `ignore_index`. Returns [their positions
-    (S,), the scored labels (S,)]. Raises if a scored label is not a row of the table.
+    """Finds the scored labels, which are the entries of `labels` (L,) that differ from `ignore_index`. Returns [their
+    positions (S,), the scored labels (S,)], where S is their number. Raises if a scored label is not a row of the
+    table.
 
     Example: labels [-100, 2], ignore_index -100 -> [1], [2].
 
@@ -63,8 +64,8 @@ def gather_positions(
     rows: Tensor, counts: Tensor, chunk: int, chunks: int, table: str, group: str, group_size: int, launch: str
 ) -> Tensor:
     """Launches a gather of one chunk of the scored positions, which are those whose label the loss does not ignore.
-    Each rank passes one row for each of its own scored positions, (S, ..), and gets the rows of the chunk from all
-    ranks, (P, ..), in rank order.
+    Each rank passes one row for each of its S scored positions, (S, ..). It receives the rows of the chunk's P
+    positions from all ranks, (P, ..), in rank order.
 
     Example: chunk 1 of 2, with 3 positions on rank 0 and 4 on rank 1: rows 1 and 2 of rank 0, 2 and 3 of rank 1.
 
@@ -83,9 +84,10 @@ def gather_positions(
 def scatter_positions(
     rows: Tensor, counts: Tensor, chunk: int, chunks: int, table: str, group: str, group_size: int, launch: str
 ) -> Tensor:
-    """Launches the inverse of `gather_positions`. Each rank passes rows (P, ..) for all positions of a chunk, and gets
-    the rows of its own S positions from every rank, (N * S, ..), in rank order. The other arguments are those of
-    `gather_positions`.
+    """Launches the inverse of `gather_positions`. Each rank passes a row for each of the P positions of a chunk, (P,
+    ..). It receives the rows for its own S positions from all N ranks, (N * S, ..), in rank order.
+
+    The other arguments are those of `gather_positions`.
     """
     return empty_as(rows, (unknown_size(), *rows.shape[1:]))
 
@@ -95,7 +97,7 @@ def chunk_of_positions(rows: Tensor, counts: Tensor, chunk: int, chunks: int) ->
     """Returns the rows of one chunk of the scored positions, which are those whose label the loss does not ignore.
 
     Args:
-        rows: (P, ..), a row for each scored position of all ranks, in rank order.
+        rows: a row for each of the P scored positions of all ranks, (P, ..), in rank order.
         counts: the result of `gather_counts`: the number of scored positions of each rank, (N,).
         chunk, chunks: the index of the chunk, and the number of chunks.
     """
@@ -104,15 +106,16 @@ def chunk_of_positions(rows: Tensor, counts: Tensor, chunk: int, chunks: int) ->
 
 @op("head_statistics", "(Tensor logits, Tensor labels, bool smooths, str steps, int rank, int group_size) -> Tensor")
 def head_statistics(logits: Tensor, labels: Tensor, smooths: bool, steps: str, rank: int, group_size: int) -> Tensor:
-    """Returns the statistics from which `head_loss` computes a softmax over the columns of all ranks: for each
-    position, the maximum of this rank's logits, the sum of their exponentials relative to this maximum, and the logit
-    of the position's label (0 if another rank has it), (P, 3). With `smooths`, the fourth column is the sum of the
-    logits, (P, 4).
+    """Returns the statistics from which `head_loss` computes a softmax over the columns of all ranks. For each of P
+    positions, they are the maximum of this rank's logits, the sum of the logits' exponentials relative to this maximum,
+    and the logit of the position's label (0 if another rank has it), (P, 3). With `smooths`, a fourth column has the
+    sum of the logits.
 
     Example: [[3, 1 + exp(-2), 3]] on rank 0 for its logits [1, 3], [[2, 1 + exp(-2), 0]] on rank 1 for [2, 0].
 
     Args:
-        logits, labels: this rank's columns of the logits, (P, V'), and the labels (P,) of the same positions.
+        logits: this rank's V' columns of the logits, (P, V').
+        labels: the labels (P,) of the same positions.
         smooths: whether the loss smooths labels.
         steps: element-wise ops to apply to the logits first, as text made by `steps_to_text`.
         group_size: the number of ranks.
@@ -133,15 +136,16 @@ def head_loss(
     group_size: int,
 ) -> list[Tensor]:
     """Computes a loss from the statistics of all ranks. Returns [the loss, the total weight of the scored positions,
-    the log of the sum of exponentials of each scored position (S,)].
+    the log of the sum of exponentials for each scored position (S,)].
 
     Example, one position with logits [1, 2, 3, 0] and label 2: the loss is log(exp(1) + exp(2) + exp(3) + exp(0)) - 3.
 
     Args:
         statistics: for each chunk, `head_statistics` of this rank's positions from every rank, (N * S, 3).
-        positions, labels: the scored positions (S,), whose label is not ignored, and all labels (L,) of this rank.
-        weight, reduction: those of `aten.nll_loss_forward`: weights (V,), and 0 none, 1 mean, 2 sum. With 0, an ignored
-            label has a loss of 0.
+        positions: the scored positions (S,), whose label is not ignored.
+        labels: all labels (L,) of this rank.
+        weight: the weight of each class (V,), or None, as for `aten.nll_loss_forward`.
+        reduction: 0 for none, 1 for mean, 2 for sum. With 0, the loss is 0 where the label is ignored.
         group_size: the number of ranks (N).
     """
     loss = (labels.shape[0],) if reduction == 0 else ()
@@ -156,15 +160,15 @@ def head_loss(
 def head_smoothing(
     statistics: list[Tensor], log_sums: Tensor, positions: Tensor, like: Tensor, num_rows: int, group_size: int
 ) -> Tensor:
-    """Computes, for each position, the sum of the log-softmax over the table's rows, (L,), from the statistics of all
-    ranks. It is 0 for positions whose label is ignored.
+    """Computes the sum of the log-softmax over all rows of the table, for each of L positions, from the statistics of
+    all ranks. Returns a tensor (L,), which is 0 where the label is ignored.
 
     Example, one position with logits [1, 2, 3, 0]: [6 - 4 * log(exp(1) + exp(2) + exp(3) + exp(0))].
 
     Args:
         statistics: for each chunk, `head_statistics` of this rank's positions from every rank, (N * S, 4).
         log_sums: the log of the sum of exponentials (S,), from `head_loss`.
-        positions: the scored positions (S,), whose label is not ignored.
+        positions: the S scored positions, whose label is not ignored.
         like: a tensor (L, ..) with as many rows as there are positions.
         num_rows: the number of rows of the table (V).
         group_size: the number of ranks (N).
@@ -187,15 +191,18 @@ def head_coefficients(
     reduction: int,
     num_rows: int,
 ) -> Tensor:
-    """Returns the numbers that other ranks need to compute the gradient of the logits of this rank's scored positions,
-    (S, 2): the log of the sum of exponentials, and the gradient c of the position's own loss. With `grad_sums`, returns
-    (S, 4): the log, c - b V, c and b.
+    """Returns the numbers from which other ranks compute the gradient of the logits of this rank's S scored positions.
+
+    Without label smoothing, these are two numbers for each position, (S, 2): the log of the sum of exponentials, and
+    the gradient c of the position's own loss. With label smoothing, they are four numbers, (S, 4): the log, c - b V, c
+    and b.
 
     Args:
         grad_output: the gradient of the loss.
         grad_sums: the gradient b (L,) of the result of `head_smoothing`, or None if labels are not smoothed.
         log_sums: the log of the sum of exponentials (S,), from `head_loss`.
-        positions, labels: the scored positions (S,), whose label is not ignored, and all labels (L,) of this rank.
+        positions: the scored positions (S,), whose label is not ignored.
+        labels: all L labels of this rank.
         weight, reduction: as for `head_loss`.
         num_rows: the number of rows of the table (V).
     """
@@ -209,13 +216,15 @@ def head_coefficients(
 def head_gradient(
     logits: Tensor, labels: Tensor, coefficients: Tensor, steps: str, rank: int, group_size: int
 ) -> Tensor:
-    """Returns the gradient of this rank's columns of the logits as they were before `steps`, (P, V').
+    """Returns the gradient of this rank's V' columns of the logits as they were before `steps`, (P, V'), for the P
+    scored positions of all ranks.
 
     After `steps`, it is (softmax - one-hot) times the gradient of the position's loss. Where labels are smoothed, it is
     softmax (c - b V) - one-hot c + b, with the numbers of `head_coefficients`.
 
     Args:
-        logits, labels: logits (P, V') and labels (P,) of all ranks' scored positions.
+        logits: this rank's columns of the logits, (P, V').
+        labels: the labels (P,) of the positions.
         coefficients: all ranks' results of `head_coefficients`, (P, 2) or (P, 4).
         steps: the element-wise ops that were applied to the logits, as text made by `steps_to_text`.
         group_size: the number of ranks.
@@ -226,10 +235,12 @@ def head_gradient(
 @op("spread_positions", "(Tensor[] parts, Tensor rows, Tensor like, int group_size) -> Tensor")
 def spread_positions(parts: list[Tensor], rows: Tensor, like: Tensor, group_size: int) -> Tensor:
     """Sums, for each scored position of this rank, the values that all ranks have computed for it. Returns a tensor
-    shaped like `like` (M, D) that has the sums at the indices `rows` (S,) and zeros elsewhere.
+    shaped like `like` (M, D) with the sums in the rows `rows` and zeros in all other rows.
 
     Args:
         parts: for each chunk, the values for this rank's positions from every rank, (N * S, D).
+        rows: the indices (S,) of the scored positions.
+        like: a tensor of the result's shape.
         group_size: the number of ranks (N).
     """
     return empty_as(parts[0], like.shape)

@@ -16,11 +16,12 @@ OUTSIDE = 2**48
 
 @dataclass(frozen=True)
 class JoinedTable:
-    """Several sharded tables stacked as one. Row i of a table is row `first row of the table + i` of the joined table.
+    """Several sharded tables stacked as one. Row i of a table is row `first + i` of the joined table, where `first` is
+    the table's entry in `bounds`.
 
     Attributes:
         tables: parameter names, in the order of their rows.
-        bounds: the first row of each table, and the total number of rows.
+        bounds: the first row of each table, followed by the total number of rows.
         padding_rows: rows of the joined table that get no gradient, because they are padding rows of the tables.
     """
 

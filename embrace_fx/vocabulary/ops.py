@@ -71,7 +71,11 @@ def _full_name(op: OpOverload) -> str:
 
 
 def argument(node: fx.Node, name: str) -> Any:
-    """Returns an argument of an ATen op's call by its name in the schema, or the schema's default."""
+    """Returns the value of an argument in the call of an ATen op, or its default if the call does not pass it.
+
+    Args:
+        name: the argument's name in the op's schema.
+    """
     assert isinstance(node.target, OpOverload)
     for position, parameter in enumerate(node.target._schema.arguments):
         if parameter.name == name:
@@ -82,7 +86,11 @@ def argument(node: fx.Node, name: str) -> Any:
 
 
 def set_argument(node: fx.Node, name: str, value: Any) -> None:
-    """Sets an argument of an ATen op's call to `value`, by the argument's name in the schema."""
+    """Sets an argument in the call of an ATen op to `value`.
+
+    Args:
+        name: the argument's name in the op's schema.
+    """
     assert isinstance(node.target, OpOverload)
     parameters = node.target._schema.arguments
     position = next(k for k, p in enumerate(parameters) if p.name == name)
@@ -137,9 +145,10 @@ def join_ids(
 ) -> list[Tensor]:
     """Converts ids of several tables to row numbers (int64) of their joined table (`embrace_fx.plan.JoinedTable`).
 
-    Returns the row numbers of the first `joined` tensors of `ids` as one tensor (N,), left out if `joined` is 0, and
-    then those of each further tensor in its own shape. An id outside its table becomes a number outside the joined
-    table, which encodes table and id for `JoinedTable.decode_invalid_id`.
+    Returns a list. If `joined` is not 0, its first tensor (N,) has the row numbers of the first `joined` tensors of
+    `ids`, one after the other. Then it has a tensor of row numbers, in the shape of the ids, for each further tensor of
+    `ids`. An id outside its table becomes a number outside the joined table, which encodes table and id for
+    `JoinedTable.decode_invalid_id`.
 
     Example: ids [2, 5] of a table of 10 rows, [[0], [3]] of the next table of 5 rows, joined 2 -> [2, 5, 10, 13];
     joined 1 -> [2, 5], [[10], [13]].
@@ -163,12 +172,13 @@ def join_ids(
 
 @op("unique_ids", "(Tensor[] ids, int num_rows, int padding_idx) -> Tensor[]")
 def unique_ids(ids: Sequence[Tensor], num_rows: int, padding_idx: int) -> list[Tensor]:
-    """Returns the unique rows that this rank reads, and for each id the position of its row among them.
+    """Finds the unique rows that this rank reads. Returns a list of int64 tensors: [unique (U,), inverse of ids[0],
+    inverse of ids[1], ...]. The inverse of a tensor of ids has the same shape, and the position of each id's row in
+    `unique`.
 
-    Returns [unique (U,) int64, inverse of ids[0], inverse of ids[1], ...]; an inverse has the shape of its ids, int64.
     With `padding_idx` >= 0 the padding row is always row 0 of `unique`, even if the batch does not contain it, so that
-    later lookups have the static `padding_idx` 0. The other rows are sorted. Ids outside the table raise in
-    `all_gather_ids`, on every rank, and not here.
+    later lookups have the static `padding_idx` 0. The other rows are sorted. An id outside the table raises later, in
+    `all_gather_ids`, on every rank.
 
     Example, one rank: ids [[5, 2, 5]], padding_idx -1 -> [2, 5], [1, 0, 1]; padding_idx 5 -> [5, 2], [0, 1, 0].
 
@@ -200,10 +210,8 @@ def all_gather_ids(unique: Sequence[Tensor], num_rows: Sequence[int], group: str
 
 @op("unpack_ids", "(Tensor packed, int tables, int group_size) -> Tensor[]")
 def unpack_ids(packed: Tensor, tables: int, group_size: int) -> list[Tensor]:
-    """Returns [ids (R,), counts (N,)] of each table in turn, int64: the ids that all ranks read, and the number of each
-    rank's ids on the host.
-
-    `ids` is the concatenation, in rank order, of the rows that each rank reads; `counts[r]` is how many rank r reads.
+    """Returns a list with two int64 tensors for each table, `ids` and `counts`. `ids` (R,) concatenates the ids that
+    each rank reads, in rank order. `counts` (N,), on the host, has the number of each rank's ids.
 
     Example, two ranks, one table: rank 0 reads [2, 5], rank 1 reads [5] -> ids [2, 5, 5], counts [2, 1] on both.
 
@@ -223,17 +231,21 @@ def route_grid(ids: Tensor, counts: Tensor, rank: int, grid_rows: int, grid_colu
     """Finds which of the ids that all ranks read are in this rank's shard of a table, on a grid of ranks
     (`embrace_fx.plan.Grid`).
 
-    Returns [rows (M,): for each of these ids, its row in the shard, in the order of `ids`; counts (N, grid_rows) on the
-    host: the number of each rank's ids in each row of the grid; order (U,): the positions of the ids that this rank
-    reads, sorted by row of the grid].
-
     Example, a grid of 2 x 1: rank 0 reads [2, 4, 5], rank 1 reads [5, 6], so that ids are [2, 4, 5, 5, 6], counts [3,
     2]. Rank 0 has the even ids, in rows [1, 2, 3] of its shard; rank 1 the odd ones, in rows [2, 2]. Counts are [[2,
     1], [1, 1]] on both; order is [0, 1, 2] on rank 0, [1, 0] on rank 1.
 
     Args:
         ids, counts: results of `unpack_ids`: the ids (R,) that all ranks read, and each rank's number of them (N,).
+        rank: this rank.
         grid_rows, grid_columns: the size of the grid.
+
+    Returns:
+        A list of three tensors:
+
+        rows (M,): for each id that is in this rank's shard, in the order of `ids`, its row in the shard.
+        counts (N, grid_rows), on the host: the number of each rank's ids in each row of the grid.
+        order (U,): the positions of the ids that this rank reads, sorted by row of the grid.
     """
     unknown = [empty_as(ids, (unknown_size(),)) for _ in range(2)]
     return [unknown[0], empty_as(counts, (counts.shape[0], grid_rows)), unknown[1]]
@@ -241,8 +253,11 @@ def route_grid(ids: Tensor, counts: Tensor, rank: int, grid_rows: int, grid_colu
 
 @op("lookup", "(Tensor shard, Tensor ids) -> Tensor")
 def lookup(shard: Tensor, ids: Tensor) -> Tensor:
-    """Returns the rows `ids` (R,) of `shard`, which has this rank's d columns of a table's V rows, (V, d). The result
-    is (R, d), grouped by the rank that reads the rows.
+    """Looks up rows in this rank's shard of a table. Returns the rows (R, d), grouped by the rank that reads them.
+
+    Args:
+        shard: this rank's d columns of the V rows of the table, (V, d).
+        ids: the ids (R,) that all ranks read, in rank order.
     """
     return empty_as(shard, (ids.shape[0], shard.shape[1]))
 
@@ -254,11 +269,11 @@ def lookup(shard: Tensor, ids: Tensor) -> Tensor:
 def all_to_all_rows(
     columns: Tensor, counts: Tensor, embedding_dim: int, group: str, group_size: int, grid_rows: int = 1
 ) -> Tensor:
-    """Launches the AlltoAll that sends this rank's columns of the rows that all ranks read, (R, d), and receives all D
-    columns of the U rows that this rank reads, in one dimension, (U * D,).
+    """Launches an AlltoAll of table rows. This rank sends its d columns of the rows that all ranks read, and receives
+    all D columns of the U rows that it reads. The awaited result has one dimension, (U * D,).
 
-    Rank r gets, from each rank s, its U_r rows times the d_s columns that s owns. `join_columns` converts the result to
-    rows.
+    Rank r receives, from each rank s, the d_s columns that s owns of the U_r rows that r reads. `join_columns` converts
+    the result to rows.
 
     Example, D = 4, rank 0 reads rows a, b and rank 1 reads row b. Columns are written a0 a1 a2 a3:
         rank 0 sends a0 a1 b0 b1 to itself, b0 b1 to rank 1;  rank 1 sends a2 a3 b2 b3 to rank 0, b2 b3 to itself
@@ -273,6 +288,7 @@ def all_to_all_rows(
         embedding_dim: the number of columns of the whole table (D).
         group: the communication class, such as "embedding".
         group_size: the number of ranks (N).
+        grid_rows: the number of rows of the grid of ranks; 1 if the table is sharded by columns only.
     """
     return empty_as(columns, (unknown_size(),))
 
@@ -301,13 +317,14 @@ def split_columns(rows: Tensor, group_size: int) -> Tensor:
 
 @op("join_grid", "(Tensor flat, Tensor order, Tensor counts, int embedding_dim, int rank) -> Tensor")
 def join_grid(flat: Tensor, order: Tensor, counts: Tensor, embedding_dim: int, rank: int) -> Tensor:
-    """Joins the result of `all_to_all_rows` on a grid of ranks, in blocks by sending rank, (U * D,), into rows (U, D),
-    in the order of the ids that this rank reads.
+    """Joins the awaited result of `all_to_all_rows` on a grid of ranks into rows (U, D), in the order of the ids that
+    this rank reads.
 
     Example, a grid of 2 x 2, D = 2; rank 0 reads rows 4 and 5, order is [0, 1]. Columns are written a0 a1 for row 4, b0
     b1 for row 5: a0 | a1 | b0 | b1 -> [[a0 a1], [b0 b1]].
 
     Args:
+        flat: (U * D,), one block per sending rank, with that rank's part of the rows.
         order, counts: results of `route_grid`.
         embedding_dim: the number of columns of the whole table (D).
     """
@@ -324,8 +341,8 @@ def split_grid(rows: Tensor, order: Tensor, counts: Tensor, rank: int) -> Tensor
 
 @op("round_rows", "(Tensor rows, Tensor ids, str form, int grid_columns, str table) -> Tensor")
 def round_rows(rows: Tensor, ids: Tensor, form: str, grid_columns: int, table: str) -> Tensor:
-    """Rounds row gradients (U, D) to the dtype `form`, separately for each rank's columns. First adds the errors that
-    were left when the gradients of the same rows were last rounded.
+    """Rounds row gradients (U, D) to the dtype `form`, separately for each rank's columns. Before that, adds the
+    rounding errors from the last time that gradients of the same rows were rounded.
 
     Example, "int8", one column per rank: the quantization steps of 1.003 and 100 are 1/64 and 1: [[1.003, 100.4]] ->
     [[1, 100]]; the next time the row has the same gradient, [[1.0, 101]].
@@ -347,19 +364,23 @@ def round_rows(rows: Tensor, ids: Tensor, form: str, grid_columns: int, table: s
 def all_to_all_gradients(
     flat: Tensor, counts: Tensor, embedding_dim: int, group: str, group_size: int, grid_rows: int = 1
 ) -> Tensor:
-    """Launches the inverse of `all_to_all_rows`: sends the gradients of this rank's rows, (U * D,) in blocks by
-    receiving rank, and receives this rank's d columns of all ranks' gradients, (R * d,). The other arguments are those
-    of `all_to_all_rows`.
+    """Launches the inverse of `all_to_all_rows`: sends the gradients of this rank's rows, and receives this rank's d
+    columns of all ranks' gradients, (R * d,).
 
     The result can be viewed as (R, d), because the blocks arrive in rank order, like the `ids` of `unpack_ids`. On a
     grid it is (M * d,), in the order of the rows that `route_grid` returns.
+
+    Args:
+        flat: the gradients (U * D,), one block per receiving rank.
+
+    The other arguments are those of `all_to_all_rows`.
     """
     return empty_as(flat, (unknown_size(),))
 
 
 @op("coalesce", "(Tensor ids, Tensor flat, int columns, int[] padding_rows, float scale) -> Tensor[]")
 def coalesce(ids: Tensor, flat: Tensor, columns: int, padding_rows: Sequence[int], scale: float) -> list[Tensor]:
-    """Sums the rows of `flat` that have equal ids, and multiplies the sums by `scale`. Returns [ids (K,), unique and
+    """Sums the rows of `flat` that have equal ids, and multiplies the sums by `scale`. Returns [the K unique ids,
     sorted; the sums (K, d)].
 
     Example, scale 1/2: ids [2, 5, 5], rows [[1], [2], [3]] -> [2, 5], [[0.5], [2.5]].
@@ -378,7 +399,7 @@ def coalesce(ids: Tensor, flat: Tensor, columns: int, padding_rows: Sequence[int
 def sparse_gradient(gradient: Tensor, ids: Sequence[Tensor], paddings: Sequence[int]) -> Tensor:
     """Returns the rows of a whole table's gradient (V, D) that lookups of `ids` have read, as a sparse tensor (COO).
 
-    The rows are sorted and unique, and may be zero. Fake values stay dense.
+    The rows are sorted and unique, and may be zero. On a fake tensor, the result is dense.
 
     Example: gradient [[0], [1], [0], [3]], ids [[3, 2, 3]], paddings [1] -> rows 2 and 3 with values [[0], [3]].
 

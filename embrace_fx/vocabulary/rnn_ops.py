@@ -46,8 +46,9 @@ class LayerWeights(NamedTuple):
 
     @classmethod
     def from_list(cls, weights: Sequence[Tensor]) -> LayerWeights:
-        """Returns the weights from torch's list: input weight, hidden weight, both biases if there are four or five
-        entries, then the projection if there are three or five.
+        """Returns the weights from a list in the order of `torch.nn.RNNBase`: the weights of the input and of the
+        hidden state, then both biases, then the projection. The list has two to five entries, because biases and
+        projection may be missing.
         """
         has_biases = len(weights) >= 4
         bias_ih, bias_hh = (weights[2], weights[3]) if has_biases else (None, None)
@@ -78,26 +79,31 @@ def rnn_layer(
     kernel: str,
     save: bool,
 ) -> list[Tensor]:
-    """Runs one layer in one direction. Returns [output, h_n, c_n of an LSTM, then values that the backward needs].
+    """Runs one layer of an RNN, LSTM or GRU in one direction.
 
-    T is the number of steps, B of sequences and G of gates. I, H and P are the sizes of input, cell and output. R is T
-    * B or, for a packed input, the sum of `batch_sizes`.
+    T is the number of steps, and B of sequences. I, H and P are the sizes of input, cell and output. R is T * B or, for
+    a packed input, the sum of `batch_sizes`.
 
     Args:
         input: (T, B, I), or (R, I) packed as `torch.nn.utils.rnn.PackedSequence` packs it.
-        h0: (B, P); `c0`: (B, H), LSTM only.
+        h0: the initial hidden state (B, P).
+        c0: the initial cell state (B, H) of an LSTM, None for other cells.
         weights: as `LayerWeights.from_list` reads them.
         batch_sizes: (T,) int64 on the host if the input is packed, else None.
         cell: a key of `GATES`.
         reverse: whether to run from the last step to the first. The output stays in the input's order.
         kernel: "mkldnn", "cudnn" or "loop".
-        save: whether a backward will follow. If not, only the results are returned.
+        save: whether to also return the values that the backward needs.
 
     Returns:
-        output (T, B, P) or (R, P) and h_n (B, P) in `h0`'s dtype, c_n (B, H) in `c0`'s; then, with `save`, of "mkldnn"
-            its workspace (bytes, of a size only oneDNN knows); of "cudnn" its reserve and its packed weights; of "loop"
-            the gates after their activation (R, G*H), and of an LSTM the cells (R, H) and, with a projection, the
-            hidden state before it (R, H); of a GRU the recurrent half of the new gate (R, H).
+        A list of the output (T, B, P) or (R, P) and h_n (B, P), in the dtype of `h0`, and for an LSTM c_n (B, H). With
+            `save`, the values for the backward follow. They depend on the kernel:
+
+        "mkldnn": oneDNN's workspace (uint8).
+        "cudnn": the reserve (uint8) and the packed weights.
+        "loop", LSTM: the activated gates (R, 4 * H), the cell states (R, H) and, with a projection, the hidden states
+            before it (R, H).
+        "loop", GRU: the activated gates (R, 3 * H) and the recurrent half of the new gate (R, H).
     """
     w = LayerWeights.from_list(weights)
     hidden_size = w.hh.shape[0] // GATES[cell]
@@ -142,10 +148,11 @@ def rnn_layer_backward(
     kernel: str,
     input_grad: bool,
 ) -> list[Tensor]:
-    """Returns the gradients of [input if `input_grad`, h0, c0 of an LSTM, each weight], in their shapes and dtypes.
+    """Computes the gradients of one layer of an RNN, LSTM or GRU. Returns the gradients of [input if `input_grad`, h0,
+    c0 of an LSTM, each weight], in their shapes and dtypes.
 
     Args:
-        grad_output, grad_h, grad_c: gradients of the layer's output, h_n and c_n, each None for zero.
+        grad_output, grad_h, grad_c: gradients of the layer's output, h_n and c_n. None stands for zero.
         results: all results of `rnn_layer` with `save`.
         input_grad: whether the input needs a gradient.
 
@@ -174,7 +181,7 @@ def _backward(ctx: Any, grads: Sequence[Tensor | None]) -> tuple[Any, ...]:
     """Returns the gradients of the arguments of the op `rnn_layer`, for autograd.
 
     Args:
-        grads: the gradients of the op's results, None for those that have none.
+        grads: the gradient of each result of the op, or None for a result that has no gradient.
     """
     input, h0, c0, batch_sizes, *rest = ctx.saved_tensors
     weights, results = rest[: ctx.num_weights], rest[ctx.num_weights :]
