@@ -48,8 +48,11 @@ STILL = ("", "lazy")
 
 
 def row_update_semantics(option: RowUpdatesOption) -> RowUpdates:
-    """Returns how an optimizer's step treats table rows without a gradient under the option `row_updates` of `compile`:
-    "lazy" (rows do not change), or "exact" (rows change as the optimizer itself would change them).
+    """Returns how an optimizer's step treats table rows without a gradient: "lazy" (rows do not change) or "exact"
+    (rows change as the optimizer itself would change them).
+
+    Args:
+        option: the option `row_updates` of `compile`.
     """
     return "lazy" if option == "lazy" else "exact"
 

@@ -40,8 +40,8 @@ class Name(str):
         return super().__hash__()
 
     def startswith(self, prefix: Any, *bounds: Any) -> bool:
-        """Returns whether the name starts with `prefix`. Raises `ValueError` if it does not, but would if it began with
-        DDP's "module.".
+        """Returns whether the name starts with `prefix`. Raises `ValueError` if `prefix` begins with DDP's "module."
+        and the name starts only with the rest of `prefix`.
         """
         found = super().startswith(prefix, *bounds)
         if not found:
@@ -97,8 +97,8 @@ _LOOKUPS = (dis.opmap["CONTAINS_OP"], dis.opmap["CALL"])
 
 
 def _searched_container(frame: FrameType) -> Mapping[Any, Any]:
-    """Returns the set or dict in which the code of a frame looks up a name. A set is returned as a dict of its
-    elements. Returns {} if the container cannot be found from the code.
+    """Finds the set or dict in which the code of a frame looks up a name. Returns a dict, with the elements of a set as
+    keys, or {} if the container cannot be found from the code.
     """
     found: Any = None
     for kind, what in _loads_of_container(frame.f_code, frame.f_lasti):
@@ -115,11 +115,12 @@ def _searched_container(frame: FrameType) -> Mapping[Any, Any]:
 
 @cache
 def _loads_of_container(code: CodeType, last: int) -> tuple[tuple[str, Any], ...]:
-    """Returns the instructions that load the container of `name in container` or `container.get(name)`, as (opcode
-    name, argument). Returns () for other code.
+    """Returns the instructions that load the container of `name in container` or `container.get(name)`, as pairs
+    (opcode name, argument). Returns () for other code.
 
     Args:
-        last: the offset of the instruction that looks the name up.
+        code: the code that looks up the name.
+        last: the offset of the instruction that looks up the name.
     """
     before = [each for each in dis.get_instructions(code) if each.offset < last and each.opname not in _IDLE]
     if code.co_code[last] == dis.opmap["CALL"]:
@@ -142,8 +143,12 @@ _LOADS = ("LOAD_CONST", "LOAD_ATTR", "LOAD_FAST", "LOAD_DEREF", "LOAD_GLOBAL", "
 
 
 def wrap_names(named_values: Iterator[tuple[str, T]], prefix: str) -> Iterator[tuple[str, T]]:
-    """Yields each (name, value) of `named_values` with the name as a `Name`. Yields the names unchanged if `prefix`,
-    that of an enclosing module, is not empty.
+    """Yields each (name, value) of `named_values` with the name as a `Name`, which detects code that expects DDP's
+    prefix.
+
+    Args:
+        named_values: the names and values.
+        prefix: the prefix that an enclosing module has put before the names. If it is not "", names are not wrapped.
     """
     return named_values if prefix else ((Name(name), value) for name, value in named_values)
 
@@ -157,8 +162,8 @@ class StateDict(OrderedDict[str, Any]):
 
     @classmethod
     def wrap(cls, state: Any) -> Any:
-        """Returns a state dict as a `StateDict`, or unchanged if the model's own `state_dict` method returned another
-        class than `OrderedDict`.
+        """Converts a state dict to a `StateDict`. If the model's own `state_dict` method has returned another class
+        than `OrderedDict`, returns its result unchanged.
         """
         if type(state) is not OrderedDict:
             return state

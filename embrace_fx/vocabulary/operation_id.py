@@ -69,14 +69,14 @@ _SPELLED: dict[Kind, dict[LaunchPart, str]] = {
 class OperationId(NamedTuple):
     """The id of a collective, a copy or a piece of compute; equal on all ranks.
 
-    A tuple, because its hash runs no Python code: launchers and recorders look ids up a hundred times per step.
+    It is a tuple, whose hash runs no Python code, because launchers and recorders look up ids a hundred times per step.
 
     Attributes:
         kind: the kind of operation.
         what: name of the table, joined table or bucket.
-        part: which part of it is sent, such as "early" rows or "delayed" gradients.
+        part: the part of the table or bucket that is sent, such as "early" rows or "delayed" gradients.
         number: the number of a chunk or piece, from 0.
-        lane: where it runs: compute, a process group, or a direction of copies.
+        lane: where the operation runs: compute, a process group, or a direction of copies.
     """
 
     kind: Kind
@@ -91,8 +91,8 @@ class OperationId(NamedTuple):
 
     @property
     def needs_lookahead(self) -> bool:
-        """Whether the operation requires that the next batch is known: it exchanges that batch's ids, sends that
-        batch's rows early, or sends gradients of rows that the batch does not read.
+        """Whether the operation requires that the next batch is known. Such operations exchange the next batch's ids,
+        send its rows early, or send gradients of rows that it does not read.
         """
         return self.part in ("early", "delayed") or self.kind == "ids"
 

@@ -51,6 +51,7 @@ class PictureFacts:
         ddp_exposed_ms: estimated time that DDP would wait for AllReduces that its backward cannot hide. The gradients
             of tables come last, so no compute hides their AllReduces.
         steps: estimated step times on increasing numbers of ranks, including the plan's own.
+        tables: how each table is distributed over ranks.
     """
 
     ddp_exposed_ms: float

@@ -72,11 +72,11 @@ def from_plain(kind: Any, value: Any, where: str = "it") -> Any:
     if (names := _field_names(kind)) is not None and isinstance(value, dict):
         hints = _hints(cast("Any", kind))
         if unknown := value.keys() - names:
-            raise ValueError(f"{where} has unknown fields {sorted(unknown)}, but its fields are {sorted(names)}")
+            raise ValueError(f"{where} has unknown fields {sorted(unknown)}. Expected fields: {sorted(names)}")
         try:
             found = kind(**{name: from_plain(hints[name], v, f"{where}.{name}") for name, v in value.items()})
         except TypeError as error:
-            raise ValueError(f"{where} lacks a field (its fields are {sorted(names)}): {error}") from error
+            raise ValueError(f"{where} lacks a field: {error}. Expected fields: {sorted(names)}") from error
         return found
     if kind is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
@@ -103,10 +103,11 @@ def _field_names(hint: Any) -> tuple[str, ...] | None:
 
 
 def _from_union(kinds: tuple[Any, ...], value: Any, where: str) -> Any:
-    """Converts plain data to the first type of a union that accepts it. Raises `ValueError` if none does.
+    """Converts plain data to the first type of a union that accepts it. Raises `ValueError` if no type does.
 
     Args:
         kinds: the types of the union.
+        value: the plain data.
         where: the name of the value in error messages.
     """
     if value is None and NoneType in kinds:

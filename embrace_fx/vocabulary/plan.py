@@ -30,8 +30,7 @@ BY_ROWS = tuple(name for name in EXCHANGES if name != "omnireduce")
 """The sparse exchanges that send rows instead of blocks. They keep autograd's sparse gradients sparse."""
 CANDIDATES = tuple(name for name in STRATEGIES if name not in ("omnireduce", "vocabulary"))
 """The strategies that "auto" compares for a table that only lookups read. "omnireduce" must be requested, because
-neither
-the cost model nor any measurement has found it to be the fastest (`docs/strategies.md`)."""
+neither the cost model nor any measurement has found it to be the fastest (`docs/strategies.md`)."""
 
 LinksAre = Literal["assumed", "given", "probed"]
 """The origin of a plan's links: the default `Cluster`, the user's, or a measurement between the ranks."""
@@ -41,9 +40,10 @@ LinksAre = Literal["assumed", "given", "probed"]
 class Grid:
     """A grid of ranks, `rows` x `columns`, over which one table is sharded by rows and by columns.
 
-    Rank r * columns + c owns rows r, r + rows, r + 2 rows, .. and of these the columns in chunk c of `columns`
-    (torch.chunk layout). A grid of one row is the plain layout of column shards. Rows are interleaved instead of
-    divided into ranges, because vocabularies are sorted by frequency, and the first range would get most of the reads.
+    Rank r * columns + c owns rows r, r + rows, r + 2 * rows, .. of the table. Of these rows it owns one chunk of
+    columns, chunk c of the `columns` chunks that `torch.chunk` would make. A grid of one row is the plain layout of
+    column shards. Rows are interleaved instead of divided into ranges, because vocabularies are sorted by frequency,
+    and the first range would get most of the reads.
 
     >>> Grid(2, 4).place(6)
     (1, 2)
@@ -81,8 +81,8 @@ class Candidate:
     Attributes:
         strategy: one of `STRATEGIES`.
         scheme: for "zen": "balanced" or "hierarchical"; else "".
-        sent_bytes_per_step: predicted payload that one rank sends per step, the mean over ranks.
-        predicted_ms: predicted time of the exchange on an idle link; for a table, including the compute of lookups and
+        sent_bytes_per_step: predicted payload that one rank sends per step, averaged over ranks.
+        predicted_ms: predicted time of the exchange on an idle link. For a table, includes the compute of lookups and
             updates. Strategies are compared by this time.
         memory_bytes: bytes of parameter, gradient and exchange buffers on one rank, without optimizer state.
         rejected: the reason why the strategy was not chosen, in a few words, or "" if it was chosen.
@@ -117,14 +117,14 @@ class Decision:
         parameter: the parameter's name in the user's model.
         shape: the shape of the whole parameter.
         is_table: whether a lookup reads the parameter.
-        strategy: one of `STRATEGIES`, "frozen" (no gradient), "unused" (no rank's forward reads it) or "local"
-            (each rank has its own).
+        strategy: one of `STRATEGIES`, "frozen" (no gradient), "unused" (no rank's forward reads it) or "local" (each
+            rank has its own).
         reason: why this strategy was chosen, in one line.
-        sent_bytes_per_step: predicted payload that one rank sends per step, the mean over ranks, without framing by
-            the transport (gloo adds 144 bytes per message, TCP and Ethernet 66 per packet).
+        sent_bytes_per_step: predicted payload that one rank sends per step, averaged over ranks. Does not include
+            framing by the transport (gloo adds 144 bytes per message, TCP and Ethernet 66 per packet).
         ddp_bytes_per_step: the bytes per step that DDP's AllReduce would send for the parameter.
-        predicted_ms: time of the exchange alone on an idle link; for a table, including a rank's compute in a step for
-            lookups and updates of its rows.
+        predicted_ms: time of the exchange alone on an idle link. For a table, includes a rank's compute for lookups and
+            updates of its rows in a step.
         scheme: for "zen": "balanced" or "hierarchical"; else "".
         grid: the grid of shards, if it has more than one row; else None.
         candidates: the compared strategies: `CANDIDATES` and the requested one; empty if there was no choice.
@@ -132,8 +132,8 @@ class Decision:
         defers_rows: for shards, whether updates of rows without a gradient are deferred until the rows are next read.
         padding_idx: the row of a table that gets no gradient, or -1.
         rows: the number of table rows that a step is expected to read, or None if unknown.
-        head: how the output layer exchanges hidden states, for a table of strategy "vocabulary".
-        norm_bytes: how many of the sent bytes are sums of squares of rows, for row-wise optimizers.
+        head: how the output layer exchanges hidden states, for a table of strategy "vocabulary"; else None.
+        norm_bytes: the part of `sent_bytes_per_step` for sums of squares of rows, which row-wise optimizers need.
         travels_as: the dtype in which rows or gradients are sent.
         memory: for a table larger than memory: how many rows are in memory, and how many a step reads from storage.
         sparse: whether a table's gradient is sparse (COO), as its lookups request.
@@ -176,9 +176,10 @@ class Plan:
         buckets: names of parameters whose gradients are reduced together, in launch order. A parameter with a sparse
             exchange has a bucket of its own.
         renormed: unsharded tables with `max_norm`, whose replicas must rescale the same rows.
-        links: the cluster for which strategies were compared and sizes of buckets and blocks chosen.
+        links: the cluster for which strategies were compared, and sizes of buckets and blocks were chosen.
         links_are: whether the links were measured, given by the user, or assumed.
-        watched: tables whose best strategy depends on how many rows ranks read, so that they may be planned again.
+        watched: tables whose best strategy depends on how many rows ranks read. They may be planned again if that
+            number changes.
         history: why each earlier plan was replaced, one line each.
         spaces: joined tables, each of which stacks several of the sharded tables.
         schedule_name: the name of the schedule, one of `SCHEDULES`.
@@ -204,7 +205,9 @@ class Plan:
 
     @property
     def divided(self) -> tuple[str, ...]:
-        """Names of the tables of which each rank has only a part: the sharded ones, or none on a single rank."""
+        """Names of the tables of which each rank stores only a part. These are the sharded tables, or none if there is
+        a single rank.
+        """
         return self.sharded if self.world_size > 1 else ()
 
     @property
@@ -216,8 +219,8 @@ class Plan:
 
     @property
     def overlapped(self) -> dict[str, tuple[str, ...]]:
-        """Maps each sharded table whose exchanges may overlap the next step to (its name,), and each such joined table
-        to the names of the tables that it stacks.
+        """Maps the name of each exchange of table rows that may overlap the next step to the names of the tables that
+        it exchanges. The name is that of a sharded table or of a joined table.
         """
         return {name: tables for name, tables in self.row_exchanges.items() if name not in self.heads}
 
@@ -233,7 +236,7 @@ class Plan:
 
     @property
     def rows(self) -> dict[str, RowCounts]:
-        """Maps each table or joined table to how many rows a step is expected to read, if known."""
+        """Maps each table or joined table to the number of rows that a step is expected to read, if known."""
         found = {d.parameter: d.rows for d in self.decisions if d.rows is not None}
         for space in self.spaces:
             if all(table in found for table in space.tables):
@@ -242,7 +245,7 @@ class Plan:
 
     @property
     def memory(self) -> dict[str, RowMemory]:
-        """Maps each table larger than memory to how many rows are in memory and how many a step reads from storage."""
+        """Maps each table larger than memory to the prediction of its memory and of its reads from storage."""
         return {d.parameter: d.memory for d in self.decisions if d.memory is not None}
 
     @property
@@ -254,8 +257,8 @@ class Plan:
 
     @property
     def row_exchanges(self) -> dict[str, tuple[str, ...]]:
-        """Maps each sharded table whose rows are exchanged to (its name,), and each such joined table to the names of
-        the tables that it stacks.
+        """Maps the name of each exchange of table rows to the names of the tables that it exchanges. The name is that
+        of a sharded table or of a joined table.
         """
         of = {table: space for space in self.spaces for table in space.tables}
         found: dict[str, tuple[str, ...]] = {}
@@ -311,7 +314,9 @@ class Plan:
         return hashlib.sha256(repr(everything).encode()).hexdigest()
 
     def explain(self) -> str:
-        """Returns a text that lists, for each parameter, all strategies compared, with predicted cost and reason."""
+        """Returns a text with all strategies that were compared for each parameter, their predicted costs and the
+        reason against each.
+        """
         return explain(self)
 
     def to_dict(self) -> dict[str, object]:

@@ -13,7 +13,7 @@ LONGEST = 120 - len("embrace_fx: ")
 
 def summarize(plan: Plan) -> str:
     """Returns one line that says which tables are sharded, which are whole, and how much a rank sends. It names tables
-    if the names fit, and else only counts them.
+    if the names fit, and otherwise only counts them.
 
     >>> from embrace_fx.cost.links import Cluster
     >>> tables = [Decision("item", (9000, 8), True, "alltoall", "40 of 9000 rows read", 2048, 288000, 0.4)]
@@ -46,8 +46,8 @@ def _count_tables(count: int) -> str:
 
 
 def _list_names(names: list[str]) -> str:
-    """Returns text with the first names and the number of further ones, ": a, b, c and 2 more", or "" if there are
-    none.
+    """Returns text with the first names and the number of the others, such as ": a, b, c and 2 more". Returns "" if
+    there are no names.
     """
     if not names:
         return ""
@@ -70,8 +70,11 @@ def give_advice(plan: Plan) -> str:
 
 
 def _cheapest_to_shard(whole: list[Decision]) -> tuple[str, float] | None:
-    """Returns (name, milliseconds added to a step) of the table that would cost the least to shard, or None if none can
-    be sharded. `whole` are the decisions about unsharded tables.
+    """Finds the table that would cost the least to shard. Returns (its name, milliseconds added to a step), or None if
+    no table can be sharded.
+
+    Args:
+        whole: the decisions about unsharded tables.
     """
     costs_ms = {
         decision.parameter: candidate.predicted_ms - decision.predicted_ms

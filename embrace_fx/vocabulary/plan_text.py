@@ -114,8 +114,8 @@ def _folded_cells(decisions: Sequence[Decision]) -> tuple[str, ...]:
 
 
 def explain(plan: Plan) -> str:
-    """Returns a text table of the strategies compared for each parameter. It marks the chosen strategy, and gives the
-    reason against each of the others.
+    """Returns a text table of the strategies compared for each parameter. The table marks the chosen strategy, and
+    gives the reason against each of the others.
 
     The measured sparsity of a table's gradients (`embrace_fx.cost.sparsity.Sparsity`) is below its strategies.
     Parameters for which no strategies were compared are left out.
@@ -178,8 +178,8 @@ NARROWEST, WIDEST, NO_TERMINAL = 80, 200, 160
 
 
 def terminal_width() -> int:
-    """Returns the number of characters per line of the terminal, limited to `NARROWEST` and `WIDEST`, or `NO_TERMINAL`
-    if there is no terminal.
+    """Returns the width of the terminal in characters, clamped to [`NARROWEST`, `WIDEST`], or `NO_TERMINAL` if there is
+    no terminal.
     """
     try:
         columns = os.get_terminal_size(sys.stdout.fileno()).columns
@@ -189,8 +189,10 @@ def terminal_width() -> int:
 
 
 def fit_to_terminal(*parts: str | TextTable, widest: int = WIDEST) -> str:
-    """Joins texts and text tables into one text that fits the width of the terminal. `widest` is the maximum number of
-    characters per line.
+    """Joins texts and text tables into one text that fits the width of the terminal.
+
+    Args:
+        widest: the maximum number of characters per line.
     """
     out = io.StringIO()
     console = Console(file=out, width=min(widest, terminal_width()), no_color=True)

@@ -33,8 +33,10 @@ def forward_methods(proxy_class: type, names: Iterable[str], find: Callable[[Any
 
 
 def _forwarding_method(name: str, find: Callable[[Any, str], Any]) -> Callable[..., Any]:
-    """Returns a method of a proxy that calls the method `name` of the represented object. `find` is as for
-    `forward_methods`.
+    """Returns a method of a proxy that calls the method `name` of the object that the proxy represents.
+
+    Args:
+        find: function of (proxy, method name) that returns the represented object.
     """
 
     def method(proxy: Any, *args: Any, **kwargs: Any) -> Any:

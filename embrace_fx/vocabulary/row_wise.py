@@ -15,13 +15,13 @@ NOT_ON_A_GRID = "RowWiseAdagrad supports shards by columns, not on a grid"
 
 
 class RowWiseAdagrad(Optimizer):
-    """Adagrad with one sum per row, of the mean squared gradient of the row's elements.
+    """Adagrad that accumulates one number for each row of a table: the mean squared gradient of the row's elements.
 
         sum[r] += mean(gradient[r]^2)    weight[r] -= lr * gradient[r] / (sqrt(sum[r]) + eps)
 
     A table of V x D has V numbers of state instead of V x D. Rows without a gradient are unchanged. 1D parameters have
     one number per element, as with Adagrad. For a sharded table the mean is over the whole row: ranks sum the squares
-    of their columns. Equals the exact row-wise Adagrad of FBGEMM and TorchRec without weight decay.
+    of their columns. Without weight decay, the exact row-wise Adagrad of FBGEMM and TorchRec is the same optimizer.
 
     Args:
         params: parameters, or param groups.
@@ -78,8 +78,10 @@ class RowWiseAdagrad(Optimizer):
 
 
 def new_sums(parameter: Tensor, group: Mapping[str, Any]) -> Tensor:
-    """Returns the initial optimizer state of a parameter: a tensor with one number per row. `group` is the parameter's
-    group of options.
+    """Returns the initial optimizer state of a parameter: a tensor with one number per row.
+
+    Args:
+        group: the parameter's param group, with the optimizer's options.
     """
     return torch.full(
         parameter.shape[:1], group["initial_accumulator_value"], dtype=parameter.dtype, device=parameter.device

@@ -44,12 +44,12 @@ INTO_FORWARD: frozenset[str] = frozenset({"horizontal", "2d"})
 
 @dataclass(frozen=True)
 class Cuts:
-    """How a schedule divides buckets into chunks, and tables' delayed gradients (those of rows that the next batch does
-    not read) into pieces.
+    """How a schedule divides buckets into chunks, and delayed gradients into pieces. Delayed gradients are those of
+    table rows that the next batch does not read.
 
     Attributes:
         chunks: for each bucket, the number of elements in each chunk.
-        pieces: (table or joined table, number of pieces of its delayed gradients).
+        pieces: pairs (name of a table or joined table, number of pieces of its delayed gradients).
     """
 
     chunks: tuple[tuple[int, ...], ...]
@@ -121,8 +121,8 @@ class Operation:
 
 @dataclass(frozen=True)
 class Dependence:
-    """A dependence between two operations: `after` in window w starts only once `before` in window w - `distance` has
-    ended.
+    """A dependence between two operations, `before` and `after`, given by name. `after` in window w starts only once
+    `before` in window w - `distance` has ended.
     """
 
     before: str
@@ -205,12 +205,12 @@ class Diagnostics:
     Attributes:
         step_ms: time from the start of one backward to the start of the next.
         compute_ms: the part of a step's time spent in compute.
-        exposed_ms: lane -> the part of a step's time in which compute waits for it; an entry for every class of
+        exposed_ms: lane -> the part of a step's time in which compute waits for it. Has an entry for every class of
             collectives, and for copies if there are any.
-        communication_ms: lane -> the part of a step's time in which the lane is busy; with the same entries as
+        communication_ms: lane -> the part of a step's time in which the lane is busy. Has the same entries as
             `exposed_ms`.
-        overlap_ratio: share of the time of communication and copies that compute hides, from 0 to 1; 1 if there is
-            none.
+        overlap_ratio: share of the time of communication and copies that compute hides, from 0 to 1. Without
+            communication and copies, it is 1.
         shares_ms: a step's time by category (`embrace_fx.vocabulary.step_parts`). The categories add up to the step.
         held_bytes: the maximum sum of `Operation.held_bytes` at any time, on any rank.
     """
@@ -228,8 +228,8 @@ class Diagnostics:
 class MemoryAt:
     """The bytes that a rank holds from one point in time until the next.
 
-    Predicted: the bytes that forward and backward have allocated. Measured: the growth, which may be negative, of the
-    memory in use (of a device's allocator, or of the process) since the first time shown.
+    In a prediction, these are the bytes that forward and backward have allocated. In a measurement, they are the growth
+    of the memory in use (of a device's allocator, or of the process) since the first time shown, which may be negative.
 
     Attributes:
         at_ms: the time, in milliseconds since the start of the first window.
@@ -261,7 +261,7 @@ class Timeline:
     memory: tuple[MemoryAt, ...] = ()
 
     def diagnostics(self) -> Diagnostics:
-        """Computes the timeline's metrics: medians over windows (each a backward and the next forward) and ranks."""
+        """Computes the timeline's metrics, such as the median step time."""
         return diagnose(self)
 
 
@@ -288,9 +288,7 @@ class Schedule:
 
     @property
     def without_storage_ms(self) -> float:
-        """The predicted milliseconds of a step, without waits for reading rows of tables larger than memory from
-        storage.
-        """
+        """The predicted step time in milliseconds, excluding waits for storage reads of tables larger than memory."""
         figures = self.diagnostics()
         return figures.step_ms - figures.exposed_ms.get("storage", 0.0)
 
@@ -310,8 +308,8 @@ class Schedule:
 
 
 def diagnose(timeline: Timeline) -> Diagnostics:
-    """Computes the metrics of a timeline: medians over its windows (each a backward and the next forward) and ranks,
-    but the maximum for memory.
+    """Computes the metrics of a timeline. Times are medians over ranks and windows (a backward and the next forward
+    each). The memory held is the maximum.
 
     A step lasts from the first compute operation of a window to that of the next window. If there is only one window,
     the step lasts to the end of the window's last compute operation. Windows without compute are not counted.
@@ -349,8 +347,8 @@ _Window = tuple[int, int]  # (rank, window)
 def _category_times(
     lengths: Mapping[_Window, float], spans: Mapping[_Window, list[Span]], waits: Mapping[_Window, list[Wait]]
 ) -> dict[Share, float]:
-    """Returns the milliseconds of each category of a step's time, averaged over ranks. Of each rank, only the window (a
-    backward and the next forward) of median length is used.
+    """Returns the time in milliseconds that a step spends in each category, averaged over ranks. For each rank, takes
+    the window of median length. A window is a backward and the next forward.
 
     Args:
         lengths: (rank, window) -> length of the window in milliseconds.
@@ -381,8 +379,9 @@ def _total_on_lane(intervals: Iterable[Span | Wait], lane: Lane) -> float:
 
 
 def _step_lengths(windows: dict[_Window, list[Span]]) -> dict[_Window, float]:
-    """Returns the milliseconds from the start of compute in each window (a backward and the next forward) to that in
-    the next window. If no window has a next one, returns the milliseconds from start to end of compute.
+    """Returns the length of each step in milliseconds: the time from the start of compute in a window (a backward and
+    the next forward) to the start of compute in the next window. If no window has a next one, returns the time from the
+    start to the end of compute in each window.
 
     Args:
         windows: (rank, window) -> the runs of operations in the window.

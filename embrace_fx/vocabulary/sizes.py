@@ -50,8 +50,8 @@ class ExpectedSizes:
     by_symbol: Mapping[str, int] = field(default_factory=dict)
 
     def number(self, size: int | torch.SymInt) -> int:
-        """Returns a number for a size: its value when the graph was captured, else the expected number, else
-        `UNKNOWN_SIZE`.
+        """Returns a number for a size: its value when the graph was captured, if it had one, or else the expected
+        number. If no number is expected, returns `UNKNOWN_SIZE`.
         """
         if isinstance(size, int):
             return size

@@ -37,8 +37,8 @@ _OF_KIND: Mapping[Kind, Share] = {
 
 @cache
 def time_category(operation: OperationId) -> Share:
-    """Returns the category under which an operation's time is reported: its own time if it is compute, or else the time
-    that compute waits for it.
+    """Returns the category under which the time of an operation is reported. For compute, this is the time that the
+    operation runs. For collectives and copies, it is the time that compute waits for them.
     """
     if operation.lane != "compute":
         return operation.lane

@@ -19,11 +19,12 @@ class ForwardVariant:
     """Describes what a forward communicates. This depends on what the previous backward has sent, and on whether the
     next batch is known.
 
-    Early rows are rows that this batch reads and the previous batch does not.
+    Early rows are rows that this batch reads and the previous batch does not. The previous backward can send them if it
+    knows this batch.
 
     Attributes:
-        arrives: "cut" if the previous backward knew this batch, and has sent its early rows; "other" if it has sent
-            early rows for another batch instead; "whole" if it has sent none, or there was no previous backward.
+        arrives: "cut" if the previous backward has sent the early rows of this batch; "other" if it has sent those of
+            another batch; "whole" if it has sent none, or there was no previous backward.
         coming: whether the next batch is known on all ranks, so that its ids are sent.
         phase: always "forward".
     """
@@ -48,11 +49,14 @@ class BackwardVariant:
     """Describes what a backward communicates. This depends on the previous backward, and on whether the next batch is
     known.
 
+    Delayed gradients are those of rows that the next batch does not read. A backward sends them last, and the next
+    backward applies them.
+
     Attributes:
-        left: whether the previous backward has left gradients of rows that are still to be applied.
+        left: whether the previous backward has sent delayed gradients, which this backward applies.
         coming: whether the ids of the next batch are being exchanged.
-        cut: whether this backward sends gradients of the rows that the next batch reads before the other gradients, and
-            then the rows that only the next batch reads.
+        cut: whether this backward splits its gradients by the ids of the next batch. Then it sends delayed gradients
+            separately, and already sends the rows that only the next batch reads.
         phase: always "backward".
     """
 
@@ -63,7 +67,7 @@ class BackwardVariant:
 
     @property
     def is_steady(self) -> bool:
-        """Whether the previous backward knew this backward's batch, and the next batch is known too."""
+        """Whether the previous backward knew this backward's batch, and this backward knows the next batch."""
         return self.left and self.coming and self.cut
 
     def __str__(self) -> str:
@@ -78,10 +82,11 @@ StepVariant = ForwardVariant | BackwardVariant
 
 @dataclass(frozen=True)
 class VariedPhase:
-    """A phase (forward or backward) that differs from that of a steady step, whose previous and next batch are known.
+    """A phase (forward or backward) that differs from that of a steady step, in which the previous and the next batch
+    are known.
 
     Attributes:
-        variant: the variant of that phase.
+        variant: the variant of the step to which the phase belongs.
         steady: ids of all collectives that a steady step submits.
         into_forward: whether chunks of buckets are awaited in the next forward instead of the backward.
     """

@@ -34,8 +34,8 @@ def submitted(*modules: fx.GraphModule) -> Iterator[OperationId]:
 
 
 def awaited(node: fx.Node) -> OperationId | None:
-    """Returns the id of the collective that a node waits for, or None if it waits for none that was submitted to the
-    launcher.
+    """Returns the id of the collective that a node waits for. Returns None if the node does not wait, or if the
+    collective was not submitted to the launcher.
     """
     if op_name(node) in AWAITS:
         return launch_of(node)
@@ -44,8 +44,8 @@ def awaited(node: fx.Node) -> OperationId | None:
 
 
 def begun_or_awaited(node: fx.Node) -> tuple[OperationId, bool] | None:
-    """Returns (id, whether the node awaits it) of the copy, or the exchange of an output layer, that a node begins or
-    awaits. Returns None if the node does neither.
+    """Finds the copy, or the exchange of an output layer, that a node begins or awaits. Returns (its id, whether the
+    node awaits it), or None if the node does neither.
     """
     if op_name(node) in COPY_OPS:
         return id_of(node), op_name(node) in (AWAIT_OFFLOAD, AWAIT_RELOAD)
@@ -54,8 +54,8 @@ def begun_or_awaited(node: fx.Node) -> tuple[OperationId, bool] | None:
 
 
 def compute_up_to(node: fx.Node) -> OperationId:
-    """Returns the id of the piece of compute that ends at a node. The node must begin or await a copy or an exchange of
-    an output layer.
+    """Returns the id of the piece of compute that ends at a node. The node must begin or await a copy, or an exchange
+    of an output layer.
 
     Raises:
         ValueError: the node does neither.

@@ -13,9 +13,10 @@ _VERSION = attrgetter("_version")
 
 @dataclass(frozen=True)
 class VersionSnapshot:
-    """Tensors and their version counters at some time, to detect later writes.
+    """Tensors with their version counters at some time, to detect later writes.
 
     Attributes:
+        tensors: the tensors.
         writes: the version counter of each tensor at that time.
     """
 
@@ -46,8 +47,8 @@ class VersionSnapshot:
         return [each for each, one, other in zip(self.tensors, self.writes, now, strict=True) if one != other]
 
     def is_current_for(self, values: Iterable[object]) -> bool:
-        """Returns whether the tensors among `values` are those of the snapshot, in the same order, and none has been
-        written since the snapshot was taken. Inference tensors are ignored.
+        """Returns whether the tensors among `values` are the tensors of the snapshot, in the same order, and none has
+        been written since. Inference tensors are ignored.
         """
         now = [each for each in values if isinstance(each, Tensor) and not each.is_inference()]
         return [*map(id, now)] == [*map(id, self.tensors)] and tuple(map(_VERSION, self.tensors)) == self.writes
