@@ -83,11 +83,20 @@ class DrawnSchedule(Schedule):
 
     @classmethod
     def from_schedule(cls, schedule: Schedule, background: Callable[[], PictureFacts] | None = None) -> DrawnSchedule:
-        """Returns a drawable copy of a schedule. `background` computes the facts shown beside its picture."""
+        """Returns a copy of a schedule that can be drawn.
+
+        Args:
+            background: function that computes the facts shown beside the picture, or None.
+        """
         return cls(**vars(schedule), background=background)
 
     def save(self, path: str | os.PathLike[str], *, timeline: Timeline | None = None) -> None:
-        """Draws the schedule to a file, with `timeline`, if given, below it. See `embrace_fx.viz.save`."""
+        """Draws the schedule to a file. See `embrace_fx.viz.save`.
+
+        Args:
+            path: ends in `.html`, `.json`, `.svg` or `.dot`.
+            timeline: a measurement to draw below the schedule, or None.
+        """
         save(path, schedule=self, timeline=timeline, background=self.background() if self.background else None)
 
     def __str__(self) -> str:
@@ -114,8 +123,11 @@ class DrawnTimeline(Timeline):
     def from_timeline(
         cls, timeline: Timeline, schedule: Schedule | None, background: Callable[[], PictureFacts] | None = None
     ) -> DrawnTimeline:
-        """Returns a drawable copy of a timeline. `schedule` is the prediction to draw above it, and `background`
-        computes the facts shown beside the picture.
+        """Returns a copy of a timeline that can be drawn.
+
+        Args:
+            schedule: the prediction to draw above the timeline, or None.
+            background: function that computes the facts shown beside the picture, or None.
         """
         return cls(**vars(timeline), schedule=schedule, background=background)
 
@@ -133,7 +145,7 @@ class DrawnTimeline(Timeline):
 
 
 def _metrics_table(picture: Picture) -> str:
-    """Returns the metrics of a picture as a text table, with one column each for the prediction and the measurement."""
+    """Returns the metrics of a picture as a text table. The prediction and the measurement have a column each."""
     text = Table()
     text.add_column("per step")
     for panel in picture.panels:

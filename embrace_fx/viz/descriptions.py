@@ -32,13 +32,23 @@ class HoverTexts:
             self._needed_by[each.before].append(each.after + (" (next window)" if each.distance else ""))
 
     def text(self, panel: Panel, item: Item) -> str:
-        """Returns the description of an operation, wait or gap (`item`) of a panel, one fact per line."""
+        """Returns the description of an operation, wait or gap, with one fact per line.
+
+        Args:
+            panel: the timeline (predicted or measured) that contains the item.
+            item: the operation, wait or gap.
+        """
         step = f"t{item.window:+d}" if item.window else "t"
         where = f"where: {panel.status}, rank {item.rank}, window {step}"
         return "\n".join((f"{name(item)}: {_format_ms(item.end_ms - item.start_ms)}", where, *self._lines(panel, item)))
 
     def _lines(self, panel: Panel, item: Item) -> Iterator[str]:
-        """Yields lines of text on an operation, wait or gap (`item`) of a panel, without its name and place."""
+        """Yields the lines of an item's description that follow its name, time and place.
+
+        Args:
+            panel: the timeline (predicted or measured) that contains the item.
+            item: an operation, wait or gap.
+        """
         if not isinstance(item, Span):
             yield f"class: {item.lane}" if isinstance(item, Wait) else "runs: Python and autograd"
             yield f"starts: {self._time_in_window(panel, item.window, item.start_ms)}"
@@ -62,8 +72,11 @@ class HoverTexts:
                 yield f"{term}: {', '.join(names[operation.name])}"
 
     def _times(self, panel: Panel, item: Span) -> Iterator[str]:
-        """Yields lines with the predicted and the measured time of an operation, and their ratio. The operation is
-        given by one of its spans (`item`) and the panel that shows the span.
+        """Yields lines with the predicted time and the measured time of an operation, and their ratio.
+
+        Args:
+            panel: the timeline (predicted or measured) that contains `item`.
+            item: one run of the operation.
         """
         times: list[float] = []
         for other in self._picture.panels:
@@ -85,8 +98,13 @@ class HoverTexts:
             yield f"ratio: {times[1] / times[0]:.2f} measured / predicted"
 
     def _time_in_window(self, panel: Panel, window: int, time_ms: float) -> str:
-        """Returns text on how long after the start of its window (a backward and the next forward) a time of a panel
-        is.
+        """Returns text that says how long after the start of its window a time is. A window is a backward and the next
+        forward.
+
+        Args:
+            panel: the timeline (predicted or measured).
+            window: the index of the window.
+            time_ms: the time, in ms since the start of the first window.
         """
         if window not in panel.windows:
             return "outside of the windows"
@@ -94,7 +112,7 @@ class HoverTexts:
 
 
 def name(item: Item) -> str:
-    """Returns the name of an item: an operation, wait or gap. It is the same in every window."""
+    """Returns the name of an operation, wait or gap. The name is the same in every window."""
     if isinstance(item, Span):
         return item.operation.name
     return f"waits for {item.launch}" if isinstance(item, Wait) else "between operations"

@@ -72,7 +72,7 @@ def fold_nodes(modules: Mapping[str, fx.GraphModule]) -> list[Cell]:
         modules: phase -> its graph, in execution order.
     """
     cells: list[Cell] = []
-    sent: dict[object, int] = {}  # launch (its node if it has no id) -> its cell
+    sent: dict[object, int] = {}  # launch id, or node of a launch without id -> index of its cell
     for phase, module in modules.items():
         cell_of: dict[fx.Node, int] = {}
         block: int | None = None
@@ -175,7 +175,7 @@ def _graphviz_svg(text: str) -> str | None:
 
 
 def _style_of_layout() -> str:
-    """Returns the CSS that replaces the colours of a drawing by Graphviz in dark mode."""
+    """Returns the CSS that gives a drawing by Graphviz its colours in dark mode."""
     whole = ".embrace-graphs"
     rules = [f"{whole}{{background:{DARK.page}}}{whole} .graph>polygon{{fill:{DARK.page};stroke:none}}"]
     rules.append(f"{whole} .graph>text{{fill:{DARK.text}}}{whole} .edge path{{stroke:{DARK.faint}}}")
@@ -192,8 +192,8 @@ _CHARACTER = 6.2
 
 
 def _boxes_svg(cells: Sequence[Cell], title: str) -> str:
-    """Returns an SVG that shows cells as a column of boxes under a title, for machines without Graphviz. Each box has
-    its number, its label and the cells on which it depends.
+    """Returns an SVG that shows cells as a column of boxes under a title, for machines without Graphviz. Beside each
+    box are its number and the numbers of the cells on which it depends.
     """
     needs = ["after " + ", ".join(str(k + 1) for k in sorted(cell.after)) if cell.after else "" for cell in cells]
     wide = 44 + _CHARACTER * max((len(cell.label) for cell in cells), default=0)

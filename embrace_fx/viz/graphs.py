@@ -25,9 +25,9 @@ class Graphs(Mapping[str, fx.GraphModule]):
 
     Args:
         modules: name -> graph, in order.
-        phases: name of a pass -> the phases after it, for passes that run once the graph has been divided into phases.
+        phases: for passes that run on a graph divided into phases: name of the pass -> the phases after it.
         variants: name -> function that builds a phase of a variant of the step, such as the first step's.
-        sources: function that returns, for each phase's name, a function that returns the Python source that runs.
+        sources: returns a dict: name of a phase -> function that returns the Python source of the phase.
 
     Attributes:
         reason: why the graphs only exchange gradients while the forward runs eagerly, or "" if they contain the
@@ -89,8 +89,10 @@ class Graphs(Mapping[str, fx.GraphModule]):
         return found()
 
     def diff(self, first: str, second: str) -> str:
-        """Returns the differences between the texts of two graphs as a unified diff; "" if they are equal. `first` and
-        `second` are names of the graphs.
+        """Returns the differences between the texts of two graphs as a unified diff, or "" if they are equal.
+
+        Args:
+            first, second: the names of the graphs.
 
         Raises:
             KeyError: there is no graph of that name.
@@ -127,14 +129,14 @@ class Graphs(Mapping[str, fx.GraphModule]):
         target.write_text(text, encoding="utf-8")
 
     def _phases_of(self, name: str) -> Mapping[str, fx.GraphModule]:
-        """Returns phase -> graph after the pass `name`. If the graph is not yet divided into phases, its only key is
-        `name`.
+        """Returns phase -> graph after the pass `name`. If that pass runs before the graph is divided into phases,
+        returns {`name`: the whole graph}.
         """
         return self._phases.get(name) or {name: self[name]}
 
     def _final_graphs(self) -> Mapping[str, fx.GraphModule]:
-        """Returns phase -> graph for the phases that a step runs, or name -> last graph if it is not divided into
-        phases.
+        """Returns phase -> graph for the phases that a step runs. If there are no phases yet, returns {name: graph} for
+        the last graph.
         """
         ran = {phase: self._modules[phase] for phase in PHASES if phase in self._modules}
         return ran or self._phases_of(list(self._modules)[-1])

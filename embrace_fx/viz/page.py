@@ -149,8 +149,9 @@ def _panel_data(panel: Panel) -> dict[str, Any]:
 
 
 def _operation_data(picture: Picture) -> Iterator[dict[str, Any]]:
-    """Yields the data of each operation of a picture that the page's script reads: its fields, its bytes as text, and
-    for each panel its median time over steps and ranks (None if the panel does not show it).
+    """Yields, for each operation of a picture, the data that the page's script reads: the operation's fields, its sent
+    bytes as text, and a list of its median time over steps and ranks in each panel. The time is None if a panel does
+    not show the operation.
     """
     operations: dict[str, Operation] = {}
     taken: list[dict[str, list[float]]] = []

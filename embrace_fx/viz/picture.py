@@ -28,10 +28,10 @@ class Phase:
     """The backward, the optimizer's step or the forward of a window (a backward and the next forward), on one rank.
 
     Attributes:
-        name: the phase; "step" is the optimizer's.
+        name: the name of the phase; "step" is the optimizer's step.
         window: the index of the window.
         start_ms, end_ms: milliseconds since the start of the first window.
-        step: the number of the training step, counted from that of the first backward shown, which is 0.
+        step: the index of the training step. It is 0 for the first backward shown.
     """
 
     name: Literal["backward", "step", "forward"]
@@ -92,10 +92,11 @@ class Metric:
 
 @dataclass(frozen=True)
 class Panel:
-    """One of a picture's timelines, the predicted or the measured one, prepared for drawing.
+    """The predicted or the measured timeline of a picture, prepared for drawing.
 
     Attributes:
         status: whether the timeline was predicted or measured.
+        timeline: the timeline.
         diagnostics: the timeline's metrics.
         critical_path: (window, name) of the operations that determine the step's length, in order; empty if unknown.
     """
@@ -168,8 +169,8 @@ class Panel:
 
     @cached_property
     def rows(self) -> dict[tuple[int, Lane], list[list[Span]]]:
-        """Maps (rank, lane) to drawing rows of spans. The spans of a lane are distributed over as few rows as possible
-        so that none overlap.
+        """Maps (rank, lane) to rows of a drawing. Each row is a list of spans that do not overlap. A lane is
+        distributed over as few rows as possible.
         """
         by_lane: defaultdict[tuple[int, Lane], list[Span]] = defaultdict(list)
         for span in self.timeline.spans:
@@ -198,9 +199,7 @@ class Panel:
             end_ms = max(end_ms, item.end_ms)
 
     def _compute_metrics(self) -> Iterator[Metric]:
-        """Yields a metric for each category of compute (such as backward, optimizer and loader) that takes time in a
-        step.
-        """
+        """Yields a metric for each category of compute, such as backward or optimizer, that takes time in a step."""
         for share in ("backward", "your code", "optimizer", "loader", "forward"):
             if ms := self.diagnostics.shares_ms.get(share, 0.0):
                 yield Metric(share, ms, "ms", "compute", paint=OF_SHARE[share])
@@ -234,10 +233,10 @@ class Panel:
 
 @dataclass(frozen=True)
 class Bar:
-    """A bar that shows the step time of a prediction, of a measurement or of DDP, divided by category.
+    """A bar that shows a step time, divided by category. The step time is predicted, measured, or estimated for DDP.
 
     Attributes:
-        name: what the bar is about, such as "predicted" or "DDP, estimated".
+        name: the label of the bar, such as "predicted" or "DDP, estimated".
         parts: the time of each category.
         total_ms: the step's time.
     """
@@ -286,17 +285,18 @@ class Picture:
 
     @property
     def why(self) -> Why | None:
-        """An explanation in words of the measured step's time. Without a measurement, it explains the prediction if
-        that uses measured times of compute, and is None otherwise.
+        """An explanation in words of the step's time. It explains the measurement if there is one, and otherwise a
+        prediction that is based on measured times. It is None for a prediction by the cost model.
 
-        A prediction by the cost model alone lacks the optimizer's and the loader's time.
+        A prediction by the cost model lacks the time of the optimizer and the data loader.
         """
         is_told = self.timeline is not None or (self.schedule is not None and self.schedule.source == "profile")
         return self.panels[-1].why() if is_told else None
 
     def ratios(self) -> dict[str, str]:
-        """Maps each metric's name to its measured value divided by the predicted one, as text. The text is "" if the
-        ratio is unknown, or the predicted value is shown as 0. Without both panels, the dict is empty.
+        """Maps the name of each metric to its measured value divided by its predicted value, as text. The text is "" if
+        the ratio is unknown, or if the predicted value is shown as 0. Returns {} if the picture has no prediction or no
+        measurement.
         """
         if len(self.panels) < 2:
             return {}
@@ -304,8 +304,8 @@ class Picture:
         return {label: _format_ratio(measured.get(label), predicted.get(label)) for label in {**predicted, **measured}}
 
     def bars(self) -> tuple[Bar, ...]:
-        """Returns bars that compare step times: predicted, measured, and estimated for DDP with the same compute, as
-        far as they are known.
+        """Returns bars that compare step times, as far as they are known: predicted, measured, and estimated for DDP
+        with the same compute.
         """
         found = []
         for panel in self.panels:
@@ -320,8 +320,8 @@ class Picture:
         return tuple(found)
 
     def _link_slowdown(self) -> float:
-        """Returns the measured time of dense communication divided by the predicted one, or 1 if either is unknown.
-        DDP's estimated communication is multiplied by it.
+        """Returns the measured time of dense communication divided by the predicted time, or 1 if either is unknown.
+        DDP's estimated communication is multiplied by this factor.
         """
         predicted, *measured = (panel.diagnostics.communication_ms.get("dense", 0.0) for panel in self.panels)
         return measured[0] / predicted if measured and measured[0] and predicted else 1.0
@@ -393,7 +393,8 @@ def _short_name(name: str) -> str:
 
 
 def _phases_of_window(spans: Sequence[Span], rank: int, window: int, end_ms: float) -> Iterator[Phase]:
-    """Yields those of the phases backward, optimizer's step and forward that take time in a window on one rank.
+    """Yields the phases (backward, optimizer's step and forward) of a window on one rank. Leaves out phases that take
+    no time.
 
     Args:
         spans: the compute operations of the window on that rank.
@@ -420,8 +421,8 @@ def _phases_of_window(spans: Sequence[Span], rank: int, window: int, end_ms: flo
 
 
 def _pack_rows(spans: Sequence[Span]) -> list[list[Span]]:
-    """Distributes spans over drawing rows so that none overlap. In order of time, each span goes into the first row
-    that is free at its start.
+    """Distributes spans over rows of a drawing, so that no spans of a row overlap. In order of time, each span goes
+    into the first row that is free at its start.
     """
     rows: list[list[Span]] = [[]]
     for span in sorted(spans, key=lambda s: (s.start_ms, s.end_ms)):

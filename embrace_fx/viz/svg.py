@@ -110,7 +110,7 @@ class _Axis:
     Attributes:
         origin_ms: the time that the axis shows as 0.
         start_ms, end_ms: the range that the axis shows, in ms since `origin_ms`.
-        live: whether the picture is part of the HTML page, whose script moves elements when the reader zooms.
+        live: True for the HTML page, whose script moves elements when the reader zooms. False for an SVG file.
     """
 
     origin_ms: float
@@ -123,7 +123,9 @@ class _Axis:
         return round(LEFT + (WIDTH - LEFT - RIGHT) * min(max(share, 0.0), 1.0), 2)
 
     def shows(self, item: Span | Wait | Gap | Phase) -> bool:
-        """Returns whether any part of an item is in the time range of the axis; always True if the axis is live."""
+        """Returns whether any part of an item is in the time range of the axis. Always returns True for the HTML page,
+        which the reader can scroll.
+        """
         return self.live or (self(item.end_ms) > LEFT and self(item.start_ms) < WIDTH - RIGHT)
 
     def rectangle(self, item: Span | Wait | Gap) -> str:
@@ -132,8 +134,9 @@ class _Axis:
         return f'x="{left}" width="{max(self(item.end_ms) - left - 0.5, 0.5):.2f}"'
 
     def data_times(self, start_ms: float, end_ms: float, **more: object) -> str:
-        """Returns the attributes of an SVG element from which the page's script places it: `data-s` and `data-e` (start
-        and end in ms), and one `data-` attribute for each of `more`. Returns "" if the axis is not live.
+        """Returns the attributes of an SVG element from which the script of the HTML page places it: `data-s` and
+        `data-e` (start and end in ms), and one `data-` attribute for each of `more`. Returns "" for an SVG file, which
+        has no script.
         """
         values = {"s": f"{start_ms:.4f}", "e": f"{end_ms:.4f}", **more} if self.live else {}
         return "".join(f' data-{key}="{escape(str(value))}"' for key, value in values.items())
@@ -175,11 +178,12 @@ def _legend_section(picture: Picture, top: float) -> _Section:
 
 
 def _panel_section(panel: Panel, axis: _Axis, top: float, facts: HoverTexts) -> _Section:
-    """Returns a panel's section: heading, metrics, the lanes (compute, and each kind of communication) of each rank,
-    and the time axis.
+    """Returns the section of a panel (the predicted or the measured timeline): heading, metrics, the lanes of each
+    rank, and the time axis. A lane has the bars of compute, or of one kind of communication or copies.
 
     Args:
-        top: the y coordinate of its top edge.
+        axis: the time axis.
+        top: the y coordinate of the section's top edge.
         facts: the texts shown on hover.
     """
     ranks = panel.ranks[:MOST_RANKS]
@@ -199,13 +203,13 @@ def _panel_section(panel: Panel, axis: _Axis, top: float, facts: HoverTexts) -> 
 
 
 def _rank_section(panel: Panel, rank: int, axis: _Axis, top: float, facts: HoverTexts) -> _Section:
-    """Returns the section of one rank's lanes (compute, and each kind of communication). The first rank also shows
-    memory, names of phases and the critical path.
+    """Returns the section with the lanes of one rank. A lane has the bars of compute, or of one kind of communication
+    or copies. The first rank also shows memory, names of phases and the critical path.
 
     Args:
-        panel: the panel with the rank's timeline.
+        panel: the predicted or the measured timeline, which contains the rank.
         axis: the time axis.
-        top: the y coordinate of its top edge.
+        top: the y coordinate of the section's top edge.
         facts: the texts shown on hover.
     """
     is_first = rank == panel.ranks[0]
@@ -247,8 +251,13 @@ def _rank_section(panel: Panel, rank: int, axis: _Axis, top: float, facts: Hover
 
 
 def _memory_section(panel: Panel, rank: int, axis: _Axis, top: float) -> _Section:
-    """Returns the section that shows a rank's memory as a line over time. It has no lines if the timeline has no memory
-    values for the rank. `top` is the y coordinate of its top edge.
+    """Returns the section that shows the memory of a rank as a line over time. The section is empty if the timeline has
+    no memory values for the rank.
+
+    Args:
+        panel: the predicted or the measured timeline.
+        axis: the time axis.
+        top: the y coordinate of the section's top edge.
     """
     points = [p for p in panel.timeline.memory if p.rank == rank]
     if not points:
@@ -324,8 +333,8 @@ def _wait_bar(item: Wait | Gap, axis: _Axis, y: float) -> str:
 
 
 def _phase_names(phases: list[Phase], axis: _Axis, y: float) -> Iterator[str]:
-    """Yields an SVG text with the name of each phase, such as "forward", at the y coordinate `y`. Leaves out names that
-    are wider than their phase, unless the axis is live.
+    """Yields an SVG text with the name of each phase, such as "forward", at the y coordinate `y`. In an SVG file,
+    leaves out names that are wider than their phase.
     """
     for phase in phases:
         left, right = axis(phase.start_ms), axis(phase.end_ms)
@@ -364,7 +373,7 @@ def _svg_line(axis: _Axis, from_ms: float, to_ms: float, y1: float, y2: float, c
     """Returns an SVG line from (`from_ms`, `y1`) to (`to_ms`, `y2`). The axis converts the times to x coordinates.
 
     Args:
-        css_class: the whole attribute, such as `class="arrow"`, followed by further attributes if any.
+        css_class: the `class` attribute, such as `class="arrow"`. Further attributes may follow in the same text.
     """
     times = axis.data_times(from_ms, to_ms)
     return f'<line x1="{axis(from_ms)}" x2="{axis(to_ms)}" y1="{y1}" y2="{y2}" {css_class}{times}/>'

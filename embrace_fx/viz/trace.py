@@ -47,8 +47,8 @@ def render(picture: Picture) -> str:
 
 
 def read_trace(path: str | os.PathLike[str]) -> tuple[Schedule | None, Timeline | None]:
-    """Reads the predicted schedule and the measured timeline from a file whose text `render` returned. Either is None
-    if the picture did not have it.
+    """Reads the predicted schedule and the measured timeline from a `.json` file that embrace_fx has written. Each is
+    None if the file does not have it.
 
     Raises:
         ValueError: the file is missing or not a trace of embrace_fx.
@@ -76,8 +76,11 @@ def _plain_data(cls: type[Schedule | Timeline], value: Schedule | Timeline | Non
 
 
 def _rank_events(panel: Panel, rank: int, pid: int) -> Iterator[Event]:
-    """Yields the trace events of one rank of a panel (the predicted or the measured timeline). `pid` is the rank's
-    process number in the trace.
+    """Yields the trace events of one rank.
+
+    Args:
+        panel: the predicted or the measured timeline.
+        pid: the process number of the rank in the trace.
     """
     yield _name_event("process", pid, 0, f"{panel.status}, rank {rank}")
     yield {"ph": "M", "name": "process_sort_index", "pid": pid, "tid": 0, "args": {"sort_index": pid}}
@@ -108,9 +111,12 @@ def _rank_events(panel: Panel, rank: int, pid: int) -> Iterator[Event]:
 
 
 def _arrows(panel: Panel, pid: int) -> Iterator[Event]:
-    """Yields the trace events that draw arrows along the critical path of a panel (the predicted or the measured
-    timeline), from the end of each operation to the start of the next. `pid` is the process number of the first rank,
-    to which the path belongs.
+    """Yields the trace events that draw arrows along the critical path, from the end of each operation to the start of
+    the next.
+
+    Args:
+        panel: the predicted or the measured timeline.
+        pid: the process number, in the trace, of the first rank, to which the path belongs.
     """
     tids = {
         id(span): _thread_id(panel, lane, number)

@@ -74,8 +74,8 @@ class Why:
     Attributes:
         headline: a sentence with the time of the step and the category that takes most of it.
         change: a sentence with the change that would help most.
-        parts: (category, share of the step from 0 to 1, ms) of each category that takes at least a share `LEAST` of the
-            step, longest first. The other categories are summed as "all else".
+        parts: triples (category, share of the step from 0 to 1, milliseconds), longest first. Categories with a share
+            below `LEAST` are added up in a last triple, "all else".
     """
 
     headline: str
@@ -113,7 +113,7 @@ def explain_step(shares_ms: Mapping[Share, float], step: str = "A step takes") -
 
 def compare_to_prediction(shares_ms: Mapping[Share, float], schedule: Schedule) -> str:
     """Returns sentences that say how much slower or faster a measured step is than predicted, and what to try. Returns
-    "" if the times differ by at most a share `LEFT` of the predicted time.
+    "" if the difference is at most a share `LEFT` of the predicted time.
 
     Args:
         shares_ms: category -> milliseconds of the measured step.
