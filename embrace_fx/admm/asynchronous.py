@@ -49,7 +49,7 @@ ORDERS: tuple[Order, ...] = ("go on", "end", "dead", "late")
 
 
 class LateRank(RuntimeError):
-    """Raised if a worker of asynchronous training does not send the weights that the master waits for in time."""
+    """Raised if a worker of asynchronous training does not send its weights to the master in time."""
 
 
 @dataclass(frozen=True)
@@ -59,12 +59,12 @@ class Asynchronous:
 
     Attributes:
         strength: the factor g of the quadratic penalty on the difference between a worker's weights and the master's
-            average, per sequence of a batch.
+            average. It applies to each sequence of a batch.
         arrivals: the number of workers that the master waits for before each update of the average.
-        staleness: the number of updates that may use the same weights of a worker. Then the master waits for new ones.
-            With 1, each update waits for all workers.
-        patience_s: seconds that the master waits for a worker whose weights it needs. Then all ranks raise. At most
-            half of the process group's timeout.
+        staleness: the number of updates that may use the same weights of a worker. After that, the master waits for new
+            weights. With 1, each update waits for all workers.
+        patience_s: seconds that the master waits for a worker whose weights it needs. After that, all ranks raise
+            `LateRank`. Must be at most half of the process group's timeout.
     """
 
     strength: float = 0.003
@@ -81,11 +81,12 @@ class Reply(NamedTuple):
     """The master's reply to a worker in asynchronous training.
 
     Attributes:
-        order: what the worker does next: "go on" with the averaged weights, "end" with the best weights, or raise
-            because a worker is "dead" or "late".
-        vector: the averaged weights or, with "end", the best ones.
+        order: what the worker does next: "go on" with the averaged weights, "end" with the best weights, or raise an
+            error because a worker is "dead" or "late".
+        vector: the averaged weights, or the best ones if `order` is "end".
         culprit: the rank of the dead or late worker, or -1.
-        iteration, loss: the iteration and the loss of the best weights, with "end".
+        iteration: the iteration of the best weights if `order` is "end".
+        loss: the loss of the best weights if `order` is "end".
     """
 
     order: Order
@@ -100,6 +101,7 @@ class Connection:
     vector of weights.
 
     Args:
+        group: the process group.
         peer: the other rank, numbered as in the default group.
         like: a vector with the size, dtype and device of the weights.
     """
@@ -168,7 +170,7 @@ def run_worker(
 
 
 def _report_to_master(master: Connection, splits: Sums, vector: Tensor, recorder: Recorder) -> Reply:
-    """Sends a worker's weights and sums to the master, waits for the reply, and returns it.
+    """Sends a worker's weights and sums to the master, and waits for the reply. Returns the reply.
 
     Args:
         splits: the sums from which the metrics of the worker's iteration are computed.
@@ -211,8 +213,13 @@ Arrivals = queue.SimpleQueue[tuple[int, tuple[Sums, Tensor] | RuntimeError]]
 
 
 class MessageThread(threading.Thread):
-    """A thread of the master that exchanges messages with one worker, until the master ends the training or the
-    connection breaks.
+    """A thread of the master that exchanges messages with one worker. It ends when the training ends or the connection
+    breaks.
+
+    Args:
+        worker: the worker's rank.
+        line: the connection to the worker.
+        arrivals: the queue for the worker's messages.
     """
 
     def __init__(self, worker: int, line: Connection, arrivals: Arrivals) -> None:
@@ -221,8 +228,8 @@ class MessageThread(threading.Thread):
         self.replies: queue.SimpleQueue[Reply] = queue.SimpleQueue()
 
     def run(self) -> None:
-        """Puts each message of the worker into the master's queue, and sends the master's reply to the worker, until a
-        reply ends the training. If the connection breaks, puts the error into the queue.
+        """Puts each message of the worker into the master's queue, and then sends the master's reply to the worker.
+        Returns after a reply that ends the training. If the connection breaks, puts the error into the queue.
         """
         try:
             reply = None
@@ -238,12 +245,13 @@ class MessageThread(threading.Thread):
 
 
 class Contributions:
-    """The last contribution of each worker to the master's average (its weights plus scaled multipliers, as one
-    vector), and how many updates of the average ago it arrived.
+    """The last contribution of each worker to the master's average, with its age. A contribution is a vector of the
+    worker's weights plus scaled multipliers. Its age is the number of updates of the average since it arrived.
 
     Args:
         start: the vector to use for each worker before its first report.
         workers: the number of workers.
+        options: the options of asynchronous training.
         known: whether `start` is every worker's true contribution. If not, as after a resume, the first update waits
             for all workers.
     """
@@ -260,13 +268,13 @@ class Contributions:
         Args:
             worker: the worker's rank, from 1.
             sums: the sums from which the worker's metrics are computed.
-            vector: its weights plus scaled multipliers.
+            vector: the worker's weights plus scaled multipliers.
         """
         self._vectors[worker - 1], self._sums[worker] = vector, sums
         self.arrived.add(worker)
 
     def missing(self) -> list[int]:
-        """Returns the ranks of the workers whose contributions the next update must wait for, or [] if it need not
+        """Returns the ranks of the workers whose contributions the next update must wait for. Returns [] if it need not
         wait.
         """
         absent = [worker for worker in range(1, len(self._ages) + 1) if worker not in self.arrived]
@@ -274,8 +282,8 @@ class Contributions:
         return stale or (absent if len(self.arrived) < self._options.arrivals else [])
 
     def update(self) -> tuple[Tensor, set[int], int]:
-        """Averages the workers' last contributions. Returns the mean, the ranks of the workers whose contributions
-        arrived since the last update, and the age of the oldest contribution, in updates.
+        """Averages the workers' last contributions. Returns (the mean, the ranks of the workers whose contributions
+        arrived since the last update, the age of the oldest contribution in updates).
         """
         ages = [0 if k + 1 in self.arrived else age for k, age in enumerate(self._ages)]
         self._ages = [age + 1 for age in ages]
@@ -288,7 +296,7 @@ class Contributions:
 
 
 class LostWorker(Exception):
-    """Raised on the master if a worker is lost. Its arguments are "dead" or "late", and the worker's rank."""
+    """Raised on the master if a worker does not answer. Its arguments are "dead" or "late", and the worker's rank."""
 
 
 class Master:

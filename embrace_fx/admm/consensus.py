@@ -34,8 +34,8 @@ class Synchronous:
     """Options of synchronous training: after each iteration ranks wait for each other and average their weights.
 
     Attributes:
-        strength: the factor g of the quadratic penalty on the difference between a rank's weights and the average, per
-            sequence of a batch.
+        strength: the factor g of the quadratic penalty on the difference between a rank's weights and the average. It
+            applies to each sequence of a batch.
     """
 
     strength: float = 0.003
@@ -83,15 +83,18 @@ def pull_to_agreed(state: State, strength: float) -> Consensus:
 
 
 def contribution(state: State) -> torch.Tensor:
-    """Returns theta + u, a rank's weights plus its scaled multipliers, from its state, as one vector. The mean over all
-    ranks becomes the new averaged weights z.
+    """Returns a rank's weights plus its scaled multipliers, theta + u, as one vector. The mean over all ranks becomes
+    the new averaged weights z.
     """
     return state.weights.flat() + state.duals.flat()
 
 
 def store_agreed(state: State, z: torch.Tensor) -> None:
-    """Stores `z`, the new weights averaged over ranks, in a rank's state, and updates its scaled multipliers: u +=
-    theta - z, where theta are the rank's own weights.
+    """Stores new averaged weights in a rank's state, and updates its scaled multipliers: u += theta - z, where theta
+    are the rank's own weights.
+
+    Args:
+        z: the new weights, averaged over ranks, as one vector.
     """
     state.duals = state.duals.from_flat(contribution(state) - z)
     state.agreed = state.agreed.from_flat(z)
@@ -104,8 +107,13 @@ def add_over_ranks(communicator: Communicator, values: Sequence[float]) -> list[
 
 def train_synchronously(state: State, data: Data, run: Run, communicator: Communicator, strength: float) -> None:
     """Trains on this rank's data, and averages the weights over ranks after each iteration, until all iterations are
-    done or training stops early. Updates `state` in place. `strength` is the factor g of the penalty on the difference
-    from the average, equal on all ranks.
+    done or training stops early. Collective.
+
+    Args:
+        state: the rank's state, updated in place.
+        data: the rank's sequences.
+        run: the options of the run.
+        strength: the factor g of the penalty on the difference from the average, equal on all ranks.
     """
     recorder, start_s = run.recorder, time.perf_counter() - state.elapsed_s
     state.stopped = None
@@ -124,8 +132,8 @@ def train_synchronously(state: State, data: Data, run: Run, communicator: Commun
 
 
 def _update_agreed(state: State, communicator: Communicator, recorder: Recorder) -> None:
-    """Averages the weights plus scaled multipliers over all ranks, stores the mean as the agreed weights in `state`,
-    and updates the rank's multipliers. Records the time of the AllReduce. Collective.
+    """Averages the weights plus scaled multipliers over all ranks, and stores the mean in `state` as the agreed
+    weights. Then updates the rank's multipliers. Records the time of the AllReduce. Collective.
     """
     if communicator.world_size == 1:
         state.agreed = state.weights

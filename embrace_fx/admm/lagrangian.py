@@ -47,7 +47,7 @@ def lagrangian(o_MBC: Tensor, y_MB: Tensor, shifted: PerConstraint, penalties: P
 
     Args:
         o_MBC: the model's outputs, (steps that the head reads, sequences, classes).
-        y_MB: target classes.
+        y_MB: the target classes, (steps that the head reads, sequences).
         shifted: residuals of the constraints, minus scaled multipliers.
         penalties: the factors of the squared residuals.
     """

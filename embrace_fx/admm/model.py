@@ -54,7 +54,7 @@ class Weights:
         return torch.cat([tensor.flatten() for tensor in self.tensors()])
 
     def from_flat(self, vector: Tensor) -> Weights:
-        """Returns new weights with the shapes of these and the values of a vector that `flat` returned."""
+        """Returns new weights of the same shapes, with the values of a vector that `flat` has returned."""
         pieces = vector.split([tensor.numel() for tensor in self.tensors()])
         return Weights(*(p.view(t.shape).clone() for p, t in zip(pieces, self.tensors(), strict=True)))
 

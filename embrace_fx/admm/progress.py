@@ -15,14 +15,15 @@ class Progress:
 
     Attributes:
         iteration: the iteration's number, from 1; 0 is the state before training.
-        loss: mean cross entropy of a plain forward pass over the validation data, or the training data without it.
+        loss: mean cross entropy of a plain forward pass over the validation data, or over the training data if there is
+            none.
         accuracy: the share of correctly classified targets in the same forward pass.
         lagrangian: the augmented Lagrangian per sequence, after the batches' updates of preactivations, states and
             outputs.
         ra, rs, ro: root mean squares of the residuals of preactivations, states and outputs after these updates.
         disagreement: root mean square of the ranks' weights minus the averaged weights; 0 in a single process.
-        staleness: with asynchronous ranks, how many updates ago the oldest weights in the average arrived; else 0.
-        elapsed_s: wall time since training began, including earlier parts of a resumed training.
+        staleness: the age, in updates of the average, of the oldest weights in it; 0 if ranks are synchronous.
+        elapsed_s: wall time in seconds since training began, including earlier parts of a resumed training.
     """
 
     iteration: int
@@ -39,15 +40,15 @@ class Progress:
 
 @dataclass(frozen=True)
 class Sums:
-    """Sums from which the metrics of an iteration are computed, each with its number of terms. Those of several ranks
-    can be added.
+    """Sums from which the metrics of an iteration are computed, each with its number of terms. The sums of several
+    ranks can be added.
 
     Attributes:
-        loss, correct: cross entropy, and number of correctly classified targets, of `targets` targets.
-        lagrangian: the augmented Lagrangian of `sequences` sequences.
-        ra, rs: squared residuals of preactivations and of states, each of `states` elements.
-        ro: squared residuals of outputs, of `outputs` elements.
-        gap: mean squared differences of ranks' weights from the averaged weights, of `ranks` ranks.
+        loss, correct: the summed cross entropy, and the number of correctly classified targets, over `targets` targets.
+        lagrangian: the augmented Lagrangian, summed over `sequences` sequences.
+        ra, rs: squared residuals of preactivations and of states, summed over `states` elements each.
+        ro: squared residuals of outputs, summed over `outputs` elements.
+        gap: mean squared differences of ranks' weights from the averaged weights, summed over `ranks` ranks.
     """
 
     loss: float = 0.0
@@ -65,7 +66,7 @@ class Sums:
 
     @classmethod
     def of_model(cls, weights: Weights, data: Data) -> Sums:
-        """Runs a plain forward pass over `data`. Returns the sums that give its loss and accuracy; the others are 0."""
+        """Runs a plain forward pass over `data`. Returns the sums for loss and accuracy; the other sums are 0."""
         o_MBC = run_forward(weights, data.x_NBI, len(data.y_MB)).o_MBC
         correct = (o_MBC.argmax(-1) == data.y_MB).sum()
         return cls(float(summed_loss(o_MBC, data.y_MB)), float(correct), float(data.y_MB.numel()))
@@ -81,9 +82,7 @@ class Sums:
         return Sums(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
 
     def progress(self, iteration: int, *, staleness: int, elapsed_s: float) -> Progress:
-        """Returns an iteration's metrics, computed from these sums. `staleness` and `elapsed_s` are copied into the
-        result.
-        """
+        """Computes an iteration's metrics from these sums. The arguments are stored in the result."""
         loss, accuracy, after = self.loss / self.targets, self.correct / self.targets, self.lagrangian / self.sequences
         squares = self.ra / self.states, self.rs / self.states, self.ro / self.outputs, self.gap / self.ranks
         ra, rs, ro, gap = (square**0.5 for square in squares)
@@ -107,11 +106,11 @@ class Best:
 
 @dataclass(frozen=True)
 class Stopping:
-    """Criteria to end training early.
+    """Criteria to end training early. Training also ends if the loss is not finite.
 
     Attributes:
-        patience: the number of iterations without a lower loss after which training ends, or None.
-        accuracy: the accuracy at which training ends, or None.
+        patience: the number of iterations without a lower loss after which training ends, or None for no limit.
+        accuracy: the accuracy, above 0 and at most 1, at which training ends, or None for no limit.
     """
 
     patience: int | None = 100

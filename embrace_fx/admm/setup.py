@@ -45,7 +45,7 @@ class OwnInputs:
 
 @dataclass(frozen=True)
 class Training:
-    """The options of a call of `train`, with the meanings documented there. They must be equal on all ranks."""
+    """The options of a call of `admm.train`, which must be equal on all ranks. Their meanings are documented there."""
 
     iterations: int
     batch_size: int
@@ -63,8 +63,8 @@ class Training:
         """Raises `ValueError` for invalid options.
 
         Args:
-            timeout: the process group's timeout, or None to not check it. `patience_s` may be at most half of it,
-                because after the timeout an error would not name the late rank.
+            timeout: the process group's timeout, or None if it is unknown or there is no group. `patience_s` may be at
+                most half of the timeout, because an error after the timeout would not name the late rank.
         """
         require(
             self.iterations >= 0 and self.batch_size >= 1,
@@ -80,8 +80,8 @@ class Training:
             )
 
     def shared_values(self, inputs: OwnInputs, *, draws: bool, state: State | None) -> dict[str, str]:
-        """Returns name -> text of everything that must be equal on all ranks: the options, shapes and dtypes of
-        weights, the kind of targets, and whether the call has a timeline and a state.
+        """Returns name -> text of everything that must be equal on all ranks: the options, the shapes and dtypes of the
+        weights, whether targets are per sequence or per step, and whether the call has a timeline and a state.
 
         Args:
             inputs: this rank's weights and data.
@@ -97,8 +97,12 @@ class Training:
 
 
 def training_group(parallel: Parallel, process_group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
-    """Returns the process group of the ranks that train together by the method `parallel`, or None for a single
-    process. Raises `ValueError` if the method does not fit the group.
+    """Returns the process group of the ranks that train together, or None for a single process. Raises `ValueError` if
+    the parallel method does not fit the group.
+
+    Args:
+        parallel: the parallel method, or None for a single process.
+        process_group: the group that the user passed, or None for the default group.
     """
     ready, call = dist.is_available() and dist.is_initialized(), f"admm.train(parallel={parallel})"
     if parallel is None:
@@ -177,8 +181,8 @@ def prepare_on_all(
 
 
 def initial_state(communicator: Communicator, inputs: OwnInputs, penalties: Penalties, *, rescale: bool) -> State:
-    """Returns the state of a new training. All ranks get rank 0's weights, and a seed for the order of batches, drawn
-    from rank 0's global generator. Collective.
+    """Returns the state of a new training. All ranks get rank 0's weights. They also get a seed for the order of
+    batches, which rank 0 draws from torch's global generator. Collective.
 
     Args:
         inputs: this rank's weights and data.
@@ -196,13 +200,14 @@ def initial_state(communicator: Communicator, inputs: OwnInputs, penalties: Pena
 
 
 def rescale_weights(weights: Weights, data: Data | None, add: Callable[[Sequence[float]], Sequence[float]]) -> Weights:
-    """Returns the initial weights, scaled so that preactivations and outputs have the root mean squares that suit ADMM.
-    Collective.
+    """Scales initial weights so that preactivations and outputs have root mean squares that suit ADMM. Returns the
+    scaled weights. Collective.
 
-    The RNN's weights are scaled until preactivations have `PREACTIVATIONS`, then the head's until outputs have
-    `OUTPUTS`. Initial weights that differ only by a factor give the same result.
+    First the RNN's weights are scaled until preactivations have the root mean square `PREACTIVATIONS`. Then the head's
+    weights are scaled until outputs have `OUTPUTS`. Initial weights that differ only by a factor give the same result.
 
     Args:
+        weights: the initial weights.
         data: this rank's data, or None if it does not train.
         add: returns the sum over ranks of each number in a sequence.
     """

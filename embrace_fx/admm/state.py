@@ -26,9 +26,9 @@ class State:
         multipliers: the multipliers of the constraints of this rank's sequences, divided by the penalties' factors.
             None on an asynchronous master.
         agreed: the weights averaged over ranks (z); in a single process, its own weights.
-        duals: the scaled multipliers (u) of the constraint that this rank's weights equal the averaged ones; zero in a
-            single process.
-        best: the averaged weights with the lowest loss, which training leaves in the modules.
+        duals: the scaled multipliers (u) of the constraint that this rank's weights equal the averaged weights; zero in
+            a single process.
+        best: the averaged weights with the lowest loss. At the end of training, they are copied into the modules.
         seed: the seed for the order of batches.
         grams: running means of the Gram matrices of the inputs of cell and head, used to fit the weights.
         iteration: the number of completed iterations.
@@ -50,11 +50,15 @@ class State:
 
     @classmethod
     def begin(cls, weights: Weights, data: Data | None, penalties: Penalties, best: Best, seed: int) -> State:
-        """Returns the state before the first iteration. The other arguments are stored as its attributes.
+        """Returns the state before the first iteration.
 
         Args:
-            data: the data to train on, which determines the multipliers' shapes. None: this rank does not train and has
-                none.
+            weights: the weights to start from, equal on all ranks.
+            data: the data to train on, which determines the multipliers' shapes. None for an asynchronous master, which
+                does not train and has no multipliers.
+            penalties: the factors of the penalties.
+            best: the modules' weights before rescaling, with their loss.
+            seed: the seed for the order of batches.
         """
         zeros = Weights(*map(torch.zeros_like, weights.tensors()))
         multipliers = None
@@ -68,8 +72,12 @@ class State:
         return self.history[-1].elapsed_s if self.history else 0.0
 
     def advance(self, progress: Progress, stopping: Stopping) -> None:
-        """Records the metrics of an iteration, keeps the averaged weights as `best` if their loss is the lowest so far,
-        and sets `stopped` if a criterion of `stopping` is met.
+        """Records the metrics of an iteration. Keeps the averaged weights as `best` if their loss is the lowest so far,
+        and sets `stopped` if training should stop.
+
+        Args:
+            progress: the iteration's metrics.
+            stopping: the criteria to stop early.
         """
         self.history.append(progress)
         self.best = self.best.better_of(progress, self.agreed)
@@ -81,8 +89,10 @@ class State:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], map_location: torch.device | str | None = None) -> State:
-        """Loads a state that `save` has written. Raises `ValueError` if the file is something else. `map_location` is
-        as for `torch.load`.
+        """Loads a state that `save` has written. Raises `ValueError` if the file contains something else.
+
+        Args:
+            map_location: as for `torch.load`.
         """
         saved: Any = torch.load(path, weights_only=True, map_location=map_location)
         known = isinstance(saved, dict) and saved.pop("format", None) == FORMAT

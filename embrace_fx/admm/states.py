@@ -42,8 +42,11 @@ class Jacobian:
         self._slope_NBH = 1 - s_NBH.square()
 
     def apply(self, r: PerConstraint) -> Tensor:
-        """Returns the product of the Jacobian and residuals `r`, computed by one pass forward in time. Its shape is (M,
-        B, C): steps that the head reads, sequences, classes.
+        """Returns the product of the Jacobian and residuals, computed by one pass forward in time. Its shape is (M, B,
+        C): steps that the head reads, sequences, classes.
+
+        Args:
+            r: the residuals.
         """
         moved_NBH, W_t = torch.empty_like(self._slope_NBH), self._W_HH.t()
         for n, slope_BH in enumerate(self._slope_NBH):
@@ -52,8 +55,8 @@ class Jacobian:
         return torch.matmul(moved_NBH[-len(r.o_MBC) :], self._V_CH.t()).add_(r.o_MBC)
 
     def apply_transposed(self, y: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns the product of the transposed Jacobian and `y`, computed by one pass backward in time: the blocks for
-        preactivations and for states, each (N, B, H) or (N, K, B, H). The block for outputs is `y` itself.
+        """Multiplies `y` by the transposed Jacobian, in one pass backward in time. Returns the parts of the product for
+        preactivations and for states, each (N, B, H) or (N, K, B, H). The part for outputs is `y` itself.
 
         Args:
             y: (M, B, C), or (M, K, B, C) for K vectors at once; M steps that the head reads, B sequences, C classes.
@@ -75,13 +78,13 @@ class Jacobian:
 def minimize_jointly(
     jacobian: Jacobian, o_MBC: Tensor, y_MB: Tensor, shifted: PerConstraint, penalties: Penalties
 ) -> PerConstraint:
-    """Returns the residuals, minus scaled multipliers, that minimize the Lagrangian with the RNN linearized about a
+    """Returns the residuals, minus scaled multipliers, that minimize the Lagrangian of the RNN linearized about a
     forward pass.
 
     Args:
         jacobian: the Jacobian of the pass.
         o_MBC: the outputs of the pass, (steps that the head reads, sequences, classes).
-        y_MB: target classes.
+        y_MB: the target classes, (steps that the head reads, sequences).
         shifted: the residuals before the update, minus scaled multipliers.
         penalties: the factors of the squared residuals.
     """
@@ -133,8 +136,8 @@ def solve_all_steps(
     root_MBC = q_MBC.sqrt()
 
     def project(v_MBC: Tensor) -> Tensor:
-        """Returns `v_MBC` without the component of each vector over classes along `root_MBC`, the square root of the
-        softmax.
+        """Projects `v_MBC` onto the orthogonal complement of `root_MBC`, the square root of the softmax, separately for
+        each step and sequence.
         """
         return v_MBC - root_MBC * (root_MBC * v_MBC).sum(-1, keepdim=True)
 

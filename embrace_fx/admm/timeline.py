@@ -25,8 +25,8 @@ def save_timeline(
 ) -> None:
     """Draws what all ranks did during training to a file, on rank 0. Collective.
 
-    The picture is divided into windows: iterations or, if ranks are asynchronous, spans as long as the slowest rank's
-    mean iteration.
+    The picture is divided into windows. A window is an iteration. If ranks are asynchronous, a window is a time span
+    with the length of the slowest rank's mean iteration.
 
     Args:
         path: the file; its suffix decides the format.

@@ -47,38 +47,39 @@ def train(
     """Trains a tanh RNN and its head, in place, by the alternating direction method of multipliers.
 
     An iteration is an epoch. There is no learning rate: the penalties, which need no tuning, determine the size of
-    updates. The weights with the lowest loss are left in the modules. `nn.RNN`'s two biases become one, in
-    `bias_ih_l0`.
-    Source: P-ADMMiRNN (arXiv 2006.05622), with the changes described in `docs/admm.md`.
+    updates. At the end, the modules get the weights with the lowest loss. `nn.RNN`'s two biases become one, in
+    `bias_ih_l0`. Source: P-ADMMiRNN (arXiv 2006.05622), with the changes described in `docs/admm.md`.
 
     Args:
         rnn: one tanh layer in one direction, float32 or float64, with or without `batch_first`.
-        head: from hidden units to scores of classes.
+        head: a linear layer from hidden units to scores of classes.
         data: (inputs, targets). Inputs are (B, N, I), or (N, B, I) without `batch_first`. Targets are int64 classes:
             (B,) if the head classifies a sequence by its last state, or the inputs' first two dimensions if it
-            classifies every step (language model). In parallel training, this rank's own sequences; the asynchronous
-            master does not train on its data.
-        iterations: the total number, including those before a resume. With asynchronous ranks, the number of times that
-            the master averages the workers' weights.
-        batch_size: sequences per batch, in an order that torch's global generator seeds.
+            classifies every step (language model). In parallel training, each rank passes its own sequences. The
+            asynchronous master does not train on its data.
+        iterations: the total number of iterations, including those before a resume. With asynchronous ranks, the number
+            of times that the master averages the workers' weights.
+        batch_size: the number of sequences per batch. Their order is random, with a seed from torch's global generator.
         penalties, stopping: `Penalties()` and `Stopping()` if None.
-        rescale: whether to scale the initial weights for the method (`setup.rescaled`). Pass False to continue from
-            trained weights.
+        rescale: whether to scale the initial weights for the method (`setup.rescale_weights`). Pass False to continue
+            from trained weights.
         validation: data to evaluate weights on, in the form of `data`; the training data if None.
-        state: a state to resume from. Unless ranks are asynchronous, results are bitwise as without the interruption.
-        parallel, process_group: the parallel method, and its ranks (the default group if None). Without `parallel`,
-            this process trains alone.
-        on_iteration: called with each iteration's metrics.
+        state: a state to resume from. Unless ranks are asynchronous, results are bitwise equal to those of a training
+            without interruption.
+        parallel: the parallel method, or None to train in this process alone.
+        process_group: the ranks that train together; the default group if None.
+        on_iteration: function to call with each iteration's metrics.
         timeline: a file for a picture of all ranks' work, written by rank 0: .svg, .html or .json.
 
     Returns:
         The state after the last iteration. `state.best` has the weights that the modules got, and `state.stopped` the
-        reason for an early end, or None.
+            reason for an early end, or None.
 
     Raises:
-        ValueError: an input is not supported. In parallel training `PeerFailure`, on every rank.
-        DeadRank: a rank is gone.
-        LateRank: an asynchronous worker did not arrive within the master's patience.
+        ValueError: an input is not supported.
+        PeerFailure: an input of some rank is not supported; raised on every rank in parallel training.
+        DeadRank: a rank no longer answers.
+        LateRank: an asynchronous worker did not send its weights within `patience_s`.
     """
     asked = Training(iterations, batch_size, rescale, penalties or Penalties(), stopping or Stopping(), parallel)
     communicator = Communicator(training_group(parallel, process_group))

@@ -25,12 +25,11 @@ FLOOR = 1e-3
 
 @dataclass(frozen=True)
 class Grams:
-    """Running means, over batches, of the Gram matrices of the inputs by which weights are multiplied. None before the
-    first batch.
+    """Running means, over batches, of the Gram matrices of the inputs by which weights are multiplied.
 
     Attributes:
-        cell_FF: for the inputs of the RNN cell, (inputs, inputs).
-        head_GG: for the inputs of the head, (inputs, inputs).
+        cell_FF: for the inputs of the RNN cell, (inputs, inputs); None before the first batch.
+        head_GG: for the inputs of the head, (inputs, inputs); None before the first batch.
     """
 
     cell_FF: Tensor | None = None
@@ -39,8 +38,8 @@ class Grams:
 
 @dataclass(frozen=True)
 class Consensus:
-    """A term of the Lagrangian that pulls a rank's weights theta to `target`: g/2 |theta - target|^2 per sequence of a
-    batch, with g = `strength`.
+    """The term of the Lagrangian that pulls a rank's weights theta to a target. For each sequence of a batch, it is g/2
+    |theta - target|^2.
 
     Attributes:
         target: the weights averaged over ranks, minus this rank's scaled multipliers.
@@ -96,8 +95,8 @@ def fit_matrix(
         phi_RK: R rows of K inputs.
         r: the residuals to fit, minus scaled multipliers; one row for each row of `phi_RK`.
         damping: the damping, relative to the mean square of each input.
-        pull: (target, strength): weights to be pulled to, and how strongly relative to the mean squared residual. Or
-            None.
+        pull: None, or (target, strength): weights to which the result is pulled, and the factor of this penalty
+            relative to the mean squared residual.
     """
     slope = phi_RK.t() @ r / len(r)
     diagonal = gram.diagonal()
