@@ -151,11 +151,11 @@ class Bucket(PendingUpdate):
 
     @property
     def has_arrived(self) -> bool:
-        """Whether the bucket has an optimizer step to apply and its reduction has ended."""
+        """Whether the bucket's reduction has ended and an optimizer step waits for it."""
         return bool(self.updates) and self.sent is not None and all(ticket.has_ended() for ticket in self.sent[1])
 
     def take_reduction(self, flat: Tensor, tickets: list[Ticket]) -> None:
-        """Stores the bucket's reduction, still in progress, at the end of a backward.
+        """Stores the bucket's reduction, which is still in progress, at the end of a backward.
 
         Args:
             flat: the packed gradients, which are being reduced in place.
@@ -167,8 +167,10 @@ class Bucket(PendingUpdate):
         self.parameters, self.sent = self._find(self._names), (flat, tickets)
 
     def deliver(self, without: Set[int]) -> None:
-        """Sets `.grad` of the bucket's parameters to tensors that wait for the reduction when used, except for
-        parameters whose `id` is in `without`.
+        """Sets `.grad` of the bucket's parameters to tensors that wait for the reduction when they are used.
+
+        Args:
+            without: the `id` of each parameter whose `.grad` is not set.
         """
         assert self.sent is not None
         found = PendingGradient.create_all(self.parameters, self._make_future(self.sent), sparse=self.sent[0].is_sparse)
@@ -190,14 +192,20 @@ class Bucket(PendingUpdate):
         return self.late
 
     def add_to_gradients(self, without: Set[int]) -> None:
-        """Waits for the gradients, and adds them to `.grad`, except for parameters whose `id` is in `without`."""
+        """Waits for the gradients, and adds them to `.grad`.
+
+        Args:
+            without: the `id` of each parameter whose `.grad` does not change.
+        """
         gradients, self.sent = self._wait_for_gradients(self.sent), None
         for parameter, gradient in zip(self.parameters, gradients, strict=True):
             if id(parameter) not in without:
                 parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
 
     def wait_and_read(self, sent: _Sent) -> Sequence[Tensor]:
-        """Waits for the gradients of the reduction `sent`, because one of them is being read, and returns them all."""
+        """Waits for the reduction `sent`, because one of its gradients is being read. Returns all gradients of the
+        bucket.
+        """
         # Rows of the next forward may come before this bucket in the launch order.
         with self._launcher.flushing(), torch._C.DisableTorchFunctionSubclass():
             return self._finish() if self.sent is sent else self._wait_for_gradients(sent)
@@ -208,7 +216,7 @@ class Bucket(PendingUpdate):
         self.stepped |= {id(parameter): parameter for parameter in update[2]}
 
     def wait(self) -> None:
-        """Waits for the reduction, unless an optimizer step is left to the next forward. That forward then waits."""
+        """Waits for the reduction. Does nothing if an optimizer step is left to the next forward, which then waits."""
         if self.waiting:
             self._finish()
 
@@ -271,12 +279,12 @@ def _apply_updates(updates: Sequence[_Update]) -> None:
 
 
 class Buckets:
-    """All buckets of gradients of a model's plan, with their exchanges.
+    """All buckets of dense gradients in a model's plan, with their exchanges.
 
     Args:
         buckets: the parameter names of each bucket.
-        parameters: function that returns the parameters with given names.
-        exchanges: index of a bucket -> how its gradient is exchanged sparsely, if it is not all-reduced.
+        parameters: function that returns the parameters with the given names.
+        exchanges: index of a bucket -> the function that starts its sparse exchange. Other buckets are AllReduced.
 
     Attributes:
         all: the buckets by index.
@@ -302,13 +310,13 @@ class Buckets:
     # -- backward ------------------------------------------------------------------------------------------------------
 
     def launch_bucket(self, launch: OperationId, flat: Tensor, *_: object) -> Ticket:
-        """Submits the reduction of a bucket that the same backward waits for. Returns the ticket to wait for."""
+        """Submits the reduction of a bucket. Returns the ticket, for which the same backward waits."""
         self._recorder.mark(compute_id("backward", launch.what))
         return self._launch(launch, flat, 0, flat.numel())
 
     def _launch(self, launch: OperationId, flat: Tensor, start: int, length: int) -> Ticket:
-        """Submits the AllReduce of `length` elements of a packed bucket, from `start`, in place, or the sparse exchange
-        of a whole bucket. Returns the ticket to wait for.
+        """Submits the in-place AllReduce of `length` elements of a packed bucket, beginning at `start`. If the bucket
+        has a sparse exchange, submits that instead. Returns the ticket to wait for.
         """
         exchange = self._exchanges.get(self._number[launch.what])
         part = flat if flat.is_sparse or length == flat.numel() else flat[start : start + length]
@@ -321,17 +329,16 @@ class Buckets:
         )
 
     def submit_chunk(self, launch: OperationId, flat: Tensor, start: int, length: int, name: str) -> Tensor:
-        """Submits the reduction of elements `start` to `start + length` of a packed bucket, and returns `flat` at once.
-        `await_chunk` waits for it, or `defer_bucket` leaves it to the next forward.
+        """Submits the reduction of `length` elements of a packed bucket, beginning at `start`. Returns `flat` without
+        waiting. Either `await_chunk` waits for the reduction, or `defer_bucket` leaves it to the next forward.
         """
         self._recorder.mark(compute_id("backward", launch.what))
         self._submitted[launch] = self._launch(launch, flat, start, length)
         return flat
 
     def await_chunk(self, launch: OperationId, value: Any, name: str) -> Any:
-        """Waits for the reduction of a bucket's chunk if it is still in flight. Returns `value` unchanged.
-
-        The reduction is no longer in flight if its gradients have been used or dropped.
+        """Waits for the reduction of a chunk of a bucket. Does nothing if its gradients have already been used or
+        dropped. Returns `value` unchanged.
         """
         self._recorder.pause_segment()
         if (submitted := self._submitted.pop(launch, None)) is not None:
@@ -355,8 +362,8 @@ class Buckets:
         self.all[k].take_reduction(flat, [self._submitted.pop(launch) for launch in mine])
 
     def deliver(self, numbers: Sequence[int], absent: Collection[nn.Parameter] = ()) -> None:
-        """Sets the `.grad` of the buckets' parameters to tensors that wait for the reductions when used. If any
-        parameter already has a gradient, waits and adds to the gradients instead.
+        """Sets the `.grad` of the buckets' parameters to tensors that wait for the reduction when they are used. If any
+        of these parameters already has a gradient, waits for all reductions and adds their gradients instead.
 
         Args:
             numbers: indices of the buckets.
@@ -379,7 +386,7 @@ class Buckets:
 
     @property
     def pending_parameters(self) -> list[nn.Parameter]:
-        """The parameters whose update is still to be applied."""
+        """The parameters whose update has not been applied yet."""
         found: list[nn.Parameter] = []
         for bucket in self.all:
             found += bucket.stepped.values()
@@ -387,18 +394,20 @@ class Buckets:
 
     @property
     def optimizers(self) -> list[Optimizer]:
-        """The optimizers with an update of a bucket still to be applied."""
+        """The optimizers that have an update of a bucket which has not been applied yet."""
         return [optimizer for bucket in self.all for optimizer, *_ in bucket.updates]
 
     def hide_late(self, optimizer: Optimizer, tables: Set[int]) -> dict[int, tuple[nn.Parameter, Tensor, Bucket]]:
-        """Hides gradients in flight from an optimizer's step, if all gradients that it would read are in flight.
+        """Hides gradients from an optimizer's step, so that the step can be left to the next forward. This is possible
+        only if all gradients that the step would read are in flight.
 
         Args:
-            tables: ids (`id`) of sharded tables' parameters, to be ignored.
+            tables: the `id` of each parameter that is a sharded table, to be ignored.
 
-        Returns: parameter id -> (parameter, its hidden `.grad`, its bucket). The step skips these parameters, and the
-            caller restores `.grad` after the step. Empty if the optimizer must step all parameters now. In that case,
-            this call waits for their gradients.
+        Returns:
+            A map from the `id` of each hidden parameter to (parameter, its hidden `.grad`, its bucket). The step skips
+            these parameters, and the caller restores their `.grad` after the step. Empty if the optimizer must step all
+            parameters now; this call then waits for their gradients.
         """
         if not self._stood_in:
             return {}
@@ -430,13 +439,11 @@ class Buckets:
         return hidden
 
     def step(self, optimizer: Optimizer, bucket_of: Mapping[int, Bucket]) -> None:
-        """Leaves the step of parameters whose gradients were hidden to the next forward, with the optimizer's current
-        options.
-
-        Called after the optimizer has stepped all other parameters.
+        """Leaves the step of parameters whose gradients `hide_late` has hidden to the next forward. Stores the
+        optimizer's current options for it. Called after the optimizer has stepped all other parameters.
 
         Args:
-            bucket_of: `id` of each of these parameters -> its bucket.
+            bucket_of: the `id` of each of these parameters -> its bucket.
         """
         for group in optimizer.param_groups:
             options, by_bucket = hyperparameters(group), dict[int, tuple[Bucket, list[nn.Parameter]]]()
@@ -447,8 +454,8 @@ class Buckets:
                 bucket.defer_step((optimizer, options, parameters))
 
     def _arrived_after(self, k: int) -> list[Bucket]:
-        """Returns the buckets that the forward reads after bucket `k`, in that order, up to the first whose reduction
-        has not ended or that has no optimizer step to apply.
+        """Returns the buckets that follow bucket `k` in the order in which the forward reads them. Stops before the
+        first bucket whose reduction has not ended, or for which no optimizer step waits.
         """
         found = list[Bucket]()
         for bucket in reversed(self.all[:k]):
@@ -470,10 +477,10 @@ class Buckets:
                     bucket.wait()
 
     def update_bucket(self, parameters: Any, k: int) -> Any:
-        """Applies the pending update of bucket `k` in a forward, and returns the updated parameters.
+        """Applies the pending update of bucket `k` in a forward, and returns the parameters.
 
-        If the gradients of the buckets that the forward reads next have arrived, their updates are applied in the same
-        call: a step of a few parameters takes about as long as a step of all.
+        Also applies the updates of the buckets that the forward reads next, if their gradients have arrived, because a
+        step of a few parameters takes about as long as a step of all.
         """
         if self.all[k].updates:
             self.all[k].apply(self._arrived_after(k))

@@ -51,21 +51,21 @@ Kernels = Callable[[fx.Node], Callable[..., Any] | None]
 
 
 class CommPipeline:
-    """Runs the communication of a model's steps. Between two steps, it keeps the collectives in flight, the rows sent
-    early, and the updates that the next forward applies.
+    """Runs the communication of a model's steps. Between two steps, it keeps the collectives in flight, the table rows
+    that were already sent for the next batch (early rows), and the updates that the next forward applies.
 
     Args:
         exchanges: name of a table -> the exchange of its rows and gradients.
         buckets: the plan's buckets of dense gradients.
-        looks_ahead: whether exchanges of rows are split in two, because the next batch is known.
-        warn: called if the model is called with another batch than the one prepared as its next batch.
+        looks_ahead: whether the next batch is known during a step, so that exchanges of rows are split in two.
+        warn: called if the model is called with a batch other than the one that was prepared as its next batch.
         after_announcement: called in each step once all ranks have announced that they continue.
 
     Attributes:
         of_table: name of a table -> the exchange of its rows. Tables that are joined into one table share an exchange.
-        awaits_ids: whether the running backward has yet to call `await_ids`.
+        awaits_ids: whether the running backward has not called `await_ids` yet.
         is_within_steps: whether every step waits for its own collectives, so that no launcher is needed.
-        shares_failures: whether a rank's failure in the middle of a phase is reported to the others.
+        shares_failures: whether a rank that fails in the middle of a phase reports its failure to the other ranks.
         exchanges_at_once: whether the launch of a bucket's sparse exchange blocks until the exchange has ended.
     """
 
@@ -114,7 +114,7 @@ class CommPipeline:
         """Makes a queue for launches of collectives on this pipeline's device.
 
         Args:
-            at_once: how many launches may be in flight; more if none is more urgent than another.
+            at_once: the number of launches that may be in flight at the same time.
         """
         return LaunchQueue(recorder, at_once=at_once)
 
@@ -176,8 +176,8 @@ class CommPipeline:
         return values, variant
 
     def _usable_next_batch(self) -> NextBatch | None:
-        """Returns the batch that was prepared as the next one, or None if rows that were sent early for it are no
-        longer valid.
+        """Returns the batch that was prepared as the next one. Returns None if no batch was prepared, or if rows that
+        were sent early are no longer valid.
         """
         ahead, self._ahead = self._ahead, None
         if ahead is not None and not ahead.may_be_used(self.launcher.wait):
@@ -191,8 +191,8 @@ class CommPipeline:
         return ahead
 
     def _arrival(self) -> Arrival:
-        """Returns what the last backward has sent for this batch: "cut" if it has sent this batch's early rows, "other"
-        if it has sent early rows of another batch, "whole" if it has sent none.
+        """Returns which rows the last backward has sent: "cut" if it has sent the early rows of this batch, "other" if
+        it has sent early rows of another batch, "whole" if it has sent no rows.
         """
         cut, self._has_cut = self._has_cut, False
         if cut:
@@ -206,8 +206,8 @@ class CommPipeline:
         self.recorder.begin_segment(self._forward)
 
     def _wait_for_unstepped(self) -> None:
-        """Waits for row gradients in flight that no optimizer step has used, because they come before the launches of
-        this forward in the launch order.
+        """Waits for in-flight row gradients that no optimizer step has used yet. In the launch order, they precede the
+        launches of this forward.
         """
         for exchange in self.exchanges.values():
             if exchange.gradient.waiting:
@@ -215,7 +215,7 @@ class CommPipeline:
                     exchange.gradient.wait()
 
     def look_ahead(self, program: IdsProgram, leaves: Sequence[Any]) -> NextBatch:
-        """Finds the rows that the next batch reads of each table, before its own step.
+        """Finds the rows of each table that the next batch reads. Runs before that batch's own step.
 
         Args:
             program: finds the rows that a batch reads.
@@ -224,8 +224,8 @@ class CommPipeline:
         return NextBatch(program, leaves, program.unique(leaves))
 
     def kernels(self, graph: TrainingGraph, tables: Mapping[str, Member]) -> Kernels:
-        """Returns a function of a graph node. It returns the function to run instead of the kernel of the node's op, or
-        None to run the kernel. This base class replaces no kernel.
+        """Returns a function that maps a graph node to a replacement for the kernel of its op, or to None if the kernel
+        is not replaced. In this base class, it maps every node to None.
         """
         return lambda node: None
 
@@ -270,12 +270,12 @@ class CommPipeline:
         return BackwardVariant(self._left, coming, cut)
 
     def open_window(self, gate: BackwardBarrier | None, absent: Sequence[OperationId]) -> None:
-        """Allows the launches of a backward and the next forward, at the start of the backward.
+        """Begins a window, which is a backward and the next forward, and allows its launches.
 
         Args:
-            gate: barrier that all ranks pass when they are in this backward, before which nothing is launched. None if
-                nothing has to wait.
-            absent: launches that this backward does not make.
+            gate: the barrier that completes once all ranks have entered this backward. Nothing is launched before. None
+                if launches need not wait.
+            absent: ids of the launches that this backward does not make.
         """
         self.awaits_ids = True
         self.launcher.open_window(held=gate is not None)
@@ -287,7 +287,7 @@ class CommPipeline:
         """Begins a backward: applies the pending optimizer updates that no node of the backward applies.
 
         Args:
-            program: the functions that find the rows of a batch; its routes name the tables that nodes can update.
+            program: finds the rows that a batch reads. Nodes of the backward can update the tables in its `routes`.
             variant: the variant of the backward.
         """
         self.recorder.mark(OWN_CODE)  # counts code since the forward, such as the loss, as the training loop's own
@@ -304,22 +304,24 @@ class CommPipeline:
             self.recorder.mark(EARLY)
 
     def end_backward(self) -> None:
-        """Ends a backward. Launches later in the order no longer wait for those that the backward has not submitted."""
+        """Ends a backward. From now on, no launch waits for launches of this backward that were not submitted."""
         self.mark_end()
         self.launcher.end_backward(holds=not self._shares_device)
 
     def mark_end(self) -> None:
-        """Records, for time measurements, that the compute since the last mark belongs to the end of the backward."""
+        """Records, for time measurements, that the last part of the backward's compute ends now."""
         self.recorder.mark(self._backward)
 
     def give_up_forward(self) -> None:
-        """Forgets a failed forward, whose launches have all been submitted."""
+        """Resets the pipeline after a failed forward. All launches of the forward must have been submitted."""
         self._coming = self._ahead = None
         self.recorder.segment = None
         self._forget_rows()
 
     def give_up_backward(self) -> None:
-        """Forgets a failed backward, whose launches have been submitted or dropped on all ranks."""
+        """Resets the pipeline after a failed backward. The launches of the backward must have been submitted or dropped
+        on all ranks.
+        """
         self._ahead = None
         self._left = self.looks_ahead  # delayed gradients of this backward or the previous one
         self._forget_rows()
@@ -330,7 +332,7 @@ class CommPipeline:
     # -- the next batch, as nodes of an overlapped program call for it -------------------------------------------------
 
     def submit_ids(self, *_: object) -> None:
-        """Submits the exchange of the next batch's ids, which every rank has announced."""
+        """Submits the exchange of the next batch's ids. All ranks have announced how many ids they send."""
         ahead, self._coming = self._coming, None
         assert ahead is not None
         self._ahead = ahead
@@ -341,8 +343,8 @@ class CommPipeline:
         )
 
     def await_ids(self, *_: object) -> None:
-        """Waits for the next batch's ids. In a backward that splits exchanges, also splits the next batch's rows into
-        early and late ones, and this batch's gradients into those needed first and delayed ones.
+        """Waits for the next batch's ids. If this backward splits exchanges, also divides the next batch's rows into
+        early and late ones, and this batch's gradients into those that the next batch needs and delayed ones.
         """
         self.awaits_ids = False
         ahead = self._ahead
@@ -357,7 +359,7 @@ class CommPipeline:
 
     @property
     def has_pending_tables(self) -> bool:
-        """Whether any table has an update still to be applied, or rows sent early."""
+        """Whether any table has a pending update, or rows that were already sent for the next batch."""
         return any(exchange.sent or exchange.gradient.step is not None for exchange in self.exchanges.values())
 
     def apply_buckets(self) -> None:
@@ -367,16 +369,16 @@ class CommPipeline:
                 bucket.apply()
 
     def apply(self) -> None:
-        """Applies all pending updates of optimizer steps, even if launches that come earlier in the order are not
-        submitted yet.
+        """Applies all pending updates of optimizer steps. Does not wait until all preceding launches have been
+        submitted.
         """
         with self._any_order():
             for each in self._owed:
                 each.apply()
 
     def wait(self) -> None:
-        """Waits for gradients in flight that no optimizer step has used, because the caller is about to read or change
-        them.
+        """Waits for in-flight gradients that no optimizer step has used yet, because the caller is about to read or
+        change them.
         """
         for each in self._owed:
             if each.waiting:
@@ -384,19 +386,21 @@ class CommPipeline:
                     each.wait()
 
     def drop(self) -> None:
-        """Drops gradients in flight that no optimizer step has used."""
+        """Drops in-flight gradients that no optimizer step has used yet."""
         for each in self._owed:
             each.drop()
 
     @contextlib.contextmanager
     def _any_order(self) -> Iterator[None]:
-        """Opens a context in which waits do not require that earlier launches in the order are submitted."""
+        """Opens a context in which a wait for a launch does not require that all preceding launches have been
+        submitted.
+        """
         with outside_of_modes(), self.launcher.flushing():
             yield
 
     def before_writes(self) -> None:
-        """Prepares for the caller to write parameters. Rows that were sent early are later compared with the table, and
-        sent again if they differ.
+        """Prepares for writes to parameters by the caller. Before the next forward uses rows that were sent early, it
+        compares them with the table, and sends all rows again if any differ.
         """
         self._handed_out = True
 
@@ -411,8 +415,8 @@ class CommPipeline:
         self._ahead = None
 
     def finish_pending(self) -> None:
-        """Applies updates, waits for gradients, and drops rows sent early, before a call that does not use the
-        pipeline.
+        """Prepares for a call of the model that does not use the pipeline: applies pending updates, waits for
+        gradients, and drops rows that were sent early.
         """
         self.apply()
         self.wait()
@@ -435,11 +439,12 @@ class CommPipeline:
 def within_steps(
     announcements: StepHandshake, make: Callable[..., CommPipeline] = CommPipeline, recorder: Recorder | None = None
 ) -> CommPipeline:
-    """Makes a pipeline for steps without overlap: each collective is launched immediately and awaited in the same step.
+    """Makes a pipeline for steps without overlap. Each collective is launched immediately and awaited in the same step.
 
     Args:
         announcements: the handshake by which ranks agree at the start of each step.
         make: the class of pipeline for the model's device.
+        recorder: records the compute, collectives and waits of the steps, or None to use a new recorder.
     """
     launcher = Launcher((), (), LaunchQueue(recorder or Recorder()), announcements.communicator)
     buckets = Buckets((), lambda names: [], announcements.communicator, launcher, {})

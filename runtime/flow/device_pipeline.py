@@ -46,15 +46,17 @@ class DevicePipeline(CommPipeline):
         return self._streams.clock()
 
     def make_queue(self, recorder: Recorder, device: torch.device, at_once: int) -> LaunchQueue:
-        """Makes a queue that launches collectives on CUDA streams. Ranks agree on launches that leave the planned
-        order. Collective.
+        """Makes a queue that launches collectives on CUDA streams. If a rank has to launch out of the planned order,
+        the queues of all ranks agree on the order. Collective.
         """
         queue = StreamQueue(recorder, self._streams, self.communicator.channels(device))
         self.communicator.run_periodically(queue.agree_on_order)
         return queue
 
     def look_ahead(self, program: IdsProgram, leaves: Sequence[Any]) -> NextBatch:
-        """Finds the rows that the next batch reads of each table, before its own step, on the CUDA stream for ids."""
+        """Finds the rows of each table that the next batch reads, on the CUDA stream for ids. Runs before that batch's
+        own step.
+        """
         streams = self._streams
         there = streams.record("batch ready")
         with streams.on("ids", "unique rows"):
@@ -65,8 +67,8 @@ class DevicePipeline(CommPipeline):
             return DeviceBatch(program, leaves, values, of_tables, streams)
 
     def kernels(self, graph: TrainingGraph, tables: Mapping[str, Member]) -> Kernels:
-        """Returns a function of a graph node. It returns the function to run instead of the kernel of the node's op, or
-        None to run the kernel.
+        """Returns a function that maps a graph node to a replacement for the kernel of its op, or to None if the kernel
+        is not replaced.
         """
         if self.communicator.world_size == 1 and runs_without_counts(graph):
             return SingleProcessRows(self._streams, tables).kernel
@@ -75,8 +77,8 @@ class DevicePipeline(CommPipeline):
     def _coalesce(
         self, ids: Tensor, flat: Tensor, columns: int, padding_rows: Sequence[int], scale: float
     ) -> list[Tensor]:
-        """Sums the gradient rows with equal ids, times `scale`. Returns [ids, sums]. The host waits for the number of
-        sums, but not for the backward.
+        """Sums gradient rows with equal ids, and multiplies the sums by `scale`. Returns [ids, sums]. The host waits
+        until the number of sums is known, but not for the backward.
         """
         streams = self._streams
         with streams.on("ids", "places of sums"):
@@ -89,13 +91,14 @@ class DevicePipeline(CommPipeline):
         return sum_rows(flat, places, columns, scale)
 
     def _begin_compute(self) -> None:
-        """Records, for time measurements, that the forward's compute begins, after its batch's ids are known."""
+        """Records, for time measurements, that the forward's compute begins. By now the batch's ids have been computed.
+        """
         self._ids_known = self._streams.record("ids known")
         super()._begin_compute()
 
     def before_writes(self) -> None:
-        """Prepares for the caller to write parameters: rows sent early will be sent again, because comparing them with
-        the table would block the host.
+        """Prepares for writes to parameters by the caller. Rows that were sent early are always sent again, because
+        comparing them with the table would block the host.
         """
         self.resend_rows()
 
@@ -104,6 +107,8 @@ _NO_TABLES = torch.empty(0, device="cpu")
 
 
 def choose_pipeline(device: torch.device) -> Callable[..., CommPipeline]:
-    """Returns the class of pipeline for models on a device, with its CUDA streams already bound if it has any."""
+    """Returns the class of pipeline for models on a device. For a CUDA device, its argument `streams` is already
+    bound.
+    """
     streams = choose_streams(device)
     return CommPipeline if streams is None else partial(DevicePipeline, streams=streams)

@@ -29,7 +29,7 @@ class HeadExchange:
     """Runs the exchanges of a program's sharded output layers.
 
     Args:
-        recorder: measures exchanges of a program's nodes, or None for a loss outside of the model.
+        recorder: records the exchanges that nodes of the program start. None for a loss outside of the model.
     """
 
     def __init__(self, communicator: Communicator, recorder: Recorder | None = None) -> None:
@@ -68,7 +68,13 @@ class HeadExchange:
         return ended
 
     def _watch(self, launch: OperationId | None, sent: Tensor, copies: int) -> None:
-        """Begins to record an exchange that sends `sent` to each of `copies` ranks, if a recording is active."""
+        """Begins to record an exchange, if a recording is active.
+
+        Args:
+            launch: the id of the exchange, or None to record nothing.
+            sent: the tensor that this rank sends.
+            copies: the number of ranks to which the tensor is sent.
+        """
         if launch is not None and self._recorder is not None and self._recorder.recording is not None:
             self._watches[launch] = RecordedCopy(launch, sent.numel() * sent.element_size() * copies, self._recorder)
             self._watches[launch].__enter__()
@@ -76,11 +82,12 @@ class HeadExchange:
     def gather_counts(
         self, labels: Tensor | None, table: str, group: str, group_size: int, launch: OperationId | None = None
     ) -> InFlight:
-        """Starts gathering the number of labels (N,) of each of the N ranks.
+        """Starts gathering the number of labels of each rank. The result is (N,) for N ranks.
 
         Args:
             labels: this rank's labels, or None if it has none.
-            group: the process group's name.
+            table: the name of the output layer's table.
+            group: the communication class.
         """
         own = torch.tensor([0 if labels is None else len(labels)], device="cpu")
         self._watch(launch, own, group_size - 1)
@@ -98,14 +105,15 @@ class HeadExchange:
         group_size: int,
         launch: OperationId | None = None,
     ) -> InFlight:
-        """Starts gathering one chunk of `rows`, one row per labelled position, from all ranks. The result has all
-        ranks' rows, in rank order.
+        """Starts gathering one chunk of `rows` from all ranks. The result has all ranks' rows, in rank order.
 
         Args:
-            rows: all rows of this rank.
-            counts: how many positions each rank has. None after a failure: then zeros are sent for the positions that
-                ranks have announced.
+            rows: the rows of this rank, one for each labelled position.
+            counts: for each rank, its number of labelled positions. None after a failure; zeros are then sent for the
+                positions that ranks have announced.
             chunk, chunks: the index of the chunk, and the number of chunks.
+            table: the name of the output layer's table.
+            group: the communication class.
         """
         sizes, shape = self._chunk_sizes(counts, chunk, chunks, table), rows.shape[1:]
         if counts is None:
@@ -128,14 +136,16 @@ class HeadExchange:
         group_size: int,
         launch: OperationId | None = None,
     ) -> InFlight:
-        """Starts sending each rank the `rows` for its own labelled positions. The result has, from each rank in order,
-        one row for each of this rank's positions in the chunk.
+        """Starts sending the `rows` of one chunk to the ranks that have their labelled positions. The result has, from
+        each rank in order, one row for each of this rank's positions in the chunk.
 
         Args:
             rows: one row for each position of the chunk, of all ranks, in rank order.
-            counts: how many positions each rank has. None after a failure: then zeros are sent for the positions that
-                ranks have announced.
+            counts: for each rank, its number of labelled positions. None after a failure; zeros are then sent for the
+                positions that ranks have announced.
             chunk, chunks: the index of the chunk, and the number of chunks.
+            table: the name of the output layer's table.
+            group: the communication class.
         """
         sizes, shape = self._chunk_sizes(counts, chunk, chunks, table), rows.shape[1:]
         if counts is None:
@@ -153,7 +163,7 @@ class HeadExchange:
         """Returns how many positions of a chunk each rank has.
 
         Args:
-            counts: how many positions each rank has in all chunks, or None to use the numbers last gathered for the
+            counts: for each rank, its number of positions in all chunks. None to use the counts last gathered for the
                 table.
             chunk, chunks: the index of the chunk, and the number of chunks.
             table: the name of the output layer's table.

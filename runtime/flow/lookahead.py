@@ -22,11 +22,11 @@ from embrace_fx.vocabulary.version_snapshot import VersionSnapshot
 
 
 class Lookahead:
-    """Yields the batches of a data loader, reading it one or more batches ahead.
+    """Yields the batches of a data loader, and reads the loader one or more batches ahead.
 
     Args:
-        at_end: called when the loop over the batches ends, also by `break` or an error.
-        recorder: function that returns the recorder of the time that the loader takes.
+        at_end: called when the loop over the batches ends, including by `break` or an error.
+        recorder: function that returns the recorder, which records the time that the loader takes.
 
     Attributes:
         known: whether the next batch has been read.
@@ -53,7 +53,9 @@ class Lookahead:
         return active is not None and active.gi_frame is not None
 
     def warn_of_other_batch(self) -> None:
-        """Warns, once, that the model was called with another batch than the loader yielded."""
+        """Warns that the model was called with a batch other than the one that the loader yielded. Only the first call
+        warns.
+        """
         if not self._warned:
             warnings.warn(
                 "the model was called with a batch that lookahead() did not yield, or that was moved or modified "
@@ -122,21 +124,22 @@ class Lookahead:
             yield self._further.popleft()
 
     def begin_call(self) -> None:
-        """Records the time since the last call of the model: as time of the loop's own code or, without lookahead, of
-        the data loader.
+        """Records the time since the last call of the model. Attributes it to the training loop's own code if a
+        lookahead is active, and to the data loader otherwise.
         """
         if torch.is_grad_enabled():
             self._recorder().mark(OWN_CODE if self.active else LOADER)
 
     def following(self, leaves: Sequence[Any], *, farthest: bool = False) -> list[Any] | None:
-        """Predicts the flattened arguments of the model's next call: those of this call, with the next batch's tensors
-        in place of this batch's.
+        """Predicts the flattened arguments of the model's next call. They are the arguments of this call, in which each
+        tensor of the current batch is replaced by the corresponding tensor of the next batch.
 
         Args:
-            leaves: flattened arguments of this call.
-            farthest: whether to predict the call `batches` calls later instead.
+            leaves: the flattened arguments of this call.
+            farthest: whether to predict the arguments of the call that is `batches` calls later instead.
 
-        Returns: the arguments, or None if the next batch is not known, has another structure, or this call has tensors
+        Returns:
+            The arguments. None if the next batch is not known or has another structure, or if this call has tensors
             that are not in its batch.
         """
         if not self.known:

@@ -49,22 +49,25 @@ _FOUND, _OVERTOOK, _SHARES = 1, 2, 4
 class IdsProgram:
     """The part of a program that finds the rows that a batch reads. It can run before the batch's own step.
 
-    It has two phases: "unique" finds the unique rows of a batch, and "ids" processes the rows gathered from all ranks.
-    Their values are stored by name.
+    It has two phases: "unique" finds the unique rows of a batch, and "ids" processes the ids gathered from all ranks.
+    Both store the values that they compute by name.
 
     Attributes:
-        unique: flattened batch -> values of the unique phase.
-        unique_on_device: flattened batch -> (the same values, with each table's unique rows padded to the number of its
-            ids; the number of unique rows of each table).
-        rows_of_batch: values -> the unique rows of each table, which are sent to all ranks.
+        unique: runs the unique phase on a flattened batch. Returns its values.
+        unique_on_device: runs the unique phase on a flattened batch, and pads each table's unique rows to the number of
+            the table's ids. Returns the phase's values, and the number of unique rows of each table.
+        rows_of_batch: takes the values of the unique phase. Returns the unique rows of each table, which are sent to
+            all ranks.
         routing: function of (values of the unique phase, result of `unpack_ids`) that runs the ids phase. Adds the
             values of the ids phase to its first argument.
-        tables, num_rows: names of the tables in `rows_of_batch`, and how many rows each has.
-        spaces: name -> description of the joined tables among `tables`.
-        routes: table -> names of the saved values with the ids of all ranks and with their number on each rank.
-        paddings: table -> its rows that get no gradient.
-        is_pure: whether running it a step earlier gives the same result: no random numbers, and nothing that a forward
-            writes.
+        tables: names of the tables, in the order of the result of `rows_of_batch`.
+        num_rows: the number of rows of each of the tables.
+        spaces: name of a joined table (several tables stored as one) -> its description.
+        routes: name of a table -> names of two values: the ids that all ranks read, and how many of them each rank
+            reads.
+        paddings: name of a table -> its rows that get no gradient.
+        is_pure: whether the result is the same if the program runs a step earlier, because it draws no random numbers
+            and reads nothing that a forward writes.
         reads: indices of the batch's tensors that `unique` reads.
     """
 
@@ -85,7 +88,7 @@ class IdsProgram:
         self.routing(values, unpack_ids(packed, len(self.tables), len(packed)))
 
     def bad_id(self, unique: Sequence[Tensor]) -> str | None:
-        """Describes an id of a batch that is outside of its table, or returns None if all ids are valid.
+        """Describes an id of a batch that is outside of its table. Returns None if all ids are valid.
 
         Args:
             unique: the result of `rows_of_batch`.
@@ -94,21 +97,22 @@ class IdsProgram:
 
 
 class NextBatch:
-    """The batch of the next call, with the unique rows that it reads and the exchange of its ids.
+    """The batch of the model's next call, with the unique rows that it reads and the exchange of its ids.
 
     Args:
         program: finds the rows that a batch reads.
         leaves: the flattened batch.
-        counts: (T,) how many unique rows each table has, if only the device knows, or None if the rows are not padded.
+        counts: (T,) on the device, the number of unique rows of each table. None if the rows are not padded.
 
     Attributes:
-        values: the values computed from the batch's ids, by name; after `route`, also those from the ids of all ranks.
-        unique: the rows that the batch reads of each table; on a device padded until `route`.
+        values: the values computed from the batch's ids, by name. `route` adds the values computed from the ids of all
+            ranks.
+        unique: for each table, the rows that the batch reads. On a device, they are padded until `route` is called.
         ticket: the submitted exchange of the ids, to wait for.
-        usable: whether all ids of all ranks are valid, as far as known.
-        cuts: table -> (the previous batch's rows that this batch reads too, this batch's rows that the previous one
-            does not read), once known.
-        announced: the maximum number of rows that each rank reads of each table.
+        usable: False if an id of any rank is known to be invalid.
+        cuts: table -> the routings of (the previous batch's rows that this batch reads too, this batch's rows that the
+            previous one does not read). Empty until they are known.
+        announced: for each rank, the maximum number of rows that it reads of each table.
         current: table -> which rows each rank reads for the previous batch.
     """
 
@@ -130,8 +134,11 @@ class NextBatch:
         self._seen = VersionSnapshot.of_tensors_in(self._read)
 
     def is_batch(self, leaves: Sequence[Any]) -> bool:
-        """Returns whether a flattened batch (`leaves`) has the same tensors as this batch, and none of them has been
-        written since. Compares only the tensors from which ids are computed.
+        """Returns whether a flattened batch has the same tensors as this batch, and none of them has been written
+        since. Compares only the tensors from which ids are computed.
+
+        Args:
+            leaves: the flattened batch to compare.
         """
         for k, own in zip(self.program.reads, self._read, strict=True):  # inlined, because it runs in every step
             if (leaf := leaves[k]) is not own and (isinstance(leaf, Tensor) or leaf != own):
@@ -139,7 +146,9 @@ class NextBatch:
         return not self._seen.written()
 
     def sizes(self) -> list[int]:
-        """Returns how many unique rows the batch reads of each table, or -1 for a table with an invalid id."""
+        """Returns, for each table, how many unique rows the batch reads. Returns -1 for every table if any id is
+        invalid.
+        """
         if self.program.bad_id(self.unique) is not None:
             return [-1] * len(self.unique)
         return [*map(Tensor.numel, self.unique)]
@@ -148,7 +157,9 @@ class NextBatch:
         """Does nothing, because the ids of the batch's rows are on the host already."""
 
     def rows(self) -> dict[str, Tensor]:
-        """Returns the rows (K,) that the batch reads of each table, on the host. Any thread may call this."""
+        """Returns the ids (K,) of the rows that the batch reads, on the host, by name of their table. Any thread may
+        call this.
+        """
         return dict(zip(self.program.tables, self.unique, strict=True))
 
     def exchange(self, communicator: Communicator, exchanges: Mapping[str, RowExchange]) -> InFlight:
@@ -157,8 +168,8 @@ class NextBatch:
         return communicator.gather_rows_read(self.unique, self.announced, self.program.num_rows, group, self._counts)
 
     def may_be_used(self, wait: Callable[[Ticket], Tensor]) -> bool:
-        """Returns whether all ids of all ranks' batches are valid. Always True here, because the ranks'
-        announcements already exclude batches with invalid ids.
+        """Returns whether all ids of all ranks' batches are valid. Always True here, because ranks announce invalid
+        ids, and such batches are not prepared.
 
         Args:
             wait: waits for a submitted exchange.
@@ -166,8 +177,11 @@ class NextBatch:
         return True
 
     def route(self, wait: Callable[[Ticket], Tensor]) -> bool:
-        """Waits for the ids of all ranks, and computes which rows each rank reads, in the first call only. Returns
-        whether the batch is usable: all ids are valid.
+        """Waits for the ids of all ranks, and computes which rows each rank reads. Only the first call does this.
+        Returns whether the batch is usable, which means that all ids are valid.
+
+        Args:
+            wait: waits for a submitted exchange.
         """
         if not self.routed:
             assert self.ticket is not None
@@ -184,7 +198,7 @@ class DeviceBatch(NextBatch):
     """The next batch of a model on a device, prepared on the CUDA stream for ids.
 
     Args:
-        counts: (T,) how many unique rows this rank reads of each table.
+        counts: (T,) the number of unique rows that this rank reads of each table.
     """
 
     def __init__(self, program: IdsProgram, leaves: Sequence[Any], values: Values, counts: Tensor, streams: Streams):
@@ -200,19 +214,17 @@ class DeviceBatch(NextBatch):
         self._for_host: list[tuple[str, Member, Tensor]] = []
 
     def copy_rows(self) -> None:
-        """Starts copying the ids of the unique rows that the batch reads of each table, and how many there are, to the
-        host.
-        """
+        """Starts copying the ids of each table's unique rows, and their numbers, to the host."""
         with self._streams.on("ids", "rows of a batch to come"):
             rows = [self._streams.to_host(each) for each in self.unique]
             self._copies = [*rows, self._streams.to_host(self._of_tables)]
             self._copied = self._streams.record("rows copied")
 
     def rows(self) -> dict[str, Tensor]:
-        """Returns the rows that the batch reads of each table, after they were copied to the host by `copy_rows`.
-        Leaves out tables with an invalid id.
+        """Waits for the copies that `copy_rows` has started. Returns the ids of the rows that the batch reads, on the
+        host, by name of their table. Leaves out tables with an invalid id.
 
-        A result may have one more entry at its end: a 0 from the padding.
+        The ids of a table may end with an additional 0 from the padding.
         """
         self._streams.wait_on_host(self._copied)
         *rows, counts = self._copies
@@ -220,7 +232,7 @@ class DeviceBatch(NextBatch):
         return {table: of[: count + 1] if count < len(of) else of for table, of, count in found if count >= 0}
 
     def sizes(self) -> list[int]:
-        """Returns the maximum number of rows that the batch can read of each table."""
+        """Returns, for each table, the maximum number of rows that the batch can read."""
         return [*map(Tensor.numel, self.unique)]
 
     def may_be_used(self, wait: Callable[[Ticket], Tensor]) -> bool:
@@ -229,7 +241,7 @@ class DeviceBatch(NextBatch):
 
     def exchange(self, communicator: Communicator, exchanges: Mapping[str, RowExchange]) -> InFlight:
         """Starts exchanging the batch's ids with all ranks, splits the rows of the previous batch and this one, and
-        copies the sizes to the host, all on the CUDA stream for ids.
+        starts copying the sizes of the parts to the host. All of this runs on the CUDA stream for ids.
         """
         current, self._rank = self.current, communicator.rank
         launched = super().exchange(communicator, exchanges)
@@ -290,8 +302,10 @@ class DeviceBatch(NextBatch):
             beyond.store.record_rows(own, ids[: own.numel()].unique())
 
     def _cut_padding(self, counts: Sequence[int]) -> None:
-        """Removes the padding from this rank's unique rows, of which table k has `counts[k]`. Marks the tensors as used
-        by the compute stream.
+        """Removes the padding from this rank's unique rows. Marks their tensors as used by the compute stream.
+
+        Args:
+            counts: for each table, the number of unique rows without padding.
         """
         self._streams.keep(*[value for value in self.values.values() if isinstance(value, Tensor)])
         by_identity = {id(rows): rows[:count] for rows, count in zip(self.unique, counts, strict=True)}
@@ -304,11 +318,11 @@ class HandshakeResult:
     """What all ranks have announced about their batches at the start of a forward.
 
     Attributes:
-        found: whether on every rank the batch is the one that was prepared.
+        found: whether every rank's batch is the one that it had prepared.
         overtook: whether any rank has launched out of the planned order since the last backward.
         shares_device: whether another model launches on any rank's device.
-        rows: for each rank, how many unique rows it reads of each table.
-        coming: for each rank, how many unique rows its next batch reads of each table; -1 if unknown.
+        rows: for each rank, the number of unique rows that its batch reads of each table.
+        coming: for each rank, the number of unique rows that its next batch reads of each table; -1 if unknown.
     """
 
     found: bool
@@ -330,8 +344,8 @@ def announce_batch(
     """Announces this rank's batch to all ranks, and returns what all ranks have announced. Collective.
 
     Args:
-        rows: the unique rows that this rank reads of each table; their numbers are announced.
-        coming: how many rows the next batch reads of each table, or None if unknown.
+        rows: for each table, the unique rows that this rank reads. Only their numbers are announced.
+        coming: for each table, the number of rows that the next batch reads, or None if the next batch is not known.
         failure: the reason why this rank cannot use its batch, or None.
         found: whether the batch is the one that was prepared.
 
@@ -355,11 +369,14 @@ def announce_batch(
 def read_batch(
     announcements: StepHandshake, program: IdsProgram, leaves: Sequence[Any]
 ) -> tuple[Values, list[Tensor], str | None]:
-    """Finds the unique rows that a flattened batch reads. Returns the values computed from its ids, by name, the rows
-    of each table, and a description of an invalid id or None.
+    """Finds the unique rows that a flattened batch reads.
+
+    Returns:
+        The values computed from the batch's ids, by name; the unique rows of each table; and a description of an
+        invalid id, or None if all ids are valid.
 
     Raises:
-        PeerFailure: a rank cannot compute them. Raised on every rank.
+        PeerFailure: this rank cannot compute the rows. The other ranks raise it too, at their announcement.
     """
     try:
         values = program.unique(leaves)

@@ -13,21 +13,21 @@ from abc import ABC, abstractmethod
 
 
 class PendingUpdate(ABC):
-    """The pending work of one bucket or table: its gradient in flight, or an optimizer update still to be applied."""
+    """The pending work of one bucket or table: a gradient in flight, or an optimizer update that is not applied yet."""
 
     @property
     @abstractmethod
     def waiting(self) -> bool:
-        """Whether gradients are in flight that no optimizer step has used."""
+        """Whether there are in-flight gradients that no optimizer step has used yet."""
 
     @abstractmethod
     def wait(self) -> None:
-        """Waits for gradients in flight that no optimizer step has used."""
+        """Waits for in-flight gradients that no optimizer step has used yet."""
 
     @abstractmethod
     def apply(self) -> None:
-        """Applies the update that an optimizer step has left for later, if there is one."""
+        """Applies the update of an optimizer step that was deferred to the next forward, if there is one."""
 
     @abstractmethod
     def drop(self) -> None:
-        """Drops gradients in flight that no optimizer step has used."""
+        """Drops in-flight gradients that no optimizer step has used yet."""

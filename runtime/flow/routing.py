@@ -32,26 +32,27 @@ k: none, a padding row. So no host has to ask for their number."""
 class Routing:
     """Describes which rows of one table each rank reads for a batch, or for a part of the batch.
 
-    The table is sharded on a grid of ranks: each row of the grid has some of the table's rows, each column some
-    columns.
+    The table is sharded on a grid of ranks. The ranks in one row of the grid have the same rows of the table, and the
+    ranks in one column of the grid have the same columns.
 
     Args:
         rank: the index of this rank.
-        places: (U,) the positions of this rank's rows among those of its whole batch, or None for all.
+        places: (U,) the positions of this rank's rows in its whole batch. None if the routing has all rows of the
+            batch.
 
     Attributes:
-        ids: (R,) the ids that all ranks read, rank after rank.
+        ids: (R,) the ids that all ranks read, in rank order.
         all_ids: the ids of all rows of the batch, even if this routing has only some of them.
-        counts: how many of the ids each rank reads.
-        whole: the routing of the whole batch, if this one has only some of its rows, or None.
-        sums: (unique ids, the index among them of each row), by which gradients of equal ids are summed. None to
-            compute it when the gradients arrive.
-        owner: (R,) the rank that reads each row, if only the device knows, or None if `counts` is known.
-        rest: if these rows are sent first, a function that returns the routing of each piece of the batch's other rows.
-        held_ids: (M,) the ids among `ids` whose rows are in this rank's shard, rank after rank.
+        counts: for each rank, how many of the ids it reads.
+        whole: the routing of the whole batch if this routing has only some of its rows, otherwise None.
+        sums: a pair of the unique ids and, for each row, the index of its id among them. Gradients with the same index
+            are summed. None to compute the pair when the gradients arrive.
+        owner: (R,) the rank that reads each row, if this is known only on the device. None if it follows from `counts`.
+        rest: function that returns the routings of the batch's other rows, one for each piece in which they are sent.
+        held_ids: (M,) the part of `ids` whose rows are in this rank's shard, in rank order.
         counts_by_row: for each rank, how many rows it reads from each row of the grid.
-        own_positions: (U,) the positions of this rank's rows among those of its batch, grouped by row of the grid, or
-            None for all on a grid of one row.
+        own_positions: (U,) the positions of this rank's rows in its batch, grouped by row of the grid. None if the grid
+            has one row and the routing has all rows of the batch.
     """
 
     def __init__(
@@ -98,12 +99,12 @@ class Routing:
     def split_pieces(
         self, places: Tensor, counts: Sequence[tuple[int, ...]], sums: Sequence[Sums] = ()
     ) -> list[Routing]:
-        """Takes the rows at positions `places` (R',) of this routing, and divides them into consecutive pieces. Returns
-        the routing of each piece.
+        """Divides some rows of this routing into consecutive pieces, and returns the routing of each piece.
 
         Args:
+            places: (R',) the positions of the rows to divide.
             counts: for each piece, how many of its rows each rank reads.
-            sums: for each piece, how gradients of equal ids are summed, if known.
+            sums: for each piece, how gradients of equal ids are summed. Empty if this is not known.
         """
         ids, rank, found, start = self.ids.index_select(0, places), self.rank, list[Routing](), 0
         own = places - sum(self.counts[:rank])
@@ -116,7 +117,7 @@ class Routing:
 
 
 def remaining_counts(counts: tuple[int, ...], taken: Iterable[tuple[int, ...]]) -> tuple[int, ...]:
-    """Returns how many rows of each rank remain: `counts` minus all of `taken`, each with one number per rank."""
+    """Subtracts all of `taken` from `counts`, where each has one number of rows for each rank."""
     for each in taken:
         counts = tuple(map(sub, counts, each))
     return counts
@@ -127,12 +128,15 @@ def cut_batches(current: Routing, following: Routing, isin: IsIn, chunks: int) -
 
     Args:
         current, following: which rows each rank reads for this batch and for the next one.
-        isin: returns a mask of the ids that are among others.
-        chunks: in how many pieces delayed gradients are sent.
+        isin: returns a mask of the ids in its first argument that are also in its second.
+        chunks: the number of pieces in which delayed gradients are sent.
 
-    Returns: this batch's prior rows, which the next batch reads too, so that their gradients are sent first; and the
-        next batch's early rows, which this batch does not read. `rest` of the prior rows returns this batch's delayed
-        rows, in `chunks` pieces. `rest` of the early rows returns the next batch's late rows, in one piece.
+    Returns:
+        The routings of (this batch's prior rows, the next batch's early rows). Prior rows are those that the next batch
+        reads too, so their gradients are sent first. Early rows are those that this batch does not read, so they can be
+        sent before its gradients are applied. `rest` of the prior rows returns this batch's other rows, whose gradients
+        are delayed, in `chunks` pieces. `rest` of the early rows returns the next batch's other rows, the late ones, in
+        one piece.
     """
     is_late = isin(following.ids, current.ids)
     is_prior = isin(current.ids, following.ids)
@@ -159,10 +163,11 @@ IsIn = Callable[[Tensor, Tensor], Tensor]
 
 
 def membership(num_rows: int, device: torch.device) -> IsIn:
-    """Returns a function that tests which of a table's row ids are among other ids.
+    """Returns a function of two tensors of a table's row ids. It returns a mask of the ids in the first tensor that are
+    also in the second.
 
-    The function marks the other ids in a mask with an entry per row, and one for padding. For a large table on the CPU,
-    it sorts the other ids instead.
+    The function marks the second tensor's ids in a buffer with one entry for each row, and one for padding. For a large
+    table on the CPU, it sorts the second tensor instead.
     """
     is_marked = device.type != "cpu" or num_rows <= MOST_MARKED
     marks = torch.zeros((num_rows + 1 if is_marked else 0,), dtype=torch.bool, device=device)
@@ -181,7 +186,7 @@ def membership(num_rows: int, device: torch.device) -> IsIn:
 
 
 def split_in_chunks(ids: Tensor, mask: Tensor, chunks: int) -> list[Tensor]:
-    """Splits the ids (R,) that a mask (R,) selects into `chunks` parts of about equal size. Returns a mask for each
+    """Divides the ids (R,) that a mask (R,) selects into `chunks` parts of about equal size. Returns a mask for each
     part.
 
     Equal ids are in the same part, because a row whose gradients arrived in two parts would be updated twice.
@@ -198,8 +203,8 @@ def split_in_chunks(ids: Tensor, mask: Tensor, chunks: int) -> list[Tensor]:
 
 @lru_cache(maxsize=16)
 def _by_rank(sizes: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Returns, for rows in rank order, the rank of each row and its index among the rank's rows, both (R,) int64. Rank
-    r has `sizes[r]` rows.
+    """Returns two tensors (R,) int64 for rows in rank order: the rank of each row, and the row's index among the rows
+    of its rank. Rank r has `sizes[r]` rows.
 
     The tensors are cached; do not write to them.
     """
@@ -209,8 +214,8 @@ def _by_rank(sizes: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tens
 
 @lru_cache(maxsize=64)
 def _delayed_bounds(num_rows: int, device: torch.device) -> Tensor:
-    """Returns the sort keys (2,) at which delayed rows begin and end: 0 and `num_rows`, because rows that are not
-    delayed have negative keys. The tensor is cached; do not write to it.
+    """Returns a tensor with the smallest sort key of delayed rows (0) and the end of their range (`num_rows`). Rows
+    that are not delayed have negative keys. The tensor is cached; do not write to it.
     """
     return torch.arange(0, 2 * num_rows, num_rows, device=device)
 
@@ -238,9 +243,9 @@ def route_padded(packed: Tensor, capacities: Sequence[Sequence[int]], table: int
     """Extracts the ids of one table from the gathered ids of all ranks and tables.
 
     Args:
-        packed: (N, T + M): for each of N ranks, its number of rows in each of T tables, then its ids table after table,
-            each table's padded to the table's capacity.
-        capacities: for each rank, the capacity of each table.
+        packed: (N, T + M), one row for each of N ranks. It contains the rank's number of ids in each of T tables,
+            followed by the ids of each table, padded to the table's capacity.
+        capacities: for each rank, the number of ids to which each table is padded.
         table: the index of the table.
         num_rows: the number of the table's rows.
     """
@@ -258,15 +263,15 @@ def route_padded(packed: Tensor, capacities: Sequence[Sequence[int]], table: int
 class SplitAhead:
     """Splits a table's rows of two consecutive batches on a device, before the host knows how many rows each part has.
 
-    A stable sort by part puts the positions of each part after those of the previous one, so that the host can slice
-    once it has read the sizes. A sort by part and id puts rows whose gradients are summed next to each other.
+    Positions are sorted by part. Once the host has read the sizes of the parts, it can take each part as a slice. A
+    second sort by part and id puts rows whose gradients are summed next to each other.
 
     Args:
         current: the routing of the batch whose rows have been sent.
         following: the padded routing of the next batch.
-        isin: returns a mask of the ids that are among others; used on this stream only.
+        isin: returns a mask of the ids in its first argument that are also in its second. Used only on this stream.
         num_rows: the number of the table's rows.
-        chunks: in how many pieces delayed gradients are sent.
+        chunks: the number of pieces in which delayed gradients are sent.
         padding_rows: the rows that get no gradient.
     """
 
@@ -312,14 +317,16 @@ class SplitAhead:
         """All sizes, in the order that `cut_batches` expects: int64, of a length that the host knows."""
 
     def tensors(self) -> list[Tensor]:
-        """Returns the tensors of the split, which another CUDA stream will read."""
+        """Returns the tensors that hold the result of the split. Another CUDA stream will read them."""
         return [self._following.ids, self._following.owner, self._ahead, self._places, self._sums, self._ids]
 
     def cut_batches(self, ids: Tensor, counts: tuple[int, ...], sizes: Sequence[int]) -> tuple[Routing, Routing]:
-        """Returns this batch's prior rows and the next batch's early rows, like the function `cut_batches`.
+        """Returns the routings of this batch's prior rows and the next batch's early rows, like the function
+        `cut_batches`.
 
         Args:
-            ids, counts: the ids of the next batch, and how many each rank reads.
+            ids: the ids that all ranks read for the next batch.
+            counts: how many of these ids each rank reads.
             sizes: the values of the tensor `self.sizes`, copied to the host.
         """
         current, ranks, chunks = self._current, self._ranks, self._chunks

@@ -45,16 +45,18 @@ from embrace_fx.vocabulary.plan import Grid
 
 
 class RowExchange:
-    """Exchanges the rows of one table between ranks, including rows that are sent early for the next batch.
+    """Exchanges the rows of one table between ranks. Some rows of the next batch (early rows) may be sent before its
+    step.
 
     Args:
         table: the table, of which this rank has a shard.
-        delayed_chunks: in how many pieces gradients are sent that the next batch does not need.
-        overlaps: whether rows and gradients of a batch may be sent in the previous or the next batch's step.
+        delayed_chunks: the number of pieces in which delayed gradients are sent. These are gradients of rows that the
+            next batch does not read.
+        overlaps: whether rows may be sent in the step before their batch's own, and gradients in the step after it.
 
     Attributes:
         gradient: the gradient of the table's rows.
-        sent: rows in flight for a batch whose forward has not awaited them yet.
+        sent: exchanges of rows in flight for a batch whose forward has not waited for them yet.
     """
 
     def __init__(
@@ -86,8 +88,8 @@ class RowExchange:
         """Returns which rows of the table each rank reads for a batch.
 
         Args:
-            ids: the ids of all ranks, rank after rank.
-            counts: how many each rank reads.
+            ids: the ids that all ranks read, in rank order.
+            counts: for each rank, how many of the ids it reads.
         """
         if (early := self._early) is not None and early.whole is not None and early.whole.ids is ids:
             return early.whole
@@ -101,9 +103,11 @@ class RowExchange:
         """Looks up rows of the table for all ranks, and submits their exchange.
 
         Args:
-            launch: the id of the exchange, which says which of a batch's rows to send. Early rows are those rows of the
-                next batch that the last `cut_batches` has found. Late rows are the rest of that batch's rows.
-            ids, counts: the ids that all ranks read, and how many each rank reads; unused for early rows.
+            launch: the id of the exchange, which tells which rows to send. Its part "early" means the rows of the next
+                batch that the last `cut_batches` has found. Other launches send those rows of this batch that were not
+                sent early.
+            ids: the ids that all ranks read, in rank order; unused for early rows.
+            counts: for each rank, how many of the ids it reads; unused for early rows.
         """
         rows = self._early if launch.part == "early" else self._begin_batch(ids, counts)
         assert rows is not None
@@ -111,7 +115,11 @@ class RowExchange:
         self._recorder.mark(compute_id("update", launch.what) if self._recorder.segment is not None else EARLY)
 
     def _begin_batch(self, ids: Tensor, counts: Tensor) -> Routing:
-        """Begins the forward of the batch that reads these ids. Returns which of its rows have not been sent yet."""
+        """Begins the forward of a batch. Returns which of its rows have not been sent yet.
+
+        Args:
+            ids, counts: the ids that all ranks read for the batch, and how many of them each rank reads.
+        """
         early, batch = self._early, self.routing(ids, counts)
         if early is not None and early.whole is batch:
             (late,) = early.rest()
@@ -125,8 +133,8 @@ class RowExchange:
     def await_rows(
         self, launch: OperationId, ids: Tensor, counts: Tensor, table: str, dtype: torch.dtype, name: str
     ) -> Tensor:
-        """Waits for the rows of this rank that the exchange `launch` sends, and returns them as received, flat. Returns
-        an empty tensor if that exchange is not in flight, because no rows were sent early.
+        """Waits for the exchange `launch`, and returns the rows that this rank has received, flat. If the exchange is
+        not in flight because no rows were sent early, returns an empty tensor.
         """
         self._recorder.pause_segment()
         for ticket, _ in self.sent:
@@ -156,32 +164,39 @@ class RowExchange:
         return joined.view(-1)
 
     def _end_batch(self) -> None:
-        """Forgets the rows in flight, and which rows were sent early."""
+        """Drops the rows in flight, and the record of which rows were sent early."""
         self.sent, self._early, self._preview = [], None, None
 
     def _submit_lookup(self, launch: OperationId, routing: Routing, dtype: torch.dtype) -> None:
-        """Looks up the rows in this rank's shard that `routing` has, and submits their exchange."""
+        """Looks up the rows that other ranks read from this rank's shard, and submits their exchange.
+
+        Args:
+            launch: the id of the exchange.
+            routing: which rows each rank reads.
+            dtype: the dtype in which the rows are sent.
+        """
         ids = routing.held_ids
         self.table.record(ids, routing.all_ids)
         rows = self._predict_rows(ids).to(dtype) if launch.part == "early" else self.table.look_up(ids, dtype)
         self.sent.append(SentRows(self._launch(launch, rows, routing.counts_by_row), routing))
 
     def all_to_all_rows(self, launch: OperationId, columns: Tensor, counts: Tensor, *_: object) -> Ticket:
-        """Submits the exchange of all rows of a batch at once. Returns the ticket to wait for.
+        """Submits one exchange for all rows of a batch. Returns the ticket to wait for.
 
         Args:
             columns: this rank's columns (M, d) of the rows that any rank reads.
-            counts: how many rows each rank reads.
+            counts: for each rank, how many rows it reads.
         """
         ticket = self._launch(launch, columns, counts_as_lists(counts))
         self._recorder.mark(compute_id("update", launch.what))
         return ticket
 
     def _launch(self, launch: OperationId, columns: Tensor, counts: Counts) -> Ticket:
-        """Submits an AlltoAll of columns of rows. Returns the ticket to wait for.
+        """Submits an AlltoAll of looked-up rows. Returns the ticket to wait for.
 
         Args:
-            counts: how many rows each rank gets.
+            columns: this rank's columns (M, d) of the rows that any rank reads.
+            counts: for each rank, how many rows it reads from each row of the grid of ranks.
         """
         width, rank = self.table.shape[1], self._communicator.rank
         kept = counts[rank][self._row]  # how many rows this rank reads from its own shard
@@ -195,22 +210,28 @@ class RowExchange:
 
     @property
     def splits_ahead(self) -> bool:
-        """Whether the device may split two batches before the host knows how many rows each part has."""
+        """Whether the device may split the rows of two batches before the host knows how many rows each part has."""
         return self._grid.rows == 1
 
     def can_split(self, ids: Tensor | None) -> bool:
-        """Returns whether the gradient of the batch with these ids may be sent in parts. This requires that the last
-        forward ran this batch, and that the next optimizer step uses no other gradient of the table.
+        """Returns whether the gradients of a batch may be sent in parts. This requires that the last forward ran this
+        batch, and that the next optimizer step uses no other gradient of the table.
+
+        Args:
+            ids: the ids that all ranks read for the batch, or None if the batch does not read the table.
         """
         batch = self.gradient.batch
         return batch is not None and batch.ids is ids and not self.table.has_gradient
 
     def cut_batches(self, ids: Tensor, counts: Tensor, found: tuple[Routing, Routing] | None = None) -> None:
-        """Splits the rows of this batch and the next one at the start of a backward, by whether both batches read them.
+        """Divides the rows of this batch and of the next one, at the start of a backward, by whether both batches read
+        them.
 
         Args:
-            ids, counts: the ids of the next batch, and how many each rank reads.
-            found: (this batch's rows that the next one reads too, the next batch's other rows), if already known.
+            ids: the ids that all ranks read for the next batch.
+            counts: for each rank, how many of these ids it reads.
+            found: the routings of (this batch's rows that the next one reads too, the next batch's other rows), or None
+                to compute them.
         """
         gradient = self.gradient
         gradient.apply()
@@ -223,7 +244,7 @@ class RowExchange:
     # -- early rows ----------------------------------------------------------------------------------------------------
 
     def _predict_rows(self, ids: Tensor) -> Tensor:
-        """Returns the rows `ids` of this rank's shard as they will be after the next optimizer step."""
+        """Predicts the values that the rows `ids` of this rank's shard will have after the next optimizer step."""
         before = self.table.look_up(ids, self.table.local.dtype)
         after, options = self.table.predict_rows(ids, before)
         self._preview = ids, before, after
@@ -270,11 +291,13 @@ class RowExchange:
 
 
 def _write_received(routing: Routing, flat: Tensor, out: Tensor | None, shape: tuple[int, int]) -> Tensor:
-    """Writes received rows to their positions among all rows that this rank's batch reads. Returns all these rows.
+    """Writes received rows to their positions among all rows that this rank's batch reads. Returns the tensor of all
+    these rows.
 
     Args:
-        flat: the received rows, columns from one rank after those from another.
-        out: the rows (U', D) with the parts received so far, or None to allocate it.
+        routing: which of the batch's rows were received.
+        flat: the received rows, flat, in blocks by sending rank. Each block has the columns of that rank's shard.
+        out: the tensor (U', D) with the rows received so far, or None to allocate it.
         shape: the shape (U', D) of the batch's rows.
     """
     positions, columns = routing.own_positions, routing.grid.columns

@@ -41,11 +41,11 @@ from embrace_fx.vocabulary.plan import Grid
 
 
 class SentRows(NamedTuple):
-    """Rows of a batch, or their gradients, that are in flight.
+    """An exchange in flight that sends rows of a table, or gradients of rows.
 
     Attributes:
-        ticket: the exchange.
-        routing: which rows each rank sends and receives.
+        ticket: the launch of the exchange, to wait for.
+        routing: which rows each rank reads, and thus which rows or gradients are sent to which rank.
     """
 
     ticket: Ticket
@@ -53,11 +53,11 @@ class SentRows(NamedTuple):
 
 
 class SumOptions(NamedTuple):
-    """How the gradients that ranks send for a row are summed.
+    """Options for summing the gradients that ranks send for the rows of one table.
 
     Attributes:
         dtype: the dtype of the sums, which is that of the table.
-        columns: the number of columns that this rank has (d).
+        columns: the number of columns in this rank's shard (d).
         padding_rows: ids of rows that get no gradient.
         scale: the factor by which sums are multiplied.
     """
@@ -76,9 +76,9 @@ class RowGradient(PendingUpdate):
         grid: the grid of ranks on which the table is sharded.
 
     Attributes:
-        batch: the rows that the last batch reads, or None if the gradient of another batch was sent since.
+        batch: which rows each rank reads for the last batch. None once the gradient of another batch has been sent.
         prior: the rows of `batch` whose gradients are sent first, or None if all gradients are sent together.
-        parts: launch id -> a part of the gradient that was sent and is not applied yet, in launch order.
+        parts: launch id -> a part of the gradient that was sent and has not been applied, in launch order.
         step: the optimizer step that will apply the gradient, or None.
     """
 
@@ -102,8 +102,8 @@ class RowGradient(PendingUpdate):
         self.batch, self.prior = batch, None
 
     def begin_backward(self) -> None:
-        """Begins a backward. Applies the rest of the last optimizer step's update, except delayed parts, which are
-        applied later. The gradients of this backward are sent together unless `cut_batches` splits them.
+        """Begins a backward. Applies the rest of the last optimizer step's update, except the delayed parts, which are
+        applied later. The gradients of this backward are sent together unless `RowExchange.cut_batches` splits them.
         """
         self.prior = None
         left = [launch for launch in self.parts if launch.part != "delayed"] if self.step is not None else ()
@@ -123,11 +123,13 @@ class RowGradient(PendingUpdate):
         scale: float,
         name: str,
     ) -> RowGradient:
-        """Sends gradients (U, D) of this rank's rows, or of the part that `launch` identifies, to the ranks that own
-        their columns.
+        """Sends gradients of the rows that this rank has read to the ranks that have these rows in their shards.
 
         Args:
-            ids, counts: the ids of the rows that all ranks read, and how many each rank reads.
+            launch: the id of the exchange, which tells which part of the gradient to send.
+            rows: the gradients (U, D) of all rows that this rank has read.
+            ids: the ids of the rows that all ranks have read, in rank order.
+            counts: for each rank, how many rows it has read.
             padding_rows: the rows that get no gradient.
             table, name: unused, because this object belongs to one table.
             scale: the factor by which summed gradients are multiplied.
@@ -151,7 +153,7 @@ class RowGradient(PendingUpdate):
         return self
 
     def _submit_rows(self, launch: OperationId, rows: Tensor, routing: Routing) -> None:
-        """Packs those gradients of `rows` that `routing` selects, and submits their exchange."""
+        """Packs the gradients in `rows` that `routing` selects, and submits their exchange."""
         self._table.record(routing.held_ids, routing.all_ids)
         ticket = self._launch(launch, _pack_columns(routing, rows), routing.counts_by_row, rows.shape[1])
         self.parts[launch] = SentRows(ticket, routing)
@@ -159,11 +161,11 @@ class RowGradient(PendingUpdate):
     def all_to_all_gradients(
         self, launch: OperationId, flat: Tensor, counts: Tensor, embedding_dim: int, *_: object
     ) -> Ticket:
-        """Submits the exchange of all row gradients of a batch. The same backward waits for the returned ticket.
+        """Submits the exchange of all row gradients of a batch. Returns the ticket, for which the same backward waits.
 
         Args:
             flat: the gradients (U * D,), in blocks by receiving rank.
-            counts: how many rows each rank reads.
+            counts: for each rank, how many rows it has read.
         """
         self._recorder.mark(compute_id("backward", launch.what))
         return self._launch(launch, flat, counts_as_lists(counts), embedding_dim)
@@ -193,8 +195,8 @@ class RowGradient(PendingUpdate):
         self._table.gradient.deliver(self._late, absent, unreduced=unreduced)
 
     def _make_wait(self) -> Callable[[], list[Sequence[Rows]]]:
-        """Returns a function that waits for the gradient, and returns it split by parameter. The function holds only
-        weak references to the table and the launcher, so that it does not keep the model alive.
+        """Returns a function that waits for the gradient and returns it split by parameter. The function has only weak
+        references to the table and the launcher, so that it does not keep the model alive.
         """
         found, by, split = ref(self._table), ref(self._launcher), self._table.split
         parts, sums = tuple(self.parts.values()), self._sums  # copy the parts, because a step removes some of them
@@ -216,7 +218,7 @@ class RowGradient(PendingUpdate):
 
     @property
     def waiting(self) -> bool:
-        """Whether the gradient is in flight, no optimizer step has used it, and some `.grad` still refers to it."""
+        """Whether the gradient is in flight, no optimizer step has used it yet, and a `.grad` still refers to it."""
         if self.step is not None or self._late is None:
             return False
         if not self._table.gradient.count_in_flight(self._late):  # the gradient was dropped or has been read
@@ -230,8 +232,8 @@ class RowGradient(PendingUpdate):
         return self._table.gradient.count_in_flight(self._late) == len(self._table.members) and self._table.can_defer()
 
     def begin_step(self) -> SparseUpdate:
-        """Records that the optimizer has stepped, with its current options. The next forward applies the returned
-        update.
+        """Records that the optimizer has stepped, with its current options. Returns the update, which the next forward
+        applies.
         """
         self.step = self._table.begin_step()
         return self.step
@@ -250,13 +252,15 @@ class RowGradient(PendingUpdate):
             self._clear()
 
     def _clear(self) -> None:
-        """Forgets the parts that were sent, and the optimizer step that would apply them."""
+        """Drops the parts of the gradient that were sent, and the optimizer step that would apply them."""
         self.parts, self.step, self._late = {}, None, None
 
     # -- the update ----------------------------------------------------------------------------------------------------
 
     def with_rows(self) -> tuple[SparseUpdate, Rows]:
-        """Waits for all parts of the gradient. Returns the optimizer step that applies it, and its ids and rows."""
+        """Waits for all parts of the gradient. Returns the optimizer step that applies the gradient, and the gradient's
+        ids and rows.
+        """
         assert self.step is not None
         rows, self.parts = self._wait_for_rest(), {}
         return self.step, sum_rows(rows)
@@ -271,11 +275,15 @@ class RowGradient(PendingUpdate):
         return shard
 
     def apply(self, launch: OperationId | None = None) -> None:
-        """Applies one part of the gradient, or all remaining parts if `launch` is None, by the optimizer step that has
-        used the gradient. With the last delayed part, the step is also applied to all other rows.
+        """Applies one part of the gradient to the table, or all remaining parts if `launch` is None. Uses the options
+        of the optimizer step that has used the gradient. With the last delayed part, also steps all rows without a
+        gradient.
 
-        If no optimizer step has used the gradient yet, nothing is applied. For a part that is not delayed, this call
-        then waits for the gradient, which stays in `.grad`.
+        If no optimizer step has used the gradient yet, applies nothing. If, in this case, the part is not a delayed
+        one, waits for the gradient, which stays in `.grad`.
+
+        Args:
+            launch: the id of the launch that has sent the part.
         """
         if self.step is None:
             if launch is not None and launch.part != "delayed":
@@ -300,16 +308,16 @@ class RowGradient(PendingUpdate):
             self.step.apply(ids, rows)
 
     def _wait_for_rest(self) -> list[Rows]:
-        """Waits for the parts that have not been applied. Returns the ids and gradient rows of each."""
+        """Waits for the parts that have not been applied yet. Returns the ids and gradient rows of each part."""
         return _wait_out_of_order(self.parts.values(), self._table, self._launcher, self._sums)
 
 
 def _pack_columns(routing: Routing, rows: Tensor) -> Tensor:
-    """Packs the gradients of the rows that `routing` selects from `rows` (U', D): flat (U * D,), in blocks by receiving
-    rank.
+    """Packs gradients of rows into one flat tensor (U * D,), in blocks by receiving rank.
 
     Args:
-        routing: which rows this rank reads, and the grid on which columns are divided among ranks.
+        routing: which rows this rank has read, and the grid of ranks on which the table is sharded.
+        rows: the gradients (U', D) of all rows of the batch, from which those in `routing` are taken.
     """
     positions, columns = routing.own_positions, routing.grid.columns
     if positions is None:
@@ -320,11 +328,12 @@ def _pack_columns(routing: Routing, rows: Tensor) -> Tensor:
 
 
 def sum_received(routing: Routing, flat: Tensor, sums: SumOptions) -> tuple[Tensor, Tensor]:
-    """Sums the gradients received from all ranks by row. Returns ids (K,) and sums (K, d).
+    """Sums the gradients that all ranks have sent for each row. Returns the ids (K,) of the rows and the sums (K, d).
 
     Args:
-        routing: which rows each rank reads.
+        routing: which rows each rank has read.
         flat: the received gradients (M * d,).
+        sums: the options of the sum.
     """
     flat = flat.to(sums.dtype)
     if routing.sums is None:
@@ -335,7 +344,7 @@ def sum_received(routing: Routing, flat: Tensor, sums: SumOptions) -> tuple[Tens
 
 
 def _wait_for_parts(parts: Iterable[SentRows], table: Table, launcher: Launcher, sums: SumOptions) -> list[Rows]:
-    """Waits for parts of a table's gradient. Returns the ids and summed gradient rows of each."""
+    """Waits for parts of a table's gradient. Returns the ids and summed gradient rows of each part."""
     found = []
     for ticket, routing in parts:
         ids, rows = sum_received(routing, launcher.wait(ticket), sums)
@@ -345,8 +354,8 @@ def _wait_for_parts(parts: Iterable[SentRows], table: Table, launcher: Launcher,
 
 
 def _wait_out_of_order(parts: Iterable[SentRows], table: Table, launcher: Launcher, sums: SumOptions) -> list[Rows]:
-    """Waits for parts of a table's gradient, even if launches that come earlier in the order are not submitted. Returns
-    the ids and summed gradient rows of each.
+    """Waits for parts of a table's gradient, even if preceding launches have not been submitted yet. Returns the ids
+    and summed gradient rows of each part.
     """
     with launcher.flushing():  # rows of the next forward may come before the gradients in the launch order
         return _wait_for_parts(parts, table, launcher, sums)

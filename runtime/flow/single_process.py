@@ -37,7 +37,7 @@ class _PendingCounts:
     """Numbers of unique rows that are being copied from a device to the host.
 
     Args:
-        counts: the numbers on the device, 0-d int64.
+        counts: the numbers, as 0-d int64 tensors on the device.
     """
 
     def __init__(self, streams: Streams, counts: Sequence[Tensor]) -> None:
@@ -46,15 +46,15 @@ class _PendingCounts:
 
     @cached_property
     def numbers(self) -> list[int]:
-        """The numbers on the host. Waits for their copy."""
+        """The numbers on the host. The first access waits for the copy."""
         return self._streams.read(self._counted, self._copy)
 
 
 class SingleProcessRows:
-    """Finds the unique rows of batches on a device, in a single process, without waiting for their number.
+    """Finds the unique rows of batches on a device, in a single process, without waiting until their number is known.
 
     Args:
-        tables: name -> table, which records that the ids of its gradient are among the batch's ids.
+        tables: name of a table -> the table, in which the ids of its gradient are recorded.
     """
 
     def __init__(self, streams: Streams, tables: Mapping[str, Member]) -> None:
@@ -62,9 +62,7 @@ class SingleProcessRows:
         self._counts: Any = WeakTensorKeyDictionary()
 
     def kernel(self, node: fx.Node) -> Callable[..., Any] | None:
-        """Returns the function that runs a graph node in a single process in place of its op's kernel, or None to run
-        the kernel.
-        """
+        """Returns the function that replaces the kernel of a graph node's op, or None to run the kernel."""
         match op_name(node):
             case "embrace::unique_ids":
                 return self.unique_ids
@@ -72,8 +70,8 @@ class SingleProcessRows:
                 tables: tuple[str, ...] = node.meta["tables"]
 
                 def all_gather_ids(unique: Sequence[Tensor], num_rows: Sequence[int], *_: object) -> list[Tensor]:
-                    """Returns this process's unique ids, which are those of all ranks, and starts copying their number
-                    to the host.
+                    """Returns the unique ids of this process, because there are no other ranks. Starts copying their
+                    number to the host.
                     """
                     counted = _PendingCounts(self._streams, [self._counts[rows] for rows in unique])
                     for k, (rows, *of_table) in enumerate(zip(unique, tables, num_rows, strict=True)):
